@@ -1,0 +1,79 @@
+/* From a problem to a backend's kernel. */
+#include <string.h>
+
+#include "backend.h"
+#include "error.h"
+#include "problem.h"
+
+static const char *const kind_names[FA_NUM_DEVICE_KINDS] = {"cpu", "cuda", "reference"};
+
+const char *fa_device_kind_name(fa_device_kind kind) {
+  return (unsigned)kind < FA_NUM_DEVICE_KINDS ? kind_names[kind] : "unknown";
+}
+
+int32_t fa_num_devices(fa_device_kind kind, fa_error *error) {
+  const fa_backend *backend = fa_backend_of(kind);
+  if (backend) return backend->num_devices(error);
+  fa_fail_message(error, FA_STATUS_NO_DEVICE, "device",
+                  FA_TEXT("%s is not part of this build", fa_device_kind_name(kind)));
+  return 0;
+}
+
+static fa_status find_device(fa_device device, const fa_backend **backend, fa_error *error) {
+  int32_t num_devices = fa_num_devices(device.kind, error);
+  if (num_devices == 0) return FA_STATUS_NO_DEVICE;
+  if (device.index < 0 || device.index >= num_devices)
+    return fa_fail(error, FA_STATUS_NO_DEVICE, "device",
+                   FA_TEXT("a %s device from 0 to %d", fa_device_kind_name(device.kind), num_devices - 1),
+                   FA_TEXT("%d", device.index));
+  *backend = fa_backend_of(device.kind);
+  return FA_STATUS_OK;
+}
+
+fa_status fa_device_get_info(fa_device device, fa_device_info *info, fa_error *error) {
+  const fa_backend *backend;
+  memset(info, 0, sizeof *info);
+  fa_status status = find_device(device, &backend, error);
+  return status ? status : backend->device_info(device.index, info, error);
+}
+
+fa_status fa_plan_init(fa_plan *plan, const fa_problem *problem, fa_pass pass, fa_device device,
+                       fa_error *error) {
+  memset(plan, 0, sizeof *plan);
+  fa_status status = fa_problem_validate(problem, error);
+  if (status) return status;
+  if ((unsigned)pass >= FA_NUM_PASSES)
+    return fa_fail(error, FA_STATUS_INVALID_ARGUMENT, "pass", "a pass of fa_pass", FA_TEXT("%d", (int)pass));
+  const fa_backend *backend;
+  status = find_device(device, &backend, error);
+  if (status) return status;
+  plan->problem = *problem;
+  fa_problem_canonicalise(&plan->problem);
+  plan->pass = pass;
+  plan->device = device;
+  plan->num_threads = 1;
+  status = backend->plan(plan, error);
+  if (status) return status;
+  plan->backend = backend;
+  return fa_succeed(error);
+}
+
+fa_status fa_run(const fa_plan *plan, const fa_tensors *tensors, const fa_execution *execution,
+                 fa_error *error) {
+  for (int id = 0; id < FA_NUM_TENSORS; id++) {
+    bool used = fa_tensor_role_in(&plan->problem, plan->pass, id) != FA_ROLE_NONE;
+    bool empty = fa_tensor_shape(&plan->problem, id).size_bytes == 0;
+    if (used && !empty && !fa_tensor_at((fa_tensors *)tensors, id)->data)
+      return fa_fail(error, FA_STATUS_INVALID_ARGUMENT, fa_tensor_name(id), "a pointer", "NULL");
+  }
+  if (execution->workspace_bytes < plan->workspace_bytes)
+    return fa_fail(error, FA_STATUS_INVALID_ARGUMENT, "workspace",
+                   FA_TEXT("at least %zu bytes", plan->workspace_bytes),
+                   FA_TEXT("%zu", execution->workspace_bytes));
+  if (plan->workspace_bytes && (uintptr_t)execution->workspace % 64 != 0)
+    return fa_fail(error, FA_STATUS_INVALID_ARGUMENT, "workspace", "an address aligned to 64 bytes",
+                   FA_TEXT("%p", execution->workspace));
+  const fa_backend *backend = plan->backend;
+  fa_status status = backend->run(plan, tensors, execution, error);
+  return status ? status : fa_succeed(error);
+}

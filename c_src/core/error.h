@@ -1,0 +1,23 @@
+/* Reporting errors: the one way in which the library fails. */
+#ifndef FA_CORE_ERROR_H
+#define FA_CORE_ERROR_H
+
+#include "../flash_attention.h"
+
+/* Fills error (which may be NULL) and returns status. argument, expected and got may be NULL or "". The
+ * message becomes "argument: expected <expected>, got <got>", without the parts that are missing. */
+fa_status fa_fail(fa_error *error, fa_status status, const char *argument, const char *expected,
+                  const char *got);
+
+/* The same with a message of its own instead of "expected …, got …". */
+fa_status fa_fail_message(fa_error *error, fa_status status, const char *argument, const char *message);
+
+/* Sets error to FA_STATUS_OK and returns it. */
+fa_status fa_succeed(fa_error *error);
+
+/* A formatted string that lives as long as the enclosing block, for the arguments of fa_fail. */
+#define FA_TEXT(...) fa_text((char[160]){0}, 160, __VA_ARGS__)
+__attribute__((format(printf, 3, 4))) const char *fa_text(char *text, size_t text_bytes, const char *format,
+                                                          ...);
+
+#endif

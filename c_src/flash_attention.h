@@ -1,0 +1,357 @@
+/*
+ * flash_attention.h: exact attention, forward and backward.
+ *
+ * This is the only public header of libflash_attention. It can be called from C, through an FFI, or from
+ * an XLA runtime; the Erlang NIF of this project is one caller among others.
+ *
+ * What is computed. For every batch b, query head h and query row i, with the key/value head
+ * kv = h / (num_heads / num_kv_heads):
+ *
+ *     s[i,j]  = scale * dot(q[b,i,h], k[b,j,kv])
+ *     s[i,j]  = softcap * tanh(s[i,j] / softcap)         where softcap is not 0
+ *     s[i,j]  = -inf                                     where column j is not visible from row i
+ *     lse[i]  = log(sum_j exp(s[i,j]) + sum_t exp(sink[t,h]))
+ *     p[i,j]  = exp(s[i,j] - lse[i])
+ *     o[i]    = sum_j p[i,j] * v[b,j,kv]
+ *
+ * and in the backward pass, given dout = d(loss)/d(o):
+ *
+ *     delta[i]   = dot(o[i], dout[i])
+ *     dv[j]      = sum_{i,h} p[i,j] * dout[i]
+ *     ds[i,j]    = p[i,j] * (dot(dout[i], v[j]) - delta[i])      (times the derivative of softcap)
+ *     dq[i]      = scale * sum_j ds[i,j] * k[j]
+ *     dk[j]      = scale * sum_{i,h} ds[i,j] * q[i]
+ *     dsink[t,h] = -sum_{b,i} exp(sink[t,h] - lse[i]) * delta[i]
+ *
+ * Column j is visible from row i iff
+ *
+ *     i + seqlen_k - seqlen_q - window_left <= j <= i + seqlen_k - seqlen_q + window_right
+ *
+ * Causal attention is window_right = 0. A row that sees nothing gives o = 0 and zero gradients; its lse is
+ * -inf, or log(sum exp(sink)) where there are sinks. It never gives NaN. Non-finite inputs spread as IEEE
+ * arithmetic says.
+ *
+ * How to call it, in four steps:
+ *
+ *     fa_problem problem;
+ *     fa_error error;
+ *     fa_problem_init(&problem);                               // defaults for every option
+ *     problem.dtype = FA_DTYPE_F32;                            // sizes and options: plain fields
+ *     problem.batch = 2; ...
+ *
+ *     fa_plan plan;                                            // which kernel, how much workspace
+ *     fa_device cpu = {FA_DEVICE_CPU, 0};
+ *     if (fa_plan_init(&plan, &problem, FA_PASS_FORWARD, cpu, &error)) { puts(error.message); ... }
+ *
+ *     fa_tensors tensors = {0};                                // where the numbers are
+ *     tensors.q = fa_tensor_contiguous(&problem, FA_TENSOR_Q, q);
+ *     ...
+ *     fa_execution execution = {.workspace = malloc(plan.workspace_bytes),
+ *                               .workspace_bytes = plan.workspace_bytes};
+ *     fa_run(&plan, &tensors, &execution, &error);
+ *
+ * Thread safety: every function may be called from any thread at any time; the library keeps no state
+ * between calls that a caller could see. A plan is immutable once initialised and may be run by several
+ * threads at once, each with its own workspace.
+ *
+ * Errors: functions return FA_STATUS_OK (0) or another status, and describe what went wrong in the
+ * fa_error that the caller passes (NULL where the text is not wanted). Outputs are unspecified after an
+ * error. No function aborts, and none prints.
+ *
+ * Sizes and strides are int64_t: tensors of more than 2^31 elements are an ordinary case.
+ */
+#ifndef FLASH_ATTENTION_H
+#define FLASH_ATTENTION_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define FA_VERSION "0.1.0"
+
+#if defined(__GNUC__)
+#define FA_API __attribute__((visibility("default")))
+#else
+#define FA_API
+#endif
+
+/* ---------------------------------------------------------------------------------------------------
+ * Status and errors
+ * ------------------------------------------------------------------------------------------------- */
+
+typedef enum fa_status {
+  FA_STATUS_OK = 0,
+  FA_STATUS_INVALID_ARGUMENT, /* a size, shape, type or option that no backend could take */
+  FA_STATUS_UNSUPPORTED,      /* a valid problem that the chosen backend does not take */
+  FA_STATUS_NO_DEVICE,        /* the chosen device is not there, or its driver is not */
+  FA_STATUS_OUT_OF_MEMORY,    /* host or device memory ran out; the next call may succeed */
+  FA_STATUS_DEVICE_ERROR,     /* the device reported an error; message holds its own text */
+} fa_status;
+
+/* What went wrong. Strings are NUL-terminated and cut where too long. */
+typedef struct fa_error {
+  fa_status status;
+  char argument[32];  /* the argument at fault: "k", "softcap", "device"; "" where there is none */
+  char expected[160]; /* "head_dim 64 as in q"; "" where it does not apply */
+  char got[160];      /* "48" */
+  char message[384];  /* all of it in one line: "k: expected head_dim 64 as in q, got 48" */
+} fa_error;
+
+/* The name of a status in lower case: "invalid_argument". Never NULL. */
+FA_API const char *fa_status_name(fa_status status);
+
+/* ---------------------------------------------------------------------------------------------------
+ * The problem: what is to be computed. No pointers in it: it can be copied, compared, hashed, printed.
+ * ------------------------------------------------------------------------------------------------- */
+
+typedef enum fa_dtype {
+  FA_DTYPE_F32 = 0,
+  FA_DTYPE_F64, /* CPU only */
+  FA_DTYPE_BF16,
+  FA_DTYPE_F16,
+  FA_NUM_DTYPES,
+} fa_dtype;
+
+/* "f32", "f64", "bf16", "f16"; and the size of one element in bytes. */
+FA_API const char *fa_dtype_name(fa_dtype dtype);
+FA_API size_t fa_dtype_bytes(fa_dtype dtype);
+
+/* Arithmetic of the matrix products of f32 tensors, on devices where there is a choice. */
+typedef enum fa_precision {
+  FA_PRECISION_HIGHEST = 0, /* as accurate as plain f32 arithmetic */
+  FA_PRECISION_HIGH,
+  FA_PRECISION_DEFAULT,
+} fa_precision;
+
+/* A window_left or window_right that bounds nothing. */
+#define FA_UNBOUNDED INT64_MAX
+
+typedef struct fa_problem {
+  size_t struct_size; /* sizeof(fa_problem): lets the struct grow */
+  fa_dtype dtype;
+  int64_t batch, seqlen_q, seqlen_k; /* 0 is allowed */
+  int64_t num_heads, num_kv_heads;   /* num_kv_heads divides num_heads */
+  int64_t head_dim;
+  int64_t num_sinks; /* 0: none */
+  /* Options; fa_options() lists them with their bounds. */
+  double scale;                      /* 0: 1/sqrt(head_dim) */
+  int64_t window_left, window_right; /* keys to either side, or FA_UNBOUNDED */
+  double softcap;                    /* 0: none */
+  int32_t precision;                 /* fa_precision; f32 only */
+  int32_t deterministic;             /* 1: the backward is bitwise repeatable */
+} fa_problem;
+
+/* Sizes 0, dtype f32, every option at its default (no window, no softcap, default scale). */
+FA_API void fa_problem_init(fa_problem *problem);
+
+/* FA_STATUS_INVALID_ARGUMENT where a size is negative, a product of sizes overflows, num_kv_heads does not
+ * divide num_heads, or an option is out of its bounds. fa_plan_init calls it. */
+FA_API fa_status fa_problem_validate(const fa_problem *problem, fa_error *error);
+
+/* The problem on one line, without its options' defaults: "f32 b2 sq100 sk100 h4 kv2 d64 right0". Returns
+ * the length that the whole text has, as snprintf does. */
+FA_API int fa_problem_format(const fa_problem *problem, char *text, size_t text_bytes);
+
+/* ---------------------------------------------------------------------------------------------------
+ * The option table: every option of fa_problem, for bindings to loop over
+ * ------------------------------------------------------------------------------------------------- */
+
+typedef enum fa_option_kind {
+  FA_OPTION_REAL,   /* double */
+  FA_OPTION_LENGTH, /* int64_t, a count or FA_UNBOUNDED */
+  FA_OPTION_CHOICE, /* int32_t, an index into choices */
+} fa_option_kind;
+
+typedef struct fa_option {
+  const char *name;
+  fa_option_kind kind;
+  size_t offset;              /* of the field in fa_problem */
+  double minimum, maximum;    /* bounds, inclusive; always finite */
+  double default_value;       /* of a length: FA_UNBOUNDED is written as INFINITY */
+  const char *const *choices; /* NULL-terminated, for FA_OPTION_CHOICE */
+  const char *doc;            /* one sentence */
+} fa_option;
+
+/* The table and, through num_options, its length. */
+FA_API const fa_option *fa_options(size_t *num_options);
+
+/* The row of that name, or NULL. */
+FA_API const fa_option *fa_option_find(const char *name);
+
+/* Sets an option from a number (INFINITY: FA_UNBOUNDED) or, for a choice, from its name. The error names
+ * the option, its bounds and what came. */
+FA_API fa_status fa_option_set_number(fa_problem *problem, const fa_option *option, double value,
+                                      fa_error *error);
+FA_API fa_status fa_option_set_choice(fa_problem *problem, const fa_option *option, const char *choice,
+                                      fa_error *error);
+
+/* ---------------------------------------------------------------------------------------------------
+ * Tensors: where the numbers are
+ * ------------------------------------------------------------------------------------------------- */
+
+/*
+ *     q, o, dout, dq        [batch, seqlen_q, num_heads, head_dim]      dtype
+ *     k, v, dk, dv          [batch, seqlen_k, num_kv_heads, head_dim]   dtype
+ *     lse                   [batch, num_heads, seqlen_q]                f32 (f64 where dtype is f64)
+ *     sink, dsink           [num_sinks, num_heads]                      f32
+ *     tangent_x, o_tangent, lse_tangent: as x, o and lse
+ *
+ * Strides are in elements. The last axis of a tensor is always contiguous; lse, sink and dsink are
+ * contiguous as a whole and their strides are ignored. Tensors that are written must not overlap.
+ */
+typedef struct fa_tensor {
+  void *data;
+  int64_t stride_batch, stride_row, stride_head;
+} fa_tensor;
+
+typedef struct fa_tensors {
+  fa_tensor q, k, v, sink;
+  fa_tensor o, lse;
+  fa_tensor dout, dq, dk, dv, dsink;
+  fa_tensor tangent_q, tangent_k, tangent_v, tangent_sink; /* directions, for FA_PASS_TANGENT */
+  fa_tensor o_tangent, lse_tangent;
+} fa_tensors;
+
+typedef enum fa_pass {
+  FA_PASS_FORWARD,  /* q, k, v, sink -> o, lse */
+  FA_PASS_BACKWARD, /* dout, q, k, v, o, lse, sink -> dq, dk, dv, dsink */
+  FA_PASS_TANGENT,  /* q, k, v, sink and a direction for each -> o, lse and their derivatives along it.
+                       f64, CPU: the derivative of the forward algorithm itself, to check backwards by */
+  FA_NUM_PASSES,
+} fa_pass;
+
+/* Names a member of fa_tensors; the order is theirs. */
+typedef enum fa_tensor_id {
+  FA_TENSOR_Q = 0,
+  FA_TENSOR_K,
+  FA_TENSOR_V,
+  FA_TENSOR_SINK,
+  FA_TENSOR_O,
+  FA_TENSOR_LSE,
+  FA_TENSOR_DOUT,
+  FA_TENSOR_DQ,
+  FA_TENSOR_DK,
+  FA_TENSOR_DV,
+  FA_TENSOR_DSINK,
+  FA_TENSOR_TANGENT_Q,
+  FA_TENSOR_TANGENT_K,
+  FA_TENSOR_TANGENT_V,
+  FA_TENSOR_TANGENT_SINK,
+  FA_TENSOR_O_TANGENT,
+  FA_TENSOR_LSE_TANGENT,
+  FA_NUM_TENSORS,
+} fa_tensor_id;
+
+typedef enum fa_tensor_role {
+  FA_ROLE_NONE = 0, /* the pass does not touch it */
+  FA_ROLE_INPUT,
+  FA_ROLE_OUTPUT,
+} fa_tensor_role;
+
+#define FA_MAX_RANK 4
+
+/* What a tensor says of itself. */
+typedef struct fa_shape {
+  fa_dtype dtype;
+  int32_t rank;
+  int64_t dims[FA_MAX_RANK];
+  int64_t size_bytes; /* of the contiguous data; negative: not known, not checked */
+} fa_shape;
+
+FA_API const char *fa_tensor_name(fa_tensor_id id);
+FA_API const char *fa_pass_name(fa_pass pass);
+
+/* What a pass of this problem does with a tensor. FA_ROLE_NONE for sink and dsink where num_sinks is 0. */
+FA_API fa_tensor_role fa_tensor_role_in(const fa_problem *problem, fa_pass pass, fa_tensor_id id);
+
+/* The shape that the problem gives a tensor, size_bytes included. The problem must be valid. */
+FA_API fa_shape fa_tensor_shape(const fa_problem *problem, fa_tensor_id id);
+
+/* The member of tensors that id names. */
+FA_API fa_tensor *fa_tensor_at(fa_tensors *tensors, fa_tensor_id id);
+
+/* A tensor of the problem's shape that lies contiguously at data. */
+FA_API fa_tensor fa_tensor_contiguous(const fa_problem *problem, fa_tensor_id id, void *data);
+
+/* Fills dtype and sizes of the problem from the shapes of q, k and sink, and checks the shapes of every
+ * other input of the pass against them. shapes[id] is NULL for a tensor that was not given. The error names
+ * the tensor: "k: expected head_dim 64 as in q, got 48". Options are left as they are. */
+FA_API fa_status fa_problem_set_shapes(fa_problem *problem, fa_pass pass,
+                                       const fa_shape *const shapes[FA_NUM_TENSORS], fa_error *error);
+
+/* ---------------------------------------------------------------------------------------------------
+ * Devices
+ * ------------------------------------------------------------------------------------------------- */
+
+typedef enum fa_device_kind {
+  FA_DEVICE_CPU = 0,
+  FA_DEVICE_CUDA,
+  FA_DEVICE_REFERENCE, /* a naive implementation on the CPU, O(seqlen^2) time and slow: the oracle. In f64
+                          it is exact arithmetic's stand-in; in other types it rounds every intermediate
+                          tensor to the type, as unfused attention does, and so gives the error scale that
+                          tolerances are made of */
+  FA_NUM_DEVICE_KINDS,
+} fa_device_kind;
+
+typedef struct fa_device {
+  fa_device_kind kind;
+  int32_t index;
+} fa_device;
+
+typedef struct fa_device_info {
+  char name[128];       /* "AMD EPYC", "NVIDIA H200" */
+  char features[128];   /* instruction sets in use, or the compute capability */
+  int32_t num_threads;  /* threads a call may use; of a GPU: its multiprocessors */
+  int64_t memory_bytes; /* 0: not known */
+} fa_device_info;
+
+/* "cpu", "cuda", "reference". */
+FA_API const char *fa_device_kind_name(fa_device_kind kind);
+
+/* How many devices of that kind there are; 0 with a reason in error where a backend was not built, or
+ * finds no driver. */
+FA_API int32_t fa_num_devices(fa_device_kind kind, fa_error *error);
+FA_API fa_status fa_device_get_info(fa_device device, fa_device_info *info, fa_error *error);
+
+/* ---------------------------------------------------------------------------------------------------
+ * Plans: how one pass of one problem runs on one device
+ * ------------------------------------------------------------------------------------------------- */
+
+/* How to run: what differs from call to call. Zero-initialise, then set what is wanted. */
+typedef struct fa_execution {
+  void *workspace; /* at least plan.workspace_bytes, 64-byte aligned, on the device */
+  size_t workspace_bytes;
+  int32_t num_threads; /* CPU: at most so many; 0: the default. Results do not depend on it */
+  void *stream;        /* CUDA: a cudaStream_t. The call only enqueues; it does not wait */
+} fa_execution;
+
+typedef struct fa_plan {
+  fa_problem problem; /* canonical: scale filled in, windows clipped to the sequence */
+  fa_pass pass;
+  fa_device device;
+  const char *kernel;     /* the kernel that will run: "cpu/avx2/f32" */
+  size_t workspace_bytes; /* fa_run needs so much, for up to num_threads threads */
+  int32_t num_threads;    /* CPU: the most threads that fa_run will use */
+  const void *backend;    /* private */
+  const void *config;     /* private: the backend's own choice */
+} fa_plan;
+
+/* Validates the problem and asks the device's backend how it would run. FA_STATUS_UNSUPPORTED where it
+ * would not; the error says why. No memory is allocated: a plan needs no release. */
+FA_API fa_status fa_plan_init(fa_plan *plan, const fa_problem *problem, fa_pass pass, fa_device device,
+                              fa_error *error);
+
+/* Runs a plan. Every pointer in tensors that the pass reads or writes must be set and lie on the device.
+ * On the CPU the results are there on return. Results do not depend on the number of threads. */
+FA_API fa_status fa_run(const fa_plan *plan, const fa_tensors *tensors, const fa_execution *execution,
+                        fa_error *error);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif
