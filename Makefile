@@ -1,82 +1,241 @@
-# FlashAttention: builds priv/libflash_attention.so and, where Erlang's headers are, priv/flash_attention_nif.so.
+# FlashAttention: libflash_attention.so, its Erlang NIF and the Elixir API.
 #
-#   make            build                        make test     build and run every test
-#   make demo       build and train a model      make bench    speed and memory on this machine
-#   make check-deps one-way dependencies         make format   rewrite sources in the house style
+#   make              build everything that can be built here
+#   make demo         build, train a small language model for under a minute, show what it writes
+#   make test         build, then every check and test that can run here
+#   make bench        speed and memory on this machine, side by side with others
+#   make install      library, header and pkg-config file below PREFIX, for C programs
 #
-# Variables: CC, CFLAGS, NVCC, FA_CUDA=0 (no CUDA), SANITIZE=address,undefined, BUILD (objects), PRIV (libraries).
+#   make test-sanitize   the tests under AddressSanitizer and UndefinedBehaviorSanitizer
+#   make test-isas       the tests with each of the CPU's instruction sets switched off
+#   make check-deps      one-way dependencies between the layers
+#   make check-format    sources are in the house style; `make format` rewrites them
+#   make clean
+#
+# `make demo` and `make test` install what is missing on Debian and Ubuntu when they may, and say so first.
+#
+# Variables: CC, CFLAGS, LDFLAGS, NVCC, PREFIX, DESTDIR as usual, and
+#   FA_CUDA=0        leave the CUDA kernels out; they are built in where nvcc is
+#   FA_INSTALL=0     install nothing, say what is missing
+#   WERROR=1         warnings are errors, in C and in Elixir
+#   SANITIZE=...     build with -fsanitize=...; give it its own BUILD and PRIV
+#   BUILD, PRIV      where objects (build) and libraries (priv) go
 
 CC      ?= cc
 CFLAGS  ?= -O2 -g
+NVCC    ?= nvcc
+PREFIX  ?= /usr/local
 BUILD   ?= build
-PRIV    ?= priv
-PYTHON  ?= python3
-
-WARNINGS := -Wall -Wextra -Wpointer-arith -Wstrict-prototypes -Wmissing-prototypes -Wvla
-override CFLAGS += -std=c11 -D_GNU_SOURCE -fPIC -fvisibility=hidden -fno-math-errno -fno-trapping-math \
-                   -fopenmp $(WARNINGS) $(if $(WERROR),-Werror)
-LDFLAGS += -fopenmp -Wl,-z,nodelete
-ifdef SANITIZE
-override CFLAGS += -fsanitize=$(SANITIZE) -fno-omit-frame-pointer
-LDFLAGS += -fsanitize=$(SANITIZE)
-endif
+PRIV    ?= $(if $(MIX_APP_PATH),$(MIX_APP_PATH)/priv,priv)
 
 LIBRARY := $(PRIV)/libflash_attention.so
 NIF     := $(PRIV)/flash_attention_nif.so
 
+# Elixir prints Unicode only where the locale says that it may.
+ifeq ($(LC_ALL)$(LC_CTYPE)$(LANG),)
+export LC_ALL := C.UTF-8
+endif
+
+# Mix calls make to build below MIX_APP_PATH, as elixir_make would; make calls Mix everywhere else. MAKEFLAGS
+# is unset for it because a job server does not reach through the VM, PRIV because Mix knows its own.
+MIX := env -u MAKEFLAGS -u PRIV mix
+HAS_MIX := $(shell command -v mix)
+
+.PHONY: all native elixir
+all: native $(if $(MIX_APP_PATH),,elixir)
+
+# ---- flags -----------------------------------------------------------------------------------------
+
+TARGET   := $(shell $(CC) -dumpmachine 2>/dev/null)
+WARNINGS := -Wall -Wextra -Wpointer-arith -Wstrict-prototypes -Wmissing-prototypes -Wvla
+OPENMP   := -fopenmp
+
+FA_CFLAGS = -std=c11 -D_GNU_SOURCE -fPIC -fvisibility=hidden -fno-math-errno -fno-trapping-math $(OPENMP) \
+            $(WARNINGS) $(if $(WERROR),-Werror) $(SANITIZE_FLAGS) $(CFLAGS)
+SANITIZE_FLAGS := $(if $(SANITIZE),-fsanitize=$(SANITIZE) -fno-sanitize-recover=undefined -fno-omit-frame-pointer)
+
+# A library with OpenMP threads in it must not be unmapped under them: nodelete.
+ifneq ($(findstring darwin,$(TARGET)),)
+FA_LDFLAGS = $(OPENMP) -undefined dynamic_lookup -Wl,-rpath,@loader_path $(SANITIZE_FLAGS) $(LDFLAGS)
+else
+FA_LDFLAGS = $(OPENMP) -Wl,-z,nodelete -Wl,-rpath,'$$ORIGIN' $(SANITIZE_FLAGS) $(LDFLAGS)
+endif
+
+# Objects are made again when the compiler or the flags change, not only when a source does.
+FLAGS := $(BUILD)/flags
+$(FLAGS): FORCE
+	@mkdir -p $(@D)
+	@printf '%s\n' "$(CC) $(FA_CFLAGS) $(FA_LDFLAGS) $(FA_CUDA)" | cmp -s - $@ || \
+	  printf '%s\n' "$(CC) $(FA_CFLAGS) $(FA_LDFLAGS) $(FA_CUDA)" > $@
+.PHONY: FORCE
+FORCE:
+
 # ---- the library -----------------------------------------------------------------------------------
 
-# The CPU kernels are one source, compiled once for every instruction set.
-CPU_ISAS_x86_64  := avx2 avx512
-CPU_ISAS         := plain $(CPU_ISAS_$(shell uname -m))
-ISA_FLAGS_plain  :=
+# The CPU kernels are one source, compiled once for every instruction set and chosen at run time.
+KERNELS          := c_src/cpu/kernels.c
+ISAS_x86_64      := avx2 avx512
+ISAS             := plain $(ISAS_$(firstword $(subst -, ,$(TARGET))))
 ISA_FLAGS_avx2   := -mavx2 -mfma
 ISA_FLAGS_avx512 := -mavx512f -mavx512dq -mavx512vl -mavx512bw -mfma -mprefer-vector-width=512
 
-KERNELS := c_src/cpu/kernels.c
 SOURCES := $(filter-out $(KERNELS),$(wildcard c_src/core/*.c c_src/cpu/*.c))
-OBJECTS := $(SOURCES:c_src/%.c=$(BUILD)/%.o) \
-           $(if $(wildcard $(KERNELS)),$(CPU_ISAS:%=$(BUILD)/cpu/kernels_%.o))
+OBJECTS := $(SOURCES:c_src/%.c=$(BUILD)/%.o) $(if $(wildcard $(KERNELS)),$(ISAS:%=$(BUILD)/cpu/kernels_%.o))
 
-# ---- CUDA, where nvcc is ---------------------------------------------------------------------------
+native: $(LIBRARY)
 
-NVCC    ?= nvcc
+$(LIBRARY): $(OBJECTS)
+	@mkdir -p $(@D)
+	$(CC) -shared -o $@ $(OBJECTS) $(FA_LDFLAGS) $(CUDA_LIBS) -lm
+
+$(BUILD)/%.o: c_src/%.c $(FLAGS) Makefile
+	@mkdir -p $(@D)
+	$(CC) $(FA_CFLAGS) $(EXTRA_CFLAGS) -MMD -MP -c -o $@ $<
+
+$(BUILD)/cpu/kernels_%.o: $(KERNELS) $(FLAGS) Makefile
+	@mkdir -p $(@D)
+	$(CC) $(FA_CFLAGS) -O3 -ffp-contract=fast $(ISA_FLAGS_$*) -DFA_ISA=$* -DFA_ISA_$* -MMD -MP -c -o $@ $<
+
+-include $(wildcard $(BUILD)/*.d $(BUILD)/*/*.d)
+
+# ---- CUDA: built in where nvcc is ------------------------------------------------------------------
+
 FA_CUDA ?= $(if $(shell command -v $(NVCC) 2>/dev/null),1,0)
 CUDA_SOURCES := $(wildcard cuda/*.cu)
 ifeq ($(CUDA_SOURCES),)
 override FA_CUDA := 0
 endif
 
-.PHONY: all
-all: $(LIBRARY) $(NIF)
+ifeq ($(FA_CUDA),1)
+# One binary for every GPU from sm_80 on: code for Ampere and Hopper, and PTX for what came later.
+CUDA_ARCHS   ?= -gencode arch=compute_80,code=sm_80 -gencode arch=compute_90,code=[sm_90,compute_90]
+CUDA_HOME    ?= $(patsubst %/bin/,%,$(dir $(realpath $(shell command -v $(NVCC)))))
+CUDA_OBJECTS := $(CUDA_SOURCES:%.cu=$(BUILD)/%.o)
+# The CUDA runtime is linked statically: the library loads on machines without a driver.
+CUDA_LIBS    := -L$(CUDA_HOME)/lib64 -lcudart_static -ldl -lrt -lpthread
+OBJECTS      += $(CUDA_OBJECTS)
+$(BUILD)/core/backends.o: EXTRA_CFLAGS := -DFA_CUDA
 
-$(LIBRARY): $(OBJECTS)
+$(BUILD)/cuda/%.o: cuda/%.cu $(FLAGS) Makefile
 	@mkdir -p $(@D)
-	$(CC) -shared -o $@ $^ $(LDFLAGS) -lm
+	$(NVCC) -O3 -std=c++17 $(CUDA_ARCHS) -Xcompiler -fPIC,-fvisibility=hidden,-Wall -MMD -MP -c -o $@ $<
 
-$(BUILD)/%.o: c_src/%.c
-	@mkdir -p $(@D)
-	$(CC) $(CFLAGS) -MMD -MP -c -o $@ $<
+$(LIBRARY): $(CUDA_OBJECTS)
+endif
 
-$(BUILD)/cpu/kernels_%.o: $(KERNELS)
-	@mkdir -p $(@D)
-	$(CC) $(CFLAGS) -O3 -ffp-contract=fast $(ISA_FLAGS_$*) -DFA_ISA=$* -DFA_ISA_$* -MMD -MP -c -o $@ $<
+# ---- the NIF, where Erlang's headers are -----------------------------------------------------------
 
-# ---- the NIF ---------------------------------------------------------------------------------------
+# elixir_make passes ERTS_INCLUDE_DIR too.
+ifndef ERTS_INCLUDE_DIR
+ERTS_INCLUDE_DIR := $(shell erl -noshell -eval 'io:format("~ts/erts-~ts/include", [code:root_dir(), erlang:system_info(version)]), halt().' 2>/dev/null)
+endif
+NIF_OBJECTS := $(patsubst c_src/%.c,$(BUILD)/%.o,$(wildcard c_src/nif/*.c))
 
-ERL     ?= erl
-ERL_INCLUDE ?= $(shell $(ERL) -noshell -eval 'io:format("~ts/erts-~ts/include", [code:root_dir(), erlang:system_info(version)]), halt().' 2>/dev/null)
-NIF_SOURCES := $(wildcard c_src/nif/*.c)
-NIF_OBJECTS := $(NIF_SOURCES:c_src/%.c=$(BUILD)/%.o)
+ifneq ($(wildcard $(ERTS_INCLUDE_DIR)/erl_nif.h),)
+native: $(NIF)
+endif
 
-$(NIF_OBJECTS): override CFLAGS += -I$(ERL_INCLUDE)
+$(NIF_OBJECTS): EXTRA_CFLAGS := -I$(ERTS_INCLUDE_DIR)
 
 $(NIF): $(NIF_OBJECTS) $(LIBRARY)
-	@mkdir -p $(@D)
-	$(CC) -shared -o $@ $(NIF_OBJECTS) $(LDFLAGS) -L$(PRIV) -lflash_attention -Wl,-rpath,'$$ORIGIN'
+	$(CC) -shared -o $@ $(NIF_OBJECTS) $(FA_LDFLAGS) -L$(PRIV) -lflash_attention
 
-.PHONY: clean
+elixir: native
+ifeq ($(HAS_MIX),)
+	@echo "Elixir is not installed: built the C library only"
+else
+	$(MIX) compile $(if $(WERROR),--warnings-as-errors)
+endif
+
+# ---- demo and test ---------------------------------------------------------------------------------
+
+# What each needs that is not there, as Debian and Ubuntu name it. The compiler is asked to link a program
+# that uses its C library and OpenMP: an installed compiler may lack either.
+COMPILES := $(shell echo 'int main(void) { return 0; }' | $(CC) $(OPENMP) -include stdlib.h -x c - -o /dev/null 2>&1 && echo yes)
+NEEDED   := $(if $(filter yes,$(COMPILES)),,$(if $(findstring clang,$(CC)),clang libomp-dev,gcc) libc6-dev) \
+            $(if $(HAS_MIX),,elixir) $(if $(wildcard $(ERTS_INCLUDE_DIR)/erl_nif.h),,erlang-dev)
+NEEDED_FOR_demo := $(strip $(NEEDED))
+NEEDED_FOR_test := $(strip $(NEEDED) $(if $(shell command -v clang-format),,clang-format))
+
+# Installs NEEDED_FOR_<target> where that is possible without a password, and says so first.
+define install_missing
+@set -e; missing='$(NEEDED_FOR_$@)'; \
+if [ -n "$$missing" ]; then \
+  as_root=$$([ "$$(id -u)" = 0 ] || echo 'sudo -n'); \
+  if [ "$(FA_INSTALL)" != 0 ] && command -v apt-get >/dev/null && $$as_root true 2>/dev/null; then \
+    echo "make $@ needs what is not installed here: $$missing"; \
+    echo "Installing it with apt-get (FA_INSTALL=0 to forbid that)"; \
+    $$as_root apt-get update -q && \
+    $$as_root env DEBIAN_FRONTEND=noninteractive apt-get install -q -y --no-install-recommends $$missing; \
+  else \
+    echo "make $@ needs what is not installed here. On Debian and Ubuntu:" >&2; \
+    echo "    apt-get install $$missing" >&2; \
+    exit 1; \
+  fi; \
+fi
+endef
+
+# The second make sees what was installed.
+.PHONY: demo test run-demo run-tests
+demo test:
+	$(install_missing)
+	@$(MAKE) --no-print-directory run-$(@:test=tests)
+
+run-demo: all
+	$(MIX) flash_attention.train
+
+run-tests:
+	$(MAKE) check-format
+	$(MAKE) all
+	$(MAKE) check-deps
+	$(MAKE) test-c
+	$(MIX) flash_attention.check
+	$(MAKE) test-elixir
+
+.PHONY: test-elixir test-sanitize test-isas
+test-elixir: native
+	$(MIX) test $(if $(WERROR),--warnings-as-errors)
+
+-include test/c/tests.mk bench/bench.mk
+
+# ---- style -----------------------------------------------------------------------------------------
+
+C_FILES := $(wildcard c_src/*.h c_src/*/*.[ch] cuda/*.cu cuda/*.cuh cuda/*.h test/*/*.[ch] bench/*.[ch])
+
+# clang-format's taste changes from version to version; Debian 12's is the house's.
+CLANG_FORMAT ?= clang-format
+CLANG_FORMAT_VERSION := 14
+
+.PHONY: format check-format check-deps
+format:
+	$(CLANG_FORMAT) -i $(C_FILES)
+	$(MIX) format
+
+check-format:
+	@case "$$($(CLANG_FORMAT) --version 2>/dev/null)" in \
+	  *" $(CLANG_FORMAT_VERSION)."*) $(CLANG_FORMAT) --dry-run --Werror $(C_FILES) ;; \
+	  *) echo "check-format: C skipped, clang-format $(CLANG_FORMAT_VERSION) is not installed" ;; \
+	esac
+	$(MIX) format --check-formatted
+
+check-deps: native
+	elixir test/build/dependencies.exs . $(BUILD) $(PRIV)
+
+# ---- install, clean --------------------------------------------------------------------------------
+
+VERSION = $(shell sed -n 's/.*FA_VERSION "\(.*\)"/\1/p' c_src/flash_attention.h)
+
+.PHONY: install clean help
+install: $(LIBRARY)
+	install -d $(DESTDIR)$(PREFIX)/include $(DESTDIR)$(PREFIX)/lib/pkgconfig
+	install -m 644 c_src/flash_attention.h $(DESTDIR)$(PREFIX)/include/
+	install -m 755 $(LIBRARY) $(DESTDIR)$(PREFIX)/lib/
+	printf '%s\n' 'Name: flash_attention' 'Description: Exact attention, forward and backward' \
+	  'Version: $(VERSION)' 'Cflags: -I$(PREFIX)/include' 'Libs: -L$(PREFIX)/lib -lflash_attention' \
+	  > $(DESTDIR)$(PREFIX)/lib/pkgconfig/flash_attention.pc
+
 clean:
 	rm -rf $(BUILD) $(PRIV) _build
 
--include $(shell find $(BUILD) -name '*.d' 2>/dev/null)
+help:
+	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
