@@ -1,22 +1,91 @@
-/* The oracle. */
+/*
+ * The oracle: attention straight from its definition, naive and never to be optimised.
+ *
+ * In f64 it stands in for exact arithmetic. In the other types it is unfused attention in that type, whose
+ * error is what tolerances are made of: f32 does every operation in f32, the 16-bit types multiply and sum in
+ * f32 and round every tensor that unfused attention would keep.
+ *
+ * The build must not contract a * b + c into an FMA here; -std=c11 sees to that.
+ */
+#include <stdio.h>
+#include <tgmath.h>
+
 #include "../core/backend.h"
 #include "../core/error.h"
+#include "../core/problem.h"
+#include "half.h"
+
+static double element(fa_dtype dtype, const void *data, int64_t index) {
+  switch (dtype) {
+    case FA_DTYPE_F64: return ((const double *)data)[index];
+    case FA_DTYPE_BF16: return fa_bf16_to_f32(((const uint16_t *)data)[index]);
+    case FA_DTYPE_F16: return fa_f16_to_f32(((const uint16_t *)data)[index]);
+    default: return ((const float *)data)[index];
+  }
+}
+
+static void set_element(fa_dtype dtype, void *data, int64_t index, double value) {
+  switch (dtype) {
+    case FA_DTYPE_F64: ((double *)data)[index] = value; break;
+    case FA_DTYPE_BF16: ((uint16_t *)data)[index] = fa_f32_to_bf16((float)value); break;
+    case FA_DTYPE_F16: ((uint16_t *)data)[index] = fa_f32_to_f16((float)value); break;
+    default: ((float *)data)[index] = (float)value; break;
+  }
+}
+
+/* value as a tensor of that type would hold it */
+static double stored(fa_dtype dtype, double value) {
+  switch (dtype) {
+    case FA_DTYPE_F64: return value;
+    case FA_DTYPE_BF16: return fa_bf16_to_f32(fa_f32_to_bf16((float)value));
+    case FA_DTYPE_F16: return fa_f16_to_f32(fa_f32_to_f16((float)value));
+    default: return (float)value;
+  }
+}
+
+#define real     double
+#define NAMED(x) x##_f64
+#include "reference_body.h"
+#undef real
+#undef NAMED
+
+#define real     float
+#define NAMED(x) x##_f32
+#include "reference_body.h"
+#undef real
+#undef NAMED
 
 static int32_t num_devices(fa_error *error) {
   fa_succeed(error);
   return 1;
 }
+
 static fa_status device_info(int32_t index, fa_device_info *info, fa_error *error) {
-  (void)index, (void)info;
+  (void)index;
+  *info = (fa_device_info){.name = "naive reference", .num_threads = 1};
   return fa_succeed(error);
 }
+
 static fa_status plan_reference(fa_plan *plan, fa_error *error) {
-  (void)plan;
-  return fa_fail_message(error, FA_STATUS_UNSUPPORTED, "device", "not written yet");
+  static const char *const kernels[FA_NUM_DTYPES] = {"reference/f32", "reference/f64", "reference/bf16",
+                                                     "reference/f16"};
+  if (plan->pass == FA_PASS_TANGENT)
+    return fa_fail(error, FA_STATUS_UNSUPPORTED, "pass", "forward or backward on the reference",
+                   fa_pass_name(plan->pass));
+  plan->kernel = kernels[plan->problem.dtype];
+  plan->workspace_bytes = plan->problem.dtype == FA_DTYPE_F64
+                              ? cut_f64(&(scratch_f64){0}, &plan->problem, NULL)
+                              : cut_f32(&(scratch_f32){0}, &plan->problem, NULL);
+  return fa_succeed(error);
 }
+
 static fa_status run(const fa_plan *plan, const fa_tensors *tensors, const fa_execution *execution,
                      fa_error *error) {
-  (void)plan, (void)tensors, (void)execution;
-  return fa_fail_message(error, FA_STATUS_UNSUPPORTED, "device", "not written yet");
+  const bool forward = plan->pass == FA_PASS_FORWARD, f64 = plan->problem.dtype == FA_DTYPE_F64;
+  void (*const pass)(const fa_problem *, const fa_tensors *, void *) =
+      forward ? (f64 ? forward_f64 : forward_f32) : (f64 ? backward_f64 : backward_f32);
+  pass(&plan->problem, tensors, execution->workspace);
+  return fa_succeed(error);
 }
+
 const fa_backend fa_reference_backend = {FA_DEVICE_REFERENCE, num_devices, device_info, plan_reference, run};
