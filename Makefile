@@ -219,7 +219,7 @@ check-format:
 	$(MIX) format --check-formatted
 
 check-deps: native
-	elixir test/build/dependencies.exs . $(BUILD) $(PRIV)
+	@elixir -r test/build/dependencies.exs -e 'Dependencies.main([".", "$(BUILD)", "$(PRIV)"])'
 
 # ---- install, clean --------------------------------------------------------------------------------
 
