@@ -59,6 +59,7 @@ ifneq ($(findstring darwin,$(TARGET)),)
 FA_LDFLAGS = $(OPENMP) -undefined dynamic_lookup -Wl,-rpath,@loader_path $(SANITIZE_FLAGS) $(LDFLAGS)
 else
 FA_LDFLAGS = $(OPENMP) -Wl,-z,nodelete -Wl,-rpath,'$$ORIGIN' $(SANITIZE_FLAGS) $(LDFLAGS)
+NO_UNDEFINED := $(if $(SANITIZE),,-Wl,-z,defs)
 endif
 
 # Objects are made again when the compiler or the flags change, not only when a source does.
@@ -86,7 +87,7 @@ native: $(LIBRARY)
 
 $(LIBRARY): $(OBJECTS)
 	@mkdir -p $(@D)
-	$(CC) -shared -o $@ $(OBJECTS) $(FA_LDFLAGS) $(CUDA_LIBS) -lm
+	$(CC) -shared -o $@ $(OBJECTS) $(FA_LDFLAGS) $(NO_UNDEFINED) $(CUDA_LIBS) -lm
 
 $(BUILD)/%.o: c_src/%.c $(FLAGS) Makefile
 	@mkdir -p $(@D)
@@ -107,18 +108,19 @@ override FA_CUDA := 0
 endif
 
 ifeq ($(FA_CUDA),1)
-# One binary for every GPU from sm_80 on: code for Ampere and Hopper, and PTX for what came later.
+# One binary for every GPU from sm_80 on: code for Ampere and Hopper, and PTX for what came later. The CUDA
+# runtime is linked statically, and C++ needs no library of its own, so that it loads where neither is.
 CUDA_ARCHS   ?= -gencode arch=compute_80,code=sm_80 -gencode arch=compute_90,code=[sm_90,compute_90]
 CUDA_HOME    ?= $(patsubst %/bin/,%,$(dir $(realpath $(shell command -v $(NVCC)))))
 CUDA_OBJECTS := $(CUDA_SOURCES:%.cu=$(BUILD)/%.o)
-# The CUDA runtime is linked statically: the library loads on machines without a driver.
+CUDA_CFLAGS  := -O3 -std=c++17 -Xcompiler -fPIC,-fvisibility=hidden,-Wall,-fno-exceptions,-fno-threadsafe-statics
 CUDA_LIBS    := -L$(CUDA_HOME)/lib64 -lcudart_static -ldl -lrt -lpthread
 OBJECTS      += $(CUDA_OBJECTS)
 $(BUILD)/core/backends.o: EXTRA_CFLAGS := -DFA_CUDA
 
-$(BUILD)/cuda/%.o: cuda/%.cu $(FLAGS) Makefile
+$(BUILD)/cuda/%.o: cuda/%.cu
 	@mkdir -p $(@D)
-	$(NVCC) -O3 -std=c++17 $(CUDA_ARCHS) -Xcompiler -fPIC,-fvisibility=hidden,-Wall -MMD -MP -c -o $@ $<
+	$(NVCC) $(CUDA_CFLAGS) $(CUDA_ARCHS) -MMD -MP -c -o $@ $<
 
 $(LIBRARY): $(CUDA_OBJECTS)
 endif
