@@ -1,0 +1,11 @@
+/* The functions of FlashAttention.Native. */
+#ifndef FA_NIF_NIF_H
+#define FA_NIF_NIF_H
+
+#include <erl_nif.h>
+
+ERL_NIF_TERM fa_nif_run(ErlNifEnv *env, int argc, const ERL_NIF_TERM argv[]);
+ERL_NIF_TERM fa_nif_backend_info(ErlNifEnv *env, int argc, const ERL_NIF_TERM argv[]);
+ERL_NIF_TERM fa_nif_options(ErlNifEnv *env, int argc, const ERL_NIF_TERM argv[]);
+
+#endif

@@ -1,0 +1,177 @@
+#include "terms.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <string.h>
+
+fa_atoms fa_atom;
+
+void fa_atoms_init(ErlNifEnv *env) {
+  fa_atom.ok = enif_make_atom(env, "ok");
+  fa_atom.error = enif_make_atom(env, "error");
+  fa_atom.infinity = enif_make_atom(env, "infinity");
+  for (int i = 0; i < FA_NUM_PASSES; i++) fa_atom.passes[i] = enif_make_atom(env, fa_pass_name(i));
+  for (int i = 0; i < FA_NUM_TENSORS; i++) fa_atom.tensors[i] = enif_make_atom(env, fa_tensor_name(i));
+  for (int i = 0; i < FA_NUM_DEVICE_KINDS; i++)
+    fa_atom.device_kinds[i] = enif_make_atom(env, fa_device_kind_name(i));
+  for (int i = 0; i < FA_NUM_DTYPES; i++) {
+    const char *name = fa_dtype_name(i);
+    fa_atom.type_classes[i] = enif_make_atom_len(env, name, strcspn(name, "0123456789"));
+  }
+}
+
+int fa_atom_index(ERL_NIF_TERM term, const ERL_NIF_TERM *atoms, int count) {
+  for (int i = 0; i < count; i++)
+    if (enif_is_identical(term, atoms[i])) return i;
+  return -1;
+}
+
+bool fa_reject(fa_error *error, fa_status status, const char *argument, const char *expected, const char *got) {
+  memset(error, 0, sizeof *error);
+  error->status = status;
+  snprintf(error->argument, sizeof error->argument, "%s", argument);
+  snprintf(error->expected, sizeof error->expected, "%s", expected);
+  snprintf(error->got, sizeof error->got, "%s", got);
+  snprintf(error->message, sizeof error->message, "%s: expected %s, got %s", argument, expected, got);
+  return false;
+}
+
+bool fa_reject_term(ErlNifEnv *env, fa_error *error, const char *argument, const char *expected,
+                    ERL_NIF_TERM got) {
+  char text[sizeof error->got] = "";
+  if (enif_is_binary(env, got)) { /* printing would run through all of it */
+    ErlNifBinary binary;
+    enif_inspect_binary(env, got, &binary);
+    snprintf(text, sizeof text, "a binary of %zu bytes", binary.size);
+  } else {
+    enif_snprintf(text, sizeof text, "%T", got);
+  }
+  for (char *c = text; *c; c++)
+    if (*c < ' ' || *c > '~') *c = '?'; /* a cut UTF-8 character would be no text any more */
+  return fa_reject(error, FA_STATUS_INVALID_ARGUMENT, argument, expected, text);
+}
+
+bool fa_get_choice(ErlNifEnv *env, ERL_NIF_TERM term, const ERL_NIF_TERM *atoms, int count,
+                   const char *argument, int *index, fa_error *error) {
+  *index = fa_atom_index(term, atoms, count);
+  if (*index >= 0) return true;
+  char expected[sizeof error->expected];
+  size_t used = (size_t)snprintf(expected, sizeof expected, "one of");
+  for (int i = 0; i < count && used < sizeof expected; i++)
+    used += (size_t)enif_snprintf(expected + used, sizeof expected - used, "%s %T", i ? "," : "", atoms[i]);
+  return fa_reject_term(env, error, argument, expected, term);
+}
+
+bool fa_get_device(ErlNifEnv *env, ERL_NIF_TERM term, fa_device *device, fa_error *error) {
+  int arity, kind, index;
+  const ERL_NIF_TERM *parts;
+  if (!enif_get_tuple(env, term, &arity, &parts) || arity != 2 || !enif_get_int(env, parts[1], &index))
+    return fa_reject_term(env, error, "device", "{kind, index}", term);
+  if (!fa_get_choice(env, parts[0], fa_atom.device_kinds, FA_NUM_DEVICE_KINDS, "device", &kind, error))
+    return false;
+  *device = (fa_device){.kind = kind, .index = index};
+  return true;
+}
+
+static bool get_option(ErlNifEnv *env, ERL_NIF_TERM term, fa_problem *problem, fa_error *error) {
+  int arity;
+  const ERL_NIF_TERM *parts;
+  char name[256], choice[256];
+  if (!enif_get_tuple(env, term, &arity, &parts) || arity != 2 ||
+      !enif_get_atom(env, parts[0], name, sizeof name, ERL_NIF_LATIN1))
+    return fa_reject_term(env, error, "options", "{name, value}", term);
+  const fa_option *option = fa_option_find(name);
+  if (!option) return fa_reject_term(env, error, "options", "the name of an option", parts[0]);
+
+  ErlNifSInt64 integer;
+  double real;
+  if (enif_get_int64(env, parts[1], &integer))
+    return fa_option_set_number(problem, option, (double)integer, error) == FA_STATUS_OK;
+  if (enif_get_double(env, parts[1], &real))
+    return fa_option_set_number(problem, option, real, error) == FA_STATUS_OK;
+  if (option->kind == FA_OPTION_LENGTH && enif_is_identical(parts[1], fa_atom.infinity))
+    return fa_option_set_number(problem, option, INFINITY, error) == FA_STATUS_OK;
+  if (enif_get_atom(env, parts[1], choice, sizeof choice, ERL_NIF_LATIN1))
+    return fa_option_set_choice(problem, option, choice, error) == FA_STATUS_OK;
+  return fa_reject_term(env, error, option->name, "a number or an atom", parts[1]);
+}
+
+bool fa_get_options(ErlNifEnv *env, ERL_NIF_TERM term, fa_problem *problem, fa_error *error) {
+  ERL_NIF_TERM head, tail = term;
+  while (enif_get_list_cell(env, tail, &head, &tail))
+    if (!get_option(env, head, problem, error)) return false;
+  return enif_is_empty_list(env, tail) || fa_reject_term(env, error, "options", "a proper list", term);
+}
+
+static bool get_type(ErlNifEnv *env, ERL_NIF_TERM term, const char *argument, fa_dtype *dtype,
+                     fa_error *error) {
+  int arity, bits;
+  const ERL_NIF_TERM *parts;
+  if (enif_get_tuple(env, term, &arity, &parts) && arity == 2 && enif_get_int(env, parts[1], &bits))
+    for (int i = 0; i < FA_NUM_DTYPES; i++)
+      if (enif_is_identical(parts[0], fa_atom.type_classes[i]) && bits == 8 * (int)fa_dtype_bytes(i)) {
+        *dtype = i;
+        return true;
+      }
+  return fa_reject_term(env, error, argument, "type {f, 32}, {f, 64}, {bf, 16} or {f, 16}", term);
+}
+
+static bool get_dims(ErlNifEnv *env, ERL_NIF_TERM term, const char *argument, fa_shape *shape,
+                     fa_error *error) {
+  int rank;
+  const ERL_NIF_TERM *dims;
+  bool valid = enif_get_tuple(env, term, &rank, &dims);
+  if (valid) shape->rank = rank; /* the library says which rank it wants */
+  for (int i = 0; valid && i < rank && i < FA_MAX_RANK; i++) {
+    ErlNifSInt64 dim;
+    valid = enif_get_int64(env, dims[i], &dim);
+    shape->dims[i] = dim;
+  }
+  return valid || fa_reject_term(env, error, argument, "a shape, a tuple of 64-bit integers", term);
+}
+
+bool fa_get_tensor(ErlNifEnv *env, ERL_NIF_TERM term, const char *argument, ErlNifBinary *data, fa_shape *shape,
+                   fa_error *error) {
+  int arity;
+  const ERL_NIF_TERM *parts;
+  if (!enif_get_tuple(env, term, &arity, &parts) || arity != 3)
+    return fa_reject_term(env, error, argument, "{binary, type, shape}", term);
+  if (!enif_inspect_binary(env, parts[0], data))
+    return fa_reject_term(env, error, argument, "a binary", parts[0]);
+  shape->size_bytes = (int64_t)data->size;
+  return get_type(env, parts[1], argument, &shape->dtype, error) &&
+         get_dims(env, parts[2], argument, shape, error);
+}
+
+ERL_NIF_TERM fa_make_text(ErlNifEnv *env, const char *text) {
+  ERL_NIF_TERM term;
+  size_t length = strlen(text);
+  memcpy(enif_make_new_binary(env, length, &term), text, length);
+  return term;
+}
+
+ERL_NIF_TERM fa_make_tensor(ErlNifEnv *env, ERL_NIF_TERM data, const fa_shape *shape) {
+  ERL_NIF_TERM dims[FA_MAX_RANK];
+  for (int i = 0; i < shape->rank; i++) dims[i] = enif_make_int64(env, shape->dims[i]);
+  ERL_NIF_TERM type = enif_make_tuple2(env, fa_atom.type_classes[shape->dtype],
+                                       enif_make_int(env, 8 * (int)fa_dtype_bytes(shape->dtype)));
+  return enif_make_tuple3(env, data, type, enif_make_tuple_from_array(env, dims, (unsigned)shape->rank));
+}
+
+ERL_NIF_TERM fa_make_error(ErlNifEnv *env, const fa_error *error) {
+  ERL_NIF_TERM reason = enif_make_tuple5(env, enif_make_atom(env, fa_status_name(error->status)),
+                                         fa_make_text(env, error->argument), fa_make_text(env, error->expected),
+                                         fa_make_text(env, error->got), fa_make_text(env, error->message));
+  return enif_make_tuple2(env, fa_atom.error, reason);
+}
+
+void fa_map_put(fa_map *map, ERL_NIF_TERM key, ERL_NIF_TERM value) {
+  map->keys[map->size] = key;
+  map->values[map->size++] = value;
+}
+
+ERL_NIF_TERM fa_make_map(ErlNifEnv *env, const fa_map *map) {
+  ERL_NIF_TERM term;
+  enif_make_map_from_arrays(env, (ERL_NIF_TERM *)map->keys, (ERL_NIF_TERM *)map->values, map->size, &term);
+  return term;
+}

@@ -1,0 +1,53 @@
+/* Erlang terms on one side, the library's values on the other. */
+#ifndef FA_NIF_TERMS_H
+#define FA_NIF_TERMS_H
+
+#include <erl_nif.h>
+
+#include "../flash_attention.h"
+
+/* Every atom that terms are read by or made of, set up when the NIF is loaded. */
+typedef struct fa_atoms {
+  ERL_NIF_TERM ok, error, infinity;
+  ERL_NIF_TERM passes[FA_NUM_PASSES];
+  ERL_NIF_TERM tensors[FA_NUM_TENSORS];
+  ERL_NIF_TERM device_kinds[FA_NUM_DEVICE_KINDS];
+  ERL_NIF_TERM type_classes[FA_NUM_DTYPES]; /* f and bf, of {f, 32} and {bf, 16} */
+} fa_atoms;
+extern fa_atoms fa_atom;
+
+void fa_atoms_init(ErlNifEnv *env);
+
+/* The position of an atom among count others, or -1. */
+int fa_atom_index(ERL_NIF_TERM term, const ERL_NIF_TERM *atoms, int count);
+
+/* Reading. Where the term is not what was wanted, these return false and fill error, naming the argument. */
+bool fa_get_choice(ErlNifEnv *env, ERL_NIF_TERM term, const ERL_NIF_TERM *atoms, int count,
+                   const char *argument, int *index, fa_error *error);
+bool fa_get_device(ErlNifEnv *env, ERL_NIF_TERM term, fa_device *device, fa_error *error);
+/* A list of {name, number | infinity | choice}. */
+bool fa_get_options(ErlNifEnv *env, ERL_NIF_TERM term, fa_problem *problem, fa_error *error);
+/* {binary, {class, bits}, {dims…}}; the binary lives as long as env. */
+bool fa_get_tensor(ErlNifEnv *env, ERL_NIF_TERM term, const char *argument, ErlNifBinary *data, fa_shape *shape,
+                   fa_error *error);
+
+/* Fills error in the library's own form, "argument: expected …, got …", and returns false. */
+bool fa_reject(fa_error *error, fa_status status, const char *argument, const char *expected, const char *got);
+bool fa_reject_term(ErlNifEnv *env, fa_error *error, const char *argument, const char *expected,
+                    ERL_NIF_TERM got);
+
+/* Making. */
+ERL_NIF_TERM fa_make_text(ErlNifEnv *env, const char *text);
+ERL_NIF_TERM fa_make_tensor(ErlNifEnv *env, ERL_NIF_TERM data, const fa_shape *shape);
+/* {error, {status, argument, expected, got, message}} */
+ERL_NIF_TERM fa_make_error(ErlNifEnv *env, const fa_error *error);
+
+/* A map under construction. */
+typedef struct fa_map {
+  unsigned size;
+  ERL_NIF_TERM keys[FA_NUM_TENSORS], values[FA_NUM_TENSORS];
+} fa_map;
+void fa_map_put(fa_map *map, ERL_NIF_TERM key, ERL_NIF_TERM value);
+ERL_NIF_TERM fa_make_map(ErlNifEnv *env, const fa_map *map);
+
+#endif

@@ -1,0 +1,265 @@
+defmodule FlashAttention do
+  alias FlashAttention.{Error, Native, Options, TensorLike}
+
+  @options_doc "## Options\n\n#{Options.docs()}"
+
+  @moduledoc """
+  Exact attention, forward and backward, in memory that grows linearly with the sequence.
+
+  For every batch `b`, query head `h` and row `i`, with `kv = div(h, div(num_heads, num_kv_heads))`:
+
+      s[i,j] = scale * dot(q[b,i,h], k[b,j,kv])
+      s[i,j] = softcap * tanh(s[i,j] / softcap)           where softcap is given
+      s[i,j] = -infinity                                  where column j is not visible from row i
+      lse[i] = log(sum_j exp(s[i,j]) + sum_t exp(sink[t,h]))
+      o[i]   = sum_j exp(s[i,j] - lse[i]) * v[b,j,kv]
+
+  The tiled algorithm is FlashAttention-2's (Dao 2023, arXiv 2307.08691): the scores are never stored, and the
+  backward computes them again from `lse`.
+
+  ## Tensors
+
+  | tensor                 | shape                                      | type                                   |
+  |------------------------|--------------------------------------------|----------------------------------------|
+  | `q`, `o`, `dout`, `dq` | `{batch, seqlen_q, num_heads, head_dim}`   | `f32`, `bf16`, `f16`, `f64` (CPU only) |
+  | `k`, `v`, `dk`, `dv`   | `{batch, seqlen_k, num_kv_heads, head_dim}`| as `q`                                 |
+  | `lse`                  | `{batch, num_heads, seqlen_q}`             | `f32` (`f64` with `f64`)               |
+  | `sink`, `dsink`        | `{num_sinks, num_heads}`                   | `f32`                                  |
+
+  `num_kv_heads` divides `num_heads` (grouped-query attention). 16-bit types accumulate in f32. A row that sees
+  nothing gives `o` 0 and `lse` -infinity (`log(sum exp(sink))` with sinks), never NaN.
+
+  Tensors are Nx tensors, or `FlashAttention.Tensor` where there is no Nx; anything for which
+  `FlashAttention.TensorLike` is implemented will do. Results are like `q`: Nx tensors where `q` is one, on
+  Nx's default backend, with the axis names of `q`, `k`, `v` and `sink`.
+
+  ## Errors
+
+  Whatever is wrong with the arguments comes back as `{:error, %FlashAttention.Error{}}`, which names the
+  argument, what was expected and what came. The functions ending in `!` raise it.
+
+  Calls run on dirty schedulers, use as many threads as there are processors and may be made by any number of
+  processes at once. A call whose process is killed runs to its end, and then gives back its memory.
+  """
+
+  @typedoc "An Nx tensor or a `FlashAttention.Tensor`."
+  @type tensor :: TensorLike.t()
+
+  @typedoc "See the table of options in `forward/4`."
+  @type option ::
+          {:causal, boolean | nil}
+          | {:scale, number | nil}
+          | {:window, {non_neg_integer | :infinity, non_neg_integer | :infinity} | nil}
+          | {:softcap, number | nil}
+          | {:sink, tensor | nil}
+          | {:device, :auto | :cpu | :cuda | {:cuda, non_neg_integer} | nil}
+          | {:precision, :highest | :high | :default | nil}
+          | {:deterministic, boolean | nil}
+
+  @doc """
+  Attention: the output `o`, of `q`'s shape.
+
+  #{@options_doc}
+
+  `nil` as a value stands for the default.
+
+  ## Examples
+
+  Two rows of one head; the first sees only the first column.
+
+      iex> tensor = fn list ->
+      ...>   data = for x <- list, into: <<>>, do: <<x::float-32-native>>
+      ...>   FlashAttention.Tensor.new(data, {:f, 32}, {1, 2, 1, 1})
+      ...> end
+      iex> {:ok, o} = FlashAttention.forward(tensor.([0.0, 0.0]), tensor.([1.0, 2.0]), tensor.([3.0, 5.0]))
+      iex> for <<x::float-32-native <- o.data>>, do: x
+      [3.0, 4.0]
+      iex> {:error, error} = FlashAttention.forward(tensor.([0.0, 0.0]), tensor.([1.0, 2.0]), 5)
+      iex> error.message
+      "v: expected a tensor (Nx.Tensor or FlashAttention.Tensor), got 5"
+  """
+  @spec forward(tensor, tensor, tensor, [option]) :: {:ok, tensor} | {:error, Error.t()}
+  def forward(q, k, v, opts \\ []) do
+    with {:ok, o, _lse} <- forward_with_states(q, k, v, opts), do: {:ok, o}
+  end
+
+  @doc """
+  As `forward/4`, but returns `o` or raises.
+
+      iex> one = FlashAttention.Tensor.new(<<1.0::float-32-native>>, :f32, {1, 1, 1, 1})
+      iex> FlashAttention.forward!(one, one, one).data
+      <<1.0::float-32-native>>
+      iex> FlashAttention.forward!(one, one, one, causal: :yes)
+      ** (FlashAttention.Error) causal: expected true or false, got :yes
+  """
+  @spec forward!(tensor, tensor, tensor, [option]) :: tensor
+  def forward!(q, k, v, opts \\ []), do: forward(q, k, v, opts) |> unwrap!()
+
+  @doc """
+  Attention, and beside `o` what `backward/7` needs: `lse`, the logarithm of each row's sum of exponentials.
+
+  Takes the options of `forward/4`.
+
+      iex> zero = FlashAttention.Tensor.new(<<0.0::float-64-native>>, :f64, {1, 1, 1, 1})
+      iex> sink = FlashAttention.Tensor.new(<<0.0::float-32-native>>, :f32, {1, 1})
+      iex> {:ok, _o, lse} = FlashAttention.forward_with_states(zero, zero, zero, sink: sink)
+      iex> <<x::float-64-native>> = lse.data
+      iex> {lse.shape, Float.round(x, 12) == Float.round(:math.log(2), 12)}
+      {{1, 1, 1}, true}
+  """
+  @spec forward_with_states(tensor, tensor, tensor, [option]) ::
+          {:ok, tensor, tensor} | {:error, Error.t()}
+  def forward_with_states(q, k, v, opts \\ []) do
+    with {:ok, outputs} <- run(:forward, [q: q, k: k, v: v], opts), do: {:ok, outputs.o, outputs.lse}
+  end
+
+  @doc """
+  As `forward_with_states/4`, but returns `{o, lse}` or raises.
+
+      iex> one = FlashAttention.Tensor.new(<<1.0::float-32-native>>, :f32, {1, 1, 1, 1})
+      iex> {o, lse} = FlashAttention.forward_with_states!(one, one, one)
+      iex> {o.shape, lse.shape}
+      {{1, 1, 1, 1}, {1, 1, 1}}
+  """
+  @spec forward_with_states!(tensor, tensor, tensor, [option]) :: {tensor, tensor}
+  def forward_with_states!(q, k, v, opts \\ []), do: forward_with_states(q, k, v, opts) |> unwrap!()
+
+  @doc """
+  The gradients `dq`, `dk` and `dv` of a loss whose gradient by `o` is `dout`.
+
+  `o` and `lse` come from `forward_with_states/4`, and the options must be those that it was given. With
+  `sink: sink`, `%{sink: dsink}` comes as a fifth element.
+
+      delta[i]   = dot(o[i], dout[i])
+      p[i,j]     = exp(s[i,j] - lse[i])
+      ds[i,j]    = p[i,j] * (dot(dout[i], v[j]) - delta[i])      (times the derivative of softcap)
+      dq[i]      = scale * sum_j ds[i,j] * k[j]
+      dk[j]      = scale * sum_i ds[i,j] * q[i]                  (over every head that shares k[j])
+      dv[j]      = sum_i p[i,j] * dout[i]
+      dsink[t,h] = -sum_{b,i} exp(sink[t,h] - lse[i]) * delta[i]
+
+  Takes the options of `forward/4`.
+
+      iex> one = FlashAttention.Tensor.new(<<1.0::float-32-native>>, :f32, {1, 1, 1, 1})
+      iex> {:ok, o, lse} = FlashAttention.forward_with_states(one, one, one)
+      iex> {:ok, dq, _dk, dv} = FlashAttention.backward(one, one, one, one, o, lse)
+      iex> {dq.data, dv.data}
+      {<<0.0::float-32-native>>, <<1.0::float-32-native>>}
+  """
+  @spec backward(tensor, tensor, tensor, tensor, tensor, tensor, [option]) ::
+          {:ok, tensor, tensor, tensor}
+          | {:ok, tensor, tensor, tensor, %{sink: tensor}}
+          | {:error, Error.t()}
+  def backward(dout, q, k, v, o, lse, opts \\ []) do
+    case run(:backward, [dout: dout, q: q, k: k, v: v, o: o, lse: lse], opts) do
+      {:ok, %{dsink: dsink} = outputs} -> {:ok, outputs.dq, outputs.dk, outputs.dv, %{sink: dsink}}
+      {:ok, outputs} -> {:ok, outputs.dq, outputs.dk, outputs.dv}
+      {:error, error} -> {:error, error}
+    end
+  end
+
+  @doc """
+  As `backward/7`, but returns `{dq, dk, dv}` or `{dq, dk, dv, %{sink: dsink}}`, or raises.
+
+      iex> one = FlashAttention.Tensor.new(<<1.0::float-32-native>>, :f32, {1, 1, 1, 1})
+      iex> {o, lse} = FlashAttention.forward_with_states!(one, one, one)
+      iex> {_dq, _dk, dv} = FlashAttention.backward!(one, one, one, one, o, lse)
+      iex> dv.data
+      <<1.0::float-32-native>>
+  """
+  @spec backward!(tensor, tensor, tensor, tensor, tensor, tensor, [option]) ::
+          {tensor, tensor, tensor} | {tensor, tensor, tensor, %{sink: tensor}}
+  def backward!(dout, q, k, v, o, lse, opts \\ []),
+    do: backward(dout, q, k, v, o, lse, opts) |> unwrap!()
+
+  @doc """
+  What computes here.
+
+  `devices` are listed with the name that the option `:device` takes, the instruction sets in use or the GPU's
+  compute capability, the number of threads of a call (of a GPU: its multiprocessors), and memory in bytes
+  (`nil` where it is not known). `cuda` is `nil` where there are CUDA devices, and else says why not.
+
+      iex> info = FlashAttention.backend_info()
+      iex> %{device: :cpu, name: _, features: [_ | _], threads: threads, memory_bytes: _} = hd(info.devices)
+      iex> threads > 0
+      true
+  """
+  @spec backend_info() :: %{
+          version: String.t(),
+          devices: [
+            %{
+              device: :cpu | {:cuda, non_neg_integer},
+              name: String.t(),
+              features: [String.t()],
+              threads: pos_integer,
+              memory_bytes: pos_integer | nil
+            }
+          ],
+          cuda: String.t() | nil
+        }
+  def backend_info do
+    info = Native.backend_info()
+    devices = for device <- info.devices, device.kind != :reference, do: describe(device)
+    %{version: info.version, devices: devices, cuda: info.missing[:cuda]}
+  end
+
+  defp describe(device) do
+    %{
+      device: if(device.kind == :cpu, do: :cpu, else: {device.kind, device.index}),
+      name: device.name,
+      features: String.split(device.features, [" ", ","], trim: true),
+      threads: device.num_threads,
+      memory_bytes: if(device.memory_bytes > 0, do: device.memory_bytes)
+    }
+  end
+
+  # ---- one path for every pass ---------------------------------------------------------------------------
+
+  defp run(pass, inputs, opts) do
+    with {:ok, options} <- Options.parse(opts),
+         inputs = if(options.sink, do: [sink: options.sink] ++ inputs, else: inputs),
+         {:ok, tensors, names} <- to_native(inputs),
+         {:ok, outputs} <- run_native(pass, tensors, options) do
+      {:ok,
+       Map.new(outputs, fn {name, output} ->
+         {name, TensorLike.from_native(inputs[:q], output, axis_names(name, names))}
+       end)}
+    end
+  end
+
+  defp run_native(pass, tensors, options) do
+    case Native.run(pass, tensors, options.native, options.device) do
+      {:ok, outputs} -> {:ok, outputs}
+      {:error, error} -> {:error, Error.from_native(error)}
+    end
+  end
+
+  defp to_native(inputs) do
+    Enum.reduce_while(inputs, {:ok, %{}, %{}}, fn {name, tensor}, {:ok, tensors, names} ->
+      case native_tensor(tensor) do
+        {:ok, native, axis_names} ->
+          {:cont, {:ok, Map.put(tensors, name, native), Map.put(names, name, axis_names)}}
+
+        {:error, expected, got} ->
+          {:halt, {:error, Error.invalid(name, expected, got)}}
+      end
+    end)
+  end
+
+  defp native_tensor(tensor) do
+    if TensorLike.impl_for(tensor),
+      do: TensorLike.to_native(tensor),
+      else: {:error, "a tensor (Nx.Tensor or FlashAttention.Tensor)", Error.show(tensor)}
+  end
+
+  defp axis_names(:lse, %{q: [batch, seqlen_q, num_heads, _head_dim]}), do: [batch, num_heads, seqlen_q]
+  defp axis_names(:lse, _names), do: nil
+  defp axis_names(name, names) when name in [:o, :dq], do: names.q
+  defp axis_names(:dk, names), do: names.k
+  defp axis_names(:dv, names), do: names.v
+  defp axis_names(:dsink, names), do: names.sink
+
+  defp unwrap!({:error, error}), do: raise(error)
+  defp unwrap!({:ok, result}), do: result
+  defp unwrap!(results), do: Tuple.delete_at(results, 0)
+end

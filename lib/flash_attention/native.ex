@@ -1,0 +1,110 @@
+defmodule FlashAttention.Native do
+  @moduledoc """
+  The NIF: passes of attention on plain binaries.
+
+  This is what `FlashAttention` stands on, and what programs use that want the passes as the C library has
+  them. Tensors are `{binary, type, shape}`; names of tensors, options and devices are those of the C header
+  (`c_src/flash_attention.h`), where causal attention is `window_right: 0`.
+
+      iex> one = {<<1.0::float-32-native>>, {:f, 32}, {1, 1, 1, 1}}
+      iex> {:ok, results} = FlashAttention.Native.run(:forward, %{q: one, k: one, v: one}, [], {:cpu, 0})
+      iex> results.o
+      {<<1.0::float-32-native>>, {:f, 32}, {1, 1, 1, 1}}
+
+  The bodies of the functions here run only where the library was not there when this module was loaded. They
+  try again, as it may have been built since, and else report why it is not there.
+  """
+
+  @on_load :load
+
+  @typedoc "`:forward`, `:backward`, or `:tangent`: the derivative of the forward along a direction."
+  @type pass :: :forward | :backward | :tangent
+
+  @typedoc "`{:f, 32}`, `{:f, 64}`, `{:bf, 16}` or `{:f, 16}`, as Nx writes types."
+  @type type :: {:f | :bf, 16 | 32 | 64}
+
+  @typedoc "Contiguous elements in native byte order, their type, and the sizes of the axes."
+  @type tensor :: {binary, type, tuple}
+
+  @typedoc "Tensors by the names of the C header: `:q`, `:lse`, `:dout`, `:tangent_q`, …"
+  @type tensors :: %{optional(atom) => tensor}
+
+  @typedoc "A number, `:infinity` for a window without bound, or a choice: `:high`, `true`."
+  @type option :: {atom, number | :infinity | atom}
+
+  @typedoc "`:reference` is the naive implementation that the others are measured against."
+  @type device :: {:cpu | :cuda | :reference, non_neg_integer}
+
+  @typedoc "What `FlashAttention.Error` is made of: `{status, argument, expected, got, message}`."
+  @type error :: {atom, String.t(), String.t(), String.t(), String.t()}
+
+  @doc """
+  Runs one pass on a dirty scheduler.
+
+  Inputs and outputs of the passes:
+
+  | pass        | inputs                                       | outputs                       |
+  |-------------|----------------------------------------------|-------------------------------|
+  | `:forward`  | q, k, v, and sink if any                     | o, lse                        |
+  | `:backward` | dout, q, k, v, o, lse, and sink if any       | dq, dk, dv, and dsink if any  |
+  | `:tangent`  | q, k, v, sink if any, and tangent_* of each  | o, lse, o_tangent, lse_tangent|
+
+  Whatever is passed, the result is `{:ok, outputs}` or `{:error, error}`.
+
+      iex> FlashAttention.Native.run(:forward, %{}, [], {:cpu, 0})
+      {:error, {:invalid_argument, "q", "a tensor of shape [batch, seqlen_q, num_heads, head_dim]", "none",
+        "q: expected a tensor of shape [batch, seqlen_q, num_heads, head_dim], got none"}}
+  """
+  @spec run(pass, tensors, [option], device) :: {:ok, tensors} | {:error, error}
+  def run(pass, tensors, options, device) do
+    case load_nif() do
+      :ok -> apply(__MODULE__, :run, [pass, tensors, options, device])
+      {:error, message} -> {:error, {:not_loaded, "", "", "", message}}
+    end
+  end
+
+  @doc "The library's version, the devices that it finds, and why it finds none of the other kinds."
+  @spec backend_info() :: %{version: String.t(), devices: [map], missing: %{optional(atom) => String.t()}}
+  def backend_info do
+    case load_nif() do
+      :ok -> apply(__MODULE__, :backend_info, [])
+      {:error, message} -> %{version: "", devices: [], missing: %{cpu: message, cuda: message}}
+    end
+  end
+
+  @doc """
+  The library's table of options: name, kind, bounds, default, choices and a sentence of each.
+
+      iex> for option <- FlashAttention.Native.options(), option.kind == :length, do: option.name
+      [:window_left, :window_right]
+  """
+  @spec options() :: [map]
+  def options do
+    case load_nif() do
+      :ok -> apply(__MODULE__, :options, [])
+      {:error, _message} -> []
+    end
+  end
+
+  @doc false
+  def load do
+    load_nif()
+    :ok
+  end
+
+  defp load_nif do
+    path = Path.join(priv_dir(), "flash_attention_nif")
+
+    case :erlang.load_nif(String.to_charlist(path), 0) do
+      :ok -> :ok
+      {:error, {_reason, text}} -> {:error, "#{path}.so is not loaded: #{text} (mix compile builds it)"}
+    end
+  end
+
+  defp priv_dir do
+    case :code.priv_dir(:flash_attention) do
+      {:error, :bad_name} -> Path.expand("../priv", Path.dirname(:code.which(__MODULE__)))
+      priv_dir -> List.to_string(priv_dir)
+    end
+  end
+end

@@ -1,0 +1,181 @@
+defmodule FlashAttention.Options do
+  @moduledoc """
+  The options of `FlashAttention`: one schema that checks them and writes their documentation.
+
+  `nil` as a value stands for the option's default, so that a wrapper can pass on what it was not given.
+  """
+
+  alias FlashAttention.Error
+
+  # One row an option. `default` is a value as a caller would write it; `doc` may lean on the table's columns.
+  @schema [
+    causal: [
+      type: :boolean,
+      default: true,
+      doc: "Row `i` sees no later column than `i + seqlen_k - seqlen_q`: the last row sees the last column."
+    ],
+    scale: [
+      type: :scale,
+      default: nil,
+      default_doc: "`1 / sqrt(head_dim)`",
+      doc: "Factor of the scores."
+    ],
+    window: [
+      type: :window,
+      default: {:infinity, :infinity},
+      doc:
+        "How many columns before and after its own position a row sees. `causal` makes the second one 0, " <>
+          "whatever is given."
+    ],
+    softcap: [
+      type: :softcap,
+      default: 0,
+      doc: "Scores `s` become `softcap * tanh(s / softcap)`; 0 stands for none."
+    ],
+    sink: [
+      type: :tensor,
+      default: nil,
+      default_doc: "none",
+      doc:
+        "Attention sinks `[num_sinks, num_heads]`, f32: scores of columns that every row sees and whose value " <>
+          "is 0. With it, the backward returns `%{sink: dsink}` too."
+    ],
+    device: [
+      type: :device,
+      default: :auto,
+      doc: "Where to compute; `:auto` is the first CUDA device where there is one, and else the CPU."
+    ],
+    precision: [
+      type: {:one_of, [:highest, :high, :default]},
+      default: :highest,
+      doc:
+        "Arithmetic of the matrix products of f32 tensors, on devices where there is a choice; `:highest` is as " <>
+          "accurate as plain f32 arithmetic."
+    ],
+    deterministic: [
+      type: :boolean,
+      default: false,
+      doc: "Whether the backward must be bitwise repeatable. On the CPU it always is."
+    ]
+  ]
+
+  @typedoc "What `parse/1` returns: options as `FlashAttention.Native.run/4` takes them."
+  @type parsed :: %{
+          native: [FlashAttention.Native.option()],
+          device: FlashAttention.Native.device(),
+          sink: FlashAttention.TensorLike.t() | nil
+        }
+
+  @doc """
+  Checks options and translates them for the NIF.
+
+      iex> {:ok, options} = FlashAttention.Options.parse(window: {127, 5}, device: :cpu)
+      iex> Keyword.take(options.native, [:window_left, :window_right])
+      [window_left: 127, window_right: 0]
+      iex> options.device
+      {:cpu, 0}
+
+      iex> {:error, error} = FlashAttention.Options.parse(casual: false)
+      iex> Exception.message(error)
+      "opts: expected keys among causal, scale, window, softcap, sink, device, precision, deterministic, got :casual"
+  """
+  @spec parse(keyword) :: {:ok, parsed} | {:error, Error.t()}
+  def parse(opts) do
+    with :ok <- check_keyword(opts), :ok <- check_values(opts) do
+      values = Map.new(@schema, fn {key, row} -> {key, value(opts, key, row)} end)
+      {:ok, %{native: native(values), device: device(values.device), sink: values.sink}}
+    end
+  end
+
+  @doc "The options as a Markdown table."
+  @spec docs() :: String.t()
+  def docs do
+    rows =
+      for {key, row} <- @schema do
+        default = row[:default_doc] || "`#{inspect(row[:default])}`"
+        "| `:#{key}` | #{values_doc(row[:type])} | #{default} | #{row[:doc]} |\n"
+      end
+
+    "| option | values | default | meaning |\n|---|---|---|---|\n#{rows}"
+  end
+
+  defp check_keyword(opts) do
+    if Keyword.keyword?(opts),
+      do: :ok,
+      else: {:error, Error.invalid(:opts, "a keyword list", Error.show(opts))}
+  end
+
+  defp check_values(opts) do
+    Enum.find_value(opts, :ok, fn {key, value} ->
+      row = @schema[key]
+
+      cond do
+        row == nil -> {:error, Error.invalid(:opts, "keys among #{keys()}", inspect(key))}
+        value == nil or valid?(row[:type], value) -> nil
+        true -> {:error, Error.invalid(key, expected(row[:type]), Error.show(value))}
+      end
+    end)
+  end
+
+  defp keys, do: Enum.map_join(@schema, ", ", fn {key, _row} -> key end)
+
+  defp value(opts, key, row) do
+    case opts[key] do
+      nil -> row[:default]
+      value -> value
+    end
+  end
+
+  # ---- types: what is valid, and how errors and documentation put it -------------------------------------
+
+  defp valid?(:boolean, value), do: is_boolean(value)
+  defp valid?(:scale, value), do: is_number(value) and value != 0
+  defp valid?(:softcap, value), do: is_number(value) and value >= 0
+  defp valid?(:window, {left, right}), do: window_side?(left) and window_side?(right)
+  defp valid?(:window, _value), do: false
+  # Whether it is a tensor is found out where tensors are.
+  defp valid?(:tensor, _value), do: true
+  defp valid?({:one_of, choices}, value), do: value in choices
+  defp valid?(:device, {:cuda, index}), do: is_integer(index) and index >= 0
+  # :reference is the naive implementation that tests measure the others against.
+  defp valid?(:device, device), do: device in [:auto, :cpu, :cuda, :reference]
+
+  defp window_side?(side), do: side == :infinity or (is_integer(side) and side >= 0)
+
+  defp expected(:boolean), do: "true or false"
+  defp expected(:scale), do: "a number other than 0"
+  defp expected(:softcap), do: "a number of at least 0"
+  defp expected(:window), do: "{left, right}, each a whole number of at least 0 or :infinity"
+  defp expected({:one_of, choices}), do: "one of " <> Enum.map_join(choices, ", ", &inspect/1)
+  defp expected(:device), do: ":auto, :cpu, :cuda or {:cuda, index}"
+
+  defp values_doc(:boolean), do: "`true`, `false`"
+  defp values_doc(:scale), do: "number, not 0"
+  defp values_doc(:softcap), do: "number ≥ 0"
+  defp values_doc(:window), do: "`{left, right}`, integers ≥ 0 or `:infinity`"
+  defp values_doc(:tensor), do: "tensor"
+  defp values_doc({:one_of, choices}), do: Enum.map_join(choices, ", ", &"`#{inspect(&1)}`")
+  defp values_doc(:device), do: "`:auto`, `:cpu`, `:cuda`, `{:cuda, index}`"
+
+  # ---- translation to the C library's names --------------------------------------------------------------
+
+  defp native(values) do
+    {left, right} = values.window
+
+    [
+      # 0 is C's word for the default.
+      scale: values.scale || 0,
+      window_left: left,
+      window_right: if(values.causal, do: 0, else: right),
+      softcap: values.softcap,
+      precision: values.precision,
+      deterministic: values.deterministic
+    ]
+  end
+
+  defp device({kind, index}), do: {kind, index}
+  defp device(:auto), do: if(cuda?(), do: {:cuda, 0}, else: {:cpu, 0})
+  defp device(kind), do: {kind, 0}
+
+  defp cuda?, do: Enum.any?(FlashAttention.Native.backend_info().devices, &(&1.kind == :cuda))
+end

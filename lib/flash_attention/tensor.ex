@@ -1,0 +1,68 @@
+defmodule FlashAttention.Tensor do
+  @moduledoc """
+  A tensor for programs without Nx: a binary, the type of its elements and a shape.
+
+  Elements lie contiguously, the last axis fastest, in the machine's byte order, as in `Nx.to_binary/1`.
+  """
+
+  alias FlashAttention.Error
+
+  @enforce_keys [:data, :type, :shape]
+  defstruct [:data, :type, :shape]
+
+  @type t :: %__MODULE__{data: binary, type: FlashAttention.Native.type(), shape: tuple}
+
+  @types [f32: {:f, 32}, f64: {:f, 64}, bf16: {:bf, 16}, f16: {:f, 16}]
+
+  @doc """
+  A tensor of that binary, type and shape.
+
+  The type is written as Nx writes it: `{:f, 32}` or `:f32`; likewise `f64`, `bf16` and `f16`. Raises
+  `FlashAttention.Error` where the binary is not as long as type and shape say.
+
+      iex> FlashAttention.Tensor.new(<<1.0::float-32-native, 2.0::float-32-native>>, :f32, {2, 1})
+      %FlashAttention.Tensor{
+        data: <<1.0::float-32-native, 2.0::float-32-native>>,
+        type: {:f, 32},
+        shape: {2, 1}
+      }
+
+      iex> FlashAttention.Tensor.new(<<0, 0, 0>>, :f16, {2})
+      ** (FlashAttention.Error) data: expected 4 bytes for shape {2} of type f16, got 3
+  """
+  @spec new(binary, FlashAttention.Native.type() | :f32 | :f64 | :bf16 | :f16, tuple) :: t
+  def new(data, type, shape) do
+    {class, bits} = type = type!(type)
+
+    if !shape?(shape),
+      do: raise(Error.invalid(:shape, "a tuple of sizes", Error.show(shape)))
+
+    if !is_binary(data),
+      do: raise(Error.invalid(:data, "a binary", Error.show(data)))
+
+    bytes = Enum.product(Tuple.to_list(shape)) * div(bits, 8)
+
+    if byte_size(data) != bytes do
+      expected = "#{bytes} bytes for shape #{Error.show(shape)} of type #{class}#{bits}"
+      raise Error.invalid(:data, expected, "#{byte_size(data)}")
+    end
+
+    %__MODULE__{data: data, type: type, shape: shape}
+  end
+
+  for {name, type} <- @types do
+    defp type!(type) when type in [unquote(name), unquote(type)], do: unquote(type)
+  end
+
+  defp type!(type), do: raise(Error.invalid(:type, "f32, f64, bf16 or f16", Error.show(type)))
+
+  defp shape?(shape),
+    do: is_tuple(shape) and Enum.all?(Tuple.to_list(shape), &(is_integer(&1) and &1 >= 0))
+
+  defimpl FlashAttention.TensorLike do
+    def to_native(%{data: data, type: type, shape: shape}), do: {:ok, {data, type, shape}, nil}
+
+    def from_native(_like, {data, type, shape}, _names),
+      do: %FlashAttention.Tensor{data: data, type: type, shape: shape}
+  end
+end
