@@ -1,0 +1,144 @@
+/*
+ * The CPU kernels of one instruction set: forward and backward written once, in templates, and instantiated
+ * here for float, double and, to differentiate the forward, complex double. The Makefile compiles this file
+ * once for every instruction set, with FA_ISA its name and FA_ISA_<name> defined.
+ *
+ * The templates' parameters:
+ *   REAL      the arithmetic's type        T(name)   name with the type's suffix
+ *   LANES     elements of one vector       MR, NV    a product's tile: MR rows of NV vectors, held in registers
+ */
+#include "kernels.h"
+
+#include <complex.h>
+#include <float.h>
+#include <math.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <string.h>
+
+#include "../core/problem.h"
+#include "half.h"
+
+/* Vector registers: their size, and how many rows of a tile they hold beside the operands. */
+#if defined(FA_ISA_avx512)
+#define VECTOR_BYTES 64
+#define MR           12
+#define STRIP        96
+#elif defined(FA_ISA_avx2)
+#define VECTOR_BYTES 32
+#define MR           6
+#define STRIP        48
+#elif defined(__aarch64__)
+#define VECTOR_BYTES 16
+#define MR           8
+#define STRIP        48
+#else
+#define VECTOR_BYTES 16
+#define MR           4
+#define STRIP        48
+#endif
+#define NV 2
+#define NR (NV * LANES) /* columns of a tile */
+
+/* Rows of a block of k and v, and of a backward block of q: a multiple of every MR and NR. */
+#define BLOCK 96
+
+#define JOIN_(a, b) a##_##b
+#define JOIN(a, b)  JOIN_(a, b)
+#define TEXT_(x)    #x
+#define TEXT(x)     TEXT_(x)
+#define INLINE      static inline __attribute__((always_inline))
+
+static inline int64_t round_up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
+static inline int64_t ceil_div(int64_t x, int64_t y) { return (x + y - 1) / y; }
+static inline int64_t min_of(int64_t x, int64_t y) { return x < y ? x : y; }
+
+/* Hands out aligned pieces of a thread's scratch memory; with base NULL it only adds up their sizes. */
+typedef struct carver {
+  char *base;
+  size_t used;
+} carver;
+
+static inline void *carve(carver *carver, int64_t bytes) {
+  void *piece = carver->base ? carver->base + carver->used : NULL;
+  carver->used += (size_t)round_up(bytes, 64);
+  return piece;
+}
+
+/* Until *value has reached at_least. The waits are short; the processor is offered to whoever works. */
+static inline void wait_until(atomic_int *value, int at_least) {
+  while (atomic_load_explicit(value, memory_order_acquire) < at_least) sched_yield();
+}
+
+#define REAL       float
+#define T(name)    name##_f32
+#define INT        int32_t
+#define LOG        logf
+#define LOWEST     (-FLT_MAX)
+#define IS_F32     1
+#define IS_COMPLEX 0
+#define LANES      ((int)(VECTOR_BYTES / sizeof(REAL)))
+#include "vector.h"
+#include "rows.h"
+#include "product.h"
+#include "forward.h"
+#include "backward.h"
+#undef REAL
+#undef T
+#undef INT
+#undef LOG
+#undef LOWEST
+#undef IS_F32
+
+#define REAL    double
+#define T(name) name##_f64
+#define INT     int64_t
+#define LOG     log
+#define LOWEST  (-DBL_MAX)
+#define IS_F32  0
+#include "vector.h"
+#include "rows.h"
+#include "product.h"
+#include "forward.h"
+#include "backward.h"
+#undef REAL
+#undef T
+#undef LOG
+#undef IS_COMPLEX
+#undef LANES
+
+/* The forward alone: its imaginary part is the derivative of what the forward above computes. */
+#define REAL       double complex
+#define T(name)    name##_tangent
+#define LOG        clog
+#define IS_COMPLEX 1
+#define LANES      1
+#include "vector.h"
+#include "rows.h"
+#include "product.h"
+#include "forward.h"
+
+#define FORWARD(label, type)                                                                          \
+  {                                                                                                   \
+    .name = "cpu/" TEXT(FA_ISA) "/" label, .scratch_bytes = forward_scratch_bytes_##type, .phases = { \
+      {forward_num_tasks_##type, forward_task_##type}                                                 \
+    }                                                                                                 \
+  }
+
+#define BACKWARD(label, type)                                                            \
+  {                                                                                      \
+    .name = "cpu/" TEXT(FA_ISA) "/" label, .shared_bytes = backward_shared_bytes_##type, \
+    .scratch_bytes = backward_scratch_bytes_##type, .phases = {                          \
+      {num_runs_##type, prepare_task_##type},                                            \
+      {num_cells_##type, cell_task_##type},                                              \
+      {num_finish_tasks_##type, finish_task_##type}                                      \
+    }                                                                                    \
+  }
+
+const fa_cpu_kernels JOIN(fa_cpu_kernels, FA_ISA) = {
+    .forward_f32 = FORWARD("f32", f32),
+    .forward_f64 = FORWARD("f64", f64),
+    .backward_f32 = BACKWARD("f32", f32),
+    .backward_f64 = BACKWARD("f64", f64),
+    .tangent_f64 = FORWARD("tangent", tangent),
+};

@@ -1,0 +1,38 @@
+/* What the instruction sets' kernels offer the CPU backend. A pass is a few phases, a phase is a number of
+ * tasks that threads take in order. Tasks of a phase may run at the same time; phases follow one another. */
+#ifndef FA_CPU_KERNELS_H
+#define FA_CPU_KERNELS_H
+
+#include "../flash_attention.h"
+
+typedef struct fa_cpu_job {
+  const fa_problem *problem; /* canonical */
+  const fa_tensors *tensors;
+  void *shared; /* memory of the whole call */
+} fa_cpu_job;
+
+typedef struct fa_cpu_phase {
+  int64_t (*num_tasks)(const fa_problem *problem);
+  void (*run_task)(const fa_cpu_job *job, int64_t task, void *scratch);
+} fa_cpu_phase;
+
+#define FA_CPU_MAX_PHASES 3
+
+typedef struct fa_cpu_kernel {
+  const char *name;                                   /* "cpu/avx2/f32" */
+  size_t (*shared_bytes)(const fa_problem *problem);  /* NULL: none */
+  size_t (*scratch_bytes)(const fa_problem *problem); /* of each thread */
+  fa_cpu_phase phases[FA_CPU_MAX_PHASES];             /* run_task NULL: no further phase */
+} fa_cpu_kernel;
+
+/* The kernels of one instruction set. bf16 and f16 are converted to f32 on their way in and out. */
+typedef struct fa_cpu_kernels {
+  fa_cpu_kernel forward_f32, forward_f64, backward_f32, backward_f64, tangent_f64;
+} fa_cpu_kernels;
+
+extern const fa_cpu_kernels fa_cpu_kernels_plain;
+#if defined(__x86_64__)
+extern const fa_cpu_kernels fa_cpu_kernels_avx2, fa_cpu_kernels_avx512;
+#endif
+
+#endif
