@@ -71,7 +71,7 @@ $(FLAGS): FORCE
 .PHONY: FORCE
 FORCE:
 
-# ---- the library -----------------------------------------------------------------------------------
+# ---- objects of core and CPU -----------------------------------------------------------------------
 
 # The CPU kernels are one source, compiled once for every instruction set and chosen at run time.
 KERNELS          := c_src/cpu/kernels.c
@@ -83,12 +83,6 @@ ISA_FLAGS_avx512 := -mavx512f -mavx512dq -mavx512vl -mavx512bw -mfma -mprefer-ve
 SOURCES := $(filter-out $(KERNELS),$(wildcard c_src/core/*.c c_src/cpu/*.c))
 OBJECTS := $(SOURCES:c_src/%.c=$(BUILD)/%.o) $(if $(wildcard $(KERNELS)),$(ISAS:%=$(BUILD)/cpu/kernels_%.o))
 
-native: $(LIBRARY)
-
-$(LIBRARY): $(OBJECTS)
-	@mkdir -p $(@D)
-	$(CC) -shared -o $@ $(OBJECTS) $(FA_LDFLAGS) $(NO_UNDEFINED) $(CUDA_LIBS) -lm
-
 $(BUILD)/%.o: c_src/%.c $(FLAGS) Makefile
 	@mkdir -p $(@D)
 	$(CC) $(FA_CFLAGS) $(EXTRA_CFLAGS) -MMD -MP -c -o $@ $<
@@ -99,7 +93,7 @@ $(BUILD)/cpu/kernels_%.o: $(KERNELS) $(FLAGS) Makefile
 
 -include $(wildcard $(BUILD)/*.d $(BUILD)/*/*.d)
 
-# ---- CUDA: built in where nvcc is ------------------------------------------------------------------
+# ---- objects of CUDA, where nvcc is ----------------------------------------------------------------
 
 FA_CUDA ?= $(if $(shell command -v $(NVCC) 2>/dev/null),1,0)
 CUDA_SOURCES := $(wildcard cuda/*.cu)
@@ -121,11 +115,15 @@ $(BUILD)/core/backends.o: EXTRA_CFLAGS := -DFA_CUDA
 $(BUILD)/cuda/%.o: cuda/%.cu
 	@mkdir -p $(@D)
 	$(NVCC) $(CUDA_CFLAGS) $(CUDA_ARCHS) -MMD -MP -c -o $@ $<
-
-$(LIBRARY): $(CUDA_OBJECTS)
 endif
 
-# ---- the NIF, where Erlang's headers are -----------------------------------------------------------
+# ---- the library, and the NIF where Erlang's headers are -------------------------------------------
+
+native: $(LIBRARY)
+
+$(LIBRARY): $(OBJECTS)
+	@mkdir -p $(@D)
+	$(CC) -shared -o $@ $(OBJECTS) $(FA_LDFLAGS) $(NO_UNDEFINED) $(CUDA_LIBS) -lm
 
 # elixir_make passes ERTS_INCLUDE_DIR too.
 ifndef ERTS_INCLUDE_DIR
