@@ -1,0 +1,240 @@
+#include "cases.h"
+
+#include "random.h"
+
+#define DEFAULTS                                                                                    \
+  .struct_size = sizeof(fa_problem), .batch = 1, .num_heads = 1, .num_kv_heads = 1, .head_dim = 16, \
+  .window_left = FA_UNBOUNDED, .window_right = FA_UNBOUNDED
+
+/* A row: fields of fa_problem by name, on top of the defaults. */
+#define ROW(label, ...)                                 \
+  {                                                     \
+    .name = label, .problem = { DEFAULTS, __VA_ARGS__ } \
+  }
+#define TAGGED(label, tag, ...)                                      \
+  {                                                                  \
+    .name = label, .tags = tag, .problem = { DEFAULTS, __VA_ARGS__ } \
+  }
+#define FILLED(label, with, ...)                                      \
+  {                                                                   \
+    .name = label, .fill = with, .problem = { DEFAULTS, __VA_ARGS__ } \
+  }
+#define STRIDED(label, tag, ...)                                                               \
+  {                                                                                            \
+    .name = label, .tags = tag, .layout = LAYOUT_STRIDED, .problem = { DEFAULTS, __VA_ARGS__ } \
+  }
+
+#define LENGTHS(q, k) .seqlen_q = q, .seqlen_k = k
+#define HEADS(h, kv)  .num_heads = h, .num_kv_heads = kv
+#define WINDOW(l, r)  .window_left = l, .window_right = r
+#define CAUSAL        .window_right = 0
+
+/* Every head_dim: a causal one with grouped heads, and one of a few rows. */
+#define HEAD_DIM(d)                                                     \
+  ROW("head_dim", LENGTHS(37, 53), HEADS(2, 1), .head_dim = d, CAUSAL), \
+      ROW("head_dim, few rows", LENGTHS(5, 11), .batch = 2, .head_dim = d)
+
+/* Lengths around the sizes that tiles have, met by rows and by columns. */
+#define EDGE(n)                                                                     \
+  ROW("edge", LENGTHS(n, n), .head_dim = 20, CAUSAL),                               \
+      ROW("edge of rows", LENGTHS(n, 29), .head_dim = 20, WINDOW(FA_UNBOUNDED, 3)), \
+      ROW("edge of columns", LENGTHS(23, n), .head_dim = 20)
+
+/* The rows' fields override DEFAULTS: that is what they are for. */
+#pragma GCC diagnostic ignored "-Woverride-init"
+#ifdef __clang__
+#pragma GCC diagnostic ignored "-Winitializer-overrides"
+#endif
+
+static const fa_case cases[] = {
+    /* Small enough to follow by hand, and to differentiate element by element. */
+    TAGGED("one", CASE_TINY | CASE_QUICK, LENGTHS(1, 1), .head_dim = 1),
+    TAGGED("one key", CASE_TINY, LENGTHS(4, 1), .head_dim = 3),
+    TAGGED("one query", CASE_TINY | CASE_QUICK, LENGTHS(1, 9), .head_dim = 7, CAUSAL),
+    TAGGED("tiny", CASE_TINY, LENGTHS(5, 6), .batch = 2, .head_dim = 3),
+    TAGGED("tiny, causal", CASE_TINY, LENGTHS(5, 5), .head_dim = 2, CAUSAL),
+    TAGGED("tiny, causal, hidden rows", CASE_TINY | CASE_QUICK, LENGTHS(7, 4), .head_dim = 3, CAUSAL),
+    TAGGED("tiny, grouped heads", CASE_TINY, LENGTHS(4, 5), HEADS(6, 2), .head_dim = 2),
+    TAGGED("tiny, one kv head", CASE_TINY, LENGTHS(3, 4), HEADS(4, 1), .head_dim = 3, CAUSAL),
+    TAGGED("tiny, window", CASE_TINY, LENGTHS(7, 8), .head_dim = 3, WINDOW(2, 1)),
+    TAGGED("tiny, scale", CASE_TINY, LENGTHS(4, 5), .head_dim = 3, .scale = -0.7),
+    TAGGED("tiny, softcap", CASE_TINY | CASE_QUICK, LENGTHS(4, 6), .head_dim = 4, .softcap = 1.3, .scale = 2),
+    TAGGED("tiny, sinks", CASE_TINY, LENGTHS(4, 6), .batch = 2, HEADS(2, 2), .head_dim = 3, .num_sinks = 2),
+    TAGGED("tiny, everything", CASE_TINY | CASE_QUICK, LENGTHS(8, 5), .batch = 2, HEADS(4, 2), .head_dim = 3,
+           WINDOW(1, 0), .softcap = 2, .scale = 1.1, .num_sinks = 3),
+
+    /* Nothing to do, or nothing to see. */
+    TAGGED("no batch", CASE_QUICK, LENGTHS(3, 4), .batch = 0, .num_sinks = 1),
+    TAGGED("no queries", CASE_QUICK, LENGTHS(0, 4), .num_sinks = 2),
+    TAGGED("no keys", CASE_QUICK, LENGTHS(5, 0)),
+    TAGGED("no keys, sinks", CASE_QUICK, LENGTHS(5, 0), .num_sinks = 3),
+    ROW("no queries, no keys", LENGTHS(0, 0)),
+    ROW("every row but the last hidden", LENGTHS(67, 1), CAUSAL),
+
+    HEAD_DIM(1),
+    HEAD_DIM(2),
+    HEAD_DIM(7),
+    HEAD_DIM(8),
+    HEAD_DIM(16),
+    HEAD_DIM(31),
+    HEAD_DIM(32),
+    HEAD_DIM(40),
+    HEAD_DIM(48),
+    HEAD_DIM(64),
+    HEAD_DIM(72),
+    HEAD_DIM(80),
+    HEAD_DIM(96),
+    HEAD_DIM(128),
+    HEAD_DIM(160),
+    HEAD_DIM(192),
+    HEAD_DIM(256),
+
+    EDGE(15),
+    EDGE(16),
+    EDGE(17),
+    EDGE(47),
+    EDGE(48),
+    EDGE(49),
+    EDGE(63),
+    EDGE(64),
+    EDGE(65),
+    EDGE(95),
+    EDGE(96),
+    EDGE(97),
+    EDGE(127),
+    EDGE(128),
+    EDGE(129),
+    EDGE(191),
+    EDGE(192),
+    EDGE(193),
+
+    /* Masks, over several tiles. */
+    ROW("causal, more queries", LENGTHS(211, 103), CAUSAL),
+    ROW("causal, more keys", LENGTHS(103, 211), CAUSAL),
+    ROW("left", LENGTHS(141, 163), .window_left = 37),
+    ROW("left, nothing before", LENGTHS(141, 141), .window_left = 0),
+    ROW("right", LENGTHS(141, 119), .window_right = 29),
+    ROW("right, more queries", LENGTHS(230, 90), .window_right = 11),
+    TAGGED("window", CASE_QUICK, LENGTHS(173, 167), WINDOW(19, 23)),
+    ROW("window, sliding and causal", LENGTHS(203, 203), WINDOW(31, 0)),
+    ROW("window of one", LENGTHS(131, 131), WINDOW(0, 0)),
+    ROW("window, first rows hidden", LENGTHS(187, 97), WINDOW(13, 5)),
+    ROW("window, one tile apart", LENGTHS(110, 300), WINDOW(7, 9)),
+    ROW("window wider than all", LENGTHS(59, 61), WINDOW(1000, 1000)),
+
+    /* Heads. */
+    ROW("grouped heads", LENGTHS(71, 83), .batch = 2, HEADS(6, 3), .head_dim = 24),
+    TAGGED("one kv head", CASE_QUICK, LENGTHS(99, 101), HEADS(5, 1), .head_dim = 24, CAUSAL),
+    ROW("many heads", LENGTHS(13, 19), .batch = 3, HEADS(8, 8), CAUSAL),
+
+    /* Scores. */
+    ROW("scale", LENGTHS(77, 69), .scale = 0.31),
+    ROW("scale, negative", LENGTHS(77, 69), .scale = -0.2, CAUSAL),
+    ROW("softcap", LENGTHS(91, 87), .softcap = 3.5),
+    TAGGED("softcap, causal", CASE_QUICK, LENGTHS(91, 103), .softcap = 15, .scale = 1, CAUSAL),
+    ROW("softcap, tight", LENGTHS(57, 62), .softcap = 0.4, .scale = 1),
+
+    /* Sinks. */
+    ROW("1 sink", LENGTHS(81, 75), HEADS(2, 2), .num_sinks = 1),
+    ROW("3 sinks", LENGTHS(81, 75), .batch = 2, HEADS(4, 2), .num_sinks = 3, CAUSAL),
+    ROW("8 sinks", LENGTHS(33, 118), HEADS(3, 1), .num_sinks = 8),
+    TAGGED("sinks, hidden rows", CASE_QUICK, LENGTHS(121, 45), HEADS(2, 1), .num_sinks = 3, CAUSAL),
+    ROW("sinks, window, hidden rows", LENGTHS(139, 73), HEADS(2, 2), .num_sinks = 1, WINDOW(9, 4)),
+
+    /* Data that is not nice, where the order of sums and the size of numbers show. */
+    FILLED("large", FILL_LARGE, LENGTHS(75, 101), .head_dim = 64),
+    FILLED("large, causal", FILL_LARGE, LENGTHS(111, 98), .head_dim = 40, CAUSAL),
+    FILLED("large, softcap", FILL_LARGE, LENGTHS(75, 101), .head_dim = 32, .softcap = 20),
+    FILLED("large, sinks", FILL_LARGE, LENGTHS(50, 75), HEADS(2, 1), .head_dim = 32, .num_sinks = 2),
+    FILLED("lognormal", FILL_LOGNORMAL, LENGTHS(103, 90), .head_dim = 64),
+    FILLED("lognormal, causal", FILL_LOGNORMAL, LENGTHS(103, 131), HEADS(2, 1), .head_dim = 48, CAUSAL),
+
+    /* Strides. */
+    STRIDED("strided", CASE_QUICK, LENGTHS(45, 51), .batch = 2, HEADS(4, 2), .head_dim = 19),
+    STRIDED("strided, causal", 0, LENGTHS(130, 105), .batch = 2, HEADS(2, 2), .head_dim = 64, CAUSAL),
+    STRIDED("strided, one query", 0, LENGTHS(1, 77), .batch = 3, HEADS(3, 1), .head_dim = 33, CAUSAL),
+
+    /* All at once. */
+    ROW("everything", LENGTHS(123, 167), .batch = 2, HEADS(4, 2), .head_dim = 80, WINDOW(61, 7), .softcap = 9,
+        .scale = 0.4, .num_sinks = 3),
+    STRIDED("everything, strided", CASE_QUICK, LENGTHS(117, 67), .batch = 2, HEADS(6, 2), .head_dim = 40,
+            WINDOW(25, 0), .softcap = 4, .scale = -0.6, .num_sinks = 2, .deterministic = 1),
+    ROW("long rows", LENGTHS(3, 1301), .head_dim = 24),
+    ROW("long columns", LENGTHS(1301, 3), .head_dim = 24),
+    ROW("long, windowed", LENGTHS(701, 733), .head_dim = 32, WINDOW(40, 0)),
+
+    /* For benchmarks. */
+    TAGGED("d64", CASE_SPEED, LENGTHS(2048, 2048), HEADS(8, 8), .head_dim = 64),
+    TAGGED("d64 causal", CASE_SPEED, LENGTHS(2048, 2048), HEADS(8, 8), .head_dim = 64, CAUSAL),
+    TAGGED("d128", CASE_SPEED, LENGTHS(2048, 2048), HEADS(8, 8), .head_dim = 128),
+    TAGGED("d128 causal", CASE_SPEED, LENGTHS(2048, 2048), HEADS(8, 8), .head_dim = 128, CAUSAL),
+    TAGGED("d128 grouped", CASE_SPEED, LENGTHS(2048, 2048), HEADS(8, 2), .head_dim = 128, CAUSAL),
+    TAGGED("d128 window", CASE_SPEED, LENGTHS(4096, 4096), HEADS(8, 8), .head_dim = 128, WINDOW(512, 0)),
+    TAGGED("d128 short", CASE_SPEED, LENGTHS(300, 300), .batch = 4, HEADS(8, 8), .head_dim = 128),
+    TAGGED("d64 long", CASE_SPEED, LENGTHS(65536, 65536), .head_dim = 64),
+};
+
+const fa_case *fa_cases(size_t *num_cases) {
+  *num_cases = sizeof cases / sizeof *cases;
+  return cases;
+}
+
+static int64_t random_length(fa_random *random) {
+  double kind = random_uniform(random);
+  if (kind < 0.01) return 0;
+  if (kind < 0.35) return random_integer(random, 1, 9);
+  if (kind < 0.80) return random_integer(random, 10, 70);
+  if (kind < 0.95) return 16 * random_integer(random, 1, 13) + random_integer(random, -1, 1);
+  return random_integer(random, 200, 420);
+}
+
+static int64_t random_head_dim(fa_random *random) {
+  static const int64_t usual[] = {8, 16, 24, 32, 40, 48, 56, 64, 72, 80, 96, 112, 128, 160, 192, 256};
+  double kind = random_uniform(random);
+  if (kind < 0.25) return random_integer(random, 1, 9);
+  if (kind < 0.70) return usual[random_integer(random, 0, sizeof usual / sizeof *usual - 1)];
+  return random_integer(random, 1, 256);
+}
+
+static int64_t random_window(fa_random *random, int64_t length) {
+  double kind = random_uniform(random);
+  if (kind < 0.45) return FA_UNBOUNDED;
+  if (kind < 0.60) return 0;
+  if (kind < 0.80) return random_integer(random, 1, 9);
+  return random_integer(random, 0, length + 5);
+}
+
+fa_case fa_case_random(uint64_t seed, uint64_t index) {
+  fa_random stream = random_stream(seed, index), *random = &stream;
+  fa_case result = {.name = "random"};
+  fa_problem *p = &result.problem;
+  fa_problem_init(p);
+  p->dtype = (fa_dtype)random_integer(random, 0, FA_NUM_DTYPES - 1);
+  p->batch = random_uniform(random) < 0.01 ? 0 : random_integer(random, 1, 3);
+  p->seqlen_q = random_length(random);
+  p->seqlen_k = random_uniform(random) < 0.3 ? p->seqlen_q : random_length(random);
+  p->num_kv_heads = random_integer(random, 1, 3);
+  p->num_heads = p->num_kv_heads * (random_uniform(random) < 0.5 ? 1 : random_integer(random, 2, 4));
+  p->head_dim = random_head_dim(random);
+  p->window_left = random_window(random, p->seqlen_k);
+  p->window_right = random_window(random, p->seqlen_q);
+  if (random_uniform(random) < 0.3) p->scale = random_normal(random) / sqrt((double)p->head_dim);
+  if (random_uniform(random) < 0.25) p->softcap = exp(random_normal(random) + 1);
+  if (random_uniform(random) < 0.3) p->num_sinks = random_integer(random, 1, 4);
+  p->deterministic = random_uniform(random) < 0.2;
+  if (random_uniform(random) < 0.3) result.fill = (fa_fill)random_integer(random, FILL_LARGE, FILL_LOGNORMAL);
+  if (random_uniform(random) < 0.3) result.layout = LAYOUT_STRIDED;
+  /* What the reference has to do stays small: batches, heads, then lengths give way. */
+  while (p->batch * p->num_heads * p->seqlen_q * p->seqlen_k * p->head_dim > 1500000) {
+    if (p->batch > 1) {
+      p->batch--;
+    } else if (p->num_kv_heads > 1) {
+      p->num_heads -= p->num_heads / p->num_kv_heads;
+      p->num_kv_heads--;
+    } else {
+      p->seqlen_q = p->seqlen_q * 4 / 5;
+      p->seqlen_k = p->seqlen_k * 6 / 7;
+    }
+  }
+  return result;
+}

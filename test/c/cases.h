@@ -1,0 +1,41 @@
+/*
+ * The one case table. Correctness, gradients, sanitizers and benchmarks draw their problems from here, for
+ * every device. A row leaves the dtype open: whoever loops over the table also loops over dtypes.
+ */
+#ifndef FA_TEST_CASES_H
+#define FA_TEST_CASES_H
+
+#include "../../c_src/flash_attention.h"
+
+typedef enum fa_fill {
+  FILL_NORMAL = 0, /* mean 0, variance 1 */
+  FILL_LARGE,      /* the same times 30: a softmax that is all but one-hot */
+  FILL_LOGNORMAL,  /* rows of very different size */
+} fa_fill;
+
+typedef enum fa_layout {
+  LAYOUT_CONTIGUOUS = 0,
+  LAYOUT_STRIDED, /* heads before rows, and gaps after rows, heads and batches */
+} fa_layout;
+
+enum fa_case_tag {
+  CASE_QUICK = 1 << 0, /* one of the few that run where time is short, such as under sanitizers */
+  CASE_TINY = 1 << 1,  /* small enough to differentiate element by element */
+  CASE_SPEED = 1 << 2, /* for benchmarks: far too large for the reference */
+};
+
+typedef struct fa_case {
+  const char *name;
+  unsigned tags;
+  fa_fill fill;
+  fa_layout layout;
+  fa_problem problem; /* complete but for dtype, which is f32 */
+} fa_case;
+
+/* The table and, through num_cases, its length. */
+const fa_case *fa_cases(size_t *num_cases);
+
+/* A case, dtype included, that depends on seed and index alone: small, awkward, everything combined. */
+fa_case fa_case_random(uint64_t seed, uint64_t index);
+
+#endif

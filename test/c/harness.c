@@ -1,0 +1,340 @@
+#include "harness.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "../../c_src/cpu/half.h"
+#include "random.h"
+
+/* ---- elements -------------------------------------------------------------------------------------- */
+
+static double get_element(fa_dtype dtype, const unsigned char *at) {
+  double f64;
+  float f32;
+  uint16_t half;
+  switch (dtype) {
+    case FA_DTYPE_F64: return memcpy(&f64, at, sizeof f64), f64;
+    case FA_DTYPE_BF16: return memcpy(&half, at, sizeof half), fa_bf16_to_f32(half);
+    case FA_DTYPE_F16: return memcpy(&half, at, sizeof half), fa_f16_to_f32(half);
+    default: return memcpy(&f32, at, sizeof f32), f32;
+  }
+}
+
+static void set_element(fa_dtype dtype, unsigned char *at, double value) {
+  const float f32 = (float)value;
+  const uint16_t half = dtype == FA_DTYPE_BF16 ? fa_f32_to_bf16(f32) : fa_f32_to_f16(f32);
+  switch (dtype) {
+    case FA_DTYPE_F64: memcpy(at, &value, sizeof value); break;
+    case FA_DTYPE_F32: memcpy(at, &f32, sizeof f32); break;
+    default: memcpy(at, &half, sizeof half); break;
+  }
+}
+
+static double round_to_type(fa_dtype dtype, double value) {
+  unsigned char cell[8];
+  set_element(dtype, cell, value);
+  return get_element(dtype, cell);
+}
+
+/* ---- values ---------------------------------------------------------------------------------------- */
+
+static void *allocate(size_t bytes) {
+  void *memory = malloc(bytes ? bytes : 1);
+  if (!memory) {
+    fprintf(stderr, "out of memory\n");
+    exit(2);
+  }
+  return memory;
+}
+
+int64_t values_count(const fa_problem *problem, fa_tensor_id id) {
+  fa_shape shape = fa_tensor_shape(problem, id);
+  return shape.size_bytes / (int64_t)fa_dtype_bytes(shape.dtype);
+}
+
+fa_values values_new(const fa_problem *problem) {
+  fa_values values;
+  for (int id = 0; id < FA_NUM_TENSORS; id++) {
+    size_t bytes = (size_t)values_count(problem, id) * sizeof(double);
+    values.data[id] = allocate(bytes);
+    memset(values.data[id], 0, bytes);
+  }
+  return values;
+}
+
+void values_free(fa_values *values) {
+  for (int id = 0; id < FA_NUM_TENSORS; id++) free(values->data[id]);
+}
+
+/* Scores are what large numbers are to upset. f16 has no room for more: v and dout stay as they are. */
+static double amplitude(fa_tensor_id id, fa_dtype dtype, fa_fill fill) {
+  bool scores = id == FA_TENSOR_Q || id == FA_TENSOR_K;
+  return fill == FILL_LARGE && (scores || dtype != FA_DTYPE_F16) ? 30 : 1;
+}
+
+static void fill_rows(double *data, int64_t count, int64_t head_dim, double scale, fa_fill fill,
+                      fa_random *random) {
+  for (int64_t i = 0; i < count; i += head_dim) {
+    double size = fill == FILL_LOGNORMAL ? exp(random_normal(random)) : scale;
+    for (int64_t c = 0; c < head_dim; c++) data[i + c] = size * random_normal(random);
+  }
+}
+
+static void fill_grid(double *data, int64_t count, double step, fa_random *random) {
+  for (int64_t i = 0; i < count; i++) data[i] = step * rint(random_normal(random) / step);
+}
+
+void values_fill(fa_values *values, const fa_problem *problem, fa_dtype round_to, fa_fill fill, uint64_t seed) {
+  static const fa_tensor_id filled[] = {FA_TENSOR_Q,         FA_TENSOR_K,         FA_TENSOR_V,
+                                        FA_TENSOR_SINK,      FA_TENSOR_DOUT,      FA_TENSOR_TANGENT_Q,
+                                        FA_TENSOR_TANGENT_K, FA_TENSOR_TANGENT_V, FA_TENSOR_TANGENT_SINK};
+  for (size_t i = 0; i < sizeof filled / sizeof *filled; i++) {
+    const fa_tensor_id id = filled[i];
+    const int64_t count = values_count(problem, id);
+    fa_random random = random_stream(seed, id);
+    if (id == FA_TENSOR_SINK || id == FA_TENSOR_TANGENT_SINK) {
+      fill_grid(values->data[id], count, id == FA_TENSOR_SINK ? 0x1p-10 : 0x1p-6, &random);
+    } else {
+      fill_rows(values->data[id], count, problem->head_dim, amplitude(id, round_to, fill), fill, &random);
+      for (int64_t j = 0; j < count; j++) values->data[id][j] = round_to_type(round_to, values->data[id][j]);
+    }
+  }
+}
+
+/* ---- placement: what another kind of device would do differently -------------------------------------- */
+
+/* Memory of the device, aligned to 64 bytes and of exactly that size, with a copy of what is at host. */
+static void *place(fa_device device, const void *host, size_t bytes) {
+  (void)device;
+  void *memory;
+  if (posix_memalign(&memory, 64, bytes ? bytes : 1)) return NULL;
+  memcpy(memory, host, bytes);
+  return memory;
+}
+
+/* Copies it back to host and releases it. */
+static void fetch(fa_device device, void *host, void *memory, size_t bytes) {
+  (void)device;
+  memcpy(host, memory, bytes);
+  free(memory);
+}
+
+/* ---- images: a tensor as the device sees it ----------------------------------------------------------- */
+
+#define POISON      0xff /* everywhere: a NaN in every type that arithmetic does not give */
+#define GUARD_BYTES 64
+
+/* guard, data, guard; data is aligned to its element and to nothing more. Inputs have no guard behind them,
+ * so that the address sanitizer sees a read beyond their end. */
+typedef struct image {
+  fa_tensor_role role;
+  fa_shape shape;
+  fa_tensor strides;
+  size_t front, size;
+  unsigned char *host, *device;
+} image;
+
+static fa_tensor strides_of(const fa_problem *problem, fa_tensor_id id, fa_layout layout) {
+  fa_tensor tensor = fa_tensor_contiguous(problem, id, NULL);
+  fa_shape shape = fa_tensor_shape(problem, id);
+  if (layout == LAYOUT_STRIDED && shape.rank == 4) {
+    tensor.stride_row = shape.dims[3] + 3;
+    tensor.stride_head = shape.dims[1] * tensor.stride_row + 5;
+    tensor.stride_batch = shape.dims[2] * tensor.stride_head + 7;
+  }
+  return tensor;
+}
+
+/* Where the element of that index in contiguous order lies, in bytes. */
+static size_t element_at(const image *image, int64_t index) {
+  const fa_shape *shape = &image->shape;
+  int64_t offset = index;
+  if (shape->rank == 4) {
+    int64_t column = index % shape->dims[3], rest = index / shape->dims[3];
+    int64_t head = rest % shape->dims[2];
+    rest /= shape->dims[2];
+    int64_t row = rest % shape->dims[1], batch = rest / shape->dims[1];
+    offset = batch * image->strides.stride_batch + row * image->strides.stride_row +
+             head * image->strides.stride_head + column;
+  }
+  return image->front + (size_t)offset * fa_dtype_bytes(shape->dtype);
+}
+
+static image image_new(const fa_problem *problem, fa_pass pass, fa_tensor_id id, const fa_setup *setup,
+                       const double *values) {
+  image image = {.role = fa_tensor_role_in(problem, pass, id),
+                 .shape = fa_tensor_shape(problem, id),
+                 .strides = strides_of(problem, id, setup->layout)};
+  if (image.role == FA_ROLE_NONE) return image;
+  const size_t element = fa_dtype_bytes(image.shape.dtype);
+  const int64_t count = values_count(problem, id);
+  image.front = GUARD_BYTES + element;
+  image.size = count ? element_at(&image, count - 1) + element : image.front;
+  if (image.role == FA_ROLE_OUTPUT) image.size += GUARD_BYTES;
+  image.host = allocate(image.size);
+  memset(image.host, POISON, image.size);
+  if (image.role == FA_ROLE_INPUT)
+    for (int64_t i = 0; i < count; i++)
+      set_element(image.shape.dtype, image.host + element_at(&image, i), values[i]);
+  image.device = place(setup->device, image.host, image.size);
+  return image;
+}
+
+static bool all_poison(const unsigned char *bytes, size_t size) {
+  for (size_t i = 0; i < size; i++)
+    if (bytes[i] != POISON) return false;
+  return true;
+}
+
+/* Takes the output's elements out of its image, which must leave nothing but poison. */
+static bool read_output(image *image, int64_t count, double *values, const char *name, char why[512]) {
+  const size_t element = fa_dtype_bytes(image->shape.dtype);
+  for (int64_t i = 0; i < count; i++) {
+    unsigned char *at = image->host + element_at(image, i);
+    if (all_poison(at, element)) {
+      snprintf(why, 512, "%s: element %lld of %lld was not written", name, (long long)i, (long long)count);
+      return false;
+    }
+    values[i] = get_element(image->shape.dtype, at);
+    memset(at, POISON, element);
+  }
+  if (all_poison(image->host, image->size)) return true;
+  snprintf(why, 512, "%s: something outside its elements was written", name);
+  return false;
+}
+
+static bool image_finish(image *image, fa_device device, int64_t count, double *values, const char *name,
+                         char why[512]) {
+  bool fine = true;
+  if (image->role == FA_ROLE_OUTPUT) {
+    fetch(device, image->host, image->device, image->size);
+    fine = read_output(image, count, values, name, why);
+  } else if (image->role == FA_ROLE_INPUT) {
+    unsigned char *after = allocate(image->size);
+    fetch(device, after, image->device, image->size);
+    fine = memcmp(after, image->host, image->size) == 0;
+    if (!fine) snprintf(why, 512, "%s: an input was written", name);
+    free(after);
+  }
+  free(image->host);
+  return fine;
+}
+
+/* ---- running ------------------------------------------------------------------------------------------ */
+
+/* fa_run in a workspace between guards. */
+static fa_status run_in_workspace(const fa_setup *setup, const fa_plan *plan, const fa_tensors *tensors,
+                                  bool *guarded, fa_error *error) {
+  const size_t size = GUARD_BYTES + plan->workspace_bytes + GUARD_BYTES;
+  unsigned char *host = allocate(size);
+  memset(host, POISON, size);
+  unsigned char *memory = place(setup->device, host, size);
+  fa_execution execution = {.workspace = memory + GUARD_BYTES,
+                            .workspace_bytes = plan->workspace_bytes,
+                            .num_threads = setup->num_threads};
+  fa_status status = fa_run(plan, tensors, &execution, error);
+  fetch(setup->device, host, memory, size);
+  *guarded = all_poison(host, GUARD_BYTES) && all_poison(host + size - GUARD_BYTES, GUARD_BYTES);
+  free(host);
+  return status;
+}
+
+fa_outcome run_pass(const fa_setup *setup, const fa_problem *problem, fa_pass pass, fa_values *values,
+                    char why[512]) {
+  fa_plan plan;
+  fa_error error;
+  fa_status status = fa_plan_init(&plan, problem, pass, setup->device, &error);
+  if (status) {
+    snprintf(why, 512, "%s: %s", fa_status_name(status), error.message);
+    return status == FA_STATUS_UNSUPPORTED ? OUTCOME_UNSUPPORTED : OUTCOME_BROKEN;
+  }
+  image images[FA_NUM_TENSORS];
+  fa_tensors tensors = {0};
+  for (int id = 0; id < FA_NUM_TENSORS; id++) {
+    images[id] = image_new(problem, pass, id, setup, values->data[id]);
+    *fa_tensor_at(&tensors, id) = images[id].strides;
+    fa_tensor_at(&tensors, id)->data = images[id].device ? images[id].device + images[id].front : NULL;
+  }
+  bool guarded;
+  status = run_in_workspace(setup, &plan, &tensors, &guarded, &error);
+  bool fine = status == FA_STATUS_OK && guarded;
+  if (!guarded) snprintf(why, 512, "something outside the workspace was written");
+  for (int id = 0; id < FA_NUM_TENSORS; id++) {
+    char what[512];
+    bool good = image_finish(&images[id], setup->device, values_count(problem, id), values->data[id],
+                             fa_tensor_name(id), what);
+    if (fine && !good) memcpy(why, what, sizeof what);
+    fine = fine && good;
+  }
+  if (status) snprintf(why, 512, "%s: %s", fa_status_name(status), error.message);
+  return fine ? OUTCOME_RAN : OUTCOME_BROKEN;
+}
+
+void must_run(const fa_setup *setup, const fa_problem *problem, fa_pass pass, fa_values *values) {
+  char why[512];
+  if (run_pass(setup, problem, pass, values, why) == OUTCOME_RAN) return;
+  printf("FAILED: %s %s: %s\n", fa_device_kind_name(setup->device.kind), fa_pass_name(pass), why);
+  exit(1);
+}
+
+/* ---- comparing ---------------------------------------------------------------------------------------- */
+
+double values_error(const fa_problem *problem, fa_tensor_id id, const fa_values *x, const fa_values *expected) {
+  double worst = 0;
+  for (int64_t i = values_count(problem, id) - 1; i >= 0; i--) {
+    const double got = x->data[id][i], want = expected->data[id][i];
+    const double error = got == want ? 0 : fabs(got - want);
+    worst = isnan(error) ? INFINITY : fmax(worst, error);
+  }
+  return worst;
+}
+
+bool values_equal(const fa_problem *problem, fa_tensor_id id, const fa_values *x, const fa_values *y) {
+  return memcmp(x->data[id], y->data[id], (size_t)values_count(problem, id) * sizeof(double)) == 0;
+}
+
+/* max |x|, of what is finite */
+static double largest(const fa_problem *problem, fa_tensor_id id, const fa_values *x) {
+  double worst = 0;
+  for (int64_t i = values_count(problem, id) - 1; i >= 0; i--)
+    if (isfinite(x->data[id][i])) worst = fmax(worst, fabs(x->data[id][i]));
+  return worst;
+}
+
+/* The length of the longest row of head_dim elements. */
+static double longest(const fa_problem *problem, fa_tensor_id id, const fa_values *x) {
+  double worst = 0;
+  for (int64_t i = 0; i < values_count(problem, id); i += problem->head_dim) {
+    double sum = 0;
+    for (int64_t c = 0; c < problem->head_dim; c++) sum += x->data[id][i + c] * x->data[id][i + c];
+    worst = fmax(worst, sum);
+  }
+  return sqrt(worst);
+}
+
+/*
+ * What cancels: lse is a score and the log of a sum from 1 on; ds is the difference of two dot products, of v
+ * and of o with dout, and dq, dk and dsink are sums of it. A dot product of two unrelated rows of length a and
+ * b has the size a * b / sqrt(head_dim).
+ */
+static double cancelling(const fa_problem *problem, fa_tensor_id id, const fa_values *x) {
+  const double root = sqrt((double)problem->head_dim);
+  const double scale = problem->scale == 0 ? 1 / root : fabs(problem->scale);
+  const double score = scale * longest(problem, FA_TENSOR_Q, x) * longest(problem, FA_TENSOR_K, x) / root;
+  const double ds = longest(problem, FA_TENSOR_DOUT, x) * longest(problem, FA_TENSOR_V, x) / root;
+  switch (id) {
+    case FA_TENSOR_LSE: return 1 + score;
+    case FA_TENSOR_DQ: return scale * ds * largest(problem, FA_TENSOR_K, x);
+    case FA_TENSOR_DK: return scale * ds * largest(problem, FA_TENSOR_Q, x);
+    case FA_TENSOR_DSINK: return ds;
+    default: return 0;
+  }
+}
+
+double values_tiny(const fa_problem *problem, fa_tensor_id id, const fa_values *expected) {
+  static const double roundoff[FA_NUM_DTYPES] = {0x1p-24, 0x1p-53, 0x1p-8, 0x1p-11};
+  const double size = largest(problem, id, expected) + cancelling(problem, id, expected);
+  return 4 * roundoff[fa_tensor_shape(problem, id).dtype] * size;
+}
