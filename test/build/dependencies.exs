@@ -36,7 +36,7 @@ defmodule Dependencies do
     [
       {:Nx, ~r{(^|[/_])nx(\.ex$|/)}},
       {:Mix, ~r{^mix/}},
-      {:Native, ~r{^flash_attention(\.ex$|/(native|check)(\.ex$|/))}},
+      {:Native, ~r{^flash_attention(\.ex$|/(?!training))}},
       {:Training, ~r{^(flash_attention/training(\.ex$|/)|mix/)}},
       {:Check, ~r{^(flash_attention/check(\.ex$|/)|mix/)}}
     ]
