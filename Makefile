@@ -21,6 +21,8 @@
 #   SANITIZE=...     build with -fsanitize=...; give it its own BUILD and PRIV
 #   BUILD, PRIV      where objects (build) and libraries (priv) go
 
+MAKEFLAGS += --no-builtin-rules
+
 CC      ?= cc
 CFLAGS  ?= -O2 -g
 NVCC    ?= nvcc
@@ -87,7 +89,7 @@ $(BUILD)/%.o: c_src/%.c $(FLAGS) Makefile
 	@mkdir -p $(@D)
 	$(CC) $(FA_CFLAGS) $(EXTRA_CFLAGS) -MMD -MP -c -o $@ $<
 
-$(BUILD)/cpu/kernels_%.o: $(KERNELS) $(FLAGS) Makefile
+$(ISAS:%=$(BUILD)/cpu/kernels_%.o): $(BUILD)/cpu/kernels_%.o: $(KERNELS) $(FLAGS) Makefile
 	@mkdir -p $(@D)
 	$(CC) $(FA_CFLAGS) -O3 -ffp-contract=fast $(ISA_FLAGS_$*) -DFA_ISA=$* -DFA_ISA_$* -MMD -MP -c -o $@ $<
 
