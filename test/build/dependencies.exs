@@ -44,6 +44,7 @@ defmodule Dependencies do
 
   @doc "The whole check, as a command: prints what is wrong, and exits with 1 if something is."
   def main([root, build, priv]) do
+    root = Path.expand(root)
     library = Path.join(priv, "libflash_attention.so")
 
     case violations(root, build, library) do
@@ -111,7 +112,7 @@ defmodule Dependencies do
     end
   end
 
-  defp relative(root, file), do: Path.relative_to(Path.expand(file), Path.expand(root))
+  defp relative(root, file), do: Path.relative_to(file, root)
 
   # ---- what objects link to ------------------------------------------------------------------------
 
