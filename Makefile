@@ -91,7 +91,7 @@ $(BUILD)/%.o: c_src/%.c $(FLAGS) Makefile
 	@mkdir -p $(@D)
 	$(CC) $(FA_CFLAGS) $(EXTRA_CFLAGS) -MMD -MP -c -o $@ $<
 
-$(ISAS:%=$(BUILD)/cpu/kernels_%.o): $(ISAS:%=$(BUILD)/cpu/kernels_%.o): $(BUILD)/cpu/kernels_%.o: $(KERNELS) $(FLAGS) Makefile
+$(ISAS:%=$(BUILD)/cpu/kernels_%.o): $(BUILD)/cpu/kernels_%.o: $(KERNELS) $(FLAGS) Makefile
 	@mkdir -p $(@D)
 	$(CC) $(FA_CFLAGS) -O3 -ffp-contract=fast $(ISA_FLAGS_$*) -DFA_ISA=$* -DFA_ISA_$* -MMD -MP -c -o $@ $<
 
