@@ -43,8 +43,6 @@ endif
 MIX := env -u MAKEFLAGS -u PRIV mix
 HAS_MIX := $(shell command -v mix)
 
-MAKEFLAGS += --no-builtin-rules
-
 .PHONY: all native elixir
 all: native $(if $(MIX_APP_PATH),,elixir)
 
