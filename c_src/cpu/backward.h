@@ -198,7 +198,8 @@ INLINE void T(differentiate_scores)(const fa_problem *problem, const REAL *lse, 
         s = softcap * t;
         slope *= 1 - t * t;
       }
-      *p_ij = T(exp)(s - origin);
+      /* s exceeds lse by rounding only, unless lse is not this problem's: inf then, as exp has it. */
+      *p_ij = T(exp)(T(min)(T(splat)(EXP_HIGHEST), s - origin));
       *ds_ij = *p_ij * (*ds_ij - delta[i]) * slope;
       if (masked) {
         T(mask) index = lanes + (INT)j, inside = (index >= begin) & (index < end);
@@ -290,10 +291,9 @@ static void T(cell_task)(const fa_cpu_job *job, int64_t task, void *scratch) {
   atomic_int *steps = shared.steps + group * segments;
   wait_until(&steps[t], (int)step);
   wait_until(&steps[(t + 1) % segments], (int)step);
-  for (int64_t column = t * BLOCK; column < problem->seqlen_k; column += segments * BLOCK)
-    T(backward_column)
-    (job, &shared, s, group / problem->num_kv_heads, group % problem->num_kv_heads, column,
-     (t + step) % segments, segments);
+  for (int64_t column = t * BLOCK; column < problem->seqlen_k; column += segments * BLOCK) T(backward_column)
+  (job, &shared, s, group / problem->num_kv_heads, group % problem->num_kv_heads, column, (t + step) % segments,
+   segments);
   atomic_store_explicit(&steps[t], (int)step + 1, memory_order_release);
 }
 
@@ -316,7 +316,8 @@ static void T(finish_sinks)(const fa_cpu_job *job, const REAL *delta, int64_t he
     for (int64_t batch = 0; batch < problem->batch; batch++)
       for (int64_t i = 0; i < problem->seqlen_q; i++) {
         int64_t row = T(stat_index)(problem, batch, head, i);
-        REAL p = sink == -INFINITY ? 0 : T(first)(T(exp)(T(splat)(sink - lse[row])));
+        REAL p =
+            sink == -INFINITY ? 0 : T(first)(T(exp)(T(min)(T(splat)(EXP_HIGHEST), T(splat)(sink - lse[row]))));
         sum += (double)(p * delta[row]);
       }
     dsink[t * problem->num_heads + head] = (float)-sum;

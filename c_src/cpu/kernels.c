@@ -70,14 +70,15 @@ static inline void wait_until(atomic_int *value, int at_least) {
   while (atomic_load_explicit(value, memory_order_acquire) < at_least) sched_yield();
 }
 
-#define REAL       float
-#define T(name)    name##_f32
-#define INT        int32_t
-#define LOG        logf
-#define LOWEST     (-FLT_MAX)
-#define IS_F32     1
-#define IS_COMPLEX 0
-#define LANES      ((int)(VECTOR_BYTES / sizeof(REAL)))
+#define REAL        float
+#define T(name)     name##_f32
+#define INT         int32_t
+#define LOG         logf
+#define LOWEST      (-FLT_MAX)
+#define EXP_HIGHEST 89 /* exp(it) overflows, but the exponent's bits do not */
+#define IS_F32      1
+#define IS_COMPLEX  0
+#define LANES       ((int)(VECTOR_BYTES / sizeof(REAL)))
 #include "vector.h"
 #include "rows.h"
 #include "product.h"
@@ -88,14 +89,16 @@ static inline void wait_until(atomic_int *value, int at_least) {
 #undef INT
 #undef LOG
 #undef LOWEST
+#undef EXP_HIGHEST
 #undef IS_F32
 
-#define REAL    double
-#define T(name) name##_f64
-#define INT     int64_t
-#define LOG     log
-#define LOWEST  (-DBL_MAX)
-#define IS_F32  0
+#define REAL        double
+#define T(name)     name##_f64
+#define INT         int64_t
+#define LOG         log
+#define LOWEST      (-DBL_MAX)
+#define EXP_HIGHEST 710
+#define IS_F32      0
 #include "vector.h"
 #include "rows.h"
 #include "product.h"

@@ -11,25 +11,24 @@ INLINE T(vec) T(select)(T(mask) mask, T(vec) yes, T(vec) no) {
   return (T(vec))((mask & (T(mask))yes) | (~mask & (T(mask))no));
 }
 
-/* Of a NaN and a number the number, if the NaN comes first. */
+/* Of a NaN and a number, b. */
 INLINE T(vec) T(max)(T(vec) a, T(vec) b) { return T(select)(a > b, a, b); }
+INLINE T(vec) T(min)(T(vec) a, T(vec) b) { return T(select)(a < b, a, b); }
 
 #if IS_F32
 /* 2^52 and 1023 play the same part for double. Adding ROUNDER leaves the nearest integer, plus the exponent's
  * bias, in the low bits; those bits, shifted to the exponent's place, are 2^n. */
-#define ROUNDER     (0x1.8p23f + 127)
-#define SHIFT       23
-#define LN2_HIGH    0x1.62e4p-1f /* few enough bits that n * LN2_HIGH is exact */
-#define LN2_LOW     0x1.7f7d1cp-20f
-#define EXP_LOWEST  -87.336f /* below it exp would be subnormal: 0 */
-#define EXP_HIGHEST 88.376f
+#define ROUNDER    (0x1.8p23f + 127)
+#define SHIFT      23
+#define LN2_HIGH   0x1.62e4p-1f /* few enough bits that n * LN2_HIGH is exact */
+#define LN2_LOW    0x1.7f7d1cp-20f
+#define EXP_LOWEST -87.336f /* below it exp would be subnormal */
 #else
-#define ROUNDER     (0x1.8p52 + 1023)
-#define SHIFT       52
-#define LN2_HIGH    0x1.62e42fefp-1
-#define LN2_LOW     0x1.473de6af278edp-34
-#define EXP_LOWEST  -708.39
-#define EXP_HIGHEST 709.4
+#define ROUNDER    (0x1.8p52 + 1023)
+#define SHIFT      52
+#define LN2_HIGH   0x1.62e42fefp-1
+#define LN2_LOW    0x1.473de6af278edp-34
+#define EXP_LOWEST -708.39
 #endif
 
 /* exp(r) - 1 on |r| <= ln(2)/2: float by the polynomial of least relative error (3e-9), double by Taylor's. */
@@ -55,18 +54,19 @@ INLINE T(vec) T(split_exponent)(T(vec) x, T(vec) * r) {
   return (T(vec))((T(mask))rounded << SHIFT);
 }
 
+/* exp(x) to about one unit in the last place, 0 where it would be subnormal; x must not exceed EXP_HIGHEST, at
+ * which it is infinite. */
 INLINE T(vec) T(exp)(T(vec) x) {
   T(vec) r, power = T(split_exponent)(x, &r);
   T(vec) y = T(expm1_reduced)(r) * power + power;
-  y = (T(vec))((T(mask))y & ~(x < EXP_LOWEST));
-  return T(select)(x > EXP_HIGHEST, T(splat)(INFINITY), y);
+  return (T(vec))((T(mask))y & ~(x < EXP_LOWEST));
 }
 
 /* tanh(|x|) = e / (e + 2) with e = exp(2|x|) - 1, which keeps its accuracy where x is small. */
 INLINE T(vec) T(tanh)(T(vec) x) {
   T(mask) sign = (T(mask))x & (T(mask))T(splat)((REAL)-0.0);
   T(vec) twice = 2 * (T(vec))((T(mask))x ^ sign);
-  T(vec) r, clipped = T(select)(twice > 80, T(splat)(80), twice);
+  T(vec) r, clipped = T(min)(T(splat)(80), twice);
   T(vec) power = T(split_exponent)(clipped, &r);
   T(vec) e = T(expm1_reduced)(r) * power + (power - 1);
   return (T(vec))((T(mask))(e / (e + 2)) | sign);
@@ -82,7 +82,6 @@ INLINE T(vec) T(hide_outside)(T(vec) x, T(mask) index, T(mask) begin, T(mask) en
 #undef LN2_HIGH
 #undef LN2_LOW
 #undef EXP_LOWEST
-#undef EXP_HIGHEST
 
 #else /* complex: one lane; order and masks by the real part, functions from the C library */
 
