@@ -1,5 +1,4 @@
 /* One pass of attention on terms: run(Pass, Tensors, Options, Device). */
-#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -103,17 +102,9 @@ static bool allocate_outputs(call *call) {
   return true;
 }
 
-/* Calls that run at once share the processor's threads between them. */
 static bool execute(call *call) {
-  static atomic_int num_calls;
-  int others = atomic_fetch_add(&num_calls, 1);
-  int share = call->plan.num_threads / (others + 1);
-  fa_execution execution = {.workspace = call->scratch,
-                            .workspace_bytes = call->plan.workspace_bytes,
-                            .num_threads = share > 1 ? share : 1};
-  fa_status status = fa_run(&call->plan, &call->tensors, &execution, &call->error);
-  atomic_fetch_sub(&num_calls, 1);
-  return status == FA_STATUS_OK;
+  fa_execution execution = {.workspace = call->scratch, .workspace_bytes = call->plan.workspace_bytes};
+  return fa_run(&call->plan, &call->tensors, &execution, &call->error) == FA_STATUS_OK;
 }
 
 /* {ok, #{Name => Tensor}}; the binaries become the terms' own. */

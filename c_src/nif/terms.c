@@ -39,15 +39,11 @@ bool fa_reject(fa_error *error, fa_status status, const char *argument, const ch
 bool fa_reject_term(ErlNifEnv *env, fa_error *error, const char *argument, const char *expected,
                     ERL_NIF_TERM got) {
   char text[sizeof error->got] = "";
-  if (enif_is_binary(env, got)) { /* printing would run through all of it */
-    ErlNifBinary binary;
-    enif_inspect_binary(env, got, &binary);
+  ErlNifBinary binary;
+  if (enif_inspect_binary(env, got, &binary)) /* printing would run through all of it */
     snprintf(text, sizeof text, "a binary of %zu bytes", binary.size);
-  } else {
+  else
     enif_snprintf(text, sizeof text, "%T", got);
-  }
-  for (char *c = text; *c; c++)
-    if (*c < ' ' || *c > '~') *c = '?'; /* a cut UTF-8 character would be no text any more */
   return fa_reject(error, FA_STATUS_INVALID_ARGUMENT, argument, expected, text);
 }
 
@@ -105,15 +101,20 @@ bool fa_get_options(ErlNifEnv *env, ERL_NIF_TERM term, fa_problem *problem, fa_e
 
 static bool get_type(ErlNifEnv *env, ERL_NIF_TERM term, const char *argument, fa_dtype *dtype,
                      fa_error *error) {
+  static const char expected[] = "type f32, f64, bf16 or f16";
   int arity, bits;
   const ERL_NIF_TERM *parts;
-  if (enif_get_tuple(env, term, &arity, &parts) && arity == 2 && enif_get_int(env, parts[1], &bits))
-    for (int i = 0; i < FA_NUM_DTYPES; i++)
-      if (enif_is_identical(parts[0], fa_atom.type_classes[i]) && bits == 8 * (int)fa_dtype_bytes(i)) {
-        *dtype = i;
-        return true;
-      }
-  return fa_reject_term(env, error, argument, "type {f, 32}, {f, 64}, {bf, 16} or {f, 16}", term);
+  if (!enif_get_tuple(env, term, &arity, &parts) || arity != 2 || !enif_is_atom(env, parts[0]) ||
+      !enif_get_int(env, parts[1], &bits))
+    return fa_reject_term(env, error, argument, expected, term);
+  for (int i = 0; i < FA_NUM_DTYPES; i++)
+    if (enif_is_identical(parts[0], fa_atom.type_classes[i]) && bits == 8 * (int)fa_dtype_bytes(i)) {
+      *dtype = i;
+      return true;
+    }
+  char name[300];
+  enif_snprintf(name, sizeof name, "%T%d", parts[0], bits);
+  return fa_reject(error, FA_STATUS_INVALID_ARGUMENT, argument, expected, name);
 }
 
 static bool get_dims(ErlNifEnv *env, ERL_NIF_TERM term, const char *argument, fa_shape *shape,
@@ -146,7 +147,8 @@ bool fa_get_tensor(ErlNifEnv *env, ERL_NIF_TERM term, const char *argument, ErlN
 ERL_NIF_TERM fa_make_text(ErlNifEnv *env, const char *text) {
   ERL_NIF_TERM term;
   size_t length = strlen(text);
-  memcpy(enif_make_new_binary(env, length, &term), text, length);
+  unsigned char *bytes = enif_make_new_binary(env, length, &term);
+  for (size_t i = 0; i < length; i++) bytes[i] = text[i] >= ' ' && text[i] <= '~' ? text[i] : '?';
   return term;
 }
 

@@ -36,7 +36,7 @@ bool fa_reject(fa_error *error, fa_status status, const char *argument, const ch
 bool fa_reject_term(ErlNifEnv *env, fa_error *error, const char *argument, const char *expected,
                     ERL_NIF_TERM got);
 
-/* Making. */
+/* A binary of the text. What is not ASCII becomes '?': texts may quote atoms in any encoding, cut anywhere. */
 ERL_NIF_TERM fa_make_text(ErlNifEnv *env, const char *text);
 ERL_NIF_TERM fa_make_tensor(ErlNifEnv *env, ERL_NIF_TERM data, const fa_shape *shape);
 /* {error, {status, argument, expected, got, message}} */

@@ -1,0 +1,112 @@
+defmodule FlashAttention.Training do
+  @moduledoc """
+  Training through attention, with gradients chained by hand.
+
+  Automatic differentiation does not see into a native call. It need not: a training step is three stages,
+  each of which can say what its own gradient is.
+
+      params, batch ──► embed ──► q, k, v ──► attention ──► o ──► head ──► loss
+      gradients     ◄── embed ◄── dq, dk, dv ◄── attention ◄── do ◄── head ◄── 1
+
+  A stage returns its output and a *pullback*: a function from the gradient of the loss by that output to the
+  gradients of the loss by what went in. `FlashAttention.Training.Model` says what the stages look like. They
+  can come from anywhere: `FlashAttention.Training.Nx` makes them of Nx functions by automatic differentiation,
+  and `FlashAttention.Training.ByteModel` is a language model in plain Elixir.
+
+      model = FlashAttention.Training.ByteModel.model(config)
+      params = FlashAttention.Training.ByteModel.init(config, seed)
+
+      # Plain gradient descent has no state: parameters in, parameters out.
+      {params, loss} = FlashAttention.Training.train_step(params, batch, model: model, learning_rate: 0.1)
+
+      # Momentum and Adam remember: a state goes in and comes out.
+      state = FlashAttention.Training.init(params, FlashAttention.Training.Optimizer.adam())
+      {state, loss} = FlashAttention.Training.train_step(state, batch, model: model)
+      state.params
+
+  Parameters are nested maps whose leaves implement `FlashAttention.Training.Parameter`:
+  `FlashAttention.Tensor`, and `Nx.Tensor` where Nx is there.
+  """
+
+  alias FlashAttention.Training.{Model, Optimizer, Params, State}
+
+  @doc """
+  The state of a training run before its first step.
+
+      iex> alias FlashAttention.Training.Optimizer
+      iex> state = FlashAttention.Training.init(%{}, Optimizer.adam(learning_rate: 0.1))
+      iex> {state.step, state.optimizer.learning_rate}
+      {0, 0.1}
+  """
+  @spec init(Params.t(), Optimizer.t()) :: State.t()
+  def init(params, optimizer), do: %State{params: params, optimizer: optimizer}
+
+  @doc """
+  One step: the loss of the batch, and parameters moved against its gradients.
+
+  Takes parameters and returns `{parameters, loss}`, or takes a `FlashAttention.Training.State` and returns
+  `{state, loss}`. The loss is as the head gave it, before the step. Attention's errors are raised, as
+  `FlashAttention.Error`.
+
+  ## Options
+
+    * `:model` - the `FlashAttention.Training.Model`, required
+    * `:learning_rate` - default: the state optimizer's, and `1.0e-4` for plain parameters, which are moved by
+      gradient descent without momentum
+  """
+  @spec train_step(Params.t(), term, keyword) :: {Params.t(), loss :: term}
+  @spec train_step(State.t(), term, keyword) :: {State.t(), loss :: term}
+  def train_step(params_or_state, batch, opts)
+
+  def train_step(%State{} = state, batch, opts) do
+    {loss, gradients} = opts |> Keyword.fetch!(:model) |> value_and_gradients(state.params, batch)
+    step = state.step + 1
+    optimizer = struct!(state.optimizer, Keyword.take(opts, [:learning_rate]))
+    {params, slots} = Optimizer.update(optimizer, step, state.params, gradients, state.slots)
+    {%{state | params: params, slots: slots, step: step}, loss}
+  end
+
+  def train_step(params, batch, opts) do
+    {state, loss} = params |> init(Optimizer.sgd(learning_rate: 1.0e-4)) |> train_step(batch, opts)
+    {state.params, loss}
+  end
+
+  @doc """
+  The loss of a batch and its gradients, which are nested as the parameters are.
+
+  What both the embedding and the head use gets the sum of their gradients; what neither uses gets none.
+  """
+  @spec value_and_gradients(Model.t(), Params.t(), term) :: {loss :: term, gradients :: Params.t()}
+  def value_and_gradients(%Model{} = model, params, batch) do
+    {inputs, embed_pullback} = model.embed.(params, batch)
+    {o, attention_pullback} = attention(inputs, model.attention)
+    {loss, head_pullback} = model.head.(params, o, batch)
+
+    {head_gradients, dout} = head_pullback.(1.0)
+    embed_gradients = dout |> attention_pullback.() |> embed_pullback.()
+    {loss, Params.add(embed_gradients, head_gradients)}
+  end
+
+  @doc """
+  Attention as a stage: `{q, k, v}` or `{q, k, v, %{sink: sink}}` to `{o, pullback}`.
+
+  The pullback takes `do` and returns what goes with the inputs: `{dq, dk, dv}` or
+  `{dq, dk, dv, %{sink: dsink}}`. The options are those of `FlashAttention.forward/4`.
+
+      iex> one = FlashAttention.Tensor.new(<<1.0::float-32-native>>, :f32, {1, 1, 1, 1})
+      iex> {o, pullback} = FlashAttention.Training.attention({one, one, one})
+      iex> {_dq, _dk, dv} = pullback.(one)
+      iex> {o == one, dv == one}
+      {true, true}
+  """
+  @spec attention(Model.attention_inputs(), keyword) :: {tensor, (tensor -> Model.attention_inputs())}
+        when tensor: FlashAttention.tensor()
+  def attention(inputs, opts \\ [])
+
+  def attention({q, k, v}, opts) do
+    {o, lse} = FlashAttention.forward_with_states!(q, k, v, opts)
+    {o, &FlashAttention.backward!(&1, q, k, v, o, lse, opts)}
+  end
+
+  def attention({q, k, v, %{sink: sink}}, opts), do: attention({q, k, v}, [sink: sink] ++ opts)
+end

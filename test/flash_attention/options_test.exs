@@ -1,0 +1,46 @@
+defmodule FlashAttention.OptionsTest do
+  use ExUnit.Case, async: true
+
+  alias FlashAttention.{Native, Options}
+
+  doctest Options
+
+  test "the schema is that of the C library" do
+    {:ok, %{native: defaults}} = Options.parse(causal: false)
+    table = Native.options()
+
+    assert Enum.map(table, & &1.name) == Keyword.keys(defaults)
+
+    for row <- table do
+      default = defaults[row.name]
+      if row.kind == :choice, do: assert(default == Enum.at(row.choices, trunc(row.default)))
+      if row.kind != :choice, do: assert(default == row.default)
+    end
+  end
+
+  test "the schema takes the choices that the C library has, and no others" do
+    for %{kind: :choice, name: name, choices: choices} <- Native.options() do
+      for choice <- choices do
+        assert {:ok, options} = Options.parse([{name, choice}])
+        assert options.native[name] == choice
+      end
+
+      assert {:error, _} = Options.parse([{name, :no_such_choice}])
+    end
+  end
+
+  test "of repeated options the first one counts, as in Keyword" do
+    assert {:ok, %{native: native}} = Options.parse(scale: 1, scale: 2)
+    assert native[:scale] == 1
+  end
+
+  test "the documentation has a row for every option" do
+    {:docs_v1, _, _, _, _, _, docs} = Code.fetch_docs(FlashAttention)
+    {_, _, _, %{"en" => forward}, _} = List.keyfind(docs, {:function, :forward, 4}, 0)
+    assert forward =~ Options.docs()
+
+    for key <- ~w(causal scale window softcap sink device precision deterministic) do
+      assert Options.docs() =~ "| `:#{key}` |"
+    end
+  end
+end

@@ -1,0 +1,270 @@
+defmodule FlashAttentionTest do
+  use ExUnit.Case, async: true
+
+  import FlashAttention.Test.Tensors
+  alias FlashAttention.Error
+  alias FlashAttention.Test.{PlainAttention, Wrapped}
+
+  doctest FlashAttention
+
+  # Sizes {batch, seqlen_q, seqlen_k, num_heads, num_kv_heads, head_dim} and options.
+  @cases [
+    {{1, 1, 1, 1, 1, 1}, []},
+    {{2, 13, 13, 3, 3, 5}, []},
+    {{1, 7, 19, 4, 2, 9}, [causal: false]},
+    {{1, 19, 7, 2, 1, 3}, []},
+    {{2, 11, 11, 2, 2, 7}, [scale: -0.37, softcap: 1.3]},
+    {{1, 17, 23, 3, 1, 5}, [causal: false, window: {3, 2}]},
+    {{1, 17, 17, 2, 2, 5}, [window: {4, 9}]},
+    {{1, 9, 14, 2, 1, 6}, [causal: false, window: {:infinity, 1}]},
+    {{2, 10, 6, 4, 2, 3}, [sink: 1]},
+    {{1, 15, 15, 2, 2, 8}, [sink: 3, softcap: 2, window: {2, 0}]}
+  ]
+
+  for {{sizes, opts}, index} <- Enum.with_index(@cases), type <- [:f32, :f64, :bf16, :f16] do
+    test "#{type} #{inspect(sizes)} #{inspect(opts)}: forward and backward are those of the definition" do
+      check_case(unquote(index), unquote(type), unquote(Macro.escape(sizes)), unquote(opts))
+    end
+  end
+
+  defp check_case(seed, type, sizes, opts) do
+    %{q: q, k: k, v: v, dout: dout, opts: opts} = problem(seed, type, sizes, opts)
+
+    {:ok, o, lse} = FlashAttention.forward_with_states(q, k, v, opts)
+    assert o.shape == q.shape
+    assert {:ok, ^o} = FlashAttention.forward(q, k, v, opts)
+
+    naive_opts = [device: :reference] ++ opts
+    {naive_o, naive_lse} = FlashAttention.forward_with_states!(q, k, v, naive_opts)
+    exact = PlainAttention.forward(q, k, v, opts)
+    assert_accurate(type, o, exact.o, naive_o)
+    assert_accurate(if(type == :f64, do: :f64, else: :f32), lse, exact.lse, naive_lse)
+
+    grads = named(FlashAttention.backward(dout, q, k, v, o, lse, opts))
+    naive = named(FlashAttention.backward(dout, q, k, v, naive_o, naive_lse, naive_opts))
+    exact = PlainAttention.backward(dout, q, k, v, opts)
+    assert Map.keys(grads) == if(opts[:sink], do: [:dk, :dq, :dsink, :dv], else: [:dk, :dq, :dv])
+    for {name, grad} <- grads, do: assert_accurate(type, grad, exact[name], naive[name])
+    assert grads.dq.shape == q.shape and grads.dk.shape == k.shape and grads.dv.shape == v.shape
+    if opts[:sink], do: assert(grads.dsink.shape == opts[:sink].shape)
+  end
+
+  # At most twice the error of naive attention in the same type, and a few roundings of the result itself.
+  defp assert_accurate(type, tensor, exact, naive) do
+    got = to_list(tensor)
+    tiny = 4 * rounding(type, exact) + 4 * rounding(:f64, [1.0])
+    assert max_difference(got, exact) <= 2 * max_difference(to_list(naive), exact) + tiny
+  end
+
+  defp problem(seed, type, {batch, seqlen_q, seqlen_k, num_heads, num_kv_heads, head_dim}, opts) do
+    queries = {batch, seqlen_q, num_heads, head_dim}
+    keys = {batch, seqlen_k, num_kv_heads, head_dim}
+    sinks = if opts[:sink], do: [sink: random(10 * seed + 5, :f32, {opts[:sink], num_heads})], else: []
+
+    %{
+      q: random(10 * seed + 1, type, queries),
+      k: random(10 * seed + 2, type, keys),
+      v: random(10 * seed + 3, type, keys),
+      dout: random(10 * seed + 4, type, queries),
+      opts: Keyword.merge(opts, sinks)
+    }
+  end
+
+  defp named({:ok, dq, dk, dv}), do: %{dq: dq, dk: dk, dv: dv}
+  defp named({:ok, dq, dk, dv, %{sink: dsink}}), do: %{dq: dq, dk: dk, dv: dv, dsink: dsink}
+
+  test "nil options are the defaults" do
+    %{q: q, k: k, v: v} = problem(1, :f32, {1, 5, 5, 2, 2, 3}, [])
+    nils = for key <- ~w(causal scale window softcap sink device precision deterministic)a, do: {key, nil}
+    assert FlashAttention.forward(q, k, v, nils) == FlashAttention.forward(q, k, v)
+  end
+
+  test "causal is the default, and bounds a window to the right" do
+    %{q: q, k: k, v: v} = problem(2, :f32, {1, 9, 9, 2, 2, 3}, [])
+    o = FlashAttention.forward!(q, k, v)
+    assert o == FlashAttention.forward!(q, k, v, causal: true)
+    assert o == FlashAttention.forward!(q, k, v, causal: false, window: {:infinity, 0})
+    assert o == FlashAttention.forward!(q, k, v, causal: true, window: {:infinity, 5})
+    refute o == FlashAttention.forward!(q, k, v, causal: false)
+  end
+
+  test "empty tensors give empty results, and rows without columns zeros" do
+    {empty, rows} = {random(1, :f32, {2, 0, 3, 4}), random(2, :f32, {2, 5, 3, 4})}
+    assert FlashAttention.forward!(empty, rows, rows) == empty
+    {o, lse} = FlashAttention.forward_with_states!(rows, empty, empty)
+    assert o.data == <<0::size(8 * 4 * 2 * 5 * 3 * 4)>>
+    assert Enum.uniq(to_list(lse)) == [:neg_infinity]
+    assert {dq, ^empty, ^empty} = FlashAttention.backward!(rows, rows, empty, empty, o, lse)
+    assert dq == o
+  end
+
+  test "reruns are bitwise equal" do
+    %{q: q, k: k, v: v, dout: dout, opts: opts} = problem(3, :f32, {2, 150, 170, 4, 2, 33}, sink: 2)
+
+    runs =
+      for _ <- 1..5 do
+        {o, lse} = FlashAttention.forward_with_states!(q, k, v, opts)
+        {o, lse, FlashAttention.backward!(dout, q, k, v, o, lse, [deterministic: true] ++ opts)}
+      end
+
+    assert [_] = Enum.uniq(runs)
+  end
+
+  test "sub-binaries that are aligned to nothing" do
+    for type <- [:f32, :f64, :bf16, :f16], bits <- [8, 24, 3, 61] do
+      %{q: q, k: k, v: v} = problem(4, type, {1, 29, 31, 2, 1, 11}, [])
+      shifted = fn tensor -> %{tensor | data: shift(tensor.data, bits)} end
+      assert FlashAttention.forward!(shifted.(q), shifted.(k), shifted.(v)) == FlashAttention.forward!(q, k, v)
+    end
+  end
+
+  defp shift(binary, bits) do
+    <<_::size(bits), shifted::binary-size(byte_size(binary)), _::bitstring>> =
+      <<0::size(bits), binary::binary, 0::5>>
+
+    shifted
+  end
+
+  describe "errors" do
+    setup do
+      %{q: q, k: k, v: v} = problem(5, :f32, {2, 5, 7, 4, 2, 3}, [])
+      {o, lse} = FlashAttention.forward_with_states!(q, k, v)
+      %{q: q, k: k, v: v, o: o, lse: lse}
+    end
+
+    defp message({:error, %Error{} = error}), do: Exception.message(error)
+
+    test "of tensors name the tensor", %{q: q, k: k, v: v} do
+      for {tensors, expected} <- [
+            {[5, k, v], "q: expected a tensor (Nx.Tensor or FlashAttention.Tensor), got 5"},
+            {[q, nil, v], "k: expected a tensor (Nx.Tensor or FlashAttention.Tensor), got nil"},
+            {[q, k, q.data], "v: expected a tensor (Nx.Tensor or FlashAttention.Tensor), got <<"},
+            {[%{q | data: :none}, k, v], "q: expected a binary, got none"},
+            {[%{q | data: <<1::7>>}, k, v], "q: expected a binary, got <<"},
+            {[%{q | data: <<0, 1, 2>>}, k, v], "q: expected 480 bytes for its shape and type, got 3"},
+            {[%{q | type: {:u, 8}}, k, v], "q: expected type f32, f64, bf16 or f16, got u8"},
+            {[q, k, random(1, :f64, v.shape)], "v: expected type f32 as in q, got f64"},
+            {[%{q | shape: [2, 5]}, k, v], "q: expected a shape, a tuple of 64-bit integers, got [2,5]"},
+            {[%{q | shape: {5, 1.0}}, k, v], "q: expected a shape, a tuple of 64-bit integers, got {5,1.0"},
+            {[%{q | shape: {5}}, k, v],
+             "q: expected rank 4, [batch, seqlen_q, num_heads, head_dim], got rank 1"},
+            {[%{q | shape: {2, -5, 4, 3}}, k, v], "seqlen_q: expected at least 0, got -5"},
+            {[random(1, :f32, {2, 5, 4, 2}), k, v], "k: expected head_dim 2 as in q, got 3"},
+            {[random(1, :f32, {1, 5, 4, 3}), k, v], "k: expected batch 1 as in q, got 2"},
+            {[q, k, random(1, :f32, {2, 6, 2, 3})], "v: expected seqlen_k 7 as in k, got 6"},
+            {[random(1, :f32, {2, 5, 5, 3}), k, v], "num_kv_heads: expected a divisor of num_heads 5, got 2"},
+            {[
+               %{q | shape: {2 ** 40, 2 ** 20, 4, 3}},
+               %{k | shape: {2 ** 40, 7, 2, 3}},
+               %{v | shape: {2 ** 40, 7, 2, 3}}
+             ], "problem: the product of the sizes of a tensor overflows"},
+            {[%{q | shape: {2 ** 70, 5, 4, 3}}, k, v],
+             "q: expected a shape, a tuple of 64-bit integers, got {#{2 ** 70},5,4,3}"}
+          ] do
+        assert message(apply(FlashAttention, :forward, tensors)) =~ expected
+      end
+    end
+
+    test "of the backward's tensors too", %{q: q, k: k, v: v, o: o, lse: lse} do
+      assert message(FlashAttention.backward(k, q, k, v, o, lse)) ==
+               "dout: expected seqlen_q 5 as in q, got 7"
+
+      assert message(FlashAttention.backward(o, q, k, v, o, o)) ==
+               "lse: expected rank 3, [batch, num_heads, seqlen_q], got rank 4"
+
+      assert message(FlashAttention.backward(o, q, k, v, o, convert(lse, :f64))) =~ "lse: expected type f32"
+    end
+
+    test "of options name the option", %{q: q, k: k, v: v} do
+      options = "causal, scale, window, softcap, sink, device, precision, deterministic"
+
+      for {opts, expected} <- [
+            {:causal, "opts: expected a keyword list, got :causal"},
+            {[{:causal, true} | :improper], "opts: expected a keyword list, got [{:causal, true} | :improper]"},
+            {%{causal: true}, "opts: expected a keyword list, got %{causal: true}"},
+            {[casual: true], "opts: expected keys among #{options}, got :casual"},
+            {[causal: 1], "causal: expected true or false, got 1"},
+            {[scale: "1"], ~s(scale: expected a number other than 0, got "1")},
+            {[scale: 0.0], "scale: expected a number other than 0, got 0.0"},
+            {[scale: 1.0e31], "scale: expected a number from -1e+30 to 1e+30, got 1e+31"},
+            {[scale: 2 ** 2000], "scale: expected a number or an atom, got "},
+            {[softcap: -1], "softcap: expected a number of at least 0, got -1"},
+            {[window: 5],
+             "window: expected {left, right}, each a whole number of at least 0 or :infinity, got 5"},
+            {[window: {1, -1}], "window: expected {left, right}"},
+            {[window: {1, 2.5}], "window: expected {left, right}"},
+            {[window: {2 ** 63 - 1, 0}],
+             "window_left: expected a whole number of at least 0, or infinity, got 9.22337e+18"},
+            {[window: {2 ** 80, 0}], "window_left: expected a number or an atom, got #{2 ** 80}"},
+            {[sink: 1], "sink: expected a tensor (Nx.Tensor or FlashAttention.Tensor), got 1"},
+            {[sink: random(1, :f32, {2, 3})], "sink: expected num_heads 4 as in q, got 3"},
+            {[sink: random(1, :bf16, {2, 4})], "sink: expected type f32, got bf16"},
+            {[device: :gpu], "device: expected :auto, :cpu, :cuda or {:cuda, index}, got :gpu"},
+            {[device: {:cuda, -1}], "device: expected :auto, :cpu, :cuda or {:cuda, index}, got {:cuda, -1}"},
+            {[device: {:cuda, 2 ** 40}], "device: expected {kind, index}, got {cuda,#{2 ** 40}}"},
+            {[precision: :low], "precision: expected one of :highest, :high, :default, got :low"},
+            {[deterministic: 0], "deterministic: expected true or false, got 0"}
+          ] do
+        assert message(FlashAttention.forward(q, k, v, opts)) =~ expected
+      end
+    end
+
+    test "say that there is no such device", %{q: q, k: k, v: v} do
+      assert {:error, %Error{reason: :no_device, argument: :device}} =
+               FlashAttention.forward(q, k, v, device: {:cuda, 4096})
+    end
+
+    test "have their parts, and are raised by the bang variants", %{q: q, k: k, v: v, o: o, lse: lse} do
+      assert {:error, error} = FlashAttention.forward(q, o, v)
+
+      assert %Error{reason: :invalid_argument, argument: :v, expected: "seqlen_k 5 as in k", got: "7"} = error
+
+      for {function, arguments} <- [
+            forward!: [q, o, v],
+            forward_with_states!: [q, o, v],
+            backward!: [o, q, o, v, o, lse]
+          ] do
+        assert ^error = catch_error(apply(FlashAttention, function, arguments))
+      end
+
+      refute match?({:error, _}, FlashAttention.forward(q, k, v))
+    end
+  end
+
+  test "backend_info describes every device, and says why there is no CUDA" do
+    info = FlashAttention.backend_info()
+    assert [%{device: :cpu, name: name, features: [_ | _]} = cpu | cuda] = info.devices
+    assert name != "" and cpu.threads >= 1 and cpu.memory_bytes > 2 ** 20
+    assert info.version == Mix.Project.config()[:version]
+    assert is_binary(info.cuda) == (cuda == [])
+  end
+
+  @tag :cuda
+  test "CUDA gives what the CPU gives" do
+    %{q: q, k: k, v: v} = problem(6, :f32, {2, 65, 65, 4, 2, 32}, [])
+
+    {on_cpu, on_gpu} =
+      {FlashAttention.forward!(q, k, v, device: :cpu), FlashAttention.forward!(q, k, v, device: :cuda)}
+
+    assert max_difference(to_list(on_cpu), to_list(on_gpu)) <= 1.0e-5
+  end
+
+  test "tensors of a caller's own type, where q decides what comes out, and the names of axes" do
+    %{q: q, k: k, v: v, dout: dout, opts: opts} = problem(7, :f32, {1, 5, 6, 2, 1, 3}, sink: 1)
+    {o, lse} = FlashAttention.forward_with_states!(q, k, v, opts)
+    {dq, dk, dv, %{sink: dsink}} = FlashAttention.backward!(dout, q, k, v, o, lse, opts)
+
+    wrap = fn tensor, names -> %Wrapped{tensor: tensor, names: names} end
+    [wq, wk] = [wrap.(q, [:b, :i, :h, :d]), wrap.(k, [:b, :j, :g, :d])]
+    wrapped_opts = [sink: wrap.(opts[:sink], [:t, :h])]
+
+    assert FlashAttention.forward_with_states!(wq, wk, v, wrapped_opts) ==
+             {wrap.(o, [:b, :i, :h, :d]), wrap.(lse, [:b, :h, :i])}
+
+    assert FlashAttention.backward!(dout, wq, wk, v, o, lse, wrapped_opts) ==
+             {wrap.(dq, [:b, :i, :h, :d]), wrap.(dk, [:b, :j, :g, :d]), wrap.(dv, nil),
+              %{sink: wrap.(dsink, [:t, :h])}}
+
+    assert FlashAttention.forward_with_states!(q, wk, v, opts) == {o, lse}
+  end
+end

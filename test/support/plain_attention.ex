@@ -1,0 +1,132 @@
+defmodule FlashAttention.Test.PlainAttention do
+  @moduledoc """
+  Attention as its definition reads, in f64 on lists: what the library's results are compared with.
+
+  Takes tensors and the options of `FlashAttention.forward/4`; returns flat lists by name.
+  """
+
+  import FlashAttention.Test.Tensors, only: [indices: 1, to_list: 1]
+
+  def forward(q, k, v, opts) do
+    {problem, rows} = rows(q, k, v, opts)
+    {batch, seqlen_q, num_heads, _head_dim} = problem.shape
+
+    %{
+      o: Enum.flat_map(keys(q), &rows[&1].o),
+      lse: for(b <- indices(batch), h <- indices(num_heads), i <- indices(seqlen_q), do: rows[{b, i, h}].lse)
+    }
+  end
+
+  def backward(dout, q, k, v, opts) do
+    {problem, rows} = rows(q, k, v, opts)
+    douts = vectors(dout)
+
+    # One map of sums for everything; each visible pair of row and column adds to three vectors.
+    sums =
+      for {{b, _i, h} = at, row} <- rows, reduce: %{} do
+        sums ->
+          dout = douts[at]
+          delta = dot(row.o, dout)
+
+          sums =
+            for {sink, t} <- Enum.with_index(row.sinks), reduce: sums do
+              sums -> add(sums, {:dsink, {t, h}}, [-:math.exp(sink - row.lse) * delta])
+            end
+
+          for {j, s} <- row.scores, reduce: sums do
+            sums ->
+              column = {b, j, div(h, problem.group)}
+              p = :math.exp(s - row.lse)
+              ds = p * (dot(dout, problem.v[column]) - delta) * softcap_derivative(s, problem.softcap)
+
+              sums
+              |> add({:dq, at}, scaled(problem.k[column], problem.scale * ds))
+              |> add({:dk, column}, scaled(problem.q[at], problem.scale * ds))
+              |> add({:dv, column}, scaled(dout, p))
+          end
+      end
+
+    {_, _, num_heads, head_dim} = problem.shape
+    zero = List.duplicate(0.0, head_dim)
+    sinks = for t <- indices(problem.num_sinks), h <- indices(num_heads), do: {t, h}
+
+    %{
+      dq: Enum.flat_map(keys(q), &Map.get(sums, {:dq, &1}, zero)),
+      dk: Enum.flat_map(keys(k), &Map.get(sums, {:dk, &1}, zero)),
+      dv: Enum.flat_map(keys(v), &Map.get(sums, {:dv, &1}, zero)),
+      dsink: Enum.flat_map(sinks, &Map.get(sums, {:dsink, &1}, [0.0]))
+    }
+  end
+
+  # Of every row: its visible scores, its sinks, lse and o.
+  defp rows(q, k, v, opts) do
+    {batch, seqlen_q, num_heads, head_dim} = q.shape
+    {_, seqlen_k, num_kv_heads, _} = k.shape
+    {left, right} = opts[:window] || {:infinity, :infinity}
+    right = if Keyword.get(opts, :causal, true), do: 0, else: right
+
+    problem = %{
+      shape: q.shape,
+      q: vectors(q),
+      k: vectors(k),
+      v: vectors(v),
+      group: div(num_heads, num_kv_heads),
+      scale: opts[:scale] || 1 / :math.sqrt(head_dim),
+      softcap: opts[:softcap] || 0,
+      sinks: if(opts[:sink], do: opts[:sink] |> to_list() |> Enum.chunk_every(num_heads), else: []),
+      num_sinks: if(opts[:sink], do: elem(opts[:sink].shape, 0), else: 0)
+    }
+
+    rows =
+      for b <- indices(batch), i <- indices(seqlen_q), h <- indices(num_heads), into: %{} do
+        diagonal = i + seqlen_k - seqlen_q
+        # Every number is less than :infinity.
+        visible = for j <- indices(seqlen_k), diagonal - j <= left, j - diagonal <= right, do: j
+        {{b, i, h}, row(problem, {b, i, h}, visible, head_dim)}
+      end
+
+    {problem, rows}
+  end
+
+  defp row(problem, {b, _i, h} = at, visible, head_dim) do
+    kv = div(h, problem.group)
+
+    scores =
+      for j <- visible do
+        s = problem.scale * dot(problem.q[at], problem.k[{b, j, kv}])
+        {j, if(problem.softcap == 0, do: s, else: problem.softcap * :math.tanh(s / problem.softcap))}
+      end
+
+    sinks = Enum.map(problem.sinks, &Enum.at(&1, h))
+    lse = log_sum_exp(Enum.map(scores, &elem(&1, 1)) ++ sinks)
+
+    o =
+      for {j, s} <- scores, reduce: List.duplicate(0.0, head_dim) do
+        o -> plus(o, scaled(problem.v[{b, j, kv}], :math.exp(s - lse)))
+      end
+
+    %{scores: scores, sinks: sinks, lse: lse, o: o}
+  end
+
+  defp log_sum_exp([]), do: :neg_infinity
+
+  defp log_sum_exp(scores) do
+    largest = Enum.max(scores)
+    largest + :math.log(scores |> Enum.map(&:math.exp(&1 - largest)) |> Enum.sum())
+  end
+
+  defp softcap_derivative(_s, softcap) when softcap == 0, do: 1.0
+  defp softcap_derivative(s, softcap), do: 1 - s * s / (softcap * softcap)
+
+  # %{{batch, row, head} => [head_dim values]}
+  defp vectors(%{shape: {_, _, _, head_dim}} = tensor),
+    do: tensor |> keys() |> Enum.zip(tensor |> to_list() |> Enum.chunk_every(head_dim)) |> Map.new()
+
+  defp keys(%{shape: {batch, seqlen, heads, _}}),
+    do: for(b <- indices(batch), i <- indices(seqlen), h <- indices(heads), do: {b, i, h})
+
+  defp add(sums, key, vector), do: Map.update(sums, key, vector, &plus(&1, vector))
+  defp plus(xs, ys), do: Enum.zip_with(xs, ys, &(&1 + &2))
+  defp scaled(xs, factor), do: Enum.map(xs, &(&1 * factor))
+  defp dot(xs, ys), do: Enum.zip_reduce(xs, ys, 0.0, &(&1 * &2 + &3))
+end

@@ -1,0 +1,10 @@
+# What cannot run here is excluded, and said.
+missing = [
+  nx: if(!Code.ensure_loaded?(Nx), do: "Nx is not installed"),
+  cuda: FlashAttention.backend_info().cuda
+]
+
+excluded = for {tag, reason} when is_binary(reason) <- missing, do: {tag, reason}
+for {tag, reason} <- excluded, do: IO.puts("EXCLUDED: tests tagged #{inspect(tag)}: #{reason}")
+
+ExUnit.start(exclude: Keyword.keys(excluded))
