@@ -317,6 +317,19 @@ FA_API const char *fa_device_kind_name(fa_device_kind kind);
 FA_API int32_t fa_num_devices(fa_device_kind kind, fa_error *error);
 FA_API fa_status fa_device_get_info(fa_device device, fa_device_info *info, fa_error *error);
 
+/* The memory of a device, for callers that have no other means to it: of the CPU and the reference it is
+ * ordinary memory. Allocations are aligned to 64 bytes or more; 0 bytes give NULL. */
+FA_API fa_status fa_device_alloc(fa_device device, size_t bytes, void **memory, fa_error *error);
+FA_API fa_status fa_device_free(fa_device device, void *memory, fa_error *error);
+
+/* Copies between the host and the device, either way, or within one of them, after the work that the stream
+ * (NULL: the default one) already holds. Done on return. */
+FA_API fa_status fa_device_copy(fa_device device, void *to, const void *from, size_t bytes, void *stream,
+                                fa_error *error);
+
+/* Waits for the work that the stream holds, and reports an error that it met. */
+FA_API fa_status fa_device_synchronize(fa_device device, void *stream, fa_error *error);
+
 /* ---------------------------------------------------------------------------------------------------
  * Plans: how one pass of one problem runs on one device
  * ------------------------------------------------------------------------------------------------- */

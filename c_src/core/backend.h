@@ -18,6 +18,12 @@ typedef struct fa_backend {
   /* Runs what the selector chose. Pointers and the workspace's size have been checked. */
   fa_status (*run)(const fa_plan *plan, const fa_tensors *tensors, const fa_execution *execution,
                    fa_error *error);
+
+  /* The device's memory: see fa_device_alloc and its neighbours. All NULL where it is the host's. */
+  fa_status (*alloc)(int32_t index, size_t bytes, void **memory, fa_error *error);
+  fa_status (*free)(int32_t index, void *memory, fa_error *error);
+  fa_status (*copy)(int32_t index, void *to, const void *from, size_t bytes, void *stream, fa_error *error);
+  fa_status (*synchronize)(int32_t index, void *stream, fa_error *error);
 } fa_backend;
 
 /* The backend of that kind, or NULL where it was not built. */

@@ -1,4 +1,5 @@
 /* From a problem to a backend's kernel. */
+#include <stdlib.h>
 #include <string.h>
 
 #include "backend.h"
@@ -35,6 +36,41 @@ fa_status fa_device_get_info(fa_device device, fa_device_info *info, fa_error *e
   memset(info, 0, sizeof *info);
   fa_status status = find_device(device, &backend, error);
   return status ? status : backend->device_info(device.index, info, error);
+}
+
+/* Runs call on the device's backend, or host where the backend keeps its tensors in the host's memory. */
+#define ON_DEVICE(device, member, call, host)                \
+  do {                                                       \
+    const fa_backend *backend;                               \
+    fa_status status = find_device(device, &backend, error); \
+    if (status) return status;                               \
+    if (backend->member) return backend->member call;        \
+    host;                                                    \
+    return fa_succeed(error);                                \
+  } while (0)
+
+fa_status fa_device_alloc(fa_device device, size_t bytes, void **memory, fa_error *error) {
+  *memory = NULL;
+  if (bytes == 0) return fa_succeed(error);
+  ON_DEVICE(device, alloc, (device.index, bytes, memory, error), {
+    if (posix_memalign(memory, 64, bytes))
+      return fa_fail_message(error, FA_STATUS_OUT_OF_MEMORY, "device",
+                             FA_TEXT("no memory for %zu bytes", bytes));
+  });
+}
+
+fa_status fa_device_free(fa_device device, void *memory, fa_error *error) {
+  ON_DEVICE(device, free, (device.index, memory, error), free(memory));
+}
+
+fa_status fa_device_copy(fa_device device, void *to, const void *from, size_t bytes, void *stream,
+                         fa_error *error) {
+  if (bytes == 0) return fa_succeed(error);
+  ON_DEVICE(device, copy, (device.index, to, from, bytes, stream, error), memmove(to, from, bytes));
+}
+
+fa_status fa_device_synchronize(fa_device device, void *stream, fa_error *error) {
+  ON_DEVICE(device, synchronize, (device.index, stream, error), (void)0);
 }
 
 fa_status fa_plan_init(fa_plan *plan, const fa_problem *problem, fa_pass pass, fa_device device,

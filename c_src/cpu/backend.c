@@ -135,4 +135,8 @@ static fa_status run(const fa_plan *plan, const fa_tensors *tensors, const fa_ex
   return FA_STATUS_OK;
 }
 
-const fa_backend fa_cpu_backend = {FA_DEVICE_CPU, num_devices, device_info, plan_cpu, run};
+const fa_backend fa_cpu_backend = {.kind = FA_DEVICE_CPU,
+                                   .num_devices = num_devices,
+                                   .device_info = device_info,
+                                   .plan = plan_cpu,
+                                   .run = run};

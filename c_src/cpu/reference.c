@@ -88,4 +88,8 @@ static fa_status run(const fa_plan *plan, const fa_tensors *tensors, const fa_ex
   return fa_succeed(error);
 }
 
-const fa_backend fa_reference_backend = {FA_DEVICE_REFERENCE, num_devices, device_info, plan_reference, run};
+const fa_backend fa_reference_backend = {.kind = FA_DEVICE_REFERENCE,
+                                         .num_devices = num_devices,
+                                         .device_info = device_info,
+                                         .plan = plan_reference,
+                                         .run = run};
