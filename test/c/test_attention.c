@@ -1,0 +1,345 @@
+/*
+ * A device against the oracle: the case table and a random sweep.
+ *
+ *   --device cpu|cuda|reference   --dtype f32|f64|bf16|f16   --quick   --sweep N   --seed S   --verbose
+ *
+ * The tolerance is what the type can do: max |x - oracle| <= 2 * max |naive - oracle| + tiny, where naive is
+ * unfused attention in the same type. Reruns, and runs with other numbers of threads, must agree bitwise.
+ */
+#include <math.h>
+#include <stdlib.h>
+
+#include "check.h"
+#include "harness.h"
+#include "random.h"
+
+static struct {
+  fa_device device;
+  int dtype; /* -1: all */
+  bool quick, verbose;
+  int64_t sweep;
+  uint64_t seed;
+} options = {.dtype = -1, .sweep = -1, .seed = 1};
+
+static const fa_device reference = {FA_DEVICE_REFERENCE, 0};
+static const fa_device_kind kinds[] = {FA_DEVICE_CPU, FA_DEVICE_CUDA, FA_DEVICE_REFERENCE};
+
+/* The largest error, in tolerances, that any case had. */
+static double worst[FA_NUM_DTYPES][FA_NUM_TENSORS];
+
+static const fa_tensor_id outputs[] = {FA_TENSOR_O,  FA_TENSOR_LSE, FA_TENSOR_DQ,
+                                       FA_TENSOR_DK, FA_TENSOR_DV,  FA_TENSOR_DSINK};
+#define NUM_OUTPUTS (sizeof outputs / sizeof *outputs)
+
+/* ---- one case ---------------------------------------------------------------------------------------- */
+
+static char case_text[256];
+
+static void describe(const fa_case *c) {
+  char problem[200];
+  fa_problem_format(&c->problem, problem, sizeof problem);
+  snprintf(case_text, sizeof case_text, "%s (%s, fill %d, layout %d)", c->name, problem, c->fill, c->layout);
+}
+
+/* Forward and backward of inputs that tensors of type round_to hold, in arithmetic of the problem's dtype. */
+static fa_values run_reference(fa_problem problem, fa_dtype dtype, fa_dtype round_to, fa_fill fill) {
+  problem.dtype = dtype;
+  const fa_setup setup = {.device = reference};
+  fa_values values = values_new(&problem);
+  values_fill(&values, &problem, round_to, fill, options.seed);
+  must_run(&setup, &problem, FA_PASS_FORWARD, &values);
+  must_run(&setup, &problem, FA_PASS_BACKWARD, &values);
+  return values;
+}
+
+/* The error of naive attention in the problem's type, tensor by tensor. f64 has no better arithmetic to be
+ * measured by: its error is that of f32 by the ratio of their units, and half as much again for the oracle's
+ * own. */
+static void naive_errors(const fa_case *c, const fa_values *expected, double errors[FA_NUM_TENSORS]) {
+  const bool f64 = c->problem.dtype == FA_DTYPE_F64;
+  const fa_dtype dtype = f64 ? FA_DTYPE_F32 : c->problem.dtype;
+  fa_values naive = run_reference(c->problem, dtype, dtype, c->fill);
+  fa_values exact = f64 ? run_reference(c->problem, FA_DTYPE_F64, dtype, c->fill) : *expected;
+  for (size_t i = 0; i < NUM_OUTPUTS; i++)
+    errors[outputs[i]] = values_error(&c->problem, outputs[i], &naive, &exact) * (f64 ? 1.5 * 0x1p-29 : 1);
+  values_free(&naive);
+  if (f64) values_free(&exact);
+}
+
+static void compare(const fa_case *c, fa_pass pass, const fa_values *values, const fa_values *expected,
+                    const double errors[FA_NUM_TENSORS]) {
+  for (size_t i = 0; i < NUM_OUTPUTS; i++) {
+    const fa_tensor_id id = outputs[i];
+    if (fa_tensor_role_in(&c->problem, pass, id) != FA_ROLE_OUTPUT) continue;
+    const double tiny = values_tiny(&c->problem, id, expected);
+    const double tolerance = 2 * errors[id] + tiny;
+    const double error = values_error(&c->problem, id, values, expected);
+    if (error > 0) {
+      double *record = &worst[c->problem.dtype][id];
+      if (options.verbose && error / tolerance > *record)
+        printf("%s: %s: error %.3g, naive %.3g, tiny %.3g\n", case_text, fa_tensor_name(id), error, errors[id],
+               tiny);
+      *record = fmax(*record, error / tolerance);
+    }
+    CHECK(error <= tolerance && isfinite(errors[id]), "%s: %s: error %.3g exceeds 2 * naive %.3g + tiny %.3g",
+          case_text, fa_tensor_name(id), error, errors[id], tiny);
+  }
+}
+
+/* Runs the pass once more; every output must be bitwise what it was. */
+static void check_repeats(const fa_case *c, fa_pass pass, fa_setup setup, const fa_values *values) {
+  char why[512];
+  fa_values again = values_new(&c->problem);
+  for (int id = 0; id < FA_NUM_TENSORS; id++)
+    if (fa_tensor_role_in(&c->problem, pass, id) == FA_ROLE_INPUT)
+      memcpy(again.data[id], values->data[id], (size_t)values_count(&c->problem, id) * sizeof(double));
+  fa_outcome outcome = run_pass(&setup, &c->problem, pass, &again, why);
+  CHECK(outcome == OUTCOME_RAN, "%s: %s: %s", case_text, fa_pass_name(pass), why);
+  for (int id = 0; id < FA_NUM_TENSORS; id++)
+    if (fa_tensor_role_in(&c->problem, pass, id) == FA_ROLE_OUTPUT)
+      CHECK(values_equal(&c->problem, id, &again, values), "%s: %s: a rerun with %d threads differs", case_text,
+            fa_tensor_name(id), setup.num_threads);
+  values_free(&again);
+}
+
+static void check_case(const fa_case *c) {
+  char why[512];
+  fa_setup setup = {options.device, c->layout, 1};
+  fa_values values = values_new(&c->problem), expected;
+  double errors[FA_NUM_TENSORS];
+  bool have_expected = false;
+  describe(c);
+  values_fill(&values, &c->problem, c->problem.dtype, c->fill, options.seed);
+  for (fa_pass pass = FA_PASS_FORWARD; pass <= FA_PASS_BACKWARD; pass++) {
+    setup.num_threads = 1;
+    fa_outcome outcome = run_pass(&setup, &c->problem, pass, &values, why);
+    if (outcome == OUTCOME_UNSUPPORTED) {
+      num_skipped++;
+      break;
+    }
+    CHECK(outcome == OUTCOME_RAN, "%s: %s: %s", case_text, fa_pass_name(pass), why);
+    if (outcome == OUTCOME_BROKEN) break;
+    for (setup.num_threads = 1; setup.num_threads <= 3; setup.num_threads++)
+      check_repeats(c, pass, setup, &values);
+    if (!have_expected) {
+      expected = run_reference(c->problem, FA_DTYPE_F64, c->problem.dtype, c->fill);
+      naive_errors(c, &expected, errors);
+      have_expected = true;
+    }
+    compare(c, pass, &values, &expected, errors);
+  }
+  values_free(&values);
+  if (have_expected) values_free(&expected);
+}
+
+static void test_table(void) {
+  size_t num_cases;
+  const fa_case *cases = fa_cases(&num_cases);
+  for (size_t i = 0; i < num_cases; i++) {
+    if (cases[i].tags & CASE_SPEED || (options.quick && !(cases[i].tags & CASE_QUICK))) continue;
+    for (int dtype = 0; dtype < FA_NUM_DTYPES; dtype++) {
+      if (options.dtype >= 0 && options.dtype != dtype) continue;
+      fa_case c = cases[i];
+      c.problem.dtype = (fa_dtype)dtype;
+      check_case(&c);
+    }
+  }
+}
+
+static void test_sweep(void) {
+  for (int64_t i = 0; i < options.sweep; i++) {
+    fa_case c = fa_case_random(options.seed, (uint64_t)i);
+    if (options.dtype < 0 || options.dtype == (int)c.problem.dtype) check_case(&c);
+  }
+}
+
+/* ---- what is not finite ------------------------------------------------------------------------------- */
+
+/* Where the bad number goes: batch 0, this row, key/value head 0 (query head 0), this column. */
+enum { BAD_ROW = 40, BAD_COLUMN = 3 };
+
+static int64_t row_begin(const fa_problem *p, fa_tensor_id id, int64_t batch, int64_t row, int64_t head) {
+  fa_tensor strides = fa_tensor_contiguous(p, id, NULL);
+  return batch * strides.stride_batch + row * strides.stride_row + head * strides.stride_head;
+}
+
+/* Whether query row i of head h, in batch 0, sees the bad number. Causal, seqlen_q = seqlen_k. */
+static bool sees(const fa_problem *p, fa_tensor_id id, int64_t i, int64_t h) {
+  if (id == FA_TENSOR_Q) return h == 0 && i == BAD_ROW;
+  return h / (p->num_heads / p->num_kv_heads) == 0 && i >= BAD_ROW;
+}
+
+static bool all_finite(const double *row, int64_t head_dim) {
+  for (int64_t c = 0; c < head_dim; c++)
+    if (!isfinite(row[c])) return false;
+  return true;
+}
+
+/* o after one bad number in q, k or v: NaN goes into every row that sees it. No score of another row changes;
+ * 0 * NaN from a masked column of v may reach the other rows of its head, but no other head. */
+static void check_spread(const fa_problem *p, fa_tensor_id id, double bad, const fa_values *clean,
+                         const fa_values *dirty) {
+  long missed = 0, strayed = 0;
+  for (int64_t b = 0; b < p->batch; b++)
+    for (int64_t i = 0; i < p->seqlen_q; i++)
+      for (int64_t h = 0; h < p->num_heads; h++) {
+        const int64_t begin = row_begin(p, FA_TENSOR_O, b, i, h);
+        const double *before = clean->data[FA_TENSOR_O] + begin, *after = dirty->data[FA_TENSOR_O] + begin;
+        const bool seen = b == 0 && sees(p, id, i, h);
+        const bool same_head = b == 0 && h / (p->num_heads / p->num_kv_heads) == 0;
+        if (seen && (isnan(bad) || id == FA_TENSOR_V)) missed += all_finite(after, p->head_dim);
+        if (!seen && !(same_head && id == FA_TENSOR_V))
+          strayed += memcmp(before, after, (size_t)p->head_dim * sizeof *after) != 0;
+      }
+  CHECK(missed == 0, "%s: %g in %s did not reach %ld rows of o that see it", case_text, bad, fa_tensor_name(id),
+        missed);
+  CHECK(strayed == 0, "%s: %g in %s changed %ld rows of o that do not see it", case_text, bad,
+        fa_tensor_name(id), strayed);
+}
+
+/* A batch that holds nothing bad must come out as if the other did not either. */
+static void check_other_batch(const fa_problem *p, fa_tensor_id id, double bad, const fa_values *clean,
+                              const fa_values *dirty) {
+  static const fa_tensor_id gradients[] = {FA_TENSOR_DQ, FA_TENSOR_DK, FA_TENSOR_DV};
+  for (size_t i = 0; i < 3; i++) {
+    const int64_t half = values_count(p, gradients[i]) / 2;
+    CHECK(memcmp(clean->data[gradients[i]] + half, dirty->data[gradients[i]] + half,
+                 (size_t)half * sizeof(double)) == 0,
+          "%s: %g in batch 0 of %s changed %s of batch 1", case_text, bad, fa_tensor_name(id),
+          fa_tensor_name(gradients[i]));
+  }
+}
+
+static void check_not_finite(fa_dtype dtype, fa_tensor_id id, double bad) {
+  fa_case c = {.name = "not finite"};
+  fa_problem_init(&c.problem);
+  fa_problem *p = &c.problem;
+  p->dtype = dtype;
+  p->batch = 2, p->seqlen_q = 130, p->seqlen_k = 130, p->num_heads = 4, p->num_kv_heads = 2, p->head_dim = 24;
+  p->window_right = 0;
+  describe(&c);
+  const fa_setup setup = {options.device, LAYOUT_CONTIGUOUS, 2};
+  char why[512];
+  fa_values clean = values_new(p), dirty = values_new(p);
+  values_fill(&clean, p, dtype, FILL_NORMAL, options.seed);
+  values_fill(&dirty, p, dtype, FILL_NORMAL, options.seed);
+  dirty.data[id][row_begin(p, id, 0, BAD_ROW, 0) + BAD_COLUMN] = bad;
+  fa_outcome outcome = OUTCOME_RAN;
+  for (fa_pass pass = FA_PASS_FORWARD; pass <= FA_PASS_BACKWARD && outcome == OUTCOME_RAN; pass++) {
+    outcome = run_pass(&setup, p, pass, &clean, why);
+    if (outcome == OUTCOME_RAN) outcome = run_pass(&setup, p, pass, &dirty, why);
+  }
+  if (outcome == OUTCOME_UNSUPPORTED) {
+    num_skipped++;
+  } else {
+    CHECK(outcome == OUTCOME_RAN, "%s: %g in %s: %s", case_text, bad, fa_tensor_name(id), why);
+    if (id != FA_TENSOR_DOUT) check_spread(p, id, bad, &clean, &dirty);
+    check_other_batch(p, id, bad, &clean, &dirty);
+  }
+  values_free(&clean);
+  values_free(&dirty);
+}
+
+static void test_not_finite(void) {
+  static const fa_tensor_id ids[] = {FA_TENSOR_Q, FA_TENSOR_K, FA_TENSOR_V, FA_TENSOR_DOUT};
+  static const double bads[] = {NAN, INFINITY, -INFINITY};
+  for (int dtype = 0; dtype < FA_NUM_DTYPES; dtype++)
+    for (size_t i = 0; i < sizeof ids / sizeof *ids; i++)
+      for (size_t j = 0; j < sizeof bads / sizeof *bads; j++)
+        if (options.dtype < 0 || options.dtype == dtype) check_not_finite((fa_dtype)dtype, ids[i], bads[j]);
+}
+
+/* ---- memory ------------------------------------------------------------------------------------------- */
+
+static size_t workspace_at(int64_t seqlen, fa_dtype dtype, fa_pass pass) {
+  fa_problem problem;
+  fa_plan plan;
+  fa_error error;
+  fa_problem_init(&problem);
+  problem.dtype = dtype;
+  problem.batch = 1, problem.num_heads = 1, problem.num_kv_heads = 1, problem.head_dim = 64;
+  problem.seqlen_q = seqlen, problem.seqlen_k = seqlen;
+  fa_status status = fa_plan_init(&plan, &problem, pass, options.device, &error);
+  if (status == FA_STATUS_UNSUPPORTED) return 0;
+  CHECK(status == FA_STATUS_OK, "%s", error.message);
+  return plan.workspace_bytes;
+}
+
+/* O(seqlen): twice the length needs at most twice the workspace, and 65,536 fit into 200 MiB. */
+static void test_workspace(void) {
+  for (int dtype = 0; dtype < FA_NUM_DTYPES; dtype++)
+    for (fa_pass pass = FA_PASS_FORWARD; pass <= FA_PASS_BACKWARD; pass++) {
+      const size_t half = workspace_at(32768, (fa_dtype)dtype, pass);
+      const size_t full = workspace_at(65536, (fa_dtype)dtype, pass);
+      CHECK(full <= 2 * half + 65536, "%s %s: workspace grows from %zu to %zu bytes", fa_dtype_name(dtype),
+            fa_pass_name(pass), half, full);
+      CHECK(full < (size_t)200 << 20, "%s %s: %zu bytes of workspace at seqlen 65536", fa_dtype_name(dtype),
+            fa_pass_name(pass), full);
+    }
+}
+
+/* ---- main --------------------------------------------------------------------------------------------- */
+
+static void print_worst(void) {
+  printf("largest error, in tolerances:");
+  for (size_t i = 0; i < NUM_OUTPUTS; i++) printf(" %8s", fa_tensor_name(outputs[i]));
+  for (int dtype = 0; dtype < FA_NUM_DTYPES; dtype++) {
+    if (options.dtype >= 0 && options.dtype != dtype) continue;
+    printf("\n%29s", fa_dtype_name(dtype));
+    for (size_t i = 0; i < NUM_OUTPUTS; i++) printf(" %8.2f", worst[dtype][outputs[i]]);
+  }
+  printf("\n");
+}
+
+/* The index of the name that matches, or an end with what would have. */
+static int choice(const char *option, const char *text, const char *(*name)(int), int count) {
+  for (int i = 0; i < count; i++)
+    if (strcmp(text, name(i)) == 0) return i;
+  fprintf(stderr, "%s: unknown value %s\n", option, text);
+  exit(2);
+}
+
+static const char *kind_name(int i) { return fa_device_kind_name(kinds[i]); }
+static const char *dtype_name(int i) { return fa_dtype_name((fa_dtype)i); }
+
+static void parse(int argc, char **argv) {
+  for (int i = 1; i < argc; i++) {
+    const char *option = argv[i];
+    if (strcmp(option, "--quick") == 0) {
+      options.quick = true;
+    } else if (strcmp(option, "--verbose") == 0) {
+      options.verbose = true;
+    } else if (i + 1 == argc) {
+      fprintf(stderr, "%s: unknown option, or its value is missing\n", option);
+      exit(2);
+    } else if (strcmp(option, "--device") == 0) {
+      options.device.kind = kinds[choice(option, argv[++i], kind_name, sizeof kinds / sizeof *kinds)];
+    } else if (strcmp(option, "--dtype") == 0) {
+      options.dtype = choice(option, argv[++i], dtype_name, FA_NUM_DTYPES);
+    } else if (strcmp(option, "--sweep") == 0) {
+      options.sweep = strtoll(argv[++i], NULL, 10);
+    } else if (strcmp(option, "--seed") == 0) {
+      options.seed = strtoull(argv[++i], NULL, 10);
+    } else {
+      fprintf(stderr, "%s: unknown option\n", option);
+      exit(2);
+    }
+  }
+  if (options.sweep < 0) options.sweep = options.quick ? 50 : 500;
+}
+
+int main(int argc, char **argv) {
+  parse(argc, argv);
+  fa_error error;
+  if (fa_num_devices(options.device.kind, &error) == 0) {
+    printf("skipped: %s\n", error.message);
+    num_skipped++;
+    return report();
+  }
+  test_table();
+  test_sweep();
+  test_not_finite();
+  test_workspace();
+  print_worst();
+  return report();
+}
