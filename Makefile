@@ -20,6 +20,7 @@
 #   WERROR=1         warnings are errors, in C and in Elixir
 #   SANITIZE=...     build with -fsanitize=...; give it its own BUILD and PRIV
 #   BUILD, PRIV      where objects (build) and libraries (priv) go
+#   V=1              show whole commands
 
 MAKEFLAGS += --no-builtin-rules
 
@@ -46,9 +47,12 @@ HAS_MIX := $(shell command -v mix)
 .PHONY: all native elixir
 all: native $(if $(MIX_APP_PATH),,elixir)
 
+# `$(call show,CC x.c)cc ...` is shown as "CC x.c".
+show = $(if $(V),,@echo "  $(1)"; )
+
 # ---- flags -----------------------------------------------------------------------------------------
 
-TARGET   := $(shell $(CC) -dumpmachine 2>/dev/null)
+TARGET   := $(shell { $(CC) -dumpmachine; } 2>/dev/null)
 WARNINGS := -Wall -Wextra -Wpointer-arith -Wstrict-prototypes -Wmissing-prototypes -Wvla
 OPENMP   := -fopenmp
 
@@ -87,11 +91,11 @@ OBJECTS := $(SOURCES:c_src/%.c=$(BUILD)/%.o) $(if $(wildcard $(KERNELS)),$(ISAS:
 
 $(BUILD)/%.o: c_src/%.c $(FLAGS) Makefile
 	@mkdir -p $(@D)
-	$(CC) $(FA_CFLAGS) $(EXTRA_CFLAGS) -MMD -MP -c -o $@ $<
+	$(call show,CC $<)$(CC) $(FA_CFLAGS) $(EXTRA_CFLAGS) -MMD -MP -c -o $@ $<
 
 $(ISAS:%=$(BUILD)/cpu/kernels_%.o): $(BUILD)/cpu/kernels_%.o: $(KERNELS) $(FLAGS) Makefile
 	@mkdir -p $(@D)
-	$(CC) $(FA_CFLAGS) -O3 -ffp-contract=fast $(ISA_FLAGS_$*) -DFA_ISA=$* -DFA_ISA_$* -MMD -MP -c -o $@ $<
+	$(call show,CC $< for $*)$(CC) $(FA_CFLAGS) -O3 -ffp-contract=fast $(ISA_FLAGS_$*) -DFA_ISA=$* -DFA_ISA_$* -MMD -MP -c -o $@ $<
 
 -include $(wildcard $(BUILD)/*.d $(BUILD)/*/*.d)
 
@@ -116,7 +120,7 @@ $(BUILD)/core/backends.o: EXTRA_CFLAGS := -DFA_CUDA
 
 $(BUILD)/cuda/%.o: cuda/%.cu
 	@mkdir -p $(@D)
-	$(NVCC) $(CUDA_CFLAGS) $(CUDA_ARCHS) -MMD -MP -c -o $@ $<
+	$(call show,NVCC $<)$(NVCC) $(CUDA_CFLAGS) $(CUDA_ARCHS) -MMD -MP -c -o $@ $<
 endif
 
 # ---- the library, and the NIF where Erlang's headers are -------------------------------------------
@@ -125,7 +129,7 @@ native: $(LIBRARY)
 
 $(LIBRARY): $(OBJECTS)
 	@mkdir -p $(@D)
-	$(CC) -shared -o $@ $(OBJECTS) $(FA_LDFLAGS) $(NO_UNDEFINED) $(CUDA_LIBS) -lm
+	$(call show,LD $@)$(CC) -shared -o $@ $(OBJECTS) $(FA_LDFLAGS) $(NO_UNDEFINED) $(CUDA_LIBS) -lm
 
 # elixir_make passes ERTS_INCLUDE_DIR too.
 ifndef ERTS_INCLUDE_DIR
@@ -140,7 +144,7 @@ endif
 $(NIF_OBJECTS): EXTRA_CFLAGS := -I$(ERTS_INCLUDE_DIR)
 
 $(NIF): $(NIF_OBJECTS) $(LIBRARY)
-	$(CC) -shared -o $@ $(NIF_OBJECTS) $(FA_LDFLAGS) -L$(PRIV) -lflash_attention
+	$(call show,LD $@)$(CC) -shared -o $@ $(NIF_OBJECTS) $(FA_LDFLAGS) -L$(PRIV) -lflash_attention
 
 elixir: native
 ifeq ($(HAS_MIX),)
@@ -153,11 +157,11 @@ endif
 
 # What each needs that is not there, as Debian and Ubuntu name it. The compiler is asked to link a program
 # that uses its C library and OpenMP: an installed compiler may lack either.
-COMPILES := $(shell echo 'int main(void) { return 0; }' | $(CC) $(OPENMP) -include stdlib.h -x c - -o /dev/null 2>&1 && echo yes)
-NEEDED   := $(if $(filter yes,$(COMPILES)),,$(if $(findstring clang,$(CC)),clang libomp-dev,gcc) libc6-dev) \
+COMPILES = $(shell { echo 'int main(void) { return 0; }' | $(CC) $(OPENMP) -include stdlib.h -x c - -o /dev/null; } 2>&1 && echo yes || true)
+NEEDED   = $(if $(filter yes,$(COMPILES)),,$(if $(findstring clang,$(CC)),clang libomp-dev,gcc) libc6-dev) \
             $(if $(HAS_MIX),,elixir) $(if $(wildcard $(ERTS_INCLUDE_DIR)/erl_nif.h),,erlang-dev)
-NEEDED_FOR_demo := $(strip $(NEEDED))
-NEEDED_FOR_test := $(strip $(NEEDED) $(if $(shell command -v clang-format),,clang-format))
+NEEDED_FOR_demo = $(strip $(NEEDED))
+NEEDED_FOR_test = $(strip $(NEEDED) $(if $(shell command -v clang-format),,clang-format))
 
 # Installs NEEDED_FOR_<target> where that is possible without a password, and says so first.
 define install_missing
@@ -181,7 +185,7 @@ endef
 .PHONY: demo test run-demo run-tests
 demo test:
 	$(install_missing)
-	@$(MAKE) --no-print-directory run-$(@:test=tests)
+	@$(MAKE) --no-print-directory $(if $(filter -j%,$(MAKEFLAGS)),,-j$(shell getconf _NPROCESSORS_ONLN)) run-$(@:test=tests)
 
 run-demo: all
 	$(MIX) flash_attention.train
@@ -197,6 +201,21 @@ run-tests:
 .PHONY: test-elixir test-sanitize test-isas
 test-elixir: native
 	$(MIX) test $(if $(WERROR),--warnings-as-errors)
+
+test-isas: test-c-isas
+	for isas in avx512 avx512,avx2; do FLASH_ATTENTION_DISABLE=$$isas $(MIX) flash_attention.check || exit 1; done
+
+# The NIF in the VM under the sanitizers, in a copy of the tree, so that priv is its own. +Mea min hands the VM's
+# allocations on to malloc, where AddressSanitizer sees them.
+SANITIZED := $(abspath $(BUILD))/sanitized
+test-sanitize: test-c-sanitize
+	@mkdir -p $(SANITIZED)
+	rm -rf $(SANITIZED)/c_src $(SANITIZED)/lib $(SANITIZED)/test
+	cp -Rp c_src lib test mix.exs Makefile README.md CHANGELOG.md .formatter.exs $(SANITIZED)/
+	$(MAKE) -C $(SANITIZED) native BUILD=build PRIV=priv FA_CUDA=0 SANITIZE=address,undefined
+	cd $(SANITIZED) && env -u MAKEFLAGS BUILD=build FA_CUDA=0 SANITIZE=address,undefined ASAN_OPTIONS=detect_leaks=0 \
+	  UBSAN_OPTIONS=print_stacktrace=1 LD_PRELOAD=$$($(CC) -print-file-name=libasan.so) ERL_FLAGS='+Mea min' \
+	  mix test test/flash_attention_test.exs test/flash_attention
 
 -include test/c/tests.mk bench/bench.mk
 
