@@ -211,7 +211,7 @@ SANITIZED := $(abspath $(BUILD))/sanitized
 test-sanitize: test-c-sanitize
 	@mkdir -p $(SANITIZED)
 	rm -rf $(SANITIZED)/c_src $(SANITIZED)/lib $(SANITIZED)/test
-	cp -Rp c_src lib test mix.exs Makefile README.md CHANGELOG.md .formatter.exs $(SANITIZED)/
+	cp -Rp $(filter-out build priv deps,$(wildcard *)) .formatter.exs $(SANITIZED)/
 	$(MAKE) -C $(SANITIZED) native BUILD=build PRIV=priv FA_CUDA=0 SANITIZE=address,undefined
 	cd $(SANITIZED) && env -u MAKEFLAGS BUILD=build FA_CUDA=0 SANITIZE=address,undefined ASAN_OPTIONS=detect_leaks=0 \
 	  UBSAN_OPTIONS=print_stacktrace=1 LD_PRELOAD=$$($(CC) -print-file-name=libasan.so) ERL_FLAGS='+Mea min' \
