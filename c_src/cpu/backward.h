@@ -277,6 +277,7 @@ static void T(backward_column)(const fa_cpu_job *job, const T(backward_shared) *
 }
 
 static int64_t T(num_cells)(const fa_problem *problem) {
+  if (problem->seqlen_q == 0 || problem->seqlen_k == 0) return 0; /* nor has the first phase a task then */
   return T(num_groups)(problem) * T(num_segments)(problem) * T(num_segments)(problem);
 }
 
