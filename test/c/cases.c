@@ -68,7 +68,7 @@ static const fa_case cases[] = {
     TAGGED("no queries", CASE_QUICK, LENGTHS(0, 4), .num_sinks = 2),
     TAGGED("no keys", CASE_QUICK, LENGTHS(5, 0)),
     TAGGED("no keys, sinks", CASE_QUICK, LENGTHS(5, 0), .num_sinks = 3),
-    ROW("no queries, no keys", LENGTHS(0, 0)),
+    TAGGED("no queries, no keys", CASE_QUICK, LENGTHS(0, 0)),
     ROW("every row but the last hidden", LENGTHS(67, 1), CAUSAL),
 
     HEAD_DIM(1),
