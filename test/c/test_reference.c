@@ -1,0 +1,178 @@
+/*
+ * The oracle against what did not come from the same hand: the definition summed in long double, and central
+ * differences of its own forward.
+ */
+#include <math.h>
+#include <stdlib.h>
+
+#include "check.h"
+#include "harness.h"
+
+static const fa_setup reference = {.device = {FA_DEVICE_REFERENCE, 0}};
+static const uint64_t seed = 7;
+
+/* ---- the definition, in long double ------------------------------------------------------------------ */
+
+/* [batch, row, head, column] of a tensor with so many rows and heads */
+static long double at(const fa_problem *p, const double *x, int64_t rows, int64_t heads, int64_t b, int64_t row,
+                      int64_t head, int64_t c) {
+  return x[((b * rows + row) * heads + head) * p->head_dim + c];
+}
+
+static bool visible(const fa_problem *p, int64_t i, int64_t j) {
+  const int64_t ahead = j - (i + p->seqlen_k - p->seqlen_q);
+  const bool right = p->window_right == FA_UNBOUNDED || ahead <= p->window_right;
+  return right && (p->window_left == FA_UNBOUNDED || -ahead <= p->window_left);
+}
+
+static long double score(const fa_problem *p, const fa_values *x, int64_t b, int64_t h, int64_t i, int64_t j) {
+  const int64_t kv = h / (p->num_heads / p->num_kv_heads);
+  long double s = 0;
+  for (int64_t c = 0; c < p->head_dim; c++)
+    s += at(p, x->data[FA_TENSOR_Q], p->seqlen_q, p->num_heads, b, i, h, c) *
+         at(p, x->data[FA_TENSOR_K], p->seqlen_k, p->num_kv_heads, b, j, kv, c);
+  s *= p->scale == 0 ? 1 / sqrtl((long double)p->head_dim) : (long double)p->scale;
+  return p->softcap == 0 ? s : (long double)p->softcap * tanhl(s / (long double)p->softcap);
+}
+
+/* o and lse of one row, by the formulas as they stand: no maximum is subtracted. */
+static void define_row(const fa_problem *p, fa_values *x, int64_t b, int64_t h, int64_t i) {
+  const int64_t kv = h / (p->num_heads / p->num_kv_heads);
+  double *o = x->data[FA_TENSOR_O] + ((b * p->seqlen_q + i) * p->num_heads + h) * p->head_dim;
+  long double sum = 0;
+  for (int64_t t = 0; t < p->num_sinks; t++) sum += expl(x->data[FA_TENSOR_SINK][t * p->num_heads + h]);
+  for (int64_t j = 0; j < p->seqlen_k; j++)
+    if (visible(p, i, j)) sum += expl(score(p, x, b, h, i, j));
+  for (int64_t c = 0; c < p->head_dim; c++) {
+    long double element = 0;
+    for (int64_t j = 0; j < p->seqlen_k; j++)
+      if (visible(p, i, j))
+        element += expl(score(p, x, b, h, i, j)) / sum *
+                   at(p, x->data[FA_TENSOR_V], p->seqlen_k, p->num_kv_heads, b, j, kv, c);
+    o[c] = (double)element;
+  }
+  x->data[FA_TENSOR_LSE][(b * p->num_heads + h) * p->seqlen_q + i] = (double)logl(sum);
+}
+
+static void test_definition(const fa_case *c) {
+  const fa_problem *p = &c->problem;
+  fa_values x = values_new(p), defined = values_new(p);
+  values_fill(&x, p, FA_DTYPE_F64, c->fill, seed);
+  values_fill(&defined, p, FA_DTYPE_F64, c->fill, seed);
+  must_run(&reference, p, FA_PASS_FORWARD, &x);
+  for (int64_t b = 0; b < p->batch; b++)
+    for (int64_t h = 0; h < p->num_heads; h++)
+      for (int64_t i = 0; i < p->seqlen_q; i++) define_row(p, &defined, b, h, i);
+  const double o = values_error(p, FA_TENSOR_O, &x, &defined);
+  const double lse = values_error(p, FA_TENSOR_LSE, &x, &defined);
+  CHECK(o <= 1e-13, "%s: o is %.3g from its definition", c->name, o);
+  CHECK(lse <= 1e-13, "%s: lse is %.3g from its definition", c->name, lse);
+  values_free(&x);
+  values_free(&defined);
+}
+
+/* ---- the gradients, by differences -------------------------------------------------------------------- */
+
+/* sum o * dout, the loss whose gradients the backward gives. */
+static double loss(const fa_problem *p, fa_values *x) {
+  double sum = 0;
+  must_run(&reference, p, FA_PASS_FORWARD, x);
+  for (int64_t i = values_count(p, FA_TENSOR_O) - 1; i >= 0; i--)
+    sum += x->data[FA_TENSOR_O][i] * x->data[FA_TENSOR_DOUT][i];
+  return sum;
+}
+
+static double loss_at(const fa_problem *p, fa_values *x, double *element, double value) {
+  const double before = *element;
+  *element = value;
+  const double result = loss(p, x);
+  *element = before;
+  return result;
+}
+
+/* The central difference of fourth order: its error goes with step^4. */
+static double difference(const fa_problem *p, fa_values *x, double *element) {
+  const double step = 0x1p-10, at = *element; /* sinks are f32, and hold at + step exactly */
+  const double near = loss_at(p, x, element, at + step) - loss_at(p, x, element, at - step);
+  const double far = loss_at(p, x, element, at + 2 * step) - loss_at(p, x, element, at - 2 * step);
+  return (8 * near - far) / (12 * step);
+}
+
+static void test_gradients(const fa_case *c) {
+  static const struct {
+    fa_tensor_id input, gradient;
+    double tolerance; /* truncation and 1e-16 / step; dsink is an f32 besides */
+  } pairs[] = {{FA_TENSOR_Q, FA_TENSOR_DQ, 1e-9},
+               {FA_TENSOR_K, FA_TENSOR_DK, 1e-9},
+               {FA_TENSOR_V, FA_TENSOR_DV, 1e-9},
+               {FA_TENSOR_SINK, FA_TENSOR_DSINK, 1e-6}};
+  const fa_problem *p = &c->problem;
+  fa_values x = values_new(p);
+  values_fill(&x, p, FA_DTYPE_F64, c->fill, seed);
+  must_run(&reference, p, FA_PASS_FORWARD, &x);
+  must_run(&reference, p, FA_PASS_BACKWARD, &x);
+  for (size_t i = 0; i < sizeof pairs / sizeof *pairs; i++) {
+    double worst = 0;
+    for (int64_t j = 0; j < values_count(p, pairs[i].input); j++) {
+      const double numeric = difference(p, &x, &x.data[pairs[i].input][j]);
+      const double error = fabs(numeric - x.data[pairs[i].gradient][j]) / (1 + fabs(numeric));
+      worst = isnan(error) ? INFINITY : fmax(worst, error);
+    }
+    CHECK(worst <= pairs[i].tolerance, "%s: %s is %.3g from central differences", c->name,
+          fa_tensor_name(pairs[i].gradient), worst);
+  }
+  values_free(&x);
+}
+
+/* ---- the naive types: they must err as the type does, neither more nor less ----------------------------- */
+
+static void test_type_error(fa_dtype dtype, double least, double most) {
+  static const fa_tensor_id outputs[] = {FA_TENSOR_O, FA_TENSOR_DQ, FA_TENSOR_DK, FA_TENSOR_DV, FA_TENSOR_LSE};
+  fa_problem problem;
+  fa_problem_init(&problem);
+  problem.batch = 1, problem.seqlen_q = 41, problem.seqlen_k = 53, problem.head_dim = 24;
+  problem.num_heads = 2, problem.num_kv_heads = 1;
+  fa_values naive = values_new(&problem), exact = values_new(&problem);
+  for (int f64 = 0; f64 < 2; f64++) {
+    fa_values *values = f64 ? &exact : &naive;
+    problem.dtype = f64 ? FA_DTYPE_F64 : dtype;
+    values_fill(values, &problem, dtype, FILL_NORMAL, seed);
+    must_run(&reference, &problem, FA_PASS_FORWARD, values);
+    must_run(&reference, &problem, FA_PASS_BACKWARD, values);
+  }
+  for (size_t i = 0; i < sizeof outputs / sizeof *outputs; i++) {
+    const double error = values_error(&problem, outputs[i], &naive, &exact);
+    CHECK(error >= least && error <= most, "%s: naive %s errs by %.3g, outside %g to %g", fa_dtype_name(dtype),
+          fa_tensor_name(outputs[i]), error, least, most);
+  }
+  values_free(&naive);
+  values_free(&exact);
+}
+
+static void test_tangent_unsupported(void) {
+  fa_problem problem;
+  fa_plan plan;
+  fa_error error;
+  fa_problem_init(&problem);
+  problem.num_heads = 1, problem.num_kv_heads = 1, problem.head_dim = 1;
+  CHECK(fa_plan_init(&plan, &problem, FA_PASS_TANGENT, reference.device, &error) == FA_STATUS_UNSUPPORTED,
+        "the reference plans a tangent");
+  CHECK_TEXT(error.message, "pass: expected forward or backward on the reference, got tangent");
+}
+
+int main(void) {
+  size_t num_cases;
+  const fa_case *cases = fa_cases(&num_cases);
+  for (size_t i = 0; i < num_cases; i++) {
+    if (!(cases[i].tags & CASE_TINY)) continue;
+    fa_case c = cases[i];
+    c.problem.dtype = FA_DTYPE_F64;
+    test_definition(&c);
+    test_gradients(&c);
+  }
+  test_type_error(FA_DTYPE_F32, 1e-8, 1e-5);
+  test_type_error(FA_DTYPE_F16, 1e-4, 1e-2);
+  test_type_error(FA_DTYPE_BF16, 1e-3, 1e-1);
+  test_tangent_unsupported();
+  return report();
+}
