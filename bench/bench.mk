@@ -1,0 +1,14 @@
+# Benchmarks. `make bench` prints a page of Markdown and keeps it in RESULT.
+RESULT ?= bench/results/cpu.md
+
+OPENBLAS := $(shell printf '\043include <cblas.h>\nint main(void){return 0;}' | $(CC) -x c - -o /dev/null -lopenblas 2>/dev/null && echo 1)
+
+$(BUILD)/bench_cpu: bench/cpu.c $(LIBRARY)
+	$(CC) $(FA_CFLAGS) -O3 -ffp-contract=fast $(if $(OPENBLAS),-DHAVE_OPENBLAS) -o $@ $< $(FA_LDFLAGS) \
+	  -L$(PRIV) -lflash_attention -Wl,-rpath,$(abspath $(PRIV)) $(if $(OPENBLAS),-lopenblas) -lm
+
+.PHONY: bench
+bench: $(BUILD)/bench_cpu
+	$(if $(OPENBLAS),,@echo "OpenBLAS (libopenblas-dev) is missing: no plain attention to compare with")
+	@mkdir -p $(dir $(RESULT))
+	$(BUILD)/bench_cpu $(BENCH_ARGS) | tee $(RESULT)

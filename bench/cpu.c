@@ -1,0 +1,357 @@
+/*
+ * Speed and memory of the CPU backend, side by side in one run with the processor's own limit and with plain
+ * attention, whose matrix products are OpenBLAS's and which stores the whole seqlen x seqlen matrix.
+ *
+ *   bench_cpu [--quick] [--threads N]
+ *   bench_cpu --memory SEQLEN [--threads N]     one row of the memory table, which the first form asks for
+ *
+ * GFLOP/s, the median of several runs taken in turn. The forward counts 4 * batch * heads * seqlen^2 * head_dim
+ * operations, half of it under a causal mask, the backward 2.5 times that. "peak" is what fused multiply-adds
+ * on registers reach, on as many threads, measured between the rows. Plain attention computes a causal mask's
+ * hidden half too.
+ */
+#include <math.h>
+#include <omp.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/resource.h>
+#include <time.h>
+
+#include "../c_src/flash_attention.h"
+
+#ifdef HAVE_OPENBLAS
+#include <cblas.h>
+void openblas_set_num_threads(int num_threads);
+#endif
+
+static double seconds(void) {
+  struct timespec time;
+  clock_gettime(CLOCK_MONOTONIC, &time);
+  return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
+}
+
+static int compare_doubles(const void *a, const void *b) {
+  return (*(const double *)a > *(const double *)b) - (*(const double *)a < *(const double *)b);
+}
+
+static double median(double *values, int count) {
+  qsort(values, (size_t)count, sizeof *values, compare_doubles);
+  return values[count / 2];
+}
+
+/* ---- the processor's limit ------------------------------------------------------------------------- */
+
+#define PEAK_ROUNDS 4000000L
+
+/* Twelve independent chains of multiply-adds, enough to hide their latency; returns operations. */
+#define DEFINE_PEAK(name, target, bytes)                                                           \
+  target static double name(void) {                                                                \
+    typedef float vec __attribute__((vector_size(bytes)));                                         \
+    vec a0 = {1}, a1 = {2}, a2 = {3}, a3 = {4}, a4 = {5}, a5 = {6}, a6 = {7}, a7 = {8};            \
+    vec a8 = {9}, a9 = {10}, a10 = {11}, a11 = {12}, b = 0.999f + (vec){0}, c = 0.001f + (vec){0}; \
+    for (long i = 0; i < PEAK_ROUNDS; i++) {                                                       \
+      a0 = a0 * b + c, a1 = a1 * b + c, a2 = a2 * b + c, a3 = a3 * b + c;                          \
+      a4 = a4 * b + c, a5 = a5 * b + c, a6 = a6 * b + c, a7 = a7 * b + c;                          \
+      a8 = a8 * b + c, a9 = a9 * b + c, a10 = a10 * b + c, a11 = a11 * b + c;                      \
+    }                                                                                              \
+    volatile float sink = (a0 + a1 + a2 + a3 + a4 + a5 + a6 + a7 + a8 + a9 + a10 + a11)[0];        \
+    (void)sink;                                                                                    \
+    return 12.0 * 2 * (bytes / 4) * PEAK_ROUNDS;                                                   \
+  }
+
+DEFINE_PEAK(peak_plain, , 16)
+#if defined(__x86_64__)
+DEFINE_PEAK(peak_avx2, __attribute__((target("avx2,fma"))), 32)
+DEFINE_PEAK(peak_avx512, __attribute__((target("avx512f"))), 64)
+#endif
+
+static double peak_gflops(int threads) {
+  double (*peak)(void) = peak_plain;
+#if defined(__x86_64__)
+  if (__builtin_cpu_supports("avx512f"))
+    peak = peak_avx512;
+  else if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
+    peak = peak_avx2;
+#endif
+  double operations = 0, start = seconds();
+#pragma omp parallel num_threads(threads) reduction(+ : operations)
+  operations += peak();
+  return operations / (seconds() - start) / 1e9;
+}
+
+/* ---- what is timed --------------------------------------------------------------------------------- */
+
+typedef struct workload {
+  fa_problem problem;
+  fa_tensors tensors;
+  fa_plan plans[2]; /* forward, backward */
+  fa_execution executions[2];
+  float *p, *ds; /* plain attention: [seqlen_q, seqlen_k] of every (batch, head) */
+} workload;
+
+static void *allocate(size_t bytes) {
+  void *memory = aligned_alloc(64, (bytes + 63) / 64 * 64);
+  if (!memory) {
+    fprintf(stderr, "bench: out of memory (%zu bytes)\n", bytes);
+    exit(1);
+  }
+  return memory;
+}
+
+static float normal(uint64_t *state) {
+  double sum = 0;
+  for (int i = 0; i < 12; i++) {
+    *state = *state * 6364136223846793005u + 1442695040888963407u;
+    sum += (double)(*state >> 11) * 0x1p-53;
+  }
+  return (float)(sum - 6);
+}
+
+/* The tensor's own bytes of random f32 values, rounded to the type. */
+static fa_tensor random_tensor(const fa_problem *problem, fa_tensor_id id, uint64_t *state) {
+  size_t bytes = (size_t)fa_tensor_shape(problem, id).size_bytes;
+  size_t element = fa_dtype_bytes(fa_tensor_shape(problem, id).dtype);
+  char *data = allocate(bytes);
+  for (size_t i = 0; i < bytes / element; i++) {
+    float value = normal(state);
+    double wide = value;
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    if (element == 8) memcpy(data + i * 8, &wide, 8);
+    if (element == 4) memcpy(data + i * 4, &value, 4);
+    if (element == 2) { /* bf16 by cutting; f16 from the same exponent range, near enough to normal */
+      uint16_t half = problem->dtype == FA_DTYPE_BF16
+                          ? (uint16_t)(bits >> 16)
+                          : (uint16_t)((bits >> 16 & 0x8000) | 0x3000 | (bits >> 13 & 0xbff));
+      memcpy(data + i * 2, &half, 2);
+    }
+  }
+  return fa_tensor_contiguous(problem, id, data);
+}
+
+static workload prepare(const fa_problem *problem) {
+  workload w = {.problem = *problem};
+  uint64_t state = 1;
+  for (int pass = 0; pass < 2; pass++) {
+    fa_error error;
+    if (fa_plan_init(&w.plans[pass], problem, (fa_pass)pass, (fa_device){FA_DEVICE_CPU, 0}, &error)) {
+      fprintf(stderr, "bench: %s\n", error.message);
+      exit(1);
+    }
+    w.executions[pass].workspace_bytes = w.plans[pass].workspace_bytes;
+    w.executions[pass].workspace = allocate(w.plans[pass].workspace_bytes);
+    for (int id = 0; id < FA_NUM_TENSORS; id++)
+      if (fa_tensor_role_in(problem, (fa_pass)pass, id) != FA_ROLE_NONE && !fa_tensor_at(&w.tensors, id)->data)
+        *fa_tensor_at(&w.tensors, id) = random_tensor(problem, id, &state);
+  }
+  return w;
+}
+
+static void release(workload *w) {
+  for (int id = 0; id < FA_NUM_TENSORS; id++) free(fa_tensor_at(&w->tensors, id)->data);
+  for (int pass = 0; pass < 2; pass++) free(w->executions[pass].workspace);
+  free(w->p);
+  free(w->ds);
+}
+
+static double time_flash(workload *w, int pass, int threads) {
+  w->executions[pass].num_threads = threads;
+  double start = seconds();
+  if (fa_run(&w->plans[pass], &w->tensors, &w->executions[pass], NULL)) exit(1);
+  return seconds() - start;
+}
+
+#ifdef HAVE_OPENBLAS
+/* s = q . k^T, p = softmax(s), o = p . v; and dv = p^T . dout, dp = dout . v^T, dq = ds . k, dk = ds^T . q */
+static double time_plain(workload *w, int pass, int threads) {
+  const fa_problem *problem = &w->problem;
+  int n = (int)problem->seqlen_q, d = (int)problem->head_dim, ld = (int)(problem->num_heads * d);
+  bool causal = problem->window_right == 0;
+  float scale = 1 / sqrtf((float)d);
+  size_t square = (size_t)n * (size_t)n;
+  if (!w->p) {
+    w->p = allocate(square * sizeof(float) * (size_t)(problem->batch * problem->num_heads));
+    w->ds = allocate(square * sizeof(float));
+  }
+  openblas_set_num_threads(threads);
+  double start = seconds();
+  for (int64_t pair = 0; pair < problem->batch * problem->num_heads; pair++) {
+    int64_t offset = pair / problem->num_heads * n * ld + pair % problem->num_heads * d;
+#define AT(name) ((float *)w->tensors.name.data + offset)
+    float *p = w->p + square * (size_t)pair, *ds = w->ds;
+    if (pass == 0) {
+      cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasTrans, n, n, d, scale, AT(q), ld, AT(k), ld, 0, p, n);
+#pragma omp parallel for num_threads(threads)
+      for (int i = 0; i < n; i++) {
+        float *row = p + (size_t)i * (size_t)n, max = -INFINITY, sum = 0;
+        for (int j = causal ? i + 1 : n; j < n; j++) row[j] = -INFINITY;
+        for (int j = 0; j < n; j++) max = row[j] > max ? row[j] : max;
+        for (int j = 0; j < n; j++) row[j] = expf(row[j] - max);
+        for (int j = 0; j < n; j++) sum += row[j];
+        for (int j = 0; j < n; j++) row[j] /= sum;
+      }
+      cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasNoTrans, n, d, n, 1, p, n, AT(v), ld, 0, AT(o), ld);
+    } else {
+      cblas_sgemm(CblasRowMajor, CblasTrans, CblasNoTrans, n, d, n, 1, p, n, AT(dout), ld, 0, AT(dv), ld);
+      cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasTrans, n, n, d, 1, AT(dout), ld, AT(v), ld, 0, ds, n);
+#pragma omp parallel for num_threads(threads)
+      for (int i = 0; i < n; i++) {
+        float *row = ds + (size_t)i * (size_t)n, *p_row = p + (size_t)i * (size_t)n, delta = 0;
+        for (int x = 0; x < d; x++)
+          delta += (AT(o) + (size_t)i * (size_t)ld)[x] * (AT(dout) + (size_t)i * (size_t)ld)[x];
+        for (int j = 0; j < n; j++) row[j] = p_row[j] * (row[j] - delta);
+      }
+      cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasNoTrans, n, d, n, scale, ds, n, AT(k), ld, 0, AT(dq), ld);
+      cblas_sgemm(CblasRowMajor, CblasTrans, CblasNoTrans, n, d, n, scale, ds, n, AT(q), ld, 0, AT(dk), ld);
+    }
+#undef AT
+  }
+  return seconds() - start;
+}
+#endif
+
+/* ---- the tables ------------------------------------------------------------------------------------ */
+
+static fa_problem square_problem(fa_dtype dtype, int64_t seqlen, int64_t heads, int64_t head_dim, bool causal) {
+  fa_problem problem;
+  fa_problem_init(&problem);
+  problem.dtype = dtype;
+  problem.batch = 1;
+  problem.seqlen_q = problem.seqlen_k = seqlen;
+  problem.num_heads = problem.num_kv_heads = heads;
+  problem.head_dim = head_dim;
+  if (causal) problem.window_right = 0;
+  return problem;
+}
+
+static double operations(const fa_problem *problem, int pass) {
+  double full = 4.0 * (double)(problem->batch * problem->num_heads * problem->seqlen_q * problem->head_dim) *
+                (double)problem->seqlen_k;
+  return full * (problem->window_right == 0 ? 0.5 : 1) * (pass ? 2.5 : 1);
+}
+
+#define REPEATS 5
+
+static void speed_row(const fa_problem *problem, const int *thread_counts, int num_counts) {
+  workload w = prepare(problem);
+  for (int pass = 0; pass < 2; pass++) {
+    printf("| %s %s s%lld h%lld d%lld %s |", pass ? "backward" : "forward", fa_dtype_name(problem->dtype),
+           (long long)problem->seqlen_q, (long long)problem->num_heads, (long long)problem->head_dim,
+           problem->window_right == 0 ? "causal" : "full");
+    double one_thread = 0;
+    for (int i = 0; i < num_counts; i++) {
+      int threads = thread_counts[i];
+      double flash[REPEATS], peak[REPEATS], gflop = operations(problem, pass) / 1e9;
+      time_flash(&w, 0, threads); /* o and lse for the backward, and a warm start */
+#ifdef HAVE_OPENBLAS
+      double plain[REPEATS];
+      bool has_plain = problem->dtype == FA_DTYPE_F32;
+      if (has_plain) time_plain(&w, 0, threads);
+#endif
+      for (int r = 0; r < REPEATS; r++) {
+        peak[r] = peak_gflops(threads);
+        flash[r] = time_flash(&w, pass, threads);
+#ifdef HAVE_OPENBLAS
+        plain[r] = has_plain ? time_plain(&w, pass, threads) : 0;
+#endif
+      }
+      double rate = gflop / median(flash, REPEATS), limit = median(peak, REPEATS);
+      printf(" %.0f | %.0f %% |", rate, 100 * rate / limit);
+#ifdef HAVE_OPENBLAS
+      if (has_plain)
+        printf(" %.0f |", gflop / median(plain, REPEATS));
+      else
+        printf(" - |");
+#else
+      printf(" - |");
+#endif
+      if (i == 0) one_thread = rate;
+      if (i == num_counts - 1) printf(" %.2f |", rate / one_thread);
+    }
+    printf("\n");
+    fflush(stdout);
+  }
+  release(&w);
+}
+
+/* Peak memory of both passes beyond what is resident once inputs and outputs are. Needs a process of its own.
+ */
+static int memory_row(int64_t seqlen, int threads) {
+  fa_problem problem = square_problem(FA_DTYPE_F32, seqlen, 1, 64, false);
+  workload w = prepare(&problem);
+  for (int id = 0; id < FA_NUM_TENSORS; id++) {
+    void *data = fa_tensor_at(&w.tensors, (fa_tensor_id)id)->data;
+    if (data) memset(data, 0, (size_t)fa_tensor_shape(&problem, (fa_tensor_id)id).size_bytes);
+  }
+  struct rusage before, after;
+  getrusage(RUSAGE_SELF, &before);
+  double time[2] = {time_flash(&w, 0, threads), time_flash(&w, 1, threads)};
+  getrusage(RUSAGE_SELF, &after);
+  printf("| %lld | %.1f | %.1f | %.1f | %.1f | %.1f |\n", (long long)seqlen,
+         (double)w.plans[0].workspace_bytes / 0x1p20, (double)w.plans[1].workspace_bytes / 0x1p20,
+         (double)(after.ru_maxrss - before.ru_maxrss) / 1024, time[0], time[1]);
+  release(&w);
+  return 0;
+}
+
+int main(int argc, char **argv) {
+  bool quick = false;
+  int64_t memory_seqlen = 0;
+  int threads = omp_get_max_threads();
+  for (int i = 1; i < argc; i++) {
+    if (strcmp(argv[i], "--quick") == 0)
+      quick = true;
+    else if (strcmp(argv[i], "--threads") == 0 && i + 1 < argc)
+      threads = atoi(argv[++i]);
+    else if (strcmp(argv[i], "--memory") == 0 && i + 1 < argc)
+      memory_seqlen = atoll(argv[++i]);
+    else
+      return fprintf(stderr, "usage: %s [--quick] [--memory SEQLEN] [--threads N]\n", argv[0]), 2;
+  }
+  if (memory_seqlen) return memory_row(memory_seqlen, threads);
+  fa_device_info info;
+  fa_device_get_info((fa_device){FA_DEVICE_CPU, 0}, &info, NULL);
+  printf(
+      "# The CPU backend\n\n%s, kernels %s, 1 and %d threads. GFLOP/s are medians of %d, taken in turn with "
+      "peak and "
+      "plain.\n\n",
+      info.name, info.features, threads, REPEATS);
+  printf(
+      "| case | 1 thread | of peak | plain (OpenBLAS) | %d threads | of peak | plain (OpenBLAS) | speed-up |\n"
+      "|---|---|---|---|---|---|---|---|\n",
+      threads);
+  int counts[] = {1, threads};
+  static const int64_t dims[] = {64, 128};
+  for (int d = 0; d < 2; d++)
+    for (int causal = 0; causal < 2; causal++) {
+      fa_problem problem = square_problem(FA_DTYPE_F32, 2048, quick ? 2 : 256 / dims[d] * 2, dims[d], causal);
+      speed_row(&problem, counts, 2);
+    }
+  if (!quick) {
+    static const int64_t others[][4] = {/* dtype, seqlen, heads, head_dim */
+                                        {FA_DTYPE_F32, 512, 8, 64},   {FA_DTYPE_F32, 8192, 2, 64},
+                                        {FA_DTYPE_F32, 2048, 2, 256}, {FA_DTYPE_F32, 2048, 1, 64},
+                                        {FA_DTYPE_BF16, 2048, 8, 64}, {FA_DTYPE_F16, 2048, 8, 64},
+                                        {FA_DTYPE_F64, 2048, 4, 64}};
+    for (size_t i = 0; i < sizeof others / sizeof *others; i++) {
+      fa_problem problem =
+          square_problem((fa_dtype)others[i][0], others[i][1], others[i][2], others[i][3], false);
+      speed_row(&problem, counts, 2);
+    }
+  }
+  printf(
+      "\nMemory, f32, one head, head_dim 64, %d threads: workspaces, and the growth of the process beyond its "
+      "inputs and\noutputs over both passes, in MiB; seconds.\n\n",
+      threads);
+  printf(
+      "| seqlen | forward workspace | backward workspace | growth | forward s | backward s |\n"
+      "|---|---|---|---|---|---|\n");
+  fflush(stdout);
+  for (int64_t seqlen = 16384; seqlen <= (quick ? 16384 : 65536); seqlen *= 2) {
+    char command[512];
+    snprintf(command, sizeof command, "'%s' --memory %lld --threads %d", argv[0], (long long)seqlen, threads);
+    if (system(command) != 0) return 1;
+  }
+  return 0;
+}
