@@ -1,0 +1,117 @@
+/*
+ * FA_PASS_TANGENT of the CPU, the derivative of the forward algorithm itself, in f64: against the oracle's
+ * backward, through the identity <o_tangent, dout> = <dq, tangent_q> + <dk, tangent_k> + ..., and against
+ * central differences of the CPU's forward along the same direction.
+ */
+#include <math.h>
+
+#include "check.h"
+#include "harness.h"
+
+static const fa_setup reference = {.device = {FA_DEVICE_REFERENCE, 0}};
+static const uint64_t seed = 11;
+
+static const struct {
+  fa_tensor_id input, tangent, gradient;
+} directions[] = {{FA_TENSOR_Q, FA_TENSOR_TANGENT_Q, FA_TENSOR_DQ},
+                  {FA_TENSOR_K, FA_TENSOR_TANGENT_K, FA_TENSOR_DK},
+                  {FA_TENSOR_V, FA_TENSOR_TANGENT_V, FA_TENSOR_DV},
+                  {FA_TENSOR_SINK, FA_TENSOR_TANGENT_SINK, FA_TENSOR_DSINK}};
+#define NUM_DIRECTIONS (sizeof directions / sizeof *directions)
+
+/* <x, y>; adds |x| |y| to size */
+static double inner(const fa_problem *p, const fa_values *x, fa_tensor_id a, fa_tensor_id b, double *size) {
+  double sum = 0;
+  for (int64_t i = values_count(p, a) - 1; i >= 0; i--) {
+    sum += x->data[a][i] * x->data[b][i];
+    *size += fabs(x->data[a][i] * x->data[b][i]);
+  }
+  return sum;
+}
+
+static void test_identity(const fa_case *c, const fa_values *tangent) {
+  const fa_problem *p = &c->problem;
+  fa_values x = values_new(p);
+  values_fill(&x, p, FA_DTYPE_F64, c->fill, seed);
+  must_run(&reference, p, FA_PASS_FORWARD, &x);
+  must_run(&reference, p, FA_PASS_BACKWARD, &x);
+  double size = 0, dsink_size = 0, gradients = 0;
+  for (size_t i = 0; i < NUM_DIRECTIONS; i++)
+    gradients += inner(p, &x, directions[i].gradient, directions[i].tangent,
+                       directions[i].input == FA_TENSOR_SINK ? &dsink_size : &size);
+  const double along = inner(p, tangent, FA_TENSOR_O_TANGENT, FA_TENSOR_DOUT, &size);
+  /* dsink is an f32, whatever the arithmetic. */
+  const double tolerance = 1e-13 * size + 0x1p-24 * dsink_size;
+  CHECK(fabs(along - gradients) <= tolerance, "%s: <o_tangent, dout> is %.3g from the gradients, of size %.3g",
+        c->name, along - gradients, size);
+  CHECK(values_error(p, FA_TENSOR_O, tangent, &x) <= 1e-10, "%s: o of the tangent pass", c->name);
+  CHECK(values_error(p, FA_TENSOR_LSE, tangent, &x) <= 1e-10, "%s: lse of the tangent pass", c->name);
+  values_free(&x);
+}
+
+/* o and lse at the point that lies step times the tangents away. */
+static fa_values forward_at(const fa_case *c, const fa_setup *setup, double step) {
+  fa_values x = values_new(&c->problem);
+  values_fill(&x, &c->problem, FA_DTYPE_F64, c->fill, seed);
+  for (size_t i = 0; i < NUM_DIRECTIONS; i++)
+    for (int64_t j = values_count(&c->problem, directions[i].input) - 1; j >= 0; j--)
+      x.data[directions[i].input][j] += step * x.data[directions[i].tangent][j];
+  must_run(setup, &c->problem, FA_PASS_FORWARD, &x);
+  return x;
+}
+
+/* The central difference of fourth order. A row that sees nothing keeps its lse of -inf: tangent 0. */
+static void test_differences(const fa_case *c, const fa_setup *setup, const fa_values *tangent) {
+  static const struct {
+    fa_tensor_id output, tangent;
+  } pairs[] = {{FA_TENSOR_O, FA_TENSOR_O_TANGENT}, {FA_TENSOR_LSE, FA_TENSOR_LSE_TANGENT}};
+  const double step = 0x1p-12;
+  fa_values near[2] = {forward_at(c, setup, -step), forward_at(c, setup, step)};
+  fa_values far[2] = {forward_at(c, setup, -2 * step), forward_at(c, setup, 2 * step)};
+  for (size_t i = 0; i < 2; i++) {
+    const fa_tensor_id id = pairs[i].output;
+    double worst = 0;
+    for (int64_t j = values_count(&c->problem, id) - 1; j >= 0; j--) {
+      const double numeric =
+          isinf(near[0].data[id][j])
+              ? 0
+              : (8 * (near[1].data[id][j] - near[0].data[id][j]) - (far[1].data[id][j] - far[0].data[id][j])) /
+                    (12 * step);
+      const double error = fabs(tangent->data[pairs[i].tangent][j] - numeric) / (1 + fabs(numeric));
+      worst = isnan(error) ? INFINITY : fmax(worst, error);
+    }
+    CHECK(worst <= 1e-8, "%s: %s is %.3g from central differences", c->name, fa_tensor_name(pairs[i].tangent),
+          worst);
+  }
+  for (int i = 0; i < 2; i++) {
+    values_free(&near[i]);
+    values_free(&far[i]);
+  }
+}
+
+static void test_case(const fa_case *c) {
+  const fa_setup setup = {{FA_DEVICE_CPU, 0}, c->layout, 2};
+  char why[512];
+  fa_values x = values_new(&c->problem);
+  values_fill(&x, &c->problem, FA_DTYPE_F64, c->fill, seed);
+  const fa_outcome outcome = run_pass(&setup, &c->problem, FA_PASS_TANGENT, &x, why);
+  CHECK(outcome == OUTCOME_RAN, "%s: %s", c->name, why);
+  if (outcome == OUTCOME_RAN) {
+    test_identity(c, &x);
+    /* Large scores make the softmax too steep for any step that f64 could take. */
+    if (c->fill == FILL_NORMAL) test_differences(c, &setup, &x);
+  }
+  values_free(&x);
+}
+
+int main(void) {
+  size_t num_cases;
+  const fa_case *cases = fa_cases(&num_cases);
+  for (size_t i = 0; i < num_cases; i++) {
+    if (cases[i].tags & CASE_SPEED) continue;
+    fa_case c = cases[i];
+    c.problem.dtype = FA_DTYPE_F64;
+    test_case(&c);
+  }
+  return report();
+}
