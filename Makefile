@@ -102,25 +102,36 @@ $(ISAS:%=$(BUILD)/cpu/kernels_%.o): $(BUILD)/cpu/kernels_%.o: $(KERNELS) $(FLAGS
 # ---- objects of CUDA, where nvcc is ----------------------------------------------------------------
 
 FA_CUDA ?= $(if $(shell command -v $(NVCC) 2>/dev/null),1,0)
-CUDA_SOURCES := $(wildcard cuda/*.cu)
-ifeq ($(CUDA_SOURCES),)
-override FA_CUDA := 0
-endif
 
 ifeq ($(FA_CUDA),1)
 # One binary for every GPU from sm_80 on: code for Ampere and Hopper, and PTX for what came later. The CUDA
 # runtime is linked statically, and C++ needs no library of its own, so that it loads where neither is.
-CUDA_ARCHS   ?= -gencode arch=compute_80,code=sm_80 -gencode arch=compute_90,code=[sm_90,compute_90]
-CUDA_HOME    ?= $(patsubst %/bin/,%,$(dir $(realpath $(shell command -v $(NVCC)))))
-CUDA_OBJECTS := $(CUDA_SOURCES:%.cu=$(BUILD)/%.o)
-CUDA_CFLAGS  := -O3 -std=c++17 -Xcompiler -fPIC,-fvisibility=hidden,-Wall,-fno-exceptions,-fno-threadsafe-statics
-CUDA_LIBS    := -L$(CUDA_HOME)/lib64 -lcudart_static -ldl -lrt -lpthread
-OBJECTS      += $(CUDA_OBJECTS)
+CUDA_ARCHS  ?= -gencode arch=compute_80,code=sm_80 -gencode arch=compute_90,code=[sm_90,compute_90]
+CUDA_HOME   ?= $(patsubst %/bin/,%,$(dir $(realpath $(shell command -v $(NVCC)))))
+CUDA_CFLAGS := -O3 -std=c++17 -Xcompiler -fPIC,-fvisibility=hidden,-Wall,-fno-exceptions,-fno-threadsafe-statics
+CUDA_LIBS   := -L$(CUDA_HOME)/lib64 -lcudart_static -ldl -lrt -lpthread
+
+# The passes are one source each, compiled once for every kind of cuda/kinds.cuh.
+CUDA_KINDS   := bf16 f16 f32 f32_as_f16
+CUDA_PASSES  := forward backward
+CUDA_KERNELS := $(foreach pass,$(CUDA_PASSES),$(CUDA_KINDS:%=$(BUILD)/cuda/$(pass)_%.o))
+OBJECTS      += $(BUILD)/cuda/backend.o $(BUILD)/cuda/auxiliary.o $(CUDA_KERNELS)
 $(BUILD)/core/backends.o: EXTRA_CFLAGS := -DFA_CUDA
 
-$(BUILD)/cuda/%.o: cuda/%.cu
+$(BUILD)/cuda/backend.o: cuda/backend.c $(FLAGS) Makefile
+	@mkdir -p $(@D)
+	$(call show,CC $<)$(CC) $(FA_CFLAGS) -I$(CUDA_HOME)/include -MMD -MP -c -o $@ $<
+
+$(BUILD)/cuda/auxiliary.o: cuda/auxiliary.cu Makefile
 	@mkdir -p $(@D)
 	$(call show,NVCC $<)$(NVCC) $(CUDA_CFLAGS) $(CUDA_ARCHS) -MMD -MP -c -o $@ $<
+
+define CUDA_PASS
+$$(CUDA_KINDS:%=$$(BUILD)/cuda/$(1)_%.o): $$(BUILD)/cuda/$(1)_%.o: cuda/$(1).cu Makefile
+	@mkdir -p $$(@D)
+	$$(call show,NVCC $$< for $$*)$$(NVCC) $$(CUDA_CFLAGS) $$(CUDA_ARCHS) -DFA_KIND=$$* -MMD -MP -c -o $$@ $$<
+endef
+$(foreach pass,$(CUDA_PASSES),$(eval $(call CUDA_PASS,$(pass))))
 endif
 
 # ---- the library, and the NIF where Erlang's headers are -------------------------------------------
@@ -221,7 +232,7 @@ test-sanitize: test-c-sanitize
 
 # ---- style -----------------------------------------------------------------------------------------
 
-C_FILES := $(wildcard c_src/*.h c_src/*/*.[ch] cuda/*.cu cuda/*.cuh cuda/*.h test/*/*.[ch] bench/*.[ch])
+C_FILES := $(wildcard c_src/*.h c_src/*/*.[ch] cuda/*.cu cuda/*.cuh cuda/*.[ch] test/*/*.[ch] bench/*.[ch])
 
 # clang-format's taste changes from version to version; Debian 12's is the house's.
 CLANG_FORMAT ?= clang-format

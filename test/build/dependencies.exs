@@ -100,7 +100,7 @@ defmodule Dependencies do
 
   defp c_files(root) do
     Path.wildcard(Path.join(root, "c_src/**/*.{c,h}")) ++
-      Path.wildcard(Path.join(root, "cuda/**/*.{cu,cuh,h}"))
+      Path.wildcard(Path.join(root, "cuda/**/*.{cu,cuh,c,h}"))
   end
 
   defp layer(root, file) do

@@ -1,0 +1,382 @@
+/* The CUDA backend: which kernel takes a problem, how its workspace is laid out, and what is launched. */
+#include "../c_src/core/backend.h"
+
+#include <cuda_runtime_api.h>
+#include <math.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "../c_src/core/error.h"
+#include "kernels.h"
+
+/* ---- errors and devices -------------------------------------------------------------------------- */
+
+static fa_status check(cudaError_t result, const char *operation, fa_error *error) {
+  if (result == cudaSuccess) return FA_STATUS_OK;
+  cudaGetLastError(); /* or the next call would report it again */
+  fa_status status = result == cudaErrorMemoryAllocation ? FA_STATUS_OUT_OF_MEMORY : FA_STATUS_DEVICE_ERROR;
+  return fa_fail_message(
+      error, status, "device",
+      FA_TEXT("%s: %s (%s)", operation, cudaGetErrorString(result), cudaGetErrorName(result)));
+}
+
+#define CHECK(call)                                   \
+  do {                                                \
+    fa_status status = check(call, operation, error); \
+    if (status) return status;                        \
+  } while (0)
+
+static int32_t num_devices(fa_error *error) {
+  int count = 0;
+  cudaError_t result = cudaGetDeviceCount(&count);
+  if (result == cudaSuccess && count > 0) {
+    fa_succeed(error);
+    return count;
+  }
+  cudaGetLastError();
+  fa_fail_message(error, FA_STATUS_NO_DEVICE, "device",
+                  FA_TEXT("no CUDA device: %s", result ? cudaGetErrorString(result) : "the driver lists none"));
+  return 0;
+}
+
+static fa_status device_info(int32_t index, fa_device_info *info, fa_error *error) {
+  const char *operation = "cudaGetDeviceProperties";
+  struct cudaDeviceProp properties;
+  CHECK(cudaGetDeviceProperties(&properties, index));
+  snprintf(info->name, sizeof info->name, "%.127s", properties.name);
+  snprintf(info->features, sizeof info->features, "sm_%d%d", properties.major, properties.minor);
+  info->num_threads = properties.multiProcessorCount;
+  info->memory_bytes = (int64_t)properties.totalGlobalMem;
+  return FA_STATUS_OK;
+}
+
+/* Makes a device current for the duration of a call into the runtime. */
+typedef struct device_scope {
+  int previous;
+} device_scope;
+
+static fa_status enter_device(device_scope *scope, int32_t index, fa_error *error) {
+  const char *operation = "cudaSetDevice";
+  CHECK(cudaGetDevice(&scope->previous));
+  CHECK(cudaSetDevice(index));
+  return FA_STATUS_OK;
+}
+
+static void leave_device(const device_scope *scope) { cudaSetDevice(scope->previous); }
+
+/* ---- memory -------------------------------------------------------------------------------------- */
+
+static fa_status allocate(int32_t index, size_t bytes, void **memory, fa_error *error) {
+  device_scope scope;
+  fa_status status = enter_device(&scope, index, error);
+  if (status) return status;
+  status = check(cudaMalloc(memory, bytes), FA_TEXT("cudaMalloc of %zu bytes", bytes), error);
+  leave_device(&scope);
+  return status;
+}
+
+static fa_status release(int32_t index, void *memory, fa_error *error) {
+  (void)index; /* the runtime knows whose memory it is */
+  return check(cudaFree(memory), "cudaFree", error);
+}
+
+static fa_status synchronize(int32_t index, void *stream, fa_error *error) {
+  device_scope scope;
+  fa_status status = enter_device(&scope, index, error);
+  if (status) return status;
+  status = check(cudaStreamSynchronize(stream), "cudaStreamSynchronize", error);
+  leave_device(&scope);
+  return status;
+}
+
+static fa_status copy(int32_t index, void *to, const void *from, size_t bytes, void *stream, fa_error *error) {
+  device_scope scope;
+  fa_status status = enter_device(&scope, index, error);
+  if (status) return status;
+  status = check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream), "cudaMemcpyAsync", error);
+  if (!status) status = check(cudaStreamSynchronize(stream), "cudaStreamSynchronize", error);
+  leave_device(&scope);
+  return status;
+}
+
+/* ---- the selector -------------------------------------------------------------------------------- */
+
+static const struct {
+  const fa_cuda_kernel *forward, *backward;
+  int32_t num_parts;
+  bool scaled;
+} kinds[FA_CUDA_NUM_KINDS] = {
+    [FA_CUDA_BF16] = {fa_cuda_forward_bf16, fa_cuda_backward_bf16, 1, false},
+    [FA_CUDA_F16] = {fa_cuda_forward_f16, fa_cuda_backward_f16, 1, false},
+    [FA_CUDA_F32] = {fa_cuda_forward_f32, fa_cuda_backward_f32, 2, true},
+    [FA_CUDA_F32_AS_F16] = {fa_cuda_forward_f32_as_f16, fa_cuda_backward_f32_as_f16, 1, true},
+};
+
+static fa_cuda_kind kind_of(const fa_problem *problem) {
+  switch (problem->dtype) {
+    case FA_DTYPE_BF16: return FA_CUDA_BF16;
+    case FA_DTYPE_F16: return FA_CUDA_F16;
+    default: return problem->precision == FA_PRECISION_DEFAULT ? FA_CUDA_F32_AS_F16 : FA_CUDA_F32;
+  }
+}
+
+static int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+static fa_status unsupported(fa_error *error, const char *argument, const char *expected, int64_t got) {
+  return fa_fail(error, FA_STATUS_UNSUPPORTED, argument, expected, FA_TEXT("%lld", (long long)got));
+}
+
+/* What the kernels' 32-bit positions, counts and grids can hold. */
+static fa_status check_sizes(const fa_problem *p, const fa_cuda_kernel *kernel, fa_error *error) {
+  const int64_t most_rows = INT64_C(1) << 29, most_blocks = INT32_MAX / 2;
+  if (p->seqlen_q > most_rows) return unsupported(error, "seqlen_q", "at most 2^29 on CUDA", p->seqlen_q);
+  if (p->seqlen_k > most_rows) return unsupported(error, "seqlen_k", "at most 2^29 on CUDA", p->seqlen_k);
+  const int64_t sizes[] = {p->batch, p->num_heads, p->num_sinks};
+  for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
+    if (sizes[i] > most_blocks) return unsupported(error, "problem", "sizes below 2^30 on CUDA", sizes[i]);
+  const int64_t seqlen = p->seqlen_q > p->seqlen_k ? p->seqlen_q : p->seqlen_k;
+  const int64_t block = kernel->block_q < kernel->block_k ? kernel->block_q : kernel->block_k;
+  const double blocks = (double)p->batch * (double)p->num_heads * (double)divide_up(seqlen, block);
+  if (blocks > (double)most_blocks || (double)p->num_sinks * (double)p->num_heads > (double)most_blocks)
+    return unsupported(error, "batch", "less work for one call on CUDA", p->batch);
+  return FA_STATUS_OK;
+}
+
+/* The first row of the kind's table that takes the head_dim and fits the device. */
+static fa_status choose_kernel(const fa_plan *plan, const fa_cuda_kernel **chosen, fa_error *error) {
+  const fa_problem *problem = &plan->problem;
+  const char *operation = "cudaDeviceGetAttribute";
+  int major, shared_bytes;
+  CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, plan->device.index));
+  CHECK(cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, plan->device.index));
+  if (plan->pass == FA_PASS_TANGENT)
+    return fa_fail(error, FA_STATUS_UNSUPPORTED, "pass", "forward or backward on CUDA", "tangent");
+  if (problem->dtype == FA_DTYPE_F64)
+    return fa_fail(error, FA_STATUS_UNSUPPORTED, "dtype", "f32, bf16 or f16 on CUDA", "f64");
+  if (major < 8)
+    return fa_fail(error, FA_STATUS_UNSUPPORTED, "device", "compute capability 8.0 or newer",
+                   FA_TEXT("%d.x", major));
+  fa_cuda_kind kind = kind_of(problem);
+  const fa_cuda_kernel *row = plan->pass == FA_PASS_FORWARD ? kinds[kind].forward : kinds[kind].backward;
+  int32_t largest = 0;
+  for (; row->name; row++) {
+    if (row->bucket > largest && row->shared_bytes <= shared_bytes) largest = row->bucket;
+    if (problem->head_dim > row->bucket || row->shared_bytes > shared_bytes) continue;
+    *chosen = row;
+    return check_sizes(problem, row, error);
+  }
+  return unsupported(error, "head_dim", FA_TEXT("at most %d on this CUDA device", largest), problem->head_dim);
+}
+
+/* ---- the workspace ------------------------------------------------------------------------------- */
+
+/* Hands out pieces of the workspace; with a NULL base it only counts. */
+typedef struct allocator {
+  char *base;
+  size_t used;
+} allocator;
+
+static void *take(allocator *allocator, int64_t bytes) {
+  void *piece = allocator->base ? allocator->base + allocator->used : NULL;
+  allocator->used += ((size_t)bytes + 255) / 256 * 256;
+  return piece;
+}
+
+/* Everything that a run needs: the kernels' argument, the copies to make first, and what to fill with 0. */
+typedef struct job {
+  fa_cuda_arguments arguments;
+  fa_cuda_split_arguments splits[4];
+  int32_t num_splits;
+  void *zeroed;
+  size_t zeroed_bytes;
+  size_t workspace_bytes;
+} job;
+
+static bool is_aligned(const fa_tensor *tensor, int64_t element_bytes) {
+  const int64_t strides[] = {tensor->stride_batch, tensor->stride_row, tensor->stride_head};
+  bool aligned = (uintptr_t)tensor->data % 16 == 0;
+  for (int i = 0; i < 3; i++) aligned = aligned && strides[i] * element_bytes % 16 == 0;
+  return aligned;
+}
+
+/* The tensor as the tensor cores read it: itself, or a scaled copy in the workspace. */
+static fa_cuda_operand operand(const fa_problem *p, fa_tensor tensor, int64_t seqlen, int64_t num_heads,
+                               uint32_t *magnitudes, allocator *workspace, job *job) {
+  const int32_t num_parts = kinds[kind_of(p)].num_parts;
+  fa_cuda_operand operand = {.data = tensor.data,
+                             .stride_batch = tensor.stride_batch,
+                             .stride_row = tensor.stride_row,
+                             .stride_head = tensor.stride_head,
+                             .num_cols = (int32_t)p->head_dim,
+                             .aligned = is_aligned(&tensor, 2)};
+  if (!kinds[kind_of(p)].scaled) return operand;
+  operand.num_cols = (int32_t)divide_up(p->head_dim, 8) * 8;
+  operand.aligned = true;
+  operand.stride_row = operand.num_cols;
+  operand.stride_head = operand.stride_row * seqlen;
+  operand.stride_batch = operand.stride_head * num_heads;
+  operand.stride_part = operand.stride_batch * p->batch;
+  operand.data = take(workspace, num_parts * operand.stride_part * 2);
+  operand.magnitudes = magnitudes;
+  job->splits[job->num_splits++] = (fa_cuda_split_arguments){.from = tensor,
+                                                             .to = operand,
+                                                             .batch = (int32_t)p->batch,
+                                                             .seqlen = (int32_t)seqlen,
+                                                             .num_heads = (int32_t)num_heads,
+                                                             .num_kv_heads = (int32_t)p->num_kv_heads,
+                                                             .head_dim = (int32_t)p->head_dim,
+                                                             .num_parts = num_parts};
+  return operand;
+}
+
+static fa_cuda_score score_of(const fa_problem *p) {
+  const double log2_e = 1.4426950408889634;
+  if (p->softcap != 0)
+    return (fa_cuda_score){FA_CUDA_SCORE_SOFTCAP, (float)(p->scale / p->softcap), (float)(p->softcap * log2_e)};
+  return (fa_cuda_score){p->scale < 0 ? FA_CUDA_SCORE_NEGATED : FA_CUDA_SCORE_PLAIN, 0,
+                         (float)(fabs(p->scale) * log2_e)};
+}
+
+/* The one place that knows the workspace: called with NULL to size it, and again to run. */
+static job lay_out(const fa_plan *plan, const fa_cuda_kernel *kernel, const fa_tensors *t, void *base) {
+  const fa_problem *p = &plan->problem;
+  const bool backward = plan->pass == FA_PASS_BACKWARD;
+  const int64_t rows = p->batch * p->num_heads, kv_rows = p->batch * p->num_kv_heads;
+  job job = {0};
+  allocator workspace = {base, 0};
+  fa_cuda_arguments *a = &job.arguments;
+  a->window = (fa_cuda_window){(int32_t)p->seqlen_q, (int32_t)p->seqlen_k, (int32_t)p->window_left,
+                               (int32_t)p->window_right};
+  a->score = score_of(p);
+  a->scale = (float)p->scale;
+  a->batch = (int32_t)p->batch;
+  a->num_heads = (int32_t)p->num_heads;
+  a->num_kv_heads = (int32_t)p->num_kv_heads;
+  a->head_dim = (int32_t)p->head_dim;
+  a->num_sinks = (int32_t)p->num_sinks;
+  a->deterministic = p->deterministic;
+  a->num_q_blocks = (int32_t)divide_up(p->seqlen_q, kernel->block_q);
+  a->num_k_blocks = (int32_t)divide_up(p->seqlen_k, kernel->block_k);
+  a->padded_rows = a->num_q_blocks * kernel->block_q;
+  a->o = t->o, a->dq = t->dq, a->dk = t->dk, a->dv = t->dv, a->dout_rows = t->dout;
+  a->lse = t->lse.data, a->sink = t->sink.data, a->dsink = t->dsink.data;
+
+  /* First what starts at 0. */
+  uint32_t *magnitudes = NULL;
+  if (kinds[kind_of(p)].scaled) magnitudes = take(&workspace, 4 * kv_rows * (int64_t)sizeof *magnitudes);
+  if (backward) {
+    a->ticket = take(&workspace, sizeof *a->ticket);
+    a->dq_turns = take(&workspace, rows * a->num_q_blocks * (int64_t)sizeof *a->dq_turns);
+    a->dq_sum = take(&workspace, rows * a->padded_rows * kernel->bucket * (int64_t)sizeof *a->dq_sum);
+  }
+  job.zeroed = base;
+  job.zeroed_bytes = workspace.used;
+  if (backward) {
+    a->lse_log2 = take(&workspace, rows * a->padded_rows * (int64_t)sizeof *a->lse_log2);
+    a->delta = take(&workspace, rows * a->padded_rows * (int64_t)sizeof *a->delta);
+  }
+  uint32_t *m = magnitudes;
+  a->q = operand(p, t->q, p->seqlen_q, p->num_heads, m, &workspace, &job);
+  a->k = operand(p, t->k, p->seqlen_k, p->num_kv_heads, m ? m + kv_rows : NULL, &workspace, &job);
+  a->v = operand(p, t->v, p->seqlen_k, p->num_kv_heads, m ? m + 2 * kv_rows : NULL, &workspace, &job);
+  if (backward)
+    a->dout = operand(p, t->dout, p->seqlen_q, p->num_heads, m ? m + 3 * kv_rows : NULL, &workspace, &job);
+  job.workspace_bytes = workspace.used;
+  return job;
+}
+
+static fa_status plan_cuda(fa_plan *plan, fa_error *error) {
+  const fa_cuda_kernel *kernel = NULL;
+  fa_status status = choose_kernel(plan, &kernel, error);
+  if (status) return status;
+  device_scope scope;
+  status = enter_device(&scope, plan->device.index, error);
+  if (status) return status;
+  status = check(
+      cudaFuncSetAttribute(kernel->main, cudaFuncAttributeMaxDynamicSharedMemorySize, kernel->shared_bytes),
+      "cudaFuncSetAttribute", error);
+  leave_device(&scope);
+  plan->kernel = kernel->name;
+  plan->config = kernel;
+  plan->workspace_bytes = lay_out(plan, kernel, &(fa_tensors){0}, NULL).workspace_bytes;
+  return status;
+}
+
+/* ---- running ------------------------------------------------------------------------------------- */
+
+static cudaError_t launch(const void *kernel, int64_t num_blocks, int32_t num_threads, int32_t shared_bytes,
+                          void **arguments, cudaStream_t stream) {
+  if (num_blocks == 0) return cudaSuccess;
+  return cudaLaunchKernel(kernel, (dim3){(unsigned)num_blocks, 1, 1}, (dim3){(unsigned)num_threads, 1, 1},
+                          arguments, (size_t)shared_bytes, stream);
+}
+
+static cudaError_t launch_small(const void *kernel, int64_t num_blocks, void **arguments, cudaStream_t stream) {
+  return launch(kernel, num_blocks, FA_CUDA_SMALL_KERNEL_THREADS, 0, arguments, stream);
+}
+
+static fa_status launch_split(fa_cuda_split_arguments *split, cudaStream_t stream, fa_error *error) {
+  const char *operation = "launch of the f32 split";
+  const int64_t chunks = divide_up(split->head_dim, 8) * split->batch * split->seqlen * split->num_heads;
+  void *arguments[] = {split};
+  if (chunks == 0) return FA_STATUS_OK;
+  CHECK(launch_small(fa_cuda_magnitude_kernel,
+                     (int64_t)split->batch * split->num_kv_heads * FA_CUDA_MAGNITUDE_BLOCKS, arguments,
+                     stream));
+  CHECK(launch_small(fa_cuda_split_kernel, divide_up(chunks, FA_CUDA_SMALL_KERNEL_THREADS), arguments, stream));
+  return FA_STATUS_OK;
+}
+
+static fa_status launch_forward(const fa_cuda_kernel *kernel, job *job, cudaStream_t stream, fa_error *error) {
+  const char *operation = "launch of the forward";
+  fa_cuda_arguments *a = &job->arguments;
+  CHECK(launch(kernel->main, (int64_t)a->batch * a->num_heads * a->num_q_blocks, kernel->num_threads,
+               kernel->shared_bytes, (void *[]){a}, stream));
+  return FA_STATUS_OK;
+}
+
+static fa_status launch_backward(const fa_cuda_kernel *kernel, job *job, cudaStream_t stream, fa_error *error) {
+  const char *operation = "launch of the backward";
+  fa_cuda_arguments *a = &job->arguments;
+  const int64_t rows = (int64_t)a->batch * a->num_heads;
+  int32_t lanes = 1; /* of a row, eight numbers each */
+  while (lanes * 8 < a->head_dim) lanes *= 2;
+  CHECK(launch_small(kernel->statistics, divide_up(rows * a->padded_rows * lanes, FA_CUDA_SMALL_KERNEL_THREADS),
+                     (void *[]){a, &lanes}, stream));
+  CHECK(launch(kernel->main, (int64_t)a->batch * a->num_kv_heads * a->num_k_blocks, kernel->num_threads,
+               kernel->shared_bytes, (void *[]){a}, stream));
+  CHECK(launch(kernel->finish_dq, rows * a->num_q_blocks, kernel->num_threads, 0, (void *[]){a}, stream));
+  CHECK(launch_small(fa_cuda_sink_kernel, (int64_t)a->num_sinks * a->num_heads, (void *[]){a}, stream));
+  return FA_STATUS_OK;
+}
+
+static fa_status enqueue(const fa_plan *plan, job *job, cudaStream_t stream, fa_error *error) {
+  const char *operation = "cudaMemsetAsync";
+  if (job->zeroed_bytes) CHECK(cudaMemsetAsync(job->zeroed, 0, job->zeroed_bytes, stream));
+  for (int i = 0; i < job->num_splits; i++) {
+    fa_status status = launch_split(&job->splits[i], stream, error);
+    if (status) return status;
+  }
+  return (plan->pass == FA_PASS_FORWARD ? launch_forward : launch_backward)(plan->config, job, stream, error);
+}
+
+static fa_status run(const fa_plan *plan, const fa_tensors *tensors, const fa_execution *execution,
+                     fa_error *error) {
+  device_scope scope;
+  fa_status status = enter_device(&scope, plan->device.index, error);
+  if (status) return status;
+  job job = lay_out(plan, plan->config, tensors, execution->workspace);
+  status = enqueue(plan, &job, execution->stream, error);
+  leave_device(&scope);
+  return status;
+}
+
+const fa_backend fa_cuda_backend = {.kind = FA_DEVICE_CUDA,
+                                    .num_devices = num_devices,
+                                    .device_info = device_info,
+                                    .plan = plan_cuda,
+                                    .run = run,
+                                    .alloc = allocate,
+                                    .free = release,
+                                    .copy = copy,
+                                    .synchronize = synchronize};

@@ -1,0 +1,395 @@
+// The backward pass. One block of threads takes block_k columns of one key/value head, keeps their dk and dv in
+// registers, and walks over the row blocks that see them, in every query head of the group. dq is summed in
+// memory, in f32 and in the order of the accumulators (finish_dq puts it in place): by additions in any order,
+// or, for bitwise repeatable results, one column block after the other.
+//
+// Compiled once for every kind: -DFA_KIND=bf16 and so on.
+#include "mask.cuh"
+#include "operand.cuh"
+#include "softmax.cuh"
+
+namespace fa {
+
+// A row of the table. Warps share out the scores [block_q, block_k] as score_warps along q times the rest along
+// k; dk and dv [block_k, head_dim] as dkv_warps along k times the rest; dq [block_q, head_dim] as dq_warps
+// along q times the rest. With two stages, the next row block comes while one is worked on.
+template <int HEAD_DIM, int BLOCK_Q, int BLOCK_K, int NUM_WARPS, int STAGES, int SCORE_WARPS, int DKV_WARPS,
+          int DQ_WARPS>
+struct BackwardShape {
+  static constexpr int head_dim = HEAD_DIM, block_q = BLOCK_Q, block_k = BLOCK_K, num_warps = NUM_WARPS;
+  static constexpr int stages = STAGES, score_warps = SCORE_WARPS, dkv_warps = DKV_WARPS, dq_warps = DQ_WARPS;
+};
+
+// How num_warps warps, `down` of them along the rows, share out a product [rows, columns].
+template <int ROWS, int COLUMNS, int NUM_WARPS, int DOWN>
+struct Share {
+  static constexpr int ACROSS = NUM_WARPS / DOWN;
+  static constexpr int WARP_ROWS = ROWS / DOWN, WARP_COLUMNS = COLUMNS / ACROSS;
+  static constexpr int MT = WARP_ROWS / 16, NT = WARP_COLUMNS / 8;
+  static_assert(WARP_ROWS % 16 == 0 && WARP_COLUMNS % 16 == 0, "a warp has whole fragments");
+  __device__ static int row() { return threadIdx.x / 32 % DOWN * WARP_ROWS; }
+  __device__ static int column() { return threadIdx.x / 32 / DOWN * WARP_COLUMNS; }
+};
+
+template <class Kind, class Shape>
+struct BackwardLayout {
+  using QTile = Tile<Shape::block_q, Shape::head_dim>;
+  using KTile = Tile<Shape::block_k, Shape::head_dim>;
+  using PTile = Tile<Shape::block_q, Shape::block_k>;
+  using Scores = Share<Shape::block_q, Shape::block_k, Shape::num_warps, Shape::score_warps>;
+  using Dkv = Share<Shape::block_k, Shape::head_dim, Shape::num_warps, Shape::dkv_warps>;
+  using Dq = Share<Shape::block_q, Shape::head_dim, Shape::num_warps, Shape::dq_warps>;
+  static constexpr int THREADS = Shape::num_warps * 32;
+  // Shared memory: k, v; of each stage q, dout, lse_log2, delta; p, ds; a word for each warp.
+  static constexpr int Q_BYTES = Kind::PARTS * QTile::BYTES, K_BYTES = Kind::PARTS * KTile::BYTES;
+  static constexpr int P_BYTES = Kind::PARTS * PTile::BYTES, ROW_BYTES = Shape::block_q * 4;
+  static constexpr int STAGE_BYTES = 2 * Q_BYTES + 2 * ROW_BYTES;
+  static constexpr int STAGES_AT = 2 * K_BYTES, P_AT = STAGES_AT + Shape::stages * STAGE_BYTES;
+  static constexpr int WORDS_AT = P_AT + 2 * P_BYTES, SHARED_BYTES = WORDS_AT + Shape::num_warps * 4;
+};
+
+// ---- dq in memory: four elements of an accumulator block in each lane ------------------------------
+
+// Where element i of block [m, n] of this lane lies in a row block's part of dq_sum: such that a warp's
+// instruction touches consecutive memory.
+template <class Share>
+__device__ inline int dq_offset(int m, int n) {
+  const int block = (threadIdx.x / 32 * Share::MT + m) * Share::NT + n;
+  return (block * 32 + threadIdx.x % 32) * 4;
+}
+
+__device__ inline void add_four(float *to, const float (&x)[4]) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x[0]), "f"(x[1]), "f"(x[2]),
+               "f"(x[3])
+               : "memory");
+#else
+#pragma unroll
+  for (int i = 0; i < 4; i++) atomicAdd(to + i, x[i]);
+#endif
+}
+
+// Waits until `turn` column blocks have added to a row block, and passes the turn on.
+__device__ inline void wait_for_turn(const int32_t *turns, int turn) {
+  if (threadIdx.x == 0) {
+    int now;
+    do asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(turns) : "memory");
+    while (now != turn);
+  }
+  __syncthreads();
+}
+__device__ inline void pass_turn(int32_t *turns) {
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(turns) : "memory");
+}
+
+// Block numbers in the order in which blocks really start, so that whoever waits for a lower number waits for a
+// block that is running or done.
+__device__ inline int take_ticket(int32_t *ticket, int *shared) {
+  if (threadIdx.x == 0) *shared = atomicAdd(ticket, 1);
+  __syncthreads();
+  const int number = *shared;
+  __syncthreads();
+  return number;
+}
+
+// ---- the main kernel -------------------------------------------------------------------------------
+
+// Writes this warp's accumulator of scores as elements to a tile in shared memory (its parts in turn).
+template <class Kind, class T, int MT, int NT>
+__device__ inline void store_tile(uint32_t tile, int row, int column, const Accumulator<MT, NT> &acc,
+                                  float scale) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int m = 0; m < MT; m++)
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+#pragma unroll
+      for (int n = 0; n < NT; n++) {
+        uint32_t parts[Kind::PARTS];
+        float a = acc[m][n][half * 2], b = acc[m][n][half * 2 + 1];
+        if constexpr (Kind::SCALED) a *= scale, b *= scale;
+        split<Kind>(parts, a, b);
+        const uint32_t to = tile + T::offset(row + m * 16 + half * 8 + lane / 4, column / 8 + n) + lane % 4 * 4;
+#pragma unroll
+        for (int part = 0; part < Kind::PARTS; part++) store_shared(to + part * T::BYTES, parts[part]);
+      }
+}
+
+// The bits of the largest magnitude that any thread of the block has. words: one for each warp.
+template <int NUM_WARPS>
+__device__ inline uint32_t block_max(uint32_t bits, uint32_t *words) {
+  bits = __reduce_max_sync(~0u, bits);
+  if (threadIdx.x % 32 == 0) words[threadIdx.x / 32] = bits;
+  __syncthreads();
+#pragma unroll
+  for (int warp = 0; warp < NUM_WARPS; warp++) bits = max(bits, words[warp]);
+  return bits;
+}
+
+template <class Kind, class Shape>
+__global__ void __launch_bounds__(Shape::num_warps * 32, 1)
+    backward(const __grid_constant__ fa_cuda_arguments a) {
+  using Layout = BackwardLayout<Kind, Shape>;
+  using QTile = typename Layout::QTile;
+  using KTile = typename Layout::KTile;
+  using PTile = typename Layout::PTile;
+  using Scores = typename Layout::Scores;
+  using Dkv = typename Layout::Dkv;
+  using Dq = typename Layout::Dq;
+  using Io = typename Kind::Io;
+  constexpr int THREADS = Layout::THREADS, HEAD_DIM = Shape::head_dim;
+  constexpr int SHIFT = Kind::SCALED ? SCALED_EXPONENT : 0;
+
+  extern __shared__ __align__(128) uint8_t shared[];
+  const uint32_t k_tile = shared_address(shared), v_tile = k_tile + Layout::K_BYTES;
+  const uint32_t p_tile = k_tile + Layout::P_AT, ds_tile = p_tile + Layout::P_BYTES;
+  uint32_t *words = reinterpret_cast<uint32_t *>(shared + Layout::WORDS_AT);
+
+  // The first column blocks come first: with a causal mask they have the most to do.
+  const int index = a.deterministic ? take_ticket(a.ticket, reinterpret_cast<int *>(words)) : blockIdx.x;
+  const int k_block = index % a.num_k_blocks;
+  const int kv_head = index / a.num_k_blocks % a.num_kv_heads, batch = index / a.num_k_blocks / a.num_kv_heads;
+  const int group = a.num_heads / a.num_kv_heads;
+  const Range columns = block_range(k_block, Shape::block_k, a.window.seqlen_k);
+  const Range q_blocks = blocks_of(visible_rows(a.window, columns), Shape::block_q);
+  const int num_q_blocks = q_blocks.end - q_blocks.begin, num_steps = group * num_q_blocks;
+
+  fa_cuda_score score = a.score;
+  float unscale_dp = 1, unscale_dv = 1, unscale_dk = 1;
+  if constexpr (Kind::SCALED) {
+    const int i = batch * a.num_kv_heads + kv_head;
+    const int exponent_q = scaling_exponent(a.q.magnitudes[i]),
+              exponent_k = scaling_exponent(a.k.magnitudes[i]);
+    const int exponent_v = scaling_exponent(a.v.magnitudes[i]);
+    const int exponent_dout = scaling_exponent(a.dout.magnitudes[i]);
+    score = unscaled_score(score, exponent_q + exponent_k);
+    unscale_dp = power_of_two(-exponent_dout - exponent_v);
+    unscale_dv = power_of_two(-exponent_dout - SHIFT);
+    unscale_dk = power_of_two(-exponent_q);
+  }
+
+  // A step is one row block of one head: where its rows begin among all rows, and the copies that it needs.
+  auto head_of_step = [&](int step) { return kv_head * group + step / num_q_blocks; };
+  auto block_of_step = [&](int step) { return q_blocks.begin + step % num_q_blocks; };
+  auto block_index = [&](int step) {
+    return (int64_t(batch) * a.num_heads + head_of_step(step)) * a.num_q_blocks + block_of_step(step);
+  };
+  auto load_step = [&](int step, uint32_t stage) {
+    const int head = head_of_step(step), row = block_of_step(step) * Shape::block_q;
+    load_operand<Kind, QTile, THREADS>(stage, a.q, head_of(a.q, batch, head), row, a.window.seqlen_q);
+    load_operand<Kind, QTile, THREADS>(stage + Layout::Q_BYTES, a.dout, head_of(a.dout, batch, head), row,
+                                       a.window.seqlen_q);
+    if (threadIdx.x < Shape::block_q / 4) {
+      const int64_t first = block_index(step) * Shape::block_q + threadIdx.x * 4;
+      const uint32_t to = stage + 2 * Layout::Q_BYTES + threadIdx.x * 16;
+      copy_async(to, a.lse_log2 + first, 16);
+      copy_async(to + Layout::ROW_BYTES, a.delta + first, 16);
+    }
+  };
+
+  float dk[Dkv::MT][Dkv::NT][4], dv[Dkv::MT][Dkv::NT][4];
+  set_zero<Dkv::MT, Dkv::NT>(dk);
+  set_zero<Dkv::MT, Dkv::NT>(dv);
+
+  if (num_steps > 0) {
+    load_operand<Kind, KTile, THREADS>(k_tile, a.k, head_of(a.k, batch, kv_head), columns.begin,
+                                       a.window.seqlen_k);
+    load_operand<Kind, KTile, THREADS>(v_tile, a.v, head_of(a.v, batch, kv_head), columns.begin,
+                                       a.window.seqlen_k);
+    load_step(0, k_tile + Layout::STAGES_AT);
+  }
+  for (int step = 0; step < num_steps; step++) {
+    const uint32_t stage_at = Layout::STAGES_AT + step % Shape::stages * Layout::STAGE_BYTES;
+    const uint32_t q_tile = k_tile + stage_at, dout_tile = q_tile + Layout::Q_BYTES;
+    const float *lse_log2 = reinterpret_cast<const float *>(shared + stage_at + 2 * Layout::Q_BYTES);
+    const float *delta = lse_log2 + Shape::block_q;
+    copy_async_wait_all();
+    __syncthreads();  // this step's rows are there, and nobody reads the last step's any more
+    if (Shape::stages == 2 && step + 1 < num_steps)
+      load_step(step + 1, k_tile + Layout::STAGES_AT + (step + 1) % Shape::stages * Layout::STAGE_BYTES);
+
+    // p and ds
+    float p[Scores::MT][Scores::NT][4], ds[Scores::MT][Scores::NT][4];
+    set_zero<Scores::MT, Scores::NT>(p);
+    set_zero<Scores::MT, Scores::NT>(ds);
+    multiply<Kind, HEAD_DIM / 16, Scores::NT>(p, TileOperand<QTile, true, true>(q_tile, Scores::row()),
+                                              TileOperand<KTile, false, true>(k_tile, Scores::column()));
+    multiply<Kind, HEAD_DIM / 16, Scores::NT>(ds, TileOperand<QTile, true, true>(dout_tile, Scores::row()),
+                                              TileOperand<KTile, false, true>(v_tile, Scores::column()));
+    apply_score_form<Scores::MT, Scores::NT>(p, score);
+    const Range rows = block_range(block_of_step(step), Shape::block_q, a.window.seqlen_q);
+    if (!is_fully_visible(a.window, rows, columns.begin, Shape::block_k))
+      mask_scores<Scores::MT, Scores::NT>(p, a.window, rows.begin + Scores::row(),
+                                          columns.begin + Scores::column());
+    uint32_t largest = 0;
+#pragma unroll
+    for (int m = 0; m < Scores::MT; m++)
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        const int row = Scores::row() + m * 16 + half * 8 + threadIdx.x % 32 / 4;
+        const float row_shift = SHIFT - lse_log2[row], row_delta = delta[row];
+#pragma unroll
+        for (int n = 0; n < Scores::NT; n++)
+#pragma unroll
+          for (int i = half * 2; i < half * 2 + 2; i++) {
+            const float x = p[m][n][i];
+            const float dp = Kind::SCALED ? ds[m][n][i] * unscale_dp : ds[m][n][i];
+            p[m][n][i] = exp2_fast(fmaf(x, score.factor, row_shift));
+            ds[m][n][i] = p[m][n][i] * (dp - row_delta);
+            if (score.form == FA_CUDA_SCORE_SOFTCAP) ds[m][n][i] *= x == -INFINITY ? 0 : 1 - x * x;
+            if constexpr (Kind::SCALED) largest = max(largest, __float_as_uint(fabsf(ds[m][n][i])));
+          }
+      }
+    int exponent_ds = 0;  // the scale of ds in shared memory, beside 2^SHIFT of p
+    if constexpr (Kind::SCALED) exponent_ds = scaling_exponent(block_max<Shape::num_warps>(largest, words));
+    store_tile<Kind, PTile, Scores::MT, Scores::NT>(p_tile, Scores::row(), Scores::column(), p, 1);
+    store_tile<Kind, PTile, Scores::MT, Scores::NT>(ds_tile, Scores::row(), Scores::column(), ds,
+                                                    power_of_two(exponent_ds));
+    __syncthreads();
+
+    const float unscale_ds = power_of_two(-exponent_ds - SHIFT);
+    constexpr int DKV_CHUNK = Dkv::NT < 4 ? Dkv::NT : 4, DQ_CHUNK = Dq::NT < 4 ? Dq::NT : 4;
+    multiply<Kind, Shape::block_q / 16, DKV_CHUNK>(dv, TileOperand<PTile, true, false>(p_tile, Dkv::row()),
+                                                   TileOperand<QTile, false, false>(dout_tile, Dkv::column()));
+    multiply<Kind, Shape::block_q / 16, DKV_CHUNK>(dk, TileOperand<PTile, true, false>(ds_tile, Dkv::row()),
+                                                   TileOperand<QTile, false, false>(q_tile, Dkv::column()),
+                                                   unscale_ds);
+    float dq[Dq::MT][Dq::NT][4];
+    set_zero<Dq::MT, Dq::NT>(dq);
+    multiply<Kind, Shape::block_k / 16, DQ_CHUNK>(dq, TileOperand<PTile, true, true>(ds_tile, Dq::row()),
+                                                  TileOperand<KTile, false, false>(k_tile, Dq::column()),
+                                                  unscale_ds);
+    if (Shape::stages == 1 && step + 1 < num_steps) {
+      __syncthreads();
+      load_step(step + 1, q_tile);
+    }
+
+    const int64_t block = block_index(step);
+    if (a.deterministic)
+      wait_for_turn(a.dq_turns + block,
+                    k_block - blocks_of(visible_columns(a.window, rows), Shape::block_k).begin);
+    float *dq_sum = a.dq_sum + block * (Shape::block_q * HEAD_DIM);
+#pragma unroll
+    for (int m = 0; m < Dq::MT; m++)
+#pragma unroll
+      for (int n = 0; n < Dq::NT; n++) add_four(dq_sum + dq_offset<Dq>(m, n), dq[m][n]);
+    if (a.deterministic) pass_turn(a.dq_turns + block);
+  }
+
+  const int column = columns.begin + Dkv::row(), d = Dkv::column();
+  store_accumulator<Io, Dkv::MT, Dkv::NT>(row_of<Io>(a.dk, batch, kv_head, column) + d, a.dk.stride_row,
+                                          columns.end - column, a.head_dim - d, dk, a.scale * unscale_dk);
+  store_accumulator<Io, Dkv::MT, Dkv::NT>(row_of<Io>(a.dv, batch, kv_head, column) + d, a.dv.stride_row,
+                                          columns.end - column, a.head_dim - d, dv, unscale_dv);
+}
+
+// One block a row block of a head, with the main kernel's threads: dq = scale * dq_sum.
+template <class Kind, class Shape>
+__global__ void __launch_bounds__(Shape::num_warps * 32)
+    finish_dq(const __grid_constant__ fa_cuda_arguments a) {
+  using Dq = typename BackwardLayout<Kind, Shape>::Dq;
+  using Io = typename Kind::Io;
+  const int q_block = blockIdx.x % a.num_q_blocks;
+  const int head = blockIdx.x / a.num_q_blocks % a.num_heads, batch = blockIdx.x / a.num_q_blocks / a.num_heads;
+  const Range rows = block_range(q_block, Shape::block_q, a.window.seqlen_q);
+  const float *dq_sum = a.dq_sum + int64_t(blockIdx.x) * (Shape::block_q * Shape::head_dim);
+  float dq[Dq::MT][Dq::NT][4];
+#pragma unroll
+  for (int m = 0; m < Dq::MT; m++)
+#pragma unroll
+    for (int n = 0; n < Dq::NT; n++) {
+      const float4 x = *reinterpret_cast<const float4 *>(dq_sum + dq_offset<Dq>(m, n));
+      dq[m][n][0] = x.x, dq[m][n][1] = x.y, dq[m][n][2] = x.z, dq[m][n][3] = x.w;
+    }
+  float scale = a.scale;
+  if constexpr (Kind::SCALED) {
+    const int kv_head = head / (a.num_heads / a.num_kv_heads);
+    scale *= power_of_two(-scaling_exponent(a.k.magnitudes[batch * a.num_kv_heads + kv_head]));
+  }
+  const int row = rows.begin + Dq::row(), d = Dq::column();
+  store_accumulator<Io, Dq::MT, Dq::NT>(row_of<Io>(a.dq, batch, head, row) + d, a.dq.stride_row, rows.end - row,
+                                        a.head_dim - d, dq, scale);
+}
+
+// ---- delta = dot(o, dout) and lse_log2 --------------------------------------------------------------
+
+// Eight consecutive numbers of a row, 0 from `wanted` on.
+template <class Io>
+__device__ inline void load_eight(float (&x)[8], const Io *from, int wanted) {
+  Io numbers[8];
+  if (wanted >= 8 && reinterpret_cast<uintptr_t>(from) % 16 == 0) {
+    constexpr int VECTORS = sizeof numbers / sizeof(uint4);
+#pragma unroll
+    for (int i = 0; i < VECTORS; i++)
+      reinterpret_cast<uint4 *>(numbers)[i] = reinterpret_cast<const uint4 *>(from)[i];
+#pragma unroll
+    for (int i = 0; i < 8; i++) x[i] = static_cast<float>(numbers[i]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < 8; i++) x[i] = i < wanted ? static_cast<float>(from[i]) : 0;
+  }
+}
+
+// `lanes` lanes a row, eight numbers each; every row of the padded arrays is written.
+template <class Kind>
+__global__ void __launch_bounds__(FA_CUDA_SMALL_KERNEL_THREADS)
+    statistics(const __grid_constant__ fa_cuda_arguments a, int lanes) {
+  using Io = typename Kind::Io;
+  const int64_t index = (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) / lanes;
+  const int lane = threadIdx.x % lanes, row = index % a.padded_rows;
+  const int64_t batch_head = index / a.padded_rows;
+  const int head = batch_head % a.num_heads, batch = batch_head / a.num_heads;
+  const bool inside = batch < a.batch && row < a.window.seqlen_q;
+  float sum = 0;
+  if (inside) {
+    float o[8], dout[8];
+    load_eight(o, row_of<const Io>(a.o, batch, head, row) + lane * 8, a.head_dim - lane * 8);
+    load_eight(dout, row_of<const Io>(a.dout_rows, batch, head, row) + lane * 8, a.head_dim - lane * 8);
+#pragma unroll
+    for (int i = 0; i < 8; i++) sum = fmaf(o[i], dout[i], sum);
+  }
+  for (int step = lanes / 2; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
+  if (lane != 0 || batch >= a.batch) return;
+  const float lse = inside ? a.lse[batch_head * a.window.seqlen_q + row] : -INFINITY;
+  a.delta[index] = sum;
+  a.lse_log2[index] = lse == -INFINITY ? INFINITY : lse * LOG2_E;
+}
+
+template <class Kind, class Shape>
+constexpr fa_cuda_kernel row(const char *name) {
+  using Layout = BackwardLayout<Kind, Shape>;
+  return {name,
+          Shape::head_dim,
+          Shape::block_q,
+          Shape::block_k,
+          Layout::THREADS,
+          Layout::SHARED_BYTES,
+          (const void *)backward<Kind, Shape>,
+          (const void *)statistics<Kind>,
+          (const void *)finish_dq<Kind, Shape>};
+}
+
+}  // namespace fa
+
+#define ROW(rest, ...) \
+  fa::row<fa::kinds::FA_KIND, fa::BackwardShape<__VA_ARGS__>>("cuda/sm80/" FA_QUOTE(FA_KIND) rest)
+
+// Rows fill the registers with dk and dv (block_k * head_dim / threads each) and the shared memory with what is
+// left. The small ones are for multiprocessors with less shared memory (99 KiB).
+const fa_cuda_kernel FA_JOIN(fa_cuda_backward_, FA_KIND)[] = {
+#if FA_KIND_PARTS == 1
+    //               bucket, block_q, block_k, warps, stages; of them along q or k: scores, dk and dv, dq
+    ROW("/d64", 64, 128, 128, 8, 2, 4, 4, 4),
+    ROW("/d128", 128, 64, 128, 8, 2, 2, 4, 2),
+    ROW("/d256", 256, 64, 64, 8, 2, 4, 2, 2),
+    ROW("/d128/small", 128, 64, 64, 8, 1, 4, 2, 2),
+    ROW("/d256/small", 256, 32, 32, 4, 1, 2, 2, 2),
+#else
+    ROW("/d64", 64, 64, 128, 8, 2, 2, 4, 2),
+    ROW("/d128", 128, 64, 64, 8, 2, 2, 2, 2),
+    ROW("/d256", 256, 32, 64, 8, 1, 2, 2, 2),
+#endif
+    {},
+};

@@ -1,0 +1,160 @@
+// The forward pass: FlashAttention-2's schedule. One block of threads takes block_q rows of one head, walks
+// over the column blocks that these rows see, and keeps o and the softmax's state in registers.
+//
+// Compiled once for every kind: -DFA_KIND=bf16 and so on.
+#include "mask.cuh"
+#include "operand.cuh"
+#include "softmax.cuh"
+
+namespace fa {
+
+// A row of the table; none of it changes results by more than rounding.
+template <int HEAD_DIM, int BLOCK_Q, int BLOCK_K, int NUM_WARPS, int BLOCKS_PER_SM>
+struct ForwardShape {
+  static constexpr int head_dim = HEAD_DIM, block_q = BLOCK_Q, block_k = BLOCK_K, num_warps = NUM_WARPS;
+  static constexpr int blocks_per_sm = BLOCKS_PER_SM;
+};
+
+// Each warp has block_q / num_warps rows. K and V have two stages: while one block is worked on, the next
+// comes.
+template <class Kind, class Shape>
+struct ForwardLayout {
+  using QTile = Tile<Shape::block_q, Shape::head_dim>;
+  using KTile = Tile<Shape::block_k, Shape::head_dim>;
+  static constexpr int Q_BYTES = Kind::PARTS * QTile::BYTES, K_BYTES = Kind::PARTS * KTile::BYTES;
+  static constexpr int STAGE_BYTES = 2 * K_BYTES, SHARED_BYTES = Q_BYTES + 2 * STAGE_BYTES;
+  static constexpr int THREADS = Shape::num_warps * 32;
+};
+
+template <class Kind, class Shape>
+__global__ void __launch_bounds__(Shape::num_warps * 32, Shape::blocks_per_sm)
+    forward(const __grid_constant__ fa_cuda_arguments a) {
+  using Layout = ForwardLayout<Kind, Shape>;
+  using QTile = typename Layout::QTile;
+  using KTile = typename Layout::KTile;
+  constexpr int PARTS = Kind::PARTS, THREADS = Layout::THREADS;
+  constexpr int WARP_ROWS = Shape::block_q / Shape::num_warps;
+  constexpr int MT = WARP_ROWS / 16, NT = Shape::block_k / 8, DT = Shape::head_dim / 8;
+
+  // The last row blocks come first: with a causal mask they have the most to do.
+  const int q_block = a.num_q_blocks - 1 - blockIdx.x % a.num_q_blocks;
+  const int head = blockIdx.x / a.num_q_blocks % a.num_heads, batch = blockIdx.x / a.num_q_blocks / a.num_heads;
+  const int kv_head = head / (a.num_heads / a.num_kv_heads);
+  const Range rows = block_range(q_block, Shape::block_q, a.window.seqlen_q);
+  const Range k_blocks = blocks_of(visible_columns(a.window, rows), Shape::block_k);
+  const int warp_row = threadIdx.x / 32 * WARP_ROWS;
+
+  extern __shared__ __align__(128) uint8_t shared[];
+  const uint32_t q_tile = shared_address(shared), stages = q_tile + Layout::Q_BYTES;
+  const uint16_t *q = head_of(a.q, batch, head);
+  const uint16_t *k = head_of(a.k, batch, kv_head);
+  const uint16_t *v = head_of(a.v, batch, kv_head);
+  auto load_k_and_v = [&](int block, uint32_t stage) {
+    const int column = block * Shape::block_k;
+    load_operand<Kind, KTile, THREADS>(stage, a.k, k, column, a.window.seqlen_k);
+    load_operand<Kind, KTile, THREADS>(stage + Layout::K_BYTES, a.v, v, column, a.window.seqlen_k);
+  };
+
+  fa_cuda_score score = a.score;
+  float unscale_v = 1;
+  if constexpr (Kind::SCALED) {
+    const int i = batch * a.num_kv_heads + kv_head;
+    score = unscaled_score(score, scaling_exponent(a.q.magnitudes[i]) + scaling_exponent(a.k.magnitudes[i]));
+    unscale_v = power_of_two(-scaling_exponent(a.v.magnitudes[i]));
+  }
+
+  float o[MT][DT][4];
+  set_zero<MT, DT>(o);
+  OnlineSoftmax<MT, Kind::SCALED ? SCALED_EXPONENT : 0> softmax;
+
+  if (k_blocks.begin < k_blocks.end) {
+    load_operand<Kind, QTile, THREADS>(q_tile, a.q, q, rows.begin, a.window.seqlen_q);
+    load_k_and_v(k_blocks.end - 1, stages);
+  }
+  uint32_t stage = 0;
+  for (int block = k_blocks.end - 1; block >= k_blocks.begin; block--) {
+    copy_async_wait_all();
+    __syncthreads();  // this block is there, and the other stage is no longer in use
+    const uint32_t k_tile = stages + stage;
+    stage ^= Layout::STAGE_BYTES;
+    if (block > k_blocks.begin) load_k_and_v(block - 1, stages + stage);
+
+    float scores[MT][NT][4];
+    set_zero<MT, NT>(scores);
+    multiply<Kind, Shape::head_dim / 16, NT>(scores, TileOperand<QTile, true, true>(q_tile, warp_row),
+                                             TileOperand<KTile, false, true>(k_tile, 0));
+    apply_score_form<MT, NT>(scores, score);
+    const int column = block * Shape::block_k;
+    if (!is_fully_visible(a.window, rows, column, Shape::block_k))
+      mask_scores<MT, NT>(scores, a.window, rows.begin + warp_row, column);
+    softmax.update(scores, score.factor, o);
+
+    // The accumulator of two column blocks is laid out as the left operand of one k fragment.
+    RegisterOperand<PARTS, MT, NT / 2> p;
+#pragma unroll
+    for (int m = 0; m < MT; m++)
+#pragma unroll
+      for (int n = 0; n < NT; n++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+          uint32_t parts[PARTS];
+          split<Kind>(parts, scores[m][n][half * 2], scores[m][n][half * 2 + 1]);
+#pragma unroll
+          for (int part = 0; part < PARTS; part++) p.fragments[part][m][n / 2][n % 2 * 2 + half] = parts[part];
+        }
+    multiply < Kind, NT / 2,
+        DT<4 ? DT : 4>(o, p, TileOperand<KTile, false, false>(k_tile + Layout::K_BYTES, 0));
+  }
+
+  float scale[MT][2];
+#pragma unroll
+  for (int m = 0; m < MT; m++)
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const int row = rows.begin + warp_row + m * 16 + half * 8 + threadIdx.x % 32 / 4;
+      const float2 end = softmax.finish(m, half, score.factor, a.sink + head, a.num_sinks, a.num_heads);
+      scale[m][half] = end.x * unscale_v;
+      if (threadIdx.x % 4 == 0 && row < rows.end)
+        a.lse[(int64_t(batch) * a.num_heads + head) * a.window.seqlen_q + row] = end.y;
+    }
+  using Io = typename Kind::Io;
+  const int row = rows.begin + warp_row;
+  store_accumulator<Io, MT, DT>(row_of<Io>(a.o, batch, head, row), a.o.stride_row, rows.end - row, a.head_dim,
+                                o, scale);
+}
+
+template <class Kind, class Shape>
+constexpr fa_cuda_kernel row(const char *name) {
+  using Layout = ForwardLayout<Kind, Shape>;
+  return {name,
+          Shape::head_dim,
+          Shape::block_q,
+          Shape::block_k,
+          Layout::THREADS,
+          Layout::SHARED_BYTES,
+          (const void *)forward<Kind, Shape>,
+          nullptr,
+          nullptr};
+}
+
+}  // namespace fa
+
+#define ROW(rest, ...) \
+  fa::row<fa::kinds::FA_KIND, fa::ForwardShape<__VA_ARGS__>>("cuda/sm80/" FA_QUOTE(FA_KIND) rest)
+
+// Rows per warp (block_q / num_warps) decide how often a fragment of K and V that was read is used: 32 keep the
+// tensor cores busier than shared memory, where the registers (o: rows * head_dim / 32 a thread) allow it.
+const fa_cuda_kernel FA_JOIN(fa_cuda_forward_, FA_KIND)[] = {
+#if FA_KIND_PARTS == 1
+    //                bucket, block_q, block_k, warps, blocks per multiprocessor
+    ROW("/d64", 64, 128, 64, 4, 3),
+    ROW("/d128", 128, 128, 64, 4, 2),
+    ROW("/d256", 256, 128, 64, 8, 1),
+    ROW("/d256/small", 256, 64, 32, 4, 1),  // 96 KiB of shared memory: multiprocessors with less than 192
+#else
+    ROW("/d64", 64, 128, 64, 8, 1),
+    ROW("/d128", 128, 128, 32, 8, 1),
+    ROW("/d256", 256, 64, 32, 4, 1),
+#endif
+    {},
+};

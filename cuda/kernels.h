@@ -1,0 +1,107 @@
+/* What the CUDA kernels and the host code that launches them share. Plain C, compiled by nvcc too. */
+#ifndef FA_CUDA_KERNELS_H
+#define FA_CUDA_KERNELS_H
+
+#include "../c_src/flash_attention.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* A tensor as the tensor cores read it: 16-bit elements, strides in elements. Of f32 tensors it is the copy
+ * that the split kernel makes, in one or two parts, stride_part apart. */
+typedef struct fa_cuda_operand {
+  const uint16_t *data;
+  int64_t stride_batch, stride_row, stride_head, stride_part;
+  int32_t num_cols; /* elements of a row that are there; the others count as 0 */
+  int32_t aligned;  /* data and strides are multiples of 16 bytes */
+  /* Of a scaled copy: [batch, num_kv_heads], the bits of the largest magnitude in the tensor's heads that share
+   * that key/value head. The copy is scaled by 2^scaling_exponent(these bits). */
+  uint32_t *magnitudes;
+} fa_cuda_operand;
+
+/* Which columns a row sees. Positions and windows fit in 30 bits. */
+typedef struct fa_cuda_window {
+  int32_t seqlen_q, seqlen_k, left, right;
+} fa_cuda_window;
+
+/* How a product q·k becomes an exponent of 2: factor * f(q·k), factor > 0, where f is one of these. */
+typedef enum fa_cuda_score_form {
+  FA_CUDA_SCORE_PLAIN,   /* x */
+  FA_CUDA_SCORE_NEGATED, /* -x: the scale is negative */
+  FA_CUDA_SCORE_SOFTCAP, /* tanh(inner * x) */
+} fa_cuda_score_form;
+
+typedef struct fa_cuda_score {
+  fa_cuda_score_form form;
+  float inner, factor;
+} fa_cuda_score;
+
+/* The argument of every kernel. */
+typedef struct fa_cuda_arguments {
+  fa_cuda_window window;
+  fa_cuda_score score;
+  int32_t batch, num_heads, num_kv_heads, head_dim, num_sinks;
+  int32_t num_q_blocks, num_k_blocks; /* of block_q rows and block_k columns */
+  int32_t padded_rows;                /* num_q_blocks * block_q */
+  int32_t deterministic;
+  float scale;
+  fa_cuda_operand q, k, v, dout;
+  fa_tensor o, dq, dk, dv; /* o is an input of the backward */
+  fa_tensor dout_rows;     /* dout as the caller gave it */
+  float *lse;              /* [batch, num_heads, seqlen_q] */
+  const float *sink;       /* [num_sinks, num_heads] */
+  float *dsink;
+  /* Workspace of the backward. lse_log2 is lse * log2(e), or +inf for a
+   * row that is not there or sees nothing, so that exp2(s - lse_log2) is 0. */
+  float *lse_log2, *delta; /* [batch, num_heads, padded_rows] */
+  float *dq_sum;           /* [batch, num_heads, num_q_blocks, block_q * bucket], in the backward's own order */
+  int32_t *dq_turns;       /* [batch, num_heads, num_q_blocks]: how many column blocks have added to dq_sum */
+  int32_t *ticket;         /* one number */
+} fa_cuda_arguments;
+
+/* The split kernel's argument: one f32 tensor and the copy to make. */
+typedef struct fa_cuda_split_arguments {
+  fa_tensor from;
+  fa_cuda_operand to;
+  int32_t batch, seqlen, num_heads, num_kv_heads, head_dim, num_parts;
+} fa_cuda_split_arguments;
+
+/* How the elements of a problem meet the tensor cores. */
+typedef enum fa_cuda_kind {
+  FA_CUDA_BF16,
+  FA_CUDA_F16,
+  FA_CUDA_F32,        /* f32 as a sum of two f16 */
+  FA_CUDA_F32_AS_F16, /* f32 rounded to f16's 11 bits */
+  FA_CUDA_NUM_KINDS,
+} fa_cuda_kind;
+
+/* A kernel and the shape of its blocks: a row of the tables in forward.cu and backward.cu. */
+typedef struct fa_cuda_kernel {
+  const char *name;
+  int32_t bucket; /* the largest head_dim that it takes */
+  int32_t block_q, block_k, num_threads;
+  int32_t shared_bytes;
+  const void *main;       /* one block a q block (forward) or k block (backward) of a head */
+  const void *statistics; /* backward: delta and lse_log2 */
+  const void *finish_dq;  /* backward: dq_sum to dq */
+} fa_cuda_kernel;
+
+/* Rows of a kind in order of preference, ended by one whose name is NULL. */
+extern const fa_cuda_kernel fa_cuda_forward_bf16[], fa_cuda_backward_bf16[];
+extern const fa_cuda_kernel fa_cuda_forward_f16[], fa_cuda_backward_f16[];
+extern const fa_cuda_kernel fa_cuda_forward_f32[], fa_cuda_backward_f32[];
+extern const fa_cuda_kernel fa_cuda_forward_f32_as_f16[], fa_cuda_backward_f32_as_f16[];
+
+/* Kernels that are the same for every kind and bucket. */
+enum { FA_CUDA_SMALL_KERNEL_THREADS = 256, FA_CUDA_MAGNITUDE_BLOCKS = 32 };
+extern const void *const fa_cuda_magnitude_kernel; /* fa_cuda_split_arguments; FA_CUDA_MAGNITUDE_BLOCKS blocks a
+                                                      key/value head: raises to.magnitudes */
+extern const void *const fa_cuda_split_kernel; /* fa_cuda_split_arguments; a thread eight numbers: to.data */
+extern const void *const fa_cuda_sink_kernel;  /* fa_cuda_arguments; a block a sink and head: dsink */
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

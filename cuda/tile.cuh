@@ -1,0 +1,299 @@
+// Tile primitives: shared-memory tiles of 16-bit elements, asynchronous copies, fragments and products on
+// tensor cores. Nothing here knows of attention. Instructions: PTX ISA, mma.m16n8k16, ldmatrix, cp.async.
+#pragma once
+
+#include "kinds.cuh"
+
+namespace fa {
+
+// ---- instructions ----------------------------------------------------------------------------------
+
+__device__ inline uint32_t shared_address(const void *pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// 16 bytes to shared memory, of which the first `bytes` come from memory and the others are 0.
+__device__ inline void copy_async(uint32_t to, const void *from, int bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+__device__ inline void copy_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+__device__ inline void store_shared(uint32_t to, uint32_t value) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(value) : "memory");
+}
+__device__ inline void store_shared(uint32_t to, uint4 value) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(value.x), "r"(value.y), "r"(value.z),
+               "r"(value.w)
+               : "memory");
+}
+
+template <bool TRANSPOSED>
+__device__ inline void load_matrices(uint32_t (&r)[4], uint32_t from) {
+  if constexpr (TRANSPOSED)
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(from));
+  else
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(from));
+}
+
+// c[16, 8] += a[16, 16] * b[16, 8]
+__device__ inline void mma(__half, float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+__device__ inline void mma(__nv_bfloat16, float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// 2^x to about 2 units in the last place; 0 for -inf.
+__device__ inline float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// ---- tiles in shared memory ------------------------------------------------------------------------
+
+// A tile [ROWS, COLS] in chunks of 8 elements (16 bytes). Chunks are permuted within a row so that 8 rows of
+// one chunk column, which is what one 8x8 matrix of ldmatrix reads, lie in 8 different groups of banks.
+template <int ROWS_, int COLS_>
+struct Tile {
+  static constexpr int ROWS = ROWS_, COLS = COLS_;
+  static constexpr int CHUNKS = COLS / 8, ROW_BYTES = COLS * 2, BYTES = ROWS * ROW_BYTES;
+  static_assert(CHUNKS % 4 == 0, "a row fills half of the banks, or all of them a whole number of times");
+
+  __device__ static int swizzle(int row) { return CHUNKS % 8 == 0 ? row & 7 : (row >> 1) & 3; }
+  __device__ static uint32_t offset(int row, int chunk) {
+    return row * ROW_BYTES + ((chunk ^ swizzle(row)) << 4);
+  }
+};
+
+// Starts the copy of a tile whose row 0 lies at `from`; rows from num_rows on and columns from num_cols on
+// become 0. aligned: `from` and stride_row are multiples of 16 bytes; where not, the copy is done on return.
+template <class T, int THREADS>
+__device__ inline void load_tile(uint32_t tile, const uint16_t *from, int64_t stride_row, int num_rows,
+                                 int num_cols, bool aligned) {
+  constexpr int ROWS_AT_ONCE = THREADS / T::CHUNKS, PASSES = T::ROWS / ROWS_AT_ONCE;
+  static_assert(THREADS % T::CHUNKS == 0 && T::ROWS % ROWS_AT_ONCE == 0, "every thread copies equally much");
+  const int chunk = threadIdx.x % T::CHUNKS, first = threadIdx.x / T::CHUNKS;
+  const int wanted = min(max(num_cols - chunk * 8, 0), 8);
+  const uint16_t *chunk_from = wanted > 0 ? from + first * stride_row + chunk * 8 : from;
+  if (aligned) {
+#pragma unroll
+    for (int pass = 0; pass < PASSES; pass++) {
+      const int row = first + pass * ROWS_AT_ONCE;
+      const bool inside = row < num_rows;
+      copy_async(tile + T::offset(row, chunk), inside ? chunk_from + pass * ROWS_AT_ONCE * stride_row : from,
+                 inside ? 2 * wanted : 0);
+    }
+  } else {
+#pragma unroll 1
+    for (int pass = 0; pass < PASSES; pass++) {
+      const int row = first + pass * ROWS_AT_ONCE;
+      uint32_t e[8];
+#pragma unroll
+      for (int i = 0; i < 8; i++)
+        e[i] = row < num_rows && i < wanted ? chunk_from[pass * ROWS_AT_ONCE * stride_row + i] : 0;
+      store_shared(tile + T::offset(row, chunk),
+                   make_uint4(e[0] | e[1] << 16, e[2] | e[3] << 16, e[4] | e[5] << 16, e[6] | e[7] << 16));
+    }
+  }
+}
+
+// ---- operands of a product -------------------------------------------------------------------------
+
+// One operand of a product, read from a tile as fragments of 16 by 16. Its two axes are `own` (the rows of a
+// left operand, the columns of a right one) and k, along which the product sums.
+//   LEFT: left operand, else right.   K_IN_ROW: the tile is [own, k], else [k, own].
+template <class T, bool LEFT, bool K_IN_ROW>
+struct TileOperand {
+  uint32_t base, column;
+
+  // own_begin: where this warp's part of the own axis begins; a multiple of its length.
+  __device__ TileOperand(uint32_t tile, int own_begin) {
+    const int lane = threadIdx.x % 32;
+    // Which row of which 8x8 matrix this lane points ldmatrix at.
+    const bool down_first = LEFT == K_IN_ROW;
+    const int row = down_first ? lane & 15 : (lane & 7) | (lane >> 4 << 3);
+    const int chunk = (down_first ? lane >> 4 : lane >> 3 & 1) + (K_IN_ROW ? 0 : own_begin / 8);
+    base = tile + (row + (K_IN_ROW ? own_begin : 0)) * T::ROW_BYTES;
+    column = (chunk ^ T::swizzle(row)) << 4;
+  }
+
+  __device__ void read(uint32_t (&fragment)[4], int part, int own, int k) const {
+    const int row = K_IN_ROW ? own : k, chunk = K_IN_ROW ? k : own;
+    load_matrices<!K_IN_ROW>(fragment,
+                             base + part * T::BYTES + row * 16 * T::ROW_BYTES + ((chunk * 32) ^ column));
+  }
+};
+
+// A left operand in registers.
+template <int PARTS, int OWN, int K>
+struct RegisterOperand {
+  uint32_t fragments[PARTS][OWN][K][4];
+
+  __device__ void read(uint32_t (&fragment)[4], int part, int own, int k) const {
+#pragma unroll
+    for (int i = 0; i < 4; i++) fragment[i] = fragments[part][own][k][i];
+  }
+};
+
+// The accumulator of a product [16 * MT, 8 * NT] in one warp. Lane l holds, of block [m, n], the elements
+//   i = 0, 1: row l / 4, columns 2 * (l % 4) + i        i = 2, 3: row l / 4 + 8, the same columns
+template <int MT, int NT>
+using Accumulator = float[MT][NT][4];
+
+// Its elements: calls visit(row, column, element), row and column within the accumulator.
+template <int MT, int NT, class Visit>
+__device__ inline void for_each_element(Accumulator<MT, NT> &acc, Visit visit) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int m = 0; m < MT; m++)
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+#pragma unroll
+      for (int n = 0; n < NT; n++)
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+          visit(m * 16 + half * 8 + lane / 4, n * 8 + lane % 4 * 2 + i, acc[m][n][half * 2 + i]);
+}
+
+template <int MT, int NT>
+__device__ inline void set_zero(Accumulator<MT, NT> &acc) {
+#pragma unroll
+  for (int m = 0; m < MT; m++)
+#pragma unroll
+    for (int n = 0; n < NT; n++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) acc[m][n][i] = 0;
+}
+
+// acc += scale * left * right, over KT fragments of k; scale is 1 where the kind is not SCALED.
+//
+// Tensor cores add to their accumulator by cutting off, which leans towards 0 and adds up over a long sum. So
+// where f32 is asked for, a product goes into fresh accumulators, the small terms (high * low, low * high)
+// apart from the large ones, and from there by ordinary additions into acc: NC column blocks at a time.
+template <class Kind, int KT, int NC, int MT, int NT, class Left, class Right>
+__device__ inline void multiply(Accumulator<MT, NT> &acc, const Left &left, const Right &right,
+                                float scale = 1) {
+  using Element = typename Kind::Element;
+  static_assert(NT % NC == 0 && NC % 2 == 0, "column blocks come in pairs");
+  if constexpr (!Kind::SCALED) {
+#pragma unroll
+    for (int k = 0; k < KT; k++) {
+      uint32_t a[MT][4];
+#pragma unroll
+      for (int m = 0; m < MT; m++) left.read(a[m], 0, m, k);
+#pragma unroll
+      for (int n = 0; n < NT / 2; n++) {
+        uint32_t b[4];
+        right.read(b, 0, n, k);
+#pragma unroll
+        for (int m = 0; m < MT; m++) {
+          mma(Element(), acc[m][2 * n], a[m], b[0], b[1]);
+          mma(Element(), acc[m][2 * n + 1], a[m], b[2], b[3]);
+        }
+      }
+    }
+  } else {
+    constexpr int PARTS = Kind::PARTS;
+#pragma unroll
+    for (int begin = 0; begin < NT; begin += NC) {
+      float fresh[PARTS][MT][NC][4];  // [0]: high * high, [1]: the small terms
+#pragma unroll
+      for (int part = 0; part < PARTS; part++) set_zero<MT, NC>(fresh[part]);
+#pragma unroll
+      for (int k = 0; k < KT; k++) {
+        uint32_t a[PARTS][MT][4];
+#pragma unroll
+        for (int part = 0; part < PARTS; part++)
+#pragma unroll
+          for (int m = 0; m < MT; m++) left.read(a[part][m], part, m, k);
+#pragma unroll
+        for (int n = 0; n < NC / 2; n++) {
+          uint32_t b[PARTS][4];
+#pragma unroll
+          for (int part = 0; part < PARTS; part++) right.read(b[part], part, begin / 2 + n, k);
+#pragma unroll
+          for (int m = 0; m < MT; m++)
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+              mma(Element(), fresh[0][m][2 * n + i], a[0][m], b[0][2 * i], b[0][2 * i + 1]);
+              if constexpr (PARTS == 2) {
+                mma(Element(), fresh[1][m][2 * n + i], a[0][m], b[1][2 * i], b[1][2 * i + 1]);
+                mma(Element(), fresh[1][m][2 * n + i], a[1][m], b[0][2 * i], b[0][2 * i + 1]);
+              }
+            }
+        }
+      }
+#pragma unroll
+      for (int m = 0; m < MT; m++)
+#pragma unroll
+        for (int n = 0; n < NC; n++)
+#pragma unroll
+          for (int i = 0; i < 4; i++) {
+            float sum = fresh[0][m][n][i];
+            if constexpr (PARTS == 2) sum += fresh[1][m][n][i];
+            acc[m][begin + n][i] = fmaf(scale, sum, acc[m][begin + n][i]);
+          }
+    }
+  }
+}
+
+// ---- results -----------------------------------------------------------------------------------------
+
+__device__ inline void store_number(float *to, float x) { *to = x; }
+__device__ inline void store_number(__half *to, float x) { *to = __float2half_rn(x); }
+__device__ inline void store_number(__nv_bfloat16 *to, float x) { *to = __float2bfloat16_rn(x); }
+__device__ inline void store_pair(float *to, float a, float b) { *reinterpret_cast<float2 *>(to) = {a, b}; }
+template <class E>
+__device__ inline void store_pair(E *to, float a, float b) {
+  *reinterpret_cast<uint32_t *>(to) = pack(E(), a, b);
+}
+
+// Writes scale * acc to memory: element [row, col] of the accumulator to to[row * stride_row + col], where row
+// < num_rows and col < num_cols.
+template <class Io, int MT, int NT>
+__device__ inline void store_accumulator(Io *to, int64_t stride_row, int num_rows, int num_cols,
+                                         const Accumulator<MT, NT> &acc, const float (&scale)[MT][2]) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int m = 0; m < MT; m++)
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const int row = m * 16 + half * 8 + lane / 4;
+      if (row >= num_rows) continue;
+      Io *row_to = to + row * stride_row;
+      const bool paired = reinterpret_cast<uintptr_t>(row_to) % (2 * sizeof(Io)) == 0;
+#pragma unroll
+      for (int n = 0; n < NT; n++) {
+        const int col = n * 8 + lane % 4 * 2;
+        const float a = acc[m][n][half * 2] * scale[m][half], b = acc[m][n][half * 2 + 1] * scale[m][half];
+        if (paired && col + 1 < num_cols) {
+          store_pair(row_to + col, a, b);
+        } else {
+          if (col < num_cols) store_number(row_to + col, a);
+          if (col + 1 < num_cols) store_number(row_to + col + 1, b);
+        }
+      }
+    }
+}
+
+template <class Io, int MT, int NT>
+__device__ inline void store_accumulator(Io *to, int64_t stride_row, int num_rows, int num_cols,
+                                         const Accumulator<MT, NT> &acc, float scale) {
+  float scales[MT][2];
+#pragma unroll
+  for (int m = 0; m < MT; m++) scales[m][0] = scales[m][1] = scale;
+  store_accumulator(to, stride_row, num_rows, num_cols, acc, scales);
+}
+
+}  // namespace fa
