@@ -12,6 +12,7 @@
 #include "../core/error.h"
 #include "kernels.h"
 
+#if defined(__x86_64__)
 /* FLASH_ATTENTION_DISABLE lists instruction sets not to be used, "avx512,avx2": for tests, and for comparing.
  */
 static bool disabled(const char *isa) {
@@ -24,6 +25,7 @@ static bool disabled(const char *isa) {
   }
   return false;
 }
+#endif
 
 /* The best instruction set that this processor has. */
 static const fa_cpu_kernels *kernels_here(const char **isa) {

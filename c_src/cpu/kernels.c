@@ -19,6 +19,10 @@
 #include "../core/problem.h"
 #include "half.h"
 
+#ifndef CMPLX /* clang before 16 has the builtin, and no macro */
+#define CMPLX(x, y) __builtin_complex((double)(x), (double)(y))
+#endif
+
 /* Vector registers: their size, and how many rows of a tile they hold beside the operands. */
 #if defined(FA_ISA_avx512)
 #define VECTOR_BYTES 64
