@@ -13,7 +13,8 @@ defmodule FlashAttention.Training do
   can come from anywhere: `FlashAttention.Training.Nx` makes them of Nx functions by automatic differentiation,
   and `FlashAttention.Training.ByteModel` is a language model in plain Elixir.
 
-      model = FlashAttention.Training.ByteModel.model(config)
+      config = FlashAttention.Training.ByteModel.new()
+      model = FlashAttention.Training.ByteModel.stages(config)
       params = FlashAttention.Training.ByteModel.init(config, seed)
 
       # Plain gradient descent has no state: parameters in, parameters out.

@@ -65,8 +65,14 @@ defimpl FlashAttention.Training.Parameter, for: FlashAttention.Tensor do
     defp sum(unquote(type), <<l::unquote(float), ls::binary>>, <<r::unquote(float), rs::binary>>, acc),
       do: sum(unquote(type), ls, rs, <<acc::binary, l + r::unquote(float)>>)
 
-    defp descend(unquote(type), <<p::unquote(float), ps::binary>>, <<g::unquote(float), gs::binary>>, rate, acc),
-      do: descend(unquote(type), ps, gs, rate, <<acc::binary, p - rate * g::unquote(float)>>)
+    defp descend(
+           unquote(type),
+           <<p::unquote(float), ps::binary>>,
+           <<g::unquote(float), gs::binary>>,
+           rate,
+           acc
+         ),
+         do: descend(unquote(type), ps, gs, rate, <<acc::binary, p - rate * g::unquote(float)>>)
 
     defp momentum(
            unquote(type),
