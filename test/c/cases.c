@@ -225,7 +225,7 @@ fa_case fa_case_random(uint64_t seed, uint64_t index) {
   if (random_uniform(random) < 0.3) result.fill = (fa_fill)random_integer(random, FILL_LARGE, FILL_LOGNORMAL);
   if (random_uniform(random) < 0.3) result.layout = LAYOUT_STRIDED;
   /* What the reference has to do stays small: batches, heads, then lengths give way. */
-  while (p->batch * p->num_heads * p->seqlen_q * p->seqlen_k * p->head_dim > 1500000) {
+  while (p->batch * p->num_heads * p->seqlen_q * p->seqlen_k * p->head_dim > 800000) {
     if (p->batch > 1) {
       p->batch--;
     } else if (p->num_kv_heads > 1) {

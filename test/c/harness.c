@@ -314,18 +314,14 @@ static double longest(const fa_problem *problem, fa_tensor_id id, const fa_value
   return sqrt(worst);
 }
 
-/*
- * What cancels: lse is a score and the log of a sum from 1 on; ds is the difference of two dot products, of v
- * and of o with dout, and dq, dk and dsink are sums of it. A dot product of two unrelated rows of length a and
- * b has the size a * b / sqrt(head_dim).
- */
+/* The size of the rounding errors of what cancels, in units of roundoff. A dot product of rows of length a and
+ * b errs by some a * b units. lse is a score and the log of a sum from 1 on. ds is the difference of two dot
+ * products, of v and of o with dout, that may be all but equal; dq, dk and dsink are sums of it. */
 static double cancelling(const fa_problem *problem, fa_tensor_id id, const fa_values *x) {
-  const double root = sqrt((double)problem->head_dim);
-  const double scale = problem->scale == 0 ? 1 / root : fabs(problem->scale);
-  const double score = scale * longest(problem, FA_TENSOR_Q, x) * longest(problem, FA_TENSOR_K, x) / root;
-  const double ds = longest(problem, FA_TENSOR_DOUT, x) * longest(problem, FA_TENSOR_V, x) / root;
+  const double scale = problem->scale == 0 ? 1 / sqrt((double)problem->head_dim) : fabs(problem->scale);
+  const double ds = longest(problem, FA_TENSOR_DOUT, x) * longest(problem, FA_TENSOR_V, x);
   switch (id) {
-    case FA_TENSOR_LSE: return 1 + score;
+    case FA_TENSOR_LSE: return 1 + scale * longest(problem, FA_TENSOR_Q, x) * longest(problem, FA_TENSOR_K, x);
     case FA_TENSOR_DQ: return scale * ds * largest(problem, FA_TENSOR_K, x);
     case FA_TENSOR_DK: return scale * ds * largest(problem, FA_TENSOR_Q, x);
     case FA_TENSOR_DSINK: return ds;
@@ -335,6 +331,8 @@ static double cancelling(const fa_problem *problem, fa_tensor_id id, const fa_va
 
 double values_tiny(const fa_problem *problem, fa_tensor_id id, const fa_values *expected) {
   static const double roundoff[FA_NUM_DTYPES] = {0x1p-24, 0x1p-53, 0x1p-8, 0x1p-11};
-  const double size = largest(problem, id, expected) + cancelling(problem, id, expected);
-  return 4 * roundoff[fa_tensor_shape(problem, id).dtype] * size;
+  const double arithmetic = roundoff[fa_tensor_shape(problem, FA_TENSOR_LSE).dtype];
+  const double size = largest(problem, id, expected);
+  return (roundoff[fa_tensor_shape(problem, id).dtype] + 4 * arithmetic) * size +
+         arithmetic * cancelling(problem, id, expected);
 }

@@ -42,8 +42,8 @@ void must_run(const fa_setup *setup, const fa_problem *problem, fa_pass pass, fa
 /* max |x - expected|; infinity where one is NaN or infinite and the other is something else. */
 double values_error(const fa_problem *problem, fa_tensor_id id, const fa_values *x, const fa_values *expected);
 
-/* Two units in the last place of the tensor's type, at the size of the tensor and of what cancels in it: an
- * error that luck alone may keep out of a naive run of a few rows. */
+/* An error that luck alone may keep out of a naive run: the tensor's own rounding to its type, two units in
+ * the last place of f32 (of f64, where that is the type), and one rounding of each dot product that cancels. */
 double values_tiny(const fa_problem *problem, fa_tensor_id id, const fa_values *expected);
 
 bool values_equal(const fa_problem *problem, fa_tensor_id id, const fa_values *x, const fa_values *y);
