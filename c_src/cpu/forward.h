@@ -14,7 +14,7 @@
  * What a row gets depends neither on the rows of its task nor on the threads.
  */
 
-#define FORWARD_ROWS 192
+#define FORWARD_ROWS (4 * STRIP)
 
 typedef struct T(forward_scratch) {
   REAL *q;      /* [FORWARD_ROWS / NR][head_dim][NR] */
@@ -140,8 +140,7 @@ static void T(forward_task)(const fa_cpu_job *job, int64_t task, void *scratch) 
 
   T(forward_scratch) s = T(forward_carve)(&(carver){.base = scratch}, problem);
   T(rows)
-  k = T(rows_of)(job, FA_TENSOR_K, batch, head / group),
-  v = T(rows_of)(job, FA_TENSOR_V, batch, head / group);
+  k = T(rows_of)(job, FA_TENSOR_K, batch, head / group), v = T(rows_of)(job, FA_TENSOR_V, batch, head / group);
   T(pack_transposed)(T(rows_of)(job, FA_TENSOR_Q, batch, head), first_row, num_rows, d, s.q, s.buffer);
   memset(s.o, 0, (size_t)(FORWARD_ROWS * padded) * sizeof *s.o);
   for (int64_t i = 0; i < FORWARD_ROWS; i++) s.m[i] = -INFINITY, s.l[i] = 0;

@@ -23,29 +23,35 @@
 #define CMPLX(x, y) __builtin_complex((double)(x), (double)(y))
 #endif
 
-/* Vector registers: their size, and how many rows of a tile they hold beside the operands. */
+/*
+ * Sizes, by instruction set. MR rows of NV vectors, with NV more vectors and one factor, fill the registers.
+ * STRIP, the rows whose scores are softened at a time, is a multiple of MR and NR; so is BLOCK, the rows of k
+ * and v, and in the backward of q, that are held packed. Larger blocks read and write sums less often, until
+ * they leave the cache.
+ */
 #if defined(FA_ISA_avx512)
 #define VECTOR_BYTES 64
-#define MR           12
-#define STRIP        96
+#define MR           8
+#define STRIP        64
+#define BLOCK        128
 #elif defined(FA_ISA_avx2)
 #define VECTOR_BYTES 32
 #define MR           6
 #define STRIP        48
+#define BLOCK        96
 #elif defined(__aarch64__)
 #define VECTOR_BYTES 16
 #define MR           8
 #define STRIP        48
+#define BLOCK        96
 #else
 #define VECTOR_BYTES 16
 #define MR           4
 #define STRIP        48
+#define BLOCK        96
 #endif
 #define NV 2
 #define NR (NV * LANES) /* columns of a tile */
-
-/* Rows of a block of k and v, and of a backward block of q: a multiple of every MR and NR. */
-#define BLOCK 96
 
 #define JOIN_(a, b) a##_##b
 #define JOIN(a, b)  JOIN_(a, b)

@@ -15,6 +15,8 @@
 typedef enum product_target { STORE, ADD, RESCALE } product_target;
 #endif
 
+_Static_assert(STRIP % MR == 0 && STRIP % NR == 0 && BLOCK % MR == 0 && BLOCK % NR == 0, "whole tiles");
+
 INLINE void T(product)(int64_t rows, int64_t columns, int64_t depth, const REAL *a, int64_t a_row,
                        int64_t a_column, const REAL *b, int64_t panel, REAL *c, int64_t c_row,
                        product_target target, REAL factor, const REAL *factors) {
