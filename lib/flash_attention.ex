@@ -38,8 +38,15 @@ defmodule FlashAttention do
   Whatever is wrong with the arguments comes back as `{:error, %FlashAttention.Error{}}`, which names the
   argument, what was expected and what came. The functions ending in `!` raise it.
 
-  Calls run on dirty schedulers, use as many threads as there are processors and may be made by any number of
-  processes at once. A call whose process is killed runs to its end, and then gives back its memory.
+  ## Schedulers
+
+  Calls run on dirty schedulers, use as many threads as there are processors (or as the environment variable
+  `FLASH_ATTENTION_NUM_THREADS` says) and may be made by any number of processes at once, which share those
+  threads. A call whose process is killed runs to its end, and then gives back its memory.
+
+  While a call keeps every processor busy, Linux decides when the VM's normal schedulers run. Schedulers that
+  spin before they sleep, as they do by default, can wait for some 300 ms on recent kernels, which put off
+  threads that yield; with `+sbwt none` among the VM's flags they answer within 10 ms.
   """
 
   @typedoc "An Nx tensor or a `FlashAttention.Tensor`."
