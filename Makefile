@@ -161,6 +161,7 @@ elixir: native
 ifeq ($(HAS_MIX),)
 	@echo "Elixir is not installed: built the C library only"
 else
+	@$(MIX) deps.loadpaths --no-compile >/dev/null 2>&1 || $(MIX) deps.get # with Hex installed, Nx is one
 	$(MIX) compile $(if $(WERROR),--warnings-as-errors)
 endif
 
@@ -210,7 +211,7 @@ run-tests:
 	$(MAKE) test-elixir
 
 .PHONY: test-elixir test-sanitize test-isas
-test-elixir: native
+test-elixir: elixir
 	$(MIX) test $(if $(WERROR),--warnings-as-errors)
 
 test-isas: test-c-isas
