@@ -103,6 +103,21 @@ void values_fill(fa_values *values, const fa_problem *problem, fa_dtype round_to
   }
 }
 
+void values_rotate(fa_values *values, const fa_problem *problem, int64_t first) {
+  const size_t d = (size_t)problem->head_dim, head = (size_t)(first % problem->head_dim);
+  double *row = allocate(d * sizeof *row);
+  for (int id = 0; id < FA_NUM_TENSORS && head; id++) {
+    if (fa_tensor_shape(problem, id).rank != 4) continue;
+    double *end = values->data[id] + values_count(problem, id);
+    for (double *x = values->data[id]; x < end; x += d) {
+      memcpy(row, x, d * sizeof *row);
+      memcpy(x, row + head, (d - head) * sizeof *row);
+      memcpy(x + d - head, row, head * sizeof *row);
+    }
+  }
+  free(row);
+}
+
 /* ---- placement: what another kind of device would do differently -------------------------------------- */
 
 /* Memory of the device, aligned to 64 bytes and of exactly that size, with a copy of what is at host. */

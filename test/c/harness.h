@@ -20,6 +20,9 @@ int64_t values_count(const fa_problem *problem, fa_tensor_id id);
  * and their tangents also lie on a coarse grid, so that f32 can hold sink + step * tangent exactly. */
 void values_fill(fa_values *values, const fa_problem *problem, fa_dtype round_to, fa_fill fill, uint64_t seed);
 
+/* Rotates the columns of every row so that column first comes first. */
+void values_rotate(fa_values *values, const fa_problem *problem, int64_t first);
+
 typedef struct fa_setup {
   fa_device device;
   fa_layout layout;
