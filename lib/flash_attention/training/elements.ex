@@ -12,10 +12,17 @@ defmodule FlashAttention.Training.Elements do
 
     def from_list(unquote(type), list), do: for(x <- list, into: <<>>, do: <<x::unquote(float)>>)
 
-    def to_list(unquote(type), binary), do: for(<<x::unquote(float) <- binary>>, do: x)
+    def to_list(unquote(type), binary) do
+      numbers = for <<x::unquote(float) <- binary>>, do: x
+      check_finite!(length(numbers) * unquote(div(bits, 8)), binary)
+      numbers
+    end
 
-    def scale(unquote(type), binary, factor),
-      do: for(<<x::unquote(float) <- binary>>, into: <<>>, do: <<x * factor::unquote(float)>>)
+    def scale(unquote(type), binary, factor) do
+      scaled = for <<x::unquote(float) <- binary>>, into: <<>>, do: <<x * factor::unquote(float)>>
+      check_finite!(byte_size(scaled), binary)
+      scaled
+    end
 
     def at(unquote(type), binary, offset) do
       <<_::binary-size(offset), x::unquote(float), _::binary>> = binary
@@ -25,6 +32,13 @@ defmodule FlashAttention.Training.Elements do
     def subtract_at(unquote(type), binary, offset, amount) do
       <<before::binary-size(offset), x::unquote(float), rest::binary>> = binary
       [before, <<x - amount::unquote(float)>> | rest]
+    end
+  end
+
+  # Erlang's floats are finite: a comprehension ends where a binary holds an infinity or NaN.
+  defp check_finite!(bytes, binary) do
+    if bytes != byte_size(binary) do
+      raise ArithmeticError, "numbers are no longer finite: training has diverged; lower the learning rate"
     end
   end
 

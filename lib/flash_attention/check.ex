@@ -1,0 +1,299 @@
+defmodule FlashAttention.Check do
+  @moduledoc """
+  Proves on this machine that what is computed is attention, and that the gradients are its gradients.
+
+  Each kind of evidence stands on something that the code under test did not make:
+
+    * `:forward`, `:backward` - every output against the naive float64 implementation. Allowed is twice the
+      error that the naive implementation has in the type itself, plus a few roundings of the type.
+    * `:differences` - gradients against central differences of the forward in float64, along random
+      directions, for each input by itself.
+    * `:tangent` - gradients against the derivative of the tiled forward algorithm itself, which the CPU takes
+      by complex steps through the same source: `<o_tangent, dout>` must be the sum of `<gradient, direction>`.
+
+  The last two need float64; a device without it has them done on the CPU. `mix flash_attention.check` prints
+  the results.
+  """
+
+  alias FlashAttention.Check.{Cases, Values}
+  alias FlashAttention.{Error, Native, Options}
+
+  @types [{:f, 32}, {:f, 64}, {:bf, 16}, {:f, 16}]
+  @reference {:reference, 0}
+  @f64 {:f, 64}
+
+  # So many errors of the naive implementation say what is usual for a tensor.
+  @enough_errors 100
+
+  # For the fourth-order central difference: its own error is of the order of the step's fourth power, and what
+  # rounding adds of the order of 2^-53 / step. Sinks are f32; they and their directions are multiples of 1/16,
+  # so that such steps move them without rounding.
+  @step :math.pow(2, -8)
+  @sink_grid 16
+  @differences_tolerance 1.0e-8
+  @tangent_tolerance 1.0e-12
+
+  @typedoc """
+  One comparison. `error` is a distance and passes up to `allowed`; `tensor` is what was compared, an input's
+  name where its gradient was. `outcome` is `:unsupported` where the device does not take the type.
+  """
+  @type result :: %{
+          check: :forward | :backward | :differences | :tangent,
+          case: String.t(),
+          type: Native.type(),
+          device: Native.device(),
+          tensor: atom,
+          error: float | :infinity,
+          allowed: float,
+          outcome: :passed | :failed | :unsupported
+        }
+
+  @doc """
+  Runs every check and returns every comparison.
+
+  ## Options
+
+    * `:device` - as in `FlashAttention.forward/4`, default `:auto`
+    * `:seed` - of the random numbers, default 0
+    * `:cases` - names of cases, default all (`cases/0`)
+    * `:runner` - what runs a pass, default `&FlashAttention.Native.run/4`
+
+  Raises `FlashAttention.Error` where a pass cannot run at all.
+
+      iex> results = FlashAttention.Check.run(device: :cpu, cases: ["head_dim 1"])
+      iex> Enum.uniq(for result <- results, do: result.outcome)
+      [:passed]
+  """
+  @spec run(keyword) :: [result]
+  def run(opts \\ []) do
+    opts = Keyword.validate!(opts, device: :auto, seed: 0, cases: cases(), runner: &Native.run/4)
+    device = device!(opts[:device])
+
+    cases = for c <- Cases.all(), c.name in opts[:cases], do: Map.put(c, :seed, opts[:seed])
+    f64_device = if elem(device, 0) == :cuda, do: {:cpu, 0}, else: device
+
+    Enum.flat_map(cases, fn c ->
+      Enum.flat_map(@types, &against_reference(c, &1, device, opts[:runner])) ++
+        against_differences(c, f64_device, opts[:runner]) ++ against_tangent(c, f64_device, opts[:runner])
+    end)
+  end
+
+  @doc "The names of the cases."
+  @spec cases() :: [String.t()]
+  def cases, do: for(c <- Cases.all(), do: c.name)
+
+  @doc "Whether nothing failed, and something passed."
+  @spec passed?([result]) :: boolean
+  def passed?(results),
+    do: Enum.all?(results, &(&1.outcome != :failed)) and Enum.any?(results, &(&1.outcome == :passed))
+
+  defp device!(device) do
+    case Options.parse(device: device) do
+      {:ok, options} -> options.device
+      {:error, error} -> raise error
+    end
+  end
+
+  # ---- against the naive implementation ------------------------------------------------------------------
+
+  defp against_reference(c, type, device, runner) do
+    inputs = rounded_inputs(c, type)
+
+    case compute(c, inputs, type, device, runner) do
+      {:ok, tested} ->
+        {:ok, exact} = compute(c, inputs, @f64, @reference, &Native.run/4)
+
+        naive_errors = naive_errors(c, type)
+
+        for {check, tensors} <- [forward: [:o, :lse], backward: [:dq, :dk, :dv, :dsink]],
+            tensor <- tensors,
+            Map.has_key?(exact, tensor) do
+          error = Values.max_difference(tested[tensor], exact[tensor])
+          few_roundings = roundings(c, tensor, type, Map.merge(inputs, exact))
+          draws = 1 + div(@enough_errors, length(exact[tensor]))
+          allowed = allowed(c, type, tensor, error, few_roundings, naive_errors[tensor], draws)
+          result(c, check, type, device, tensor, error, allowed)
+        end
+
+      :unsupported ->
+        [%{result(c, :forward, type, device, :o, :infinity, 0.0) | outcome: :unsupported}]
+    end
+  end
+
+  defp rounded_inputs(c, type) do
+    for {name, numbers} <- inputs(c), into: %{} do
+      {name, Values.round_to(numbers, input_type(name, type))}
+    end
+  end
+
+  # Twice the naive implementation's error and a few roundings. Few numbers may err little by luck: before an
+  # error is too large, more of them are drawn.
+  defp allowed(c, type, tensor, error, few_roundings, naive_error, draws) do
+    allowed = 2 * naive_error + few_roundings
+
+    if error <= allowed or draws == 1 do
+      allowed
+    else
+      c = %{c | seed: c.seed + 1}
+      naive_error = max(naive_error, naive_errors(c, type)[tensor])
+      allowed(c, type, tensor, error, few_roundings, naive_error, draws - 1)
+    end
+  end
+
+  # There is nothing more exact to measure float64 by: its errors are those of f32, by the ratio of their units,
+  # and half as much again because what it is held against errs as well.
+  defp naive_errors(c, @f64) do
+    for {name, error} <- naive_errors(c, {:f, 32}), into: %{}, do: {name, 1.5 * :math.pow(2, -29) * error}
+  end
+
+  defp naive_errors(c, type) do
+    inputs = rounded_inputs(c, type)
+    {:ok, naive} = compute(c, inputs, type, @reference, &Native.run/4)
+    {:ok, exact} = compute(c, inputs, @f64, @reference, &Native.run/4)
+    for {name, numbers} <- exact, into: %{}, do: {name, Values.max_difference(naive[name], numbers)}
+  end
+
+  # What a few roundings can do: one of the result to its own type, and some of the arithmetic, which is f32 for
+  # 16-bit types, of the numbers that the result is the difference of.
+  defp roundings(c, tensor, type, values) do
+    arithmetic = Values.roundoff(state_type(type))
+    size = Values.largest(values[tensor])
+    own = Values.roundoff(output_type(tensor, type))
+    own * size + 4 * arithmetic * (size + cancelling(c, tensor, values))
+  end
+
+  # lse is a score and the logarithm of a sum from 1 on; ds is the difference of two dot products, of v and of o
+  # with dout, and dq, dk and dsink are sums of it. The dot product of unrelated rows of length a and b has the
+  # size a * b / sqrt(head_dim).
+  defp cancelling(c, tensor, values) do
+    head_dim = elem(c.q, 3)
+    root = :math.sqrt(head_dim)
+    scale = abs(Keyword.get(c.options, :scale, 1 / root))
+    length = &Values.longest(values[&1], head_dim)
+    ds = length.(:dout) * length.(:v) / root
+
+    case tensor do
+      :lse -> 1 + scale * length.(:q) * length.(:k) / root
+      :dq -> scale * ds * Values.largest(values.k)
+      :dk -> scale * ds * Values.largest(values.q)
+      :dsink -> ds
+      _product -> 0.0
+    end
+  end
+
+  # ---- against derivatives of the forward ----------------------------------------------------------------
+
+  defp against_differences(c, device, runner) do
+    inputs = inputs(c)
+    {:ok, values} = compute(c, inputs, @f64, device, runner)
+    loss_size = Values.dot_size(values.o, inputs.dout)
+
+    for {input, direction} <- directions(c) do
+      loss = fn step ->
+        moved = Map.update!(inputs, input, &Enum.zip_with(&1, direction, fn x, t -> x + step * t end))
+        {:ok, outputs} = pass(:forward, c, encode(c, Map.delete(moved, :dout), @f64), device, runner)
+        Values.dot(decode(outputs).o, inputs.dout)
+      end
+
+      h = @step
+      slope = (8 * (loss.(h) - loss.(-h)) - (loss.(2 * h) - loss.(-2 * h))) / (12 * h)
+      gradient = values[gradient(input)]
+      allowed = @differences_tolerance * (loss_size + Values.dot_size(gradient, direction))
+      result(c, :differences, @f64, device, input, abs(Values.dot(gradient, direction) - slope), allowed)
+    end
+  end
+
+  defp against_tangent(c, device, runner) do
+    inputs = inputs(c)
+    directions = directions(c)
+    {:ok, values} = compute(c, inputs, @f64, device, runner)
+
+    tangents = for {input, tensor} <- encode(c, directions, @f64), into: %{}, do: {:"tangent_#{input}", tensor}
+    tensors = c |> encode(Map.delete(inputs, :dout), @f64) |> Map.merge(tangents)
+    {:ok, outputs} = pass(:tangent, c, tensors, {:cpu, 0}, runner)
+    o_tangent = decode(outputs).o_tangent
+
+    along = for {input, direction} <- directions, do: Values.dot(values[gradient(input)], direction)
+    error = abs(Enum.sum(along) - Values.dot(o_tangent, inputs.dout))
+
+    # dsink is an f32, whatever the arithmetic.
+    allowed =
+      for {input, direction} <- directions,
+          reduce: @tangent_tolerance * Values.dot_size(o_tangent, inputs.dout) do
+        allowed ->
+          relative = max(@tangent_tolerance, Values.roundoff(input_type(input, @f64)))
+          allowed + relative * Values.dot_size(values[gradient(input)], direction)
+      end
+
+    [result(c, :tangent, @f64, device, :o, error, allowed)]
+  end
+
+  defp gradient(input), do: :"d#{input}"
+
+  # ---- numbers in and out --------------------------------------------------------------------------------
+
+  defp inputs(c), do: random_numbers(c, Cases.shapes(c), :input)
+
+  defp directions(c), do: random_numbers(c, Map.delete(Cases.shapes(c), :dout), :direction)
+
+  defp random_numbers(c, shapes, what) do
+    Map.new(shapes, fn {name, shape} ->
+      numbers = Values.random(Tuple.product(shape), :erlang.phash2({c.seed, c.name, name, what}))
+      {name, if(name == :sink, do: Enum.map(numbers, &(round(&1 * @sink_grid) / @sink_grid)), else: numbers)}
+    end)
+  end
+
+  # The forward's outputs and the backward's, which starts from what this forward gave.
+  defp compute(c, inputs, type, device, runner) do
+    {dout, tensors} = c |> encode(inputs, type) |> Map.pop!(:dout)
+
+    with {:ok, states} <- pass(:forward, c, tensors, device, runner),
+         tensors = tensors |> Map.merge(states) |> Map.put(:dout, dout),
+         {:ok, gradients} <- pass(:backward, c, tensors, device, runner) do
+      {:ok, states |> Map.merge(gradients) |> decode()}
+    end
+  end
+
+  defp pass(pass, c, tensors, device, runner) do
+    case runner.(pass, tensors, c.options, device) do
+      {:ok, outputs} -> {:ok, outputs}
+      {:error, {:unsupported, _, _, _, _}} -> :unsupported
+      {:error, error} -> raise Error.from_native(error)
+    end
+  end
+
+  defp encode(c, numbers, type) do
+    shapes = Cases.shapes(c)
+
+    for {name, numbers} <- numbers, into: %{} do
+      type = input_type(name, type)
+      {name, {Values.encode(numbers, type), type, shapes[name]}}
+    end
+  end
+
+  defp decode(tensors),
+    do: for({name, {data, type, _shape}} <- tensors, into: %{}, do: {name, Values.decode(data, type)})
+
+  defp input_type(:sink, _type), do: {:f, 32}
+  defp input_type(_name, type), do: type
+
+  defp output_type(:dsink, _type), do: {:f, 32}
+  defp output_type(:lse, type), do: state_type(type)
+  defp output_type(_name, type), do: type
+
+  defp state_type(@f64), do: @f64
+  defp state_type(_type), do: {:f, 32}
+
+  defp result(c, check, type, device, tensor, error, allowed) do
+    %{
+      check: check,
+      case: c.name,
+      type: type,
+      device: device,
+      tensor: tensor,
+      error: error,
+      allowed: allowed,
+      outcome: if(error <= allowed, do: :passed, else: :failed)
+    }
+  end
+end

@@ -1,0 +1,207 @@
+defmodule Mix.Tasks.FlashAttention.Train do
+  @shortdoc "Trains a small language model through attention's forward and backward"
+
+  @moduledoc """
+  Trains a byte-level language model through attention's forward and backward, and shows what it learned.
+
+      mix flash_attention.train [FILE] [options]
+
+  FILE is any text; by default it is FlashAttention's own sources and documentation. The model is
+  `FlashAttention.Training.ByteModel`.
+
+  ## Options
+
+    * `--steps` - default 400
+    * `--seqlen` - bytes in a window of text, default 256
+    * `--batch` - windows in a step, default 4
+    * `--heads` and `--head-dim` - default 8 and 64; their product is a multiple of 256
+    * `--learning-rate` - default 0.15
+    * `--seed` - of everything random, default 0
+    * `--device` - `auto` (default), `cpu`, `cuda` or `cuda:1`
+    * `--sample` - bytes to write when finished, default 400; 0 for none
+    * `--prompt` - what the sample goes on from, default a blank line
+    * `--temperature` - of the sample, default 0.5; 0 always takes the likeliest byte
+    * `--checkpoint` - where to save the run, default a file in Mix's build folder
+    * `--checkpoint-interval` - steps from one saving to the next, default 50; it is also saved when finished
+    * `--resume`, `--no-resume` - whether to go on from the checkpoint. By default an unfinished run goes on, and
+      so does any run that `--checkpoint` names
+
+  An interrupted run loses at most what came after its last checkpoint. Resumed, with the same settings and
+  text, it gives what it would have given, bit for bit; `--steps` may be larger.
+  """
+
+  use Mix.Task
+
+  alias FlashAttention.CommandLine
+  alias FlashAttention.Training.{Chart, Progress, TextRun}
+
+  @switches [
+    steps: :integer,
+    seqlen: :integer,
+    batch: :integer,
+    heads: :integer,
+    head_dim: :integer,
+    learning_rate: :float,
+    seed: :integer,
+    device: :string,
+    sample: :integer,
+    prompt: :string,
+    temperature: :float,
+    checkpoint: :string,
+    checkpoint_interval: :integer,
+    resume: :boolean
+  ]
+
+  @defaults [steps: 400, sample: 400, prompt: "\n", temperature: 0.5, checkpoint_interval: 50]
+  @run_settings [
+    seqlen: :seqlen,
+    batch: :batch_size,
+    heads: :num_heads,
+    head_dim: :head_dim,
+    learning_rate: :learning_rate,
+    seed: :seed
+  ]
+
+  @root Path.expand("../../..", __DIR__)
+
+  @impl true
+  def run(args) do
+    {opts, files} = CommandLine.parse!(args, @switches, 1)
+    opts = Keyword.merge(@defaults, opts)
+    check!(opts)
+    Mix.Task.run("app.start")
+
+    CommandLine.run!(fn ->
+      {name, text} = text(files)
+      new = TextRun.new(text, run_settings(opts))
+      introduce(new, name)
+
+      new
+      |> resume(opts)
+      |> train(opts)
+      |> show(opts)
+    end)
+  end
+
+  defp check!(opts) do
+    for {key, least} <- [
+          steps: 0,
+          batch: 1,
+          sample: 0,
+          checkpoint_interval: 1,
+          learning_rate: 0,
+          temperature: 0
+        ] do
+      if opts[key] && opts[key] < least do
+        Mix.raise("--#{String.replace(to_string(key), "_", "-")}: expected at least #{least}, got #{opts[key]}")
+      end
+    end
+  end
+
+  defp run_settings(opts) do
+    settings = for {switch, key} <- @run_settings, opts[switch], do: {key, opts[switch]}
+    [device: CommandLine.device!(opts[:device])] ++ settings
+  end
+
+  defp text([file]), do: {file, File.read!(file)}
+
+  defp text([]) do
+    files =
+      ["README.md", "c_src/**/*.{h,c}", "lib/**/*.ex"] |> Enum.flat_map(&Path.wildcard(Path.join(@root, &1)))
+
+    {"FlashAttention's own sources", Enum.map_join(files, "\n", &File.read!/1)}
+  end
+
+  defp introduce(run, name) do
+    %{num_heads: heads, head_dim: head_dim} = run.settings
+
+    Mix.shell().info("""
+    Text:  #{name}, #{byte_size(run.text)} bytes
+    Model: #{heads} heads of #{head_dim}, windows of #{run.settings.seqlen} bytes, #{run.settings.batch_size} a step, on #{device(run.model.device)}
+    Loss:  #{nats(:math.log(256))} for guessing, #{nats(TextRun.entropy(run.text))} for the frequencies of bytes
+    """)
+  end
+
+  defp device({kind, index}), do: "#{kind}:#{index}"
+  defp device(:auto), do: if(FlashAttention.backend_info().cuda, do: "cpu", else: "cuda")
+  defp device(kind), do: "#{kind}"
+
+  defp nats(loss), do: "#{decimals(loss)} nats (#{decimals(loss / :math.log(2))} bits a byte)"
+
+  defp decimals(x), do: :erlang.float_to_binary(x, decimals: 2)
+
+  # ---- checkpoints ---------------------------------------------------------------------------------------
+
+  defp resume(new, opts) do
+    path = checkpoint(opts)
+
+    case opts[:resume] != false && TextRun.read(new, path) do
+      {:ok, %{state: %{step: step}} = saved} ->
+        # A finished demonstration starts anew; what was asked for by name does not.
+        if step < opts[:steps] or opts[:resume] || opts[:checkpoint] do
+          Mix.shell().info("Going on from step #{step}, saved in #{path}")
+          saved
+        else
+          new
+        end
+
+      {:error, message} ->
+        Mix.raise("#{message}; --no-resume starts anew, and overwrites it")
+
+      _nothing ->
+        new
+    end
+  end
+
+  defp checkpoint(opts),
+    do: opts[:checkpoint] || Path.join(Mix.Project.build_path(), "flash_attention.checkpoint")
+
+  defp save!(run, opts) do
+    with {:error, message} <- TextRun.write(run, checkpoint(opts)), do: Mix.raise(message)
+  end
+
+  # ---- training ------------------------------------------------------------------------------------------
+
+  defp train(%{state: %{step: step}} = run, opts) do
+    if step < opts[:steps] do
+      progress = Progress.new(step, opts[:steps], TextRun.tokens_per_step(run))
+      {run, progress} = Enum.reduce((step + 1)..opts[:steps], {run, progress}, &step(&1, &2, opts))
+      Progress.finish(progress)
+      run
+    else
+      run
+    end
+  end
+
+  defp step(step, {run, progress}, opts) do
+    run = TextRun.step(run)
+    if rem(step, opts[:checkpoint_interval]) == 0 or step == opts[:steps], do: save!(run, opts)
+    {run, Progress.step(progress, step, TextRun.recent_loss(run, 20))}
+  end
+
+  # ---- what came of it -----------------------------------------------------------------------------------
+
+  defp show(%{losses: []}, _opts), do: :ok
+
+  defp show(run, opts) do
+    style = if Progress.terminal?(), do: :braille, else: :plain
+    Mix.shell().info("\nLoss, in nats a byte, over steps")
+    Mix.shell().info(Chart.render(Enum.reverse(run.losses), width: min(Progress.columns(), 80), style: style))
+
+    Mix.shell().info("\nLast 20 steps: #{nats(TextRun.recent_loss(run, 20))}")
+    Mix.shell().info("Saved in #{Path.relative_to_cwd(checkpoint(opts))}")
+
+    if opts[:sample] > 0 do
+      sampling = [temperature: opts[:temperature], seed: run.settings.seed]
+      sample = TextRun.sample(run, opts[:prompt], opts[:sample], sampling)
+      Mix.shell().info("\nIt writes:\n\n" <> printable(opts[:prompt] <> sample))
+    end
+  end
+
+  # Bytes need not be characters, and control characters must not reach a terminal.
+  defp printable(text) do
+    for character <- String.codepoints(text), into: "" do
+      if character in ["\n", "\t"] or String.printable?(character), do: character, else: "?"
+    end
+  end
+end
