@@ -331,14 +331,17 @@ static double longest(const fa_problem *problem, fa_tensor_id id, const fa_value
 
 /* The size of the rounding errors of what cancels, in units of roundoff. A dot product of rows of length a and
  * b errs by some a * b units. lse is a score and the log of a sum from 1 on. ds is the difference of two dot
- * products, of v and of o with dout, that may be all but equal; dq, dk and dsink are sums of it. */
+ * products, of v and of o with dout, that may be all but equal; dq, dk and dsink are sums of it. dk sums more
+ * rows than there are keys: their errors add up as a random walk. */
 static double cancelling(const fa_problem *problem, fa_tensor_id id, const fa_values *x) {
   const double scale = problem->scale == 0 ? 1 / sqrt((double)problem->head_dim) : fabs(problem->scale);
-  const double ds = longest(problem, FA_TENSOR_DOUT, x) * longest(problem, FA_TENSOR_V, x);
+  const double ds = 2 * longest(problem, FA_TENSOR_DOUT, x) * longest(problem, FA_TENSOR_V, x);
+  const double rows_per_key = (double)(problem->seqlen_q * (problem->num_heads / problem->num_kv_heads)) /
+                              fmax(1, (double)problem->seqlen_k);
   switch (id) {
     case FA_TENSOR_LSE: return 1 + scale * longest(problem, FA_TENSOR_Q, x) * longest(problem, FA_TENSOR_K, x);
     case FA_TENSOR_DQ: return scale * ds * largest(problem, FA_TENSOR_K, x);
-    case FA_TENSOR_DK: return scale * ds * largest(problem, FA_TENSOR_Q, x);
+    case FA_TENSOR_DK: return scale * ds * largest(problem, FA_TENSOR_Q, x) * sqrt(fmax(1, rows_per_key));
     case FA_TENSOR_DSINK: return ds;
     default: return 0;
   }
