@@ -218,7 +218,7 @@ test-isas: test-c-isas
 	for isas in avx512 avx512,avx2; do FLASH_ATTENTION_DISABLE=$$isas $(MIX) flash_attention.check || exit 1; done
 
 # The NIF in the VM under the sanitizers, in a copy of the tree, so that priv is its own. +Mea min hands the VM's
-# allocations on to malloc, where AddressSanitizer sees them.
+# allocations on to malloc, where AddressSanitizer sees them. What times calls or counts memory stays out.
 SANITIZED := $(abspath $(BUILD))/sanitized
 test-sanitize: test-c-sanitize
 	@mkdir -p $(SANITIZED)
@@ -227,7 +227,7 @@ test-sanitize: test-c-sanitize
 	$(MAKE) -C $(SANITIZED) native BUILD=build PRIV=priv FA_CUDA=0 SANITIZE=address,undefined
 	cd $(SANITIZED) && env -u MAKEFLAGS BUILD=build FA_CUDA=0 SANITIZE=address,undefined ASAN_OPTIONS=detect_leaks=0 \
 	  UBSAN_OPTIONS=print_stacktrace=1 LD_PRELOAD=$$($(CC) -print-file-name=libasan.so) ERL_FLAGS='+Mea min' \
-	  mix test test/flash_attention_test.exs test/flash_attention
+	  mix test test/flash_attention_test.exs test/flash_attention/native_test.exs
 
 -include test/c/tests.mk bench/bench.mk
 

@@ -26,7 +26,9 @@ defmodule FlashAttention.MixProject do
   defp deps do
     if Code.ensure_loaded?(Hex) do
       [
-        {:nx, ">= 0.7.0", optional: true},
+        # The newest Nx needs Elixir 1.17, 0.7 runs on 1.14.
+        {:nx, if(Version.match?(System.version(), ">= 1.17.0"), do: ">= 0.7.0", else: "~> 0.7.0"),
+         optional: true},
         {:ex_doc, "~> 0.30", only: :dev, runtime: false}
       ]
     else
