@@ -16,7 +16,7 @@ defmodule FlashAttention.Training.Chart do
   80), `:height` (12), and `:style` (`:braille`, with a grid of 2 by 4 dots in each character, or `:plain`).
 
       iex> chart = FlashAttention.Training.Chart.render([4.0, 2.0, 1.0, 1.0], width: 15, height: 3, style: :plain)
-      iex> String.split(chart, "\n")
+      iex> String.split(chart, "\\n")
       [
         " 4.00 |**",
         "      |  **",

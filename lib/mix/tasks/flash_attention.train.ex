@@ -117,8 +117,8 @@ defmodule Mix.Tasks.FlashAttention.Train do
 
     Mix.shell().info("""
     Text:  #{name}, #{byte_size(run.text)} bytes
-    Model: #{heads} heads of #{head_dim}, windows of #{run.settings.seqlen} bytes, #{run.settings.batch_size} a step, on #{device(run.model.device)}
-    Loss:  #{nats(:math.log(256))} for guessing, #{nats(TextRun.entropy(run.text))} for the frequencies of bytes
+    Model: #{heads} heads of #{head_dim}, #{run.settings.batch_size} windows of #{run.settings.seqlen} bytes a step, on #{device(run.model.device)}
+    Loss:  #{decimals(:math.log(256))} nats a byte for guessing, #{decimals(TextRun.entropy(run.text))} for the frequencies of bytes alone
     """)
   end
 

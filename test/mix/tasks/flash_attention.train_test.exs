@@ -1,0 +1,113 @@
+defmodule Mix.Tasks.FlashAttention.TrainTest do
+  use ExUnit.Case
+
+  import ExUnit.CaptureIO
+
+  alias Mix.Tasks.FlashAttention.Train
+
+  @moduletag :tmp_dir
+  @small ~w(--seqlen 16 --batch 2 --heads 4 --device cpu)
+
+  setup %{tmp_dir: dir} do
+    file = Path.join(dir, "text")
+    File.write!(file, String.duplicate("the quick brown fox jumps over the lazy dog. ", 4))
+    %{text: file, checkpoint: Path.join(dir, "checkpoint")}
+  end
+
+  defp train(args), do: capture_io(fn -> Train.run(args) end)
+
+  test "shows progress, the curve, the loss and a sample", %{text: file, checkpoint: checkpoint} do
+    output = train([file | @small] ++ ~w(--steps 12 --sample 30 --prompt the --checkpoint #{checkpoint}))
+    assert output =~ "Text:  #{file}, 180 bytes"
+    assert output =~ ~r|step 12/12  loss \d\.\d{3}  \d+ tokens/s  0:00 left|
+    assert output =~ "Loss, in nats a byte, over steps\n 5.55 |"
+    assert output =~ ~r/Last 20 steps: \d\.\d\d nats/
+    assert [_, sample] = String.split(output, "It writes:\n\n")
+    assert String.starts_with?(sample, "the")
+    assert String.length(sample) == 3 + 30 + 1
+  end
+
+  test "resumed, prints what an uninterrupted run prints", %{text: file, checkpoint: checkpoint, tmp_dir: dir} do
+    args = [file | @small] ++ ~w(--sample 40 --checkpoint-interval 2)
+
+    ending = fn output ->
+      output |> String.split("Loss, in nats") |> List.last() |> String.replace(~r/Saved in .*/, "")
+    end
+
+    whole = train(args ++ ["--steps", "6", "--checkpoint", Path.join(dir, "whole")])
+    train(args ++ ["--steps", "4", "--checkpoint", checkpoint])
+    resumed = train(args ++ ["--steps", "6", "--checkpoint", checkpoint])
+
+    assert resumed =~ "Going on from step 4"
+    assert ending.(resumed) == ending.(whole)
+    assert File.read!(checkpoint) == File.read!(Path.join(dir, "whole"))
+
+    # It is finished: nothing is trained any more, unless it is started anew.
+    again = train(args ++ ["--steps", "6", "--checkpoint", checkpoint])
+    refute again =~ "tokens/s"
+    assert ending.(again) == ending.(whole)
+    anew = train(args ++ ["--steps", "6", "--checkpoint", checkpoint, "--no-resume"])
+    assert anew =~ "tokens/s"
+    assert ending.(anew) == ending.(whole)
+  end
+
+  test "killed, loses at most what came after the last checkpoint", %{text: file, checkpoint: checkpoint} do
+    args = [file | @small] ++ ~w(--steps 100000 --checkpoint-interval 3 --checkpoint #{checkpoint})
+
+    port =
+      Port.open({:spawn_executable, System.find_executable("mix")}, [
+        :binary,
+        :stderr_to_stdout,
+        args: ["flash_attention.train" | args],
+        env: [{'MIX_ENV', 'test'}]
+      ])
+
+    {:os_pid, pid} = Port.info(port, :os_pid)
+    wait_for_file(checkpoint, 600)
+    System.cmd("kill", ["-9", "#{pid}"])
+
+    {:ok, saved} = FlashAttention.Training.Checkpoint.read(checkpoint)
+    assert saved.state.step >= 3 and rem(saved.state.step, 3) == 0
+    assert length(saved.losses) == saved.state.step
+
+    steps = saved.state.step + 2
+    output = train([file | @small] ++ ~w(--steps #{steps} --sample 0 --checkpoint #{checkpoint}))
+    assert output =~ "Going on from step #{saved.state.step}"
+  end
+
+  defp wait_for_file(path, tenths) when tenths > 0 do
+    if !File.exists?(path) do
+      Process.sleep(100)
+      wait_for_file(path, tenths - 1)
+    end
+  end
+
+  test "trains on the project's own sources where no file is named", %{checkpoint: checkpoint} do
+    output = train(@small ++ ~w(--steps 1 --sample 0 --checkpoint #{checkpoint}))
+    assert output =~ ~r/Text:  FlashAttention's own sources, \d{6,} bytes/
+    refute output =~ "It writes"
+  end
+
+  test "errors are one line", %{text: file, checkpoint: checkpoint, tmp_dir: dir} do
+    File.write!(checkpoint, "no")
+
+    for {args, message} <- [
+          {["--steps", "many"], "--steps: expected a whole number, got many"},
+          {["--steps", "-1"], "--steps: expected at least 0, got -1"},
+          {["--batch", "0"], "--batch: expected at least 1, got 0"},
+          {["--heads", "3"], "num_heads: expected a multiple of 4, for 256 logits of head_dim 64, got 3"},
+          {["--head-dim", "12"], "head_dim: expected 8, 16, 32, 64, 128 or 256, got 12"},
+          {["--learning-rate", "high"], "--learning-rate: expected a number, got high"},
+          {["--device", "gpu"], "--device: expected auto, cpu, cuda or cuda:INDEX, got gpu"},
+          {["--seqlen", "180"], "text: expected at least 183 bytes, seqlen and 3 more, got 180"},
+          {["--checkpoint", checkpoint],
+           "#{checkpoint} is not a checkpoint; --no-resume starts anew, and overwrites it"},
+          {["another"], "expected at most 1 arguments, got: #{file} another"}
+        ] do
+      assert_raise Mix.Error, message, fn -> train([file | args] ++ @small) end
+    end
+
+    missing = Path.join(dir, "missing")
+    assert_raise Mix.Error, ~r/could not read file .*missing/, fn -> train([missing]) end
+  end
+end
