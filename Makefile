@@ -223,7 +223,7 @@ SANITIZED := $(abspath $(BUILD))/sanitized
 test-sanitize: test-c-sanitize
 	@mkdir -p $(SANITIZED)
 	rm -rf $(SANITIZED)/c_src $(SANITIZED)/lib $(SANITIZED)/test
-	cp -Rp $(filter-out build priv deps,$(wildcard *)) .formatter.exs $(SANITIZED)/
+	cp -Rp $(filter-out build priv deps tmp,$(wildcard *)) .formatter.exs $(SANITIZED)/
 	$(MAKE) -C $(SANITIZED) native BUILD=build PRIV=priv FA_CUDA=0 SANITIZE=address,undefined
 	cd $(SANITIZED) && env -u MAKEFLAGS BUILD=build FA_CUDA=0 SANITIZE=address,undefined ASAN_OPTIONS=detect_leaks=0 \
 	  UBSAN_OPTIONS=print_stacktrace=1 LD_PRELOAD=$$($(CC) -print-file-name=libasan.so) ERL_FLAGS='+Mea min' \
@@ -268,7 +268,7 @@ install: $(LIBRARY)
 	  > $(DESTDIR)$(PREFIX)/lib/pkgconfig/flash_attention.pc
 
 clean:
-	rm -rf $(BUILD) $(PRIV) _build
+	rm -rf $(BUILD) $(PRIV) _build tmp
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
