@@ -174,8 +174,14 @@ defmodule FlashAttention.Options do
   end
 
   defp device({kind, index}), do: {kind, index}
-  defp device(:auto), do: if(cuda?(), do: {:cuda, 0}, else: {:cpu, 0})
+  defp device(:auto), do: :persistent_term.get({__MODULE__, :auto}, nil) || find_auto()
   defp device(kind), do: {kind, 0}
 
-  defp cuda?, do: Enum.any?(FlashAttention.Native.backend_info().devices, &(&1.kind == :cuda))
+  # Looking for GPUs takes milliseconds; which there are does not change.
+  defp find_auto do
+    cuda? = Enum.any?(FlashAttention.Native.backend_info().devices, &(&1.kind == :cuda))
+    device = if cuda?, do: {:cuda, 0}, else: {:cpu, 0}
+    :persistent_term.put({__MODULE__, :auto}, device)
+    device
+  end
 end

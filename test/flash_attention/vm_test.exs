@@ -8,8 +8,7 @@ defmodule FlashAttention.VMTest do
   # Normal schedulers that spin while they wait are put off by Linux where every processor computes; those that
   # sleep are not. See "Schedulers" in the documentation of FlashAttention.
   test "during a call of more than a second normal schedulers answer within 10 ms" do
-    output = run_script("responsiveness.exs", "+sbwt none")
-    assert {microseconds, "\n"} = Integer.parse(output)
+    assert {microseconds, "\n"} = "responsiveness.exs" |> run_script("+sbwt none") |> Integer.parse()
     assert microseconds <= 10_000
   end
 
