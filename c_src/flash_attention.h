@@ -363,6 +363,11 @@ FA_API fa_status fa_plan_init(fa_plan *plan, const fa_problem *problem, fa_pass 
 FA_API fa_status fa_run(const fa_plan *plan, const fa_tensors *tensors, const fa_execution *execution,
                         fa_error *error);
 
+/* Runs a plan on tensors that lie in the host's memory, wherever its device is, and waits for the results.
+ * Takes the memory that it needs (the workspace; on a GPU the tensors too) and gives it back. Where the
+ * device's memory is not the host's, tensors must be contiguous. */
+FA_API fa_status fa_run_on_host(const fa_plan *plan, const fa_tensors *tensors, fa_error *error);
+
 #ifdef __cplusplus
 }
 #endif

@@ -106,7 +106,7 @@ fa_status fa_run(const fa_plan *plan, const fa_tensors *tensors, const fa_execut
     return fa_fail(error, FA_STATUS_INVALID_ARGUMENT, "workspace",
                    FA_TEXT("at least %zu bytes", plan->workspace_bytes),
                    FA_TEXT("%zu", execution->workspace_bytes));
-  if (plan->workspace_bytes && (uintptr_t)execution->workspace % 64 != 0)
+  if (plan->workspace_bytes && (!execution->workspace || (uintptr_t)execution->workspace % 64 != 0))
     return fa_fail(error, FA_STATUS_INVALID_ARGUMENT, "workspace", "an address aligned to 64 bytes",
                    FA_TEXT("%p", execution->workspace));
   const fa_backend *backend = plan->backend;

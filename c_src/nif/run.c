@@ -18,7 +18,7 @@ typedef struct call {
   fa_shape shapes[FA_NUM_TENSORS];
   ErlNifBinary inputs[FA_NUM_TENSORS];
 
-  void *scratch;                        /* the workspace, then aligned copies of inputs */
+  void *copies;                         /* of inputs that are not aligned */
   ErlNifBinary outputs[FA_NUM_TENSORS]; /* data is NULL where not allocated */
 } call;
 
@@ -67,17 +67,17 @@ static bool is_aligned(const call *call, int id) {
 }
 
 static bool bind_inputs(call *call) {
-  size_t bytes = round_up(call->plan.workspace_bytes), used = bytes;
+  size_t bytes = 0, used = 0;
   for (int id = 0; id < FA_NUM_TENSORS; id++)
     if (call->given[id] && !is_aligned(call, id)) bytes += round_up(call->inputs[id].size);
-  if (bytes) call->scratch = aligned_alloc(64, bytes);
-  if (bytes && !call->scratch) return reject_memory(call, "workspace", bytes);
+  if (bytes) call->copies = aligned_alloc(64, bytes);
+  if (bytes && !call->copies) return reject_memory(call, "tensors", bytes);
 
   for (int id = 0; id < FA_NUM_TENSORS; id++) {
     if (!call->given[id]) continue;
     void *data = call->inputs[id].data;
     if (!is_aligned(call, id)) {
-      data = memcpy((char *)call->scratch + used, data, call->inputs[id].size);
+      data = memcpy((char *)call->copies + used, data, call->inputs[id].size);
       used += round_up(call->inputs[id].size);
     }
     *fa_tensor_at(&call->tensors, id) = fa_tensor_contiguous(&call->problem, id, data);
@@ -102,11 +102,6 @@ static bool allocate_outputs(call *call) {
   return true;
 }
 
-static bool execute(call *call) {
-  fa_execution execution = {.workspace = call->scratch, .workspace_bytes = call->plan.workspace_bytes};
-  return fa_run(&call->plan, &call->tensors, &execution, &call->error) == FA_STATUS_OK;
-}
-
 /* {ok, #{Name => Tensor}}; the binaries become the terms' own. */
 static ERL_NIF_TERM make_results(call *call) {
   fa_map results = {0};
@@ -121,7 +116,7 @@ static ERL_NIF_TERM make_results(call *call) {
 }
 
 static void release(call *call) {
-  free(call->scratch);
+  free(call->copies);
   for (int id = 0; id < FA_NUM_TENSORS; id++)
     if (call->outputs[id].data) enif_release_binary(&call->outputs[id]);
 }
@@ -130,7 +125,7 @@ ERL_NIF_TERM fa_nif_run(ErlNifEnv *env, int argc, const ERL_NIF_TERM argv[]) {
   (void)argc;
   call call = {.env = env};
   bool done = plan(&call, argv[0], argv[1], argv[2], argv[3]) && bind_inputs(&call) &&
-              allocate_outputs(&call) && execute(&call);
+              allocate_outputs(&call) && fa_run_on_host(&call.plan, &call.tensors, &call.error) == FA_STATUS_OK;
   ERL_NIF_TERM result = done ? make_results(&call) : fa_make_error(env, &call.error);
   release(&call);
   return result;

@@ -118,22 +118,24 @@ void values_rotate(fa_values *values, const fa_problem *problem, int64_t first) 
   free(row);
 }
 
-/* ---- placement: what another kind of device would do differently -------------------------------------- */
+/* ---- placement: the device's memory ------------------------------------------------------------------- */
 
-/* Memory of the device, aligned to 64 bytes and of exactly that size, with a copy of what is at host. */
+/* Memory of the device, aligned to 64 bytes or more and of that size, with a copy of what is at host. */
 static void *place(fa_device device, const void *host, size_t bytes) {
-  (void)device;
   void *memory;
-  if (posix_memalign(&memory, 64, bytes ? bytes : 1)) return NULL;
-  memcpy(memory, host, bytes);
+  fa_error error;
+  if (fa_device_alloc(device, bytes, &memory, &error) ||
+      fa_device_copy(device, memory, host, bytes, NULL, &error)) {
+    printf("FAILED: %s\n", error.message);
+    exit(1);
+  }
   return memory;
 }
 
 /* Copies it back to host and releases it. */
 static void fetch(fa_device device, void *host, void *memory, size_t bytes) {
-  (void)device;
-  memcpy(host, memory, bytes);
-  free(memory);
+  fa_device_copy(device, host, memory, bytes, NULL, NULL);
+  fa_device_free(device, memory, NULL);
 }
 
 /* ---- images: a tensor as the device sees it ----------------------------------------------------------- */
