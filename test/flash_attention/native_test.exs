@@ -27,12 +27,12 @@ defmodule FlashAttention.NativeTest do
   test "outputs are those of the pass, sinks or none" do
     sinks = %{sink: native(4, {3, 4})}
     {:ok, forward} = Native.run(:forward, Map.merge(inputs(), sinks), [window_right: 0], {:cpu, 0})
-    assert Map.keys(forward) == [:lse, :o]
+    assert Enum.sort(Map.keys(forward)) == [:lse, :o]
     backward = inputs() |> Map.merge(forward) |> Map.put(:dout, native(5, {2, 3, 4, 5}))
     {:ok, grads} = Native.run(:backward, Map.merge(backward, sinks), [window_right: 0], {:cpu, 0})
-    assert Map.keys(grads) == [:dk, :dq, :dsink, :dv]
+    assert Enum.sort(Map.keys(grads)) == [:dk, :dq, :dsink, :dv]
     {:ok, grads} = Native.run(:backward, backward, [window_right: 0], {:cpu, 0})
-    assert Map.keys(grads) == [:dk, :dq, :dv]
+    assert Enum.sort(Map.keys(grads)) == [:dk, :dq, :dv]
   end
 
   test "the tangent is the derivative along a direction" do
@@ -41,7 +41,7 @@ defmodule FlashAttention.NativeTest do
     tangents = for {name, tensor} <- direction, into: %{}, do: {:"tangent_#{name}", tensor}
     options = [window_left: 2, softcap: 1.5]
     assert {:ok, results} = Native.run(:tangent, Map.merge(inputs, tangents), options, {:cpu, 0})
-    assert Map.keys(results) == [:lse, :lse_tangent, :o, :o_tangent]
+    assert Enum.sort(Map.keys(results)) == [:lse, :lse_tangent, :o, :o_tangent]
 
     step = 1.0e-5
 
