@@ -75,7 +75,7 @@ defmodule FlashAttention.Training.Chart do
   end
 
   defp step(from, to) when from < to, do: (from + 1)..to
-  defp step(from, to) when from > to, do: (from - 1)..to
+  defp step(from, to) when from > to, do: (from - 1)..to//-1
   defp step(to, to), do: [to]
 
   defp margin(row, height, low, high) do

@@ -59,7 +59,7 @@ defmodule Mix.Tasks.FlashAttention.TrainTest do
         :binary,
         :stderr_to_stdout,
         args: ["flash_attention.train" | args],
-        env: [{'MIX_ENV', 'test'}]
+        env: [{~c"MIX_ENV", ~c"test"}]
       ])
 
     {:os_pid, pid} = Port.info(port, :os_pid)
@@ -104,7 +104,7 @@ defmodule Mix.Tasks.FlashAttention.TrainTest do
            "#{checkpoint} is not a checkpoint; --no-resume starts anew, and overwrites it"},
           {["another"], "expected at most 1 arguments, got: #{file} another"}
         ] do
-      assert_raise Mix.Error, message, fn -> train([file | args] ++ @small) end
+      assert_raise Mix.Error, message, fn -> train([file | @small] ++ args) end
     end
 
     missing = Path.join(dir, "missing")

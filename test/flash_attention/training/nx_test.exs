@@ -1,0 +1,136 @@
+if Code.ensure_loaded?(Nx) do
+  defmodule FlashAttention.Training.NxTest do
+    use ExUnit.Case, async: true
+
+    alias FlashAttention.{Tensor, Training}
+    alias FlashAttention.Training.Nx.Policy
+    alias FlashAttention.Training.{Optimizer, Parameter}
+
+    @moduletag :nx
+    @f64 {:f, 64}
+
+    # The definition in Nx alone, with any sinks.
+    defp plain_attention(q, k, v, sink \\ nil) do
+      {_, seqlen, heads, head_dim} = Nx.shape(q)
+      [q, k, v] = for x <- [q, k, v], do: Nx.transpose(x, axes: [0, 2, 1, 3])
+      s = Nx.divide(Nx.dot(q, [3], [0, 1], k, [3], [0, 1]), Nx.sqrt(Nx.tensor(head_dim, type: @f64)))
+      {columns, rows} = {Nx.iota({1, 1, 1, seqlen}, axis: 3), Nx.iota({1, 1, seqlen, 1}, axis: 2)}
+      weights = Nx.multiply(Nx.exp(s), Nx.less_equal(columns, rows))
+      sum = Nx.sum(weights, axes: [3], keep_axes: true)
+      sum = if sink, do: Nx.add(sum, Nx.reshape(Nx.sum(Nx.exp(sink), axes: [0]), {1, heads, 1, 1})), else: sum
+      Nx.transpose(Nx.dot(Nx.divide(weights, sum), [3], [0, 1], v, [2], [0, 1]), axes: [0, 2, 1, 3])
+    end
+
+    defp problem do
+      params =
+        Policy.init(Nx.Random.key(1), state_size: 5, num_actions: 3, num_heads: 2, head_dim: 7, type: @f64)
+
+      {states, key} = Nx.Random.normal(Nx.Random.key(2), shape: {2, 9, 5}, type: @f64)
+      {actions, _key} = Nx.Random.randint(key, 0, 3, shape: {2, 9})
+      {params, %{states: states, actions: actions}}
+    end
+
+    defp assert_close(left, right, tolerance) when is_struct(left, Nx.Tensor) do
+      assert Nx.shape(left) == Nx.shape(right)
+      assert Nx.to_number(Nx.reduce_max(Nx.abs(Nx.subtract(left, right)))) < tolerance
+      assert Nx.to_number(Nx.reduce_max(Nx.abs(right))) > 100 * tolerance
+    end
+
+    defp assert_close(left, right, tolerance) do
+      assert Map.keys(left) == Map.keys(right)
+      for {key, value} <- left, do: assert_close(value, right[key], tolerance)
+    end
+
+    test "gradients are those of the same model with attention in Nx" do
+      {params, batch} = problem()
+      {loss, gradients} = Training.value_and_gradients(Policy.model(), params, batch)
+
+      {plain_loss, plain_gradients} =
+        Nx.Defn.value_and_grad(params, fn params ->
+          {q, k, v} = Policy.embed(params, batch)
+          Policy.loss(params, plain_attention(q, k, v), batch)
+        end)
+
+      assert_in_delta Nx.to_number(loss), Nx.to_number(plain_loss), 1.0e-12
+      assert_close(gradients, plain_gradients, 1.0e-12)
+    end
+
+    test "sinks, parameters that both stages use, and options" do
+      {params, batch} = problem()
+      params = Map.put(params, :sink, Nx.tensor([[0.5, -1.0], [0.25, 2.0]], type: {:f, 32}))
+      scale = fn params -> Nx.add(1, Nx.sum(params.policy.bias)) end
+
+      embed = fn params, batch ->
+        {q, k, v} = Policy.embed(params, batch)
+        {q, k, Nx.multiply(v, scale.(params)), %{sink: params.sink}}
+      end
+
+      model = FlashAttention.Training.Nx.model(embed, &Policy.loss/3, device: :cpu, causal: true)
+      {_loss, gradients} = Training.value_and_gradients(model, params, batch)
+
+      plain =
+        Nx.Defn.grad(params, fn params ->
+          {q, k, v, %{sink: sink}} = embed.(params, batch)
+          Policy.loss(params, plain_attention(q, k, v, Nx.as_type(sink, @f64)), batch)
+        end)
+
+      assert_close(Map.delete(gradients, :sink), Map.delete(plain, :sink), 1.0e-12)
+      # An f32, whatever the arithmetic.
+      assert_close(gradients.sink, plain.sink, 1.0e-8)
+    end
+
+    test "a pullback is linear in its cotangent" do
+      {params, batch} = problem()
+      model = Policy.model()
+      o = Nx.multiply(elem(Policy.embed(params, batch), 0), 0.5)
+      {_loss, pullback} = model.head.(params, o, batch)
+      {gradients, dout} = pullback.(1.0)
+      {scaled_gradients, scaled_dout} = pullback.(3.0)
+      assert_close(Nx.multiply(dout, 3), scaled_dout, 1.0e-12)
+      assert_close(Nx.multiply(gradients.policy.kernel, 3), scaled_gradients.policy.kernel, 1.0e-12)
+    end
+
+    # The right action is whether the first number of the state before was positive: only attention knows it.
+    test "the policy learns, by SGD and by Adam" do
+      params =
+        Policy.init(Nx.Random.key(1), state_size: 3, num_actions: 2, hidden_size: 16, num_heads: 2, head_dim: 8)
+
+      {states, _key} = Nx.Random.normal(Nx.Random.key(3), shape: {8, 2, 3})
+      right = Nx.greater(states[[.., 0..0, 0]], 0)
+      batch = %{states: states, actions: Nx.concatenate([right, right], axis: 1)}
+
+      for optimizer <- [Optimizer.sgd(learning_rate: 0.3, momentum: 0.9), Optimizer.adam(learning_rate: 0.03)] do
+        {_state, loss} =
+          for _step <- 1..40, reduce: {Training.init(params, optimizer), nil} do
+            {state, _loss} -> Training.train_step(state, batch, model: Policy.model())
+          end
+
+        assert Nx.to_number(loss) < 0.1
+      end
+
+      {params, first} = Training.train_step(params, batch, model: Policy.model(), learning_rate: 0.1)
+      {_params, second} = Training.train_step(params, batch, model: Policy.model(), learning_rate: 0.1)
+      assert Nx.to_number(second) < Nx.to_number(first)
+    end
+
+    test "optimizers move Nx tensors as they move plain ones" do
+      numbers = fn seed ->
+        {x, _} = Nx.Random.normal(Nx.Random.key(seed), shape: {3, 5}, type: @f64)
+        x
+      end
+
+      plain = fn tensor -> Tensor.new(Nx.to_binary(tensor), @f64, Nx.shape(tensor)) end
+
+      for change <- [{:sgd, 0.1, 0}, {:sgd, 0.1, 0.9}, {:adam, 0.1, 0.9, 0.99, 1.0e-3}] do
+        for seed <- 2..4, reduce: {{numbers.(1), nil}, {plain.(numbers.(1)), nil}} do
+          {{p, slot}, {plain_p, plain_slot}} ->
+            g = numbers.(seed)
+            {p, slot} = Parameter.update(p, g, slot, change)
+            {plain_p, plain_slot} = Parameter.update(plain_p, plain.(g), plain_slot, change)
+            assert_close(p, Nx.reshape(Nx.from_binary(plain_p.data, @f64), {3, 5}), 1.0e-14)
+            {{p, slot}, {plain_p, plain_slot}}
+        end
+      end
+    end
+  end
+end
