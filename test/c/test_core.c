@@ -118,7 +118,7 @@ static void test_overflow(void) {
   p = valid_problem();
   p.num_sinks = huge;
   check_overflow(p, "num_sinks");
-  /* More than 2^31 elements are an ordinary case, and an axis of 0 forgives the others. */
+  /* More than 2^31 elements are an ordinary case. An axis of 0 does not forgive the others. */
   fa_error error;
   p = valid_problem();
   p.batch = 1024, p.seqlen_q = 1 << 20, p.seqlen_k = 1 << 20;
@@ -126,6 +126,9 @@ static void test_overflow(void) {
   CHECK(fa_tensor_shape(&p, FA_TENSOR_Q).size_bytes == (INT64_C(1) << 30) * 4 * 8 * 4, "size of a large q");
   p = valid_problem();
   p.batch = 0, p.seqlen_q = huge, p.seqlen_k = huge;
+  check_overflow(p, "no batch");
+  p = valid_problem();
+  p.batch = 0, p.seqlen_q = p.seqlen_k = 1 << 30;
   CHECK(fa_problem_validate(&p, &error) == FA_STATUS_OK, "no batch: %s", error.message);
 }
 
