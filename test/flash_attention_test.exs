@@ -158,6 +158,8 @@ defmodule FlashAttentionTest do
                %{k | shape: {2 ** 40, 7, 2, 3}},
                %{v | shape: {2 ** 40, 7, 2, 3}}
              ], "problem: the product of the sizes of a tensor overflows"},
+            {List.duplicate(%{q | data: <<>>, shape: {2 ** 30, 0, 2 ** 40, 1}}, 3),
+             "problem: the product of the sizes of a tensor overflows"},
             {[%{q | shape: {2 ** 70, 5, 4, 3}}, k, v],
              "q: expected a shape, a tuple of 64-bit integers, got {#{2 ** 70},5,4,3}"}
           ] do

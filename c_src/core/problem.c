@@ -44,9 +44,9 @@ static bool product_fits(const int64_t *factors, int num_factors) {
   const int64_t limit = INT64_C(1) << 56;
   int64_t product = 1;
   for (int i = 0; i < num_factors; i++) {
-    if (factors[i] == 0) return true;
-    if (product > limit / factors[i]) return false;
-    product *= factors[i];
+    int64_t factor = factors[i] ? factors[i] : 1; /* strides and lse of an empty tensor must fit too */
+    if (product > limit / factor) return false;
+    product *= factor;
   }
   return true;
 }
