@@ -32,7 +32,6 @@ defmodule FlashAttention.Training.ByteModel do
       output is the probabilities.
     * Adding up the gradients of equal bytes is attention of each byte to the positions where it stands, at
       a scale that leaves no weight for other positions: the output is the mean of those gradients.
-
   """
 
   alias FlashAttention.{Error, Tensor}

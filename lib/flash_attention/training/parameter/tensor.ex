@@ -128,9 +128,15 @@ defimpl FlashAttention.Training.Parameter, for: FlashAttention.Tensor do
     pieces = Enum.zip_with(columns, & &1)
     share = max(64, ceil(length(pieces) / System.schedulers_online()))
 
-    pieces
-    |> Enum.chunk_every(share)
-    |> FlashAttention.Training.Parallel.flat_map(&Enum.map(&1, fun))
+    case Enum.chunk_every(pieces, share) do
+      [pieces] ->
+        Enum.map(pieces, fun)
+
+      shares ->
+        shares
+        |> Task.async_stream(fn pieces -> Enum.map(pieces, fun) end, timeout: :infinity)
+        |> Enum.flat_map(fn {:ok, results} -> results end)
+    end
   end
 
   defp join(parameter, pieces), do: %Tensor{parameter | data: IO.iodata_to_binary(pieces)}
