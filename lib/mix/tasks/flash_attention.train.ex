@@ -23,8 +23,8 @@ defmodule Mix.Tasks.FlashAttention.Train do
     * `--temperature` - of the sample, default 0.5; 0 always takes the likeliest byte
     * `--checkpoint` - where to save the run, default a file in Mix's build folder
     * `--checkpoint-interval` - steps from one saving to the next, default 50; it is also saved when finished
-    * `--resume`, `--no-resume` - whether to go on from the checkpoint. By default an unfinished run goes on, and
-      so does any run that `--checkpoint` names
+    * `--resume`, `--no-resume` - whether to go on from the checkpoint. By default, a run that `--checkpoint` names
+      goes on, and so does one in Mix's build folder if it is unfinished and of the same settings and text
 
   An interrupted run loses at most what came after its last checkpoint. Resumed, with the same settings and
   text, it gives what it would have given, bit for bit; `--steps` may be larger.
@@ -132,21 +132,22 @@ defmodule Mix.Tasks.FlashAttention.Train do
 
   # ---- checkpoints ---------------------------------------------------------------------------------------
 
+  # Without a word about checkpoints, a run that is finished or is not this one's beginning is left behind.
   defp resume(new, opts) do
-    path = checkpoint(opts)
+    steps = opts[:steps]
+    asked = opts[:resume] == true or opts[:checkpoint] != nil
 
-    case opts[:resume] != false && TextRun.read(new, path) do
-      {:ok, %{state: %{step: step}} = saved} ->
-        # A finished demonstration starts anew; what was asked for by name does not.
-        if step < opts[:steps] or opts[:resume] || opts[:checkpoint] do
-          Mix.shell().info("Going on from step #{step}, saved in #{path}")
-          saved
-        else
-          new
-        end
+    case opts[:resume] != false && TextRun.read(new, checkpoint(opts)) do
+      {:ok, %{state: %{step: step}} = saved} when asked or step < steps ->
+        Mix.shell().info("Going on from step #{step}, saved in #{checkpoint(opts)}")
+        saved
+
+      {:error, message} when asked ->
+        Mix.raise("#{message}; --no-resume starts anew, and overwrites it")
 
       {:error, message} ->
-        Mix.raise("#{message}; --no-resume starts anew, and overwrites it")
+        Mix.shell().info("Starting anew: #{message}")
+        new
 
       _nothing ->
         new
