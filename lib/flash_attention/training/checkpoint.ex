@@ -57,7 +57,7 @@ defmodule FlashAttention.Training.Checkpoint do
     case File.read(path) do
       {:ok, <<@magic, hash::binary-size(16), payload::binary>>} ->
         if :erlang.md5(payload) == hash,
-          do: {:ok, :erlang.binary_to_term(payload, [:safe])},
+          do: term(path, payload),
           else:
             {:error, "#{path} is damaged: its contents do not have the checksum that they were written with"}
 
@@ -70,5 +70,12 @@ defmodule FlashAttention.Training.Checkpoint do
       {:error, reason} ->
         {:error, "#{path} cannot be read: #{:file.format_error(reason)}"}
     end
+  end
+
+  # Atoms that are not there yet are not made: they would stay for good.
+  defp term(path, payload) do
+    {:ok, :erlang.binary_to_term(payload, [:safe])}
+  rescue
+    ArgumentError -> {:error, "#{path} holds what this version does not know"}
   end
 end

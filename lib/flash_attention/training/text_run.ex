@@ -101,9 +101,6 @@ defmodule FlashAttention.Training.TextRun do
   """
   @spec read(t, Path.t()) :: {:ok, t} | :none | {:error, message :: String.t()}
   def read(run, path) do
-    # Reading makes no atoms: those of these structs must be there.
-    Enum.each([State, Optimizer, ByteModel], &Code.ensure_loaded!/1)
-
     with {:ok, saved} <- Checkpoint.read(path) do
       case Enum.filter(run.settings, fn {key, value} -> saved.settings[key] != value end) do
         [] -> {:ok, struct!(run, saved)}

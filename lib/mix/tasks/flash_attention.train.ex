@@ -19,8 +19,8 @@ defmodule Mix.Tasks.FlashAttention.Train do
     * `--seed` - of everything random, default 0
     * `--device` - `auto` (default), `cpu`, `cuda` or `cuda:1`
     * `--sample` - bytes to write when finished, default 400; 0 for none
-    * `--prompt` - what the sample goes on from, default a blank line
-    * `--temperature` - of the sample, default 0.5; 0 always takes the likeliest byte
+    * `--prompt` - what the sample goes on from, default the text's first line
+    * `--temperature` - of the sample, default 0.7; 0 always takes the likeliest byte
     * `--checkpoint` - where to save the run, default a file in Mix's build folder
     * `--checkpoint-interval` - steps from one saving to the next, default 50; it is also saved when finished
     * `--resume`, `--no-resume` - whether to go on from the checkpoint. By default, a run that `--checkpoint` names
@@ -52,7 +52,7 @@ defmodule Mix.Tasks.FlashAttention.Train do
     resume: :boolean
   ]
 
-  @defaults [steps: 400, sample: 400, prompt: "\n", temperature: 0.5, checkpoint_interval: 50]
+  @defaults [steps: 400, sample: 400, temperature: 0.7, checkpoint_interval: 50]
   @run_settings [
     seqlen: :seqlen,
     batch: :batch_size,
@@ -194,10 +194,13 @@ defmodule Mix.Tasks.FlashAttention.Train do
 
     if opts[:sample] > 0 do
       sampling = [temperature: opts[:temperature], seed: run.settings.seed]
-      sample = TextRun.sample(run, opts[:prompt], opts[:sample], sampling)
-      Mix.shell().info("\nIt writes:\n\n" <> printable(opts[:prompt] <> sample))
+      prompt = opts[:prompt] || first_line(run.text)
+      sample = TextRun.sample(run, prompt, opts[:sample], sampling)
+      Mix.shell().info("\nIt writes:\n\n" <> printable(prompt <> sample))
     end
   end
+
+  defp first_line(text), do: text |> binary_part(0, min(byte_size(text), 64)) |> String.split("\n") |> hd()
 
   # Bytes need not be characters, and control characters must not reach a terminal.
   defp printable(text) do

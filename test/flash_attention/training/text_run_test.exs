@@ -75,6 +75,10 @@ defmodule FlashAttention.Training.TextRunTest do
       assert {:error, message} = Checkpoint.read(path)
       assert message =~ "is damaged"
 
+      payload = :erlang.term_to_binary(:an_atom) |> String.replace("an_atom", "qzx" <> "jkwv")
+      File.write!(path, "flash_attention checkpoint 1\n" <> :erlang.md5(payload) <> payload)
+      assert Checkpoint.read(path) == {:error, "#{path} holds what this version does not know"}
+
       File.write!(path, "")
       assert Checkpoint.read(path) == {:error, "#{path} is not a checkpoint"}
       assert {:error, message} = Checkpoint.read(dir)
