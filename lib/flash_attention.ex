@@ -234,10 +234,16 @@ defmodule FlashAttention do
     end
   end
 
-  defp run_native(pass, tensors, options) do
-    case Native.run(pass, tensors, options.native, options.device) do
-      {:ok, outputs} -> {:ok, outputs}
-      {:error, error} -> {:error, Error.from_native(error)}
+  defp run_native(pass, tensors, %{devices: [device | others]} = options) do
+    case Native.run(pass, tensors, options.native, device) do
+      {:ok, outputs} ->
+        {:ok, outputs}
+
+      {:error, {:unsupported, _, _, _, _}} when others != [] ->
+        run_native(pass, tensors, %{options | devices: others})
+
+      {:error, error} ->
+        {:error, Error.from_native(error)}
     end
   end
 

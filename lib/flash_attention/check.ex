@@ -89,7 +89,7 @@ defmodule FlashAttention.Check do
 
   defp device!(device) do
     case Options.parse(device: device) do
-      {:ok, options} -> options.device
+      {:ok, options} -> hd(options.devices)
       {:error, error} -> raise error
     end
   end

@@ -43,7 +43,9 @@ defmodule FlashAttention.Options do
     device: [
       type: :device,
       default: :auto,
-      doc: "Where to compute; `:auto` is the first CUDA device where there is one, and else the CPU."
+      doc:
+        "Where to compute; `:auto` is the first CUDA device where there is one that takes the problem, and else " <>
+          "the CPU."
     ],
     precision: [
       type: {:one_of, [:highest, :high, :default]},
@@ -59,10 +61,10 @@ defmodule FlashAttention.Options do
     ]
   ]
 
-  @typedoc "What `parse/1` returns: options as `FlashAttention.Native.run/4` takes them."
+  @typedoc "What `parse/1` returns: options as `FlashAttention.Native.run/4` takes them, devices in the order to try."
   @type parsed :: %{
           native: [FlashAttention.Native.option()],
-          device: FlashAttention.Native.device(),
+          devices: [FlashAttention.Native.device(), ...],
           sink: FlashAttention.TensorLike.t() | nil
         }
 
@@ -72,8 +74,8 @@ defmodule FlashAttention.Options do
       iex> {:ok, options} = FlashAttention.Options.parse(window: {127, 5}, device: :cpu)
       iex> Keyword.take(options.native, [:window_left, :window_right])
       [window_left: 127, window_right: 0]
-      iex> options.device
-      {:cpu, 0}
+      iex> options.devices
+      [cpu: 0]
 
       iex> {:error, error} = FlashAttention.Options.parse(casual: false)
       iex> Exception.message(error)
@@ -83,7 +85,7 @@ defmodule FlashAttention.Options do
   def parse(opts) do
     with :ok <- check_keyword(opts), :ok <- check_values(opts) do
       values = Map.new(@schema, fn {key, row} -> {key, value(opts, key, row)} end)
-      {:ok, %{native: native(values), device: device(values.device), sink: values.sink}}
+      {:ok, %{native: native(values), devices: devices(values.device), sink: values.sink}}
     end
   end
 
@@ -173,15 +175,15 @@ defmodule FlashAttention.Options do
     ]
   end
 
-  defp device({kind, index}), do: {kind, index}
-  defp device(:auto), do: :persistent_term.get({__MODULE__, :auto}, nil) || find_auto()
-  defp device(kind), do: {kind, 0}
+  defp devices({kind, index}), do: [{kind, index}]
+  defp devices(:auto), do: :persistent_term.get({__MODULE__, :auto}, nil) || find_auto()
+  defp devices(kind), do: [{kind, 0}]
 
   # Looking for GPUs takes milliseconds; which there are does not change.
   defp find_auto do
     cuda? = Enum.any?(FlashAttention.Native.backend_info().devices, &(&1.kind == :cuda))
-    device = if cuda?, do: {:cuda, 0}, else: {:cpu, 0}
-    :persistent_term.put({__MODULE__, :auto}, device)
-    device
+    devices = if cuda?, do: [cuda: 0, cpu: 0], else: [cpu: 0]
+    :persistent_term.put({__MODULE__, :auto}, devices)
+    devices
   end
 end
