@@ -10,7 +10,7 @@
 
 /* ---- elements -------------------------------------------------------------------------------------- */
 
-static double get_element(fa_dtype dtype, const unsigned char *at) {
+double get_element(fa_dtype dtype, const unsigned char *at) {
   double f64;
   float f32;
   uint16_t half;
@@ -22,7 +22,7 @@ static double get_element(fa_dtype dtype, const unsigned char *at) {
   }
 }
 
-static void set_element(fa_dtype dtype, unsigned char *at, double value) {
+void set_element(fa_dtype dtype, unsigned char *at, double value) {
   const float f32 = (float)value;
   const uint16_t half = dtype == FA_DTYPE_BF16 ? fa_f32_to_bf16(f32) : fa_f32_to_f16(f32);
   switch (dtype) {

@@ -8,6 +8,10 @@
 
 #include "cases.h"
 
+/* The number that lies at an address as dtype has it, and the other way, rounded. */
+double get_element(fa_dtype dtype, const unsigned char *at);
+void set_element(fa_dtype dtype, unsigned char *at, double value);
+
 typedef struct fa_values {
   double *data[FA_NUM_TENSORS];
 } fa_values;

@@ -1,6 +1,6 @@
 # The C tests: one program a file, each ending in "N passed, N failed, N skipped".
 
-TEST_NAMES  := core half reference tangent attention
+TEST_NAMES  := core half reference tangent attention cuda
 TEST_SHARED := $(BUILD)/test/harness.o $(BUILD)/test/cases.o
 
 $(BUILD)/test/%.o: test/c/%.c $(FLAGS) Makefile
@@ -13,21 +13,24 @@ $(BUILD)/test/test_%: $(BUILD)/test/test_%.o $(TEST_SHARED) $(LIBRARY)
 
 .SECONDARY: $(TEST_NAMES:%=$(BUILD)/test/test_%.o) $(TEST_SHARED)
 
-# More threads than processors, on purpose: they had better not spin while they wait.
-TEST_ENVIRONMENT := OMP_WAIT_POLICY=passive
+# Three threads, however small the case and however few the processors.
+TEST_ENVIRONMENT := FLASH_ATTENTION_NUM_THREADS=3
 
 # make test-c ATTENTION="--device cuda --sweep 5000" and the like; see test_attention.c
-.PHONY: test-c test-c-sanitize test-c-isas $(TEST_NAMES:%=test-c-%)
-test-c: $(TEST_NAMES:%=test-c-%)
+.PHONY: test-c test-c-sanitize test-c-isas test-c-attention-cuda test-cuda-sanitize $(TEST_NAMES:%=test-c-%)
+test-c: $(TEST_NAMES:%=test-c-%) test-c-attention-cuda $(if $(filter 1,$(FA_CUDA)),test-cuda-sanitize)
 
 $(TEST_NAMES:%=test-c-%): test-c-%: $(BUILD)/test/test_%
 	@echo "$(<F) $(if $(filter attention,$*),$(ATTENTION))"
 	@$(TEST_ENVIRONMENT) $< $(if $(filter attention,$*),$(ATTENTION))
 
-# The same programs, on the short table, under the address and undefined behaviour sanitizers.
+# The same programs, on the short table, under the address and undefined behaviour sanitizers, and on one type under
+# the thread sanitizer.
 test-c-sanitize:
 	UBSAN_OPTIONS=print_stacktrace=1 $(MAKE) --no-print-directory test-c SANITIZE=address,undefined FA_CUDA=0 \
 	  BUILD=$(BUILD)/sanitize PRIV=$(BUILD)/sanitize/priv ATTENTION=--quick
+	$(MAKE) --no-print-directory test-c-attention SANITIZE=thread FA_CUDA=0 \
+	  BUILD=$(BUILD)/races PRIV=$(BUILD)/races/priv ATTENTION='--quick --dtype f32'
 
 # The suite with the CPU's instruction sets switched off, the best one first.
 test-c-isas: $(BUILD)/test/test_attention $(BUILD)/test/test_tangent
@@ -35,3 +38,21 @@ test-c-isas: $(BUILD)/test/test_attention $(BUILD)/test/test_tangent
 	  echo "without $$isas"; export FLASH_ATTENTION_DISABLE=$$isas $(TEST_ENVIRONMENT); \
 	  $(BUILD)/test/test_attention $(ATTENTION); $(BUILD)/test/test_tangent; \
 	done
+
+# The case table on the GPU. Without one this program and test_cuda say that they are skipped.
+test-c-attention-cuda: $(BUILD)/test/test_attention
+	@echo "$(<F) --device cuda $(ATTENTION)"
+	@$< --device cuda $(ATTENTION)
+
+# Short tables on the GPU under NVIDIA's compute-sanitizer: addresses, races in shared memory, and reads of what
+# nothing wrote. test_attention gives every tensor an allocation of its own, test_cuda poisons no workspace.
+CUDA_SANITIZE = compute-sanitizer --error-exitcode 1 --print-limit 10 --tool
+
+test-cuda-sanitize: $(BUILD)/test/test_attention $(BUILD)/test/test_cuda
+ifeq ($(shell command -v compute-sanitizer),)
+	@echo "$@: skipped, compute-sanitizer is not installed"
+else
+	$(CUDA_SANITIZE) memcheck $(BUILD)/test/test_attention --device cuda --quick
+	$(CUDA_SANITIZE) racecheck $(BUILD)/test/test_cuda --quick
+	$(CUDA_SANITIZE) initcheck $(BUILD)/test/test_cuda --quick
+endif

@@ -1,0 +1,472 @@
+/*
+ * What only a GPU can be asked: tensors of more than 2^31 elements, a million rows, backwards that repeat
+ * bitwise, memory that runs out, and an error that the device does not recover from. test_attention has the
+ * case table for it.
+ *
+ *   --quick   only what a sanitizer can follow
+ *
+ * What is too large for the reference is checked in slices. A few rows of a head are a problem of their own,
+ * with the keys that they see; so are the gradients of a few keys, with the rows that see them and the o and
+ * lse of those. Tolerances are those of test_attention: twice the error of naive attention in the same type.
+ */
+#include <math.h>
+#include <stdlib.h>
+
+#include "check.h"
+#include "harness.h"
+#include "random.h"
+
+static const fa_device cuda = {FA_DEVICE_CUDA, 0}, reference = {FA_DEVICE_REFERENCE, 0};
+static const fa_dtype dtypes[] = {FA_DTYPE_BF16, FA_DTYPE_F16, FA_DTYPE_F32};
+#define NUM_DTYPES (sizeof dtypes / sizeof *dtypes)
+
+static void must(fa_status status, const fa_error *error) {
+  if (status == FA_STATUS_OK) return;
+  printf("FAILED: %s\n", error->message);
+  exit(1);
+}
+
+static fa_problem problem_of(fa_dtype dtype, int64_t batch, int64_t seqlen, int64_t num_heads,
+                             int64_t head_dim) {
+  fa_problem problem;
+  fa_problem_init(&problem);
+  problem.dtype = dtype;
+  problem.batch = batch, problem.seqlen_q = problem.seqlen_k = seqlen;
+  problem.num_heads = problem.num_kv_heads = num_heads, problem.head_dim = head_dim;
+  problem.window_right = 0;
+  return problem;
+}
+
+static size_t size_of(const fa_problem *problem, int id) {
+  return (size_t)fa_tensor_shape(problem, id).size_bytes;
+}
+
+static bool is_used(const fa_problem *problem, int id) {
+  return fa_tensor_role_in(problem, FA_PASS_FORWARD, id) || fa_tensor_role_in(problem, FA_PASS_BACKWARD, id);
+}
+
+static bool is_output(const fa_problem *problem, int id) {
+  return fa_tensor_role_in(problem, FA_PASS_FORWARD, id) == FA_ROLE_OUTPUT ||
+         fa_tensor_role_in(problem, FA_PASS_BACKWARD, id) == FA_ROLE_OUTPUT;
+}
+
+/* ---- tensors in the host's memory, contiguous --------------------------------------------------------- */
+
+typedef struct host {
+  fa_problem problem;
+  unsigned char *data[FA_NUM_TENSORS];
+} host;
+
+/* All 0. */
+static host host_new(const fa_problem *problem) {
+  host host = {.problem = *problem};
+  for (int id = 0; id < FA_NUM_TENSORS; id++) {
+    if (!is_used(problem, id)) continue;
+    host.data[id] = calloc(size_of(problem, id) + 1, 1);
+    if (!host.data[id]) must(FA_STATUS_OUT_OF_MEMORY, &(fa_error){.message = "out of memory"});
+  }
+  return host;
+}
+
+static void host_free(host *host) {
+  for (int id = 0; id < FA_NUM_TENSORS; id++) free(host->data[id]);
+}
+
+static double get(const host *host, int id, int64_t index) {
+  const fa_dtype dtype = fa_tensor_shape(&host->problem, id).dtype;
+  return get_element(dtype, host->data[id] + (size_t)index * fa_dtype_bytes(dtype));
+}
+
+static void set(host *host, int id, int64_t index, double value) {
+  const fa_dtype dtype = fa_tensor_shape(&host->problem, id).dtype;
+  set_element(dtype, host->data[id] + (size_t)index * fa_dtype_bytes(dtype), value);
+}
+
+static void host_fill(host *host) {
+  for (int id = 0; id < FA_NUM_TENSORS; id++) {
+    if (!is_used(&host->problem, id) || is_output(&host->problem, id)) continue;
+    fa_random random = random_stream(1, (uint64_t)id);
+    for (int64_t i = values_count(&host->problem, id) - 1; i >= 0; i--)
+      set(host, id, i, random_normal(&random));
+  }
+}
+
+/* What a backward reads, in another type. */
+static host host_convert(const host *from, fa_dtype dtype) {
+  fa_problem problem = from->problem;
+  problem.dtype = dtype;
+  host to = host_new(&problem);
+  for (int id = 0; id < FA_NUM_TENSORS; id++) {
+    if (fa_tensor_role_in(&problem, FA_PASS_BACKWARD, id) != FA_ROLE_INPUT) continue;
+    const fa_dtype old = fa_tensor_shape(&from->problem, id).dtype, new = fa_tensor_shape(&problem, id).dtype;
+    const size_t old_bytes = fa_dtype_bytes(old), new_bytes = fa_dtype_bytes(new);
+    for (size_t i = (size_t)values_count(&problem, id); i-- > 0;)
+      set_element(new, to.data[id] + i * new_bytes, get_element(old, from->data[id] + i * old_bytes));
+  }
+  return to;
+}
+
+static fa_status host_run(host *host, fa_device device, fa_pass pass, fa_error *error) {
+  fa_plan plan;
+  fa_tensors tensors = {0};
+  for (int id = 0; id < FA_NUM_TENSORS; id++)
+    *fa_tensor_at(&tensors, id) = fa_tensor_contiguous(&host->problem, id, host->data[id]);
+  fa_status status = fa_plan_init(&plan, &host->problem, pass, device, error);
+  return status ? status : fa_run_on_host(&plan, &tensors, error);
+}
+
+static void host_must_run(host *host, fa_device device, fa_pass pass) {
+  fa_error error;
+  must(host_run(host, device, pass, &error), &error);
+}
+
+/* ---- tensors in the device's memory, too large for the host's ----------------------------------------- */
+
+typedef struct device_memory {
+  fa_problem problem;
+  fa_tensors tensors;
+} device_memory;
+
+/* Repeats what its first chunk is, by copies that double it. */
+static void repeat(unsigned char *memory, size_t bytes, size_t chunk) {
+  fa_error error;
+  for (size_t done = chunk; done < bytes; done *= 2) {
+    const size_t next = done < bytes - done ? done : bytes - done;
+    must(fa_device_copy(cuda, memory + done, memory, next, NULL, &error), &error);
+  }
+}
+
+/* Inputs repeat after a prime number of elements: no power of 2, and so no size cut to 32 bits, leads from an
+ * element to its equal. Outputs start as NaN. */
+enum { PERIOD = 16777259 };
+
+static void device_fill(const device_memory *memory, int id, fa_dtype dtype, bool output) {
+  const size_t bytes = size_of(&memory->problem, id), element = fa_dtype_bytes(dtype);
+  const size_t chunk = bytes < PERIOD * element ? bytes : PERIOD * element;
+  unsigned char *host = malloc(chunk), *to = fa_tensor_at((fa_tensors *)&memory->tensors, id)->data;
+  fa_random random = random_stream(2, (uint64_t)id);
+  memset(host, 0xff, chunk);
+  for (size_t i = 0; !output && i < chunk / element; i++)
+    set_element(dtype, host + i * element, random_normal(&random));
+  fa_error error;
+  must(fa_device_copy(cuda, to, host, chunk, NULL, &error), &error);
+  free(host);
+  repeat(to, bytes, chunk);
+}
+
+static void device_release(device_memory *memory) {
+  for (int id = 0; id < FA_NUM_TENSORS; id++)
+    fa_device_free(cuda, fa_tensor_at(&memory->tensors, id)->data, NULL);
+}
+
+/* False where the device's memory does not hold them. */
+static bool device_place(device_memory *memory, const fa_problem *problem, fa_error *error) {
+  *memory = (device_memory){.problem = *problem};
+  for (int id = 0; id < FA_NUM_TENSORS; id++) {
+    if (!is_used(problem, id)) continue;
+    void *data;
+    if (fa_device_alloc(cuda, size_of(problem, id), &data, error)) {
+      device_release(memory);
+      return false;
+    }
+    *fa_tensor_at(&memory->tensors, id) = fa_tensor_contiguous(problem, id, data);
+    device_fill(memory, id, fa_tensor_shape(problem, id).dtype, is_output(problem, id));
+  }
+  return true;
+}
+
+static fa_status device_run(const device_memory *memory, fa_pass pass, fa_error *error) {
+  fa_plan plan;
+  fa_execution execution = {0};
+  fa_status status = fa_plan_init(&plan, &memory->problem, pass, cuda, error);
+  if (!status) status = fa_device_alloc(cuda, plan.workspace_bytes, &execution.workspace, error);
+  if (status) return status;
+  execution.workspace_bytes = plan.workspace_bytes;
+  status = fa_run(&plan, &memory->tensors, &execution, error);
+  if (!status) status = fa_device_synchronize(cuda, NULL, error);
+  fa_device_free(cuda, execution.workspace, NULL);
+  return status;
+}
+
+/* ---- slices ------------------------------------------------------------------------------------------- */
+
+typedef struct position {
+  int64_t batch, head, first; /* first row, or first key */
+} position;
+
+enum { SLICE = 4 }; /* rows or keys */
+
+/* Rows from first on of a head of the tensor become the slice's tensor of one batch and head. */
+static void fetch(host *slice, const device_memory *memory, int id, position at, int64_t first) {
+  const fa_shape shape = fa_tensor_shape(&slice->problem, id);
+  const fa_tensor *tensor = fa_tensor_at((fa_tensors *)&memory->tensors, id);
+  const bool vector = shape.rank == 3; /* lse: [batch, num_heads, seqlen_q] */
+  const int64_t rows = vector ? shape.dims[2] : shape.dims[1], row_elements = vector ? 1 : shape.dims[3];
+  const int64_t stride = vector ? 1 : tensor->stride_row;
+  const int64_t begin = vector ? (at.batch * memory->problem.num_heads + at.head) * memory->problem.seqlen_q
+                               : at.batch * tensor->stride_batch + at.head * tensor->stride_head;
+  const size_t element = fa_dtype_bytes(shape.dtype);
+  const int64_t at_once = stride == row_elements ? rows : 1;
+  fa_error error;
+  for (int64_t row = 0; row < rows; row += at_once)
+    must(fa_device_copy(cuda, slice->data[id] + (size_t)(row * row_elements) * element,
+                        (char *)tensor->data + (size_t)(begin + (first + row) * stride) * element,
+                        (size_t)(at_once * row_elements) * element, NULL, &error),
+         &error);
+}
+
+static double largest_error(const host *x, const host *exact, int id) {
+  double worst = 0;
+  for (int64_t i = values_count(&x->problem, id) - 1; i >= 0; i--) {
+    const double error = fabs(get(x, id, i) - get(exact, id, i));
+    worst = isnan(error) ? INFINITY : fmax(worst, error);
+  }
+  return worst;
+}
+
+static double largest(const host *x, int id) {
+  double worst = 0;
+  for (int64_t i = values_count(&x->problem, id) - 1; i >= 0; i--) worst = fmax(worst, fabs(get(x, id, i)));
+  return worst;
+}
+
+static void compare(const host *got, const host *naive, const host *exact, fa_tensor_id id, position at) {
+  char text[200];
+  fa_problem_format(&got->problem, text, sizeof text);
+  const double error = largest_error(got, exact, id), naive_error = largest_error(naive, exact, id);
+  const double tiny = 0x1p-22 * fmax(id == FA_TENSOR_LSE, largest(exact, id));
+  CHECK(error <= 2 * naive_error + tiny,
+        "%s from %lld of head %lld, batch %lld (%s): error %.3g, naive %.3g, of %.3g", fa_tensor_name(id),
+        (long long)at.first, (long long)at.head, (long long)at.batch, text, error, naive_error,
+        largest(exact, id));
+}
+
+/* o, lse and dq of a few rows of a head. */
+static void check_rows(const device_memory *memory, position at) {
+  fa_problem problem = problem_of(memory->problem.dtype, 1, SLICE, 1, memory->problem.head_dim);
+  problem.seqlen_k = at.first + SLICE;
+  host got = host_new(&problem);
+  for (int id = 0; id < FA_NUM_TENSORS; id++) {
+    const bool keys = id == FA_TENSOR_K || id == FA_TENSOR_V;
+    if (got.data[id] && id != FA_TENSOR_DK && id != FA_TENSOR_DV)
+      fetch(&got, memory, id, at, keys ? 0 : at.first);
+  }
+  host exact = host_convert(&got, FA_DTYPE_F64), naive = host_convert(&got, problem.dtype);
+  for (fa_pass pass = FA_PASS_FORWARD; pass <= FA_PASS_BACKWARD; pass++) {
+    host_must_run(&exact, reference, pass);
+    host_must_run(&naive, reference, pass);
+  }
+  compare(&got, &naive, &exact, FA_TENSOR_O, at);
+  compare(&got, &naive, &exact, FA_TENSOR_LSE, at);
+  compare(&got, &naive, &exact, FA_TENSOR_DQ, at);
+  host_free(&got);
+  host_free(&exact);
+  host_free(&naive);
+}
+
+/* dk and dv of a few keys of a head, from o and lse as the forward left them. */
+static void check_keys(const device_memory *memory, position at) {
+  fa_problem problem =
+      problem_of(memory->problem.dtype, 1, memory->problem.seqlen_q - at.first, 1, memory->problem.head_dim);
+  problem.seqlen_k = SLICE;
+  problem.window_right = problem.seqlen_q - problem.seqlen_k;
+  host got = host_new(&problem);
+  for (int id = 0; id < FA_NUM_TENSORS; id++)
+    if (got.data[id] && id != FA_TENSOR_DQ) fetch(&got, memory, id, at, at.first);
+  host exact = host_convert(&got, FA_DTYPE_F64), naive = host_convert(&got, problem.dtype);
+  host_must_run(&exact, reference, FA_PASS_BACKWARD);
+  host_must_run(&naive, reference, FA_PASS_BACKWARD);
+  compare(&got, &naive, &exact, FA_TENSOR_DK, at);
+  compare(&got, &naive, &exact, FA_TENSOR_DV, at);
+  host_free(&got);
+  host_free(&exact);
+  host_free(&naive);
+}
+
+/* Forward and backward, and the first, middle and last rows and keys of the first, a middle and the last head.
+ */
+static void check_large(const fa_problem *problem) {
+  device_memory memory;
+  fa_error error;
+  char text[200];
+  fa_problem_format(problem, text, sizeof text);
+  bool placed = device_place(&memory, problem, &error);
+  fa_status status = placed ? device_run(&memory, FA_PASS_FORWARD, &error) : FA_STATUS_OUT_OF_MEMORY;
+  if (!status) status = device_run(&memory, FA_PASS_BACKWARD, &error);
+  if (status == FA_STATUS_OUT_OF_MEMORY) {
+    printf("skipped: %s: %s\n", text, error.message);
+    num_skipped++;
+  } else {
+    CHECK(status == FA_STATUS_OK, "%s: %s", text, error.message);
+  }
+  const int64_t firsts[] = {0, problem->seqlen_q / 2 - 1, problem->seqlen_q - SLICE};
+  const int64_t heads = problem->batch * problem->num_heads;
+  const int64_t sampled[] = {0, heads / 2, heads - 1};
+  for (int i = 0; status == FA_STATUS_OK && i < (heads > 1 ? 3 : 1); i++)
+    for (int j = 0; j < 3; j++) {
+      const position at = {sampled[i] / problem->num_heads, sampled[i] % problem->num_heads, firsts[j]};
+      check_rows(&memory, at);
+      check_keys(&memory, at);
+    }
+  if (placed) device_release(&memory);
+}
+
+/* Beyond 2^31 elements through the batch, and beyond 2^32 in one. */
+static void test_elements(void) {
+  const fa_problem problems[] = {problem_of(FA_DTYPE_F16, 3, 977, 5779, 128),
+                                 problem_of(FA_DTYPE_BF16, 1, 4099, 8209, 128)};
+  for (size_t i = 0; i < sizeof problems / sizeof *problems; i++) check_large(&problems[i]);
+}
+
+static void test_million_rows(void) {
+  const fa_problem problems[] = {problem_of(FA_DTYPE_BF16, 1, 1048576, 1, 64),
+                                 problem_of(FA_DTYPE_F32, 1, 1048576, 1, 64)};
+  for (size_t i = 0; i < sizeof problems / sizeof *problems; i++) check_large(&problems[i]);
+}
+
+/* ---- repeats ------------------------------------------------------------------------------------------ */
+
+static int num_fast, num_fast_that_differ;
+
+/* Whether another backward leaves the same bits; *differs is an output where it does not. */
+static bool repeats(host *host, int *differs) {
+  struct host again = host_convert(host, host->problem.dtype);
+  bool same = true;
+  host_must_run(&again, cuda, FA_PASS_BACKWARD);
+  for (int id = 0; id < FA_NUM_TENSORS; id++)
+    if (fa_tensor_role_in(&host->problem, FA_PASS_BACKWARD, id) == FA_ROLE_OUTPUT &&
+        memcmp(again.data[id], host->data[id], size_of(&host->problem, id)) != 0)
+      same = false, *differs = id;
+  host_free(&again);
+  return same;
+}
+
+/* Deterministic backwards must leave the same bits; how many fast ones do not is only told. */
+static void check_repeats(const fa_problem *problem, int num_reruns) {
+  char text[200];
+  fa_problem_format(problem, text, sizeof text);
+  host host = host_new(problem);
+  host_fill(&host);
+  host_must_run(&host, cuda, FA_PASS_FORWARD);
+  for (host.problem.deterministic = 0; host.problem.deterministic <= 1; host.problem.deterministic++) {
+    host_must_run(&host, cuda, FA_PASS_BACKWARD);
+    for (int rerun = 0, differs = 0; rerun < num_reruns; rerun++) {
+      const bool same = repeats(&host, &differs);
+      if (host.problem.deterministic) {
+        CHECK(same, "%s: %s differs in a deterministic rerun", text, fa_tensor_name(differs));
+      } else {
+        num_fast++;
+        num_fast_that_differ += !same;
+      }
+    }
+  }
+  host_free(&host);
+}
+
+static void test_repeats_of_table(void) {
+  size_t num_cases;
+  const fa_case *cases = fa_cases(&num_cases);
+  for (size_t i = 0; i < num_cases; i++)
+    for (size_t j = 0; cases[i].tags & CASE_QUICK && j < NUM_DTYPES; j++) {
+      fa_problem problem = cases[i].problem;
+      problem.dtype = dtypes[j];
+      check_repeats(&problem, 1);
+    }
+}
+
+/* More blocks than a GPU runs at once, which must not wait for each other for ever either. */
+static void test_repeats_of_long(void) {
+  static const int64_t head_dims[] = {64, 128, 256};
+  for (size_t i = 0; i < sizeof head_dims / sizeof *head_dims; i++)
+    for (size_t j = 0; j < NUM_DTYPES; j++)
+      for (int64_t right = 0; right <= 1; right++) {
+        fa_problem problem = problem_of(dtypes[j], 3, 2051, 6, head_dims[i]);
+        problem.num_kv_heads = 2;
+        problem.num_sinks = 2;
+        problem.window_right = right ? FA_UNBOUNDED : 0;
+        check_repeats(&problem, 4);
+      }
+  printf("of %d reruns of fast backwards %d differ\n", num_fast, num_fast_that_differ);
+}
+
+/* ---- errors ------------------------------------------------------------------------------------------- */
+
+static bool works(void) {
+  fa_problem problem = problem_of(FA_DTYPE_F16, 1, 67, 1, 24);
+  fa_error error;
+  host host = host_new(&problem);
+  host_fill(&host);
+  const bool worked = host_run(&host, cuda, FA_PASS_FORWARD, &error) == FA_STATUS_OK;
+  host_free(&host);
+  return worked;
+}
+
+static void test_out_of_memory(void) {
+  fa_error error;
+  fa_device_info info;
+  void *memory;
+  must(fa_device_get_info(cuda, &info, &error), &error);
+  fa_status status = fa_device_alloc(cuda, (size_t)info.memory_bytes * 2, &memory, &error);
+  CHECK(status == FA_STATUS_OUT_OF_MEMORY && !memory, "%s: %s", fa_status_name(status), error.message);
+  CHECK(strstr(error.message, "cudaMalloc of ") && strstr(error.message, "out of memory"), "%s", error.message);
+  CHECK(works(), "the call after a failed allocation");
+
+  /* No host tensor is looked at before the device has memory for it. */
+  host host = {.problem = problem_of(FA_DTYPE_BF16, 1, 1 << 20, 1 << 14, 128)};
+  for (int id = 0; id < FA_NUM_TENSORS; id++) host.data[id] = (unsigned char *)64;
+  status = host_run(&host, cuda, FA_PASS_FORWARD, &error);
+  CHECK(status == FA_STATUS_OUT_OF_MEMORY, "%s: %s", fa_status_name(status), error.message);
+  CHECK(works(), "the call after one that found no memory");
+}
+
+static void test_no_such_device(void) {
+  fa_error error;
+  fa_plan plan;
+  char expected[64];
+  const int32_t count = fa_num_devices(FA_DEVICE_CUDA, NULL);
+  const fa_problem problem = problem_of(FA_DTYPE_F16, 1, 5, 1, 8);
+  snprintf(expected, sizeof expected, "device: expected a cuda device from 0 to %d, got %d", count - 1, count);
+  fa_status status = fa_plan_init(&plan, &problem, FA_PASS_FORWARD, (fa_device){FA_DEVICE_CUDA, count}, &error);
+  CHECK(status == FA_STATUS_NO_DEVICE, "%s", fa_status_name(status));
+  CHECK_TEXT(error.message, expected);
+}
+
+/* The process keeps no use of the GPU after this. */
+static void test_dead_device(void) {
+  fa_error error;
+  device_memory memory;
+  const fa_problem problem = problem_of(FA_DTYPE_F16, 1, 67, 1, 24);
+  if (!device_place(&memory, &problem, &error)) must(error.status, &error);
+  memory.tensors.q.data = (void *)64;
+  fa_status status = device_run(&memory, FA_PASS_FORWARD, &error);
+  CHECK(status == FA_STATUS_DEVICE_ERROR, "%s: %s", fa_status_name(status), error.message);
+  CHECK(strstr(error.message, "cudaStreamSynchronize: ") && strstr(error.message, "(cudaErrorIllegalAddress)"),
+        "%s", error.message);
+  host host = host_new(&problem);
+  status = host_run(&host, cuda, FA_PASS_FORWARD, &error);
+  CHECK(status == FA_STATUS_DEVICE_ERROR, "%s: %s", fa_status_name(status), error.message);
+  status = host_run(&host, (fa_device){FA_DEVICE_CPU, 0}, FA_PASS_FORWARD, &error);
+  CHECK(status == FA_STATUS_OK, "the CPU after the GPU's end: %s", error.message);
+  host_free(&host);
+}
+
+int main(int argc, char **argv) {
+  const bool quick = argc > 1 && strcmp(argv[1], "--quick") == 0;
+  setvbuf(stdout, NULL, _IOLBF, 0);
+  fa_error error;
+  if (fa_num_devices(FA_DEVICE_CUDA, &error) == 0) {
+    printf("skipped: %s\n", error.message);
+    num_skipped++;
+    return report();
+  }
+  test_no_such_device();
+  test_repeats_of_table();
+  if (!quick) {
+    test_repeats_of_long();
+    test_out_of_memory();
+    test_elements();
+    test_million_rows();
+    test_dead_device();
+  }
+  return report();
+}
