@@ -54,17 +54,16 @@ show = $(if $(V),,@echo "  $(1)"; )
 
 TARGET   := $(shell { $(CC) -dumpmachine; } 2>/dev/null)
 WARNINGS := -Wall -Wextra -Wpointer-arith -Wstrict-prototypes -Wmissing-prototypes -Wvla
-OPENMP   := -fopenmp
 
-FA_CFLAGS = -std=c11 -D_GNU_SOURCE -fPIC -fvisibility=hidden -fno-math-errno -fno-trapping-math $(OPENMP) \
+FA_CFLAGS = -std=c11 -D_GNU_SOURCE -fPIC -fvisibility=hidden -fno-math-errno -fno-trapping-math -pthread \
             $(WARNINGS) $(if $(WERROR),-Werror) $(SANITIZE_FLAGS) $(CFLAGS)
 SANITIZE_FLAGS := $(if $(SANITIZE),-fsanitize=$(SANITIZE) -fno-sanitize-recover=undefined -fno-omit-frame-pointer)
 
-# A library with OpenMP threads in it must not be unmapped under them: nodelete.
+# A library with threads of its own must not be unmapped under them: nodelete.
 ifneq ($(findstring darwin,$(TARGET)),)
-FA_LDFLAGS = $(OPENMP) -undefined dynamic_lookup -Wl,-rpath,@loader_path $(SANITIZE_FLAGS) $(LDFLAGS)
+FA_LDFLAGS = -pthread -undefined dynamic_lookup -Wl,-rpath,@loader_path $(SANITIZE_FLAGS) $(LDFLAGS)
 else
-FA_LDFLAGS = $(OPENMP) -Wl,-z,nodelete -Wl,-rpath,'$$ORIGIN' $(SANITIZE_FLAGS) $(LDFLAGS)
+FA_LDFLAGS = -pthread -Wl,-z,nodelete -Wl,-rpath,'$$ORIGIN' $(SANITIZE_FLAGS) $(LDFLAGS)
 NO_UNDEFINED := $(if $(SANITIZE),,-Wl,-z,defs)
 endif
 
@@ -168,9 +167,9 @@ endif
 # ---- demo and test ---------------------------------------------------------------------------------
 
 # What each needs that is not there, as Debian and Ubuntu name it. The compiler is asked to link a program
-# that uses its C library and OpenMP: an installed compiler may lack either.
-COMPILES = $(shell { echo 'int main(void) { return 0; }' | $(CC) $(OPENMP) -include stdlib.h -x c - -o /dev/null; } 2>&1 && echo yes || true)
-NEEDED   = $(if $(filter yes,$(COMPILES)),,$(if $(findstring clang,$(CC)),clang libomp-dev,gcc) libc6-dev) \
+# that uses its C library: an installed compiler may lack that.
+COMPILES = $(shell { echo 'int main(void) { return 0; }' | $(CC) -include stdlib.h -x c - -o /dev/null; } 2>&1 && echo yes || true)
+NEEDED   = $(if $(filter yes,$(COMPILES)),,$(if $(findstring clang,$(CC)),clang,gcc) libc6-dev) \
             $(if $(HAS_MIX),,elixir) $(if $(wildcard $(ERTS_INCLUDE_DIR)/erl_nif.h),,erlang-dev)
 NEEDED_FOR_demo = $(strip $(NEEDED))
 NEEDED_FOR_test = $(strip $(NEEDED) $(if $(shell command -v clang-format),,clang-format))

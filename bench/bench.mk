@@ -4,7 +4,7 @@ RESULT ?= bench/results/cpu.md
 OPENBLAS := $(shell printf '\043include <cblas.h>\nint main(void){return 0;}' | $(CC) -x c - -o /dev/null -lopenblas 2>/dev/null && echo 1)
 
 $(BUILD)/bench_cpu: bench/cpu.c $(LIBRARY)
-	$(CC) $(FA_CFLAGS) -O3 -ffp-contract=fast $(if $(OPENBLAS),-DHAVE_OPENBLAS) -o $@ $< $(FA_LDFLAGS) \
+	$(CC) $(FA_CFLAGS) -O3 -ffp-contract=fast -fopenmp $(if $(OPENBLAS),-DHAVE_OPENBLAS) -o $@ $< $(FA_LDFLAGS) \
 	  -L$(PRIV) -lflash_attention -Wl,-rpath,$(abspath $(PRIV)) $(if $(OPENBLAS),-lopenblas) -lm
 
 .PHONY: bench

@@ -2,7 +2,6 @@
 #include "../core/backend.h"
 
 #include <math.h>
-#include <omp.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -11,6 +10,7 @@
 
 #include "../core/error.h"
 #include "kernels.h"
+#include "threads.h"
 
 #if defined(__x86_64__)
 /* FLASH_ATTENTION_DISABLE lists instruction sets not to be used, "avx512,avx2": for tests, and for comparing.
@@ -45,11 +45,20 @@ static const fa_cpu_kernels *kernels_here(const char **isa) {
   return &fa_cpu_kernels_plain;
 }
 
-/* Threads of one call: FLASH_ATTENTION_NUM_THREADS, or what OpenMP would take (OMP_NUM_THREADS, the cores). */
-static int32_t default_threads(void) {
+/* FLASH_ATTENTION_NUM_THREADS, or 0 where it is not set to a number. */
+static int32_t threads_wanted(void) {
   const char *text = getenv("FLASH_ATTENTION_NUM_THREADS");
   long threads = text ? strtol(text, NULL, 10) : 0;
-  return threads > 0 && threads < 4096 ? (int32_t)threads : omp_get_max_threads();
+  return threads > 0 && threads < 1024 ? (int32_t)threads : 0;
+}
+
+/* Threads that a call of this size keeps busy for longer than it takes to wake them up. */
+static int32_t useful_threads(const fa_problem *problem) {
+  double products = 4.0 * (double)problem->batch * (double)problem->num_heads * (double)problem->seqlen_q *
+                    (double)problem->seqlen_k * (double)problem->head_dim;
+  double useful = products / 2e6;
+  int32_t processors = fa_num_processors();
+  return useful < 1 ? 1 : useful < processors ? (int32_t)useful : processors;
 }
 
 static int32_t num_devices(fa_error *error) {
@@ -68,7 +77,7 @@ static fa_status device_info(int32_t index, fa_device_info *info, fa_error *erro
   while (cpuinfo && fgets(line, sizeof line, cpuinfo))
     if (sscanf(line, "model name : %127[^\n]", info->name) == 1) break;
   if (cpuinfo) fclose(cpuinfo);
-  info->num_threads = default_threads();
+  info->num_threads = threads_wanted() ? threads_wanted() : fa_num_processors();
   info->memory_bytes = (int64_t)sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGESIZE);
   return fa_succeed(error);
 }
@@ -96,7 +105,7 @@ static fa_status plan_cpu(fa_plan *plan, fa_error *error) {
                                     ? (f64 ? &kernels->forward_f64 : &kernels->forward_f32)
                                     : (f64 ? &kernels->backward_f64 : &kernels->backward_f32);
   int64_t tasks = most_tasks(kernel, &plan->problem);
-  int32_t threads = default_threads();
+  int32_t wanted = threads_wanted(), threads = wanted ? wanted : useful_threads(&plan->problem);
   plan->kernel = kernel->name;
   plan->config = kernel;
   plan->num_threads = tasks < threads ? (int32_t)tasks : threads;
@@ -108,6 +117,19 @@ static fa_status plan_cpu(fa_plan *plan, fa_error *error) {
 /* Calls that are running now: they share the processor's threads instead of each taking all of them. */
 static atomic_int num_calls;
 
+/* A phase under way. */
+typedef struct phase_run {
+  const fa_cpu_job *job;
+  const fa_cpu_phase *phase;
+  char *scratch;
+  size_t scratch_bytes;
+} phase_run;
+
+static void run_task(void *context, int64_t task, int worker) {
+  const phase_run *run = context;
+  run->phase->run_task(run->job, task, run->scratch + run->scratch_bytes * (size_t)worker);
+}
+
 static fa_status run(const fa_plan *plan, const fa_tensors *tensors, const fa_execution *execution,
                      fa_error *error) {
   (void)error;
@@ -115,23 +137,17 @@ static fa_status run(const fa_plan *plan, const fa_tensors *tensors, const fa_ex
   const fa_problem *problem = &plan->problem;
   fa_cpu_job job = {problem, tensors, execution->workspace};
   size_t shared_bytes = kernel->shared_bytes ? round_up_64(kernel->shared_bytes(problem)) : 0;
-  size_t scratch_bytes = round_up_64(kernel->scratch_bytes(problem));
-  char *scratch = (char *)execution->workspace + shared_bytes;
+  phase_run run = {.job = &job,
+                   .scratch = (char *)execution->workspace + shared_bytes,
+                   .scratch_bytes = round_up_64(kernel->scratch_bytes(problem))};
 
   int calls = atomic_fetch_add(&num_calls, 1) + 1;
   int threads = plan->num_threads / calls;
   if (execution->num_threads > 0 && execution->num_threads < threads) threads = execution->num_threads;
   if (threads < 1) threads = 1;
-
   for (int i = 0; i < FA_CPU_MAX_PHASES && kernel->phases[i].run_task; i++) {
-    int64_t num_tasks = kernel->phases[i].num_tasks(problem);
-    _Atomic int64_t next_task = 0;
-#pragma omp parallel num_threads(threads) if (threads > 1 && num_tasks > 1)
-    {
-      void *mine = scratch + scratch_bytes * (size_t)omp_get_thread_num();
-      for (int64_t task; (task = atomic_fetch_add(&next_task, 1)) < num_tasks;)
-        kernel->phases[i].run_task(&job, task, mine);
-    }
+    run.phase = &kernel->phases[i];
+    fa_parallel_for(threads, run.phase->num_tasks(problem), run_task, &run);
   }
   atomic_fetch_sub(&num_calls, 1);
   return FA_STATUS_OK;

@@ -14,7 +14,7 @@ defmodule DependenciesTest do
         "FA_API int fa_run(int x) { return fa_backend(x); }\n",
     "c_src/core/backends.c" => "int fa_cpu(int); int fa_backend(int x) { return fa_cpu(x); }\n",
     "c_src/cpu/cpu.c" =>
-      ~s(#include <omp.h>\n#include "../core/core.h"\nint fa_cpu(int x\) { return fa_core(x\); }\n),
+      ~s(#include <pthread.h>\n#include "../core/core.h"\nint fa_cpu(int x\) { return fa_core(x\); }\n),
     "cuda/kernel.cu" => "#include <cuda_runtime.h>\n",
     "c_src/nif/nif.c" => ~s(#include "../flash_attention.h"\nint load(void\) { return fa_run(1\); }\n),
     "lib/flash_attention.ex" =>

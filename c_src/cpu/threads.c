@@ -1,0 +1,133 @@
+#include "threads.h"
+
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <unistd.h>
+
+#define MAX_THREADS 1024
+
+/* One fa_parallel_for that is under way; lives on its caller's stack. */
+typedef struct job {
+  void (*run_task)(void *context, int64_t task, int worker);
+  void *context;
+  int64_t num_tasks;
+  _Atomic int64_t next_task;
+  int num_wanted; /* threads of the pool that may still join */
+  int num_joined; /* that did, ever: the last one's worker number */
+  int num_active; /* that are at work now */
+  pthread_cond_t all_left;
+  struct job *next;
+} job;
+
+/* Guarded by mutex; jobs are those that may be joined. */
+static struct {
+  pthread_mutex_t mutex;
+  pthread_cond_t job_came;
+  job *jobs;
+  int num_threads;
+} pool = {PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER, NULL, 0};
+
+int fa_num_processors(void) {
+#if defined(__linux__)
+  cpu_set_t processors;
+  if (sched_getaffinity(0, sizeof processors, &processors) == 0) return CPU_COUNT(&processors);
+#endif
+  long online = sysconf(_SC_NPROCESSORS_ONLN);
+  return online > 0 ? (int)online : 1;
+}
+
+static void run_tasks(job *job, int worker) {
+  for (int64_t task; (task = atomic_fetch_add(&job->next_task, 1)) < job->num_tasks;)
+    job->run_task(job->context, task, worker);
+}
+
+/* The job with the fewest threads of the pool among those that want more. */
+static job *find_job(void) {
+  job *found = NULL;
+  for (job *job = pool.jobs; job; job = job->next)
+    if (job->num_wanted > 0 && (!found || job->num_active < found->num_active)) found = job;
+  return found;
+}
+
+static void *thread_main(void *unused) {
+  (void)unused;
+  pthread_mutex_lock(&pool.mutex);
+  for (;;) {
+    job *job = find_job();
+    if (!job) {
+      pthread_cond_wait(&pool.job_came, &pool.mutex);
+      continue;
+    }
+    job->num_wanted--;
+    job->num_active++;
+    int worker = ++job->num_joined;
+    pthread_mutex_unlock(&pool.mutex);
+    run_tasks(job, worker);
+    pthread_mutex_lock(&pool.mutex);
+    if (--job->num_active == 0) pthread_cond_signal(&job->all_left);
+  }
+  return NULL;
+}
+
+/* After a fork the child has the memory of the threads, but not the threads. */
+static void forget_threads(void) {
+  pthread_mutex_init(&pool.mutex, NULL);
+  pthread_cond_init(&pool.job_came, NULL);
+  pool.jobs = NULL;
+  pool.num_threads = 0;
+}
+
+static void watch_forks(void) { pthread_atfork(NULL, NULL, forget_threads); }
+
+/* Grows the pool; a thread that cannot be started is done without. Signals are for the host program's threads.
+ */
+static void start_threads(int num_threads) {
+  static pthread_once_t once = PTHREAD_ONCE_INIT;
+  pthread_once(&once, watch_forks);
+  sigset_t all, old;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &old);
+  while (pool.num_threads < num_threads && pool.num_threads < MAX_THREADS) {
+    pthread_t thread;
+    if (pthread_create(&thread, NULL, thread_main, NULL) != 0) break;
+    pthread_detach(thread);
+    pool.num_threads++;
+  }
+  pthread_sigmask(SIG_SETMASK, &old, NULL);
+}
+
+static void offer(job *job) {
+  pthread_mutex_lock(&pool.mutex);
+  if (pool.num_threads < job->num_wanted) start_threads(job->num_wanted);
+  job->next = pool.jobs;
+  pool.jobs = job;
+  for (int i = 0; i < job->num_wanted; i++) pthread_cond_signal(&pool.job_came);
+  pthread_mutex_unlock(&pool.mutex);
+}
+
+static void withdraw(job *job) {
+  pthread_mutex_lock(&pool.mutex);
+  struct job **link = &pool.jobs;
+  while (*link != job) link = &(*link)->next;
+  *link = job->next;
+  while (job->num_active > 0) pthread_cond_wait(&job->all_left, &pool.mutex);
+  pthread_mutex_unlock(&pool.mutex);
+}
+
+void fa_parallel_for(int num_threads, int64_t num_tasks,
+                     void (*run_task)(void *context, int64_t task, int worker), void *context) {
+  if (num_threads > num_tasks) num_threads = (int)num_tasks;
+  job job = {.run_task = run_task,
+             .context = context,
+             .num_tasks = num_tasks,
+             .num_wanted = num_threads - 1,
+             .all_left = PTHREAD_COND_INITIALIZER};
+  bool shared = num_threads > 1;
+  if (shared) offer(&job);
+  run_tasks(&job, 0);
+  if (shared) withdraw(&job);
+}
