@@ -6,52 +6,51 @@ namespace fa {
 
 constexpr int THREADS = FA_CUDA_SMALL_KERNEL_THREADS;
 
-// Raises magnitudes[batch, kv_head] to the largest finite |x| (its bits) of the heads that share a key/value
-// head.
-__global__ void __launch_bounds__(THREADS) find_magnitude(const __grid_constant__ fa_cuda_split_arguments a) {
-  const int share = blockIdx.x % FA_CUDA_MAGNITUDE_BLOCKS,
-            batch_kv_head = blockIdx.x / FA_CUDA_MAGNITUDE_BLOCKS;
-  const int kv_head = batch_kv_head % a.num_kv_heads, batch = batch_kv_head / a.num_kv_heads;
-  const int group = a.num_heads / a.num_kv_heads, warps = FA_CUDA_MAGNITUDE_BLOCKS * (THREADS / 32);
-  uint32_t largest = 0;
-  for (int64_t i = share * (THREADS / 32) + threadIdx.x / 32; i < int64_t(a.seqlen) * group; i += warps) {
-    const float *row = row_of<const float>(a.from, batch, kv_head * group + i % group, i / group);
-    for (int d = threadIdx.x % 32; d < a.head_dim; d += 32) {
-      const uint32_t bits = __float_as_uint(fabsf(row[d]));
-      if (bits < 0x7f800000) largest = max(largest, bits);
-    }
-  }
-  largest = __reduce_max_sync(~0u, largest);
-  if (threadIdx.x % 32 == 0) atomicMax(&a.to.magnitudes[batch_kv_head], largest);
-}
+// One block takes FA_CUDA_GROUP rows of a head: finds the scale of their largest finite number, and writes the
+// scaled parts of each, eight numbers at a time; numbers past head_dim are 0.
+__global__ void __launch_bounds__(THREADS) split_rows(const __grid_constant__ fa_cuda_splits a) {
+  const fa_cuda_split &t = a.tensors[blockIdx.y];
+  if (blockIdx.x >= int64_t(a.batch) * t.to.num_heads * t.to.num_groups) return;  // others have more
+  const int group = blockIdx.x % t.to.num_groups, head = blockIdx.x / t.to.num_groups % t.to.num_heads;
+  const int batch = blockIdx.x / t.to.num_groups / t.to.num_heads;
+  const int chunks = (a.head_dim + 7) / 8, first_row = group * FA_CUDA_GROUP;
+  const int num_chunks = min(FA_CUDA_GROUP, t.seqlen - first_row) * chunks;
 
-// Writes the parts of eight numbers of a row; numbers past head_dim are 0.
-__global__ void __launch_bounds__(THREADS) split_rows(const __grid_constant__ fa_cuda_split_arguments a) {
-  const int chunks = (a.head_dim + 7) / 8;
-  int64_t index = int64_t(blockIdx.x) * THREADS + threadIdx.x;
-  const int chunk = index % chunks;
-  index /= chunks;
-  const int head = index % a.num_heads;
-  index /= a.num_heads;
-  const int row = index % a.seqlen, batch = index / a.seqlen;
-  if (batch >= a.batch) return;
-
-  const int kv_head = head / (a.num_heads / a.num_kv_heads);
-  const float scale = power_of_two(scaling_exponent(a.to.magnitudes[batch * a.num_kv_heads + kv_head]));
-  const float *from = row_of<const float>(a.from, batch, head, row) + chunk * 8;
-  uint32_t high[4], low[4];
+  __shared__ uint32_t largest;
+  if (threadIdx.x == 0) largest = 0;
+  __syncthreads();
+  uint32_t bits = 0;
+  for (int i = threadIdx.x; i < num_chunks; i += THREADS) {
+    float x[8];
+    load_eight(x, row_of<const float>(t.from, batch, head, first_row + i / chunks) + i % chunks * 8,
+               a.head_dim - i % chunks * 8);
 #pragma unroll
-  for (int i = 0; i < 4; i++) {
-    const int d = chunk * 8 + i * 2;
-    uint32_t parts[2];
-    split<kinds::f32>(parts, d < a.head_dim ? from[i * 2] * scale : 0,
-                      d + 1 < a.head_dim ? from[i * 2 + 1] * scale : 0);
-    high[i] = parts[0], low[i] = parts[1];
+    for (int j = 0; j < 8; j++)
+      if (isfinite(x[j])) bits = max(bits, __float_as_uint(fabsf(x[j])));
   }
-  uint16_t *to = const_cast<uint16_t *>(head_of(a.to, batch, head)) + row * a.to.stride_row + chunk * 8;
-  *reinterpret_cast<uint4 *>(to) = make_uint4(high[0], high[1], high[2], high[3]);
-  if (a.num_parts == 2)
-    *reinterpret_cast<uint4 *>(to + a.to.stride_part) = make_uint4(low[0], low[1], low[2], low[3]);
+  bits = __reduce_max_sync(~0u, bits);
+  if (threadIdx.x % 32 == 0) atomicMax(&largest, bits);
+  __syncthreads();
+
+  const int exponent = scaling_exponent(largest);
+  const float scale = power_of_two(exponent);
+  if (threadIdx.x == 0) t.to.exponents[blockIdx.x] = exponent;
+  for (int i = threadIdx.x; i < num_chunks; i += THREADS) {
+    const int row = first_row + i / chunks, d = i % chunks * 8;
+    float x[8];
+    load_eight(x, row_of<const float>(t.from, batch, head, row) + d, a.head_dim - d);
+    uint32_t high[4], low[4];
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      uint32_t parts[2];
+      split<kinds::f32>(parts, x[j * 2] * scale, x[j * 2 + 1] * scale);
+      high[j] = parts[0], low[j] = parts[1];
+    }
+    uint16_t *to = const_cast<uint16_t *>(head_of(t.to, batch, head)) + row * t.to.stride_row + d;
+    *reinterpret_cast<uint4 *>(to) = make_uint4(high[0], high[1], high[2], high[3]);
+    if (a.num_parts == 2)
+      *reinterpret_cast<uint4 *>(to + t.to.stride_part) = make_uint4(low[0], low[1], low[2], low[3]);
+  }
 }
 
 // dsink = -sum over batch and rows of exp(sink - lse) * delta, in f64 and always in the same order.
@@ -76,6 +75,5 @@ __global__ void __launch_bounds__(THREADS) sink_gradient(const __grid_constant__
 
 }  // namespace fa
 
-const void *const fa_cuda_magnitude_kernel = (const void *)fa::find_magnitude;
 const void *const fa_cuda_split_kernel = (const void *)fa::split_rows;
 const void *const fa_cuda_sink_kernel = (const void *)fa::sink_gradient;

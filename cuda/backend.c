@@ -185,10 +185,8 @@ static void *take(allocator *allocator, int64_t bytes) {
 /* Everything that a run needs: the kernels' argument, the copies to make first, and what to fill with 0. */
 typedef struct job {
   fa_cuda_arguments arguments;
-  fa_cuda_split_arguments splits[4];
-  int32_t num_splits;
-  void *zeroed;
-  size_t zeroed_bytes;
+  fa_cuda_splits splits;
+  size_t zeroed_bytes; /* at the workspace's beginning */
   size_t workspace_bytes;
 } job;
 
@@ -201,14 +199,16 @@ static bool is_aligned(const fa_tensor *tensor, int64_t element_bytes) {
 
 /* The tensor as the tensor cores read it: itself, or a scaled copy in the workspace. */
 static fa_cuda_operand operand(const fa_problem *p, fa_tensor tensor, int64_t seqlen, int64_t num_heads,
-                               uint32_t *magnitudes, allocator *workspace, job *job) {
-  const int32_t num_parts = kinds[kind_of(p)].num_parts;
+                               allocator *workspace, job *job) {
+  fa_cuda_splits *splits = &job->splits;
   fa_cuda_operand operand = {.data = tensor.data,
                              .stride_batch = tensor.stride_batch,
                              .stride_row = tensor.stride_row,
                              .stride_head = tensor.stride_head,
                              .num_cols = (int32_t)p->head_dim,
-                             .aligned = is_aligned(&tensor, 2)};
+                             .aligned = is_aligned(&tensor, 2),
+                             .num_heads = (int32_t)num_heads,
+                             .num_groups = (int32_t)divide_up(seqlen, FA_CUDA_GROUP)};
   if (!kinds[kind_of(p)].scaled) return operand;
   operand.num_cols = (int32_t)divide_up(p->head_dim, 8) * 8;
   operand.aligned = true;
@@ -216,16 +216,10 @@ static fa_cuda_operand operand(const fa_problem *p, fa_tensor tensor, int64_t se
   operand.stride_head = operand.stride_row * seqlen;
   operand.stride_batch = operand.stride_head * num_heads;
   operand.stride_part = operand.stride_batch * p->batch;
-  operand.data = take(workspace, num_parts * operand.stride_part * 2);
-  operand.magnitudes = magnitudes;
-  job->splits[job->num_splits++] = (fa_cuda_split_arguments){.from = tensor,
-                                                             .to = operand,
-                                                             .batch = (int32_t)p->batch,
-                                                             .seqlen = (int32_t)seqlen,
-                                                             .num_heads = (int32_t)num_heads,
-                                                             .num_kv_heads = (int32_t)p->num_kv_heads,
-                                                             .head_dim = (int32_t)p->head_dim,
-                                                             .num_parts = num_parts};
+  operand.data = take(workspace, splits->num_parts * operand.stride_part * 2);
+  operand.exponents =
+      take(workspace, p->batch * num_heads * operand.num_groups * (int64_t)sizeof *operand.exponents);
+  splits->tensors[splits->num_tensors++] = (fa_cuda_split){tensor, operand, (int32_t)seqlen};
   return operand;
 }
 
@@ -237,11 +231,23 @@ static fa_cuda_score score_of(const fa_problem *p) {
                          (float)(fabs(p->scale) * log2_e)};
 }
 
+/* How many heads take turns at starting a column block of the backward. In any order, a few: their rows and
+ * dq_sum stay in cache. One after the other, so many that the block before has a lead when a block starts; it
+ * is so many blocks ahead as heads lie between them, each of num_steps, and a causal mask needs the longer
+ * lead. Measured. */
+static int32_t heads_at_once(const fa_problem *p, int64_t num_q_blocks) {
+  const int64_t num_heads = p->batch * p->num_kv_heads, group = p->num_heads / p->num_kv_heads;
+  const int64_t num_steps = num_q_blocks > 0 ? num_q_blocks * group : 1;
+  const int64_t lead = p->window_right < p->seqlen_q ? 4096 : 1024;
+  const int64_t wanted = p->deterministic ? divide_up(lead, num_steps) : 4;
+  return (int32_t)(wanted < num_heads ? wanted : num_heads);
+}
+
 /* The one place that knows the workspace: called with NULL to size it, and again to run. */
 static job lay_out(const fa_plan *plan, const fa_cuda_kernel *kernel, const fa_tensors *t, void *base) {
   const fa_problem *p = &plan->problem;
   const bool backward = plan->pass == FA_PASS_BACKWARD;
-  const int64_t rows = p->batch * p->num_heads, kv_rows = p->batch * p->num_kv_heads;
+  const int64_t rows = p->batch * p->num_heads;
   job job = {0};
   allocator workspace = {base, 0};
   fa_cuda_arguments *a = &job.arguments;
@@ -258,29 +264,25 @@ static job lay_out(const fa_plan *plan, const fa_cuda_kernel *kernel, const fa_t
   a->num_q_blocks = (int32_t)divide_up(p->seqlen_q, kernel->block_q);
   a->num_k_blocks = (int32_t)divide_up(p->seqlen_k, kernel->block_k);
   a->padded_rows = a->num_q_blocks * kernel->block_q;
+  a->bucket = kernel->bucket;
   a->o = t->o, a->dq = t->dq, a->dk = t->dk, a->dv = t->dv, a->dout_rows = t->dout;
   a->lse = t->lse.data, a->sink = t->sink.data, a->dsink = t->dsink.data;
+  a->heads_at_once = heads_at_once(p, a->num_q_blocks);
 
-  /* First what starts at 0. */
-  uint32_t *magnitudes = NULL;
-  if (kinds[kind_of(p)].scaled) magnitudes = take(&workspace, 4 * kv_rows * (int64_t)sizeof *magnitudes);
-  if (backward) {
+  if (backward) { /* first what starts at 0 */
     a->ticket = take(&workspace, sizeof *a->ticket);
     a->dq_turns = take(&workspace, rows * a->num_q_blocks * (int64_t)sizeof *a->dq_turns);
+    job.zeroed_bytes = workspace.used;
     a->dq_sum = take(&workspace, rows * a->padded_rows * kernel->bucket * (int64_t)sizeof *a->dq_sum);
-  }
-  job.zeroed = base;
-  job.zeroed_bytes = workspace.used;
-  if (backward) {
     a->lse_log2 = take(&workspace, rows * a->padded_rows * (int64_t)sizeof *a->lse_log2);
     a->delta = take(&workspace, rows * a->padded_rows * (int64_t)sizeof *a->delta);
   }
-  uint32_t *m = magnitudes;
-  a->q = operand(p, t->q, p->seqlen_q, p->num_heads, m, &workspace, &job);
-  a->k = operand(p, t->k, p->seqlen_k, p->num_kv_heads, m ? m + kv_rows : NULL, &workspace, &job);
-  a->v = operand(p, t->v, p->seqlen_k, p->num_kv_heads, m ? m + 2 * kv_rows : NULL, &workspace, &job);
-  if (backward)
-    a->dout = operand(p, t->dout, p->seqlen_q, p->num_heads, m ? m + 3 * kv_rows : NULL, &workspace, &job);
+  job.splits =
+      (fa_cuda_splits){.num_parts = kinds[kind_of(p)].num_parts, .batch = a->batch, .head_dim = a->head_dim};
+  a->q = operand(p, t->q, p->seqlen_q, p->num_heads, &workspace, &job);
+  a->k = operand(p, t->k, p->seqlen_k, p->num_kv_heads, &workspace, &job);
+  a->v = operand(p, t->v, p->seqlen_k, p->num_kv_heads, &workspace, &job);
+  if (backward) a->dout = operand(p, t->dout, p->seqlen_q, p->num_heads, &workspace, &job);
   job.workspace_bytes = workspace.used;
   return job;
 }
@@ -304,60 +306,61 @@ static fa_status plan_cuda(fa_plan *plan, fa_error *error) {
 
 /* ---- running ------------------------------------------------------------------------------------- */
 
-static cudaError_t launch(const void *kernel, int64_t num_blocks, int32_t num_threads, int32_t shared_bytes,
+static cudaError_t launch(const void *kernel, dim3 num_blocks, int32_t num_threads, int32_t shared_bytes,
                           void **arguments, cudaStream_t stream) {
-  if (num_blocks == 0) return cudaSuccess;
-  return cudaLaunchKernel(kernel, (dim3){(unsigned)num_blocks, 1, 1}, (dim3){(unsigned)num_threads, 1, 1},
-                          arguments, (size_t)shared_bytes, stream);
+  if (num_blocks.x == 0 || num_blocks.y == 0) return cudaSuccess;
+  return cudaLaunchKernel(kernel, num_blocks, (dim3){(unsigned)num_threads, 1, 1}, arguments,
+                          (size_t)shared_bytes, stream);
 }
 
-static cudaError_t launch_small(const void *kernel, int64_t num_blocks, void **arguments, cudaStream_t stream) {
-  return launch(kernel, num_blocks, FA_CUDA_SMALL_KERNEL_THREADS, 0, arguments, stream);
-}
+static dim3 blocks(int64_t number) { return (dim3){(unsigned)number, 1, 1}; }
 
-static fa_status launch_split(fa_cuda_split_arguments *split, cudaStream_t stream, fa_error *error) {
+static fa_status launch_splits(fa_cuda_splits *splits, cudaStream_t stream, fa_error *error) {
   const char *operation = "launch of the f32 split";
-  const int64_t chunks = divide_up(split->head_dim, 8) * split->batch * split->seqlen * split->num_heads;
-  void *arguments[] = {split};
-  if (chunks == 0) return FA_STATUS_OK;
-  CHECK(launch_small(fa_cuda_magnitude_kernel,
-                     (int64_t)split->batch * split->num_kv_heads * FA_CUDA_MAGNITUDE_BLOCKS, arguments,
-                     stream));
-  CHECK(launch_small(fa_cuda_split_kernel, divide_up(chunks, FA_CUDA_SMALL_KERNEL_THREADS), arguments, stream));
+  int64_t num_groups = 0; /* of the tensor that has most */
+  for (int i = 0; i < splits->num_tensors; i++) {
+    const fa_cuda_operand *to = &splits->tensors[i].to;
+    const int64_t groups = (int64_t)splits->batch * to->num_heads * to->num_groups;
+    if (groups > num_groups) num_groups = groups;
+  }
+  CHECK(launch(fa_cuda_split_kernel, (dim3){(unsigned)num_groups, (unsigned)splits->num_tensors, 1},
+               FA_CUDA_SMALL_KERNEL_THREADS, 0, (void *[]){splits}, stream));
   return FA_STATUS_OK;
 }
 
-static fa_status launch_forward(const fa_cuda_kernel *kernel, job *job, cudaStream_t stream, fa_error *error) {
+static fa_status launch_forward(const fa_cuda_kernel *kernel, fa_cuda_arguments *a, cudaStream_t stream,
+                                fa_error *error) {
   const char *operation = "launch of the forward";
-  fa_cuda_arguments *a = &job->arguments;
-  CHECK(launch(kernel->main, (int64_t)a->batch * a->num_heads * a->num_q_blocks, kernel->num_threads,
+  CHECK(launch(kernel->main, blocks((int64_t)a->batch * a->num_heads * a->num_q_blocks), kernel->num_threads,
                kernel->shared_bytes, (void *[]){a}, stream));
   return FA_STATUS_OK;
 }
 
-static fa_status launch_backward(const fa_cuda_kernel *kernel, job *job, cudaStream_t stream, fa_error *error) {
+static fa_status launch_backward(const fa_cuda_kernel *kernel, fa_cuda_arguments *a, cudaStream_t stream,
+                                 fa_error *error) {
   const char *operation = "launch of the backward";
-  fa_cuda_arguments *a = &job->arguments;
-  const int64_t rows = (int64_t)a->batch * a->num_heads;
+  const int32_t small = FA_CUDA_SMALL_KERNEL_THREADS;
+  const int64_t heads = (int64_t)a->batch * a->num_heads;
   int32_t lanes = 1; /* of a row, eight numbers each */
   while (lanes * 8 < a->head_dim) lanes *= 2;
-  CHECK(launch_small(kernel->statistics, divide_up(rows * a->padded_rows * lanes, FA_CUDA_SMALL_KERNEL_THREADS),
-                     (void *[]){a, &lanes}, stream));
-  CHECK(launch(kernel->main, (int64_t)a->batch * a->num_kv_heads * a->num_k_blocks, kernel->num_threads,
+  CHECK(launch(kernel->statistics, blocks(divide_up(heads * a->padded_rows * lanes, small)), small, 0,
+               (void *[]){a, &lanes}, stream));
+  CHECK(launch(kernel->main, blocks((int64_t)a->batch * a->num_kv_heads * a->num_k_blocks), kernel->num_threads,
                kernel->shared_bytes, (void *[]){a}, stream));
-  CHECK(launch(kernel->finish_dq, rows * a->num_q_blocks, kernel->num_threads, 0, (void *[]){a}, stream));
-  CHECK(launch_small(fa_cuda_sink_kernel, (int64_t)a->num_sinks * a->num_heads, (void *[]){a}, stream));
+  CHECK(launch(kernel->finish_dq, blocks(heads * a->num_q_blocks), kernel->num_threads, 0, (void *[]){a},
+               stream));
+  CHECK(launch(fa_cuda_sink_kernel, blocks((int64_t)a->num_sinks * a->num_heads), small, 0, (void *[]){a},
+               stream));
   return FA_STATUS_OK;
 }
 
-static fa_status enqueue(const fa_plan *plan, job *job, cudaStream_t stream, fa_error *error) {
+static fa_status enqueue(const fa_plan *plan, void *workspace, job *job, cudaStream_t stream, fa_error *error) {
   const char *operation = "cudaMemsetAsync";
-  if (job->zeroed_bytes) CHECK(cudaMemsetAsync(job->zeroed, 0, job->zeroed_bytes, stream));
-  for (int i = 0; i < job->num_splits; i++) {
-    fa_status status = launch_split(&job->splits[i], stream, error);
-    if (status) return status;
-  }
-  return (plan->pass == FA_PASS_FORWARD ? launch_forward : launch_backward)(plan->config, job, stream, error);
+  if (job->zeroed_bytes) CHECK(cudaMemsetAsync(workspace, 0, job->zeroed_bytes, stream));
+  fa_status status = launch_splits(&job->splits, stream, error);
+  if (status) return status;
+  return (plan->pass == FA_PASS_FORWARD ? launch_forward : launch_backward)(plan->config, &job->arguments,
+                                                                            stream, error);
 }
 
 static fa_status run(const fa_plan *plan, const fa_tensors *tensors, const fa_execution *execution,
@@ -366,7 +369,7 @@ static fa_status run(const fa_plan *plan, const fa_tensors *tensors, const fa_ex
   fa_status status = enter_device(&scope, plan->device.index, error);
   if (status) return status;
   job job = lay_out(plan, plan->config, tensors, execution->workspace);
-  status = enqueue(plan, &job, execution->stream, error);
+  status = enqueue(plan, execution->workspace, &job, execution->stream, error);
   leave_device(&scope);
   return status;
 }

@@ -13,10 +13,11 @@ namespace fa {
 // A row of the table. Warps share out the scores [block_q, block_k] as score_warps along q times the rest along
 // k; dk and dv [block_k, head_dim] as dkv_warps along k times the rest; dq [block_q, head_dim] as dq_warps
 // along q times the rest. With two stages, the next row block comes while one is worked on.
-template <int HEAD_DIM, int BLOCK_Q, int BLOCK_K, int NUM_WARPS, int STAGES, int SCORE_WARPS, int DKV_WARPS,
-          int DQ_WARPS>
+template <int HEAD_DIM, int BLOCK_Q, int BLOCK_K, int NUM_WARPS, int BLOCKS_PER_SM, int STAGES, int SCORE_WARPS,
+          int DKV_WARPS, int DQ_WARPS>
 struct BackwardShape {
   static constexpr int head_dim = HEAD_DIM, block_q = BLOCK_Q, block_k = BLOCK_K, num_warps = NUM_WARPS;
+  static constexpr int blocks_per_sm = BLOCKS_PER_SM;
   static constexpr int stages = STAGES, score_warps = SCORE_WARPS, dkv_warps = DKV_WARPS, dq_warps = DQ_WARPS;
 };
 
@@ -69,38 +70,53 @@ __device__ inline void add_four(float *to, const float (&x)[4]) {
 #endif
 }
 
-// Waits until `turn` column blocks have added to a row block, and passes the turn on.
+// Deterministic: each row block is added to by one column block after the other. A block of threads waits for
+// its turn before a barrier that it has anyway, and passes the turn on after the next one, by when its
+// additions have long been made.
 __device__ inline void wait_for_turn(const int32_t *turns, int turn) {
-  if (threadIdx.x == 0) {
-    int now;
-    do asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(turns) : "memory");
-    while (now != turn);
-  }
-  __syncthreads();
+  if (threadIdx.x != 0) return;
+  int now;
+  do asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(turns) : "memory");
+  while (now != turn);
 }
 __device__ inline void pass_turn(int32_t *turns) {
-  __threadfence();
-  __syncthreads();
-  if (threadIdx.x == 0) asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(turns) : "memory");
+  if (threadIdx.x == 0 && turns)
+    asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(turns) : "memory");
 }
 
-// Block numbers in the order in which blocks really start, so that whoever waits for a lower number waits for a
-// block that is running or done.
-__device__ inline int take_ticket(int32_t *ticket, int *shared) {
-  if (threadIdx.x == 0) *shared = atomicAdd(ticket, 1);
-  __syncthreads();
-  const int number = *shared;
-  __syncthreads();
-  return number;
+// Which column block of which head a block of threads takes. The first column blocks come first: with a causal
+// mask they have the most to do.
+struct BlockIndex {
+  int k_block, kv_head, batch;
+};
+__device__ inline BlockIndex block_index(const fa_cuda_arguments &a, int *shared) {
+  int index = blockIdx.x;
+  if (a.deterministic) {
+    // Numbers in the order in which blocks really start: who waits for a lower one waits for one that runs or
+    // is done. Heads take turns, so that when a column block starts, the one before it in its head is steps
+    // ahead.
+    if (threadIdx.x == 0) *shared = atomicAdd(a.ticket, 1);
+    __syncthreads();
+    index = *shared;
+    __syncthreads();
+  }
+  const int first = index / (a.heads_at_once * a.num_k_blocks) * a.heads_at_once;
+  const int num_heads = min(a.heads_at_once, a.batch * a.num_kv_heads - first);
+  index -= first * a.num_k_blocks;
+  const int batch_head = first + index % num_heads, k_block = index / num_heads;
+  return {k_block, batch_head % a.num_kv_heads, batch_head / a.num_kv_heads};
 }
 
 // ---- the main kernel -------------------------------------------------------------------------------
 
-// Writes this warp's accumulator of scores as elements to a tile in shared memory (its parts in turn).
+// Writes this warp's accumulator, whose first element is [row, column], as elements to a tile in shared memory
+// (its parts in turn). column is a multiple of the accumulator's width.
 template <class Kind, class T, int MT, int NT>
 __device__ inline void store_tile(uint32_t tile, int row, int column, const Accumulator<MT, NT> &acc,
                                   float scale) {
   const int lane = threadIdx.x % 32;
+  const uint32_t to = tile + (row + lane / 4) * T::ROW_BYTES + lane % 4 * 4;
+  const uint32_t chunk = (column / 8 ^ T::swizzle(lane / 4)) << 4;
 #pragma unroll
   for (int m = 0; m < MT; m++)
 #pragma unroll
@@ -111,13 +127,44 @@ __device__ inline void store_tile(uint32_t tile, int row, int column, const Accu
         float a = acc[m][n][half * 2], b = acc[m][n][half * 2 + 1];
         if constexpr (Kind::SCALED) a *= scale, b *= scale;
         split<Kind>(parts, a, b);
-        const uint32_t to = tile + T::offset(row + m * 16 + half * 8 + lane / 4, column / 8 + n) + lane % 4 * 4;
 #pragma unroll
-        for (int part = 0; part < Kind::PARTS; part++) store_shared(to + part * T::BYTES, parts[part]);
+        for (int part = 0; part < Kind::PARTS; part++)
+          store_shared(to + part * T::BYTES + (m * 16 + half * 8) * T::ROW_BYTES + (chunk ^ n << 4),
+                       parts[part]);
       }
 }
 
-// The bits of the largest magnitude that any thread of the block has. words: one for each warp.
+// Scores and dp become p and ds, in place. lse_log2, delta: of the row block's rows.
+template <bool SOFTCAP, class Share>
+__device__ inline void p_and_ds(Accumulator<Share::MT, Share::NT> &p, Accumulator<Share::MT, Share::NT> &ds,
+                                float factor, const float *lse_log2, const float *delta) {
+#pragma unroll
+  for (int m = 0; m < Share::MT; m++)
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const int row = Share::row() + m * 16 + half * 8 + threadIdx.x % 32 / 4;
+      const float row_lse = lse_log2[row], row_delta = delta[row];
+#pragma unroll
+      for (int n = 0; n < Share::NT; n++)
+#pragma unroll
+        for (int i = half * 2; i < half * 2 + 2; i++) {
+          const float score = p[m][n][i];
+          p[m][n][i] = exp2_fast(fmaf(score, factor, -row_lse));
+          ds[m][n][i] = p[m][n][i] * (ds[m][n][i] - row_delta);
+          // The derivative of tanh; an invisible score is -inf.
+          if (SOFTCAP) ds[m][n][i] *= score == -INFINITY ? 0 : 1 - score * score;
+        }
+    }
+}
+
+// The bits of the largest magnitude in an accumulator, and of all that threads of the block have.
+template <int MT, int NT>
+__device__ inline uint32_t largest_bits(Accumulator<MT, NT> &acc) {
+  uint32_t largest = 0;
+  for_each_element<MT, NT>(acc, [&](int, int, float &x) { largest = max(largest, __float_as_uint(fabsf(x))); });
+  return largest;
+}
+// words: one for each warp.
 template <int NUM_WARPS>
 __device__ inline uint32_t block_max(uint32_t bits, uint32_t *words) {
   bits = __reduce_max_sync(~0u, bits);
@@ -129,7 +176,7 @@ __device__ inline uint32_t block_max(uint32_t bits, uint32_t *words) {
 }
 
 template <class Kind, class Shape>
-__global__ void __launch_bounds__(Shape::num_warps * 32, 1)
+__global__ void __launch_bounds__(Shape::num_warps * 32, Shape::blocks_per_sm)
     backward(const __grid_constant__ fa_cuda_arguments a) {
   using Layout = BackwardLayout<Kind, Shape>;
   using QTile = typename Layout::QTile;
@@ -140,49 +187,41 @@ __global__ void __launch_bounds__(Shape::num_warps * 32, 1)
   using Dq = typename Layout::Dq;
   using Io = typename Kind::Io;
   constexpr int THREADS = Layout::THREADS, HEAD_DIM = Shape::head_dim;
-  constexpr int SHIFT = Kind::SCALED ? SCALED_EXPONENT : 0;
+  constexpr int P_EXPONENT = SCALED_EXPONENT;
+  static_assert(FA_CUDA_GROUP % Shape::block_q == 0 && FA_CUDA_GROUP % Shape::block_k == 0,
+                "one scale a block");
 
   extern __shared__ __align__(128) uint8_t shared[];
   const uint32_t k_tile = shared_address(shared), v_tile = k_tile + Layout::K_BYTES;
   const uint32_t p_tile = k_tile + Layout::P_AT, ds_tile = p_tile + Layout::P_BYTES;
   uint32_t *words = reinterpret_cast<uint32_t *>(shared + Layout::WORDS_AT);
 
-  // The first column blocks come first: with a causal mask they have the most to do.
-  const int index = a.deterministic ? take_ticket(a.ticket, reinterpret_cast<int *>(words)) : blockIdx.x;
-  const int k_block = index % a.num_k_blocks;
-  const int kv_head = index / a.num_k_blocks % a.num_kv_heads, batch = index / a.num_k_blocks / a.num_kv_heads;
+  const BlockIndex index = block_index(a, reinterpret_cast<int *>(words));
+  const int k_block = index.k_block, kv_head = index.kv_head, batch = index.batch;
   const int group = a.num_heads / a.num_kv_heads;
   const Range columns = block_range(k_block, Shape::block_k, a.window.seqlen_k);
   const Range q_blocks = blocks_of(visible_rows(a.window, columns), Shape::block_q);
-  const int num_q_blocks = q_blocks.end - q_blocks.begin, num_steps = group * num_q_blocks;
+  const int exponent_k = exponent_of<Kind>(a.k, batch, kv_head, columns.begin);
+  const int exponent_v = exponent_of<Kind>(a.v, batch, kv_head, columns.begin);
 
-  fa_cuda_score score = a.score;
-  float unscale_dp = 1, unscale_dv = 1, unscale_dk = 1;
-  if constexpr (Kind::SCALED) {
-    const int i = batch * a.num_kv_heads + kv_head;
-    const int exponent_q = scaling_exponent(a.q.magnitudes[i]),
-              exponent_k = scaling_exponent(a.k.magnitudes[i]);
-    const int exponent_v = scaling_exponent(a.v.magnitudes[i]);
-    const int exponent_dout = scaling_exponent(a.dout.magnitudes[i]);
-    score = unscaled_score(score, exponent_q + exponent_k);
-    unscale_dp = power_of_two(-exponent_dout - exponent_v);
-    unscale_dv = power_of_two(-exponent_dout - SHIFT);
-    unscale_dk = power_of_two(-exponent_q);
-  }
-
-  // A step is one row block of one head: where its rows begin among all rows, and the copies that it needs.
-  auto head_of_step = [&](int step) { return kv_head * group + step / num_q_blocks; };
-  auto block_of_step = [&](int step) { return q_blocks.begin + step % num_q_blocks; };
-  auto block_index = [&](int step) {
-    return (int64_t(batch) * a.num_heads + head_of_step(step)) * a.num_q_blocks + block_of_step(step);
+  // A step is one row block of one head of the group.
+  struct Step {
+    int head, q_block;
   };
-  auto load_step = [&](int step, uint32_t stage) {
-    const int head = head_of_step(step), row = block_of_step(step) * Shape::block_q;
-    load_operand<Kind, QTile, THREADS>(stage, a.q, head_of(a.q, batch, head), row, a.window.seqlen_q);
-    load_operand<Kind, QTile, THREADS>(stage + Layout::Q_BYTES, a.dout, head_of(a.dout, batch, head), row,
+  auto next = [&](Step step) {
+    return step.q_block + 1 < q_blocks.end ? Step{step.head, step.q_block + 1}
+                                           : Step{step.head + 1, q_blocks.begin};
+  };
+  auto position = [&](Step step) {  // among all row blocks
+    return (int64_t(batch) * a.num_heads + step.head) * a.num_q_blocks + step.q_block;
+  };
+  auto load_step = [&](Step step, uint32_t stage) {
+    const int row = step.q_block * Shape::block_q;
+    load_operand<Kind, QTile, THREADS>(stage, a.q, head_of(a.q, batch, step.head), row, a.window.seqlen_q);
+    load_operand<Kind, QTile, THREADS>(stage + Layout::Q_BYTES, a.dout, head_of(a.dout, batch, step.head), row,
                                        a.window.seqlen_q);
     if (threadIdx.x < Shape::block_q / 4) {
-      const int64_t first = block_index(step) * Shape::block_q + threadIdx.x * 4;
+      const int64_t first = position(step) * Shape::block_q + threadIdx.x * 4;
       const uint32_t to = stage + 2 * Layout::Q_BYTES + threadIdx.x * 16;
       copy_async(to, a.lse_log2 + first, 16);
       copy_async(to + Layout::ROW_BYTES, a.delta + first, 16);
@@ -193,96 +232,100 @@ __global__ void __launch_bounds__(Shape::num_warps * 32, 1)
   set_zero<Dkv::MT, Dkv::NT>(dk);
   set_zero<Dkv::MT, Dkv::NT>(dv);
 
-  if (num_steps > 0) {
+  const Step first = {kv_head * group, q_blocks.begin};
+  const int end_head = q_blocks.begin < q_blocks.end ? first.head + group : first.head;
+  if (first.head < end_head) {
     load_operand<Kind, KTile, THREADS>(k_tile, a.k, head_of(a.k, batch, kv_head), columns.begin,
                                        a.window.seqlen_k);
     load_operand<Kind, KTile, THREADS>(v_tile, a.v, head_of(a.v, batch, kv_head), columns.begin,
                                        a.window.seqlen_k);
-    load_step(0, k_tile + Layout::STAGES_AT);
+    load_step(first, k_tile + Layout::STAGES_AT);
   }
-  for (int step = 0; step < num_steps; step++) {
-    const uint32_t stage_at = Layout::STAGES_AT + step % Shape::stages * Layout::STAGE_BYTES;
+  uint32_t stage_at = Layout::STAGES_AT;
+  int32_t *turns_to_pass = nullptr;
+  for (Step step = first, following; step.head < end_head; step = following) {
     const uint32_t q_tile = k_tile + stage_at, dout_tile = q_tile + Layout::Q_BYTES;
     const float *lse_log2 = reinterpret_cast<const float *>(shared + stage_at + 2 * Layout::Q_BYTES);
     const float *delta = lse_log2 + Shape::block_q;
+    following = next(step);
     copy_async_wait_all();
     __syncthreads();  // this step's rows are there, and nobody reads the last step's any more
-    if (Shape::stages == 2 && step + 1 < num_steps)
-      load_step(step + 1, k_tile + Layout::STAGES_AT + (step + 1) % Shape::stages * Layout::STAGE_BYTES);
+    if constexpr (Shape::stages == 2) {
+      stage_at = 2 * Layout::STAGES_AT + Layout::STAGE_BYTES - stage_at;
+      if (following.head < end_head) load_step(following, k_tile + stage_at);
+    }
 
     // p and ds
+    const Range rows = block_range(step.q_block, Shape::block_q, a.window.seqlen_q);
+    const int exponent_q = exponent_of<Kind>(a.q, batch, step.head, rows.begin);
+    const int exponent_dout = exponent_of<Kind>(a.dout, batch, step.head, rows.begin);
     float p[Scores::MT][Scores::NT][4], ds[Scores::MT][Scores::NT][4];
     set_zero<Scores::MT, Scores::NT>(p);
     set_zero<Scores::MT, Scores::NT>(ds);
     multiply<Kind, HEAD_DIM / 16, Scores::NT>(p, TileOperand<QTile, true, true>(q_tile, Scores::row()),
-                                              TileOperand<KTile, false, true>(k_tile, Scores::column()));
+                                              TileOperand<KTile, false, true>(k_tile, Scores::column()),
+                                              power_of_two(-exponent_q - exponent_k));
     multiply<Kind, HEAD_DIM / 16, Scores::NT>(ds, TileOperand<QTile, true, true>(dout_tile, Scores::row()),
-                                              TileOperand<KTile, false, true>(v_tile, Scores::column()));
-    apply_score_form<Scores::MT, Scores::NT>(p, score);
-    const Range rows = block_range(block_of_step(step), Shape::block_q, a.window.seqlen_q);
+                                              TileOperand<KTile, false, true>(v_tile, Scores::column()),
+                                              power_of_two(-exponent_dout - exponent_v));
+    apply_score_form<Scores::MT, Scores::NT>(p, a.score);
     if (!is_fully_visible(a.window, rows, columns.begin, Shape::block_k))
       mask_scores<Scores::MT, Scores::NT>(p, a.window, rows.begin + Scores::row(),
                                           columns.begin + Scores::column());
-    uint32_t largest = 0;
-#pragma unroll
-    for (int m = 0; m < Scores::MT; m++)
-#pragma unroll
-      for (int half = 0; half < 2; half++) {
-        const int row = Scores::row() + m * 16 + half * 8 + threadIdx.x % 32 / 4;
-        const float row_shift = SHIFT - lse_log2[row], row_delta = delta[row];
-#pragma unroll
-        for (int n = 0; n < Scores::NT; n++)
-#pragma unroll
-          for (int i = half * 2; i < half * 2 + 2; i++) {
-            const float x = p[m][n][i];
-            const float dp = Kind::SCALED ? ds[m][n][i] * unscale_dp : ds[m][n][i];
-            p[m][n][i] = exp2_fast(fmaf(x, score.factor, row_shift));
-            ds[m][n][i] = p[m][n][i] * (dp - row_delta);
-            if (score.form == FA_CUDA_SCORE_SOFTCAP) ds[m][n][i] *= x == -INFINITY ? 0 : 1 - x * x;
-            if constexpr (Kind::SCALED) largest = max(largest, __float_as_uint(fabsf(ds[m][n][i])));
-          }
-      }
-    int exponent_ds = 0;  // the scale of ds in shared memory, beside 2^SHIFT of p
-    if constexpr (Kind::SCALED) exponent_ds = scaling_exponent(block_max<Shape::num_warps>(largest, words));
-    store_tile<Kind, PTile, Scores::MT, Scores::NT>(p_tile, Scores::row(), Scores::column(), p, 1);
+    if (a.score.form == FA_CUDA_SCORE_SOFTCAP)
+      p_and_ds<true, Scores>(p, ds, a.score.factor, lse_log2, delta);
+    else
+      p_and_ds<false, Scores>(p, ds, a.score.factor, lse_log2, delta);
+    int exponent_ds = 0;
+    if constexpr (Kind::SCALED)
+      exponent_ds =
+          scaling_exponent(block_max<Shape::num_warps>(largest_bits<Scores::MT, Scores::NT>(ds), words));
+    store_tile<Kind, PTile, Scores::MT, Scores::NT>(p_tile, Scores::row(), Scores::column(), p,
+                                                    power_of_two(P_EXPONENT));
     store_tile<Kind, PTile, Scores::MT, Scores::NT>(ds_tile, Scores::row(), Scores::column(), ds,
                                                     power_of_two(exponent_ds));
+    if (a.deterministic) {
+      if (turns_to_pass) __threadfence();
+      wait_for_turn(a.dq_turns + position(step),
+                    k_block - blocks_of(visible_columns(a.window, rows), Shape::block_k).begin);
+    }
     __syncthreads();
+    if (a.deterministic) pass_turn(turns_to_pass);
 
-    const float unscale_ds = power_of_two(-exponent_ds - SHIFT);
     constexpr int DKV_CHUNK = Dkv::NT < 4 ? Dkv::NT : 4, DQ_CHUNK = Dq::NT < 4 ? Dq::NT : 4;
     multiply<Kind, Shape::block_q / 16, DKV_CHUNK>(dv, TileOperand<PTile, true, false>(p_tile, Dkv::row()),
-                                                   TileOperand<QTile, false, false>(dout_tile, Dkv::column()));
+                                                   TileOperand<QTile, false, false>(dout_tile, Dkv::column()),
+                                                   power_of_two(-P_EXPONENT - exponent_dout));
     multiply<Kind, Shape::block_q / 16, DKV_CHUNK>(dk, TileOperand<PTile, true, false>(ds_tile, Dkv::row()),
                                                    TileOperand<QTile, false, false>(q_tile, Dkv::column()),
-                                                   unscale_ds);
+                                                   power_of_two(-exponent_ds - exponent_q));
     float dq[Dq::MT][Dq::NT][4];
     set_zero<Dq::MT, Dq::NT>(dq);
     multiply<Kind, Shape::block_k / 16, DQ_CHUNK>(dq, TileOperand<PTile, true, true>(ds_tile, Dq::row()),
                                                   TileOperand<KTile, false, false>(k_tile, Dq::column()),
-                                                  unscale_ds);
-    if (Shape::stages == 1 && step + 1 < num_steps) {
+                                                  power_of_two(-exponent_ds - exponent_k));
+    if constexpr (Shape::stages == 1) {
       __syncthreads();
-      load_step(step + 1, q_tile);
+      if (following.head < end_head) load_step(following, q_tile);
     }
-
-    const int64_t block = block_index(step);
-    if (a.deterministic)
-      wait_for_turn(a.dq_turns + block,
-                    k_block - blocks_of(visible_columns(a.window, rows), Shape::block_k).begin);
-    float *dq_sum = a.dq_sum + block * (Shape::block_q * HEAD_DIM);
+    float *dq_sum = a.dq_sum + position(step) * (Shape::block_q * HEAD_DIM);
 #pragma unroll
     for (int m = 0; m < Dq::MT; m++)
 #pragma unroll
       for (int n = 0; n < Dq::NT; n++) add_four(dq_sum + dq_offset<Dq>(m, n), dq[m][n]);
-    if (a.deterministic) pass_turn(a.dq_turns + block);
+    turns_to_pass = a.dq_turns + position(step);
+  }
+  if (a.deterministic && turns_to_pass) {
+    __threadfence();
+    __syncthreads();
+    pass_turn(turns_to_pass);
   }
 
   const int column = columns.begin + Dkv::row(), d = Dkv::column();
   store_accumulator<Io, Dkv::MT, Dkv::NT>(row_of<Io>(a.dk, batch, kv_head, column) + d, a.dk.stride_row,
-                                          columns.end - column, a.head_dim - d, dk, a.scale * unscale_dk);
+                                          columns.end - column, a.head_dim - d, dk, a.scale);
   store_accumulator<Io, Dkv::MT, Dkv::NT>(row_of<Io>(a.dv, batch, kv_head, column) + d, a.dv.stride_row,
-                                          columns.end - column, a.head_dim - d, dv, unscale_dv);
+                                          columns.end - column, a.head_dim - d, dv, 1);
 }
 
 // One block a row block of a head, with the main kernel's threads: dq = scale * dq_sum.
@@ -303,36 +346,14 @@ __global__ void __launch_bounds__(Shape::num_warps * 32)
       const float4 x = *reinterpret_cast<const float4 *>(dq_sum + dq_offset<Dq>(m, n));
       dq[m][n][0] = x.x, dq[m][n][1] = x.y, dq[m][n][2] = x.z, dq[m][n][3] = x.w;
     }
-  float scale = a.scale;
-  if constexpr (Kind::SCALED) {
-    const int kv_head = head / (a.num_heads / a.num_kv_heads);
-    scale *= power_of_two(-scaling_exponent(a.k.magnitudes[batch * a.num_kv_heads + kv_head]));
-  }
   const int row = rows.begin + Dq::row(), d = Dq::column();
   store_accumulator<Io, Dq::MT, Dq::NT>(row_of<Io>(a.dq, batch, head, row) + d, a.dq.stride_row, rows.end - row,
-                                        a.head_dim - d, dq, scale);
+                                        a.head_dim - d, dq, a.scale);
 }
 
 // ---- delta = dot(o, dout) and lse_log2 --------------------------------------------------------------
 
-// Eight consecutive numbers of a row, 0 from `wanted` on.
-template <class Io>
-__device__ inline void load_eight(float (&x)[8], const Io *from, int wanted) {
-  Io numbers[8];
-  if (wanted >= 8 && reinterpret_cast<uintptr_t>(from) % 16 == 0) {
-    constexpr int VECTORS = sizeof numbers / sizeof(uint4);
-#pragma unroll
-    for (int i = 0; i < VECTORS; i++)
-      reinterpret_cast<uint4 *>(numbers)[i] = reinterpret_cast<const uint4 *>(from)[i];
-#pragma unroll
-    for (int i = 0; i < 8; i++) x[i] = static_cast<float>(numbers[i]);
-  } else {
-#pragma unroll
-    for (int i = 0; i < 8; i++) x[i] = i < wanted ? static_cast<float>(from[i]) : 0;
-  }
-}
-
-// `lanes` lanes a row, eight numbers each; every row of the padded arrays is written.
+// `lanes` lanes a row, eight numbers each; every row of the padded arrays is written, and dq_sum set to 0.
 template <class Kind>
 __global__ void __launch_bounds__(FA_CUDA_SMALL_KERNEL_THREADS)
     statistics(const __grid_constant__ fa_cuda_arguments a, int lanes) {
@@ -351,7 +372,10 @@ __global__ void __launch_bounds__(FA_CUDA_SMALL_KERNEL_THREADS)
     for (int i = 0; i < 8; i++) sum = fmaf(o[i], dout[i], sum);
   }
   for (int step = lanes / 2; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
-  if (lane != 0 || batch >= a.batch) return;
+  if (batch >= a.batch) return;
+  float4 *dq_sum = reinterpret_cast<float4 *>(a.dq_sum + index * a.bucket);
+  for (int i = lane; i < a.bucket / 4; i += lanes) dq_sum[i] = make_float4(0, 0, 0, 0);
+  if (lane != 0) return;
   const float lse = inside ? a.lse[batch_head * a.window.seqlen_q + row] : -INFINITY;
   a.delta[index] = sum;
   a.lse_log2[index] = lse == -INFINITY ? INFINITY : lse * LOG2_E;
@@ -377,19 +401,22 @@ constexpr fa_cuda_kernel row(const char *name) {
   fa::row<fa::kinds::FA_KIND, fa::BackwardShape<__VA_ARGS__>>("cuda/sm80/" FA_QUOTE(FA_KIND) rest)
 
 // Rows fill the registers with dk and dv (block_k * head_dim / threads each) and the shared memory with what is
-// left. The small ones are for multiprocessors with less shared memory (99 KiB).
+// left; at 64, several blocks a multiprocessor, so that while one waits at a barrier another multiplies. The
+// small ones are for multiprocessors with less shared memory: 99 KiB, or 136 for f32 at 256.
 const fa_cuda_kernel FA_JOIN(fa_cuda_backward_, FA_KIND)[] = {
+// bucket, block_q, block_k, warps, blocks per multiprocessor, stages; warps along q or k: scores, dk and dv, dq
 #if FA_KIND_PARTS == 1
-    //               bucket, block_q, block_k, warps, stages; of them along q or k: scores, dk and dv, dq
-    ROW("/d64", 64, 128, 128, 8, 2, 4, 4, 4),
-    ROW("/d128", 128, 64, 128, 8, 2, 2, 4, 2),
-    ROW("/d256", 256, 64, 64, 8, 2, 4, 2, 2),
-    ROW("/d128/small", 128, 64, 64, 8, 1, 4, 2, 2),
-    ROW("/d256/small", 256, 32, 32, 4, 1, 2, 2, 2),
+    ROW("/d64", 64, 64, 64, 4, 3, 2, 2, 2, 2),
+    ROW("/d128", 128, 64, 128, 8, 1, 2, 2, 4, 2),
+    ROW("/d256", 256, 64, 64, 8, 1, 2, 4, 2, 2),
+    ROW("/d128/small", 128, 64, 64, 8, 1, 1, 4, 2, 2),
+    ROW("/d256/small", 256, 32, 32, 4, 1, 1, 2, 2, 2),
 #else
-    ROW("/d64", 64, 64, 128, 8, 2, 2, 4, 2),
-    ROW("/d128", 128, 64, 64, 8, 2, 2, 2, 2),
-    ROW("/d256", 256, 32, 64, 8, 1, 2, 2, 2),
+    ROW("/d64", 64, 64, 64, 4, 2, 1, 2, 2, 2),
+    ROW("/d128", 128, 64, 64, 8, 1, 2, 2, 2, 2),
+    ROW("/d256", 256, 32, 64, 8, 1, 1, 2, 2, 2),
+    ROW("/d128/small", 128, 32, 32, 4, 1, 1, 2, 2, 2),
+    ROW("/d256/small", 256, 32, 32, 4, 1, 1, 2, 2, 2),
 #endif
     {},
 };

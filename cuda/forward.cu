@@ -35,6 +35,9 @@ __global__ void __launch_bounds__(Shape::num_warps * 32, Shape::blocks_per_sm)
   constexpr int PARTS = Kind::PARTS, THREADS = Layout::THREADS;
   constexpr int WARP_ROWS = Shape::block_q / Shape::num_warps;
   constexpr int MT = WARP_ROWS / 16, NT = Shape::block_k / 8, DT = Shape::head_dim / 8;
+  constexpr int P_EXPONENT = Kind::SCALED ? SCALED_EXPONENT - MAX_LAG : 0;
+  static_assert(FA_CUDA_GROUP % Shape::block_q == 0 && FA_CUDA_GROUP % Shape::block_k == 0,
+                "one scale a block");
 
   // The last row blocks come first: with a causal mask they have the most to do.
   const int q_block = a.num_q_blocks - 1 - blockIdx.x % a.num_q_blocks;
@@ -55,17 +58,10 @@ __global__ void __launch_bounds__(Shape::num_warps * 32, Shape::blocks_per_sm)
     load_operand<Kind, KTile, THREADS>(stage + Layout::K_BYTES, a.v, v, column, a.window.seqlen_k);
   };
 
-  fa_cuda_score score = a.score;
-  float unscale_v = 1;
-  if constexpr (Kind::SCALED) {
-    const int i = batch * a.num_kv_heads + kv_head;
-    score = unscaled_score(score, scaling_exponent(a.q.magnitudes[i]) + scaling_exponent(a.k.magnitudes[i]));
-    unscale_v = power_of_two(-scaling_exponent(a.v.magnitudes[i]));
-  }
-
   float o[MT][DT][4];
   set_zero<MT, DT>(o);
-  OnlineSoftmax<MT, Kind::SCALED ? SCALED_EXPONENT : 0> softmax;
+  OnlineSoftmax<MT> softmax;
+  const int exponent_q = exponent_of<Kind>(a.q, batch, head, rows.begin);
 
   if (k_blocks.begin < k_blocks.end) {
     load_operand<Kind, QTile, THREADS>(q_tile, a.q, q, rows.begin, a.window.seqlen_q);
@@ -79,15 +75,18 @@ __global__ void __launch_bounds__(Shape::num_warps * 32, Shape::blocks_per_sm)
     stage ^= Layout::STAGE_BYTES;
     if (block > k_blocks.begin) load_k_and_v(block - 1, stages + stage);
 
+    const int column = block * Shape::block_k;
+    const int exponent_k = exponent_of<Kind>(a.k, batch, kv_head, column);
+    const int exponent_v = exponent_of<Kind>(a.v, batch, kv_head, column);
     float scores[MT][NT][4];
     set_zero<MT, NT>(scores);
     multiply<Kind, Shape::head_dim / 16, NT>(scores, TileOperand<QTile, true, true>(q_tile, warp_row),
-                                             TileOperand<KTile, false, true>(k_tile, 0));
-    apply_score_form<MT, NT>(scores, score);
-    const int column = block * Shape::block_k;
+                                             TileOperand<KTile, false, true>(k_tile, 0),
+                                             power_of_two(-exponent_q - exponent_k));
+    apply_score_form<MT, NT>(scores, a.score);
     if (!is_fully_visible(a.window, rows, column, Shape::block_k))
       mask_scores<MT, NT>(scores, a.window, rows.begin + warp_row, column);
-    softmax.update(scores, score.factor, o);
+    softmax.update(scores, a.score.factor, o);
 
     // The accumulator of two column blocks is laid out as the left operand of one k fragment.
     RegisterOperand<PARTS, MT, NT / 2> p;
@@ -98,12 +97,13 @@ __global__ void __launch_bounds__(Shape::num_warps * 32, Shape::blocks_per_sm)
 #pragma unroll
         for (int half = 0; half < 2; half++) {
           uint32_t parts[PARTS];
-          split<Kind>(parts, scores[m][n][half * 2], scores[m][n][half * 2 + 1]);
+          split<Kind>(parts, scores[m][n][half * 2] * power_of_two(P_EXPONENT),
+                      scores[m][n][half * 2 + 1] * power_of_two(P_EXPONENT));
 #pragma unroll
           for (int part = 0; part < PARTS; part++) p.fragments[part][m][n / 2][n % 2 * 2 + half] = parts[part];
         }
-    multiply < Kind, NT / 2,
-        DT<4 ? DT : 4>(o, p, TileOperand<KTile, false, false>(k_tile + Layout::K_BYTES, 0));
+    multiply<Kind, NT / 2, 4>(o, p, TileOperand<KTile, false, false>(k_tile + Layout::K_BYTES, 0),
+                              power_of_two(-P_EXPONENT - exponent_v));
   }
 
   float scale[MT][2];
@@ -112,8 +112,8 @@ __global__ void __launch_bounds__(Shape::num_warps * 32, Shape::blocks_per_sm)
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       const int row = rows.begin + warp_row + m * 16 + half * 8 + threadIdx.x % 32 / 4;
-      const float2 end = softmax.finish(m, half, score.factor, a.sink + head, a.num_sinks, a.num_heads);
-      scale[m][half] = end.x * unscale_v;
+      const float2 end = softmax.finish(m, half, a.score.factor, a.sink + head, a.num_sinks, a.num_heads);
+      scale[m][half] = end.x;
       if (threadIdx.x % 4 == 0 && row < rows.end)
         a.lse[(int64_t(batch) * a.num_heads + head) * a.window.seqlen_q + row] = end.y;
     }
@@ -143,18 +143,21 @@ constexpr fa_cuda_kernel row(const char *name) {
   fa::row<fa::kinds::FA_KIND, fa::ForwardShape<__VA_ARGS__>>("cuda/sm80/" FA_QUOTE(FA_KIND) rest)
 
 // Rows per warp (block_q / num_warps) decide how often a fragment of K and V that was read is used: 32 keep the
-// tensor cores busier than shared memory, where the registers (o: rows * head_dim / 32 a thread) allow it.
+// tensor cores busier than shared memory, where the registers (o: rows * head_dim / 32 a thread) allow it; with
+// f32's three products per pair of fragments, 16 do. The small ones are for multiprocessors with 99 KiB.
 const fa_cuda_kernel FA_JOIN(fa_cuda_forward_, FA_KIND)[] = {
 #if FA_KIND_PARTS == 1
     //                bucket, block_q, block_k, warps, blocks per multiprocessor
     ROW("/d64", 64, 128, 64, 4, 3),
     ROW("/d128", 128, 128, 64, 4, 2),
     ROW("/d256", 256, 128, 64, 8, 1),
-    ROW("/d256/small", 256, 64, 32, 4, 1),  // 96 KiB of shared memory: multiprocessors with less than 192
+    ROW("/d256/small", 256, 64, 32, 4, 1),
 #else
     ROW("/d64", 64, 128, 64, 8, 1),
-    ROW("/d128", 128, 128, 32, 8, 1),
+    ROW("/d128", 128, 128, 64, 8, 1),
     ROW("/d256", 256, 64, 32, 4, 1),
+    ROW("/d128/small", 128, 64, 32, 4, 2),
+    ROW("/d256/small", 256, 32, 16, 2, 1),
 #endif
     {},
 };

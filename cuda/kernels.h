@@ -8,6 +8,9 @@
 extern "C" {
 #endif
 
+/* Rows of a head that share a scale in the copy of an f32 tensor; a multiple of every block_q and block_k. */
+enum { FA_CUDA_GROUP = 128 };
+
 /* A tensor as the tensor cores read it: 16-bit elements, strides in elements. Of f32 tensors it is the copy
  * that the split kernel makes, in one or two parts, stride_part apart. */
 typedef struct fa_cuda_operand {
@@ -15,9 +18,10 @@ typedef struct fa_cuda_operand {
   int64_t stride_batch, stride_row, stride_head, stride_part;
   int32_t num_cols; /* elements of a row that are there; the others count as 0 */
   int32_t aligned;  /* data and strides are multiples of 16 bytes */
-  /* Of a scaled copy: [batch, num_kv_heads], the bits of the largest magnitude in the tensor's heads that share
-   * that key/value head. The copy is scaled by 2^scaling_exponent(these bits). */
-  uint32_t *magnitudes;
+  /* Of a scaled copy: [batch, num_heads, num_groups], the power of two by which FA_CUDA_GROUP rows are scaled.
+   */
+  int32_t *exponents;
+  int32_t num_heads, num_groups;
 } fa_cuda_operand;
 
 /* Which columns a row sees. Positions and windows fit in 30 bits. */
@@ -44,7 +48,9 @@ typedef struct fa_cuda_arguments {
   int32_t batch, num_heads, num_kv_heads, head_dim, num_sinks;
   int32_t num_q_blocks, num_k_blocks; /* of block_q rows and block_k columns */
   int32_t padded_rows;                /* num_q_blocks * block_q */
+  int32_t bucket;                     /* of the kernel: head_dim is at most so much */
   int32_t deterministic;
+  int32_t heads_at_once; /* of the backward: so many heads take turns at starting a column block */
   float scale;
   fa_cuda_operand q, k, v, dout;
   fa_tensor o, dq, dk, dv; /* o is an input of the backward */
@@ -60,12 +66,17 @@ typedef struct fa_cuda_arguments {
   int32_t *ticket;         /* one number */
 } fa_cuda_arguments;
 
-/* The split kernel's argument: one f32 tensor and the copy to make. */
-typedef struct fa_cuda_split_arguments {
+/* The split kernel's argument: f32 tensors and the copies to make. */
+typedef struct fa_cuda_split {
   fa_tensor from;
   fa_cuda_operand to;
-  int32_t batch, seqlen, num_heads, num_kv_heads, head_dim, num_parts;
-} fa_cuda_split_arguments;
+  int32_t seqlen;
+} fa_cuda_split;
+
+typedef struct fa_cuda_splits {
+  fa_cuda_split tensors[4];
+  int32_t num_tensors, num_parts, batch, head_dim;
+} fa_cuda_splits;
 
 /* How the elements of a problem meet the tensor cores. */
 typedef enum fa_cuda_kind {
@@ -94,11 +105,9 @@ extern const fa_cuda_kernel fa_cuda_forward_f32[], fa_cuda_backward_f32[];
 extern const fa_cuda_kernel fa_cuda_forward_f32_as_f16[], fa_cuda_backward_f32_as_f16[];
 
 /* Kernels that are the same for every kind and bucket. */
-enum { FA_CUDA_SMALL_KERNEL_THREADS = 256, FA_CUDA_MAGNITUDE_BLOCKS = 32 };
-extern const void *const fa_cuda_magnitude_kernel; /* fa_cuda_split_arguments; FA_CUDA_MAGNITUDE_BLOCKS blocks a
-                                                      key/value head: raises to.magnitudes */
-extern const void *const fa_cuda_split_kernel; /* fa_cuda_split_arguments; a thread eight numbers: to.data */
-extern const void *const fa_cuda_sink_kernel;  /* fa_cuda_arguments; a block a sink and head: dsink */
+enum { FA_CUDA_SMALL_KERNEL_THREADS = 256 };
+extern const void *const fa_cuda_split_kernel; /* fa_cuda_splits; a block a group of rows, its y a tensor */
+extern const void *const fa_cuda_sink_kernel;  /* fa_cuda_arguments; a block a sink and head: writes dsink */
 
 #ifdef __cplusplus
 }

@@ -16,13 +16,6 @@ __device__ inline void apply_score_form(Accumulator<MT, NT> &scores, const fa_cu
   for_each_element<MT, NT>(scores, [&](int, int, float &x) { x = softcap ? tanhf(score.inner * x) : -x; });
 }
 
-// The score of products of scaled operands: 2^-exponent times what it was.
-__device__ inline fa_cuda_score unscaled_score(fa_cuda_score score, int exponent) {
-  const float unscale = power_of_two(-exponent);
-  (score.form == FA_CUDA_SCORE_SOFTCAP ? score.inner : score.factor) *= unscale;
-  return score;
-}
-
 // The largest and the sum over the four lanes that share a row of an accumulator.
 __device__ inline float row_max(float x) {
   x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
@@ -33,9 +26,15 @@ __device__ inline float row_sum(float x) {
   return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-// The running maximum (in units of the scores) and sum of exponentials (this lane's share) of each row.
-// Exponentials are 2^SHIFT times what they were, for kinds whose probabilities are scaled.
-template <int MT, int SHIFT>
+// A reference maximum (in units of the scores) and the sum of exponentials against it (this lane's share) of
+// each row. Exponentials are 2^SHIFT times what they were, for kinds whose probabilities are scaled.
+//
+// The reference need not be the true maximum: as long as no score is more than 2^MAX_LAG above it, nothing
+// overflows and the quotient at the end is the same. So it is moved, and o with it, only when some row needs
+// it, which after the first few blocks is seldom.
+constexpr int MAX_LAG = 5;
+
+template <int MT>
 struct OnlineSoftmax {
   float max[MT][2], sum[MT][2];
 
@@ -47,39 +46,56 @@ struct OnlineSoftmax {
     }
   }
 
-  // Turns a block of scores into exponentials against the new maximum and brings o to it.
+  // Turns a block of scores into exponentials, and brings o to a new reference where there is one.
   template <int NT, int DT>
   __device__ void update(Accumulator<MT, NT> &scores, float factor, Accumulator<MT, DT> &o) {
+    float largest[MT][2];
+    bool lags = false;
 #pragma unroll
     for (int m = 0; m < MT; m++)
 #pragma unroll
       for (int half = 0; half < 2; half++) {
-        float largest = max[m][half];
-        float block = scores[m][0][half * 2];
+        float x = scores[m][0][half * 2];
 #pragma unroll
         for (int n = 0; n < NT; n++)
 #pragma unroll
-          for (int i = 0; i < 2; i++) block = fmaxf(block, scores[m][n][half * 2 + i]);
-        largest = fmaxf(largest, row_max(block));
-        const float reference = largest == -INFINITY ? 0 : largest;  // no -inf - -inf
-        const float rescale = exp2_fast((max[m][half] - reference) * factor);
-        const float shift = SHIFT - reference * factor;
-        max[m][half] = largest;
-        float total = sum[m][half] * rescale;
+          for (int i = 0; i < 2; i++) x = fmaxf(x, scores[m][n][half * 2 + i]);
+        largest[m][half] = x;
+        lags |= (x - max[m][half]) * factor > MAX_LAG;  // of -inf and -inf: false
+      }
+    if (__any_sync(~0u, lags)) {
+#pragma unroll
+      for (int m = 0; m < MT; m++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) move_reference(m, half, row_max(largest[m][half]), factor, o);
+    }
+#pragma unroll
+    for (int m = 0; m < MT; m++)
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        const float reference = max[m][half] == -INFINITY ? 0 : max[m][half];  // no -inf - -inf
+        const float shift = -reference * factor;
 #pragma unroll
         for (int n = 0; n < NT; n++)
 #pragma unroll
           for (int i = 0; i < 2; i++) {
             float &x = scores[m][n][half * 2 + i];
             x = exp2_fast(fmaf(x, factor, shift));
-            total += x;
+            sum[m][half] += x;
           }
-        sum[m][half] = total;
-#pragma unroll
-        for (int n = 0; n < DT; n++)
-#pragma unroll
-          for (int i = 0; i < 2; i++) o[m][n][half * 2 + i] *= rescale;
       }
+  }
+
+  template <int DT>
+  __device__ void move_reference(int m, int half, float largest, float factor, Accumulator<MT, DT> &o) {
+    largest = fmaxf(largest, max[m][half]);
+    const float rescale = largest == -INFINITY ? 1 : exp2_fast((max[m][half] - largest) * factor);
+    max[m][half] = largest;
+    sum[m][half] *= rescale;
+#pragma unroll
+    for (int n = 0; n < DT; n++)
+#pragma unroll
+      for (int i = 0; i < 2; i++) o[m][n][half * 2 + i] *= rescale;
   }
 
   // Ends the sums, with the sinks of a head in them. Returns what to multiply o with, and the row's lse.
@@ -89,7 +105,7 @@ struct OnlineSoftmax {
     float largest = own;
     for (int t = 0; t < num_sinks; t++) largest = fmaxf(largest, sink[int64_t(t) * sink_stride] * LOG2_E);
     if (largest == -INFINITY) return {0, -INFINITY};
-    const float rescale = exp2f(own - largest - SHIFT);
+    const float rescale = exp2f(own - largest);
     float sum_all = total * rescale;
     for (int t = 0; t < num_sinks; t++) sum_all += exp2f(sink[int64_t(t) * sink_stride] * LOG2_E - largest);
     return {rescale / sum_all, fmaf(largest, LN_2, logf(sum_all))};

@@ -86,8 +86,13 @@ __device__ inline void load_tile(uint32_t tile, const uint16_t *from, int64_t st
   const int chunk = threadIdx.x % T::CHUNKS, first = threadIdx.x / T::CHUNKS;
   const int wanted = min(max(num_cols - chunk * 8, 0), 8);
   const uint16_t *chunk_from = wanted > 0 ? from + first * stride_row + chunk * 8 : from;
-  if (aligned) {
+  if (aligned && num_rows >= T::ROWS) {
 #pragma unroll
+    for (int pass = 0; pass < PASSES; pass++)
+      copy_async(tile + T::offset(first + pass * ROWS_AT_ONCE, chunk),
+                 chunk_from + pass * ROWS_AT_ONCE * stride_row, 2 * wanted);
+  } else if (aligned) {
+#pragma unroll 1
     for (int pass = 0; pass < PASSES; pass++) {
       const int row = first + pass * ROWS_AT_ONCE;
       const bool inside = row < num_rows;
@@ -176,7 +181,7 @@ __device__ inline void set_zero(Accumulator<MT, NT> &acc) {
       for (int i = 0; i < 4; i++) acc[m][n][i] = 0;
 }
 
-// acc += scale * left * right, over KT fragments of k; scale is 1 where the kind is not SCALED.
+// acc += scale * left * right, over KT fragments of k; scale is what unscales the operands of a SCALED kind.
 //
 // Tensor cores add to their accumulator by cutting off, which leans towards 0 and adds up over a long sum. So
 // where f32 is asked for, a product goes into fresh accumulators, the small terms (high * low, low * high)
@@ -253,10 +258,46 @@ __device__ inline void multiply(Accumulator<MT, NT> &acc, const Left &left, cons
 __device__ inline void store_number(float *to, float x) { *to = x; }
 __device__ inline void store_number(__half *to, float x) { *to = __float2half_rn(x); }
 __device__ inline void store_number(__nv_bfloat16 *to, float x) { *to = __float2bfloat16_rn(x); }
-__device__ inline void store_pair(float *to, float a, float b) { *reinterpret_cast<float2 *>(to) = {a, b}; }
-template <class E>
-__device__ inline void store_pair(E *to, float a, float b) {
-  *reinterpret_cast<uint32_t *>(to) = pack(E(), a, b);
+
+// Among the four lanes that share a row: word i of lane l goes to word l of lane i.
+__device__ inline void transpose_quad(uint32_t (&words)[4]) {
+#pragma unroll
+  for (int step = 1; step <= 2; step *= 2) {
+    const bool upper = threadIdx.x & step;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      if (i & step) continue;
+      const uint32_t got = __shfl_xor_sync(~0u, upper ? words[i] : words[i + step], step);
+      (upper ? words[i] : words[i + step]) = got;
+    }
+  }
+}
+
+// Writes 32 columns of a row, of which this lane holds those of an accumulator in four column blocks, in the
+// widest pieces that the address allows. Every lane of the warp takes part.
+template <class Io>
+__device__ inline void store_row(Io *to, const float (&x)[8], bool inside, int num_cols) {
+  const int lane = threadIdx.x % 4;
+  const bool whole = num_cols >= 32 && reinterpret_cast<uintptr_t>(to) % 16 == 0;
+  if constexpr (sizeof(Io) == 2) {
+    uint32_t words[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) words[i] = pack(Io(), x[2 * i], x[2 * i + 1]);
+    transpose_quad(words);
+    if (inside && whole)
+      *reinterpret_cast<uint4 *>(to + lane * 8) = make_uint4(words[0], words[1], words[2], words[3]);
+  } else if (inside && whole) {
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+      *reinterpret_cast<float2 *>(to + i * 8 + lane * 2) = make_float2(x[2 * i], x[2 * i + 1]);
+  }
+  if (inside && !whole) {
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+      const int col = i / 2 * 8 + lane * 2 + i % 2;
+      if (col < num_cols) store_number(to + col, x[i]);
+    }
+  }
 }
 
 // Writes scale * acc to memory: element [row, col] of the accumulator to to[row * stride_row + col], where row
@@ -264,25 +305,18 @@ __device__ inline void store_pair(E *to, float a, float b) {
 template <class Io, int MT, int NT>
 __device__ inline void store_accumulator(Io *to, int64_t stride_row, int num_rows, int num_cols,
                                          const Accumulator<MT, NT> &acc, const float (&scale)[MT][2]) {
-  const int lane = threadIdx.x % 32;
+  static_assert(NT % 4 == 0, "32 columns at a time");
 #pragma unroll
   for (int m = 0; m < MT; m++)
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-      const int row = m * 16 + half * 8 + lane / 4;
-      if (row >= num_rows) continue;
-      Io *row_to = to + row * stride_row;
-      const bool paired = reinterpret_cast<uintptr_t>(row_to) % (2 * sizeof(Io)) == 0;
+      const int row = m * 16 + half * 8 + threadIdx.x % 32 / 4;
 #pragma unroll
-      for (int n = 0; n < NT; n++) {
-        const int col = n * 8 + lane % 4 * 2;
-        const float a = acc[m][n][half * 2] * scale[m][half], b = acc[m][n][half * 2 + 1] * scale[m][half];
-        if (paired && col + 1 < num_cols) {
-          store_pair(row_to + col, a, b);
-        } else {
-          if (col < num_cols) store_number(row_to + col, a);
-          if (col + 1 < num_cols) store_number(row_to + col + 1, b);
-        }
+      for (int n = 0; n < NT; n += 4) {
+        float x[8];
+#pragma unroll
+        for (int i = 0; i < 8; i++) x[i] = acc[m][n + i / 2][half * 2 + i % 2] * scale[m][half];
+        store_row(to + row * stride_row + n * 8, x, row < num_rows, num_cols - n * 8);
       }
     }
 }

@@ -1,0 +1,428 @@
+"""The CUDA backend beside what a user would otherwise pick, on this machine's GPU and in one run.
+
+    python3 bench/gpu.py [--quick] [--xla] [--library priv/libflash_attention.so] [--result bench/results/h200]
+
+Needs torch (and jax for --xla, matplotlib for the picture). Calls the C library through ctypes on torch's tensors
+and stream; peers are the backends of torch's scaled_dot_product_attention and, with --xla, the attention that XLA
+compiles from plain operations. Prints a page of Markdown, keeps it in RESULT.md and draws RESULT.svg.
+
+TFLOP/s: the median of event timings, every implementation in turn, the L2 cache flushed before each. The forward
+counts 4*b*h*s*s*d operations, half of that under a causal mask, the backward 2.5 times as many. Hidden size 2048;
+16,384 tokens in 16-bit types, 8,192 in f32. Inputs are normal, [batch, seqlen, heads, head_dim].
+"""
+import argparse
+import ctypes
+import os
+import statistics
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+HIDDEN = 2048
+TYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
+PRECISIONS = {"highest": 0, "high": 1, "default": 2}
+
+# ---- the C library: see c_src/flash_attention.h --------------------------------------------------------------
+
+PASSES = {"forward": 0, "backward": 1}
+DTYPES = {torch.float32: 0, torch.bfloat16: 2, torch.float16: 3}
+SIZES = "batch seqlen_q seqlen_k num_heads num_kv_heads head_dim num_sinks".split()
+TENSORS = "q k v sink o lse dout dq dk dv dsink tangent_q tangent_k tangent_v tangent_sink o_tangent lse_tangent"
+
+
+def structure(*fields):
+    """A ctypes structure of (type, "names") pairs."""
+    members = [(name, kind) for kind, names in fields for name in names.split()]
+    return type("Structure", (ctypes.Structure,), {"_fields_": members})
+
+
+Problem = structure((ctypes.c_size_t, "struct_size"), (ctypes.c_int, "dtype"), (ctypes.c_int64, " ".join(SIZES)),
+                    (ctypes.c_double, "scale"), (ctypes.c_int64, "window_left window_right"),
+                    (ctypes.c_double, "softcap"), (ctypes.c_int32, "precision deterministic"))
+Tensor = structure((ctypes.c_void_p, "data"), (ctypes.c_int64, "stride_batch stride_row stride_head"))
+Tensors = structure((Tensor, TENSORS))
+Error = structure((ctypes.c_int, "status"), (ctypes.c_char * 32, "argument"), (ctypes.c_char * 160, "expected got"),
+                  (ctypes.c_char * 384, "message"))
+Device = structure((ctypes.c_int, "kind"), (ctypes.c_int32, "index"))
+Execution = structure((ctypes.c_void_p, "workspace"), (ctypes.c_size_t, "workspace_bytes"),
+                      (ctypes.c_int32, "num_threads"), (ctypes.c_void_p, "stream"))
+Plan = structure((Problem, "problem"), (ctypes.c_int, "which"), (Device, "device"), (ctypes.c_char_p, "kernel"),
+                 (ctypes.c_size_t, "workspace_bytes"), (ctypes.c_int32, "num_threads"),
+                 (ctypes.c_void_p, "backend config"))
+CUDA = Device(1, 0)
+
+
+class Library:
+    def __init__(self, path):
+        self.path, self.functions = path, ctypes.CDLL(os.path.abspath(path))
+
+    def plan(self, which, dtype, q_shape, k_shape, **options):
+        problem, plan = Problem(), Plan()
+        self.functions.fa_problem_init(ctypes.byref(problem))
+        problem.dtype = DTYPES[dtype]
+        problem.batch, problem.seqlen_q, problem.num_heads, problem.head_dim = q_shape
+        _, problem.seqlen_k, problem.num_kv_heads, _ = k_shape
+        for name, value in options.items():
+            setattr(problem, name, value)
+        self.call("fa_plan_init", plan, problem, PASSES[which], CUDA)
+        return plan
+
+    def call(self, function, *arguments):
+        error = Error()
+        references = [ctypes.byref(x) if isinstance(x, ctypes.Structure) and x is not CUDA else x for x in arguments]
+        if getattr(self.functions, function)(*references, ctypes.byref(error)):
+            raise RuntimeError(error.message.decode())
+
+    def prepare(self, which, tensors, **options):
+        """A function that enqueues the pass on torch's current stream; lse is the one tensor of rank 3."""
+        plan = self.plan(which, tensors["q"].dtype, tensors["q"].shape, tensors["k"].shape, **options)
+        places = Tensors()
+        for name, x in tensors.items():
+            setattr(places, name, Tensor(x.data_ptr(), *(x.stride()[:3] if x.dim() == 4 else (0, 0, 0))))
+        workspace = torch.empty(plan.workspace_bytes + 1, dtype=torch.uint8, device="cuda")
+
+        def run():
+            stream = torch.cuda.current_stream().cuda_stream
+            self.call("fa_run", plan, places, Execution(workspace.data_ptr(), plan.workspace_bytes, 0, stream))
+
+        return run
+
+
+# ---- implementations: what runs a forward, a backward, and gives (o, dq, dk, dv) --------------------------------
+
+
+class This:
+    def __init__(self, library, q, k, v, dout, causal, **options):
+        b, s, h, _ = q.shape
+        lse = torch.empty(b, h, s, device="cuda")
+        tensors = dict(q=q, k=k, v=v, o=torch.empty_like(q), lse=lse)
+        gradients = dict(dq=torch.empty_like(q), dk=torch.empty_like(k), dv=torch.empty_like(v))
+        options.update({"window_right": 0} if causal else {})
+        self.forward = library.prepare("forward", tensors, **options)
+        self.backward = library.prepare("backward", dict(**tensors, **gradients, dout=dout), **options)
+        self.forward()  # the backward reads o and lse
+        self.outputs = (tensors["o"], *gradients.values())
+
+    def results(self):
+        self.forward()
+        self.backward()
+        return self.outputs
+
+
+class Torch:
+    BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION,
+                "efficient": SDPBackend.EFFICIENT_ATTENTION, "math": SDPBackend.MATH}
+
+    def __init__(self, name, q, k, v, dout, causal):
+        self.backend, self.causal, self.dout = self.BACKENDS[name], causal, dout.transpose(1, 2)
+        self.leaves = [x.detach().transpose(1, 2).requires_grad_() for x in (q, k, v)]
+        self.o = self.forward()
+
+    def forward(self):
+        with sdpa_kernel(self.backend):
+            return F.scaled_dot_product_attention(*self.leaves, is_causal=self.causal)
+
+    def backward(self):
+        return torch.autograd.grad(self.o, self.leaves, self.dout, retain_graph=True)
+
+    def results(self):
+        return [x.detach().transpose(1, 2) for x in (self.o, *self.backward())]
+
+
+class Xla:
+    """Plain operations, compiled; its backward computes the forward too."""
+
+    def __init__(self, q, k, v, dout, causal):
+        import jax
+        import jax.numpy as jnp
+
+        def plain(q, k, v):
+            scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / q.shape[3] ** 0.5
+            if causal:
+                scores = jnp.where(jnp.tril(jnp.ones(scores.shape[2:], bool)), scores, -jnp.inf)
+            return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores, axis=-1), v)
+
+        inputs = [jax.dlpack.from_dlpack(x) for x in (q, k, v, dout)]
+        forward = jax.jit(plain)
+        both = jax.jit(lambda q, k, v, dout: jax.vjp(plain, q, k, v)[1](dout))
+        self.forward = lambda: jax.block_until_ready(forward(*inputs[:3]))
+        self.forward_backward = lambda: jax.block_until_ready(both(*inputs))
+
+
+def attempt(make, *arguments):
+    """None where an implementation does not take the case."""
+    try:
+        return make(*arguments)
+    except RuntimeError:
+        return None
+
+
+# ---- measuring -----------------------------------------------------------------------------------------------
+
+
+def median_ms(runs, budget_ms):
+    """{name: milliseconds}. All take turns, so that what drifts drifts for all of them."""
+    flush = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
+
+    def turn():
+        events = {}
+        for name, run in runs.items():
+            events[name] = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            flush.zero_()
+            events[name][0].record()
+            run()
+            events[name][1].record()
+        return events
+
+    def elapsed(events):
+        torch.cuda.synchronize()
+        return {name: begin.elapsed_time(end) for name, (begin, end) in events.items()}
+
+    elapsed(turn())
+    num_turns = min(100, max(7, int(budget_ms / sum(elapsed(turn()).values()))))
+    turns = [turn() for _ in range(num_turns)]
+    times = [elapsed(events) for events in turns]
+    return {name: statistics.median(time[name] for time in times) for name in runs}
+
+
+class Case:
+    def __init__(self, type_name, head_dim, causal, seqlen):
+        self.type_name, self.head_dim, self.causal, self.seqlen = type_name, head_dim, causal, seqlen
+        self.batch = max(1, (8192 if type_name == "f32" else 16384) // seqlen)
+        self.num_heads = HIDDEN // head_dim
+        self.operations = 4 * self.batch * self.num_heads * seqlen**2 * head_dim * (0.5 if causal else 1)
+
+    def __str__(self):
+        return f"{self.type_name} d{self.head_dim} {'causal' if self.causal else 'full'} s{self.seqlen}"
+
+    def inputs(self):
+        shape = self.batch, self.seqlen, self.num_heads, self.head_dim
+        return [torch.randn(shape, device="cuda", dtype=TYPES[self.type_name]) for _ in range(4)]
+
+    def measure(self, library, args):
+        """{(implementation, pass): TFLOP/s}"""
+        inputs, f32 = self.inputs(), self.type_name == "f32"
+        made = {"deterministic": This(library, *inputs, self.causal, deterministic=1)}
+        for name, precision in PRECISIONS.items() if f32 else [("this", 0)]:
+            made[name] = This(library, *inputs, self.causal, precision=precision)
+        for name in ("efficient", "math") if f32 else ("flash", "cudnn"):
+            made[name] = attempt(Torch, name, *inputs, self.causal)
+        runs = {}
+        for name, implementation in made.items():
+            if implementation and name != "deterministic":
+                runs[name, "forward"] = implementation.forward
+            if implementation:
+                runs[name, "backward"] = implementation.backward
+        if args.xla and self.seqlen <= 4096:
+            xla = Xla(*inputs, self.causal)
+            runs["xla", "forward"], runs["xla", "both"] = xla.forward, xla.forward_backward
+        factors = {"forward": 1, "backward": 2.5, "both": 3.5}
+        times = median_ms(runs, args.budget_ms)
+        return {key: factors[key[1]] * self.operations / ms / 1e9 for key, ms in times.items()}
+
+
+def errors(case, library):
+    """{implementation: {tensor: (max |x - exact| / max |exact|, ||x - exact|| / ||exact||)}}"""
+    inputs = case.inputs()
+    q, k, v, dout = (x.double().transpose(1, 2).requires_grad_() for x in inputs)
+    scores = q @ k.transpose(2, 3) / case.head_dim**0.5
+    if case.causal:
+        hidden = torch.ones(case.seqlen, case.seqlen, dtype=torch.bool, device="cuda").triu(1)
+        scores = scores.masked_fill(hidden, -torch.inf)
+    o = torch.softmax(scores, -1) @ v
+    exact = [x.detach().transpose(1, 2) for x in (o, *torch.autograd.grad(o, (q, k, v), dout))]
+    f32 = case.type_name == "f32"
+    made = {name: This(library, *inputs, case.causal, precision=precision)
+            for name, precision in (PRECISIONS.items() if f32 else [("this", 0)])}
+    for name in ("efficient", "math") if f32 else ("flash", "cudnn", "math"):
+        made[name] = attempt(Torch, name, *inputs, case.causal)
+
+    def error(x, y):
+        difference = x.double() - y
+        return (difference.abs().max() / y.abs().max()).item(), (difference.norm() / y.norm()).item()
+
+    return {name: dict(zip(("o", "dq", "dk", "dv"), map(error, implementation.results(), exact)))
+            for name, implementation in made.items() if implementation}
+
+
+def runs_in_a_graph(library):
+    """Whether a CUDA graph captures forward and backward, which it would not with an allocation or a wait in
+    them, and its replay leaves the same bits."""
+    case = Case("f32", 64, True, 2048)
+    this = This(library, *case.inputs(), case.causal, deterministic=1)
+    expected = [x.clone() for x in this.results()]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        this.results()
+    for x in this.outputs:
+        x.fill_(torch.nan)
+    graph.replay()
+    return all(torch.equal(x, y) for x, y in zip(this.outputs, expected))
+
+
+# ---- the page ------------------------------------------------------------------------------------------------
+
+
+class Page:
+    def __init__(self):
+        self.lines, self.marks = [], {}
+
+    def say(self, line=""):
+        print(line, flush=True)
+        self.lines.append(line)
+
+    def table(self, *columns):
+        self.say("| " + " | ".join(columns) + " |")
+        self.say("|" + "---|" * len(columns))
+
+    def mark(self, name, met):
+        """Counts one row's verdict of a mark; returns whether it was met."""
+        self.marks.setdefault(name, []).append(met)
+        return met
+
+
+def pair(measured, name, other=None):
+    """ "forward / backward" of an implementation, or how many times that of the other it is."""
+    if (name, "backward") not in measured or (other and (other, "backward") not in measured):
+        return "-"
+    if other:
+        return " / ".join(f"{measured[name, x] / measured[other, x]:.2f}" for x in ("forward", "backward"))
+    return " / ".join(f"{measured[name, x]:.0f}" for x in ("forward", "backward"))
+
+
+def speed_row(page, case, measured):
+    f32 = case.type_name == "f32"
+    this, peer, other = ("highest", "efficient", "math") if f32 else ("this", "flash", "cudnn")
+    times = 2 if f32 else 1
+    missed = [f"{x} below {times} {peer}" for x in ("forward", "backward")
+              if (peer, x) in measured and not page.mark(f"{case.type_name} {x}: at least {times} times {peer}",
+                                                         measured[this, x] >= times * measured[peer, x])]
+    slower = measured[this, "backward"] / measured["deterministic", "backward"]
+    if not page.mark("deterministic backward: at most 1.25 times the fast one's time", slower <= 1.25):
+        missed.append("deterministic")
+    cells = [str(case), pair(measured, this), f"{slower:.2f}"]
+    if f32:
+        cells += [pair(measured, "high"), pair(measured, "default")]
+    cells += [pair(measured, peer), pair(measured, other), pair(measured, this, peer), pair(measured, this, other)]
+    if ("xla", "both") in measured:
+        cells.append(f"{measured['xla', 'forward']:.0f} / {measured['xla', 'both']:.0f}")
+    page.say("| " + " | ".join(cells + ["missed: " + ", ".join(missed) if missed else "met"]) + " |")
+
+
+def speed_table(page, cases, library, args):
+    f32 = cases[0].type_name == "f32"
+    xla = ["XLA, forward / both"] if args.xla else []
+    if f32:
+        page.table("case", "highest", "deterministic, times its time", "high", "default", "efficient", "math",
+                   "highest over efficient", "over math", *xla, "marks")
+    else:
+        page.table("case", "this", "deterministic, times its time", "FLASH", "cuDNN", "over FLASH", "over cuDNN", *xla,
+                   "marks")
+    table = {}
+    for case in cases:
+        table[str(case)] = case.measure(library, args)
+        speed_row(page, case, table[str(case)])
+        torch.cuda.empty_cache()
+    page.say()
+    return table
+
+
+def error_table(page, cases, library):
+    page.table("case", "", *(f"{tensor}{norm}" for norm in (" max", " norm") for tensor in ("o", "dq", "dk", "dv")))
+    for case in cases:
+        found = errors(case, library)
+        for name, tensors in found.items():
+            cells = [f"{tensors[tensor][norm]:.1e}" for norm in (0, 1) for tensor in tensors]
+            page.say("| " + " | ".join([str(case), name] + cells) + " |")
+        if "highest" in found:
+            for tensor, (largest, norm) in found["highest"].items():
+                peer = found["efficient"][tensor]
+                page.mark("f32 highest: no larger error than efficient's", largest <= peer[0] and norm <= peer[1])
+        torch.cuda.empty_cache()
+    page.say()
+
+
+def draw(path, table, cases):
+    import matplotlib
+
+    matplotlib.use("svg")
+    import matplotlib.pyplot as plt
+
+    plt.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "0", "font.size": 8, "lines.markersize": 3})
+    styles = {"this": "C3-o", "highest": "C3-o", "deterministic": "C3:", "flash": "C0-s", "cudnn": "C2-^",
+              "efficient": "C0-s", "math": "C7-v", "default": "C1--"}
+    columns = [(d, causal) for d in (64, 128) for causal in (False, True)]
+    rows = [(type_name, which) for type_name in TYPES for which in PASSES]
+    figure, axes = plt.subplots(len(rows), len(columns), figsize=(11, 13), sharex=True, squeeze=False)
+    for i, (type_name, which) in enumerate(rows):
+        for j, (d, causal) in enumerate(columns):
+            shown = [case for case in cases if (case.type_name, case.head_dim, case.causal) == (type_name, d, causal)]
+            for name, style in styles.items():
+                points = [(case.seqlen, table[str(case)][name, which]) for case in shown
+                          if (name, which) in table[str(case)]]
+                if points:
+                    axes[i][j].plot(*zip(*points), style, linewidth=1, label=name)
+            axes[i][j].set_xscale("log", base=2)
+            axes[i][j].set_ylim(bottom=0)
+            axes[i][j].set_title(f"{type_name} d{d} {'causal' if causal else 'full'} {which}", fontsize=8)
+        axes[i][0].set_ylabel("TFLOP/s")
+        axes[i][-1].legend(fontsize=6)
+    for axis in axes[-1]:
+        axis.set_xlabel("seqlen")
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="few cases, few turns")
+    parser.add_argument("--xla", action="store_true", help="XLA's attention too, up to seqlen 4,096")
+    parser.add_argument("--library", default="priv/libflash_attention.so")
+    parser.add_argument("--result", help="where to keep the page and the picture, without .md and .svg")
+    args = parser.parse_args()
+    args.budget_ms = 100 if args.quick else 700
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.manual_seed(0)
+    library, page, gpu = Library(args.library), Page(), torch.cuda.get_device_name()
+    result = args.result or "bench/results/" + gpu.lower().replace("nvidia ", "").replace(" ", "-")
+
+    def cases(type_name, longest):
+        seqlens = [2048] if args.quick else [s for s in (512, 2048, 8192, 16384) if s <= longest]
+        listed = [Case(type_name, d, causal, s) for d in (64, 128) for causal in (False, True) for s in seqlens]
+        return listed + [Case(type_name, 256, causal, seqlens[-1] if args.quick else 8192) for causal in (False, True)]
+
+    page.say(f"# Attention on an {gpu}\n")
+    page.say(f"`make bench-gpu{' BENCH_ARGS=--quick' if args.quick else ''}`: torch {torch.__version__}, cuDNN "
+             f"{torch.backends.cudnn.version()}. TFLOP/s, forward / backward; how they are measured stands in "
+             "bench/gpu.py. FLASH (FlashAttention-2), cuDNN, efficient and math are the backends of torch's "
+             "scaled_dot_product_attention; f32 without TF32.\n")
+    table, listed = {}, []
+    for type_name, longest in (("bf16", 16384), ("f16", 16384), ("f32", 8192)):
+        listed += cases(type_name, longest)
+        table.update(speed_table(page, cases(type_name, longest), library, args))
+
+    page.say("## Errors\n")
+    page.say("Against f64 on the GPU. max: max |x - exact| / max |exact|; norm: ‖x - exact‖ / ‖exact‖.\n")
+    error_table(page, [Case(type_name, d, causal, 2048) for type_name in TYPES for d in (64, 128)
+                       for causal in (False, True)], library)
+
+    page.say("## Marks\n")
+    page.mark("forward and backward run in a CUDA graph", runs_in_a_graph(library))
+    million = (1, 1 << 20, 1, 64)
+    workspace = max(library.plan(which, dtype, million, million).workspace_bytes
+                    for which in PASSES for dtype in DTYPES) / 2**20
+    page.mark(f"1,048,576 rows of head_dim 64: workspace of at most 2 GiB ({workspace:.0f} MiB)", workspace <= 2048)
+    megabytes = os.path.getsize(library.path) / 1e6
+    page.mark(f"the library: under 30 MB ({megabytes:.1f} MB)", megabytes < 30)
+    for name, verdicts in page.marks.items():
+        page.say(f"* {'met' if all(verdicts) else 'MISSED'} in {sum(verdicts)} of {len(verdicts)}: {name}")
+
+    with open(result + ".md", "w") as file:
+        file.write("\n".join(page.lines) + "\n")
+    draw(result + ".svg", table, listed)
+
+
+if __name__ == "__main__":
+    main()
