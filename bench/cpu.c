@@ -31,6 +31,10 @@ static double seconds(void) {
   return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
 }
 
+/* OpenMP's and OpenBLAS's threads spin for a while when their work is done; what comes next must not share with
+ * them. */
+static void settle(void) { nanosleep(&(struct timespec){.tv_nsec = 50 * 1000 * 1000}, NULL); }
+
 static int compare_doubles(const void *a, const void *b) {
   return (*(const double *)a > *(const double *)b) - (*(const double *)a < *(const double *)b);
 }
@@ -257,6 +261,7 @@ static void speed_row(const fa_problem *problem, const int *thread_counts, int n
 #endif
       for (int r = 0; r < REPEATS; r++) {
         peak[r] = peak_gflops(threads);
+        settle();
         flash[r] = time_flash(&w, pass, threads);
 #ifdef HAVE_OPENBLAS
         plain[r] = has_plain ? time_plain(&w, pass, threads) : 0;
