@@ -12,3 +12,8 @@ bench: $(BUILD)/bench_cpu
 	$(if $(OPENBLAS),,@echo "OpenBLAS (libopenblas-dev) is missing: no plain attention to compare with")
 	@mkdir -p $(dir $(RESULT))
 	$(BUILD)/bench_cpu $(BENCH_ARGS) | tee $(RESULT)
+
+# On the GPU, beside torch's kernels, in a page and a picture named after it. BENCH_ARGS: see bench/gpu.py.
+.PHONY: bench-gpu
+bench-gpu: $(LIBRARY)
+	python3 bench/gpu.py --library $(LIBRARY) $(BENCH_ARGS)
