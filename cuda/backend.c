@@ -224,11 +224,9 @@ static fa_cuda_operand operand(const fa_problem *p, fa_tensor tensor, int64_t se
 }
 
 static fa_cuda_score score_of(const fa_problem *p) {
-  const double log2_e = 1.4426950408889634;
   if (p->softcap != 0)
-    return (fa_cuda_score){FA_CUDA_SCORE_SOFTCAP, (float)(p->scale / p->softcap), (float)(p->softcap * log2_e)};
-  return (fa_cuda_score){p->scale < 0 ? FA_CUDA_SCORE_NEGATED : FA_CUDA_SCORE_PLAIN, 0,
-                         (float)(fabs(p->scale) * log2_e)};
+    return (fa_cuda_score){FA_CUDA_SCORE_SOFTCAP, (float)(p->scale / p->softcap), (float)p->softcap};
+  return (fa_cuda_score){p->scale < 0 ? FA_CUDA_SCORE_NEGATED : FA_CUDA_SCORE_PLAIN, 0, (float)fabs(p->scale)};
 }
 
 /* How many heads take turns at starting a column block of the backward. In any order, a few: their rows and
@@ -269,12 +267,14 @@ static job lay_out(const fa_plan *plan, const fa_cuda_kernel *kernel, const fa_t
   a->lse = t->lse.data, a->sink = t->sink.data, a->dsink = t->dsink.data;
   a->heads_at_once = heads_at_once(p, a->num_q_blocks);
 
-  if (backward) { /* first what starts at 0 */
+  if (backward && p->deterministic) { /* first what starts at 0 */
     a->ticket = take(&workspace, sizeof *a->ticket);
     a->dq_turns = take(&workspace, rows * a->num_q_blocks * (int64_t)sizeof *a->dq_turns);
     job.zeroed_bytes = workspace.used;
+  }
+  if (backward) {
     a->dq_sum = take(&workspace, rows * a->padded_rows * kernel->bucket * (int64_t)sizeof *a->dq_sum);
-    a->lse_log2 = take(&workspace, rows * a->padded_rows * (int64_t)sizeof *a->lse_log2);
+    a->shift = take(&workspace, rows * a->padded_rows * (int64_t)sizeof *a->shift);
     a->delta = take(&workspace, rows * a->padded_rows * (int64_t)sizeof *a->delta);
   }
   job.splits =

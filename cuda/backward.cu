@@ -41,7 +41,7 @@ struct BackwardLayout {
   using Dkv = Share<Shape::block_k, Shape::head_dim, Shape::num_warps, Shape::dkv_warps>;
   using Dq = Share<Shape::block_q, Shape::head_dim, Shape::num_warps, Shape::dq_warps>;
   static constexpr int THREADS = Shape::num_warps * 32;
-  // Shared memory: k, v; of each stage q, dout, lse_log2, delta; p, ds; a word for each warp.
+  // Shared memory: k, v; of each stage q, dout, shift, delta; p, ds; a word for each warp.
   static constexpr int Q_BYTES = Kind::PARTS * QTile::BYTES, K_BYTES = Kind::PARTS * KTile::BYTES;
   static constexpr int P_BYTES = Kind::PARTS * PTile::BYTES, ROW_BYTES = Shape::block_q * 4;
   static constexpr int STAGE_BYTES = 2 * Q_BYTES + 2 * ROW_BYTES;
@@ -134,25 +134,27 @@ __device__ inline void store_tile(uint32_t tile, int row, int column, const Accu
       }
 }
 
-// Scores and dp become p and ds, in place. lse_log2, delta: of the row block's rows.
-template <bool SOFTCAP, class Share>
+// Scores and dp become p and ds, in place. shift, delta: of the row block's rows.
+template <class Kind, class Share, bool SOFTCAP>
 __device__ inline void p_and_ds(Accumulator<Share::MT, Share::NT> &p, Accumulator<Share::MT, Share::NT> &ds,
-                                float factor, const float *lse_log2, const float *delta) {
+                                const fa_cuda_score &score, const float *shift, const float *delta) {
+  const float unit = exponent_of_unit<Kind>(score);
+  const float per_cap = Kind::SCALED ? 1 / score.factor : 1;  // with a softcap: from a score to its tanh
 #pragma unroll
   for (int m = 0; m < Share::MT; m++)
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       const int row = Share::row() + m * 16 + half * 8 + threadIdx.x % 32 / 4;
-      const float row_lse = lse_log2[row], row_delta = delta[row];
+      const float row_shift = shift[row], row_delta = delta[row];
 #pragma unroll
       for (int n = 0; n < Share::NT; n++)
 #pragma unroll
         for (int i = half * 2; i < half * 2 + 2; i++) {
-          const float score = p[m][n][i];
-          p[m][n][i] = exp2_fast(fmaf(score, factor, -row_lse));
+          const float x = p[m][n][i];
+          p[m][n][i] = exponential<Kind>(x, unit, row_shift);
           ds[m][n][i] = p[m][n][i] * (ds[m][n][i] - row_delta);
           // The derivative of tanh; an invisible score is -inf.
-          if (SOFTCAP) ds[m][n][i] *= score == -INFINITY ? 0 : 1 - score * score;
+          if (SOFTCAP) ds[m][n][i] *= x == -INFINITY ? 0 : 1 - (x * per_cap) * (x * per_cap);
         }
     }
 }
@@ -223,7 +225,7 @@ __global__ void __launch_bounds__(Shape::num_warps * 32, Shape::blocks_per_sm)
     if (threadIdx.x < Shape::block_q / 4) {
       const int64_t first = position(step) * Shape::block_q + threadIdx.x * 4;
       const uint32_t to = stage + 2 * Layout::Q_BYTES + threadIdx.x * 16;
-      copy_async(to, a.lse_log2 + first, 16);
+      copy_async(to, a.shift + first, 16);
       copy_async(to + Layout::ROW_BYTES, a.delta + first, 16);
     }
   };
@@ -245,8 +247,8 @@ __global__ void __launch_bounds__(Shape::num_warps * 32, Shape::blocks_per_sm)
   int32_t *turns_to_pass = nullptr;
   for (Step step = first, following; step.head < end_head; step = following) {
     const uint32_t q_tile = k_tile + stage_at, dout_tile = q_tile + Layout::Q_BYTES;
-    const float *lse_log2 = reinterpret_cast<const float *>(shared + stage_at + 2 * Layout::Q_BYTES);
-    const float *delta = lse_log2 + Shape::block_q;
+    const float *shift = reinterpret_cast<const float *>(shared + stage_at + 2 * Layout::Q_BYTES);
+    const float *delta = shift + Shape::block_q;
     following = next(step);
     copy_async_wait_all();
     __syncthreads();  // this step's rows are there, and nobody reads the last step's any more
@@ -268,14 +270,14 @@ __global__ void __launch_bounds__(Shape::num_warps * 32, Shape::blocks_per_sm)
     multiply<Kind, HEAD_DIM / 16, Scores::NT>(ds, TileOperand<QTile, true, true>(dout_tile, Scores::row()),
                                               TileOperand<KTile, false, true>(v_tile, Scores::column()),
                                               power_of_two(-exponent_dout - exponent_v));
-    apply_score_form<Scores::MT, Scores::NT>(p, a.score);
+    finish_scores<Kind, Scores::MT, Scores::NT>(p, a.score);
     if (!is_fully_visible(a.window, rows, columns.begin, Shape::block_k))
       mask_scores<Scores::MT, Scores::NT>(p, a.window, rows.begin + Scores::row(),
                                           columns.begin + Scores::column());
     if (a.score.form == FA_CUDA_SCORE_SOFTCAP)
-      p_and_ds<true, Scores>(p, ds, a.score.factor, lse_log2, delta);
+      p_and_ds<Kind, Scores, true>(p, ds, a.score, shift, delta);
     else
-      p_and_ds<false, Scores>(p, ds, a.score.factor, lse_log2, delta);
+      p_and_ds<Kind, Scores, false>(p, ds, a.score, shift, delta);
     int exponent_ds = 0;
     if constexpr (Kind::SCALED)
       exponent_ds =
@@ -351,7 +353,7 @@ __global__ void __launch_bounds__(Shape::num_warps * 32)
                                         a.head_dim - d, dq, a.scale);
 }
 
-// ---- delta = dot(o, dout) and lse_log2 --------------------------------------------------------------
+// ---- delta = dot(o, dout) and shift --------------------------------------------------------------
 
 // `lanes` lanes a row, eight numbers each; every row of the padded arrays is written, and dq_sum set to 0.
 template <class Kind>
@@ -378,7 +380,7 @@ __global__ void __launch_bounds__(FA_CUDA_SMALL_KERNEL_THREADS)
   if (lane != 0) return;
   const float lse = inside ? a.lse[batch_head * a.window.seqlen_q + row] : -INFINITY;
   a.delta[index] = sum;
-  a.lse_log2[index] = lse == -INFINITY ? INFINITY : lse * LOG2_E;
+  a.shift[index] = lse == -INFINITY ? INFINITY : row_shift<Kind>(lse);
 }
 
 template <class Kind, class Shape>

@@ -60,7 +60,8 @@ __global__ void __launch_bounds__(Shape::num_warps * 32, Shape::blocks_per_sm)
 
   float o[MT][DT][4];
   set_zero<MT, DT>(o);
-  OnlineSoftmax<MT> softmax;
+  OnlineSoftmax<Kind, MT> softmax;
+  const float unit = exponent_of_unit<Kind>(a.score);
   const int exponent_q = exponent_of<Kind>(a.q, batch, head, rows.begin);
 
   if (k_blocks.begin < k_blocks.end) {
@@ -83,10 +84,10 @@ __global__ void __launch_bounds__(Shape::num_warps * 32, Shape::blocks_per_sm)
     multiply<Kind, Shape::head_dim / 16, NT>(scores, TileOperand<QTile, true, true>(q_tile, warp_row),
                                              TileOperand<KTile, false, true>(k_tile, 0),
                                              power_of_two(-exponent_q - exponent_k));
-    apply_score_form<MT, NT>(scores, a.score);
+    finish_scores<Kind, MT, NT>(scores, a.score);
     if (!is_fully_visible(a.window, rows, column, Shape::block_k))
       mask_scores<MT, NT>(scores, a.window, rows.begin + warp_row, column);
-    softmax.update(scores, a.score.factor, o);
+    softmax.update(scores, unit, o);
 
     // The accumulator of two column blocks is laid out as the left operand of one k fragment.
     RegisterOperand<PARTS, MT, NT / 2> p;
@@ -112,7 +113,7 @@ __global__ void __launch_bounds__(Shape::num_warps * 32, Shape::blocks_per_sm)
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       const int row = rows.begin + warp_row + m * 16 + half * 8 + threadIdx.x % 32 / 4;
-      const float2 end = softmax.finish(m, half, a.score.factor, a.sink + head, a.num_sinks, a.num_heads);
+      const float2 end = softmax.finish(m, half, a.score, a.sink + head, a.num_sinks, a.num_heads);
       scale[m][half] = end.x;
       if (threadIdx.x % 4 == 0 && row < rows.end)
         a.lse[(int64_t(batch) * a.num_heads + head) * a.window.seqlen_q + row] = end.y;

@@ -29,7 +29,7 @@ typedef struct fa_cuda_window {
   int32_t seqlen_q, seqlen_k, left, right;
 } fa_cuda_window;
 
-/* How a product q·k becomes an exponent of 2: factor * f(q·k), factor > 0, where f is one of these. */
+/* How a product q·k becomes a score: factor * f(q·k), factor > 0, where f is one of these. */
 typedef enum fa_cuda_score_form {
   FA_CUDA_SCORE_PLAIN,   /* x */
   FA_CUDA_SCORE_NEGATED, /* -x: the scale is negative */
@@ -58,12 +58,12 @@ typedef struct fa_cuda_arguments {
   float *lse;              /* [batch, num_heads, seqlen_q] */
   const float *sink;       /* [num_sinks, num_heads] */
   float *dsink;
-  /* Workspace of the backward. lse_log2 is lse * log2(e), or +inf for a
-   * row that is not there or sees nothing, so that exp2(s - lse_log2) is 0. */
-  float *lse_log2, *delta; /* [batch, num_heads, padded_rows] */
-  float *dq_sum;           /* [batch, num_heads, num_q_blocks, block_q * bucket], in the backward's own order */
-  int32_t *dq_turns;       /* [batch, num_heads, num_q_blocks]: how many column blocks have added to dq_sum */
-  int32_t *ticket;         /* one number */
+  /* Workspace of the backward. shift is what row_shift makes of lse, or +inf for a row that is not there or
+   * sees nothing, so that its exponentials are 0. */
+  float *shift, *delta; /* [batch, num_heads, padded_rows] */
+  float *dq_sum;        /* [batch, num_heads, num_q_blocks, block_q * bucket], in the backward's own order */
+  int32_t *dq_turns;    /* [batch, num_heads, num_q_blocks]: how many column blocks have added to dq_sum */
+  int32_t *ticket;      /* one number */
 } fa_cuda_arguments;
 
 /* The split kernel's argument: f32 tensors and the copies to make. */
@@ -94,7 +94,7 @@ typedef struct fa_cuda_kernel {
   int32_t block_q, block_k, num_threads;
   int32_t shared_bytes;
   const void *main;       /* one block a q block (forward) or k block (backward) of a head */
-  const void *statistics; /* backward: delta and lse_log2 */
+  const void *statistics; /* backward: delta and shift */
   const void *finish_dq;  /* backward: dq_sum to dq */
 } fa_cuda_kernel;
 

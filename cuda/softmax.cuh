@@ -6,14 +6,37 @@
 
 namespace fa {
 
-constexpr float LOG2_E = 1.44269504088896340736f, LN_2 = 0.69314718055994530942f;
+constexpr float LOG2_E = 1.44269504088896340736f;
 
-// f(q·k) of fa_cuda_score, in place.
-template <int MT, int NT>
-__device__ inline void apply_score_form(Accumulator<MT, NT> &scores, const fa_cuda_score &score) {
-  if (score.form == FA_CUDA_SCORE_PLAIN) return;
+// What scores are in registers. For 16-bit kinds f(q·k): the factor is then part of the one multiply-add before
+// exp2. For SCALED kinds, which must be as exact as f32 is, factor * f(q·k): a score minus lse is then exact
+// where it matters, near 0, however large both are.
+
+// 2 to the power of (one unit of a score): e.
+template <class Kind>
+__device__ inline float exponent_of_unit(const fa_cuda_score &score) {
+  return Kind::SCALED ? LOG2_E : score.factor * LOG2_E;
+}
+
+// What lse is as an argument of exponential.
+template <class Kind>
+__device__ inline float row_shift(float lse) {
+  return Kind::SCALED ? lse : lse * LOG2_E;
+}
+
+// exp(score - lse); unit is exponent_of_unit.
+template <class Kind>
+__device__ inline float exponential(float x, float unit, float shift) {
+  return exp2_fast(Kind::SCALED ? (x - shift) * unit : fmaf(x, unit, -shift));
+}
+
+// Products become scores, in place.
+template <class Kind, int MT, int NT>
+__device__ inline void finish_scores(Accumulator<MT, NT> &scores, const fa_cuda_score &score) {
   const bool softcap = score.form == FA_CUDA_SCORE_SOFTCAP;
-  for_each_element<MT, NT>(scores, [&](int, int, float &x) { x = softcap ? tanhf(score.inner * x) : -x; });
+  if (score.form != FA_CUDA_SCORE_PLAIN)
+    for_each_element<MT, NT>(scores, [&](int, int, float &x) { x = softcap ? tanhf(score.inner * x) : -x; });
+  if constexpr (Kind::SCALED) for_each_element<MT, NT>(scores, [&](int, int, float &x) { x *= score.factor; });
 }
 
 // The largest and the sum over the four lanes that share a row of an accumulator.
@@ -34,7 +57,7 @@ __device__ inline float row_sum(float x) {
 // it, which after the first few blocks is seldom.
 constexpr int MAX_LAG = 5;
 
-template <int MT>
+template <class Kind, int MT>
 struct OnlineSoftmax {
   float max[MT][2], sum[MT][2];
 
@@ -48,7 +71,7 @@ struct OnlineSoftmax {
 
   // Turns a block of scores into exponentials, and brings o to a new reference where there is one.
   template <int NT, int DT>
-  __device__ void update(Accumulator<MT, NT> &scores, float factor, Accumulator<MT, DT> &o) {
+  __device__ void update(Accumulator<MT, NT> &scores, float unit, Accumulator<MT, DT> &o) {
     float largest[MT][2];
     bool lags = false;
 #pragma unroll
@@ -61,35 +84,35 @@ struct OnlineSoftmax {
 #pragma unroll
           for (int i = 0; i < 2; i++) x = fmaxf(x, scores[m][n][half * 2 + i]);
         largest[m][half] = x;
-        lags |= (x - max[m][half]) * factor > MAX_LAG;  // of -inf and -inf: false
+        lags |= (x - max[m][half]) * unit > MAX_LAG;  // of -inf and -inf: false
       }
     if (__any_sync(~0u, lags)) {
 #pragma unroll
       for (int m = 0; m < MT; m++)
 #pragma unroll
-        for (int half = 0; half < 2; half++) move_reference(m, half, row_max(largest[m][half]), factor, o);
+        for (int half = 0; half < 2; half++) move_reference(m, half, row_max(largest[m][half]), unit, o);
     }
 #pragma unroll
     for (int m = 0; m < MT; m++)
 #pragma unroll
       for (int half = 0; half < 2; half++) {
         const float reference = max[m][half] == -INFINITY ? 0 : max[m][half];  // no -inf - -inf
-        const float shift = -reference * factor;
+        const float shift = Kind::SCALED ? reference : reference * unit;
 #pragma unroll
         for (int n = 0; n < NT; n++)
 #pragma unroll
           for (int i = 0; i < 2; i++) {
             float &x = scores[m][n][half * 2 + i];
-            x = exp2_fast(fmaf(x, factor, shift));
+            x = exponential<Kind>(x, unit, shift);
             sum[m][half] += x;
           }
       }
   }
 
   template <int DT>
-  __device__ void move_reference(int m, int half, float largest, float factor, Accumulator<MT, DT> &o) {
+  __device__ void move_reference(int m, int half, float largest, float unit, Accumulator<MT, DT> &o) {
     largest = fmaxf(largest, max[m][half]);
-    const float rescale = largest == -INFINITY ? 1 : exp2_fast((max[m][half] - largest) * factor);
+    const float rescale = largest == -INFINITY ? 1 : exp2_fast((max[m][half] - largest) * unit);
     max[m][half] = largest;
     sum[m][half] *= rescale;
 #pragma unroll
@@ -99,16 +122,17 @@ struct OnlineSoftmax {
   }
 
   // Ends the sums, with the sinks of a head in them. Returns what to multiply o with, and the row's lse.
-  __device__ float2 finish(int m, int half, float factor, const float *sink, int num_sinks, int sink_stride) {
+  __device__ float2 finish(int m, int half, const fa_cuda_score &score, const float *sink, int num_sinks,
+                           int sink_stride) {
     const float total = row_sum(sum[m][half]);
-    const float own = max[m][half] * factor;
+    const float own = Kind::SCALED ? max[m][half] : max[m][half] * score.factor;
     float largest = own;
-    for (int t = 0; t < num_sinks; t++) largest = fmaxf(largest, sink[int64_t(t) * sink_stride] * LOG2_E);
+    for (int t = 0; t < num_sinks; t++) largest = fmaxf(largest, sink[int64_t(t) * sink_stride]);
     if (largest == -INFINITY) return {0, -INFINITY};
-    const float rescale = exp2f(own - largest);
+    const float rescale = expf(own - largest);
     float sum_all = total * rescale;
-    for (int t = 0; t < num_sinks; t++) sum_all += exp2f(sink[int64_t(t) * sink_stride] * LOG2_E - largest);
-    return {rescale / sum_all, fmaf(largest, LN_2, logf(sum_all))};
+    for (int t = 0; t < num_sinks; t++) sum_all += expf(sink[int64_t(t) * sink_stride] - largest);
+    return {rescale / sum_all, largest + logf(sum_all)};
   }
 };
 
