@@ -24,11 +24,12 @@ double get_element(fa_dtype dtype, const unsigned char *at) {
 
 void set_element(fa_dtype dtype, unsigned char *at, double value) {
   const float f32 = (float)value;
-  const uint16_t half = dtype == FA_DTYPE_BF16 ? fa_f32_to_bf16(f32) : fa_f32_to_f16(f32);
+  uint16_t half;
   switch (dtype) {
     case FA_DTYPE_F64: memcpy(at, &value, sizeof value); break;
-    case FA_DTYPE_F32: memcpy(at, &f32, sizeof f32); break;
-    default: memcpy(at, &half, sizeof half); break;
+    case FA_DTYPE_BF16: half = fa_f32_to_bf16(f32), memcpy(at, &half, sizeof half); break;
+    case FA_DTYPE_F16: half = fa_f32_to_f16(f32), memcpy(at, &half, sizeof half); break;
+    default: memcpy(at, &f32, sizeof f32); break;
   }
 }
 

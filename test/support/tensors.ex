@@ -47,6 +47,35 @@ defmodule FlashAttention.Test.Tensors do
     largest * :math.pow(2, -Map.fetch!(@significand_bits, type))
   end
 
+  @doc """
+  What rounding leaves of what cancels in a gradient of that name. ds is the difference of two dot products, of v and
+  of o with dout, that may be all but equal; dq, dk and dsink are sums of it.
+  """
+  def cancelling(name, %{q: q, k: k, v: v, dout: dout, opts: opts}) do
+    head_dim = elem(q.shape, 3)
+    ds = 2 * longest_row(dout, head_dim) * longest_row(v, head_dim)
+    scaled = ds * abs(opts[:scale] || 1 / :math.sqrt(head_dim))
+
+    size =
+      case name do
+        :dq -> scaled * max_magnitude(to_list(k))
+        :dk -> scaled * max_magnitude(to_list(q))
+        :dsink -> ds
+        _ -> 0.0
+      end
+
+    rounding(if(q.type == {:f, 64}, do: :f64, else: :f32), [size])
+  end
+
+  defp longest_row(tensor, head_dim) do
+    squares =
+      for row <- tensor |> to_list() |> Enum.chunk_every(head_dim), do: Enum.sum(Enum.map(row, &(&1 * &1)))
+
+    squares |> Enum.max(fn -> 0.0 end) |> :math.sqrt()
+  end
+
+  defp max_magnitude(values), do: values |> Enum.map(&abs/1) |> Enum.max(fn -> 0.0 end)
+
   defp encode(:f64, x), do: <<x::float-64-native>>
   defp encode(:f32, x), do: <<x::float-32-native>>
   defp encode(:f16, x), do: <<x::float-16-native>>
