@@ -225,6 +225,7 @@ class Case:
 
 def errors(case, library):
     """{implementation: {tensor: (max |x - exact| / max |exact|, ||x - exact|| / ||exact||)}}"""
+    torch.manual_seed(0)
     inputs = case.inputs()
     q, k, v, dout = (x.double().transpose(1, 2).requires_grad_() for x in inputs)
     scores = q @ k.transpose(2, 3) / case.head_dim**0.5
@@ -341,7 +342,8 @@ def error_table(page, cases, library):
         if "highest" in found:
             for tensor, (largest, norm) in found["highest"].items():
                 peer = found["efficient"][tensor]
-                page.mark("f32 highest: no larger error than efficient's", largest <= peer[0] and norm <= peer[1])
+                page.mark("f32 highest: no larger error than efficient's, norm", norm <= peer[1])
+                page.mark("f32 highest: no larger error than efficient's, max", largest <= peer[0])
         torch.cuda.empty_cache()
     page.say()
 
@@ -352,7 +354,7 @@ def draw(path, table, cases):
     matplotlib.use("svg")
     import matplotlib.pyplot as plt
 
-    plt.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "0", "font.size": 8, "lines.markersize": 3})
+    plt.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "0", "font.family": "DejaVu Sans", "font.size": 8, "lines.markersize": 3})
     styles = {"this": "C3-o", "highest": "C3-o", "deterministic": "C3:", "flash": "C0-s", "cudnn": "C2-^",
               "efficient": "C0-s", "math": "C7-v", "default": "C1--"}
     columns = [(d, causal) for d in (64, 128) for causal in (False, True)]
@@ -389,7 +391,6 @@ def main():
     args.budget_ms = 100 if args.quick else 700
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     torch.backends.cuda.matmul.allow_tf32 = False
-    torch.manual_seed(0)
     library, page, gpu = Library(args.library), Page(), torch.cuda.get_device_name()
     result = args.result or "bench/results/" + gpu.lower().replace("nvidia ", "").replace(" ", "-")
 
@@ -417,16 +418,17 @@ def main():
     page.mark("forward and backward run in a CUDA graph", runs_in_a_graph(library))
     million = (1, 1 << 20, 1, 64)
     half = (1, 1 << 19, 1, 64)
-    for dtype in DTYPES:
+    for type_name, dtype in TYPES.items():
         for which in PASSES:
-            full = library.plan(which, dtype, million, million).workspace_bytes
-            page.mark(f"workspace of the {which} in {dtype}, 1,048,576 rows of head_dim 64: {full >> 20} MiB, twice "
-                      "that of half the rows", full <= 2 * library.plan(which, dtype, half, half).workspace_bytes)
+            full, part = (library.plan(which, dtype, shape, shape).workspace_bytes for shape in (million, half))
+            page.mark(f"workspace in O(seqlen): the {type_name} {which} of 1,048,576 rows, head_dim 64, takes "
+                      f"{full >> 20} MiB", full <= 2 * part)
     megabytes = os.path.getsize(library.path) / 1e6
     page.mark(f"the library: under 30 MB ({megabytes:.1f} MB)", megabytes < 30)
     for name, verdicts in page.marks.items():
         page.say(f"* {'met' if all(verdicts) else 'MISSED'}, {sum(verdicts)} of {len(verdicts)}: {name}")
 
+    page.say(f"\n![TFLOP/s by seqlen]({os.path.basename(result)}.svg)")
     with open(result + ".md", "w") as file:
         file.write("\n".join(page.lines) + "\n")
     draw(result + ".svg", table, listed)

@@ -230,11 +230,14 @@ static double largest(const host *x, int id) {
   return worst;
 }
 
+/* Beside twice the naive error a few roundings, and one of an exponent: a probability is exp(s - lse). */
 static void compare(const host *got, const host *naive, const host *exact, fa_tensor_id id, position at) {
   char text[200];
   fa_problem_format(&got->problem, text, sizeof text);
   const double error = largest_error(got, exact, id), naive_error = largest_error(naive, exact, id);
-  const double tiny = 0x1p-22 * fmax(id == FA_TENSOR_LSE, largest(exact, id));
+  const bool is_lse = id == FA_TENSOR_LSE;
+  const double roundings = 4 + (is_lse ? 0 : largest(exact, FA_TENSOR_LSE));
+  const double tiny = 0x1p-24 * roundings * fmax(is_lse, largest(exact, id));
   CHECK(error <= 2 * naive_error + tiny,
         "%s from %lld of head %lld, batch %lld (%s): error %.3g, naive %.3g, of %.3g", fa_tensor_name(id),
         (long long)at.first, (long long)at.head, (long long)at.batch, text, error, naive_error,
