@@ -354,7 +354,8 @@ def draw(path, table, cases):
     matplotlib.use("svg")
     import matplotlib.pyplot as plt
 
-    plt.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "0", "font.family": "DejaVu Sans", "font.size": 8, "lines.markersize": 3})
+    plt.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "0", "font.family": "DejaVu Sans",
+                         "font.size": 8, "lines.markersize": 3})
     styles = {"this": "C3-o", "highest": "C3-o", "deterministic": "C3:", "flash": "C0-s", "cudnn": "C2-^",
               "efficient": "C0-s", "math": "C7-v", "default": "C1--"}
     columns = [(d, causal) for d in (64, 128) for causal in (False, True)]
