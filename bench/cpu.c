@@ -262,8 +262,10 @@ static void speed_row(const fa_problem *problem, const int *thread_counts, int n
       for (int r = 0; r < REPEATS; r++) {
         peak[r] = peak_gflops(threads);
         settle();
+        time_flash(&w, pass, threads); /* wakes the processors up: a virtual one can take milliseconds */
         flash[r] = time_flash(&w, pass, threads);
 #ifdef HAVE_OPENBLAS
+        if (has_plain) time_plain(&w, pass, threads);
         plain[r] = has_plain ? time_plain(&w, pass, threads) : 0;
 #endif
       }
