@@ -3,11 +3,12 @@
 #   make              build everything that can be built here
 #   make demo         build, train a small language model for under a minute, show what it writes
 #   make test         build, then every check and test that can run here
-#   make bench        speed and memory on this machine, side by side with others
+#   make bench        speed and memory on this machine, side by side with others; make bench-gpu on its GPU
 #   make install      library, header and pkg-config file below PREFIX, for C programs
 #
 #   make test-sanitize   the tests under AddressSanitizer and UndefinedBehaviorSanitizer
 #   make test-isas       the tests with each of the CPU's instruction sets switched off
+#   make test-cuda-sanitize   the tests of the GPU under compute-sanitizer (`make test` includes it)
 #   make check-deps      one-way dependencies between the layers
 #   make check-format    sources are in the house style; `make format` rewrites them
 #   make clean
@@ -171,12 +172,10 @@ endif
 COMPILES = $(shell { echo 'int main(void) { return 0; }' | $(CC) -include stdlib.h -x c - -o /dev/null; } 2>&1 && echo yes || true)
 NEEDED   = $(if $(filter yes,$(COMPILES)),,$(if $(findstring clang,$(CC)),clang,gcc) libc6-dev) \
             $(if $(HAS_MIX),,elixir) $(if $(wildcard $(ERTS_INCLUDE_DIR)/erl_nif.h),,erlang-dev)
-NEEDED_FOR_demo = $(strip $(NEEDED))
-NEEDED_FOR_test = $(strip $(NEEDED) $(if $(shell command -v clang-format),,clang-format))
 
-# Installs NEEDED_FOR_<target> where that is possible without a password, and says so first.
+# Installs what is NEEDED where that is possible without a password, and says so first.
 define install_missing
-@set -e; missing='$(NEEDED_FOR_$@)'; \
+@set -e; missing='$(strip $(NEEDED))'; \
 if [ -n "$$missing" ]; then \
   as_root=$$([ "$$(id -u)" = 0 ] || echo 'sudo -n'); \
   if [ "$(FA_INSTALL)" != 0 ] && command -v apt-get >/dev/null && $$as_root true 2>/dev/null; then \
