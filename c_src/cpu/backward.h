@@ -221,6 +221,7 @@ static void T(backward_blocks)(const fa_cpu_job *job, const T(backward_shared) *
   int64_t stats = T(stat_index)(problem, batch, head, row);
   const REAL *lse = (const REAL *)job->tensors->lse.data + stats, *delta = shared->delta + stats;
   T(rows) q = T(rows_of)(job, FA_TENSOR_Q, batch, head), dout = T(rows_of)(job, FA_TENSOR_DOUT, batch, head);
+  give_way();
 
   T(pack_rows)(q, row, num_rows, d, s.q_rows);
   T(pack_rows)(dout, row, num_rows, d, s.dout_rows);

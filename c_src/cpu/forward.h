@@ -149,6 +149,7 @@ static void T(forward_task)(const fa_cpu_job *job, int64_t task, void *scratch) 
   int64_t end = fa_visible_columns(problem, first_row + num_rows - 1).end;
   for (int64_t column = begin / BLOCK * BLOCK; column < end; column += BLOCK) {
     int64_t num_columns = min_of(BLOCK, problem->seqlen_k - column);
+    give_way();
     T(pack_rows)(k, column, num_columns, d, s.k);
     T(pack_panels)(v, column, num_columns, d, s.v, s.buffer);
     for (int64_t strip = 0; strip < num_rows; strip += STRIP) {
