@@ -44,9 +44,8 @@ defmodule FlashAttention do
   `FLASH_ATTENTION_NUM_THREADS` says) and may be made by any number of processes at once, which share those
   threads. A call whose process is killed runs to its end, and then gives back its memory.
 
-  While a call keeps every processor busy, Linux decides when the VM's normal schedulers run. Schedulers that
-  spin before they sleep, as they do by default, can wait for some 300 ms on recent kernels, which put off
-  threads that yield; with `+sbwt none` among the VM's flags they answer within 10 ms.
+  While a call keeps every processor busy, normal schedulers still answer within some 10 ms: its threads give way
+  every 0.1 ms. Schedulers that do not spin before they sleep (`+sbwt none` among the VM's flags) answer within 5.
   """
 
   @typedoc "An Nx tensor or a `FlashAttention.Tensor`."
