@@ -60,20 +60,6 @@ defmodule FlashAttentionTest do
     assert max_difference(got, exact) <= 2 * max_difference(to_list(naive), exact) + tiny
   end
 
-  defp problem(seed, type, {batch, seqlen_q, seqlen_k, num_heads, num_kv_heads, head_dim}, opts) do
-    queries = {batch, seqlen_q, num_heads, head_dim}
-    keys = {batch, seqlen_k, num_kv_heads, head_dim}
-    sinks = if opts[:sink], do: [sink: random(10 * seed + 5, :f32, {opts[:sink], num_heads})], else: []
-
-    %{
-      q: random(10 * seed + 1, type, queries),
-      k: random(10 * seed + 2, type, keys),
-      v: random(10 * seed + 3, type, keys),
-      dout: random(10 * seed + 4, type, queries),
-      opts: Keyword.merge(opts, sinks)
-    }
-  end
-
   defp named({:ok, dq, dk, dv}), do: %{dq: dq, dk: dk, dv: dv}
   defp named({:ok, dq, dk, dv, %{sink: dsink}}), do: %{dq: dq, dk: dk, dv: dv, dsink: dsink}
 

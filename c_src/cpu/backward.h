@@ -74,11 +74,14 @@ static int64_t T(num_segments)(const fa_problem *problem) {
   return segments < 1 ? 1 : segments;
 }
 
+/* Whether gradients are summed in shared memory, and rounded into the tensors at the end. */
+static bool T(sums_apart)(const fa_problem *problem) { return fa_dtype_bytes(problem->dtype) < sizeof(REAL); }
+
 static T(backward_shared) T(backward_carve_shared)(carver *carver, const fa_problem *problem) {
   T(backward_shared) s = {0};
   s.delta = carve(carver, problem->batch * problem->num_heads * problem->seqlen_q * (int64_t)sizeof(REAL));
   s.steps = carve(carver, T(num_groups)(problem) * T(num_segments)(problem) * (int64_t)sizeof(atomic_int));
-  if (fa_dtype_bytes(problem->dtype) < sizeof(REAL)) {
+  if (T(sums_apart)(problem)) {
     int64_t queries = problem->batch * problem->seqlen_q * problem->num_heads * problem->head_dim;
     int64_t keys = problem->batch * problem->seqlen_k * problem->num_kv_heads * problem->head_dim;
     s.dq = carve(carver, queries * (int64_t)sizeof(REAL));
@@ -300,8 +303,6 @@ static void T(cell_task)(const fa_cpu_job *job, int64_t task, void *scratch) {
 }
 
 /* ---- the last phase -------------------------------------------------------------------------------- */
-
-static bool T(sums_apart)(const fa_problem *problem) { return fa_dtype_bytes(problem->dtype) < sizeof(REAL); }
 
 static int64_t T(num_finish_tasks)(const fa_problem *problem) {
   return (problem->num_sinks ? problem->num_heads : 0) + (T(sums_apart)(problem) ? T(num_runs)(problem) : 0);

@@ -121,20 +121,6 @@ defmodule FlashAttention.CUDATest do
   defp gpu, do: Enum.find(FlashAttention.backend_info().devices, &(&1.device == {:cuda, 0}))
   defp zeros(list), do: List.duplicate(0.0, length(list))
 
-  defp problem(seed, type, {batch, seqlen_q, seqlen_k, num_heads, num_kv_heads, head_dim}, opts) do
-    queries = {batch, seqlen_q, num_heads, head_dim}
-    keys = {batch, seqlen_k, num_kv_heads, head_dim}
-    sinks = if opts[:sink], do: [sink: random(10 * seed + 5, :f32, {opts[:sink], num_heads})], else: []
-
-    %{
-      q: random(10 * seed + 1, type, queries),
-      k: random(10 * seed + 2, type, keys),
-      v: random(10 * seed + 3, type, keys),
-      dout: random(10 * seed + 4, type, queries),
-      opts: Keyword.merge(opts, sinks)
-    }
-  end
-
   defp in_f64(problem) do
     Map.new(problem, fn {name, value} ->
       {name, if(name == :opts, do: value, else: convert(value, :f64))}
