@@ -1,0 +1,255 @@
+// Hopper's own instructions (sm_90a): barriers in shared memory, bulk copies by tensor map (TMA), and products of
+// a warpgroup (wgmma). Nothing here knows of attention. Instructions: PTX ISA, mbarrier, cp.async.bulk, wgmma.
+#pragma once
+
+#include <cuda.h>
+#include <type_traits>
+
+#include "tile.cuh"
+
+namespace fa {
+namespace hopper {
+
+constexpr int WARPGROUP = 128;  // threads
+
+// ---- synchronisation -------------------------------------------------------------------------------
+
+// A barrier is 8 bytes of shared memory, named by their address. It completes a phase (0, 1, 0, ...) when
+// `arrivals` threads have arrived and the bytes that they announced have come.
+__device__ inline void barrier_init(uint32_t barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+// After the barriers' initialisation, by who made it, before the block's __syncthreads.
+__device__ inline void barrier_init_done() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+__device__ inline void barrier_arrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+// Arrives, and announces bytes that a bulk copy brings.
+__device__ inline void barrier_expect(uint32_t barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+__device__ inline void barrier_wait(uint32_t barrier, uint32_t phase) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n"
+      "}" ::"r"(barrier),
+      "r"(phase)
+      : "memory");
+}
+
+// One of the 16 barriers in hardware, 0 being __syncthreads': `threads` of them arrive or wait.
+__device__ inline void named_barrier_wait(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+__device__ inline void named_barrier_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// Makes what this thread wrote to shared memory visible to bulk copies and wgmma.
+__device__ inline void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Registers per thread from here on, for all warps of a warpgroup; a multiple of 8.
+template <int REGISTERS>
+__device__ inline void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
+template <int REGISTERS>
+__device__ inline void give_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
+
+// A position in a ring of STAGES buffers, and the phase of the barrier that says it is full. Who fills it waits
+// for it to be empty with the opposite phase: at first it is.
+template <int STAGES>
+struct Ring {
+  uint32_t stage = 0, phase = 0;
+  __device__ void advance() {
+    if (++stage == STAGES) stage = 0, phase ^= 1;
+  }
+};
+
+// ---- tiles -----------------------------------------------------------------------------------------
+
+// A tile [ROWS, COLS] of 16-bit elements as a tensor map's box writes it and wgmma reads it: sub-tiles of
+// 64 columns one after another, rows of 128 bytes, chunks of 16 bytes swizzled by row % 8. At 1,024 bytes.
+template <int ROWS_, int COLS_>
+struct BoxTile {
+  static constexpr int ROWS = ROWS_, COLS = COLS_, BOXES = COLS / 64;
+  static constexpr int BOX_BYTES = ROWS * 128, BYTES = BOXES * BOX_BYTES;
+  static_assert(COLS % 64 == 0 && ROWS % 8 == 0, "boxes are 64 columns wide and swizzled by 8 rows");
+
+  // Of 8 columns of a row.
+  __device__ static uint32_t offset(int row, int chunk) {
+    return chunk / 8 * BOX_BYTES + row * 128 + ((chunk ^ row) % 8 << 4);
+  }
+};
+
+// Starts the copy of a tile from (column 0, row, head, batch) of the map, whose boxes have T::ROWS rows; what
+// lies outside of the tensor becomes 0. T::BYTES arrive at the barrier.
+template <class T>
+__device__ inline void load_boxes(uint32_t tile, const CUtensorMap &map, uint32_t barrier, int row, int head,
+                                  int batch) {
+#pragma unroll
+  for (int box = 0; box < T::BOXES; box++)
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], "
+        "[%6];" ::"r"(tile + box * T::BOX_BYTES),
+        "l"(&map), "r"(box * 64), "r"(row), "r"(head), "r"(batch), "r"(barrier)
+        : "memory");
+}
+
+// Starts the copy of consecutive bytes to shared memory; both addresses and bytes are multiples of 16.
+__device__ inline void load_bulk(uint32_t to, const void *from, int bytes, uint32_t barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+               "l"(from), "r"(bytes), "r"(barrier)
+               : "memory");
+}
+
+// Starts to[i] += from[i] for f32 numbers, `from` in shared memory; addresses and bytes are multiples of 16.
+__device__ inline void add_bulk(float *to, uint32_t from, int bytes) {
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to), "r"(from),
+               "r"(bytes)
+               : "memory");
+}
+// Closes a group of this thread's add_bulk; waits until at most PENDING groups still read shared memory (done:
+// until they are made).
+__device__ inline void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+template <int PENDING>
+__device__ inline void bulk_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
+}
+template <int PENDING>
+__device__ inline void bulk_wait_done() {
+  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
+// ---- products of a warpgroup -----------------------------------------------------------------------
+
+// An operand of a product in a BoxTile. Its axes are `own` (rows of a left operand, columns of a right one) and
+// k, along which the product sums. K_IN_ROW: the tile is [own, k], else [k, own].
+template <class T, bool K_IN_ROW_>
+struct BoxOperand {
+  static constexpr bool K_IN_ROW = K_IN_ROW_;
+  uint64_t base;
+
+  // own_begin: a multiple of 8, or of 64 where own lies along the rows of the tile.
+  __device__ BoxOperand(uint32_t tile, int own_begin = 0) {
+    const uint32_t start = tile + (K_IN_ROW ? own_begin * 128 : own_begin / 64 * T::BOX_BYTES);
+    // In units of 16 bytes: the start; from one 64 columns to the next; from one 8 rows to the next; 128-byte
+    // swizzle.
+    constexpr uint64_t box = K_IN_ROW ? 1 : T::BOX_BYTES / 16, eight_rows = 1024 / 16;
+    base = uint64_t((start & 0x3ffff) >> 4) | box << 16 | eight_rows << 32 | uint64_t(1) << 62;
+  }
+  // Of 16 elements of k.
+  __device__ uint64_t descriptor(int k) const {
+    return base + ((K_IN_ROW ? k / 4 * T::BOX_BYTES + k % 4 * 32 : k * 16 * 128) >> 4);
+  }
+};
+
+// wgmma(c[64, N], a, b, add): c = a * b, or c += a * b; asynchronous, see below. c is laid out as one Accumulator
+// of 16 rows in each of the warpgroup's warps; a comes from shared memory or from registers.
+#define FA_STRING_(x) #x
+#define FA_STRING(x)  FA_STRING_(x)
+#define FA_TEN(t)     "%" #t "0, %" #t "1, %" #t "2, %" #t "3, %" #t "4, %" #t "5, %" #t "6, %" #t "7, %" #t "8, %" #t "9"
+#define FA_FOUR(n)    "+f"(c[n][0]), "+f"(c[n][1]), "+f"(c[n][2]), "+f"(c[n][3])
+#define FA_8(n)       FA_FOUR(n), FA_FOUR(n + 1)
+#define FA_16(n)      FA_8(n), FA_8(n + 2)
+#define FA_32(n)      FA_16(n), FA_16(n + 4)
+#define FA_64(n)      FA_32(n), FA_32(n + 8)
+
+#define FA_WGMMA_SHARED(N, TYPE, REGISTERS, CONSTRAINTS, a0, a1, a2, a3, a4)                                        \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #a2 ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE \
+               "." TYPE " {" REGISTERS "}, %" #a0 ", %" #a1 ", p, 1, 1, %" #a3 ", %" #a4 ";\n}"                     \
+               : CONSTRAINTS                                                                                         \
+               : "l"(a), "l"(b), "r"(int(add)), "n"(!A_K_IN_ROW), "n"(!B_K_IN_ROW))
+#define FA_WGMMA_REGISTERS(N, TYPE, REGISTERS, CONSTRAINTS, a0, a1, a2, a3, a4, a5, a6)                             \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #a5 ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE \
+               "." TYPE " {" REGISTERS "}, {%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 "}, %" #a4 ", p, 1, 1, %" #a6      \
+               ";\n}"                                                                                               \
+               : CONSTRAINTS                                                                                         \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(add)), "n"(!B_K_IN_ROW))
+#define FA_UNPACK(...) __VA_ARGS__
+// a0 to a6: the numbers that follow the accumulator's N / 2 registers.
+#define FA_WGMMA(N, REGISTERS, CONSTRAINTS, a0, a1, a2, a3, a4, a5, a6)                                           \
+  template <class Element, bool A_K_IN_ROW, bool B_K_IN_ROW>                                                      \
+  __device__ inline void wgmma(float(&c)[N / 8][4], uint64_t a, uint64_t b, bool add) {                           \
+    if constexpr (std::is_same_v<Element, __half>)                                                                \
+      FA_WGMMA_SHARED(N, "f16", REGISTERS, FA_UNPACK CONSTRAINTS, a0, a1, a2, a3, a4);                            \
+    else                                                                                                          \
+      FA_WGMMA_SHARED(N, "bf16", REGISTERS, FA_UNPACK CONSTRAINTS, a0, a1, a2, a3, a4);                           \
+  }                                                                                                               \
+  template <class Element, bool B_K_IN_ROW>                                                                       \
+  __device__ inline void wgmma(float(&c)[N / 8][4], const uint32_t(&a)[4], uint64_t b, bool add) {                \
+    if constexpr (std::is_same_v<Element, __half>)                                                                \
+      FA_WGMMA_REGISTERS(N, "f16", REGISTERS, FA_UNPACK CONSTRAINTS, a0, a1, a2, a3, a4, a5, a6);                 \
+    else                                                                                                          \
+      FA_WGMMA_REGISTERS(N, "bf16", REGISTERS, FA_UNPACK CONSTRAINTS, a0, a1, a2, a3, a4, a5, a6);                \
+  }
+
+// clang-format off
+FA_WGMMA(32, FA_TEN() ", %10, %11, %12, %13, %14, %15", (FA_16(0)), 16, 17, 18, 19, 20, 21, 22)
+FA_WGMMA(64, FA_TEN() ", " FA_TEN(1) ", " FA_TEN(2) ", %30, %31", (FA_32(0)), 32, 33, 34, 35, 36, 37, 38)
+FA_WGMMA(80, FA_TEN() ", " FA_TEN(1) ", " FA_TEN(2) ", " FA_TEN(3), (FA_32(0), FA_8(8)), 40, 41, 42, 43, 44, 45, 46)
+FA_WGMMA(96, FA_TEN() ", " FA_TEN(1) ", " FA_TEN(2) ", " FA_TEN(3) ", %40, %41, %42, %43, %44, %45, %46, %47",
+         (FA_32(0), FA_16(8)), 48, 49, 50, 51, 52, 53, 54)
+#define FA_SIXTY FA_TEN() ", " FA_TEN(1) ", " FA_TEN(2) ", " FA_TEN(3) ", " FA_TEN(4) ", " FA_TEN(5)
+FA_WGMMA(128, FA_SIXTY ", %60, %61, %62, %63", (FA_64(0)), 64, 65, 66, 67, 68, 69, 70)
+FA_WGMMA(160, FA_SIXTY ", " FA_TEN(6) ", " FA_TEN(7), (FA_64(0), FA_16(16)), 80, 81, 82, 83, 84, 85, 86)
+FA_WGMMA(176, FA_SIXTY ", " FA_TEN(6) ", " FA_TEN(7) ", %80, %81, %82, %83, %84, %85, %86, %87",
+         (FA_64(0), FA_16(16), FA_8(20)), 88, 89, 90, 91, 92, 93, 94)
+FA_WGMMA(192, FA_SIXTY ", " FA_TEN(6) ", " FA_TEN(7) ", " FA_TEN(8) ", %90, %91, %92, %93, %94, %95",
+         (FA_64(0), FA_32(16)), 96, 97, 98, 99, 100, 101, 102)
+FA_WGMMA(256, FA_SIXTY ", " FA_TEN(6) ", " FA_TEN(7) ", " FA_TEN(8) ", " FA_TEN(9) ", " FA_TEN(10) ", " FA_TEN(11)
+              ", %120, %121, %122, %123, %124, %125, %126, %127",
+         (FA_64(0), FA_64(16)), 128, 129, 130, 131, 132, 133, 134)
+// clang-format on
+
+// Products run behind the program. start: before the first one that uses registers which this thread wrote.
+__device__ inline void wgmma_start() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ inline void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+// To the compiler, registers that may have changed: it keeps what reads them behind this point, and their names
+// taken up to it.
+template <int NT>
+__device__ inline void registers_in_use(float (&c)[NT][4]) {
+#pragma unroll
+  for (int n = 0; n < NT; n++)
+    asm volatile("" : "+f"(c[n][0]), "+f"(c[n][1]), "+f"(c[n][2]), "+f"(c[n][3])::"memory");
+}
+template <int KT>
+__device__ inline void registers_in_use(uint32_t (&a)[KT][4]) {
+#pragma unroll
+  for (int k = 0; k < KT; k++)
+    asm volatile("" : "+r"(a[k][0]), "+r"(a[k][1]), "+r"(a[k][2]), "+r"(a[k][3])::"memory");
+}
+
+// Waits until at most PENDING groups, the last ones, still run; the registers are those of the groups that are
+// done, accumulators and left operands: until here nothing may touch them.
+template <int PENDING, class... Registers>
+__device__ inline void wgmma_wait(Registers &...registers) {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+  (registers_in_use(registers), ...);
+}
+
+// Starts c = (add ? c : 0) + left * right over KT steps of k, and commits it as a group.
+template <class Element, int KT, int NT, class Left, class Right>
+__device__ inline void multiply(float (&c)[NT][4], const Left &left, const Right &right, bool add) {
+  wgmma_start();
+#pragma unroll
+  for (int k = 0; k < KT; k++) {
+    if constexpr (std::is_class_v<Left>)
+      wgmma<Element, Left::K_IN_ROW, Right::K_IN_ROW>(c, left.descriptor(k), right.descriptor(k), add || k > 0);
+    else
+      wgmma<Element, Right::K_IN_ROW>(c, left[k], right.descriptor(k), add || k > 0);
+  }
+  wgmma_commit();
+}
+
+}  // namespace hopper
+}  // namespace fa
