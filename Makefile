@@ -17,6 +17,9 @@
 #
 # Variables: CC, CFLAGS, LDFLAGS, NVCC, PREFIX, DESTDIR as usual, and
 #   FA_CUDA=0        leave the CUDA kernels out; they are built in where nvcc is
+#   XLA_FFI_INCLUDE  where XLA's header xla/ffi/api/c_api.h is, for the XLA custom calls; EXLA and PYTHON's
+#                    jaxlib bring it along and are looked into. Without it the calls are left out
+#   PYTHON           what has JAX, for that and for the tests of the custom calls
 #   FA_INSTALL=0     install nothing, say what is missing
 #   WERROR=1         warnings are errors, in C and in Elixir
 #   SANITIZE=...     build with -fsanitize=...; give it its own BUILD and PRIV
@@ -28,6 +31,7 @@ MAKEFLAGS += --no-builtin-rules
 CC      ?= cc
 CFLAGS  ?= -O2 -g
 NVCC    ?= nvcc
+PYTHON  ?= python3
 PREFIX  ?= /usr/local
 BUILD   ?= build
 PRIV    ?= $(if $(MIX_APP_PATH),$(MIX_APP_PATH)/priv,priv)
@@ -72,8 +76,8 @@ endif
 FLAGS := $(BUILD)/flags
 $(FLAGS): FORCE
 	@mkdir -p $(@D)
-	@printf '%s\n' "$(CC) $(FA_CFLAGS) $(FA_LDFLAGS) $(FA_CUDA)" | cmp -s - $@ || \
-	  printf '%s\n' "$(CC) $(FA_CFLAGS) $(FA_LDFLAGS) $(FA_CUDA)" > $@
+	@printf '%s\n' "$(CC) $(FA_CFLAGS) $(FA_LDFLAGS) $(FA_CUDA) $(XLA_FFI_INCLUDE)" | cmp -s - $@ || \
+	  printf '%s\n' "$(CC) $(FA_CFLAGS) $(FA_LDFLAGS) $(FA_CUDA) $(XLA_FFI_INCLUDE)" > $@
 .PHONY: FORCE
 FORCE:
 
@@ -91,7 +95,7 @@ OBJECTS := $(SOURCES:c_src/%.c=$(BUILD)/%.o) $(if $(wildcard $(KERNELS)),$(ISAS:
 
 $(BUILD)/%.o: c_src/%.c $(FLAGS) Makefile
 	@mkdir -p $(@D)
-	$(call show,CC $<)$(CC) $(FA_CFLAGS) $(EXTRA_CFLAGS) -MMD -MP -c -o $@ $<
+	$(call show,CC $<$(NOTE))$(CC) $(FA_CFLAGS) $(EXTRA_CFLAGS) -MMD -MP -c -o $@ $<
 
 $(ISAS:%=$(BUILD)/cpu/kernels_%.o): $(BUILD)/cpu/kernels_%.o: $(KERNELS) $(FLAGS) Makefile
 	@mkdir -p $(@D)
@@ -132,6 +136,23 @@ $$(CUDA_KINDS:%=$$(BUILD)/cuda/$(1)_%.o): $$(BUILD)/cuda/$(1)_%.o: cuda/$(1).cu 
 	$$(call show,NVCC $$< for $$*)$$(NVCC) $$(CUDA_CFLAGS) $$(CUDA_ARCHS) -DFA_KIND=$$* -MMD -MP -c -o $$@ $$<
 endef
 $(foreach pass,$(CUDA_PASSES),$(eval $(call CUDA_PASS,$(pass))))
+endif
+
+# ---- objects of the XLA custom calls, where XLA's header is ----------------------------------------
+
+# EXLA unpacks it where it is built: below deps, or beside this project where both are dependencies.
+ifeq ($(origin XLA_FFI_INCLUDE),undefined)
+XLA_FFI_PLACES  := $(addsuffix /exla/cache/xla_extension/include,deps .. $(MIX_DEPS_PATH)) $(shell \
+  $(PYTHON) -c 'from importlib.util import find_spec; print(find_spec("jaxlib").submodule_search_locations[0])' 2>/dev/null)/include
+XLA_FFI_INCLUDE := $(firstword $(foreach place,$(XLA_FFI_PLACES),$(if $(wildcard $(place)/xla/ffi/api/c_api.h),$(place))))
+endif
+
+OBJECTS += $(BUILD)/xla/registry.o
+ifneq ($(XLA_FFI_INCLUDE),)
+OBJECTS += $(BUILD)/xla/handlers.o
+$(BUILD)/xla/%.o: EXTRA_CFLAGS := -DFA_XLA -isystem $(XLA_FFI_INCLUDE)
+else
+$(BUILD)/xla/registry.o: NOTE := , without the XLA custom calls: xla/ffi/api/c_api.h is not there (XLA_FFI_INCLUDE)
 endif
 
 # ---- the library, and the NIF where Erlang's headers are -------------------------------------------

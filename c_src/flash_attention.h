@@ -2,7 +2,7 @@
  * flash_attention.h: exact attention, forward and backward.
  *
  * This is the only public header of libflash_attention. It can be called from C, through an FFI, or from
- * an XLA runtime; the Erlang NIF of this project is one caller among others.
+ * an XLA runtime (see the end); the Erlang NIF of this project is one caller among others.
  *
  * What is computed. For every batch b, query head h and query row i, with the key/value head
  * kv = h / (num_heads / num_kv_heads):
@@ -103,6 +103,12 @@ typedef struct fa_error {
 
 /* The name of a status in lower case: "invalid_argument". Never NULL. */
 FA_API const char *fa_status_name(fa_status status);
+
+/* Fills error (which may be NULL) and returns status, as the library does itself: for bindings that find fault
+ * before the library can. argument, expected and got may be NULL or "". The message becomes "argument: expected
+ * <expected>, got <got>", without the parts that are missing. */
+FA_API fa_status fa_fail(fa_error *error, fa_status status, const char *argument, const char *expected,
+                         const char *got);
 
 /* ---------------------------------------------------------------------------------------------------
  * The problem: what is to be computed. No pointers in it: it can be copied, compared, hashed, printed.
@@ -367,6 +373,40 @@ FA_API fa_status fa_run(const fa_plan *plan, const fa_tensors *tensors, const fa
  * Takes the memory that it needs (the workspace; on a GPU the tensors too) and gives it back. Where the
  * device's memory is not the host's, tensors must be contiguous. */
 FA_API fa_status fa_run_on_host(const fa_plan *plan, const fa_tensors *tensors, fa_error *error);
+
+/* ---------------------------------------------------------------------------------------------------
+ * XLA: the passes as custom calls
+ * ------------------------------------------------------------------------------------------------- */
+
+/*
+ * Calls of XLA's typed FFI (stablehlo.custom_call with api_version 4), on the platforms "Host" and "CUDA":
+ *
+ *     flash_attention_forward     q, k, v, [sink]                  -> o, lse, [workspace]
+ *     flash_attention_backward    dout, q, k, v, o, lse, [sink]    -> dq, dk, dv, [dsink], [workspace]
+ *
+ * Shapes and types are those of fa_tensors, in row-major layout; sink, and with it dsink, may be left out.
+ *
+ * workspace is a result that nobody reads, u8[n], where n is at least workspace_bytes of the plan
+ * (fa_plan_init) that the device makes of the problem. On CUDA it may be left out only where that is 0: memory
+ * that the call took itself would be gone when a command buffer that recorded the call is replayed. On the host
+ * it may be left out, and is not used.
+ *
+ * Attributes are the options of fa_options() by name, all of them optional: numbers as f64, f32, i64, i32 or i1
+ * (a length of INT64_MAX or of infinity: FA_UNBOUNDED), choices by name or by index. There are no others.
+ *
+ * On CUDA a call enqueues on XLA's stream and does not wait: it is compatible with command buffers. Whatever is
+ * wrong with a call is an error of XLA whose text names the argument: "k: expected head_dim 64 as in q, got
+ * 48".
+ */
+
+/* Registers both calls on both platforms with the XLA runtime whose XLA_FFI_GetApi() returned api: once a
+ * runtime, before it compiles the first of them. FA_STATUS_UNSUPPORTED where the library was built without
+ * XLA's header, or where the runtime does not take them; the error says why. */
+FA_API fa_status fa_xla_register(const void *api, fa_error *error);
+
+/* The handler itself, an XLA_FFI_Handler, for runtimes that have their own way to register one (jax.ffi). NULL
+ * where there is none of that name and platform, or where the library was built without XLA's header. */
+FA_API void *fa_xla_handler(const char *target, const char *platform);
 
 #ifdef __cplusplus
 }

@@ -1,15 +1,10 @@
-/* Reporting errors: the one way in which the library fails. */
+/* Reporting errors: fa_fail and its neighbours are the one way in which the library fails. */
 #ifndef FA_CORE_ERROR_H
 #define FA_CORE_ERROR_H
 
 #include "../flash_attention.h"
 
-/* Fills error (which may be NULL) and returns status. argument, expected and got may be NULL or "". The
- * message becomes "argument: expected <expected>, got <got>", without the parts that are missing. */
-fa_status fa_fail(fa_error *error, fa_status status, const char *argument, const char *expected,
-                  const char *got);
-
-/* The same with a message of its own instead of "expected …, got …". */
+/* fa_fail, which the public header declares, with a message of its own instead of "expected …, got …". */
 fa_status fa_fail_message(fa_error *error, fa_status status, const char *argument, const char *message);
 
 /* Sets error to FA_STATUS_OK and returns it. */

@@ -27,12 +27,7 @@ int fa_atom_index(ERL_NIF_TERM term, const ERL_NIF_TERM *atoms, int count) {
 }
 
 bool fa_reject(fa_error *error, fa_status status, const char *argument, const char *expected, const char *got) {
-  memset(error, 0, sizeof *error);
-  error->status = status;
-  snprintf(error->argument, sizeof error->argument, "%s", argument);
-  snprintf(error->expected, sizeof error->expected, "%s", expected);
-  snprintf(error->got, sizeof error->got, "%s", got);
-  snprintf(error->message, sizeof error->message, "%s: expected %s, got %s", argument, expected, got);
+  fa_fail(error, status, argument, expected, got);
   return false;
 }
 

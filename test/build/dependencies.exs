@@ -129,9 +129,9 @@ defmodule Dependencies do
     end
   end
 
-  # What nif and xla link to is the public header's functions, which core defines.
+  # What nif and xla link to is the public header's functions, which core and xla define.
   defp through_api?(object, owner),
-    do: object_layer(object) in ~w(nif xla) and object_layer(owner) == "core"
+    do: object_layer(object) in ~w(nif xla) and object_layer(owner) in ~w(core xla)
 
   defp library_violations(root, build, library) do
     declared = declared(root)

@@ -1,0 +1,259 @@
+/* XLA's call frame on one side; the problem, its tensors and a plan on the other. */
+#include "handlers.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "../flash_attention.h"
+
+/* What a pass takes and returns, in the order of the call. What the problem does not have is left out. */
+enum { MAX_OPERANDS = 7, MAX_RESULTS = 4 };
+static const struct {
+  int num_operands, num_results;
+  fa_tensor_id operands[MAX_OPERANDS], results[MAX_RESULTS];
+} signatures[] = {
+    [FA_PASS_FORWARD] = {4,
+                         2,
+                         {FA_TENSOR_Q, FA_TENSOR_K, FA_TENSOR_V, FA_TENSOR_SINK},
+                         {FA_TENSOR_O, FA_TENSOR_LSE}},
+    [FA_PASS_BACKWARD] = {7,
+                          4,
+                          {FA_TENSOR_DOUT, FA_TENSOR_Q, FA_TENSOR_K, FA_TENSOR_V, FA_TENSOR_O, FA_TENSOR_LSE,
+                           FA_TENSOR_SINK},
+                          {FA_TENSOR_DQ, FA_TENSOR_DK, FA_TENSOR_DV, FA_TENSOR_DSINK}},
+};
+
+static const XLA_FFI_DataType data_types[FA_NUM_DTYPES] = {
+    [FA_DTYPE_F32] = XLA_FFI_DataType_F32,
+    [FA_DTYPE_F64] = XLA_FFI_DataType_F64,
+    [FA_DTYPE_BF16] = XLA_FFI_DataType_BF16,
+    [FA_DTYPE_F16] = XLA_FFI_DataType_F16,
+};
+
+typedef struct call {
+  const XLA_FFI_CallFrame *frame;
+  fa_pass pass;
+  fa_device device;
+  fa_problem problem;
+  fa_plan plan;
+  fa_tensors tensors;
+  fa_execution execution;
+  fa_error error;
+} call;
+
+static bool reject(call *call, const char *argument, const char *expected, const char *got) {
+  fa_fail(&call->error, FA_STATUS_INVALID_ARGUMENT, argument, expected, got);
+  return false;
+}
+
+/* ---- attributes ------------------------------------------------------------------------------------ */
+
+static bool read_number(const XLA_FFI_Scalar *scalar, double *number) {
+  switch (scalar->dtype) {
+    case XLA_FFI_DataType_F64: *number = *(const double *)scalar->value; return true;
+    case XLA_FFI_DataType_F32: *number = *(const float *)scalar->value; return true;
+    case XLA_FFI_DataType_S32: *number = *(const int32_t *)scalar->value; return true;
+    case XLA_FFI_DataType_PRED: *number = *(const bool *)scalar->value; return true;
+    case XLA_FFI_DataType_S64: {
+      const int64_t integer = *(const int64_t *)scalar->value;
+      *number = integer == FA_UNBOUNDED ? INFINITY : (double)integer;
+      return true;
+    }
+    default: return false;
+  }
+}
+
+/* The span as a string, cut where it is too long to be the name of anything. */
+static const char *span_text(char text[64], const XLA_FFI_ByteSpan *span) {
+  snprintf(text, 64, "%.*s", (int)(span->len < 64 ? span->len : 63), span->ptr);
+  return text;
+}
+
+static bool read_option(call *call, XLA_FFI_AttrType type, const XLA_FFI_ByteSpan *name, const void *value) {
+  char text[64], choice[64];
+  double number;
+  const fa_option *option = fa_option_find(span_text(text, name));
+  if (!option) return reject(call, text, "the name of an option", "an unknown attribute");
+  if (type == XLA_FFI_AttrType_STRING)
+    return !fa_option_set_choice(&call->problem, option, span_text(choice, value), &call->error);
+  if (type == XLA_FFI_AttrType_SCALAR && read_number(value, &number))
+    return !fa_option_set_number(&call->problem, option, number, &call->error);
+  return reject(call, option->name, "an f64, f32, i64, i32, i1 or a string", "an attribute of another type");
+}
+
+static bool read_options(call *call) {
+  const XLA_FFI_Attrs *attrs = &call->frame->attrs;
+  fa_problem_init(&call->problem);
+  for (int64_t i = 0; i < attrs->size; i++)
+    if (!read_option(call, attrs->types[i], attrs->names[i], attrs->attrs[i])) return false;
+  return true;
+}
+
+/* ---- operands -------------------------------------------------------------------------------------- */
+
+static bool read_shape(call *call, fa_tensor_id id, const XLA_FFI_Buffer *buffer, fa_shape *shape) {
+  int dtype = 0;
+  while (dtype < FA_NUM_DTYPES && data_types[dtype] != buffer->dtype) dtype++;
+  if (dtype == FA_NUM_DTYPES) {
+    char got[32];
+    snprintf(got, sizeof got, "XLA's type %d", (int)buffer->dtype);
+    return reject(call, fa_tensor_name(id), "type f32, f64, bf16 or f16", got);
+  }
+  *shape = (fa_shape){.dtype = (fa_dtype)dtype, .rank = (int32_t)buffer->rank, .size_bytes = -1};
+  for (int i = 0; i < buffer->rank && i < FA_MAX_RANK; i++) shape->dims[i] = buffer->dims[i];
+  return true;
+}
+
+static bool check_count(call *call, const char *what, int64_t count, int64_t most) {
+  char expected[32], got[32];
+  if (count <= most) return true;
+  snprintf(expected, sizeof expected, "at most %lld", (long long)most);
+  snprintf(got, sizeof got, "%lld", (long long)count);
+  return reject(call, what, expected, got);
+}
+
+/* The problem's sizes come from the operands. */
+static bool read_operands(call *call) {
+  const XLA_FFI_Args *args = &call->frame->args;
+  const fa_tensor_id *ids = signatures[call->pass].operands;
+  fa_shape shapes[FA_NUM_TENSORS];
+  const fa_shape *given[FA_NUM_TENSORS] = {0};
+  if (!check_count(call, "operands", args->size, signatures[call->pass].num_operands)) return false;
+  for (int64_t i = 0; i < args->size; i++) {
+    if (!read_shape(call, ids[i], args->args[i], &shapes[ids[i]])) return false;
+    given[ids[i]] = &shapes[ids[i]];
+  }
+  if (fa_problem_set_shapes(&call->problem, call->pass, given, &call->error)) return false;
+  for (int64_t i = 0; i < args->size; i++)
+    *fa_tensor_at(&call->tensors, ids[i]) =
+        fa_tensor_contiguous(&call->problem, ids[i], ((const XLA_FFI_Buffer *)args->args[i])->data);
+  return true;
+}
+
+/* ---- results --------------------------------------------------------------------------------------- */
+
+/* "f32[2, 5, 3]" */
+static const char *shape_text(char text[128], const fa_shape *shape) {
+  int used = snprintf(text, 128, "%s[", fa_dtype_name(shape->dtype));
+  for (int i = 0; i < shape->rank && i < FA_MAX_RANK; i++)
+    used += snprintf(text + used, 128 - (size_t)used, "%s%lld", i ? ", " : "", (long long)shape->dims[i]);
+  snprintf(text + used, 128 - (size_t)used, shape->rank > FA_MAX_RANK ? ", ...]" : "]");
+  return text;
+}
+
+static bool bind_result(call *call, fa_tensor_id id, const XLA_FFI_Buffer *buffer) {
+  const fa_shape wanted = fa_tensor_shape(&call->problem, id);
+  char expected[128], got[128];
+  fa_shape shape;
+  if (!buffer) return reject(call, fa_tensor_name(id), shape_text(expected, &wanted), "no such result");
+  if (!read_shape(call, id, buffer, &shape)) return false;
+  if (strcmp(shape_text(got, &shape), shape_text(expected, &wanted)) != 0)
+    return reject(call, fa_tensor_name(id), expected, got);
+  *fa_tensor_at(&call->tensors, id) = fa_tensor_contiguous(&call->problem, id, buffer->data);
+  return true;
+}
+
+static bool bind_workspace(call *call, const XLA_FFI_Buffer *buffer) {
+  if (buffer->dtype != XLA_FFI_DataType_U8 || buffer->rank != 1)
+    return reject(call, "workspace", "u8[n]", "another type or rank");
+  call->execution.workspace = buffer->data;
+  call->execution.workspace_bytes = (size_t)buffer->dims[0];
+  return true;
+}
+
+static bool bind_results(call *call) {
+  const XLA_FFI_Rets *rets = &call->frame->rets;
+  int64_t used = 0;
+  for (int i = 0; i < signatures[call->pass].num_results; i++) {
+    const fa_tensor_id id = signatures[call->pass].results[i];
+    if (fa_tensor_role_in(&call->problem, call->pass, id) != FA_ROLE_OUTPUT) continue;
+    if (!bind_result(call, id, used < rets->size ? rets->rets[used] : NULL)) return false;
+    used++;
+  }
+  return check_count(call, "results", rets->size, used + 1) &&
+         (used == rets->size || bind_workspace(call, rets->rets[used]));
+}
+
+/* ---- running --------------------------------------------------------------------------------------- */
+
+/* Tells the runtime what the handler was built against, and that its calls may be recorded. */
+static bool answer_metadata(const XLA_FFI_CallFrame *frame) {
+  XLA_FFI_Extension_Base *extension = frame->extension_start;
+  if (!extension || extension->type != XLA_FFI_Extension_Metadata) return false;
+  XLA_FFI_Metadata *metadata = ((XLA_FFI_Metadata_Extension *)extension)->metadata;
+  metadata->api_version.struct_size = XLA_FFI_Api_Version_STRUCT_SIZE;
+  metadata->api_version.major_version = XLA_FFI_API_MAJOR;
+  metadata->api_version.minor_version = XLA_FFI_API_MINOR;
+  metadata->traits = XLA_FFI_HANDLER_TRAITS_COMMAND_BUFFER_COMPATIBLE;
+  return true;
+}
+
+/* The device and the stream that XLA wants the call on. */
+static XLA_FFI_Error *find_stream(call *call) {
+  const XLA_FFI_Api *api = call->frame->api;
+  XLA_FFI_DeviceOrdinal_Get_Args ordinal = {.struct_size = XLA_FFI_DeviceOrdinal_Get_Args_STRUCT_SIZE,
+                                            .ctx = call->frame->ctx};
+  XLA_FFI_Stream_Get_Args stream = {.struct_size = XLA_FFI_Stream_Get_Args_STRUCT_SIZE,
+                                    .ctx = call->frame->ctx};
+  XLA_FFI_Error *error = api->XLA_FFI_DeviceOrdinal_Get(&ordinal);
+  if (!error) error = api->XLA_FFI_Stream_Get(&stream);
+  call->device.index = ordinal.device_ordinal;
+  call->execution.stream = stream.stream;
+  return error;
+}
+
+static bool run(call *call) {
+  fa_status status = call->device.kind == FA_DEVICE_CUDA
+                         ? fa_run(&call->plan, &call->tensors, &call->execution, &call->error)
+                         : fa_run_on_host(&call->plan, &call->tensors, &call->error);
+  return status == FA_STATUS_OK;
+}
+
+static XLA_FFI_Error_Code error_code(fa_status status) {
+  switch (status) {
+    case FA_STATUS_OK: return XLA_FFI_Error_Code_OK;
+    case FA_STATUS_INVALID_ARGUMENT: return XLA_FFI_Error_Code_INVALID_ARGUMENT;
+    case FA_STATUS_UNSUPPORTED: return XLA_FFI_Error_Code_UNIMPLEMENTED;
+    case FA_STATUS_NO_DEVICE: return XLA_FFI_Error_Code_FAILED_PRECONDITION;
+    case FA_STATUS_OUT_OF_MEMORY: return XLA_FFI_Error_Code_RESOURCE_EXHAUSTED;
+    case FA_STATUS_DEVICE_ERROR: return XLA_FFI_Error_Code_INTERNAL;
+  }
+  return XLA_FFI_Error_Code_UNKNOWN;
+}
+
+static XLA_FFI_Error *make_error(const call *call) {
+  char message[512];
+  snprintf(message, sizeof message, "flash_attention_%s: %s", fa_pass_name(call->pass), call->error.message);
+  return call->frame->api->XLA_FFI_Error_Create(
+      &(XLA_FFI_Error_Create_Args){.struct_size = XLA_FFI_Error_Create_Args_STRUCT_SIZE,
+                                   .message = message,
+                                   .errc = error_code(call->error.status)});
+}
+
+static XLA_FFI_Error *handle(const XLA_FFI_CallFrame *frame, fa_pass pass, fa_device_kind kind) {
+  if (answer_metadata(frame)) return NULL;
+  call call = {.frame = frame, .pass = pass, .device.kind = kind};
+  XLA_FFI_Error *error = kind == FA_DEVICE_CUDA ? find_stream(&call) : NULL;
+  if (error) return error;
+  bool done = read_options(&call) && read_operands(&call) && bind_results(&call) &&
+              fa_plan_init(&call.plan, &call.problem, pass, call.device, &call.error) == FA_STATUS_OK &&
+              run(&call);
+  return done ? NULL : make_error(&call);
+}
+
+XLA_FFI_Error *fa_xla_forward_host(XLA_FFI_CallFrame *frame) {
+  return handle(frame, FA_PASS_FORWARD, FA_DEVICE_CPU);
+}
+
+XLA_FFI_Error *fa_xla_forward_cuda(XLA_FFI_CallFrame *frame) {
+  return handle(frame, FA_PASS_FORWARD, FA_DEVICE_CUDA);
+}
+
+XLA_FFI_Error *fa_xla_backward_host(XLA_FFI_CallFrame *frame) {
+  return handle(frame, FA_PASS_BACKWARD, FA_DEVICE_CPU);
+}
+
+XLA_FFI_Error *fa_xla_backward_cuda(XLA_FFI_CallFrame *frame) {
+  return handle(frame, FA_PASS_BACKWARD, FA_DEVICE_CUDA);
+}
