@@ -21,6 +21,7 @@ static ErlNifFunc functions[] = {
     {"run", 4, fa_nif_run, ERL_NIF_DIRTY_JOB_CPU_BOUND},
     {"backend_info", 0, fa_nif_backend_info, ERL_NIF_DIRTY_JOB_IO_BOUND},
     {"options", 0, fa_nif_options, 0},
+    {"register_xla", 1, fa_nif_register_xla, ERL_NIF_DIRTY_JOB_IO_BOUND},
 };
 
 ERL_NIF_INIT(Elixir.FlashAttention.Native, functions, load, NULL, upgrade, NULL)

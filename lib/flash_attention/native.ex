@@ -86,6 +86,24 @@ defmodule FlashAttention.Native do
     end
   end
 
+  @doc """
+  Registers the passes with the XLA that is loaded in this VM as the library of that name, as the custom calls
+  `flash_attention_forward` and `flash_attention_backward`. The C header says what they take.
+
+  Once, before the first of them is compiled. EXLA loads XLA as `libxla_extension.so` when its NIF is loaded:
+
+      iex> FlashAttention.Native.register_xla("libxla_extension.so")
+      {:error, {:unsupported, "library", "an XLA runtime that is loaded", "libxla_extension.so",
+        "library: expected an XLA runtime that is loaded, got libxla_extension.so"}}
+  """
+  @spec register_xla(library :: String.t()) :: :ok | {:error, error}
+  def register_xla(library) do
+    case load_nif() do
+      :ok -> apply(__MODULE__, :register_xla, [library])
+      {:error, message} -> {:error, {:not_loaded, "", "", "", message}}
+    end
+  end
+
   @doc false
   def load do
     load_nif()
