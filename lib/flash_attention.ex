@@ -219,6 +219,10 @@ defmodule FlashAttention do
     }
   end
 
+  # ---- inside defn: attention/4 and attention_with_lse/4 ------------------------------------------------
+
+  use FlashAttention.Defn
+
   # ---- one path for every pass ---------------------------------------------------------------------------
 
   defp run(pass, inputs, opts) do

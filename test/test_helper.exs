@@ -1,6 +1,7 @@
 # What cannot run here is excluded, and said.
 missing = [
   nx: if(!Code.ensure_loaded?(Nx), do: "Nx is not installed"),
+  defn: if(!FlashAttention.Defn.supported?(), do: "Nx 0.12 or later is not installed"),
   cuda: FlashAttention.backend_info().cuda
 ]
 

@@ -16,9 +16,10 @@ static int upgrade(ErlNifEnv *env, void **priv_data, void **old_priv_data, ERL_N
   return load(env, priv_data, info);
 }
 
-/* run computes; backend_info may have to wake a driver up. Neither may hold a normal scheduler. */
+/* run computes; plan and backend_info may have to wake a driver up. None may hold a normal scheduler. */
 static ErlNifFunc functions[] = {
     {"run", 4, fa_nif_run, ERL_NIF_DIRTY_JOB_CPU_BOUND},
+    {"plan", 4, fa_nif_plan, ERL_NIF_DIRTY_JOB_IO_BOUND},
     {"backend_info", 0, fa_nif_backend_info, ERL_NIF_DIRTY_JOB_IO_BOUND},
     {"options", 0, fa_nif_options, 0},
     {"register_xla", 1, fa_nif_register_xla, ERL_NIF_DIRTY_JOB_IO_BOUND},

@@ -5,6 +5,7 @@
 #include <erl_nif.h>
 
 ERL_NIF_TERM fa_nif_run(ErlNifEnv *env, int argc, const ERL_NIF_TERM argv[]);
+ERL_NIF_TERM fa_nif_plan(ErlNifEnv *env, int argc, const ERL_NIF_TERM argv[]);
 ERL_NIF_TERM fa_nif_backend_info(ErlNifEnv *env, int argc, const ERL_NIF_TERM argv[]);
 ERL_NIF_TERM fa_nif_options(ErlNifEnv *env, int argc, const ERL_NIF_TERM argv[]);
 ERL_NIF_TERM fa_nif_register_xla(ErlNifEnv *env, int argc, const ERL_NIF_TERM argv[]);

@@ -139,6 +139,16 @@ bool fa_get_tensor(ErlNifEnv *env, ERL_NIF_TERM term, const char *argument, ErlN
          get_dims(env, parts[2], argument, shape, error);
 }
 
+bool fa_get_shape(ErlNifEnv *env, ERL_NIF_TERM term, const char *argument, fa_shape *shape, fa_error *error) {
+  int arity;
+  const ERL_NIF_TERM *parts;
+  if (!enif_get_tuple(env, term, &arity, &parts) || arity != 2)
+    return fa_reject_term(env, error, argument, "{type, shape}", term);
+  shape->size_bytes = -1;
+  return get_type(env, parts[0], argument, &shape->dtype, error) &&
+         get_dims(env, parts[1], argument, shape, error);
+}
+
 ERL_NIF_TERM fa_make_text(ErlNifEnv *env, const char *text) {
   ERL_NIF_TERM term;
   size_t length = strlen(text);
@@ -147,12 +157,22 @@ ERL_NIF_TERM fa_make_text(ErlNifEnv *env, const char *text) {
   return term;
 }
 
-ERL_NIF_TERM fa_make_tensor(ErlNifEnv *env, ERL_NIF_TERM data, const fa_shape *shape) {
+static ERL_NIF_TERM make_type(ErlNifEnv *env, fa_dtype dtype) {
+  return enif_make_tuple2(env, fa_atom.type_classes[dtype], enif_make_int(env, 8 * (int)fa_dtype_bytes(dtype)));
+}
+
+static ERL_NIF_TERM make_dims(ErlNifEnv *env, const fa_shape *shape) {
   ERL_NIF_TERM dims[FA_MAX_RANK];
   for (int i = 0; i < shape->rank; i++) dims[i] = enif_make_int64(env, shape->dims[i]);
-  ERL_NIF_TERM type = enif_make_tuple2(env, fa_atom.type_classes[shape->dtype],
-                                       enif_make_int(env, 8 * (int)fa_dtype_bytes(shape->dtype)));
-  return enif_make_tuple3(env, data, type, enif_make_tuple_from_array(env, dims, (unsigned)shape->rank));
+  return enif_make_tuple_from_array(env, dims, (unsigned)shape->rank);
+}
+
+ERL_NIF_TERM fa_make_shape(ErlNifEnv *env, const fa_shape *shape) {
+  return enif_make_tuple2(env, make_type(env, shape->dtype), make_dims(env, shape));
+}
+
+ERL_NIF_TERM fa_make_tensor(ErlNifEnv *env, ERL_NIF_TERM data, const fa_shape *shape) {
+  return enif_make_tuple3(env, data, make_type(env, shape->dtype), make_dims(env, shape));
 }
 
 ERL_NIF_TERM fa_make_error(ErlNifEnv *env, const fa_error *error) {

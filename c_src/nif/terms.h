@@ -31,6 +31,9 @@ bool fa_get_options(ErlNifEnv *env, ERL_NIF_TERM term, fa_problem *problem, fa_e
 bool fa_get_tensor(ErlNifEnv *env, ERL_NIF_TERM term, const char *argument, ErlNifBinary *data, fa_shape *shape,
                    fa_error *error);
 
+/* {{class, bits}, {dims…}}; how many bytes there are is not known. */
+bool fa_get_shape(ErlNifEnv *env, ERL_NIF_TERM term, const char *argument, fa_shape *shape, fa_error *error);
+
 /* Fills error in the library's own form, "argument: expected …, got …", and returns false. */
 bool fa_reject(fa_error *error, fa_status status, const char *argument, const char *expected, const char *got);
 bool fa_reject_term(ErlNifEnv *env, fa_error *error, const char *argument, const char *expected,
@@ -38,6 +41,8 @@ bool fa_reject_term(ErlNifEnv *env, fa_error *error, const char *argument, const
 
 /* A binary of the text. What is not ASCII becomes '?': texts may quote atoms in any encoding, cut anywhere. */
 ERL_NIF_TERM fa_make_text(ErlNifEnv *env, const char *text);
+/* {{class, bits}, {dims…}} */
+ERL_NIF_TERM fa_make_shape(ErlNifEnv *env, const fa_shape *shape);
 ERL_NIF_TERM fa_make_tensor(ErlNifEnv *env, ERL_NIF_TERM data, const fa_shape *shape);
 /* {error, {status, argument, expected, got, message}} */
 ERL_NIF_TERM fa_make_error(ErlNifEnv *env, const fa_error *error);

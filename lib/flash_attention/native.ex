@@ -29,6 +29,9 @@ defmodule FlashAttention.Native do
   @typedoc "Tensors by the names of the C header: `:q`, `:lse`, `:dout`, `:tangent_q`, …"
   @type tensors :: %{optional(atom) => tensor}
 
+  @typedoc "The types and sizes of tensors, by the same names."
+  @type shapes :: %{optional(atom) => {type, tuple}}
+
   @typedoc "A number, `:infinity` for a window without bound, or a choice: `:high`, `true`."
   @type option :: {atom, number | :infinity | atom}
 
@@ -59,6 +62,24 @@ defmodule FlashAttention.Native do
   def run(pass, tensors, options, device) do
     case load_nif() do
       :ok -> apply(__MODULE__, :run, [pass, tensors, options, device])
+      {:error, message} -> {:error, {:not_loaded, "", "", "", message}}
+    end
+  end
+
+  @doc """
+  What a pass would write, from the types and shapes of its inputs, and how many bytes of workspace it takes on the
+  device: whether `run/4` would take them, without data.
+
+      iex> shapes = for name <- [:q, :k, :v], into: %{}, do: {name, {{:bf, 16}, {2, 9, 4, 64}}}
+      iex> {:ok, outputs, _workspace_bytes} = FlashAttention.Native.plan(:forward, shapes, [], {:cpu, 0})
+      iex> outputs
+      %{o: {{:bf, 16}, {2, 9, 4, 64}}, lse: {{:f, 32}, {2, 4, 9}}}
+  """
+  @spec plan(pass, shapes, [option], device) ::
+          {:ok, shapes, workspace_bytes :: non_neg_integer} | {:error, error}
+  def plan(pass, shapes, options, device) do
+    case load_nif() do
+      :ok -> apply(__MODULE__, :plan, [pass, shapes, options, device])
       {:error, message} -> {:error, {:not_loaded, "", "", "", message}}
     end
   end

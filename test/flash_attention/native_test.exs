@@ -317,4 +317,58 @@ defmodule FlashAttention.NativeTest do
       :code.load_binary(Native, file, beam)
     end
   end
+
+  describe "plan" do
+    test "gives the shapes that run gives, and its errors, for terms of any kind" do
+      sizes = %{
+        q: {2, 5, 4, 3},
+        k: {2, 7, 2, 3},
+        v: {2, 7, 2, 3},
+        sink: {2, 4},
+        o: {2, 5, 4, 3},
+        lse: {2, 4, 5}
+      }
+
+      shapes = for {name, shape} <- sizes, into: %{}, do: {name, {{:f, 32}, shape}}
+
+      tensors =
+        for {name, {type, shape}} <- shapes,
+            into: %{},
+            do: {name, {<<0::size(32 * Tuple.product(shape))>>, type, shape}}
+
+      for {pass, shapes, tensors} <- [
+            {:forward, Map.drop(shapes, [:o, :lse]), Map.drop(tensors, [:o, :lse])},
+            {:backward, Map.put(shapes, :dout, shapes.q), Map.put(tensors, :dout, tensors.q)}
+          ] do
+        {:ok, outputs} = Native.run(pass, tensors, [], {:cpu, 0})
+        written = for {name, {_data, type, shape}} <- outputs, into: %{}, do: {name, {type, shape}}
+        assert {:ok, ^written, _workspace_bytes} = Native.plan(pass, shapes, [], {:cpu, 0})
+
+        for {name, {{:f, 32}, shape}} <- shapes, name != :q do
+          assert {:error, {:invalid_argument, argument, _, _, _}} =
+                   Native.plan(
+                     pass,
+                     %{shapes | name => {{:f, 32}, Tuple.insert_at(shape, 0, 1)}},
+                     [],
+                     {:cpu, 0}
+                   )
+
+          assert argument == Atom.to_string(name)
+        end
+      end
+
+      for {pass, shapes, options, device} <- [
+            {:sideways, shapes, [], {:cpu, 0}},
+            {:forward, [], [], {:cpu, 0}},
+            {:forward, %{shapes | q: 1}, [], {:cpu, 0}},
+            {:forward, %{shapes | q: {{:s, 8}, {1}}}, [], {:cpu, 0}},
+            {:forward, %{shapes | q: {{:f, 32}, [1]}}, [], {:cpu, 0}},
+            {:forward, Map.delete(shapes, :k), [], {:cpu, 0}},
+            {:forward, shapes, [softcap: -1], {:cpu, 0}},
+            {:forward, shapes, [], :cpu},
+            {:forward, shapes, [], {:cpu, 1}}
+          ],
+          do: assert({:error, {_, _, _, _, _}} = Native.plan(pass, shapes, options, device))
+    end
+  end
 end

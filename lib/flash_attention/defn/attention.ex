@@ -1,0 +1,153 @@
+if FlashAttention.Defn.supported?() do
+  defmodule FlashAttention.Defn.Attention do
+    @moduledoc false
+
+    alias FlashAttention.Defn.{Backward, Forward}
+    alias FlashAttention.{Error, Native, Options}
+    alias Nx.Defn.{Expr, Kernel}
+
+    @doc false
+    def attention_with_lse(q, k, v, opts) do
+      {inputs, opts} = check!([q: q, k: k, v: v], opts)
+      plan!(:forward, inputs, opts)
+
+      # Every vectorized axis is a part of the batch.
+      [q | _] = tensors = Nx.broadcast_vectors([inputs[:q], inputs[:k], inputs[:v]])
+      tensors = Enum.map(tensors ++ List.wrap(inputs[:sink]), &flatten/1)
+      {o, lse} = inputs |> Keyword.keys() |> Enum.zip(tensors) |> forward(opts)
+
+      [batch, seqlen_q, num_heads, _head_dim] = q.names
+      {batches, rows, heads, _} = q.shape
+
+      {Nx.revectorize(o, q.vectorized_axes, target_shape: q.shape, target_names: q.names),
+       Nx.revectorize(lse, q.vectorized_axes,
+         target_shape: {batches, heads, rows},
+         target_names: [batch, num_heads, seqlen_q]
+       )}
+    end
+
+    # ---- what is given: tensors by name, in the order of the C header, and options without the sink ---------
+
+    defp check!(inputs, opts) do
+      inputs = if sink = unwrap!(Options.parse(opts)).sink, do: inputs ++ [sink: sink], else: inputs
+      {for({name, tensor} <- inputs, do: {name, tensor!(name, tensor)}), Keyword.delete(opts, :sink)}
+    end
+
+    defp tensor!(:sink, %Nx.Tensor{vectorized_axes: [_ | _] = axes}),
+      do: raise(Error.invalid(:sink, "a tensor without vectorized axes", inspect(axes)))
+
+    defp tensor!(_name, %Nx.Tensor{} = tensor), do: tensor
+    defp tensor!(name, other), do: raise(Error.invalid(name, "an Nx tensor", Error.show(other)))
+
+    defp unwrap!({:ok, result}), do: result
+    defp unwrap!({:error, error}), do: raise(error)
+
+    # Without names, and with vectorized axes folded into the first one.
+    defp flatten(%{vectorized_axes: axes, shape: shape} = tensor) do
+      batch = Enum.product([elem(shape, 0) | Keyword.values(axes)])
+      Nx.revectorize(tensor, [], target_shape: put_elem(shape, 0, batch))
+    end
+
+    # ---- what the library says of a pass -----------------------------------------------------------------
+
+    @outputs [:o, :lse, :dq, :dk, :dv, :dsink]
+
+    @doc false
+    # The kinds of device that take a pass of these tensors, the types and shapes of what it writes, and the bytes of
+    # workspace that XLA must give it on a GPU. Raises the library's own error where no device takes it.
+    def plan!(pass, inputs, opts) do
+      shapes = Map.new(inputs, fn {name, tensor} -> {name, {tensor.type, tensor.shape}} end)
+      %{devices: devices, native: native} = unwrap!(Options.parse(opts))
+      plans = for {kind, _index} = device <- devices, do: {kind, Native.plan(pass, shapes, native, device)}
+      taken = for {kind, {:ok, outputs, workspace_bytes}} <- plans, do: {kind, outputs, workspace_bytes}
+
+      case {taken, plans} do
+        {[{_kind, outputs, _} | _], _} ->
+          %{
+            kinds: for({kind, _, _} <- taken, do: kind),
+            outputs: for(name <- @outputs, {type, shape} <- [outputs[name]], do: Nx.template(shape, type)),
+            workspace_bytes: Enum.find_value(taken, 0, fn {kind, _, bytes} -> kind == :cuda && bytes end)
+          }
+
+        # As in FlashAttention, a device that does not take the problem leaves it to the next one: the last one tells.
+        {[], plans} ->
+          {_kind, {:error, error}} = List.last(plans)
+          raise Error.from_native(error)
+      end
+    end
+
+    # ---- the passes, and how one leads to the other ------------------------------------------------------
+
+    defp forward(inputs, opts) do
+      if Enum.any?(inputs, fn {_name, tensor} -> is_struct(tensor.data, Expr) end),
+        do: differentiable_forward(for({name, tensor} <- inputs, do: {name, Expr.tensor(tensor)}), opts),
+        else: %Forward{opts: opts} |> block(inputs) |> List.to_tuple()
+    end
+
+    # The custom gradient is around the block: Nx differentiates what is inside of one.
+    defp differentiable_forward(inputs, opts) do
+      [o, lse] = block(%Forward{opts: opts}, inputs)
+      tensors = Keyword.values(inputs)
+
+      {Kernel.custom_grad(o, tensors, &backward(&1, inputs, o, lse, opts)),
+       without_gradient(lse, tensors, "lse has no gradient; stop_grad(lse) says that none is wanted")}
+    end
+
+    defp backward(dout, inputs, o, lse, opts) do
+      {sink, inputs} = Keyword.split(inputs, [:sink])
+      # The cotangent has the type of the loss, and of an output that is not used it may be a scalar.
+      dout = dout |> Nx.as_type(o.type) |> Nx.broadcast(o.shape)
+      inputs = [dout: dout] ++ inputs ++ [o: o, lse: lse] ++ sink
+
+      for gradient <- block(%Backward{opts: opts}, inputs) do
+        without_gradient(gradient, Keyword.values(inputs), "the gradient of attention has no gradient itself")
+      end
+    end
+
+    # Differentiating through the call of a function would give 0 without a word.
+    defp without_gradient(tensor, inputs, reason) do
+      Kernel.custom_grad(tensor, inputs, fn _cotangent ->
+        raise Error.from_native({:unsupported, "", "", "", "FlashAttention.attention: #{reason}"})
+      end)
+    end
+
+    defp block(%{pass: pass, opts: opts} = block, inputs) do
+      names = Keyword.keys(inputs)
+      plan = plan!(pass, inputs, opts)
+      default = default(length(inputs), &call(pass, Enum.zip(names, &1), opts))
+      outputs = Nx.block(block, Keyword.values(inputs), List.to_tuple(plan.outputs), default)
+      outputs |> Tuple.to_list() |> Enum.take(length(plan.outputs))
+    end
+
+    # The default function has one parameter for each input.
+    defp default(3, call), do: fn _, q, k, v -> call.([q, k, v]) end
+    defp default(4, call), do: fn _, q, k, v, sink -> call.([q, k, v, sink]) end
+    defp default(6, call), do: fn _, dout, q, k, v, o, lse -> call.([dout, q, k, v, o, lse]) end
+    defp default(7, call), do: fn _, dout, q, k, v, o, lse, sink -> call.([dout, q, k, v, o, lse, sink]) end
+
+    # What it returns is what the block returns. An expression may become a custom call of XLA, which allocates
+    # outputs and nothing else: there the workspace is one more output, which nobody reads.
+    defp call(pass, [{_name, first} | _] = inputs, opts) do
+      %{outputs: outputs, workspace_bytes: bytes} = plan!(pass, inputs, opts)
+      results = Nx.runtime_call(List.to_tuple(outputs), Map.new(inputs), [pass: pass, opts: opts], &run/2)
+
+      if bytes > 0 and is_struct(first.data, Expr),
+        do: Tuple.insert_at(results, length(outputs), Nx.broadcast(Expr.tensor(Nx.u8(0)), {bytes})),
+        else: results
+    end
+
+    @doc false
+    # The callback of Nx.runtime_call/4: the eager API, on tensors with values.
+    def run(tensors, pass: pass, opts: opts),
+      do: run_pass(pass, tensors, if(tensors[:sink], do: [sink: tensors.sink] ++ opts, else: opts))
+
+    defp run_pass(:forward, %{q: q, k: k, v: v}, opts), do: FlashAttention.forward_with_states!(q, k, v, opts)
+
+    defp run_pass(:backward, %{dout: dout, q: q, k: k, v: v, o: o, lse: lse}, opts) do
+      case FlashAttention.backward!(dout, q, k, v, o, lse, opts) do
+        {dq, dk, dv, %{sink: dsink}} -> {dq, dk, dv, dsink}
+        gradients -> gradients
+      end
+    end
+  end
+end

@@ -1,0 +1,284 @@
+defmodule FlashAttention.DefnTest do
+  use ExUnit.Case, async: true
+
+  alias FlashAttention.Test.{Numerical, NxAttention, Tensors}
+
+  @moduletag :defn
+  @compile {:no_warn_undefined,
+            [Nx, Nx.Defn, Nx.Defn.Composite, Nx.Defn.Tree, Nx.Defn.Kernel, Numerical, NxAttention]}
+
+  # {batch, seqlen_q, seqlen_k, num_heads, num_kv_heads, head_dim}, options. sink: how many.
+  @problems [
+    {{2, 7, 7, 2, 2, 5}, []},
+    {{1, 9, 9, 3, 1, 8}, [causal: false]},
+    {{2, 5, 11, 4, 2, 6}, [scale: 0.3]},
+    {{2, 13, 13, 2, 1, 4}, [window: {3, 0}, softcap: 2.0]},
+    {{1, 6, 9, 4, 2, 7}, [causal: false, window: {4, 1}, sink: 2]},
+    {{3, 8, 8, 2, 2, 3}, [sink: 1, softcap: 1.5, deterministic: true]}
+  ]
+
+  defp nx(%{data: data, type: type, shape: shape}), do: data |> Nx.from_binary(type) |> Nx.reshape(shape)
+
+  defp problem(index, type \\ :f64) do
+    {sizes, opts} = Enum.at(@problems, index)
+    problem = Tensors.problem(index + 1, type, sizes, opts)
+    {sink, opts} = Keyword.pop(problem.opts, :sink)
+
+    {[nx(problem.q), nx(problem.k), nx(problem.v)] ++ if(sink, do: [nx(sink)], else: []), nx(problem.dout),
+     opts}
+  end
+
+  defp with_sink([q, k, v | sink], opts),
+    do: [q, k, v, if(sink == [], do: opts, else: [sink: hd(sink)] ++ opts)]
+
+  defp outputs(module, tensors, opts) do
+    attention = fn tensors -> apply(module, :attention_with_lse, with_sink(Tuple.to_list(tensors), opts)) end
+    Nx.Defn.jit_apply(attention, [List.to_tuple(tensors)])
+  end
+
+  # The dot product with dout: its gradient by the tensors is the backward.
+  defp loss(module, tensors, dout, opts),
+    do: module |> apply(:attention, with_sink(tensors, opts)) |> Nx.multiply(dout) |> Nx.sum()
+
+  defp gradients(module, tensors, dout, opts) do
+    grad = fn tensors, dout -> Nx.Defn.grad(tensors, &loss(module, Tuple.to_list(&1), dout, opts)) end
+    Nx.Defn.jit_apply(grad, [List.to_tuple(tensors), dout]) |> Tuple.to_list()
+  end
+
+  defp distance(x, y), do: Nx.subtract(x, y) |> Nx.abs() |> Nx.reduce_max() |> Nx.to_number()
+
+  # The sink and its gradient are f32.
+  defp assert_close(x, y, tolerance) do
+    assert Nx.shape(x) == Nx.shape(y)
+    assert distance(x, y) <= if(Nx.type(x) == {:f, 32}, do: max(tolerance, 1.0e-6), else: tolerance)
+  end
+
+  for {{sizes, opts}, index} <- Enum.with_index(@problems) do
+    test "#{inspect(sizes)} #{inspect(opts)}: outputs and gradients are those of attention written in Nx" do
+      {tensors, dout, opts} = problem(unquote(index))
+
+      {o, lse} = outputs(FlashAttention, tensors, opts)
+      {plain_o, plain_lse} = outputs(NxAttention, tensors, opts)
+      assert_close(o, plain_o, 1.0e-13)
+      assert_close(lse, plain_lse, 1.0e-13)
+
+      ours = gradients(FlashAttention, tensors, dout, opts)
+      plain = gradients(NxAttention, tensors, dout, opts)
+      for {x, y} <- Enum.zip(ours, plain), do: assert_close(x, y, 1.0e-12)
+    end
+  end
+
+  test "outside of defn it computes at once, with the numbers of the eager functions" do
+    for type <- [:f32, :f64, :bf16, :f16] do
+      {[q, k, v, sink], _dout, opts} = problem(4, type)
+      {o, lse} = FlashAttention.attention_with_lse(q, k, v, [sink: sink] ++ opts)
+      assert {o, lse} == FlashAttention.forward_with_states!(q, k, v, [sink: sink] ++ opts)
+      assert FlashAttention.attention(q, k, v, [sink: sink] ++ opts) == o
+    end
+  end
+
+  test "gradients are the library's own backward, in every type" do
+    for type <- [:f32, :bf16, :f16] do
+      {[q, k, v, sink] = tensors, dout, opts} = problem(4, type)
+      {o, lse} = FlashAttention.forward_with_states!(q, k, v, [sink: sink] ++ opts)
+      {dq, dk, dv, %{sink: dsink}} = FlashAttention.backward!(dout, q, k, v, o, lse, [sink: sink] ++ opts)
+      assert gradients(FlashAttention, tensors, dout, opts) == [dq, dk, dv, dsink]
+    end
+  end
+
+  test "the gradient of a loss in another type, and of one that uses few elements" do
+    {tensors, _dout, opts} = problem(0, :bf16)
+
+    # The loss is in f32, attention in the type of the tensors. As accurate as unfused attention in bf16.
+    dq = fn module, [q, k, v] ->
+      Nx.Defn.grad(q, &(module.attention(&1, k, v, opts) |> Nx.as_type(:f32) |> Nx.sum()))
+    end
+
+    exact = dq.(NxAttention, Enum.map(tensors, &Nx.as_type(&1, :f64)))
+    assert Nx.type(dq.(FlashAttention, tensors)) == {:bf, 16}
+    assert distance(dq.(FlashAttention, tensors), exact) <= 2 * distance(dq.(NxAttention, tensors), exact)
+
+    {[q, k, v], _dout, opts} = problem(0)
+    corner = fn module -> fn q -> module.attention(q, k, v, opts)[[0, 3, 1, 2]] end end
+    assert_close(Nx.Defn.grad(q, corner.(FlashAttention)), Nx.Defn.grad(q, corner.(NxAttention)), 1.0e-13)
+  end
+
+  test "inside defn, with what comes before and after differentiated too" do
+    {[q, k, v], dout, _opts} = problem(3)
+    weight = Nx.iota({4, 4}, type: :f64) |> Nx.divide(7)
+
+    network = fn module ->
+      fn weight, {q, k, v, dout} ->
+        Nx.Defn.value_and_grad(weight, fn weight ->
+          o = module.attention(Nx.dot(q, [3], weight, [0]), k, Nx.sin(v), window: {3, 0})
+          Nx.sum(Nx.multiply(Nx.tanh(o), dout))
+        end)
+      end
+    end
+
+    {value, gradient} = Nx.Defn.jit_apply(network.(FlashAttention), [weight, {q, k, v, dout}])
+    {plain_value, plain_gradient} = Nx.Defn.jit_apply(network.(NxAttention), [weight, {q, k, v, dout}])
+    assert_close(value, plain_value, 1.0e-12)
+    assert_close(gradient, plain_gradient, 1.0e-12)
+  end
+
+  test "a tensor that is given several times gets the sum of its gradients" do
+    {[q | _], dout, _opts} = problem(0)
+    loss = fn module -> fn x -> Nx.sum(Nx.multiply(module.attention(x, x, x), dout)) end end
+    assert_close(Nx.Defn.grad(q, loss.(FlashAttention)), Nx.Defn.grad(q, loss.(NxAttention)), 1.0e-12)
+  end
+
+  test "inside defn, while and cond" do
+    {[q, k, v, sink], _dout, _opts} = problem(5)
+
+    loss = fn {q, k, v, sink} ->
+      NxAttention.attention(q, k, v, window: {3, 0}, sink: sink) |> Nx.sin() |> Nx.sum()
+    end
+
+    plain = Nx.Defn.grad({q, k, v, sink}, loss) |> Tuple.to_list()
+    ours = Numerical.gradients(q, k, v, sink) |> Tuple.to_list()
+    for {x, y} <- Enum.zip(ours, plain), do: assert_close(x, y, 1.0e-12)
+
+    assert Numerical.with_lse(q, k, v) == FlashAttention.attention_with_lse(q, k, v)
+
+    attend = &NxAttention.attention(&1, k, v, causal: false)
+    three = Nx.Defn.grad(q, &Nx.sum(Nx.pow(attend.(attend.(attend.(&1))), 2)))
+    assert_close(Numerical.repeated(q, k, v), three, 1.0e-12)
+
+    taken = Nx.Defn.grad(q, &Nx.sum(Nx.pow(NxAttention.attention(&1, k, v), 2)))
+    assert_close(Numerical.either(q, k, v, 1), taken, 1.0e-12)
+    assert_close(Numerical.either(q, k, v, 0), Nx.multiply(4, Nx.pow(q, 3)), 1.0e-12)
+  end
+
+  test "axes keep their names" do
+    {[q, k, v], _dout, opts} = problem(0, :f32)
+    q = Nx.rename(q, [:batch, :row, :head, :dim])
+    k = Nx.rename(k, [:batch, :column, :group, nil])
+
+    for attention <- [
+          &FlashAttention.attention_with_lse/4,
+          &Nx.Defn.jit_apply(fn q, k, v -> FlashAttention.attention_with_lse(q, k, v, &4) end, [&1, &2, &3])
+        ] do
+      {o, lse} = attention.(q, k, v, opts)
+      assert Nx.names(o) == [:batch, :row, :head, :dim]
+      assert Nx.names(lse) == [:batch, :head, :row]
+    end
+
+    {dq, dk} = Nx.Defn.grad({q, k}, fn {q, k} -> Nx.sum(FlashAttention.attention(q, k, v, opts)) end)
+    assert {Nx.names(dq), Nx.names(dk)} == {Nx.names(q), Nx.names(k)}
+  end
+
+  test "vectorized axes are a part of the batch, with gradients" do
+    {[q, k, v, sink], dout, opts} = problem(5)
+    # Twice the batch of three: one half is the other one upside down.
+    stack = fn t -> Nx.stack([t, Nx.reverse(t)]) |> Nx.vectorize(:half) end
+    [vq, vk, vv, vdout] = Enum.map([q, k, v, dout], stack)
+
+    {o, lse} = FlashAttention.attention_with_lse(vq, vk, vv, [sink: sink] ++ opts)
+    assert o.vectorized_axes == [half: 2] and lse.vectorized_axes == [half: 2]
+    {first, first_lse} = FlashAttention.attention_with_lse(q, k, v, [sink: sink] ++ opts)
+    assert Nx.devectorize(o)[0] |> Nx.rename(nil_names(4)) == first
+    assert Nx.devectorize(lse)[0] |> Nx.rename(nil_names(3)) == first_lse
+
+    # One tensor with vectorized axes is enough.
+    mixed = FlashAttention.attention(vq, k, v, [sink: sink] ++ opts)
+    assert Nx.devectorize(mixed)[0] |> Nx.rename(nil_names(4)) == first
+
+    gradients = fn module ->
+      grad = fn tensors ->
+        Nx.Defn.grad(tensors, fn {q, k, v} ->
+          q |> module.attention(k, v, [sink: sink] ++ opts) |> Nx.multiply(vdout) |> Nx.sum()
+        end)
+      end
+
+      grad.({vq, vk, vv})
+    end
+
+    halves = fn module ->
+      for t <- [&Function.identity/1, &Nx.reverse/1] do
+        Nx.Defn.grad({t.(q), t.(k), t.(v)}, fn {q, k, v} ->
+          q |> module.attention(k, v, [sink: sink] ++ opts) |> Nx.multiply(t.(dout)) |> Nx.sum()
+        end)
+      end
+    end
+
+    [upper, lower] = halves.(NxAttention)
+
+    for {gradient, index} <- gradients.(FlashAttention) |> Tuple.to_list() |> Enum.with_index() do
+      assert gradient.vectorized_axes == [half: 2]
+      flat = gradient |> Nx.devectorize() |> Nx.rename(nil_names(5))
+      assert_close(flat, Nx.stack([elem(upper, index), elem(lower, index)]), 1.0e-12)
+    end
+  end
+
+  defp nil_names(rank), do: List.duplicate(nil, rank)
+
+  test "the gradient has no gradient, and says so" do
+    {[q, k, v], _dout, _opts} = problem(0)
+    first = fn q -> Nx.Defn.grad(q, fn q -> Nx.sum(FlashAttention.attention(q, k, v)) end) end
+
+    assert_raise FlashAttention.Error, ~r/gradient of attention has no gradient itself/, fn ->
+      Nx.Defn.grad(q, fn q -> Nx.sum(Nx.multiply(first.(q), q)) end)
+    end
+
+    # What does not go through the first gradient is fine.
+    assert Nx.shape(Nx.Defn.grad(q, fn q -> Nx.sum(Nx.multiply(Nx.Defn.Kernel.stop_grad(first.(q)), q)) end)) ==
+             Nx.shape(q)
+  end
+
+  test "lse has no gradient, and says so" do
+    {[q, k, v], _dout, opts} = problem(0)
+    loss = fn q, f -> FlashAttention.attention_with_lse(q, k, v, opts) |> f.() end
+
+    assert_raise FlashAttention.Error, ~r/lse has no gradient/, fn ->
+      Nx.Defn.grad(q, &loss.(&1, fn {_o, lse} -> Nx.sum(lse) end))
+    end
+
+    with_lse =
+      Nx.Defn.grad(q, &loss.(&1, fn {o, lse} -> Nx.sum(o) |> Nx.add(Nx.sum(Nx.Defn.Kernel.stop_grad(lse))) end))
+
+    assert with_lse == Nx.Defn.grad(q, &loss.(&1, fn {o, _lse} -> Nx.sum(o) end))
+  end
+
+  test "errors come when the expression is built, in the library's words" do
+    t = fn shape, type -> Nx.broadcast(Nx.tensor(0, type: type), shape) end
+    q = t.({1, 4, 2, 8}, :f32)
+
+    for {k, v, opts, message} <- [
+          {t.({1, 4, 2, 6}, :f32), q, [], "k: expected head_dim 8 as in q, got 6"},
+          {t.({1, 4, 2, 8}, :bf16), q, [], "k: expected type f32 as in q, got bf16"},
+          {q, t.({4, 2, 8}, :f32), [],
+           "v: expected rank 4, [batch, seqlen_k, num_kv_heads, head_dim], got rank 3"},
+          {q, 5, [], "v: expected an Nx tensor, got 5"},
+          {q, q, [causal: 1], "causal: expected true or false, got 1"},
+          {q, q, [sink: t.({3, 5}, :f32)], "sink: expected num_heads 2 as in q, got 5"},
+          {q, q, [sink: Nx.vectorize(t.({3, 1, 2}, :f32), :x)],
+           "sink: expected a tensor without vectorized axes, got [x: 3]"}
+        ] do
+      for call <- [
+            fn -> FlashAttention.attention(q, k, v, opts) end,
+            fn -> Nx.Defn.jit_apply(fn q -> FlashAttention.attention(q, k, v, opts) end, [q]) end
+          ] do
+        error = assert_raise FlashAttention.Error, call
+        assert Exception.message(error) =~ message
+      end
+    end
+  end
+
+  test "an expression holds no scores: its tensors are inputs, outputs and what the loss makes of them" do
+    {[q, k, v], dout, opts} = problem(2)
+    grad = fn tensors -> Nx.Defn.grad(tensors, &loss(FlashAttention, Tuple.to_list(&1), dout, opts)) end
+    {_, sizes} = Nx.Defn.debug_expr(grad).({q, k, v}) |> Nx.Defn.Composite.reduce({%{}, []}, &collect/2)
+    assert Enum.max(sizes) <= Enum.max(Enum.map([q, k, v], &Nx.size/1))
+  end
+
+  defp collect(%{data: %{id: id}} = tensor, {seen, sizes}) do
+    if Map.has_key?(seen, id) do
+      {seen, sizes}
+    else
+      acc = {Map.put(seen, id, true), if(is_tuple(tensor.shape), do: [Nx.size(tensor) | sizes], else: sizes)}
+      {_, acc} = Nx.Defn.Tree.apply_args(tensor, acc, fn arg, acc -> {arg, collect(arg, acc)} end)
+      acc
+    end
+  end
+end
