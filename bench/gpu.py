@@ -11,81 +11,38 @@ counts 4*b*h*s*s*d operations, half of that under a causal mask, the backward 2.
 16,384 tokens in 16-bit types, 8,192 in f32. Inputs are normal, [batch, seqlen, heads, head_dim].
 """
 import argparse
-import ctypes
 import os
 import statistics
+import sys
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+sys.path.append(os.path.join(os.path.dirname(__file__), "../test/xla"))
+import c_library
+from c_library import PASSES
+
 HIDDEN = 2048
 TYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 PRECISIONS = {"highest": 0, "high": 1, "default": 2}
 
-# ---- the C library: see c_src/flash_attention.h --------------------------------------------------------------
-
-PASSES = {"forward": 0, "backward": 1}
-DTYPES = {torch.float32: 0, torch.bfloat16: 2, torch.float16: 3}
-SIZES = "batch seqlen_q seqlen_k num_heads num_kv_heads head_dim num_sinks".split()
-TENSORS = "q k v sink o lse dout dq dk dv dsink tangent_q tangent_k tangent_v tangent_sink o_tangent lse_tangent"
-
-
-def structure(*fields):
-    """A ctypes structure of (type, "names") pairs."""
-    members = [(name, kind) for kind, names in fields for name in names.split()]
-    return type("Structure", (ctypes.Structure,), {"_fields_": members})
-
-
-Problem = structure((ctypes.c_size_t, "struct_size"), (ctypes.c_int, "dtype"), (ctypes.c_int64, " ".join(SIZES)),
-                    (ctypes.c_double, "scale"), (ctypes.c_int64, "window_left window_right"),
-                    (ctypes.c_double, "softcap"), (ctypes.c_int32, "precision deterministic"))
-Tensor = structure((ctypes.c_void_p, "data"), (ctypes.c_int64, "stride_batch stride_row stride_head"))
-Tensors = structure((Tensor, TENSORS))
-Error = structure((ctypes.c_int, "status"), (ctypes.c_char * 32, "argument"), (ctypes.c_char * 160, "expected got"),
-                  (ctypes.c_char * 384, "message"))
-Device = structure((ctypes.c_int, "kind"), (ctypes.c_int32, "index"))
-Execution = structure((ctypes.c_void_p, "workspace"), (ctypes.c_size_t, "workspace_bytes"),
-                      (ctypes.c_int32, "num_threads"), (ctypes.c_void_p, "stream"))
-Plan = structure((Problem, "problem"), (ctypes.c_int, "which"), (Device, "device"), (ctypes.c_char_p, "kernel"),
-                 (ctypes.c_size_t, "workspace_bytes"), (ctypes.c_int32, "num_threads"),
-                 (ctypes.c_void_p, "backend config"))
-CUDA = Device(1, 0)
-
-
-class Library:
-    def __init__(self, path):
-        self.path, self.functions = path, ctypes.CDLL(os.path.abspath(path))
-
-    def plan(self, which, dtype, q_shape, k_shape, **options):
-        problem, plan = Problem(), Plan()
-        self.functions.fa_problem_init(ctypes.byref(problem))
-        problem.dtype = DTYPES[dtype]
-        problem.batch, problem.seqlen_q, problem.num_heads, problem.head_dim = q_shape
-        _, problem.seqlen_k, problem.num_kv_heads, _ = k_shape
-        for name, value in options.items():
-            setattr(problem, name, value)
-        self.call("fa_plan_init", plan, problem, PASSES[which], CUDA)
-        return plan
-
-    def call(self, function, *arguments):
-        error = Error()
-        references = [ctypes.byref(x) if isinstance(x, ctypes.Structure) and x is not CUDA else x for x in arguments]
-        if getattr(self.functions, function)(*references, ctypes.byref(error)):
-            raise RuntimeError(error.message.decode())
-
+class Library(c_library.Library):
     def prepare(self, which, tensors, **options):
         """A function that enqueues the pass on torch's current stream and keeps the tensors for as long as it is
         kept; lse is the one of rank 3."""
-        plan = self.plan(which, tensors["q"].dtype, tensors["q"].shape, tensors["k"].shape, **options)
-        places = Tensors()
+        type_name = next(name for name, dtype in TYPES.items() if dtype == tensors["q"].dtype)
+        plan = self.plan(which, type_name, tensors["q"].shape, tensors["k"].shape, **options)
+        places = c_library.Tensors()
         for name, x in tensors.items():
-            setattr(places, name, Tensor(x.data_ptr(), *(x.stride()[:3] if x.dim() == 4 else (0, 0, 0))))
+            strides = x.stride()[:3] if x.dim() == 4 else (0, 0, 0)
+            setattr(places, name, c_library.Tensor(x.data_ptr(), *strides))
         workspace = torch.empty(plan.workspace_bytes + 1, dtype=torch.uint8, device="cuda")
 
         def run(kept=tensors):
             stream = torch.cuda.current_stream().cuda_stream
-            self.call("fa_run", plan, places, Execution(workspace.data_ptr(), plan.workspace_bytes, 0, stream))
+            execution = c_library.Execution(workspace.data_ptr(), plan.workspace_bytes, 0, stream)
+            self.call("fa_run", plan, places, execution)
 
         return run
 
@@ -419,9 +376,9 @@ def main():
     page.mark("forward and backward run in a CUDA graph", runs_in_a_graph(library))
     million = (1, 1 << 20, 1, 64)
     half = (1, 1 << 19, 1, 64)
-    for type_name, dtype in TYPES.items():
+    for type_name in TYPES:
         for which in PASSES:
-            full, part = (library.plan(which, dtype, shape, shape).workspace_bytes for shape in (million, half))
+            full, part = (library.plan(which, type_name, shape, shape).workspace_bytes for shape in (million, half))
             page.mark(f"workspace in O(seqlen): the {type_name} {which} of 1,048,576 rows, head_dim 64, takes "
                       f"{full >> 20} MiB", full <= 2 * part)
     megabytes = os.path.getsize(library.path) / 1e6
