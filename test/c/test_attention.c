@@ -3,16 +3,15 @@
  *
  *   --device cpu|cuda|reference   --dtype f32|f64|bf16|f16   --quick   --sweep N   --seed S   --verbose
  *
- * The tolerance is what the type can do: max |x - oracle| <= 2 * max |naive - oracle| + tiny, where naive is
- * unfused attention in the same type. Reruns, and runs with other numbers of threads, must agree bitwise; on
- * CUDA, where only a deterministic backward promises that, every case also runs deterministically.
+ * tolerance.h says how near it must come. Reruns, and runs with other numbers of threads, must agree bitwise;
+ * on CUDA, where only a deterministic backward promises that, every case also runs deterministically.
  */
 #include <math.h>
 #include <stdlib.h>
 
 #include "check.h"
 #include "harness.h"
-#include "random.h"
+#include "tolerance.h"
 
 static struct {
   fa_device device;
@@ -27,10 +26,6 @@ static const fa_device_kind kinds[] = {FA_DEVICE_CPU, FA_DEVICE_CUDA, FA_DEVICE_
 /* The largest error, in tolerances, that any case had. */
 static double worst[FA_NUM_DTYPES][FA_NUM_TENSORS];
 
-static const fa_tensor_id outputs[] = {FA_TENSOR_O,  FA_TENSOR_LSE, FA_TENSOR_DQ,
-                                       FA_TENSOR_DK, FA_TENSOR_DV,  FA_TENSOR_DSINK};
-#define NUM_OUTPUTS (sizeof outputs / sizeof *outputs)
-
 /* ---- one case ---------------------------------------------------------------------------------------- */
 
 static char case_text[256];
@@ -41,55 +36,6 @@ static void describe(const fa_case *c) {
   snprintf(case_text, sizeof case_text, "%s (%s, fill %d, layout %d)", c->name, problem, c->fill, c->layout);
 }
 
-/* Forward and backward of inputs that tensors of type round_to hold, in arithmetic of dtype. Sums over head_dim
- * begin at column first; that changes their rounding and nothing else. */
-static fa_values run_reference(const fa_case *c, fa_dtype dtype, fa_dtype round_to, uint64_t seed,
-                               int64_t first) {
-  fa_problem problem = c->problem;
-  problem.dtype = dtype;
-  const fa_setup setup = {.device = {FA_DEVICE_REFERENCE, 0}};
-  fa_values values = values_new(&problem);
-  values_fill(&values, &problem, round_to, c->fill, seed);
-  values_rotate(&values, &problem, first);
-  must_run(&setup, &problem, FA_PASS_FORWARD, &values);
-  must_run(&setup, &problem, FA_PASS_BACKWARD, &values);
-  values_rotate(&values, &problem, problem.head_dim - first);
-  return values;
-}
-
-/* The error of naive attention in the problem's type, tensor by tensor, where that is more than errors says.
- * f64 has no better arithmetic to be measured by: its error is that of f32 by the ratio of their units, and
- * half as much again for the oracle's own. */
-static void raise_naive_errors(const fa_case *c, uint64_t seed, int64_t first, double errors[FA_NUM_TENSORS]) {
-  const bool f64 = c->problem.dtype == FA_DTYPE_F64;
-  const fa_dtype dtype = f64 ? FA_DTYPE_F32 : c->problem.dtype;
-  fa_values naive = run_reference(c, dtype, dtype, seed, first);
-  fa_values exact = run_reference(c, FA_DTYPE_F64, dtype, seed, 0);
-  for (size_t i = 0; i < NUM_OUTPUTS; i++) {
-    const double error = values_error(&c->problem, outputs[i], &naive, &exact) * (f64 ? 1.5 * 0x1p-29 : 1);
-    errors[outputs[i]] = fmax(errors[outputs[i]], error);
-  }
-  values_free(&naive);
-  values_free(&exact);
-}
-
-/* The largest of a few errors says little about how large errors are: a tensor of fewer elements than this is
- * measured by more runs, so many elements in all, of other data and of the same data summed in another order.
- * Where rows are not alike, the errors of every tensor stand in the few rows where scores are near each other,
- * or that are large. */
-enum { ENOUGH_ERRORS = 64, ERRORS_OF_UNEVEN = 8 };
-
-static double tolerance_of(const fa_case *c, fa_tensor_id id, double error, double tiny,
-                           double errors[FA_NUM_TENSORS]) {
-  int64_t count = values_count(&c->problem, id);
-  if (c->fill != FILL_NORMAL && count > ERRORS_OF_UNEVEN) count = ERRORS_OF_UNEVEN;
-  for (int64_t draw = 1; error > 2 * errors[id] + tiny && draw * count < ENOUGH_ERRORS; draw++) {
-    raise_naive_errors(c, options.seed, draw % c->problem.head_dim, errors);
-    raise_naive_errors(c, options.seed + (uint64_t)draw, 0, errors);
-  }
-  return 2 * errors[id] + tiny;
-}
-
 static void compare(const fa_case *c, fa_pass pass, const fa_values *values, const fa_values *expected,
                     double errors[FA_NUM_TENSORS]) {
   for (size_t i = 0; i < NUM_OUTPUTS; i++) {
@@ -97,7 +43,7 @@ static void compare(const fa_case *c, fa_pass pass, const fa_values *values, con
     if (fa_tensor_role_in(&c->problem, pass, id) != FA_ROLE_OUTPUT) continue;
     const double tiny = values_tiny(&c->problem, id, expected);
     const double error = values_error(&c->problem, id, values, expected);
-    const double tolerance = tolerance_of(c, id, error, tiny, errors);
+    const double tolerance = tolerance_of(c, id, options.seed, error, tiny, errors);
     if (error > 0) {
       double *record = &worst[c->problem.dtype][id];
       if (options.verbose && error / tolerance > *record)

@@ -1,7 +1,7 @@
 # The C tests: one program a file, each ending in "N passed, N failed, N skipped".
 
 TEST_NAMES  := core half reference tangent attention cuda
-TEST_SHARED := $(BUILD)/test/harness.o $(BUILD)/test/cases.o
+TEST_SHARED := $(BUILD)/test/harness.o $(BUILD)/test/cases.o $(BUILD)/test/tolerance.o
 
 $(BUILD)/test/%.o: test/c/%.c $(FLAGS) Makefile
 	@mkdir -p $(@D)
