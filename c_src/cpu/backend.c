@@ -8,8 +8,8 @@
 #include <unistd.h>
 
 #include "../core/error.h"
+#include "../core/threads.h"
 #include "kernels.h"
-#include "threads.h"
 
 #if defined(__x86_64__)
 /* FLASH_ATTENTION_DISABLE lists instruction sets not to be used, "avx512,avx2": for tests, and for comparing.

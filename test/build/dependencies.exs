@@ -27,7 +27,7 @@ defmodule Dependencies do
       {~r/^(erl_|ei\.h)/, "nif"},
       {~r/^(cuda|cublas|cooperative_groups|mma\.h|nv)/, "cuda"},
       {~r/^xla\//, "xla"},
-      {~r/^pthread\.h/, "cpu"}
+      {~r/^pthread\.h/, "core"}
     ]
   end
 

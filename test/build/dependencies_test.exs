@@ -9,12 +9,11 @@ defmodule DependenciesTest do
     "c_src/flash_attention.h" => "#define FA_API\nFA_API int fa_run(int x);\n",
     "c_src/core/core.h" => "int fa_core(int x);\n",
     "c_src/core/dispatch.c" =>
-      ~s(#include "../flash_attention.h"\n#include "core.h"\n) <>
+      ~s(#include <pthread.h>\n#include "../flash_attention.h"\n#include "core.h"\n) <>
         "int fa_backend(int); int fa_core(int x) { return x; }\n" <>
         "FA_API int fa_run(int x) { return fa_backend(x); }\n",
     "c_src/core/backends.c" => "int fa_cpu(int); int fa_backend(int x) { return fa_cpu(x); }\n",
-    "c_src/cpu/cpu.c" =>
-      ~s(#include <pthread.h>\n#include "../core/core.h"\nint fa_cpu(int x\) { return fa_core(x\); }\n),
+    "c_src/cpu/cpu.c" => ~s(#include "../core/core.h"\nint fa_cpu(int x\) { return fa_core(x\); }\n),
     "cuda/kernel.cu" => "#include <cuda_runtime.h>\n",
     "c_src/nif/nif.c" => ~s(#include "../flash_attention.h"\nint load(void\) { return fa_run(1\); }\n),
     "lib/flash_attention.ex" =>

@@ -1,11 +1,11 @@
 /*
- * The threads of the CPU backend: one pool for the whole process, which every call shares.
+ * The threads of the library: one pool for the whole process, which every call shares.
  *
  * Not OpenMP, whose run-time library ends the process where it cannot start a thread, keeps a team of threads
  * for every thread that ever called (a VM has many), and lets idle ones spin.
  */
-#ifndef FA_CPU_THREADS_H
-#define FA_CPU_THREADS_H
+#ifndef FA_CORE_THREADS_H
+#define FA_CORE_THREADS_H
 
 #include <stdint.h>
 
