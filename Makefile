@@ -119,10 +119,10 @@ CUDA_LIBS   := -L$(CUDA_HOME)/lib64 -lcudart_static -ldl -lrt -lpthread
 CUDA_KINDS   := bf16 f16 f32 f32_as_f16
 CUDA_PASSES  := forward backward
 CUDA_KERNELS := $(foreach pass,$(CUDA_PASSES),$(CUDA_KINDS:%=$(BUILD)/cuda/$(pass)_%.o))
-OBJECTS      += $(BUILD)/cuda/backend.o $(BUILD)/cuda/auxiliary.o $(CUDA_KERNELS)
+OBJECTS      += $(BUILD)/cuda/backend.o $(BUILD)/cuda/memory.o $(BUILD)/cuda/auxiliary.o $(CUDA_KERNELS)
 $(BUILD)/core/backends.o: EXTRA_CFLAGS := -DFA_CUDA
 
-$(BUILD)/cuda/backend.o: cuda/backend.c $(FLAGS) Makefile
+$(BUILD)/cuda/backend.o $(BUILD)/cuda/memory.o: $(BUILD)/cuda/%.o: cuda/%.c $(FLAGS) Makefile
 	@mkdir -p $(@D)
 	$(call show,CC $<)$(CC) $(FA_CFLAGS) -I$(CUDA_HOME)/include -MMD -MP -c -o $@ $<
 

@@ -50,9 +50,9 @@
  *                               .workspace_bytes = plan.workspace_bytes};
  *     fa_run(&plan, &tensors, &execution, &error);
  *
- * Thread safety: every function may be called from any thread at any time; the library keeps no state
- * between calls that a caller could see. A plan is immutable once initialised and may be run by several
- * threads at once, each with its own workspace.
+ * Thread safety: every function may be called from any thread at any time; between calls the library keeps
+ * memory and streams of GPUs at hand, and nothing that changes a result. A plan is immutable once initialised
+ * and may be run by several threads at once, each with its own workspace.
  *
  * Errors: functions return FA_STATUS_OK (0) or another status, and describe what went wrong in the
  * fa_error that the caller passes (NULL where the text is not wanted). Outputs are unspecified after an
@@ -323,10 +323,46 @@ FA_API const char *fa_device_kind_name(fa_device_kind kind);
 FA_API int32_t fa_num_devices(fa_device_kind kind, fa_error *error);
 FA_API fa_status fa_device_get_info(fa_device device, fa_device_info *info, fa_error *error);
 
-/* The memory of a device, for callers that have no other means to it: of the CPU and the reference it is
- * ordinary memory. Allocations are aligned to 64 bytes or more; 0 bytes give NULL. */
+/* Memory of a device; of the CPU and the reference it is ordinary memory. Aligned to 64 bytes or more; 0 bytes
+ * give NULL. The error of a GPU that has too little says how much was asked for and how much is free.
+ *
+ * What is given back to a GPU stays at hand for the next fa_device_alloc, so that neither call waits for the
+ * device; the device's work on it must be done. fa_memory_trim returns it to the driver, as does an allocation
+ * that would fail else. At most an eighth of the device's memory is kept in this way. */
 FA_API fa_status fa_device_alloc(fa_device device, size_t bytes, void **memory, fa_error *error);
 FA_API fa_status fa_device_free(fa_device device, void *memory, fa_error *error);
+
+/* Memory of the host that a GPU reads and writes at the full rate of its bus (page-locked, or pinned), which is
+ * several times that of ordinary memory. Taking it from the system is slow, so it is kept at hand likewise.
+ * FA_STATUS_OUT_OF_MEMORY where callers and cache would hold more than fa_set_pinned_limit allows (until then:
+ * a quarter of the host's memory, but 4 GiB at most), and FA_STATUS_UNSUPPORTED where the device's memory is
+ * the host's; ordinary memory does as well then. */
+FA_API fa_status fa_host_alloc(fa_device device, size_t bytes, void **memory, fa_error *error);
+FA_API fa_status fa_host_free(fa_device device, void *memory, fa_error *error);
+FA_API void fa_set_pinned_limit(size_t bytes);
+
+typedef struct fa_memory_info {
+  int64_t used_bytes;   /* of fa_device_alloc: with its callers, calls under way included */
+  int64_t cached_bytes; /* given back and at hand */
+  int64_t free_bytes;   /* of the device; 0: not known */
+  int64_t pinned_used_bytes, pinned_cached_bytes, pinned_limit_bytes; /* of fa_host_alloc, for all devices */
+} fa_memory_info;
+
+/* What is held of a device's memory, and for it. All 0 where the device's memory is the host's. */
+FA_API fa_status fa_memory_get_info(fa_device device, fa_memory_info *info, fa_error *error);
+
+/* Returns what is at hand to the driver and the system. */
+FA_API fa_status fa_memory_trim(fa_device device, fa_error *error);
+
+/* Where memory lies, seen from a device. */
+typedef enum fa_place {
+  FA_PLACE_HOST = 0,     /* the host's, or what nobody knows of */
+  FA_PLACE_PINNED,       /* the host's, page-locked: the device copies it without the processor's help */
+  FA_PLACE_DEVICE,       /* the device's own */
+  FA_PLACE_OTHER_DEVICE, /* another device's, which it can copy */
+} fa_place;
+
+FA_API fa_place fa_memory_locate(fa_device device, const void *memory, size_t bytes);
 
 /* Copies between the host and the device, either way, or within one of them, after the work that the stream
  * (NULL: the default one) already holds. Done on return. */
@@ -369,10 +405,28 @@ FA_API fa_status fa_plan_init(fa_plan *plan, const fa_problem *problem, fa_pass 
 FA_API fa_status fa_run(const fa_plan *plan, const fa_tensors *tensors, const fa_execution *execution,
                         fa_error *error);
 
-/* Runs a plan on tensors that lie in the host's memory, wherever its device is, and waits for the results.
- * Takes the memory that it needs (the workspace; on a GPU the tensors too) and gives it back. Where the
- * device's memory is not the host's, tensors must be contiguous. */
-FA_API fa_status fa_run_on_host(const fa_plan *plan, const fa_tensors *tensors, fa_error *error);
+/* What fa_run_on_host is told beside its tensors, and tells. Zero-initialise, then set what is wanted. */
+typedef struct fa_transfers {
+  /* Tensors that lie on the device already are read and written after the work that this stream holds. CUDA: a
+   * cudaStream_t; NULL: the default stream. */
+  void *stream;
+  /* Where data is set: memory of the device in which that tensor, which lies in the host's, ends up as well,
+   * contiguous: for a later call, as the backward that follows the forward. */
+  fa_tensors on_device;
+  int64_t bytes_to_device, bytes_from_device; /* set by the call: what it moved over the bus, */
+  double kernel_seconds;                      /* and how long the kernels ran */
+} fa_transfers;
+
+/* Runs a plan on tensors wherever they lie, and waits for the results. Takes the memory that it needs (the
+ * workspace; on a GPU room for tensors of the host's memory, too) and gives it back; calls from several threads
+ * share the device.
+ *
+ * On a GPU, tensors of the device's memory are used where they lie, and never cross the bus. Tensors of the
+ * host's memory must be contiguous. They are copied at the bus's full rate from and to memory of fa_host_alloc,
+ * and through such memory, by several threads, otherwise. A large problem runs in slices of batch and heads,
+ * so that one slice is copied while another is computed. transfers may be NULL. */
+FA_API fa_status fa_run_on_host(const fa_plan *plan, const fa_tensors *tensors, fa_transfers *transfers,
+                                fa_error *error);
 
 /* ---------------------------------------------------------------------------------------------------
  * XLA: the passes as custom calls

@@ -1,30 +1,14 @@
 /* The CUDA backend: which kernel takes a problem, how its workspace is laid out, and what is launched. */
 #include "../c_src/core/backend.h"
 
-#include <cuda_runtime_api.h>
 #include <math.h>
 #include <stdio.h>
 #include <string.h>
 
-#include "../c_src/core/error.h"
 #include "kernels.h"
+#include "runtime.h"
 
-/* ---- errors and devices -------------------------------------------------------------------------- */
-
-static fa_status check(cudaError_t result, const char *operation, fa_error *error) {
-  if (result == cudaSuccess) return FA_STATUS_OK;
-  cudaGetLastError(); /* or the next call would report it again */
-  fa_status status = result == cudaErrorMemoryAllocation ? FA_STATUS_OUT_OF_MEMORY : FA_STATUS_DEVICE_ERROR;
-  return fa_fail_message(
-      error, status, "device",
-      FA_TEXT("%s: %s (%s)", operation, cudaGetErrorString(result), cudaGetErrorName(result)));
-}
-
-#define CHECK(call)                                   \
-  do {                                                \
-    fa_status status = check(call, operation, error); \
-    if (status) return status;                        \
-  } while (0)
+/* ---- devices ------------------------------------------------------------------------------------- */
 
 static int32_t num_devices(fa_error *error) {
   int count = 0;
@@ -48,55 +32,6 @@ static fa_status device_info(int32_t index, fa_device_info *info, fa_error *erro
   info->num_threads = properties.multiProcessorCount;
   info->memory_bytes = (int64_t)properties.totalGlobalMem;
   return FA_STATUS_OK;
-}
-
-/* Makes a device current for the duration of a call into the runtime. */
-typedef struct device_scope {
-  int previous;
-} device_scope;
-
-static fa_status enter_device(device_scope *scope, int32_t index, fa_error *error) {
-  const char *operation = "cudaSetDevice";
-  CHECK(cudaGetDevice(&scope->previous));
-  CHECK(cudaSetDevice(index));
-  return FA_STATUS_OK;
-}
-
-static void leave_device(const device_scope *scope) { cudaSetDevice(scope->previous); }
-
-/* ---- memory -------------------------------------------------------------------------------------- */
-
-static fa_status allocate(int32_t index, size_t bytes, void **memory, fa_error *error) {
-  device_scope scope;
-  fa_status status = enter_device(&scope, index, error);
-  if (status) return status;
-  status = check(cudaMalloc(memory, bytes), FA_TEXT("cudaMalloc of %zu bytes", bytes), error);
-  leave_device(&scope);
-  return status;
-}
-
-static fa_status release(int32_t index, void *memory, fa_error *error) {
-  (void)index; /* the runtime knows whose memory it is */
-  return check(cudaFree(memory), "cudaFree", error);
-}
-
-static fa_status synchronize(int32_t index, void *stream, fa_error *error) {
-  device_scope scope;
-  fa_status status = enter_device(&scope, index, error);
-  if (status) return status;
-  status = check(cudaStreamSynchronize(stream), "cudaStreamSynchronize", error);
-  leave_device(&scope);
-  return status;
-}
-
-static fa_status copy(int32_t index, void *to, const void *from, size_t bytes, void *stream, fa_error *error) {
-  device_scope scope;
-  fa_status status = enter_device(&scope, index, error);
-  if (status) return status;
-  status = check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream), "cudaMemcpyAsync", error);
-  if (!status) status = check(cudaStreamSynchronize(stream), "cudaStreamSynchronize", error);
-  leave_device(&scope);
-  return status;
 }
 
 /* ---- the selector -------------------------------------------------------------------------------- */
@@ -379,7 +314,4 @@ const fa_backend fa_cuda_backend = {.kind = FA_DEVICE_CUDA,
                                     .device_info = device_info,
                                     .plan = plan_cuda,
                                     .run = run,
-                                    .alloc = allocate,
-                                    .free = release,
-                                    .copy = copy,
-                                    .synchronize = synchronize};
+                                    .memory = &fa_cuda_memory};

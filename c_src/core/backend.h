@@ -4,6 +4,41 @@
 
 #include "../flash_attention.h"
 
+/* Rows of bytes that begin pitch bytes apart. */
+typedef struct fa_rows {
+  char *data;
+  size_t pitch;
+} fa_rows;
+
+/* Memory, streams and events of devices whose memory is not the host's: what core/memory.c and core/host.c are
+ * made of. Streams and events are the backend's own handles. Everything may be called from any thread. */
+typedef struct fa_memory_ops {
+  /* Aligned to 256 bytes or more; both may wait for the device. */
+  fa_status (*alloc)(int32_t index, size_t bytes, void **memory, fa_error *error);
+  void (*free)(int32_t index, void *memory);
+  void (*available)(int32_t index, size_t *free_bytes, size_t *total_bytes);
+
+  /* Page-locked memory of the host, for every device of the backend. */
+  fa_status (*host_alloc)(size_t bytes, void **memory, fa_error *error);
+  void (*host_free)(void *memory);
+
+  fa_place (*locate)(int32_t index, const void *memory, size_t bytes);
+
+  fa_status (*stream_new)(int32_t index, void **stream, fa_error *error);
+  void (*stream_free)(int32_t index, void *stream);
+  fa_status (*event_new)(int32_t index, void **event, fa_error *error);
+  void (*event_free)(int32_t index, void *event);
+
+  /* Enqueues a copy of num_rows rows that begin pitch bytes apart, either way or within the device. */
+  fa_status (*copy)(int32_t index, fa_rows to, fa_rows from, size_t row_bytes, size_t num_rows, void *stream,
+                    fa_error *error);
+  fa_status (*record)(int32_t index, void *event, void *stream, fa_error *error);
+  fa_status (*stream_wait)(int32_t index, void *stream, void *event, fa_error *error);
+  fa_status (*event_wait)(int32_t index, void *event, fa_error *error); /* lets others have the processor */
+  fa_status (*elapsed)(int32_t index, void *begin, void *end, double *seconds, fa_error *error);
+  fa_status (*synchronize)(int32_t index, void *stream, fa_error *error);
+} fa_memory_ops;
+
 typedef struct fa_backend {
   fa_device_kind kind;
 
@@ -19,14 +54,14 @@ typedef struct fa_backend {
   fa_status (*run)(const fa_plan *plan, const fa_tensors *tensors, const fa_execution *execution,
                    fa_error *error);
 
-  /* The device's memory: see fa_device_alloc and its neighbours. All NULL where it is the host's. */
-  fa_status (*alloc)(int32_t index, size_t bytes, void **memory, fa_error *error);
-  fa_status (*free)(int32_t index, void *memory, fa_error *error);
-  fa_status (*copy)(int32_t index, void *to, const void *from, size_t bytes, void *stream, fa_error *error);
-  fa_status (*synchronize)(int32_t index, void *stream, fa_error *error);
+  /* NULL where the device's memory is the host's. */
+  const fa_memory_ops *memory;
 } fa_backend;
 
 /* The backend of that kind, or NULL where it was not built. */
 const fa_backend *fa_backend_of(fa_device_kind kind);
+
+/* The backend of a device that is there. */
+fa_status fa_backend_find(fa_device device, const fa_backend **backend, fa_error *error);
 
 #endif

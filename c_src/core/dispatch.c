@@ -1,5 +1,4 @@
 /* From a problem to a backend's kernel. */
-#include <stdlib.h>
 #include <string.h>
 
 #include "backend.h"
@@ -20,7 +19,7 @@ int32_t fa_num_devices(fa_device_kind kind, fa_error *error) {
   return 0;
 }
 
-static fa_status find_device(fa_device device, const fa_backend **backend, fa_error *error) {
+fa_status fa_backend_find(fa_device device, const fa_backend **backend, fa_error *error) {
   int32_t num_devices = fa_num_devices(device.kind, error);
   if (num_devices == 0) return FA_STATUS_NO_DEVICE;
   if (device.index < 0 || device.index >= num_devices)
@@ -34,43 +33,8 @@ static fa_status find_device(fa_device device, const fa_backend **backend, fa_er
 fa_status fa_device_get_info(fa_device device, fa_device_info *info, fa_error *error) {
   const fa_backend *backend;
   memset(info, 0, sizeof *info);
-  fa_status status = find_device(device, &backend, error);
+  fa_status status = fa_backend_find(device, &backend, error);
   return status ? status : backend->device_info(device.index, info, error);
-}
-
-/* Runs call on the device's backend, or host where the backend keeps its tensors in the host's memory. */
-#define ON_DEVICE(device, member, call, host)                \
-  do {                                                       \
-    const fa_backend *backend;                               \
-    fa_status status = find_device(device, &backend, error); \
-    if (status) return status;                               \
-    if (backend->member) return backend->member call;        \
-    host;                                                    \
-    return fa_succeed(error);                                \
-  } while (0)
-
-fa_status fa_device_alloc(fa_device device, size_t bytes, void **memory, fa_error *error) {
-  *memory = NULL;
-  if (bytes == 0) return fa_succeed(error);
-  ON_DEVICE(device, alloc, (device.index, bytes, memory, error), {
-    if (posix_memalign(memory, 64, bytes))
-      return fa_fail_message(error, FA_STATUS_OUT_OF_MEMORY, "device",
-                             FA_TEXT("no memory for %zu bytes", bytes));
-  });
-}
-
-fa_status fa_device_free(fa_device device, void *memory, fa_error *error) {
-  ON_DEVICE(device, free, (device.index, memory, error), free(memory));
-}
-
-fa_status fa_device_copy(fa_device device, void *to, const void *from, size_t bytes, void *stream,
-                         fa_error *error) {
-  if (bytes == 0) return fa_succeed(error);
-  ON_DEVICE(device, copy, (device.index, to, from, bytes, stream, error), memmove(to, from, bytes));
-}
-
-fa_status fa_device_synchronize(fa_device device, void *stream, fa_error *error) {
-  ON_DEVICE(device, synchronize, (device.index, stream, error), (void)0);
 }
 
 fa_status fa_plan_init(fa_plan *plan, const fa_problem *problem, fa_pass pass, fa_device device,
@@ -81,7 +45,7 @@ fa_status fa_plan_init(fa_plan *plan, const fa_problem *problem, fa_pass pass, f
   if ((unsigned)pass >= FA_NUM_PASSES)
     return fa_fail(error, FA_STATUS_INVALID_ARGUMENT, "pass", "a pass of fa_pass", FA_TEXT("%d", (int)pass));
   const fa_backend *backend;
-  status = find_device(device, &backend, error);
+  status = fa_backend_find(device, &backend, error);
   if (status) return status;
   plan->problem = *problem;
   fa_problem_canonicalise(&plan->problem);

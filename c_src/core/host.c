@@ -1,90 +1,322 @@
 /* Running a plan on tensors in the host's memory, wherever the device keeps its own. */
+#include "host.h"
+
 #include <string.h>
+#include <time.h>
 
 #include "backend.h"
 #include "error.h"
+#include "lane.h"
+
+/* A part of a problem that is a problem of its own: batches from first_batch on, and, of a single batch, key
+ * and value heads from first_head on with the query heads that share them. */
+typedef struct slice {
+  int64_t first_batch, num_batches, first_head, num_heads;
+  fa_plan plan;
+} slice;
+
+/* Where a tensor of the pass is. */
+typedef struct tensor_place {
+  fa_tensor_role role; /* FA_ROLE_NONE also of an empty one */
+  bool copied, staged; /* over the bus; through pinned memory */
+  size_t bytes;
+  fa_tensor host, device;
+} tensor_place;
+
+typedef struct host_run {
+  const fa_plan *plan;
+  fa_transfers *transfers;
+  fa_heap *heap;
+  fa_lane *lane;
+  tensor_place tensors[FA_NUM_TENSORS];
+  size_t pageable_bytes;
+  bool on_devices; /* some tensor is on a device already */
+  slice slices[FA_MAX_SLICES];
+  int num_slices;
+  fa_execution execution;
+  char *memory; /* the workspace, then every tensor that is on the device only during the call */
+} host_run;
 
 static size_t round_up(size_t bytes) { return (bytes + 255) & ~(size_t)255; }
+
+static int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+
+static bool is_output(const host_run *run, int id) { return run->tensors[id].role == FA_ROLE_OUTPUT; }
+
+/* ---- where tensors are --------------------------------------------------------------------------------- */
 
 static bool same_layout(fa_tensor a, fa_tensor b) {
   return a.stride_batch == b.stride_batch && a.stride_row == b.stride_row && a.stride_head == b.stride_head;
 }
 
-/* One allocation on the device: the workspace, then every tensor of the pass. */
-typedef struct placement {
-  const fa_plan *plan;
-  const fa_tensors *host;
-  fa_tensors device;
-  size_t bytes;
-  char *memory;
-} placement;
-
-static fa_tensor host_tensor(const placement *p, int id) { return *fa_tensor_at((fa_tensors *)p->host, id); }
-
-static size_t tensor_bytes(const placement *p, int id) {
-  return (size_t)fa_tensor_shape(&p->plan->problem, id).size_bytes;
-}
-
-static fa_tensor_role role(const placement *p, int id) {
-  return fa_tensor_role_in(&p->plan->problem, p->plan->pass, id);
-}
-
-static fa_status place(placement *p, fa_error *error) {
-  p->bytes = round_up(p->plan->workspace_bytes);
-  for (int id = 0; id < FA_NUM_TENSORS; id++) {
-    if (role(p, id) == FA_ROLE_NONE) continue;
-    if (!same_layout(host_tensor(p, id), fa_tensor_contiguous(&p->plan->problem, id, NULL)))
-      return fa_fail_message(error, FA_STATUS_INVALID_ARGUMENT, fa_tensor_name(id),
-                             "expected a contiguous tensor, as it has to be copied to the device");
-    p->bytes += round_up(tensor_bytes(p, id));
+static fa_status find_tensor(host_run *run, const fa_tensors *given, int id, fa_error *error) {
+  const fa_problem *problem = &run->plan->problem;
+  tensor_place *t = &run->tensors[id];
+  t->bytes = (size_t)fa_tensor_shape(problem, id).size_bytes;
+  t->role = t->bytes ? fa_tensor_role_in(problem, run->plan->pass, id) : FA_ROLE_NONE;
+  if (t->role == FA_ROLE_NONE) return FA_STATUS_OK;
+  t->host = *fa_tensor_at((fa_tensors *)given, id);
+  if (!t->host.data) return fa_fail(error, FA_STATUS_INVALID_ARGUMENT, fa_tensor_name(id), "a pointer", "NULL");
+  const fa_place place = run->heap->backend->memory->locate(run->heap->index, t->host.data, t->bytes);
+  run->on_devices |= place == FA_PLACE_DEVICE || place == FA_PLACE_OTHER_DEVICE;
+  if (place == FA_PLACE_DEVICE) {
+    t->device = t->host;
+    return FA_STATUS_OK;
   }
-  void *memory;
-  fa_status status = fa_device_alloc(p->plan->device, p->bytes, &memory, error);
-  if (status) return status;
-  p->memory = memory;
-  size_t used = round_up(p->plan->workspace_bytes);
-  for (int id = 0; id < FA_NUM_TENSORS; id++) {
-    if (role(p, id) == FA_ROLE_NONE) continue;
-    *fa_tensor_at(&p->device, id) = fa_tensor_contiguous(&p->plan->problem, id, p->memory + used);
-    used += round_up(tensor_bytes(p, id));
-  }
+  if (!same_layout(t->host, fa_tensor_contiguous(problem, id, NULL)))
+    return fa_fail_message(error, FA_STATUS_INVALID_ARGUMENT, fa_tensor_name(id),
+                           "expected a contiguous tensor, as it has to be copied to the device");
+  t->copied = true;
+  t->staged = place == FA_PLACE_HOST;
+  if (t->staged) run->pageable_bytes += t->bytes;
+  void *kept = fa_tensor_at(&run->transfers->on_device, id)->data;
+  t->device = fa_tensor_contiguous(problem, id, kept);
+  *(is_output(run, id) ? &run->transfers->bytes_from_device : &run->transfers->bytes_to_device) +=
+      (int64_t)t->bytes;
   return FA_STATUS_OK;
 }
 
-static fa_status copy_all(placement *p, fa_tensor_role wanted, fa_error *error) {
-  for (int id = 0; id < FA_NUM_TENSORS; id++) {
-    if (role(p, id) != wanted) continue;
-    void *host = host_tensor(p, id).data, *device = fa_tensor_at(&p->device, id)->data;
-    bool up = wanted == FA_ROLE_INPUT;
-    fa_status status = fa_device_copy(p->plan->device, up ? device : host, up ? host : device,
-                                      tensor_bytes(p, id), NULL, error);
-    if (status) return status;
-  }
-  return FA_STATUS_OK;
-}
-
-static fa_status run_placed(placement *p, fa_error *error) {
-  fa_status status = place(p, error);
-  if (!status) status = copy_all(p, FA_ROLE_INPUT, error);
-  fa_execution execution = {.workspace = p->memory, .workspace_bytes = p->plan->workspace_bytes};
-  if (!status) status = fa_run(p->plan, &p->device, &execution, error);
-  if (!status) status = copy_all(p, FA_ROLE_OUTPUT, error);
-  if (p->memory) fa_device_free(p->plan->device, p->memory, NULL);
+static fa_status find_tensors(host_run *run, const fa_tensors *given, fa_error *error) {
+  fa_status status = FA_STATUS_OK;
+  for (int id = 0; !status && id < FA_NUM_TENSORS; id++) status = find_tensor(run, given, id, error);
   return status;
 }
 
-static fa_status run_in_place(const fa_plan *plan, const fa_tensors *tensors, fa_error *error) {
+/* ---- slices -------------------------------------------------------------------------------------------- */
+
+fa_slicing fa_host_slicing = {.least_bytes = 4 << 20, .least_rows = 1 << 15, .least_row_bytes = 512};
+
+static int64_t num_slices_wanted(const host_run *run) {
+  const fa_problem *p = &run->plan->problem;
+  const int64_t moved = run->transfers->bytes_to_device + run->transfers->bytes_from_device;
+  const int64_t rows = p->batch * p->num_heads * p->seqlen_q;
+  if (fa_tensor_role_in(p, run->plan->pass, FA_TENSOR_DSINK) == FA_ROLE_OUTPUT)
+    return 1; /* a sum over batches */
+  const int64_t wanted = smaller(moved / fa_host_slicing.least_bytes, rows / fa_host_slicing.least_rows);
+  return wanted < 1 ? 1 : smaller(wanted, FA_MAX_SLICES);
+}
+
+/* In how many parts the heads of a batch are cut. */
+static int64_t num_head_parts(const fa_problem *p, int64_t wanted) {
+  const int64_t row_bytes = p->head_dim * (int64_t)fa_dtype_bytes(p->dtype); /* of a head */
+  const int64_t heads_a_part = divide_up(p->num_kv_heads, wanted / p->batch);
+  if (p->num_sinks || heads_a_part * row_bytes < fa_host_slicing.least_row_bytes) return 1;
+  return divide_up(p->num_kv_heads, heads_a_part);
+}
+
+static fa_status add_slice(host_run *run, slice slice, fa_error *error) {
+  const int64_t group = run->plan->problem.num_heads / run->plan->problem.num_kv_heads;
+  slice.plan = *run->plan;
+  slice.plan.problem.batch = slice.num_batches;
+  slice.plan.problem.num_kv_heads = slice.num_heads;
+  slice.plan.problem.num_heads = slice.num_heads * group;
+  run->slices[run->num_slices++] = slice;
+  const fa_backend *backend = run->plan->backend;
+  fa_plan *plan = &run->slices[run->num_slices - 1].plan;
+  fa_status status = backend->plan(plan, error);
+  if (plan->workspace_bytes > run->execution.workspace_bytes)
+    run->execution.workspace_bytes = plan->workspace_bytes;
+  return status;
+}
+
+static fa_status cut(host_run *run, fa_error *error) {
+  const fa_problem *p = &run->plan->problem;
+  const int64_t wanted = num_slices_wanted(run);
+  if (wanted == 1) return add_slice(run, (slice){.num_batches = p->batch, .num_heads = p->num_kv_heads}, error);
+  const int64_t head_parts = p->batch < wanted ? num_head_parts(p, wanted) : 1;
+  const int64_t batches = head_parts > 1 ? 1 : divide_up(p->batch, wanted);
+  const int64_t heads = divide_up(p->num_kv_heads, head_parts);
+  fa_status status = FA_STATUS_OK;
+  for (int64_t batch = 0; !status && batch < p->batch; batch += batches)
+    for (int64_t head = 0; !status && head < p->num_kv_heads; head += heads) {
+      const slice slice = {.first_batch = batch,
+                           .num_batches = smaller(batches, p->batch - batch),
+                           .first_head = head,
+                           .num_heads = smaller(heads, p->num_kv_heads - head)};
+      status = add_slice(run, slice, error);
+    }
+  return status;
+}
+
+/* How a slice's part of a tensor lies in all of it, in bytes. */
+typedef struct part {
+  size_t offset, row_bytes, pitch, num_rows;
+} part;
+
+static part part_of(const host_run *run, const slice *slice, int id, const fa_tensor *tensor) {
+  const fa_shape all = fa_tensor_shape(&run->plan->problem, id),
+                 own = fa_tensor_shape(&slice->plan.problem, id);
+  const int64_t element = (int64_t)fa_dtype_bytes(all.dtype);
+  part part = {.row_bytes = (size_t)own.size_bytes, .num_rows = 1};
+  if (all.rank == 2) return part; /* sinks are every slice's */
+  const bool rows_of_heads = all.rank == 4;
+  const int64_t num_heads = rows_of_heads ? own.dims[2] : own.dims[1];
+  const int64_t first_head = slice->first_head * (num_heads / slice->num_heads);
+  if (!rows_of_heads) { /* lse: [batch, num_heads, seqlen_q] */
+    part.offset = (size_t)((slice->first_batch * all.dims[1] + first_head) * all.dims[2] * element);
+    return part;
+  }
+  part.offset =
+      (size_t)((slice->first_batch * tensor->stride_batch + first_head * tensor->stride_head) * element);
+  if (num_heads < all.dims[2]) {
+    part.row_bytes = (size_t)(num_heads * own.dims[3] * element);
+    part.pitch = (size_t)(tensor->stride_row * element);
+    part.num_rows = (size_t)own.dims[1];
+  }
+  return part;
+}
+
+/* ---- one slice after the other, on three streams -------------------------------------------------------- */
+
+static fa_status copy_slice(host_run *run, int number, fa_tensor_role role, fa_error *error) {
+  fa_status status = FA_STATUS_OK;
+  for (int id = 0; !status && id < FA_NUM_TENSORS; id++) {
+    const tensor_place *t = &run->tensors[id];
+    const bool once = id == FA_TENSOR_SINK && number > 0;
+    if (t->role != role || !t->copied || once) continue;
+    const part part = part_of(run, &run->slices[number], id, &t->host);
+    const fa_rows host = {(char *)t->host.data + part.offset, part.pitch};
+    const fa_rows device = {(char *)t->device.data + part.offset, part.pitch};
+    if (role == FA_ROLE_INPUT)
+      status = fa_lane_upload(run->lane, device, host, part.row_bytes, part.num_rows, t->staged, error);
+    else
+      status = fa_lane_download(run->lane, host, device, part.row_bytes, part.num_rows, t->staged, error);
+  }
+  return status;
+}
+
+static fa_tensors slice_tensors(const host_run *run, const slice *slice) {
+  fa_tensors tensors = {0};
+  for (int id = 0; id < FA_NUM_TENSORS; id++) {
+    if (run->tensors[id].role == FA_ROLE_NONE) continue;
+    fa_tensor tensor = run->tensors[id].device;
+    tensor.data = (char *)tensor.data + part_of(run, slice, id, &tensor).offset;
+    *fa_tensor_at(&tensors, id) = tensor;
+  }
+  return tensors;
+}
+
+static fa_status start_slice(host_run *run, int number, fa_error *error) {
+  const fa_memory_ops *memory = run->heap->backend->memory;
+  const int32_t index = run->heap->index;
+  fa_lane *lane = run->lane;
+  fa_status status = copy_slice(run, number, FA_ROLE_INPUT, error);
+  if (!status) status = memory->record(index, lane->slices[number].uploaded, lane->up, error);
+  if (!status) status = memory->stream_wait(index, lane->compute, lane->slices[number].uploaded, error);
+  if (!status) status = memory->record(index, lane->slices[number].begun, lane->compute, error);
+  if (status) return status;
+  const fa_tensors tensors = slice_tensors(run, &run->slices[number]);
+  status = fa_run(&run->slices[number].plan, &tensors, &run->execution, error);
+  return status ? status : memory->record(index, lane->slices[number].done, lane->compute, error);
+}
+
+static fa_status fetch_slice(host_run *run, int number, fa_error *error) {
+  const fa_memory_ops *memory = run->heap->backend->memory;
+  fa_status status =
+      memory->stream_wait(run->heap->index, run->lane->down, run->lane->slices[number].done, error);
+  return status ? status : copy_slice(run, number, FA_ROLE_OUTPUT, error);
+}
+
+/* Tensors that lie on a device already belong to work of the caller's stream. */
+static fa_status wait_for_caller(host_run *run, fa_error *error) {
+  const fa_memory_ops *memory = run->heap->backend->memory;
+  const int32_t index = run->heap->index;
+  fa_lane *lane = run->lane;
+  if (!run->on_devices) return FA_STATUS_OK;
+  fa_status status = memory->record(index, lane->ready, run->transfers->stream, error);
+  if (!status) status = memory->stream_wait(index, lane->up, lane->ready, error);
+  return status ? status : memory->stream_wait(index, lane->compute, lane->ready, error);
+}
+
+static fa_status finish(host_run *run, fa_error *error) {
+  const fa_memory_ops *memory = run->heap->backend->memory;
+  const int32_t index = run->heap->index;
+  fa_status status = fa_lane_flush(run->lane, error);
+  if (!status) status = memory->record(index, run->lane->finished, run->lane->down, error);
+  if (!status) status = memory->event_wait(index, run->lane->finished, error);
+  for (int i = 0; !status && i < run->num_slices; i++) {
+    double seconds = 0;
+    status = memory->elapsed(index, run->lane->slices[i].begun, run->lane->slices[i].done, &seconds, error);
+    run->transfers->kernel_seconds += seconds;
+  }
+  return status;
+}
+
+/* A slice's results go down while the next one's tensors come up: each direction of the bus has its stream. */
+static fa_status run_slices(host_run *run, fa_error *error) {
+  fa_status status = wait_for_caller(run, error);
+  if (!status) status = start_slice(run, 0, error);
+  for (int i = 0; !status && i < run->num_slices; i++) {
+    if (i + 1 < run->num_slices) status = start_slice(run, i + 1, error);
+    if (!status) status = fetch_slice(run, i, error);
+  }
+  return status ? status : finish(run, error);
+}
+
+/* ---- the call ------------------------------------------------------------------------------------------ */
+
+static bool needs_room(const tensor_place *t) { return t->copied && !t->device.data; }
+
+static fa_status place(host_run *run, fa_error *error) {
+  size_t bytes = round_up(run->execution.workspace_bytes), used = bytes;
+  for (int id = 0; id < FA_NUM_TENSORS; id++)
+    if (needs_room(&run->tensors[id])) bytes += round_up(run->tensors[id].bytes);
+  if (bytes == 0) return FA_STATUS_OK;
+  void *memory;
+  fa_status status = fa_pool_take(&run->heap->pool, bytes, &memory, error);
+  if (status) return status;
+  run->memory = memory;
+  run->execution.workspace = memory;
+  for (int id = 0; id < FA_NUM_TENSORS; id++) {
+    if (!needs_room(&run->tensors[id])) continue;
+    run->tensors[id].device.data = run->memory + used;
+    used += round_up(run->tensors[id].bytes);
+  }
+  return FA_STATUS_OK;
+}
+
+static fa_status run_on_device(host_run *run, const fa_tensors *given, fa_error *error) {
+  fa_status status = fa_heap_of(run->plan->backend, run->plan->device.index, &run->heap, error);
+  if (!status) status = find_tensors(run, given, error);
+  if (!status) status = cut(run, error);
+  if (!status) status = place(run, error);
+  if (!status) status = fa_lane_take(run->heap, run->pageable_bytes, &run->lane, error);
+  if (!status) {
+    run->execution.stream = run->lane->compute;
+    status = run_slices(run, error);
+    fa_lane_give(run->lane); /* after an error, too, the device must be done with the memory below */
+  }
+  if (run->memory) fa_pool_give(&run->heap->pool, run->memory);
+  return status ? status : fa_succeed(error);
+}
+
+static double seconds_now(void) {
+  struct timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return (double)now.tv_sec + (double)now.tv_nsec * 1e-9;
+}
+
+static fa_status run_on_host(const fa_plan *plan, const fa_tensors *tensors, fa_transfers *transfers,
+                             fa_error *error) {
   fa_execution execution = {.workspace_bytes = plan->workspace_bytes};
   fa_status status = fa_device_alloc(plan->device, plan->workspace_bytes, &execution.workspace, error);
   if (status) return status;
+  const double begin = seconds_now();
   status = fa_run(plan, tensors, &execution, error);
+  transfers->kernel_seconds = seconds_now() - begin;
   fa_device_free(plan->device, execution.workspace, NULL);
   return status;
 }
 
-fa_status fa_run_on_host(const fa_plan *plan, const fa_tensors *tensors, fa_error *error) {
-  const fa_backend *backend = plan->backend;
-  if (!backend->alloc) return run_in_place(plan, tensors, error);
-  placement p = {.plan = plan, .host = tensors};
-  return run_placed(&p, error);
+fa_status fa_run_on_host(const fa_plan *plan, const fa_tensors *tensors, fa_transfers *transfers,
+                         fa_error *error) {
+  fa_transfers unused = {0};
+  if (!transfers) transfers = &unused;
+  transfers->bytes_to_device = transfers->bytes_from_device = 0;
+  transfers->kernel_seconds = 0;
+  if (!((const fa_backend *)plan->backend)->memory) return run_on_host(plan, tensors, transfers, error);
+  host_run run = {.plan = plan, .transfers = transfers};
+  return run_on_device(&run, tensors, error);
 }

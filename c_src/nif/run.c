@@ -125,7 +125,8 @@ ERL_NIF_TERM fa_nif_run(ErlNifEnv *env, int argc, const ERL_NIF_TERM argv[]) {
   (void)argc;
   call call = {.env = env};
   bool done = plan(&call, argv[0], argv[1], argv[2], argv[3]) && bind_inputs(&call) &&
-              allocate_outputs(&call) && fa_run_on_host(&call.plan, &call.tensors, &call.error) == FA_STATUS_OK;
+              allocate_outputs(&call) &&
+              fa_run_on_host(&call.plan, &call.tensors, NULL, &call.error) == FA_STATUS_OK;
   ERL_NIF_TERM result = done ? make_results(&call) : fa_make_error(env, &call.error);
   release(&call);
   return result;

@@ -112,7 +112,7 @@ static fa_status host_run(host *host, fa_device device, fa_pass pass, fa_error *
   for (int id = 0; id < FA_NUM_TENSORS; id++)
     *fa_tensor_at(&tensors, id) = fa_tensor_contiguous(&host->problem, id, host->data[id]);
   fa_status status = fa_plan_init(&plan, &host->problem, pass, device, error);
-  return status ? status : fa_run_on_host(&plan, &tensors, error);
+  return status ? status : fa_run_on_host(&plan, &tensors, NULL, error);
 }
 
 static void host_must_run(host *host, fa_device device, fa_pass pass) {

@@ -1,6 +1,6 @@
 # The C tests: one program a file, each ending in "N passed, N failed, N skipped".
 
-TEST_NAMES  := core half reference tangent attention cuda
+TEST_NAMES  := core half reference tangent attention cuda host
 TEST_SHARED := $(BUILD)/test/harness.o $(BUILD)/test/cases.o $(BUILD)/test/tolerance.o
 
 $(BUILD)/test/%.o: test/c/%.c $(FLAGS) Makefile
@@ -10,6 +10,10 @@ $(BUILD)/test/%.o: test/c/%.c $(FLAGS) Makefile
 # The library is found where it was built, wherever that is.
 $(BUILD)/test/test_%: $(BUILD)/test/test_%.o $(TEST_SHARED) $(LIBRARY)
 	$(CC) -o $@ $< $(TEST_SHARED) $(FA_LDFLAGS) -L$(PRIV) -Wl,-rpath,$(abspath $(PRIV)) -lflash_attention -lm
+
+# Made of the library's objects: it looks behind the public header.
+$(BUILD)/test/test_host: $(BUILD)/test/test_host.o $(BUILD)/test/fake_gpu.o $(TEST_SHARED) $(OBJECTS)
+	$(CC) -o $@ $^ $(FA_LDFLAGS) $(CUDA_LIBS) -lm
 
 .SECONDARY: $(TEST_NAMES:%=$(BUILD)/test/test_%.o) $(TEST_SHARED)
 
@@ -29,7 +33,7 @@ $(TEST_NAMES:%=test-c-%): test-c-%: $(BUILD)/test/test_%
 test-c-sanitize:
 	UBSAN_OPTIONS=print_stacktrace=1 $(MAKE) --no-print-directory test-c SANITIZE=address,undefined FA_CUDA=0 \
 	  BUILD=$(BUILD)/sanitize PRIV=$(BUILD)/sanitize/priv ATTENTION=--quick
-	$(MAKE) --no-print-directory test-c-attention SANITIZE=thread FA_CUDA=0 \
+	$(MAKE) --no-print-directory test-c-host test-c-attention SANITIZE=thread FA_CUDA=0 \
 	  BUILD=$(BUILD)/races PRIV=$(BUILD)/races/priv ATTENTION='--quick --dtype f32'
 
 # The suite with the CPU's instruction sets switched off, the best one first.

@@ -1,0 +1,197 @@
+#include "memory.h"
+
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "error.h"
+
+/* ---- heaps ------------------------------------------------------------------------------------------- */
+
+enum { MAX_BACKENDS = 4 };
+static const size_t most_staging_bytes = (size_t)512 << 20;
+
+/* Guarded by mutex; what they point to is there for good. */
+static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
+static fa_heap *heaps;
+static fa_pinned pinned[MAX_BACKENDS];
+static size_t pinned_limit; /* 0: the default */
+
+static fa_status device_alloc(const void *context, size_t bytes, void **memory, fa_error *error) {
+  const fa_heap *heap = context;
+  return heap->backend->memory->alloc(heap->index, bytes, memory, error);
+}
+
+static void device_free(const void *context, void *memory) {
+  const fa_heap *heap = context;
+  heap->backend->memory->free(heap->index, memory);
+}
+
+static fa_status host_alloc(const void *context, size_t bytes, void **memory, fa_error *error) {
+  return ((const fa_backend *)context)->memory->host_alloc(bytes, memory, error);
+}
+
+static void host_free(const void *context, void *memory) {
+  ((const fa_backend *)context)->memory->host_free(memory);
+}
+
+static size_t default_pinned_limit(void) {
+  const size_t most = (size_t)4 << 30;
+  const size_t quarter = (size_t)sysconf(_SC_PHYS_PAGES) / 4 * (size_t)sysconf(_SC_PAGESIZE);
+  return quarter < most ? quarter : most;
+}
+
+static fa_pinned *find_pinned(const fa_backend *backend) {
+  fa_pinned *found = pinned;
+  while (found->backend && found->backend != backend) found++;
+  if (!found->backend) {
+    const fa_source source = {host_alloc, host_free, backend};
+    fa_pool_init(&found->callers, source, pinned_limit ? pinned_limit : default_pinned_limit(), SIZE_MAX);
+    fa_pool_init(&found->staging, source, most_staging_bytes, SIZE_MAX);
+    found->backend = backend;
+  }
+  return found;
+}
+
+static fa_heap *new_heap(const fa_backend *backend, int32_t index) {
+  fa_heap *heap = calloc(1, sizeof *heap);
+  if (!heap) return NULL;
+  size_t free_bytes, total_bytes;
+  backend->memory->available(index, &free_bytes, &total_bytes);
+  *heap = (fa_heap){.backend = backend, .index = index, .pinned = find_pinned(backend), .next = heaps};
+  pthread_mutex_init(&heap->mutex, NULL);
+  fa_pool_init(&heap->pool, (fa_source){device_alloc, device_free, heap}, SIZE_MAX, total_bytes / 8);
+  return heaps = heap;
+}
+
+static fa_heap *known_heap(const fa_backend *backend, int32_t index) {
+  fa_heap *heap = heaps;
+  while (heap && (heap->backend != backend || heap->index != index)) heap = heap->next;
+  return heap;
+}
+
+fa_status fa_heap_of(const fa_backend *backend, int32_t index, fa_heap **heap, fa_error *error) {
+  pthread_mutex_lock(&mutex);
+  *heap = known_heap(backend, index);
+  if (!*heap) *heap = new_heap(backend, index);
+  pthread_mutex_unlock(&mutex);
+  return *heap ? FA_STATUS_OK : fa_fail_message(error, FA_STATUS_OUT_OF_MEMORY, "", "no memory for a heap");
+}
+
+/* ---- the public functions ---------------------------------------------------------------------------- */
+
+/* *heap is NULL where the device's memory is the host's. A driver is asked only for a device without a heap, so
+ * that giving memory back waits for none. */
+static fa_status find_heap(fa_device device, fa_heap **heap, fa_error *error) {
+  const fa_backend *backend = fa_backend_of(device.kind);
+  pthread_mutex_lock(&mutex);
+  *heap = backend ? known_heap(backend, device.index) : NULL;
+  pthread_mutex_unlock(&mutex);
+  if (*heap) return FA_STATUS_OK;
+  fa_status status = fa_backend_find(device, &backend, error);
+  return status || !backend->memory ? status : fa_heap_of(backend, device.index, heap, error);
+}
+
+#define FIND_HEAP(heap)                                 \
+  fa_heap *heap;                                        \
+  do {                                                  \
+    fa_status status = find_heap(device, &heap, error); \
+    if (status) return status;                          \
+  } while (0)
+
+fa_status fa_device_alloc(fa_device device, size_t bytes, void **memory, fa_error *error) {
+  *memory = NULL;
+  if (bytes == 0) return fa_succeed(error);
+  FIND_HEAP(heap);
+  if (heap) return fa_pool_take(&heap->pool, bytes, memory, error);
+  if (posix_memalign(memory, 64, bytes))
+    return fa_fail_message(error, FA_STATUS_OUT_OF_MEMORY, "device", FA_TEXT("no memory for %zu bytes", bytes));
+  return fa_succeed(error);
+}
+
+static fa_status give(fa_pool *pool, void *memory, fa_error *error) {
+  if (!memory || fa_pool_give(pool, memory)) return fa_succeed(error);
+  return fa_fail(error, FA_STATUS_INVALID_ARGUMENT, "memory", "what was allocated and not yet freed",
+                 FA_TEXT("%p", memory));
+}
+
+fa_status fa_device_free(fa_device device, void *memory, fa_error *error) {
+  FIND_HEAP(heap);
+  if (heap) return give(&heap->pool, memory, error);
+  free(memory);
+  return fa_succeed(error);
+}
+
+static fa_status no_pinned_memory(fa_error *error) {
+  return fa_fail_message(error, FA_STATUS_UNSUPPORTED, "device", "its memory is the host's");
+}
+
+fa_status fa_host_alloc(fa_device device, size_t bytes, void **memory, fa_error *error) {
+  *memory = NULL;
+  FIND_HEAP(heap);
+  if (!heap) return no_pinned_memory(error);
+  return bytes ? fa_pool_take(&heap->pinned->callers, bytes, memory, error) : fa_succeed(error);
+}
+
+fa_status fa_host_free(fa_device device, void *memory, fa_error *error) {
+  FIND_HEAP(heap);
+  return heap ? give(&heap->pinned->callers, memory, error) : no_pinned_memory(error);
+}
+
+void fa_set_pinned_limit(size_t bytes) {
+  pthread_mutex_lock(&mutex);
+  pinned_limit = bytes ? bytes : 1; /* 0 stands for the default */
+  for (fa_pinned *each = pinned; each < pinned + MAX_BACKENDS && each->backend; each++)
+    fa_pool_set_limit(&each->callers, pinned_limit);
+  pthread_mutex_unlock(&mutex);
+}
+
+fa_status fa_memory_get_info(fa_device device, fa_memory_info *info, fa_error *error) {
+  memset(info, 0, sizeof *info);
+  FIND_HEAP(heap);
+  if (!heap) return fa_succeed(error);
+  size_t used, idle, limit, free_bytes, total_bytes, staging_used, staging_idle, unused;
+  heap->backend->memory->available(heap->index, &free_bytes, &total_bytes);
+  fa_pool_sizes(&heap->pool, &used, &idle, &unused);
+  info->used_bytes = (int64_t)used;
+  info->cached_bytes = (int64_t)idle;
+  info->free_bytes = (int64_t)free_bytes;
+  fa_pool_sizes(&heap->pinned->callers, &used, &idle, &limit);
+  fa_pool_sizes(&heap->pinned->staging, &staging_used, &staging_idle, &unused);
+  info->pinned_used_bytes = (int64_t)(used + staging_used);
+  info->pinned_cached_bytes = (int64_t)(idle + staging_idle);
+  info->pinned_limit_bytes = (int64_t)limit;
+  return fa_succeed(error);
+}
+
+fa_status fa_memory_trim(fa_device device, fa_error *error) {
+  FIND_HEAP(heap);
+  if (!heap) return fa_succeed(error);
+  fa_pool_trim(&heap->pool, 0);
+  fa_pool_trim(&heap->pinned->callers, 0);
+  fa_pool_trim(&heap->pinned->staging, 0);
+  return fa_succeed(error);
+}
+
+fa_place fa_memory_locate(fa_device device, const void *memory, size_t bytes) {
+  fa_heap *heap;
+  if (find_heap(device, &heap, NULL) || !heap) return FA_PLACE_HOST;
+  return heap->backend->memory->locate(device.index, memory, bytes);
+}
+
+fa_status fa_device_copy(fa_device device, void *to, const void *from, size_t bytes, void *stream,
+                         fa_error *error) {
+  if (bytes == 0) return fa_succeed(error);
+  FIND_HEAP(heap);
+  if (!heap) return memmove(to, from, bytes), fa_succeed(error);
+  const fa_memory_ops *memory = heap->backend->memory;
+  fa_status status =
+      memory->copy(device.index, (fa_rows){to, bytes}, (fa_rows){(char *)from, bytes}, bytes, 1, stream, error);
+  return status ? status : fa_device_synchronize(device, stream, error);
+}
+
+fa_status fa_device_synchronize(fa_device device, void *stream, fa_error *error) {
+  FIND_HEAP(heap);
+  fa_status status = heap ? heap->backend->memory->synchronize(device.index, stream, error) : FA_STATUS_OK;
+  return status ? status : fa_succeed(error);
+}

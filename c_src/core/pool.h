@@ -1,0 +1,51 @@
+/* Memory that is slow to take, kept at hand: a cache of blocks between callers and a source. */
+#ifndef FA_CORE_POOL_H
+#define FA_CORE_POOL_H
+
+#include <pthread.h>
+
+#include "../flash_attention.h"
+
+enum { FA_POOL_BUCKETS = 256 };
+
+typedef struct fa_block {
+  void *memory;
+  size_t bytes;
+  struct fa_block *next, *previous; /* in its bucket of used blocks, or in the list of idle ones */
+} fa_block;
+
+/* Where the memory comes from: slow, and thread-safe. */
+typedef struct fa_source {
+  fa_status (*alloc)(const void *context, size_t bytes, void **memory, fa_error *error);
+  void (*free)(const void *context, void *memory);
+  const void *context;
+} fa_source;
+
+/* Zero-initialise, then call fa_pool_init. */
+typedef struct fa_pool {
+  pthread_mutex_t mutex;
+  fa_source source;
+  size_t limit;      /* of used and idle bytes */
+  size_t idle_limit; /* of idle bytes alone */
+  size_t used_bytes, idle_bytes;
+  fa_block *used[FA_POOL_BUCKETS];
+  fa_block *newest, *oldest; /* idle */
+} fa_pool;
+
+void fa_pool_init(fa_pool *pool, fa_source source, size_t limit, size_t idle_limit);
+
+/* A block of at least so many bytes: an idle one of about that size, or the source's. Where the source has none
+ * left, idle blocks go back to it first. */
+fa_status fa_pool_take(fa_pool *pool, size_t bytes, void **memory, fa_error *error);
+
+/* Makes a block idle. Never calls the source: it may be called where nothing may wait. False where the pool
+ * does not know the block. */
+bool fa_pool_give(fa_pool *pool, void *memory);
+
+/* Returns the idle blocks given longest ago to the source until at most so many idle bytes are left. */
+void fa_pool_trim(fa_pool *pool, size_t idle_bytes);
+
+void fa_pool_set_limit(fa_pool *pool, size_t limit);
+void fa_pool_sizes(fa_pool *pool, size_t *used_bytes, size_t *idle_bytes, size_t *limit);
+
+#endif

@@ -1,0 +1,161 @@
+/* Memory, streams and events of CUDA devices: the operations that c_src/core's heaps and transfers use. */
+#include <sched.h>
+#include <time.h>
+
+#include "runtime.h"
+
+#define ON_DEVICE(index, operation, call)                   \
+  do {                                                      \
+    device_scope scope;                                     \
+    fa_status entered = enter_device(&scope, index, error); \
+    if (entered) return entered;                            \
+    const cudaError_t result = call;                        \
+    leave_device(&scope);                                   \
+    return check(result, operation, error);                 \
+  } while (0)
+
+static void available(int32_t index, size_t *free_bytes, size_t *total_bytes) {
+  device_scope scope;
+  *free_bytes = *total_bytes = 0;
+  if (enter_device(&scope, index, NULL)) return;
+  if (cudaMemGetInfo(free_bytes, total_bytes)) cudaGetLastError();
+  leave_device(&scope);
+}
+
+static fa_status allocate(int32_t index, size_t bytes, void **memory, fa_error *error) {
+  device_scope scope;
+  fa_status status = enter_device(&scope, index, error);
+  if (status) return status;
+  status = check(cudaMalloc(memory, bytes), "cudaMalloc", error);
+  leave_device(&scope);
+  if (status != FA_STATUS_OUT_OF_MEMORY) return status;
+  size_t free_bytes, total_bytes;
+  available(index, &free_bytes, &total_bytes);
+  return fa_fail(error, status, "device", FA_TEXT("%zu bytes of the GPU's memory", bytes),
+                 FA_TEXT("%zu free of %zu", free_bytes, total_bytes));
+}
+
+/* Errors of work that was under way would surface here, too; the call that waits for that work reports them. */
+static void release(int32_t index, void *memory) {
+  (void)index; /* the runtime knows whose memory it is */
+  if (cudaFree(memory)) cudaGetLastError();
+}
+
+static fa_status host_allocate(size_t bytes, void **memory, fa_error *error) {
+  const cudaError_t result = cudaHostAlloc(memory, bytes, cudaHostAllocPortable);
+  if (result == cudaErrorMemoryAllocation) {
+    cudaGetLastError();
+    return fa_fail(error, FA_STATUS_OUT_OF_MEMORY, "device", FA_TEXT("%zu bytes of pinned memory", bytes),
+                   "none");
+  }
+  return check(result, "cudaHostAlloc", error);
+}
+
+static void host_release(void *memory) {
+  if (cudaFreeHost(memory)) cudaGetLastError();
+}
+
+static fa_place place_of(int32_t index, const void *memory) {
+  struct cudaPointerAttributes attributes;
+  if (cudaPointerGetAttributes(&attributes, memory) != cudaSuccess) {
+    cudaGetLastError();
+    return FA_PLACE_HOST;
+  }
+  switch (attributes.type) {
+    case cudaMemoryTypeHost:
+    case cudaMemoryTypeManaged: return FA_PLACE_PINNED;
+    case cudaMemoryTypeDevice: return attributes.device == index ? FA_PLACE_DEVICE : FA_PLACE_OTHER_DEVICE;
+    default: return FA_PLACE_HOST;
+  }
+}
+
+/* Of the first and the last byte: a range that is not all of one kind counts as pageable memory, which every
+ * kind can be copied as. */
+static fa_place locate(int32_t index, const void *memory, size_t bytes) {
+  const fa_place first = place_of(index, memory);
+  if (bytes < 2 || first == FA_PLACE_HOST) return first;
+  return place_of(index, (const char *)memory + bytes - 1) == first ? first : FA_PLACE_HOST;
+}
+
+/* Independent of the default stream. */
+static fa_status stream_new(int32_t index, void **stream, fa_error *error) {
+  ON_DEVICE(index, "cudaStreamCreate",
+            cudaStreamCreateWithFlags((cudaStream_t *)stream, cudaStreamNonBlocking));
+}
+
+static void stream_free(int32_t index, void *stream) {
+  (void)index;
+  if (cudaStreamDestroy(stream)) cudaGetLastError();
+}
+
+static fa_status event_new(int32_t index, void **event, fa_error *error) {
+  ON_DEVICE(index, "cudaEventCreate", cudaEventCreateWithFlags((cudaEvent_t *)event, cudaEventBlockingSync));
+}
+
+static void event_free(int32_t index, void *event) {
+  (void)index;
+  if (cudaEventDestroy(event)) cudaGetLastError();
+}
+
+static fa_status copy(int32_t index, fa_rows to, fa_rows from, size_t row_bytes, size_t num_rows, void *stream,
+                      fa_error *error) {
+  if (num_rows == 1)
+    ON_DEVICE(index, "cudaMemcpyAsync",
+              cudaMemcpyAsync(to.data, from.data, row_bytes, cudaMemcpyDefault, stream));
+  ON_DEVICE(index, "cudaMemcpy2DAsync",
+            cudaMemcpy2DAsync(to.data, to.pitch, from.data, from.pitch, row_bytes, num_rows, cudaMemcpyDefault,
+                              stream));
+}
+
+static fa_status record(int32_t index, void *event, void *stream, fa_error *error) {
+  ON_DEVICE(index, "cudaEventRecord", cudaEventRecord(event, stream));
+}
+
+static fa_status stream_wait(int32_t index, void *stream, void *event, fa_error *error) {
+  ON_DEVICE(index, "cudaStreamWaitEvent", cudaStreamWaitEvent(stream, event, 0));
+}
+
+static int64_t microseconds(void) {
+  struct timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return now.tv_sec * INT64_C(1000000) + now.tv_nsec / 1000;
+}
+
+/* What takes long is slept through, which costs tens of microseconds to wake from; what does not is polled. */
+static fa_status event_wait(int32_t index, void *event, fa_error *error) {
+  const int64_t until = microseconds() + 200;
+  cudaError_t result;
+  while ((result = cudaEventQuery(event)) == cudaErrorNotReady && microseconds() < until) sched_yield();
+  if (result != cudaErrorNotReady) return check(result, "cudaEventQuery", error);
+  cudaGetLastError();
+  ON_DEVICE(index, "cudaEventSynchronize", cudaEventSynchronize(event));
+}
+
+static fa_status elapsed(int32_t index, void *begin, void *end, double *seconds, fa_error *error) {
+  (void)index;
+  float milliseconds = 0;
+  fa_status status = check(cudaEventElapsedTime(&milliseconds, begin, end), "cudaEventElapsedTime", error);
+  *seconds = milliseconds / 1e3;
+  return status;
+}
+
+static fa_status synchronize(int32_t index, void *stream, fa_error *error) {
+  ON_DEVICE(index, "cudaStreamSynchronize", cudaStreamSynchronize(stream));
+}
+
+const fa_memory_ops fa_cuda_memory = {.alloc = allocate,
+                                      .free = release,
+                                      .available = available,
+                                      .host_alloc = host_allocate,
+                                      .host_free = host_release,
+                                      .locate = locate,
+                                      .stream_new = stream_new,
+                                      .stream_free = stream_free,
+                                      .event_new = event_new,
+                                      .event_free = event_free,
+                                      .copy = copy,
+                                      .record = record,
+                                      .stream_wait = stream_wait,
+                                      .event_wait = event_wait,
+                                      .elapsed = elapsed,
+                                      .synchronize = synchronize};

@@ -1,0 +1,42 @@
+/* What every caller of the CUDA runtime in this folder needs: its errors as ours, and a current device. */
+#ifndef FA_CUDA_RUNTIME_H
+#define FA_CUDA_RUNTIME_H
+
+#include <cuda_runtime_api.h>
+
+#include "../c_src/core/backend.h"
+#include "../c_src/core/error.h"
+
+/* Memory, streams and events, for the backend's table. */
+extern const fa_memory_ops fa_cuda_memory;
+
+static inline fa_status check(cudaError_t result, const char *operation, fa_error *error) {
+  if (result == cudaSuccess) return FA_STATUS_OK;
+  cudaGetLastError(); /* or the next call would report it again */
+  fa_status status = result == cudaErrorMemoryAllocation ? FA_STATUS_OUT_OF_MEMORY : FA_STATUS_DEVICE_ERROR;
+  return fa_fail_message(
+      error, status, "device",
+      FA_TEXT("%s: %s (%s)", operation, cudaGetErrorString(result), cudaGetErrorName(result)));
+}
+
+#define CHECK(call)                                   \
+  do {                                                \
+    fa_status status = check(call, operation, error); \
+    if (status) return status;                        \
+  } while (0)
+
+/* Makes a device current for the duration of a call into the runtime. */
+typedef struct device_scope {
+  int previous;
+} device_scope;
+
+static inline fa_status enter_device(device_scope *scope, int32_t index, fa_error *error) {
+  const char *operation = "cudaSetDevice";
+  CHECK(cudaGetDevice(&scope->previous));
+  CHECK(cudaSetDevice(index));
+  return FA_STATUS_OK;
+}
+
+static inline void leave_device(const device_scope *scope) { cudaSetDevice(scope->previous); }
+
+#endif

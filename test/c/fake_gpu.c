@@ -1,0 +1,346 @@
+#include "fake_gpu.h"
+
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "../../c_src/core/error.h"
+
+struct fake_settings fake_settings = {SIZE_MAX, SIZE_MAX, -1, FA_STATUS_OK};
+
+/* ---- state, all under one mutex ------------------------------------------------------------------------ */
+
+typedef struct fake_block {
+  char *memory;
+  size_t bytes;
+  int32_t index; /* -1: pinned */
+  struct fake_block *next;
+} fake_block;
+
+typedef struct fake_event {
+  long recorded, done; /* how often: enqueued, and reached by its stream */
+} fake_event;
+
+typedef enum fake_kind { COPY, RUN, RECORD, WAIT } fake_kind;
+
+typedef struct fake_work {
+  fake_kind kind;
+  fa_rows to, from;
+  size_t row_bytes, num_rows;
+  fa_plan plan;
+  fa_tensors tensors;
+  fa_execution execution;
+  fake_event *event;
+  long target;
+  struct fake_work *next;
+} fake_work;
+
+typedef struct fake_stream {
+  fake_work *first, **last;
+  bool busy;
+  struct fake_stream *next;
+} fake_stream;
+
+static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
+static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
+static fake_block *blocks;
+static fake_stream *streams, default_stream = {NULL, &default_stream.first, false, NULL};
+static fake_state state;
+
+fake_state fake_get_state(void) {
+  pthread_mutex_lock(&mutex);
+  fake_state copy = state;
+  pthread_mutex_unlock(&mutex);
+  return copy;
+}
+
+static fa_status may_fail(fa_error *error) {
+  pthread_mutex_lock(&mutex);
+  const bool fails = fake_settings.fail_at == 0;
+  if (fake_settings.fail_at >= 0) fake_settings.fail_at--;
+  pthread_mutex_unlock(&mutex);
+  return fails ? fa_fail_message(error, fake_settings.failure, "device", "the fake GPU was told to fail")
+               : FA_STATUS_OK;
+}
+
+/* ---- memory ------------------------------------------------------------------------------------------- */
+
+static fa_status add_block(int32_t index, size_t bytes, void **memory, fa_error *error) {
+  fa_status status = may_fail(error);
+  if (status) return status;
+  size_t *held = index < 0 ? &state.pinned_bytes : &state.device_bytes;
+  pthread_mutex_lock(&mutex);
+  const size_t there = index < 0 ? fake_settings.pinned_bytes : fake_settings.device_bytes;
+  const bool fits = *held <= there && bytes <= there - *held;
+  if (fits) {
+    fake_block *block = malloc(sizeof *block);
+    *block = (fake_block){NULL, bytes, index, blocks};
+    if (posix_memalign((void **)&block->memory, 256, bytes)) abort();
+    memset(block->memory, 0xff, bytes);
+    blocks = block;
+    *held += bytes;
+    *memory = block->memory;
+  }
+  pthread_mutex_unlock(&mutex);
+  return fits ? FA_STATUS_OK
+              : fa_fail(error, FA_STATUS_OUT_OF_MEMORY, "device", FA_TEXT("%zu bytes", bytes), "fewer");
+}
+
+static void remove_block(void *memory) {
+  pthread_mutex_lock(&mutex);
+  fake_block **link = &blocks;
+  while ((*link)->memory != memory) link = &(*link)->next;
+  fake_block *block = *link;
+  *link = block->next;
+  *(block->index < 0 ? &state.pinned_bytes : &state.device_bytes) -= block->bytes;
+  pthread_mutex_unlock(&mutex);
+  free(block->memory);
+  free(block);
+}
+
+static fa_status alloc(int32_t index, size_t bytes, void **memory, fa_error *error) {
+  return add_block(index, bytes, memory, error);
+}
+static void release(int32_t index, void *memory) {
+  (void)index;
+  remove_block(memory);
+}
+static fa_status host_alloc(size_t bytes, void **memory, fa_error *error) {
+  return add_block(-1, bytes, memory, error);
+}
+static void host_free(void *memory) { remove_block(memory); }
+
+static void available(int32_t index, size_t *free_bytes, size_t *total_bytes) {
+  (void)index;
+  *free_bytes = *total_bytes = (size_t)1 << 40;
+}
+
+static fa_place place_of(int32_t index, const void *memory) {
+  for (fake_block *block = blocks; block; block = block->next)
+    if ((const char *)memory >= block->memory && (const char *)memory < block->memory + block->bytes)
+      return block->index < 0        ? FA_PLACE_PINNED
+             : block->index == index ? FA_PLACE_DEVICE
+                                     : FA_PLACE_OTHER_DEVICE;
+  return FA_PLACE_HOST;
+}
+
+static fa_place locate(int32_t index, const void *memory, size_t bytes) {
+  (void)bytes;
+  pthread_mutex_lock(&mutex);
+  const fa_place place = place_of(index, memory);
+  pthread_mutex_unlock(&mutex);
+  return place;
+}
+
+/* ---- the thread that does the streams' work -------------------------------------------------------------- */
+
+static bool can_go_on(const fake_stream *stream) {
+  const fake_work *work = stream->first;
+  return work && !stream->busy && (work->kind != WAIT || work->event->done >= work->target);
+}
+
+static fake_stream *draw_stream(unsigned *seed) {
+  int num_ready = can_go_on(&default_stream);
+  for (fake_stream *stream = streams; stream; stream = stream->next) num_ready += can_go_on(stream);
+  if (num_ready == 0) return NULL;
+  int drawn = rand_r(seed) % num_ready;
+  if (can_go_on(&default_stream) && drawn-- == 0) return &default_stream;
+  for (fake_stream *stream = streams;; stream = stream->next)
+    if (can_go_on(stream) && drawn-- == 0) return stream;
+}
+
+static void do_work(const fake_work *work) {
+  if (work->kind == COPY)
+    for (size_t row = 0; row < work->num_rows; row++)
+      memcpy(work->to.data + row * work->to.pitch, work->from.data + row * work->from.pitch, work->row_bytes);
+  if (work->kind == RUN)
+    fa_backend_of(FA_DEVICE_REFERENCE)->run(&work->plan, &work->tensors, &work->execution, NULL);
+}
+
+static void *work_on(void *unused) {
+  (void)unused;
+  unsigned seed = 1;
+  pthread_mutex_lock(&mutex);
+  for (;;) {
+    fake_stream *stream = draw_stream(&seed);
+    if (!stream) {
+      pthread_cond_wait(&changed, &mutex);
+      continue;
+    }
+    fake_work *work = stream->first;
+    stream->busy = true;
+    pthread_mutex_unlock(&mutex);
+    do_work(work);
+    pthread_mutex_lock(&mutex);
+    if (work->kind == RECORD) work->event->done++;
+    stream->busy = false;
+    stream->first = work->next;
+    if (!stream->first) stream->last = &stream->first;
+    free(work);
+    pthread_cond_broadcast(&changed);
+  }
+  return NULL;
+}
+
+static void start(void) {
+  pthread_t thread;
+  if (pthread_create(&thread, NULL, work_on, NULL)) abort();
+  pthread_detach(thread);
+}
+
+static void enqueue(fake_stream *stream, fake_work work) {
+  static pthread_once_t once = PTHREAD_ONCE_INIT;
+  pthread_once(&once, start);
+  if (!stream) stream = &default_stream;
+  fake_work *copy = malloc(sizeof *copy);
+  *copy = work;
+  copy->next = NULL;
+  pthread_mutex_lock(&mutex);
+  if (work.kind == RECORD) work.event->recorded++;
+  if (work.kind == WAIT) copy->target = work.event->recorded;
+  if (work.kind == RUN) state.num_runs++;
+  *stream->last = copy;
+  stream->last = &copy->next;
+  pthread_cond_broadcast(&changed);
+  pthread_mutex_unlock(&mutex);
+}
+
+/* ---- streams and events -----------------------------------------------------------------------------------
+ */
+
+static fa_status stream_new(int32_t index, void **stream, fa_error *error) {
+  (void)index;
+  fa_status status = may_fail(error);
+  if (status) return status;
+  fake_stream *new = calloc(1, sizeof *new);
+  new->last = &new->first;
+  pthread_mutex_lock(&mutex);
+  new->next = streams;
+  streams = new;
+  state.num_streams++;
+  pthread_mutex_unlock(&mutex);
+  *stream = new;
+  return FA_STATUS_OK;
+}
+
+static void stream_free(int32_t index, void *stream) {
+  (void)index;
+  pthread_mutex_lock(&mutex);
+  fake_stream **link = &streams;
+  while (*link != stream) link = &(*link)->next;
+  *link = (*link)->next;
+  state.num_streams--;
+  pthread_mutex_unlock(&mutex);
+  free(stream);
+}
+
+static fa_status event_new(int32_t index, void **event, fa_error *error) {
+  (void)index;
+  fa_status status = may_fail(error);
+  if (status) return status;
+  *event = calloc(1, sizeof(fake_event));
+  pthread_mutex_lock(&mutex);
+  state.num_events++;
+  pthread_mutex_unlock(&mutex);
+  return FA_STATUS_OK;
+}
+
+static void event_free(int32_t index, void *event) {
+  (void)index;
+  pthread_mutex_lock(&mutex);
+  state.num_events--;
+  pthread_mutex_unlock(&mutex);
+  free(event);
+}
+
+static fa_status copy(int32_t index, fa_rows to, fa_rows from, size_t row_bytes, size_t num_rows, void *stream,
+                      fa_error *error) {
+  fa_status status = may_fail(error);
+  if (status) return status;
+  pthread_mutex_lock(&mutex);
+  state.num_copies++;
+  state.num_pageable_copies +=
+      place_of(index, to.data) == FA_PLACE_HOST || place_of(index, from.data) == FA_PLACE_HOST;
+  pthread_mutex_unlock(&mutex);
+  enqueue(stream,
+          (fake_work){.kind = COPY, .to = to, .from = from, .row_bytes = row_bytes, .num_rows = num_rows});
+  return FA_STATUS_OK;
+}
+
+static fa_status record(int32_t index, void *event, void *stream, fa_error *error) {
+  (void)index;
+  fa_status status = may_fail(error);
+  if (!status) enqueue(stream, (fake_work){.kind = RECORD, .event = event});
+  return status;
+}
+
+static fa_status stream_wait(int32_t index, void *stream, void *event, fa_error *error) {
+  (void)index;
+  fa_status status = may_fail(error);
+  if (!status) enqueue(stream, (fake_work){.kind = WAIT, .event = event});
+  return status;
+}
+
+static fa_status event_wait(int32_t index, void *event, fa_error *error) {
+  (void)index;
+  fa_status status = may_fail(error);
+  if (status) return status;
+  const fake_event *waited = event;
+  pthread_mutex_lock(&mutex);
+  while (waited->done < waited->recorded) pthread_cond_wait(&changed, &mutex);
+  pthread_mutex_unlock(&mutex);
+  return FA_STATUS_OK;
+}
+
+static fa_status elapsed(int32_t index, void *begin, void *end, double *seconds, fa_error *error) {
+  (void)index, (void)begin, (void)end;
+  *seconds = 1;
+  return may_fail(error);
+}
+
+static fa_status synchronize(int32_t index, void *stream, fa_error *error) {
+  (void)index;
+  const fake_stream *waited = stream ? stream : &default_stream;
+  pthread_mutex_lock(&mutex);
+  while (waited->first) pthread_cond_wait(&changed, &mutex);
+  pthread_mutex_unlock(&mutex);
+  return may_fail(error);
+}
+
+/* ---- the backend ------------------------------------------------------------------------------------------
+ */
+
+static int32_t num_devices(fa_error *error) {
+  fa_succeed(error);
+  return FAKE_DEVICES;
+}
+
+static fa_status device_info(int32_t index, fa_device_info *info, fa_error *error) {
+  return fa_backend_of(FA_DEVICE_REFERENCE)->device_info(index, info, error);
+}
+
+static fa_status plan(fa_plan *plan, fa_error *error) {
+  fa_status status = may_fail(error);
+  return status ? status : fa_backend_of(FA_DEVICE_REFERENCE)->plan(plan, error);
+}
+
+static fa_status run(const fa_plan *plan, const fa_tensors *tensors, const fa_execution *execution,
+                     fa_error *error) {
+  fa_status status = may_fail(error);
+  if (status) return status;
+  fake_work work = {.kind = RUN, .plan = *plan, .tensors = *tensors, .execution = *execution};
+  work.execution.stream = NULL;
+  enqueue(execution->stream, work);
+  return FA_STATUS_OK;
+}
+
+static const fa_memory_ops memory = {alloc,       release,     available, host_alloc, host_free, locate,
+                                     stream_new,  stream_free, event_new, event_free, copy,      record,
+                                     stream_wait, event_wait,  elapsed,   synchronize};
+
+const fa_backend fake_gpu = {.kind = FA_DEVICE_CUDA,
+                             .num_devices = num_devices,
+                             .device_info = device_info,
+                             .plan = plan,
+                             .run = run,
+                             .memory = &memory};

@@ -1,0 +1,429 @@
+/*
+ * Heaps, transfers and slices, on the fake GPU: whatever lies where, results are those of the reference bit for
+ * bit, bytes are counted, faults leave nothing behind, and memory is given back.
+ */
+#include <pthread.h>
+#include <stdlib.h>
+
+#include "../../c_src/core/host.h"
+#include "../../c_src/core/lane.h"
+#include "check.h"
+#include "fake_gpu.h"
+#include "harness.h"
+#include "random.h"
+
+static const fa_device cpu = {FA_DEVICE_CPU, 0}, reference = {FA_DEVICE_REFERENCE, 0};
+
+static fa_heap *heap_of(int32_t index) {
+  fa_heap *heap;
+  if (fa_heap_of(&fake_gpu, index, &heap, NULL)) exit(2);
+  return heap;
+}
+
+/* Nothing is held but what is at hand for the next call. */
+static void check_nothing_is_used(const char *when) {
+  for (int i = 0; i < FAKE_DEVICES; i++) {
+    size_t used, idle, limit;
+    fa_pool_sizes(&heap_of(i)->pool, &used, &idle, &limit);
+    CHECK(used == 0, "%s: %zu bytes of device %d are still used", when, used, i);
+    fa_pool_sizes(&heap_of(i)->pinned->staging, &used, &idle, &limit);
+    CHECK(used == 0, "%s: %zu pinned bytes are still used for staging", when, used);
+    fa_pool_sizes(&heap_of(i)->pinned->callers, &used, &idle, &limit);
+    CHECK(used == 0, "%s: %zu pinned bytes are still used", when, used);
+  }
+}
+
+static void trim(void) {
+  for (int i = 0; i < FAKE_DEVICES; i++) {
+    fa_pool_trim(&heap_of(i)->pool, 0);
+    fa_pool_trim(&heap_of(i)->pinned->staging, 0);
+    fa_pool_trim(&heap_of(i)->pinned->callers, 0);
+  }
+}
+
+/* ---- a problem, its tensors in several places, and what the reference makes of it
+ * --------------------------------
+ */
+
+typedef enum where { PAGEABLE, PINNED, ON_DEVICE, ON_OTHER_DEVICE, KEPT, NUM_WHERES } where;
+
+typedef struct setting {
+  fa_problem problem;
+  fa_pass pass;
+  void *host[FA_NUM_TENSORS]; /* inputs, and the outputs that are right */
+  where where[FA_NUM_TENSORS];
+  void *given[FA_NUM_TENSORS];     /* as where says */
+  void *on_device[FA_NUM_TENSORS]; /* of KEPT */
+} setting;
+
+static size_t size_of(const setting *s, int id) { return (size_t)fa_tensor_shape(&s->problem, id).size_bytes; }
+
+static fa_tensor_role role_of(const setting *s, int id) { return fa_tensor_role_in(&s->problem, s->pass, id); }
+
+static void take(fa_pool *pool, size_t bytes, void **memory) {
+  if (fa_pool_take(pool, bytes ? bytes : 1, memory, NULL)) exit(2);
+}
+
+static void place_tensor(setting *s, int id) {
+  const size_t bytes = size_of(s, id);
+  void **given = &s->given[id];
+  switch (s->where[id]) {
+    case PINNED: take(&heap_of(0)->pinned->callers, bytes, given); break;
+    case ON_DEVICE: take(&heap_of(0)->pool, bytes, given); break;
+    case ON_OTHER_DEVICE: take(&heap_of(1)->pool, bytes, given); break;
+    case KEPT: take(&heap_of(0)->pool, bytes, &s->on_device[id]); /* fall through */
+    default: *given = malloc(bytes + 1);
+  }
+  memset(*given, 0xff, bytes);
+  if (role_of(s, id) == FA_ROLE_INPUT) memcpy(*given, s->host[id], bytes);
+}
+
+static void remove_tensor(setting *s, int id) {
+  switch (s->where[id]) {
+    case PINNED: fa_pool_give(&heap_of(0)->pinned->callers, s->given[id]); break;
+    case ON_DEVICE: fa_pool_give(&heap_of(0)->pool, s->given[id]); break;
+    case ON_OTHER_DEVICE: fa_pool_give(&heap_of(1)->pool, s->given[id]); break;
+    case KEPT: fa_pool_give(&heap_of(0)->pool, s->on_device[id]); /* fall through */
+    default: free(s->given[id]);
+  }
+  s->on_device[id] = NULL;
+}
+
+static void run_reference(setting *s, fa_pass pass) {
+  fa_plan plan;
+  fa_tensors tensors = {0};
+  fa_error error;
+  for (int id = 0; id < FA_NUM_TENSORS; id++)
+    *fa_tensor_at(&tensors, id) = fa_tensor_contiguous(&s->problem, id, s->host[id]);
+  if (fa_plan_init(&plan, &s->problem, pass, reference, &error) ||
+      fa_run_on_host(&plan, &tensors, NULL, &error)) {
+    printf("FAILED: %s\n", error.message);
+    exit(1);
+  }
+}
+
+static setting setting_new(const fa_problem *problem, fa_pass pass, fa_random *random) {
+  setting s = {.problem = *problem, .pass = pass};
+  for (int id = 0; id < FA_TENSOR_TANGENT_Q; id++) {
+    const fa_dtype dtype = fa_tensor_shape(problem, id).dtype;
+    s.host[id] = calloc(1, size_of(&s, id) + 64);
+    for (size_t i = 0; i < size_of(&s, id) / fa_dtype_bytes(dtype); i++)
+      set_element(dtype, (unsigned char *)s.host[id] + i * fa_dtype_bytes(dtype), random_normal(random));
+  }
+  run_reference(&s, FA_PASS_FORWARD);
+  if (pass == FA_PASS_BACKWARD) run_reference(&s, pass);
+  for (int id = 0; id < FA_NUM_TENSORS; id++) s.where[id] = (where)random_integer(random, 0, NUM_WHERES - 1);
+  return s;
+}
+
+static void setting_place(setting *s) {
+  for (int id = 0; id < FA_NUM_TENSORS; id++)
+    if (role_of(s, id)) place_tensor(s, id);
+}
+
+static void setting_remove(setting *s) {
+  for (int id = 0; id < FA_NUM_TENSORS; id++)
+    if (role_of(s, id)) remove_tensor(s, id);
+}
+
+static void setting_free(setting *s) {
+  for (int id = 0; id < FA_NUM_TENSORS; id++) free(s->host[id]);
+}
+
+static fa_plan fake_plan(const setting *s) {
+  fa_plan plan;
+  if (fa_plan_init(&plan, &s->problem, s->pass, reference, NULL)) exit(2);
+  plan.backend = &fake_gpu;
+  plan.device = (fa_device){FA_DEVICE_CUDA, 0};
+  return plan;
+}
+
+static fa_status setting_run(setting *s, fa_transfers *transfers, fa_error *error) {
+  fa_tensors tensors = {0};
+  for (int id = 0; id < FA_NUM_TENSORS; id++) {
+    if (!role_of(s, id)) continue;
+    *fa_tensor_at(&tensors, id) = fa_tensor_contiguous(&s->problem, id, s->given[id]);
+    fa_tensor_at(&transfers->on_device, id)->data = s->on_device[id];
+  }
+  const fa_plan plan = fake_plan(s);
+  return fa_run_on_host(&plan, &tensors, transfers, error);
+}
+
+static bool is_right(const setting *s, int id) {
+  const bool output = memcmp(s->given[id], s->host[id], size_of(s, id)) == 0;
+  return output && (s->where[id] != KEPT || memcmp(s->on_device[id], s->host[id], size_of(s, id)) == 0);
+}
+
+static void check_run(setting *s) {
+  char text[200];
+  fa_transfers transfers = {0};
+  fa_error error;
+  int64_t bytes[3] = {0};
+  fa_problem_format(&s->problem, text, sizeof text);
+  const fa_status status = setting_run(s, &transfers, &error);
+  CHECK(status == FA_STATUS_OK, "%s: %s", text, error.message);
+  for (int id = 0; !status && id < FA_NUM_TENSORS; id++) {
+    if (!role_of(s, id)) continue;
+    CHECK(is_right(s, id), "%s: %s is wrong where it lies at %d", text, fa_tensor_name(id), s->where[id]);
+    if (s->where[id] != ON_DEVICE) bytes[role_of(s, id)] += (int64_t)size_of(s, id);
+  }
+  CHECK(
+      transfers.bytes_to_device == bytes[FA_ROLE_INPUT] && transfers.bytes_from_device == bytes[FA_ROLE_OUTPUT],
+      "%s: %lld bytes up, %lld down", text, (long long)transfers.bytes_to_device,
+      (long long)transfers.bytes_from_device);
+  CHECK(transfers.kernel_seconds >= 1, "%s: kernels took no time", text);
+}
+
+static fa_problem random_problem(fa_random *random) {
+  fa_problem problem;
+  fa_problem_init(&problem);
+  problem.dtype = random_integer(random, 0, 1) ? FA_DTYPE_F32 : FA_DTYPE_BF16;
+  problem.batch = random_integer(random, 0, 5);
+  problem.seqlen_q = random_integer(random, 1, 40), problem.seqlen_k = random_integer(random, 0, 40);
+  problem.num_kv_heads = random_integer(random, 1, 5);
+  problem.num_heads = problem.num_kv_heads * random_integer(random, 1, 3);
+  problem.head_dim = random_integer(random, 1, 20);
+  problem.num_sinks = random_integer(random, 0, 3) ? 0 : random_integer(random, 1, 2);
+  if (random_integer(random, 0, 1)) problem.window_right = 0;
+  return problem;
+}
+
+/* ---- what is tested ---------------------------------------------------------------------------------------
+ */
+
+static void test_places_and_slices(void) {
+  fa_random random = random_stream(7, 0);
+  long num_runs = 0, most_runs = 0;
+  for (int i = 0; i < 400; i++) {
+    fa_host_slicing = (fa_slicing){random_integer(&random, 1, 400), random_integer(&random, 1, 60),
+                                   random_integer(&random, 1, 60)};
+    const fa_problem problem = random_problem(&random);
+    setting s = setting_new(&problem, i % 2 ? FA_PASS_BACKWARD : FA_PASS_FORWARD, &random);
+    const long before = fake_get_state().num_runs;
+    setting_place(&s);
+    check_run(&s);
+    setting_remove(&s);
+    setting_free(&s);
+    num_runs = fake_get_state().num_runs - before;
+    if (num_runs > most_runs) most_runs = num_runs;
+  }
+  CHECK(most_runs == FA_MAX_SLICES, "at most %ld slices", most_runs);
+  CHECK(fake_get_state().num_pageable_copies == 0, "pageable memory was given to the bus");
+  check_nothing_is_used("after runs");
+}
+
+/* More than the ring holds, in one row and in many. */
+static void test_large(void) {
+  fa_random random = random_stream(8, 0);
+  fa_host_slicing = (fa_slicing){1, 1, 1};
+  for (int64_t batch = 1; batch <= 2; batch++) {
+    fa_problem problem;
+    fa_problem_init(&problem);
+    problem.batch = batch, problem.num_heads = problem.num_kv_heads = 8, problem.head_dim = 64;
+    problem.seqlen_q = 1999, problem.seqlen_k = 7, problem.window_left = 3;
+    setting s = setting_new(&problem, FA_PASS_BACKWARD, &random);
+    for (int id = 0; id < FA_NUM_TENSORS; id++) s.where[id] = PAGEABLE;
+    setting_place(&s);
+    for (int i = 0; i < 3; i++) check_run(&s);
+    setting_remove(&s);
+    setting_free(&s);
+  }
+  check_nothing_is_used("after large runs");
+}
+
+/* A problem that is cut, in ordinary and in pinned memory, at home on the device and kept there. */
+static setting mixed_setting(fa_random *random) {
+  fa_problem problem;
+  fa_problem_init(&problem);
+  problem.batch = 3, problem.num_heads = problem.num_kv_heads = 2, problem.head_dim = 5;
+  problem.seqlen_q = problem.seqlen_k = 17;
+  setting s = setting_new(&problem, FA_PASS_BACKWARD, random);
+  for (int id = 0; id < FA_NUM_TENSORS; id++) s.where[id] = (where)(id % NUM_WHERES);
+  return s;
+}
+
+/* Every operation fails once, in each of the ways. */
+static void test_faults(void) {
+  fa_random random = random_stream(9, 0);
+  fa_host_slicing = (fa_slicing){1, 1, 1};
+  const fa_status failures[] = {FA_STATUS_OUT_OF_MEMORY, FA_STATUS_DEVICE_ERROR};
+  for (int i = 0; i < 2; i++) {
+    int num_failed = 0;
+    fa_status status = FA_STATUS_OK;
+    for (long fail_at = 0; fail_at == 0 || num_failed == fail_at; fail_at++) {
+      setting s = mixed_setting(&random);
+      setting_place(&s);
+      fa_error error;
+      fake_settings.fail_at = fail_at, fake_settings.failure = failures[i];
+      status = setting_run(&s, &(fa_transfers){0}, &error);
+      const bool injected = fake_settings.fail_at < 0;
+      fake_settings.fail_at = -1;
+      /* Memory that runs out is asked for again when what is at hand is given back; a ring can be done without.
+       */
+      CHECK(status == FA_STATUS_OK || status == failures[i], "fault %ld: %s", fail_at, error.message);
+      num_failed += injected;
+      check_run(&s);
+      setting_remove(&s);
+      setting_free(&s);
+      check_nothing_is_used("after a fault");
+      trim();
+    }
+    CHECK(num_failed > 50, "only %d operations could fail", num_failed);
+    CHECK(status == FA_STATUS_OK, "a run without a fault failed");
+  }
+}
+
+static void test_out_of_memory(void) {
+  fa_random random = random_stream(10, 0);
+  setting s = mixed_setting(&random);
+  fa_error error;
+  setting_place(&s);
+  check_run(&s);
+  trim();
+  fake_settings.device_bytes = fake_get_state().device_bytes + 1000;
+  CHECK(setting_run(&s, &(fa_transfers){0}, &error) == FA_STATUS_OUT_OF_MEMORY, "no memory is no error");
+  CHECK(strstr(error.message, "bytes") != NULL, "%s", error.message);
+  fake_settings.device_bytes = SIZE_MAX;
+  check_run(&s);
+  setting_remove(&s);
+
+  /* Without pinned memory the bus reads pageable memory by itself. */
+  trim();
+  for (int id = 0; id < FA_NUM_TENSORS; id++) s.where[id] = PAGEABLE;
+  fake_settings.pinned_bytes = 0;
+  setting_place(&s);
+  check_run(&s);
+  CHECK(fake_get_state().num_pageable_copies > 0, "there was pinned memory after all");
+  fake_settings.pinned_bytes = SIZE_MAX;
+  setting_remove(&s);
+  setting_free(&s);
+}
+
+/* q is written by work that the caller's stream does first. */
+static void test_order(void) {
+  fa_random random = random_stream(11, 0);
+  fa_host_slicing = (fa_slicing){1, 1, 1};
+  const fa_memory_ops *memory = fake_gpu.memory;
+  void *stream;
+  if (memory->stream_new(0, &stream, NULL)) exit(2);
+  for (int i = 0; i < 50; i++) {
+    setting s = mixed_setting(&random);
+    s.where[FA_TENSOR_Q] = i % 2 ? ON_DEVICE : ON_OTHER_DEVICE;
+    setting_place(&s);
+    const size_t bytes = size_of(&s, FA_TENSOR_Q);
+    char *q = s.given[FA_TENSOR_Q], *early;
+    take(&heap_of(0)->pool, bytes, (void **)&early);
+    memcpy(early, q, bytes);
+    memset(q, 0xff, bytes);
+    for (size_t at = 0; at < bytes; at += 40) { /* so that it takes a while */
+      const size_t some = bytes - at < 40 ? bytes - at : 40;
+      memory->copy(0, (fa_rows){q + at, some}, (fa_rows){early + at, some}, some, 1, i % 3 ? stream : NULL,
+                   NULL);
+    }
+    fa_error error;
+    const fa_status status = setting_run(&s, &(fa_transfers){.stream = i % 3 ? stream : NULL}, &error);
+    CHECK(status == FA_STATUS_OK, "%s", error.message);
+    CHECK(is_right(&s, FA_TENSOR_DQ) && is_right(&s, FA_TENSOR_DK),
+          "the call did not wait for the caller's stream");
+    fa_pool_give(&heap_of(0)->pool, early);
+    setting_remove(&s);
+    setting_free(&s);
+  }
+  memory->stream_free(0, stream);
+}
+
+static void *call_often(void *seed) {
+  fa_random random = random_stream((uint64_t)(uintptr_t)seed, 1);
+  setting s = mixed_setting(&random);
+  for (int i = 0; i < 30; i++) {
+    setting_place(&s);
+    fa_error error;
+    const fa_status status = setting_run(&s, &(fa_transfers){0}, &error);
+    bool right = status == FA_STATUS_OK;
+    for (int id = 0; id < FA_NUM_TENSORS; id++) right = right && (!role_of(&s, id) || is_right(&s, id));
+    if (!right) return "wrong";
+    setting_remove(&s);
+  }
+  setting_free(&s);
+  return NULL;
+}
+
+static void test_many_callers(void) {
+  enum { CALLERS = 16 };
+  pthread_t threads[CALLERS];
+  fa_host_slicing = (fa_slicing){1, 1, 1};
+  for (uintptr_t i = 0; i < CALLERS; i++)
+    if (pthread_create(&threads[i], NULL, call_often, (void *)i)) exit(2);
+  for (int i = 0; i < CALLERS; i++) {
+    void *wrong;
+    pthread_join(threads[i], &wrong);
+    CHECK(!wrong, "caller %d got wrong results", i);
+  }
+  check_nothing_is_used("after many callers");
+  CHECK(fake_get_state().num_streams <= 3 * CALLERS, "%ld streams", fake_get_state().num_streams);
+}
+
+/* ---- the pool by itself ------------------------------------------------------------------------------------
+ */
+
+static void test_pool(void) {
+  trim();
+  fa_pool *pool = &heap_of(0)->pinned->callers;
+  const size_t limit = pool->limit, mib = 1 << 20;
+  fa_error error;
+  char *a, *b, *c;
+  fa_pool_set_limit(pool, 4 * mib);
+  take(pool, 2 * mib, (void **)&a);
+  take(pool, 2 * mib, (void **)&b);
+  CHECK(fa_pool_take(pool, 1, (void **)&c, &error) == FA_STATUS_OUT_OF_MEMORY, "beyond the limit");
+  CHECK_TEXT(error.message, "device: expected 1 bytes of memory, got 0 left of a limit of 4194304");
+  CHECK(fa_pool_give(pool, a) && !fa_pool_give(pool, a) && !fa_pool_give(pool, &error), "given once");
+  take(pool, 2 * mib - 100, (void **)&c);
+  CHECK(c == a, "an idle block of about the size is used again");
+  fa_pool_give(pool, c);
+  take(pool, mib, (void **)&c); /* half of it would be wasted */
+  CHECK(fake_get_state().pinned_bytes == 3 * mib, "an idle block makes room for another size");
+  fa_pool_give(pool, b);
+  fa_pool_give(pool, c);
+  fa_pool_trim(pool, 2 * mib);
+  CHECK(fake_get_state().pinned_bytes == mib, "what was given first is trimmed first");
+  take(pool, 3 * mib, (void **)&a);
+  fa_pool_set_limit(pool, mib);
+  CHECK(fake_get_state().pinned_bytes == 3 * mib, "a lower limit takes what is idle");
+  fa_pool_give(pool, a);
+  CHECK(fa_pool_take(pool, 2 * mib, (void **)&b, NULL) == FA_STATUS_OUT_OF_MEMORY, "a lower limit holds");
+  CHECK(fa_pool_take(pool, SIZE_MAX, (void **)&b, NULL) == FA_STATUS_OUT_OF_MEMORY,
+        "any size can be asked for");
+  fa_pool_set_limit(pool, limit);
+  fa_pool_trim(pool, 0);
+  CHECK(fake_get_state().pinned_bytes == 0, "all is trimmed");
+}
+
+/* The public functions on devices that need none of this. */
+static void test_host_devices(void) {
+  void *memory;
+  fa_error error;
+  fa_memory_info info;
+  CHECK(fa_host_alloc(cpu, 100, &memory, &error) == FA_STATUS_UNSUPPORTED && !memory,
+        "pinned memory for a CPU");
+  CHECK(fa_memory_get_info(cpu, &info, &error) == FA_STATUS_OK && info.pinned_limit_bytes == 0,
+        "a CPU's memory");
+  CHECK(fa_memory_trim(cpu, &error) == FA_STATUS_OK, "%s", error.message);
+  CHECK(fa_memory_locate(cpu, &info, 1) == FA_PLACE_HOST, "a CPU's places");
+  CHECK(fa_device_alloc(cpu, 100, &memory, &error) == FA_STATUS_OK, "%s", error.message);
+  CHECK(fa_device_free(cpu, memory, &error) == FA_STATUS_OK, "%s", error.message);
+}
+
+int main(void) {
+  test_pool();
+  test_host_devices();
+  test_places_and_slices();
+  test_large();
+  test_faults();
+  test_out_of_memory();
+  test_order();
+  test_many_callers();
+  trim();
+  CHECK(fake_get_state().device_bytes == 0 && fake_get_state().pinned_bytes == 0, "memory is left");
+  return report();
+}
