@@ -86,7 +86,7 @@ static fa_status find_tensors(host_run *run, const fa_tensors *given, fa_error *
 
 /* ---- slices -------------------------------------------------------------------------------------------- */
 
-fa_slicing fa_host_slicing = {.least_bytes = 4 << 20, .least_rows = 1 << 15, .least_row_bytes = 512};
+fa_slicing fa_host_slicing = {.least_bytes = 4 << 20, .least_rows = 1 << 15, .least_row_bytes = 256};
 
 static int64_t num_slices_wanted(const host_run *run) {
   const fa_problem *p = &run->plan->problem;

@@ -100,7 +100,7 @@ void fa_lane_give(fa_lane *lane) {
 
 /* ---- the processor's part: between a slot and rows of pageable memory ---------------------------------- */
 
-enum { TASK_BYTES = 256 << 10, COPY_THREADS = 4 };
+enum { TASK_BYTES = 256 << 10, COPY_THREADS = 8 };
 
 static void copy_part(const fa_slot *slot, size_t begin, size_t end) {
   while (begin < end) {
