@@ -19,8 +19,9 @@ defmodule FlashAttention.MixProject do
     ]
   end
 
-  # Nx is used where it is there, be it a dependency or on ERL_LIBS.
-  def application, do: [extra_applications: [:logger, nx: :optional]]
+  # These are used where they are there, be they dependencies or on ERL_LIBS.
+  @optional [:nx, :exla, :axon, :bumblebee]
+  def application, do: [extra_applications: [:logger] ++ Enum.map(@optional, &{&1, :optional})]
 
   # A list with Hex packages fails at once where Hex is not installed, and nothing here needs one.
   defp deps do

@@ -41,8 +41,8 @@ defmodule FlashAttention.Defn do
       Vectorized axes count as part of the batch; `sink` has none. `o` has the axis names of `q`. The gradient has no
       gradient itself: asking for one raises.
 
-      On EXLA it is a custom call on the device that the computation runs on, see `FlashAttention.EXLA`; `:device`
-      then must be `:auto`, the default, or of the client's kind. Otherwise `:device` says where the library computes.
+      On EXLA it is a custom call on the device that the computation runs on, see `FlashAttention.EXLA`. With a
+      `:device` other than `:auto`, the default, the library computes there, whatever compiles the rest.
 
           defn loss(q, k, v), do: FlashAttention.attention(q, k, v, window: {127, 0}) |> Nx.sum()
           defn gradients(q, k, v), do: grad({q, k, v}, fn {q, k, v} -> loss(q, k, v) end)

@@ -150,6 +150,30 @@ defmodule FlashAttention.DefnTest do
     assert_close(Numerical.either(q, k, v, 0), Nx.multiply(4, Nx.pow(q, 3)), 1.0e-12)
   end
 
+  test "a device by name: the same numbers, from the device that is asked for" do
+    {[q, k, v, sink], dout, opts} = problem(4)
+
+    {o, lse} =
+      Nx.Defn.jit_apply(&FlashAttention.attention_with_lse(&1, &2, &3, [device: :cpu] ++ opts), [q, k, v])
+
+    assert {o, lse} == FlashAttention.forward_with_states!(q, k, v, opts)
+
+    tensors = [q, k, v, sink]
+
+    assert gradients(FlashAttention, tensors, dout, [device: :cpu] ++ opts) ==
+             gradients(FlashAttention, tensors, dout, opts)
+
+    # The naive one rounds differently.
+    f32 = Enum.map([q, k, v], &Nx.as_type(&1, :f32))
+
+    assert apply(FlashAttention, :attention, f32 ++ [[device: :reference]]) !=
+             apply(FlashAttention, :attention, f32)
+
+    assert_raise FlashAttention.Error, ~r/device/, fn ->
+      FlashAttention.attention(q, k, v, device: {:cuda, 999})
+    end
+  end
+
   test "axes keep their names" do
     {[q, k, v], _dout, opts} = problem(0, :f32)
     q = Nx.rename(q, [:batch, :row, :head, :dim])

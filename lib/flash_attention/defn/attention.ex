@@ -52,25 +52,20 @@ if FlashAttention.Defn.supported?() do
 
     @outputs [:o, :lse, :dq, :dk, :dv, :dsink]
 
-    @doc false
-    # The kinds of device that take a pass of these tensors, the types and shapes of what it writes, and the bytes of
-    # workspace that XLA must give it on a GPU. Raises the library's own error where no device takes it.
-    def plan!(pass, inputs, opts) do
-      shapes = Map.new(inputs, fn {name, tensor} -> {name, {tensor.type, tensor.shape}} end)
+    # Templates of what a pass writes, and the bytes of workspace that it takes on a GPU; or the library's own error.
+    defp plan!(pass, inputs, opts) do
       %{devices: devices, native: native} = unwrap!(Options.parse(opts))
-      plans = for {kind, _index} = device <- devices, do: {kind, Native.plan(pass, shapes, native, device)}
-      taken = for {kind, {:ok, outputs, workspace_bytes}} <- plans, do: {kind, outputs, workspace_bytes}
 
-      case {taken, plans} do
-        {[{_kind, outputs, _} | _], _} ->
-          %{
-            kinds: for({kind, _, _} <- taken, do: kind),
-            outputs: for(name <- @outputs, {type, shape} <- [outputs[name]], do: Nx.template(shape, type)),
-            workspace_bytes: Enum.find_value(taken, 0, fn {kind, _, bytes} -> kind == :cuda && bytes end)
-          }
+      shapes = for {name, tensor} <- inputs, into: %{}, do: {name, {tensor.type, tensor.shape}}
+      plans = for {kind, _index} = device <- devices, do: {kind, Native.plan(pass, shapes, native, device)}
+
+      case for({kind, {:ok, outputs, workspace_bytes}} <- plans, do: {kind, outputs, workspace_bytes}) do
+        [{_kind, outputs, _bytes} | _] = taken ->
+          {for(name <- @outputs, {type, shape} <- [outputs[name]], do: Nx.template(shape, type)),
+           Enum.find_value(taken, 0, fn {kind, _outputs, bytes} -> kind == :cuda && bytes end)}
 
         # As in FlashAttention, a device that does not take the problem leaves it to the next one: the last one tells.
-        {[], plans} ->
+        [] ->
           {_kind, {:error, error}} = List.last(plans)
           raise Error.from_native(error)
       end
@@ -111,12 +106,18 @@ if FlashAttention.Defn.supported?() do
       end)
     end
 
+    # A device that was asked for by name computes through the library; without one, the compiler may know better.
     defp block(%{pass: pass, opts: opts} = block, inputs) do
+      {outputs, _bytes} = plan!(pass, inputs, opts)
       names = Keyword.keys(inputs)
-      plan = plan!(pass, inputs, opts)
       default = default(length(inputs), &call(pass, Enum.zip(names, &1), opts))
-      outputs = Nx.block(block, Keyword.values(inputs), List.to_tuple(plan.outputs), default)
-      outputs |> Tuple.to_list() |> Enum.take(length(plan.outputs))
+
+      results =
+        if opts[:device] in [nil, :auto],
+          do: Nx.block(block, Keyword.values(inputs), List.to_tuple(outputs), default),
+          else: call(pass, inputs, opts)
+
+      results |> Tuple.to_list() |> Enum.take(length(outputs))
     end
 
     # The default function has one parameter for each input.
@@ -128,7 +129,7 @@ if FlashAttention.Defn.supported?() do
     # What it returns is what the block returns. An expression may become a custom call of XLA, which allocates
     # outputs and nothing else: there the workspace is one more output, which nobody reads.
     defp call(pass, [{_name, first} | _] = inputs, opts) do
-      %{outputs: outputs, workspace_bytes: bytes} = plan!(pass, inputs, opts)
+      {outputs, bytes} = plan!(pass, inputs, opts)
       results = Nx.runtime_call(List.to_tuple(outputs), Map.new(inputs), [pass: pass, opts: opts], &run/2)
 
       if bytes > 0 and is_struct(first.data, Expr),

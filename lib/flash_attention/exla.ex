@@ -1,0 +1,110 @@
+defmodule FlashAttention.EXLA do
+  @moduledoc """
+  Attention as an XLA custom call: what `FlashAttention.attention/4` becomes when EXLA compiles it.
+
+  Nothing is to be done for it: EXLA 0.12 and later ask, through the protocol `EXLA.CustomCall`, what the blocks of
+  `FlashAttention.Defn` are. On the clients `:host` and `:cuda` they are the custom calls
+  `flash_attention_forward` and `flash_attention_backward`, which compute on XLA's own buffers and, on a GPU, on its
+  stream: nothing is copied between host and device. The calls are registered with XLA before the first of them is
+  compiled.
+
+  Where that cannot be, compiling raises and says why: a client of another kind, a problem that the client's device
+  does not take (`f64` or a head_dim over 256 on a GPU), or calls that cannot be registered, see `register/0`. With a
+  `:device` other than `:auto` attention is no custom call: the library computes it outside of XLA, on the device
+  that is named and on copies of the tensors.
+  """
+
+  alias FlashAttention.{Error, Native, Options}
+
+  # As EXLA loads it.
+  @library if(match?({:unix, :darwin}, :os.type()), do: "libxla_extension.dylib", else: "libxla_extension.so")
+
+  @inputs %{forward: [:q, :k, :v, :sink], backward: [:dout, :q, :k, :v, :o, :lse, :sink]}
+
+  @doc """
+  Registers the custom calls with EXLA's XLA; `:ok` where they are already.
+
+  The error says what is missing: EXLA, a newer EXLA (0.12 is the first with `EXLA.CustomCall`), or a build of this
+  library with XLA's header (`XLA_FFI_INCLUDE`).
+  """
+  @spec register() :: :ok | {:error, Error.t()}
+  def register do
+    if :persistent_term.get(__MODULE__, false) do
+      :ok
+    else
+      with :ok <- find_exla(), :ok <- Native.register_xla(@library) do
+        :persistent_term.put(__MODULE__, true)
+      else
+        {:error, error} -> {:error, Error.from_native(error)}
+      end
+    end
+  end
+
+  @doc "As `register/0`, but returns `:ok` or raises."
+  @spec register!() :: :ok
+  def register! do
+    with {:error, error} <- register(), do: raise(error)
+  end
+
+  # Its NIF brings XLA along.
+  defp find_exla do
+    cond do
+      not Code.ensure_loaded?(EXLA) ->
+        missing("EXLA 0.12 or later", "none")
+
+      not Code.ensure_loaded?(EXLA.CustomCall) ->
+        missing("EXLA 0.12 or later", "#{Application.spec(:exla, :vsn)}")
+
+      not Code.ensure_loaded?(EXLA.NIF) ->
+        missing("an EXLA whose NIF is loaded", "one whose NIF is not")
+
+      true ->
+        :ok
+    end
+  end
+
+  defp missing(expected, got),
+    do: {:error, {:unsupported, "exla", expected, got, "exla: expected #{expected}, got #{got}"}}
+
+  @doc false
+  # The custom call that a block becomes on a client: its target, and its attributes as MLIR writes them.
+  def custom_call!(%{pass: pass, opts: opts}, inputs, client) do
+    {:ok, options} = Options.parse(opts)
+
+    shapes =
+      for {name, tensor} <- Enum.zip(@inputs[pass], inputs), into: %{}, do: {name, {tensor.type, tensor.shape}}
+
+    with :ok <- register(),
+         {:ok, device} <- device(client.platform),
+         {:ok, _outputs, _workspace_bytes} <- Native.plan(pass, shapes, options.native, device) do
+      {"flash_attention_#{pass}", attributes(options.native)}
+    else
+      {:error, %Error{} = error} -> raise elsewhere(error)
+      {:error, error} -> raise error |> Error.from_native() |> elsewhere()
+    end
+  end
+
+  defp device(:host), do: {:ok, {:cpu, 0}}
+  defp device(:cuda), do: {:ok, {:cuda, 0}}
+  defp device(platform), do: missing("a client of platform :host or :cuda", inspect(platform))
+
+  defp elsewhere(error),
+    do: %{error | message: "#{error.message} (device: :cpu computes outside of EXLA, on copies of the tensors)"}
+
+  # An option that is not there has its default; a length, no bound.
+  defp attributes(native),
+    do: for({name, value} <- native, value != :infinity, do: {Atom.to_string(name), mlir(value)})
+
+  defp mlir(value) when is_float(value), do: "#{value} : f64"
+  defp mlir(value) when is_integer(value), do: "#{value} : i64"
+  defp mlir(choice) when is_atom(choice), do: ~s("#{choice}")
+end
+
+if Code.ensure_loaded?(EXLA.CustomCall) and FlashAttention.Defn.supported?() do
+  defimpl EXLA.CustomCall, for: [FlashAttention.Defn.Forward, FlashAttention.Defn.Backward] do
+    def call(block, _outputs, inputs, client) do
+      {target, attributes} = FlashAttention.EXLA.custom_call!(block, inputs, client)
+      {:ok, %EXLA.CustomCall.Spec{call_target_name: target, attributes: attributes}}
+    end
+  end
+end

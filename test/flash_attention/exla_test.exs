@@ -1,0 +1,167 @@
+defmodule FlashAttention.EXLATest do
+  # Attention through EXLA's own compiler, to the StableHLO that XLA gets. Where EXLA's native half is not there,
+  # test/support/exla_nif.exs writes the text in its place.
+  use ExUnit.Case, async: false
+
+  @moduletag :exla
+  @compile {:no_warn_undefined, [EXLA, EXLA.NIF, EXLA.Application, Nx, Nx.Defn]}
+
+  setup_all do
+    if Code.ensure_loaded?(EXLA.NIF) do
+      {:ok, _} = Application.ensure_all_started(:exla)
+    else
+      Code.require_file("test/support/exla_nif.exs")
+      {:ok, _} = Application.ensure_all_started(:nimble_pool)
+      {:ok, _} = EXLA.Application.start(:normal, [])
+      # There is no XLA to register the calls with.
+      :persistent_term.put(FlashAttention.EXLA, true)
+    end
+
+    {:ok, runs?: function_exported?(EXLA.NIF, :mlir_compile, 7)}
+  end
+
+  # A loss and its gradients, with attention amid transposes that XLA would rather do as a change of layout.
+  defp step(q, k, v, sink, weights) do
+    swap = &Nx.transpose(&1, axes: [0, 2, 1, 3])
+
+    Nx.Defn.value_and_grad({q, k, v, sink}, fn {q, k, v, sink} ->
+      o = FlashAttention.attention(swap.(q), swap.(k), swap.(v), window: {5, 0}, softcap: 3.5, sink: sink)
+      Nx.sum(Nx.multiply(swap.(o), weights))
+    end)
+  end
+
+  # Where XLA is not there, `make test-xla` runs the text through the XLA of JAX.
+  test "a step through XLA, or the text of one that is tested elsewhere", %{runs?: runs?} do
+    shapes = [{2, 4, 12, 8}, {2, 2, 12, 8}, {2, 2, 12, 8}, {2, 4}, {2, 4, 12, 8}]
+
+    if runs? do
+      {arguments, _key} = Enum.map_reduce(shapes, Nx.Random.key(1), &Nx.Random.normal(&2, shape: &1))
+      assert {loss, gradients} = Nx.Defn.jit_apply(&step/5, arguments, compiler: EXLA)
+      {plain_loss, plain_gradients} = Nx.Defn.jit_apply(&step/5, arguments, compiler: Nx.Defn.Evaluator)
+
+      for {x, y} <- Enum.zip([loss | Tuple.to_list(gradients)], [plain_loss | Tuple.to_list(plain_gradients)]),
+          do: assert(Nx.to_number(Nx.all_close(Nx.backend_copy(x), y)) == 1)
+    else
+      assert stablehlo(&step/5, Enum.map(shapes, &template/1)) == File.read!("test/xla/exla.mlir")
+    end
+  end
+
+  defp template(shape, type \\ :f32), do: Nx.template(shape, type)
+
+  defp stablehlo(function, arguments, options \\ [client: :host]),
+    do: EXLA.to_mlir_module(function, arguments, options).mlir_module
+
+  # The custom calls of attention in a module: target, attributes, types of operands and of results.
+  defp calls(text) do
+    for line <- String.split(text, "\n"), line =~ "flash_attention", line =~ "custom_call" do
+      [target] =
+        Regex.run(~r/call_target_name = "(\w+)"|@(flash_attention\w+)/, line, capture: :all_but_first)
+        |> Enum.reject(&(&1 == ""))
+
+      assert line =~ "api_version = 4 : i32"
+      [config] = Regex.run(~r/backend_config = \{([^}]*)\}/, line, capture: :all_but_first)
+      [operands, results] = Regex.run(~r/ : \((.*)\) -> \(?(.*?)\)?$/, line, capture: :all_but_first)
+
+      attributes =
+        for pair <- String.split(config, ", "), into: %{}, do: pair |> String.split(" = ") |> List.to_tuple()
+
+      {target, attributes, String.split(operands, ", "), String.split(results, ", ")}
+    end
+  end
+
+  test "the forward is a custom call on XLA's buffers, with the options that are set" do
+    q = template({2, 16, 4, 8}, :bf16)
+    k = template({2, 20, 2, 8}, :bf16)
+    attention = &FlashAttention.attention(&1, &2, &3, window: {7, 3}, causal: false, scale: 0.25, softcap: 30)
+
+    assert [{"flash_attention_forward", attributes, operands, results}] = calls(stablehlo(attention, [q, k, k]))
+
+    assert attributes == %{
+             "scale" => "0.25 : f64",
+             "window_left" => "7 : i64",
+             "window_right" => "3 : i64",
+             "softcap" => "30 : i64",
+             "precision" => ~s("highest"),
+             "deterministic" => ~s("false")
+           }
+
+    assert operands == ["tensor<2x16x4x8xbf16>", "tensor<2x20x2x8xbf16>", "tensor<2x20x2x8xbf16>"]
+    assert ["tensor<2x16x4x8xbf16>", "tensor<2x4x16xf32>" | _workspace] = results
+  end
+
+  test "every attribute is an option of the C table; without a bound there is none" do
+    q = template({1, 4, 1, 8})
+
+    text =
+      stablehlo(
+        &FlashAttention.attention(&1, &1, &1, causal: false, precision: :default, deterministic: true),
+        [q]
+      )
+
+    assert [{_, attributes, _, _}] = calls(text)
+    assert attributes["precision"] == ~s("default") and attributes["deterministic"] == ~s("true")
+    options = for option <- FlashAttention.Native.options(), do: Atom.to_string(option.name)
+    assert Enum.sort(Map.keys(attributes)) == Enum.sort(options -- ["window_left", "window_right"])
+  end
+
+  test "the gradient is a second custom call, and nothing else sees the scores" do
+    q = template({1, 64, 2, 8})
+    sink = template({3, 2})
+
+    gradients = fn q, k, v, sink ->
+      Nx.Defn.grad({q, k, v, sink}, fn {q, k, v, sink} ->
+        Nx.sum(FlashAttention.attention(q, k, v, sink: sink))
+      end)
+    end
+
+    text = stablehlo(gradients, [q, q, q, sink])
+    assert [forward, backward] = calls(text)
+    tensor = "tensor<1x64x2x8xf32>"
+    assert {"flash_attention_forward", _, [_, _, _, "tensor<3x2xf32>"], _} = forward
+
+    assert {"flash_attention_backward", _,
+            [^tensor, ^tensor, ^tensor, ^tensor, ^tensor, lse, "tensor<3x2xf32>"],
+            [^tensor, ^tensor, ^tensor, "tensor<3x2xf32>" | _workspace]} = backward
+
+    assert lse == "tensor<1x2x64xf32>"
+    refute text =~ "64x64"
+    refute text =~ "callback"
+  end
+
+  test "what the client's device does not take is an error that says so" do
+    attention = &FlashAttention.attention(&1, &1, &1)
+    f64 = template({1, 8, 1, 8}, :f64)
+
+    assert [{"flash_attention_forward", _, _, ["tensor<1x8x1x8xf64>", "tensor<1x1x8xf64>"]}] =
+             calls(stablehlo(attention, [f64], client: :host))
+
+    error = assert_raise FlashAttention.Error, fn -> stablehlo(attention, [f64], client: :cuda) end
+    assert error.message =~ "(device: :cpu computes outside of EXLA, on copies of the tensors)"
+  end
+
+  test "a device that is asked for by name is no custom call, in either pass" do
+    q = template({1, 8, 1, 8}, :f64)
+
+    gradient = fn q ->
+      Nx.Defn.grad(q, fn q -> Nx.sum(FlashAttention.attention(q, q, q, device: :cpu)) end)
+    end
+
+    for client <- [:host, :cuda] do
+      text = stablehlo(gradient, [q], client: client)
+      assert calls(text) == []
+      assert length(Regex.scan(~r/callback/, text)) >= 2
+    end
+  end
+
+  test "a missing XLA is an error that says what to do" do
+    :persistent_term.erase(FlashAttention.EXLA)
+    assert {:error, %FlashAttention.Error{reason: :unsupported}} = FlashAttention.EXLA.register()
+    assert_raise FlashAttention.Error, ~r/XLA/, &FlashAttention.EXLA.register!/0
+
+    assert_raise FlashAttention.Error, ~r/XLA/, fn ->
+      stablehlo(&FlashAttention.attention(&1, &1, &1), [template({1, 9, 1, 8})])
+    end
+  after
+    :persistent_term.put(FlashAttention.EXLA, true)
+  end
+end
