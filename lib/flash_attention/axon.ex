@@ -1,0 +1,135 @@
+if Code.ensure_loaded?(Axon) do
+  defmodule FlashAttention.Axon do
+    @moduledoc """
+    Attention as layers of Axon models.
+
+    The layers train with `Axon.Loop` and with anything else that differentiates, on every compiler: see
+    `FlashAttention.attention/4`, which they call.
+
+        input = Axon.input("tokens", shape: {nil, nil})
+
+        hidden =
+          input
+          |> Axon.embedding(256, 64)
+          |> FlashAttention.Axon.multi_head_attention(num_heads: 4, head_dim: 16)
+
+    To replace the attention of a Bumblebee model, see `FlashAttention.Bumblebee`.
+    """
+
+    @layer_options [:name, :meta]
+
+    @doc """
+    Attention of `query` to `key` and `value`.
+
+    ## Input shapes
+
+      * `query` - `{batch, seqlen_q, num_heads, head_dim}`
+      * `key`, `value` - `{batch, seqlen_k, num_kv_heads, head_dim}`, where `num_kv_heads` divides `num_heads`
+
+    ## Output shape
+
+    That of `query`.
+
+    ## Parameter shapes
+
+      * `sink` - `{num_sinks, num_heads}`, where `:num_sinks` is given
+
+    ## Options
+
+    Those of `FlashAttention.forward/4` but `:sink`; attention is causal unless `causal: false` is given. And
+
+      * `:num_sinks` - how many attention sinks each head learns, none by default; they begin at 0
+      * `:name`, `:meta` - as for every layer of Axon
+    """
+    @spec attention(Axon.t(), Axon.t(), Axon.t(), keyword) :: Axon.t()
+    def attention(%Axon{} = query, %Axon{} = key, %Axon{} = value, opts \\ []) do
+      {layer_options, opts} = Keyword.split(opts, @layer_options)
+      {num_sinks, opts} = Keyword.pop(opts, :num_sinks)
+      sink_shape = fn query, _key, _value -> {num_sinks, elem(query, 2)} end
+      sinks = if num_sinks, do: [Axon.param("sink", sink_shape, initializer: :zeros)], else: []
+
+      # What Axon adds to the options of a layer must not end up among attention's.
+      attend = fn inputs -> attend(inputs, opts) end
+      layer_options = [op_name: :flash_attention] ++ layer_options
+
+      if num_sinks,
+        do:
+          Axon.layer(
+            fn q, k, v, sink, _ -> attend.([q, k, v, sink]) end,
+            [query, key, value] ++ sinks,
+            layer_options
+          ),
+        else: Axon.layer(fn q, k, v, _ -> attend.([q, k, v]) end, [query, key, value], layer_options)
+    end
+
+    defp attend([q, k, v], opts), do: FlashAttention.attention(q, k, v, opts)
+    # Mixed precision makes every parameter a narrow one; sinks are f32.
+    defp attend([q, k, v, sink], opts), do: attend([q, k, v], [sink: Nx.as_type(sink, :f32)] ++ opts)
+
+    @doc """
+    Multi-head attention: projections to queries, keys and values, attention, and a projection of what comes out.
+
+    With `:memory`, keys and values come from there (cross-attention), else from the input (self-attention).
+
+    ## Input shapes
+
+      * `input` - `{batch, seqlen_q, size}`
+      * `:memory` - `{batch, seqlen_k, memory_size}`
+
+    ## Output shape
+
+    `{batch, seqlen_q, units}`
+
+    ## Parameters
+
+    Those of four dense layers and, where there are sinks, of `attention/4`. With `name: "block"` the layers are called
+    `"block.query"`, `"block.key"`, `"block.value"`, `"block.attention"` and `"block.output"`.
+
+    ## Options
+
+      * `:num_heads`, `:head_dim` - required
+      * `:num_kv_heads` - heads of keys and values, `:num_heads` by default; it divides `:num_heads`
+      * `:units` - the output's size, `num_heads * head_dim` by default
+      * `:memory` - what to attend to, if not the input itself
+      * `:use_bias` (default `true`), `:kernel_initializer`, `:bias_initializer` - of all four projections, as for
+        `Axon.dense/3`
+      * `:name` - the prefix of the layers' names; without it they are called as Axon calls layers
+
+    and those of `attention/4`: `:causal` (default `true`), `:window`, `:scale`, `:softcap`, `:num_sinks`, …
+    """
+    @spec multi_head_attention(Axon.t(), keyword) :: Axon.t()
+    def multi_head_attention(%Axon{} = input, opts) do
+      {dense, opts} = Keyword.split(opts, [:use_bias, :kernel_initializer, :bias_initializer])
+      {own, opts} = Keyword.split(opts, [:name, :num_heads, :num_kv_heads, :head_dim, :units, :memory])
+      num_heads = Keyword.fetch!(own, :num_heads)
+      head_dim = Keyword.fetch!(own, :head_dim)
+      num_kv_heads = own[:num_kv_heads] || num_heads
+      memory = own[:memory] || input
+      name = &if(own[:name], do: "#{own[:name]}.#{&1}")
+
+      [query, key, value] =
+        for {source, layer, heads} <- [
+              {input, "query", num_heads},
+              {memory, "key", num_kv_heads},
+              {memory, "value", num_kv_heads}
+            ] do
+          source
+          |> Axon.dense(heads * head_dim, [name: name.(layer)] ++ dense)
+          |> Axon.nx(&split_heads(&1, heads, head_dim))
+        end
+
+      query
+      |> attention(key, value, [name: name.("attention")] ++ opts)
+      |> Axon.nx(&join_heads/1)
+      |> Axon.dense(own[:units] || num_heads * head_dim, [name: name.("output")] ++ dense)
+    end
+
+    defp split_heads(tensor, heads, head_dim),
+      do: Nx.reshape(tensor, {Nx.axis_size(tensor, 0), Nx.axis_size(tensor, 1), heads, head_dim})
+
+    defp join_heads(tensor) do
+      {batch, seqlen, heads, head_dim} = Nx.shape(tensor)
+      Nx.reshape(tensor, {batch, seqlen, heads * head_dim})
+    end
+  end
+end

@@ -1,0 +1,122 @@
+defmodule FlashAttention.AxonTest do
+  use ExUnit.Case, async: true
+
+  alias FlashAttention.Test.Transformer
+
+  @moduletag :axon
+  @moduletag :capture_log
+  @compile {:no_warn_undefined,
+            [Axon, Axon.ModelState, Axon.MixedPrecision, Nx, Nx.Defn, FlashAttention.Axon, Transformer]}
+
+  defp run(model, inputs, opts \\ []) do
+    {init, predict} = Axon.build(model, [compiler: Nx.Defn.Evaluator, seed: 3] ++ opts)
+    state = init.(inputs, Axon.ModelState.empty())
+    {predict.(state, inputs), state}
+  end
+
+  defp random(seed, shape, type \\ :f32),
+    do: Nx.Random.normal(Nx.Random.key(seed), shape: shape, type: type) |> elem(0)
+
+  test "attention is FlashAttention.attention/4 as a layer" do
+    [q, k, v] = for name <- ["q", "k", "v"], do: Axon.input(name)
+    inputs = %{"q" => random(1, {2, 5, 4, 8}), "k" => random(2, {2, 7, 2, 8}), "v" => random(3, {2, 7, 2, 8})}
+    %{"q" => tq, "k" => tk, "v" => tv} = inputs
+
+    {o, _} = run(FlashAttention.Axon.attention(q, k, v), inputs)
+    assert o == FlashAttention.attention(tq, tk, tv)
+
+    opts = [causal: false, window: {3, 1}, softcap: 5.0, scale: 0.2]
+    {o, _} = run(FlashAttention.Axon.attention(q, k, v, opts ++ [name: "here"]), inputs)
+    assert o == FlashAttention.attention(tq, tk, tv, opts)
+  end
+
+  test "sinks are parameters, f32 under mixed precision too" do
+    [q, k, v] = for name <- ["q", "k", "v"], do: Axon.input(name)
+    model = FlashAttention.Axon.attention(q, k, v, num_sinks: 2, name: "attention")
+
+    inputs =
+      for {name, seed} <- [{"q", 1}, {"k", 2}, {"v", 3}], into: %{}, do: {name, random(seed, {1, 6, 3, 4})}
+
+    %{"q" => tq, "k" => tk, "v" => tv} = inputs
+
+    {o, state} = run(model, inputs)
+    assert state.data == %{"attention" => %{"sink" => Nx.broadcast(0.0, {2, 3})}}
+    assert o == FlashAttention.attention(tq, tk, tv, sink: Nx.broadcast(0.0, {2, 3}))
+
+    policy = Axon.MixedPrecision.create_policy(compute: {:bf, 16}, output: {:bf, 16})
+    {o, _} = model |> Axon.MixedPrecision.apply_policy(policy) |> run(inputs)
+    assert Nx.type(o) == {:bf, 16}
+  end
+
+  test "multi-head attention has the shapes and parameters that its documentation says" do
+    input = Axon.input("x")
+    memory = Axon.input("memory")
+
+    model =
+      FlashAttention.Axon.multi_head_attention(input,
+        num_heads: 4,
+        num_kv_heads: 2,
+        head_dim: 6,
+        units: 10,
+        memory: memory,
+        causal: false,
+        use_bias: false,
+        num_sinks: 1,
+        name: "block"
+      )
+
+    {o, state} = run(model, %{"x" => random(1, {2, 5, 12}), "memory" => random(2, {2, 9, 7})})
+    assert Nx.shape(o) == {2, 5, 10}
+
+    shapes =
+      for {layer, parameters} <- state.data,
+          {name, parameter} <- parameters,
+          do: {layer, name, Nx.shape(parameter)}
+
+    assert Enum.sort(shapes) == [
+             {"block.attention", "sink", {1, 4}},
+             {"block.key", "kernel", {7, 12}},
+             {"block.output", "kernel", {24, 10}},
+             {"block.query", "kernel", {12, 24}},
+             {"block.value", "kernel", {7, 12}}
+           ]
+  end
+
+  test "several layers without names get names of their own" do
+    opts = [num_heads: 2, head_dim: 4]
+
+    model =
+      Axon.input("x")
+      |> FlashAttention.Axon.multi_head_attention(opts)
+      |> FlashAttention.Axon.multi_head_attention(opts)
+
+    {_, state} = run(model, random(1, {1, 3, 5}))
+    assert map_size(state.data) == 8
+  end
+
+  test "what is missing or wrong is said" do
+    x = Axon.input("x")
+    assert_raise KeyError, ~r/:num_heads/, fn -> FlashAttention.Axon.multi_head_attention(x, head_dim: 4) end
+
+    model = FlashAttention.Axon.multi_head_attention(x, num_heads: 2, head_dim: 4, casual: false)
+    error = catch_error(run(model, random(1, {1, 3, 5})))
+    assert Exception.message(error) =~ "expected keys among causal"
+  end
+
+  for {name, opts, steps} <- [
+        {"causal", [], 40},
+        {"windowed", [window: {4, 0}], 5},
+        {"with sinks", [num_sinks: 2], 5}
+      ] do
+    test "a transformer (#{name}) learns with Axon.Loop exactly as it does with plain attention" do
+      batches = Transformer.batches(unquote(steps))
+      flash = Transformer.losses(Transformer.model(:flash, unquote(opts)), batches)
+      plain = Transformer.losses(Transformer.model(:plain, unquote(opts)), batches)
+
+      assert length(flash) == unquote(steps)
+      for {x, y} <- Enum.zip(flash, plain), do: assert_in_delta(x, y, 1.0e-4)
+      # And it does learn.
+      assert List.last(flash) < hd(flash) * (1 - unquote(steps) / 120)
+    end
+  end
+end
