@@ -248,7 +248,7 @@ test-sanitize: test-c-sanitize
 	  UBSAN_OPTIONS=print_stacktrace=1 LD_PRELOAD=$$($(CC) -print-file-name=libasan.so) ERL_FLAGS='+Mea min' \
 	  mix test test/flash_attention_test.exs test/flash_attention/native_test.exs
 
--include test/c/tests.mk bench/bench.mk
+-include test/c/tests.mk test/xla/tests.mk bench/bench.mk
 
 # ---- style -----------------------------------------------------------------------------------------
 

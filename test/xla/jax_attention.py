@@ -1,0 +1,87 @@
+"""The library's XLA custom calls in JAX: attention(q, k, v, sink) with gradients. Shapes, types and options are those
+of c_src/flash_attention.h."""
+import ctypes
+
+import jax
+import numpy as np
+
+import c_library
+
+FORWARD, BACKWARD = "flash_attention_forward", "flash_attention_backward"
+PLATFORMS = {"cpu": "Host", "cuda": "CUDA"}
+
+
+def capsule(pointer):
+    new = ctypes.pythonapi.PyCapsule_New
+    new.restype, new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+    return new(pointer, None, None)
+
+
+def handler(library, target, platform):
+    """The address of a handler."""
+    library.functions.fa_xla_handler.restype = ctypes.c_void_p
+    return library.functions.fa_xla_handler(target.encode(), PLATFORMS[platform].encode())
+
+
+def like(x):
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+def type_name(x):
+    return {"float32": "f32", "float64": "f64", "bfloat16": "bf16", "float16": "f16"}[str(x.dtype)]
+
+
+def attribute(value):
+    """Python's numbers as the attributes' own types."""
+    return {float: np.float64, int: np.int64}.get(type(value), lambda x: x)(value)
+
+
+class Attention:
+    def __init__(self, library, platform):
+        self.library, self.platform = library, platform
+        for target in (FORWARD, BACKWARD):
+            jax.ffi.register_ffi_target(target, capsule(handler(library, target, platform)), platform=platform)
+
+    def call(self, which, operands, results, options):
+        q, k = (operands[name] for name in ("q", "k"))
+        given = [x for x in operands.values() if x is not None]
+        results = [*results, *self.workspace(which, q, k, operands["sink"], options)]
+        attributes = {name: attribute(value) for name, value in options.items()}
+        target = f"flash_attention_{which}"
+        return jax.ffi.ffi_call(target, results, vmap_method="sequential")(*given, **attributes)
+
+    def workspace(self, which, q, k, sink, options):
+        """The result that is the call's workspace, on CUDA, where it needs one."""
+        if self.platform != "cuda":
+            return []
+        num_sinks = 0 if sink is None else sink.shape[0]
+        num_bytes = self.library.plan(which, type_name(q), q.shape, k.shape, num_sinks=num_sinks,
+                                      **options).workspace_bytes
+        return [jax.ShapeDtypeStruct((num_bytes,), np.uint8)] if num_bytes else []
+
+    def forward(self, q, k, v, sink=None, **options):
+        """(o, lse)"""
+        b, s, h, _ = q.shape
+        lse = jax.ShapeDtypeStruct((b, h, s), np.float64 if q.dtype == np.float64 else np.float32)
+        return self.call("forward", dict(q=q, k=k, v=v, sink=sink), [like(q), lse], options)[:2]
+
+    def backward(self, dout, q, k, v, o, lse, sink=None, **options):
+        """(dq, dk, dv, dsink); dsink is None where sink is."""
+        operands = dict(dout=dout, q=q, k=k, v=v, o=o, lse=lse, sink=sink)
+        results = [like(x) for x in (q, k, v, sink) if x is not None]
+        gradients = self.call("backward", operands, results, options)
+        return (*gradients[:3], None if sink is None else gradients[3])
+
+    def __call__(self, q, k, v, sink=None, **options):
+        """o, with gradients by q, k, v and sink."""
+
+        @jax.custom_vjp
+        def attend(q, k, v, sink):
+            return self.forward(q, k, v, sink, **options)[0]
+
+        def forward(q, k, v, sink):
+            o, lse = self.forward(q, k, v, sink, **options)
+            return o, (q, k, v, o, lse, sink)
+
+        attend.defvjp(forward, lambda saved, dout: self.backward(dout, *saved, **options))
+        return attend(q, k, v, sink)

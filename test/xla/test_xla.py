@@ -1,0 +1,392 @@
+"""The custom calls in XLA itself, through JAX: forward and gradients against JAX's own autodiff in float64 over the case
+table (test/c/cases.c), what refuses bad calls, the registration and the StableHLO of EXLA, vmap, and on a GPU command
+buffers.
+
+    python3 test/xla/test_xla.py [--platform cpu|cuda] [--quick] [--library ...] [--harness ...]
+
+Needs JAX; without it says so and tests nothing. HARNESS is the C tests' case table, oracle and tolerance.
+"""
+import argparse
+import ctypes
+import os
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+# Record a single custom call too; and waste no time on making the reference fast.
+os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), "--xla_gpu_graph_min_graph_size=1",
+                                    "--xla_backend_optimization_level=0"])
+try:
+    import jax
+except ImportError:
+    print("test-xla: skipped, JAX is not installed here (pip install jax)")
+    sys.exit(0)
+
+import jax.numpy as jnp
+import numpy as np
+
+import c_library
+from jax_attention import BACKWARD, FORWARD, PLATFORMS, Attention, attribute, capsule, handler
+
+jax.config.update("jax_enable_x64", True)
+
+TYPES = {"f32": np.float32, "f64": np.float64, "bf16": jnp.bfloat16, "f16": np.float16}
+MLIR_TYPES = {"float32": "f32", "uint8": "ui8"}
+QUICK, SPEED = 1, 4  # fa_case_tag
+SEED = 1
+
+# ---- what passed -------------------------------------------------------------------------------------------------
+
+passed, failures, lock = 0, [], threading.Lock()
+
+
+def check(condition, text):
+    global passed
+    with lock:
+        if condition:
+            passed += 1
+        else:
+            failures.append(text)
+            print("FAILED:", text, flush=True)
+
+
+# ---- the C tests' table, oracle and tolerance: see test/c/cases.h, harness.h, tolerance.h ------------------------------
+
+Case = c_library.structure((ctypes.c_char_p, "name"), (ctypes.c_uint, "tags"), (ctypes.c_int, "fill layout"),
+                           (c_library.Problem, "problem"))
+Values = c_library.structure((ctypes.POINTER(ctypes.c_double), " ".join(c_library.TENSORS)))
+Errors = ctypes.c_double * len(c_library.TENSORS)
+
+
+class Harness:
+    def __init__(self, path):
+        functions = ctypes.CDLL(os.path.abspath(path))
+        functions.fa_cases.restype = ctypes.POINTER(Case)
+        functions.run_reference.restype = Values
+        functions.values_tiny.restype = functions.tolerance_of.restype = ctypes.c_double
+        self.functions = functions
+
+    def cases(self, quick):
+        count = ctypes.c_size_t()
+        table = self.functions.fa_cases(ctypes.byref(count))
+        cases = [Case.from_buffer_copy(table[i]) for i in range(count.value)]
+        return [case for case in cases if not case.tags & SPEED and (case.tags & QUICK or not quick)]
+
+    def reference(self, case, type_name):
+        """Inputs that tensors of the type hold, and what the C oracle makes of them in f64."""
+        dtype, f64 = (ctypes.c_int(c_library.DTYPES[name]) for name in (type_name, "f64"))
+        return self.functions.run_reference(ctypes.byref(case), f64, dtype, ctypes.c_uint64(SEED), ctypes.c_int64(0))
+
+    def naive_errors(self, case):
+        errors = Errors()
+        self.functions.raise_naive_errors(ctypes.byref(case), ctypes.c_uint64(SEED), ctypes.c_int64(0), errors)
+        return errors
+
+    def tolerance(self, case, name, error, values, errors):
+        index = ctypes.c_int(c_library.TENSORS.index(name))
+        tiny = self.functions.values_tiny(ctypes.byref(case.problem), index, ctypes.byref(values))
+        return self.functions.tolerance_of(ctypes.byref(case), index, ctypes.c_uint64(SEED), ctypes.c_double(error),
+                                           ctypes.c_double(tiny), errors)
+
+
+def shapes_of(p):
+    q, k = (p.batch, p.seqlen_q, p.num_heads, p.head_dim), (p.batch, p.seqlen_k, p.num_kv_heads, p.head_dim)
+    sink = (p.num_sinks, p.num_heads)
+    return dict(q=q, k=k, v=k, sink=sink, o=q, lse=(p.batch, p.num_heads, p.seqlen_q), dout=q, dq=q, dk=k, dv=k,
+                dsink=sink)
+
+
+def options_of(p):
+    """The options that are not at their default."""
+    unbounded = 2**63 - 1
+    options = {name: getattr(p, name) for name in ("scale", "softcap", "precision", "deterministic")}
+    windows = {name: getattr(p, name) for name in ("window_left", "window_right")}
+    return {**{name: value for name, value in options.items() if value != 0},
+            **{name: value for name, value in windows.items() if value != unbounded}}
+
+
+def arrays_of(values, p):
+    """{name: float64 array}, in the memory of values."""
+    return {name: np.ctypeslib.as_array(getattr(values, name), shape) if np.prod(shape) else np.zeros(shape)
+            for name, shape in shapes_of(p).items()}
+
+
+# ---- attention in JAX's own operations ------------------------------------------------------------------------------
+
+
+def plain(q, k, v, sink, scale=0.0, softcap=0.0, window_left=None, window_right=None, **_):
+    """(o, lse) by the header's formulas, differentiable everywhere, also where a row sees nothing."""
+    (b, seqlen_q, h, d), (_, seqlen_k, num_kv_heads, _) = q.shape, k.shape
+    k, v = (jnp.repeat(x, h // num_kv_heads, axis=2) for x in (k, v))
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) * (scale or 1 / d**0.5)
+    if softcap:
+        scores = softcap * jnp.tanh(scores / softcap)
+    distance = jnp.arange(seqlen_k) - jnp.arange(seqlen_q)[:, None] - (seqlen_k - seqlen_q)
+    visible = jnp.ones(distance.shape, bool)
+    if window_left is not None:
+        visible &= distance >= -window_left
+    if window_right is not None:
+        visible &= distance <= window_right
+    if sink is not None:
+        sinks = jnp.broadcast_to(sink.T[None, :, None, :], (b, h, seqlen_q, sink.shape[0]))
+        scores = jnp.concatenate([scores, sinks], axis=3)
+        visible = jnp.pad(visible, ((0, 0), (0, sink.shape[0])), constant_values=True)
+    largest = jnp.max(jnp.where(visible, scores, -jnp.inf), axis=3, keepdims=True, initial=-jnp.inf)
+    largest = jax.lax.stop_gradient(jnp.where(jnp.isfinite(largest), largest, 0))
+    exponentials = jnp.where(visible, jnp.exp(jnp.where(visible, scores - largest, 0)), 0)
+    total = jnp.sum(exponentials, axis=3, keepdims=True)
+    sees = total > 0
+    p = exponentials / jnp.where(sees, total, 1)
+    lse = jnp.where(sees, largest + jnp.log(jnp.where(sees, total, 1)), -jnp.inf)[..., 0]
+    return jnp.einsum("bhqk,bkhd->bqhd", p[..., :seqlen_k], v), lse
+
+
+def with_gradients(forward):
+    """(o, lse, dq, dk, dv, dsink) of a function of q, k, v and sink that gives o and lse."""
+
+    def run(q, k, v, sink, dout):
+        (o, lse), pull = jax.vjp(lambda *inputs: forward(*inputs), q, k, v, sink)
+        return (o, lse, *pull((dout, jnp.zeros_like(lse))))
+
+    return run
+
+
+OUTPUTS = ("o", "lse", "dq", "dk", "dv", "dsink")
+
+
+def named(results):
+    return {name: np.asarray(x).astype(np.float64) for name, x in zip(OUTPUTS, results) if x is not None}
+
+
+# ---- the tests ------------------------------------------------------------------------------------------------------
+
+
+class Tests:
+    def __init__(self, args):
+        self.args, self.library, self.harness = args, c_library.Library(args.library), Harness(args.harness)
+        self.attention = Attention(self.library, args.platform)
+        self.device, self.host = jax.devices(args.platform)[0], jax.devices("cpu")[0]
+
+    def put(self, x, dtype):
+        return jax.device_put(np.asarray(x).astype(dtype), self.device)
+
+    def random(self, *shapes, dtype=np.float32):
+        generator = np.random.default_rng(SEED)
+        return [self.put(generator.standard_normal(shape), dtype) for shape in shapes]
+
+    def with_lse(self, **options):
+        """q, k, v, sink -> o and lse; o differentiates."""
+
+        def run(q, k, v, sink):
+            lse = self.attention.forward(*map(jax.lax.stop_gradient, (q, k, v, sink)), **options)[1]
+            return self.attention(q, k, v, sink, **options), lse
+
+        return run
+
+    # The case table.
+
+    def table(self):
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(self.check_case, self.harness.cases(self.args.quick)))
+
+    def check_case(self, case):
+        options = options_of(case.problem)
+        exact = jax.jit(with_gradients(lambda *inputs: plain(*inputs, **options)))
+        run = jax.jit(with_gradients(self.with_lse(**options)))
+        for type_name in TYPES:
+            if self.args.platform == "cpu" or type_name != "f64":
+                self.check_type(case, type_name, exact, run)
+
+    def check_type(self, case, type_name, exact, run):
+        case.problem.dtype = c_library.DTYPES[type_name]
+        values = self.harness.reference(case, type_name)
+        arrays = arrays_of(values, case.problem)
+        inputs = [None if name == "sink" and not case.problem.num_sinks else arrays[name]
+                  for name in ("q", "k", "v", "sink", "dout")]
+        wanted = named(exact(*(x if x is None else jax.device_put(x, self.host) for x in inputs)))
+        dtypes = [np.float32 if i == 3 else TYPES[type_name] for i in range(5)]
+        got = named(run(*(x if x is None else self.put(x, dtype) for x, dtype in zip(inputs, dtypes))))
+        errors = self.harness.naive_errors(case)
+        for name in got:
+            error = largest_error(got[name], wanted[name])
+            tolerance = self.harness.tolerance(case, name, error, values, errors)
+            check(error <= tolerance, f"{case.name.decode()}, {type_name}: {name}: error {error:.3g} exceeds "
+                                      f"{tolerance:.3g}")
+        self.harness.functions.values_free(ctypes.byref(values))
+
+    # vmap.
+
+    def vmap(self):
+        q, dout, k, v = self.random((3, 2, 7, 4, 16), (3, 2, 7, 4, 16), (3, 2, 9, 2, 16), (3, 2, 9, 2, 16))
+        sink, = self.random((2, 4))
+        run = with_gradients(self.with_lse(window_right=0, deterministic=1))
+        together = jax.jit(jax.vmap(run, in_axes=(0, 0, 0, None, 0)))(q, k, v, sink, dout)
+        for i in range(3):
+            alone = jax.jit(run)(q[i], k[i], v[i], sink, dout[i])
+            for name, x, y in zip(OUTPUTS, together, alone):
+                check(np.array_equal(x[i], y), f"vmap: {name} of element {i} differs from its own call")
+
+    # Bad calls.
+
+    def bad_calls(self):
+        q, o = (np.zeros((2, 5, 4, 8), np.float32) for _ in range(2))
+        k = np.zeros((2, 6, 2, 8), np.float32)
+        lse, sink = np.zeros((2, 4, 5), np.float32), np.zeros((3, 4), np.float32)
+        o_and_lse = [o, lse]
+        for expected, which, operands, results, options in [
+                ("k: expected head_dim 8 as in q, got 7", FORWARD, [q, k[..., :7], k], o_and_lse, {}),
+                ("v: expected a tensor of shape [batch, seqlen_k, num_kv_heads, head_dim], got none",
+                 FORWARD, [q, k], o_and_lse, {}),
+                ("operands: expected at most 4, got 5", FORWARD, [q, k, k, sink, sink], o_and_lse, {}),
+                ("q: expected rank 4, [batch, seqlen_q, num_heads, head_dim], got rank 5",
+                 FORWARD, [q[None], k, k], o_and_lse, {}),
+                ("k: expected type f32 as in q, got f16", FORWARD, [q, k.astype(np.float16), k], o_and_lse, {}),
+                ("q: expected type f32, f64, bf16 or f16, got XLA's type 4",
+                 FORWARD, [q.astype(np.int32), k, k], o_and_lse, {}),
+                ("sink: expected num_heads 4 as in q, got 5", FORWARD, [q, k, k, np.zeros((3, 5), np.float32)],
+                 o_and_lse, {}),
+                ("lse: expected f32[2, 4, 5], got no such result", FORWARD, [q, k, k], [o], {}),
+                ("o: expected f32[2, 5, 4, 8], got f32[2, 6, 2, 8]", FORWARD, [q, k, k], [k, lse], {}),
+                ("lse: expected f32[2, 4, 5], got f64[2, 4, 5]", FORWARD, [q, k, k], [o, lse.astype(np.float64)], {}),
+                ("workspace: expected u8[n], got another type or rank", FORWARD, [q, k, k], [o, lse, lse], {}),
+                ("results: expected at most 3, got 4", FORWARD, [q, k, k], [o, lse, lse, lse], {}),
+                ("dsink: expected f32[3, 4], got no such result", BACKWARD, [o, q, k, k, o, lse, sink], [q, k, k], {}),
+                ("lse: expected a tensor of shape [batch, num_heads, seqlen_q], got none",
+                 BACKWARD, [o, q, k, k, o], [q, k, k], {}),
+                ("causal: expected the name of an option, got an unknown attribute",
+                 FORWARD, [q, k, k], o_and_lse, dict(causal=True)),
+                ("window_right: expected a whole number of at least 0, or infinity, got -1",
+                 FORWARD, [q, k, k], o_and_lse, dict(window_right=-1)),
+                ("softcap: expected a number from 0 to 1e+30, got nan",
+                 FORWARD, [q, k, k], o_and_lse, dict(softcap=float("nan"))),
+                ("precision: expected one of highest, high, default, got exact",
+                 FORWARD, [q, k, k], o_and_lse, dict(precision="exact")),
+                ("scale: expected an f64, f32, i64, i32, i1 or a string, got an attribute of another type",
+                 FORWARD, [q, k, k], o_and_lse, dict(scale=np.arange(2)))]:
+            self.expect_error(f"{which}: {expected}", which, operands, results, options)
+        if self.args.platform == "cuda":  # f32 needs a workspace
+            self.expect_error(f"{FORWARD}: workspace: expected at least", FORWARD, [q, k, k], o_and_lse, {})
+
+    def expect_error(self, expected, which, operands, results, options):
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results]
+        attributes = {name: attribute(value) for name, value in options.items()}
+        got = "no error"
+        try:
+            operands = [self.put(x, x.dtype) for x in operands]
+            jax.block_until_ready(jax.jit(lambda *x: jax.ffi.ffi_call(which, shapes)(*x, **attributes))(*operands))
+        except Exception as error:  # XLA's own kind has no public name
+            got = str(error)
+        check(expected in got, f"bad call: expected {expected!r}, got {got!r}")
+
+    # Every way to write an attribute.
+
+    def attributes(self):
+        q, k, v = self.random(*3 * [(1, 6, 2, 8)])
+
+        def run(**options):
+            return np.asarray(jax.jit(lambda *x: self.attention.forward(*x, **options)[0])(q, k, v))
+
+        unbounded = run()
+        for expected, same in [(unbounded, [dict(window_left=2**63 - 1), dict(window_left=np.inf),
+                                            dict(scale=np.float32(0)), dict(precision="highest")]),
+                               (run(window_right=0), [dict(window_right=np.int32(0)), dict(window_right=0.0),
+                                                      dict(window_right=0, deterministic=True),
+                                                      dict(window_right=0, deterministic="true")]),
+                               (run(scale=0.5), [dict(scale=np.float32(0.5)), dict(scale=np.float64(0.5))])]:
+            for options in same:
+                check(np.array_equal(run(**options), expected), f"attributes: {options} changes the result")
+        check(not np.array_equal(run(window_right=0), unbounded), "attributes: window_right changes nothing")
+
+    # Registration as for EXLA, and the StableHLO that EXLA.CustomCall leads to.
+
+    def exla(self):
+        api, error = self.api_of_the_runtime(), c_library.Error()
+        register = self.library.functions.fa_xla_register
+        check(register(None, ctypes.byref(error)) != 0 and error.message.startswith(b"api: expected"),
+              "fa_xla_register: NULL is taken")
+        # JAX registered the same handlers before: the runtime must see that they are the same.
+        check(register(ctypes.c_void_p(api), ctypes.byref(error)) == 0, f"fa_xla_register: {error.message.decode()}")
+        q, k, v, dout = self.random((2, 9, 4, 16), (2, 11, 2, 16), (2, 11, 2, 16), (2, 9, 4, 16))
+        options = dict(window_right=0, scale=0.25, softcap=0.0, window_left=7, precision=0, deterministic=1)
+        o, lse = jax.jit(lambda *x: self.attention.forward(*x, **options))(q, k, v)
+        gradients = jax.jit(lambda *x: self.attention.backward(*x, **options))(dout, q, k, v, o, lse)[:3]
+        for which, operands, expected in [("forward", (q, k, v), (o, lse)),
+                                          ("backward", (dout, q, k, v, o, lse), gradients)]:
+            workspace = self.attention.workspace(which, q, k, None, options)
+            got = self.run_stablehlo(stablehlo(which, operands, [*expected, *workspace]), operands)
+            for i, (x, y) in enumerate(zip(got, expected)):
+                check(np.array_equal(x, y), f"StableHLO of the {which}: result {i} differs")
+
+    def api_of_the_runtime(self):
+        """XLA_FFI_GetApi() of the runtime that JAX uses: out of a call frame, as it exports no such function."""
+        seen = []
+
+        @ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p))
+        def spy(frame):  # {struct_size, extensions, api, ...}
+            seen.append(frame[2])
+            return real(frame)
+
+        address = handler(self.library, FORWARD, self.args.platform)
+        real = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(address)
+        jax.ffi.register_ffi_target("spy", capsule(ctypes.cast(spy, ctypes.c_void_p).value),
+                                    platform=self.args.platform)
+        self.spy = spy  # XLA keeps its address
+        return seen[0]
+
+    def run_stablehlo(self, text, operands):
+        from jax._src.interpreters import mlir
+        from jax._src.lib import xla_client
+
+        backend = self.device.client
+        devices = xla_client.DeviceList((self.device,))
+        with mlir.make_ir_context():
+            executable = backend.compile_and_load(text, devices, xla_client.CompileOptions())
+        return [np.asarray(x[0]) for x in executable.execute_sharded(operands).disassemble_into_single_device_arrays()]
+
+
+def stablehlo(which, operands, results):
+    """The text that EXLA makes of an EXLA.CustomCall.Spec: the call's target, its version and a dictionary."""
+
+    def type_of(x):
+        return f"tensor<{'x'.join(map(str, x.shape))}x{MLIR_TYPES[str(x.dtype)]}>"
+
+    arguments = ", ".join(f"%arg{i}: {type_of(x)}" for i, x in enumerate(operands))
+    names = ", ".join(f"%arg{i}" for i in range(len(operands)))
+    given, made = (", ".join(map(type_of, x)) for x in (operands, results))
+    returned = ", ".join(f"%0#{i}" for i in range(len(results)))
+    config = ('{scale = 0.25 : f64, softcap = 0.0 : f64, window_left = 7 : i64, window_right = 0 : i64, '
+              'precision = "highest", deterministic = 1 : i32}')
+    return f"""
+module {{
+  func.func public @main({arguments}) -> ({made}) {{
+    %0:{len(results)} = "stablehlo.custom_call"({names}) {{call_target_name = "flash_attention_{which}",
+      api_version = 4 : i32, backend_config = {config}}} : ({given}) -> ({made})
+    return {returned} : {made}
+  }}
+}}
+"""
+
+
+def largest_error(got, wanted):
+    with np.errstate(invalid="ignore"):
+        error = np.where(got == wanted, 0, np.abs(got - wanted))
+    return float(np.max(np.where(np.isnan(error), np.inf, error), initial=0))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--platform", choices=PLATFORMS, default="cpu")
+    parser.add_argument("--quick", action="store_true", help="the short case table")
+    parser.add_argument("--library", default="priv/libflash_attention.so")
+    parser.add_argument("--harness", default="build/test/libharness.so")
+    tests = Tests(parser.parse_args())
+    for test in (tests.table, tests.vmap, tests.bad_calls, tests.attributes, tests.exla):
+        test()
+    print(f"{passed} passed, {len(failures)} failed")
+    sys.exit(bool(failures))
+
+
+if __name__ == "__main__":
+    main()
