@@ -17,3 +17,8 @@ bench: $(BUILD)/bench_cpu
 .PHONY: bench-gpu
 bench-gpu: $(LIBRARY)
 	python3 bench/gpu.py --library $(LIBRARY) $(BENCH_ARGS)
+
+# The same kernels in XLA's programs, beside XLA's plain attention.
+.PHONY: bench-xla
+bench-xla: $(LIBRARY)
+	$(PYTHON) bench/xla.py --library $(LIBRARY) $(BENCH_ARGS)

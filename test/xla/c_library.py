@@ -29,23 +29,34 @@ Plan = structure((Problem, "problem"), (ctypes.c_int, "which"), (Device, "device
                  (ctypes.c_size_t, "workspace_bytes"), (ctypes.c_int32, "num_threads"),
                  (ctypes.c_void_p, "backend config"))
 CPU, CUDA = Device(0, 0), Device(1, 0)
+UNBOUNDED = 2**63 - 1
 
 
 class Library:
     def __init__(self, path):
         self.path, self.functions = path, ctypes.CDLL(os.path.abspath(path))
+        self.functions.fa_option_find.restype = ctypes.c_void_p
 
-    def plan(self, which, type_name, q_shape, k_shape, device=CUDA, **options):
-        """The plan of a pass; options are fields of fa_problem."""
+    def plan(self, which, type_name, q_shape, k_shape, device=CUDA, num_sinks=0, **options):
+        """The plan of a pass; options are those of fa_options()."""
         problem, plan = Problem(), Plan()
         self.functions.fa_problem_init(ctypes.byref(problem))
         problem.dtype = DTYPES[type_name]
         problem.batch, problem.seqlen_q, problem.num_heads, problem.head_dim = q_shape
         _, problem.seqlen_k, problem.num_kv_heads, _ = k_shape
+        problem.num_sinks = num_sinks
         for name, value in options.items():
-            setattr(problem, name, value)
+            self.set_option(problem, name, value)
         self.call("fa_plan_init", plan, problem, PASSES[which], device)
         return plan
+
+    def set_option(self, problem, name, value):
+        option = ctypes.c_void_p(self.functions.fa_option_find(name.encode()))
+        if isinstance(value, str):
+            self.call("fa_option_set_choice", problem, option, value.encode())
+        else:
+            self.call("fa_option_set_number", problem, option,
+                      ctypes.c_double(float("inf") if value == UNBOUNDED else value))
 
     def call(self, function, *arguments):
         error = Error()

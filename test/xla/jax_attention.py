@@ -1,6 +1,11 @@
 """The library's XLA custom calls in JAX: attention(q, k, v, sink) with gradients. Shapes, types and options are those
 of c_src/flash_attention.h."""
+import collections
 import ctypes
+import glob
+import gzip
+import json
+import tempfile
 
 import jax
 import numpy as np
@@ -8,7 +13,7 @@ import numpy as np
 import c_library
 
 FORWARD, BACKWARD = "flash_attention_forward", "flash_attention_backward"
-PLATFORMS = {"cpu": "Host", "cuda": "CUDA"}
+PLATFORMS = {"cpu": "Host", "cuda": "CUDA"}  # XLA's names of JAX's platforms
 
 
 def capsule(pointer):
@@ -21,6 +26,11 @@ def handler(library, target, platform):
     """The address of a handler."""
     library.functions.fa_xla_handler.restype = ctypes.c_void_p
     return library.functions.fa_xla_handler(target.encode(), PLATFORMS[platform].encode())
+
+
+def register(name, pointer, platform):
+    """Gives JAX a handler under a name. Its own name of "Host" is cpu here, but that of CUDA is as XLA's."""
+    jax.ffi.register_ffi_target(name, capsule(pointer), platform={"cuda": "CUDA"}.get(platform, platform))
 
 
 def like(x):
@@ -37,17 +47,18 @@ def attribute(value):
 
 
 class Attention:
-    def __init__(self, library, platform):
-        self.library, self.platform = library, platform
-        for target in (FORWARD, BACKWARD):
-            jax.ffi.register_ffi_target(target, capsule(handler(library, target, platform)), platform=platform)
+    def __init__(self, library, platform, suffix=""):
+        """With a suffix to the targets' names, they are registered by somebody else."""
+        self.library, self.platform, self.suffix = library, platform, suffix
+        for target in (FORWARD, BACKWARD) if not suffix else ():
+            register(target, handler(library, target, platform), platform)
 
     def call(self, which, operands, results, options):
         q, k = (operands[name] for name in ("q", "k"))
         given = [x for x in operands.values() if x is not None]
         results = [*results, *self.workspace(which, q, k, operands["sink"], options)]
         attributes = {name: attribute(value) for name, value in options.items()}
-        target = f"flash_attention_{which}"
+        target = f"flash_attention_{which}{self.suffix}"
         return jax.ffi.ffi_call(target, results, vmap_method="sequential")(*given, **attributes)
 
     def workspace(self, which, q, k, sink, options):
@@ -85,3 +96,23 @@ class Attention:
 
         attend.defvjp(forward, lambda saved, dout: self.backward(dout, *saved, **options))
         return attend(q, k, v, sink)
+
+
+# ---- what a program does on the device --------------------------------------------------------------------------
+
+
+def device_events(run):
+    """How often each kernel and copy of the GPU stands in a profile of run()."""
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder, create_perfetto_trace=True):
+            jax.block_until_ready(run())
+        path, = glob.glob(f"{folder}/**/perfetto_trace.json.gz", recursive=True)
+        events = json.load(gzip.open(path))["traceEvents"]
+    devices = {event["pid"] for event in events
+               if event.get("name") == "process_name" and "/device:GPU" in event["args"]["name"]}
+    return collections.Counter(event["name"] for event in events if event.get("ph") == "X" and event["pid"] in devices)
+
+
+def transfers(events):
+    """Those that cross between host and device."""
+    return {name: count for name, count in events.items() if "H2D" in name or "D2H" in name}

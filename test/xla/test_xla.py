@@ -28,7 +28,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import c_library
-from jax_attention import BACKWARD, FORWARD, PLATFORMS, Attention, attribute, capsule, handler
+from jax_attention import (BACKWARD, FORWARD, PLATFORMS, Attention, attribute, device_events, handler, register,
+                           transfers)
 
 jax.config.update("jax_enable_x64", True)
 
@@ -100,11 +101,10 @@ def shapes_of(p):
 
 def options_of(p):
     """The options that are not at their default."""
-    unbounded = 2**63 - 1
     options = {name: getattr(p, name) for name in ("scale", "softcap", "precision", "deterministic")}
     windows = {name: getattr(p, name) for name in ("window_left", "window_right")}
     return {**{name: value for name, value in options.items() if value != 0},
-            **{name: value for name, value in windows.items() if value != unbounded}}
+            **{name: value for name, value in windows.items() if value != c_library.UNBOUNDED}}
 
 
 def arrays_of(values, p):
@@ -168,6 +168,7 @@ class Tests:
         self.args, self.library, self.harness = args, c_library.Library(args.library), Harness(args.harness)
         self.attention = Attention(self.library, args.platform)
         self.device, self.host = jax.devices(args.platform)[0], jax.devices("cpu")[0]
+        self.spies = []
 
     def put(self, x, dtype):
         return jax.device_put(np.asarray(x).astype(dtype), self.device)
@@ -289,7 +290,7 @@ class Tests:
             return np.asarray(jax.jit(lambda *x: self.attention.forward(*x, **options)[0])(q, k, v))
 
         unbounded = run()
-        for expected, same in [(unbounded, [dict(window_left=2**63 - 1), dict(window_left=np.inf),
+        for expected, same in [(unbounded, [dict(window_left=c_library.UNBOUNDED), dict(window_left=np.inf),
                                             dict(scale=np.float32(0)), dict(precision="highest")]),
                                (run(window_right=0), [dict(window_right=np.int32(0)), dict(window_right=0.0),
                                                       dict(window_right=0, deterministic=True),
@@ -299,15 +300,54 @@ class Tests:
                 check(np.array_equal(run(**options), expected), f"attributes: {options} changes the result")
         check(not np.array_equal(run(window_right=0), unbounded), "attributes: window_right changes nothing")
 
+    # Command buffers. A call that one has recorded is replayed without its handler.
+
+    def command_buffers(self):
+        if self.args.platform != "cuda":
+            return
+        calls = []
+        for target in (FORWARD, BACKWARD):
+            self.spy_on(target, target + "_counted", lambda frame: calls.append(target))
+        counted = Attention(self.library, self.args.platform, suffix="_counted")
+        inputs = self.random((2, 130, 4, 64), (2, 130, 2, 64), (2, 130, 2, 64), (3, 4), (2, 130, 4, 64))
+        options = dict(window_right=0, deterministic=1)
+
+        def run(attention):
+            return jax.jit(with_gradients(lambda *x: (attention(*(jnp.tanh(y) for y in x), **options), jnp.zeros(()))))
+
+        recorded, alone = run(counted), run(self.attention)(*inputs)
+        counts = []
+        for _ in range(30):
+            before = len(calls)
+            results = [np.asarray(x) for x in jax.block_until_ready(recorded(*inputs))]
+            counts.append(len(calls) - before)
+            for name, x, y in zip(OUTPUTS, results, alone):
+                check(np.array_equal(x, y), f"command buffers: {name} differs")
+        print("command buffers: handlers called in 30 runs of 2 calls each:", counts)
+        check(sum(counts[-10:]) == 0, f"command buffers: the calls are not recorded: {counts}")
+
+    # Nothing but what is asked for crosses between host and device.
+
+    def transfers(self):
+        if self.args.platform != "cuda":
+            return
+        inputs = self.random((2, 130, 4, 64), (2, 130, 2, 64), (2, 130, 2, 64), (3, 4), (2, 130, 4, 64))
+        run = jax.jit(with_gradients(self.with_lse(window_right=0)))
+        jax.block_until_ready(run(*inputs))
+        with jax.transfer_guard("disallow"):
+            events = device_events(lambda: [run(*inputs) for _ in range(5)])
+        print("transfers: what ran on the device in 5 runs:", dict(events))
+        check(events and not transfers(events), f"transfers: {transfers(events)}")
+
     # Registration as for EXLA, and the StableHLO that EXLA.CustomCall leads to.
 
     def exla(self):
         api, error = self.api_of_the_runtime(), c_library.Error()
-        register = self.library.functions.fa_xla_register
-        check(register(None, ctypes.byref(error)) != 0 and error.message.startswith(b"api: expected"),
+        register_all = self.library.functions.fa_xla_register
+        check(register_all(None, ctypes.byref(error)) != 0 and error.message.startswith(b"api: expected"),
               "fa_xla_register: NULL is taken")
         # JAX registered the same handlers before: the runtime must see that they are the same.
-        check(register(ctypes.c_void_p(api), ctypes.byref(error)) == 0, f"fa_xla_register: {error.message.decode()}")
+        check(register_all(ctypes.c_void_p(api), ctypes.byref(error)) == 0, f"fa_xla_register: {error.message.decode()}")
         q, k, v, dout = self.random((2, 9, 4, 16), (2, 11, 2, 16), (2, 11, 2, 16), (2, 9, 4, 16))
         options = dict(window_right=0, scale=0.25, softcap=0.0, window_left=7, precision=0, deterministic=1)
         o, lse = jax.jit(lambda *x: self.attention.forward(*x, **options))(q, k, v)
@@ -322,18 +362,20 @@ class Tests:
     def api_of_the_runtime(self):
         """XLA_FFI_GetApi() of the runtime that JAX uses: out of a call frame, as it exports no such function."""
         seen = []
+        self.spy_on(FORWARD, "spy", lambda frame: seen.append(frame[2]))  # {struct_size, extensions, api, ...}
+        return seen[0]
+
+    def spy_on(self, target, name, see):
+        """Registers, under that name, a handler that shows its frames to see and hands them on to the target's."""
+        real = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(handler(self.library, target, self.args.platform))
 
         @ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p))
-        def spy(frame):  # {struct_size, extensions, api, ...}
-            seen.append(frame[2])
+        def spy(frame):
+            see(frame)
             return real(frame)
 
-        address = handler(self.library, FORWARD, self.args.platform)
-        real = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(address)
-        jax.ffi.register_ffi_target("spy", capsule(ctypes.cast(spy, ctypes.c_void_p).value),
-                                    platform=self.args.platform)
-        self.spy = spy  # XLA keeps its address
-        return seen[0]
+        register(name, ctypes.cast(spy, ctypes.c_void_p).value, self.args.platform)
+        self.spies.append(spy)  # XLA keeps its address
 
     def run_stablehlo(self, text, operands):
         from jax._src.interpreters import mlir
@@ -382,7 +424,8 @@ def main():
     parser.add_argument("--library", default="priv/libflash_attention.so")
     parser.add_argument("--harness", default="build/test/libharness.so")
     tests = Tests(parser.parse_args())
-    for test in (tests.table, tests.vmap, tests.bad_calls, tests.attributes, tests.exla):
+    for test in (tests.exla, tests.vmap, tests.bad_calls, tests.attributes, tests.command_buffers, tests.transfers,
+                 tests.table):
         test()
     print(f"{passed} passed, {len(failures)} failed")
     sys.exit(bool(failures))

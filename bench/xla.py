@@ -1,0 +1,186 @@
+"""The custom calls in jitted XLA programs on this machine's GPU, beside the raw kernels and XLA's plain attention.
+
+    python3 bench/xla.py [--quick] [--library priv/libflash_attention.so] [--result bench/results/h200_xla.md]
+
+Needs torch and jax. Prints a page of Markdown and keeps it in RESULT.
+
+TFLOP/s as in bench/gpu.py: operations of the pass over the time of one call. Forward gives o; both, the forward and the
+backward, gives o and the gradients by q, k and v. Raw: the kernels enqueued through ctypes on torch's stream. XLA: the
+same kernels in a program that jax.jit makes. plain: attention of ordinary operations, compiled by XLA with its defaults.
+A time is that of calls enqueued one after another for BURST_SECONDS, by the clock, divided by their number; all take
+turns, in another order each time, and the median counts.
+"""
+import argparse
+import os
+import random
+import statistics
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+
+import jax
+import jax.numpy as jnp
+import torch
+
+from gpu import Case, Library, Page, This
+from jax_attention import Attention, device_events, transfers
+
+BURST_SECONDS = 0.03
+FACTORS = {"forward": 1, "both": 3.5}
+MARK = 0.97
+
+
+def plain(causal):
+    def attend(q, k, v):
+        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / q.shape[3] ** 0.5
+        if causal:
+            scores = jnp.where(jnp.tril(jnp.ones(scores.shape[2:], bool)), scores, -jnp.inf)
+        return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores, axis=-1), v)
+
+    return attend
+
+
+def both(attend):
+    def run(q, k, v, dout):
+        o, pull = jax.vjp(attend, q, k, v)
+        return o, *pull(dout)
+
+    return run
+
+
+def seconds_a_call(call, wait, num_calls):
+    wait(call())
+    begin = time.perf_counter()
+    for _ in range(num_calls):
+        result = call()
+    wait(result)
+    return (time.perf_counter() - begin) / num_calls
+
+
+class Programs:
+    """One case: its tensors, which torch and JAX share, and the compiled programs by (name, which)."""
+
+    def __init__(self, case, precision, library, attention, with_plain):
+        self.name = f"{case} {precision}" if case.type_name == "f32" else str(case)
+        self.case, self.tensors = case, case.inputs()
+        self.raw = This(library, *self.tensors, case.causal, precision=precision)
+        self.arrays = [jax.dlpack.from_dlpack(x) for x in self.tensors]
+        options = dict(precision=precision, **(dict(window_right=0) if case.causal else {}))
+        attends = {"XLA": lambda q, k, v: attention(q, k, v, **options)}
+        if with_plain:
+            attends["plain"] = plain(case.causal)
+        self.compiled = {}
+        for name, attend in attends.items():
+            self.compiled[name, "forward"] = jax.jit(attend).lower(*self.arrays[:3]).compile()
+            self.compiled[name, "both"] = jax.jit(both(attend)).lower(*self.arrays).compile()
+
+    def run_raw(self, which):
+        self.raw.forward()
+        if which == "both":
+            self.raw.backward()
+
+    def runs(self):
+        """{(name, which): (call, wait)}"""
+        runs = {}
+        for which, count in (("forward", 3), ("both", 4)):
+            runs["raw", which] = lambda which=which: self.run_raw(which), lambda _: torch.cuda.synchronize()
+            for name in ("XLA", "plain"):
+                if (name, which) in self.compiled:
+                    program, inputs = self.compiled[name, which], self.arrays[:count]
+                    runs[name, which] = (lambda program=program, inputs=inputs: program(*inputs),
+                                         jax.block_until_ready)
+        return runs
+
+    def teraflops(self, num_rounds):
+        """{(name, which): TFLOP/s}"""
+        runs, order = self.runs(), random.Random(0)
+        num_calls = {key: max(4, int(BURST_SECONDS / seconds_a_call(*run, 2))) for key, run in runs.items()}
+        times = {key: [] for key in runs}
+        for _ in range(num_rounds):
+            for key in order.sample(sorted(runs), len(runs)):
+                times[key].append(seconds_a_call(*runs[key], num_calls[key]))
+        return {key: FACTORS[key[1]] * self.case.operations / statistics.median(seconds) / 1e12
+                for key, seconds in times.items()}
+
+    def mebibytes(self, name, which):
+        """What the program takes beside its inputs: results and temporary buffers."""
+        memory = self.compiled[name, which].memory_analysis()
+        return (memory.temp_size_in_bytes + memory.output_size_in_bytes) / 2**20
+
+    def agrees(self):
+        """Whether the program gives the raw kernels' results; those of the backward differ in the order of sums."""
+        results = [torch.from_dlpack(x) for x in self.compiled["XLA", "both"](*self.arrays)]
+        return all(torch.allclose(x.float(), y.float(), rtol=0, atol=1e-2 * y.float().abs().max().item())
+                   for x, y in zip(results, self.raw.results()))
+
+
+def pair(values, digits=0):
+    return " / ".join(f"{x:.{digits}f}" for x in values)
+
+
+def row(page, programs, num_rounds):
+    case, speed = programs.case, programs.teraflops(num_rounds)
+    ratios = [speed["XLA", which] / speed["raw", which] for which in FACTORS]
+    for which, ratio in zip(FACTORS, ratios):
+        page.mark(f"{which} through XLA: at least {MARK} of the raw kernels' speed", ratio >= MARK)
+    page.mark("the programs give the raw kernels' results", programs.agrees())
+    cells = [programs.name, pair(speed["raw", which] for which in FACTORS), pair(speed["XLA", which] for which in FACTORS),
+             pair(ratios, 3)]
+    if ("plain", "both") in speed:
+        cells += [pair(speed["plain", which] for which in FACTORS),
+                  pair((speed["XLA", which] / speed["plain", which] for which in FACTORS), 1)]
+    else:
+        cells += ["-", "-"]
+    for name in ("XLA", "plain"):
+        cells.append(pair(programs.mebibytes(name, which) for which in FACTORS) if (name, "both") in speed else "-")
+    page.say("| " + " | ".join(cells) + " |")
+
+
+def transfer_mark(page, programs):
+    """Under jax.transfer_guard, which refuses a transfer, and in a profile, which would show it."""
+    run = programs.compiled["XLA", "both"]
+    with jax.transfer_guard("disallow"):
+        events = device_events(lambda: [run(*programs.arrays) for _ in range(5)])
+    page.say("\nWhat the device did in five runs of both, " + programs.name + ", under "
+             '`jax.transfer_guard("disallow")`, says the profiler:\n')
+    for name, count in sorted(events.items()):
+        page.say(f"* {count} `{name[:100]}`")
+    page.mark("zero bytes between host and device", bool(events) and not transfers(events))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="head_dim 128 and seqlen 2048 alone, few turns")
+    parser.add_argument("--library", default="priv/libflash_attention.so")
+    parser.add_argument("--result", default="bench/results/h200_xla.md")
+    args = parser.parse_args()
+    library, page = Library(args.library), Page()
+    attention = Attention(library, "cuda")
+    cases = [(Case(type_name, d, causal, seqlen), precision)
+             for type_name, precision in (("bf16", "highest"), ("f32", "highest"), ("f32", "default"))
+             for d in ((128,) if args.quick else (64, 128)) for causal in (False, True)
+             for seqlen in ((2048,) if args.quick else (2048, 8192))]
+
+    page.say(f"# Attention in XLA programs on an {torch.cuda.get_device_name()}\n")
+    page.say(f"`make bench-xla{' BENCH_ARGS=--quick' if args.quick else ''}`: jax {jax.__version__}, torch "
+             f"{torch.__version__}. TFLOP/s, forward / both; how they are measured stands in bench/xla.py. plain is "
+             "XLA's own unfused attention, in f32 with TF32 as is its default: its arithmetic is that of precision "
+             "default here, while highest is as accurate as f32. MiB: results and temporary memory of the "
+             "program.\n")
+    page.table("case", "raw", "XLA", "XLA over raw", "plain", "XLA over plain", "MiB, XLA", "MiB, plain")
+    with ThreadPoolExecutor(8) as pool:
+        made = list(pool.map(lambda case: Programs(*case, library, attention, case[0].seqlen <= 2048), cases))
+    for programs in made:
+        row(page, programs, 5 if args.quick else 11)
+    transfer_mark(page, made[0])
+
+    page.say("\n## Marks\n\nHow many of the rows meet each.\n")
+    for name, verdicts in page.marks.items():
+        page.say(f"* {'met' if all(verdicts) else 'MISSED'}, {sum(verdicts)} of {len(verdicts)}: {name}")
+    with open(args.result, "w") as file:
+        file.write("\n".join(page.lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()
