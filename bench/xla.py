@@ -7,8 +7,9 @@ Needs torch and jax. Prints a page of Markdown and keeps it in RESULT.
 TFLOP/s as in bench/gpu.py: operations of the pass over the time of one call. Forward gives o; both, the forward and the
 backward, gives o and the gradients by q, k and v. Raw: the kernels enqueued through ctypes on torch's stream. XLA: the
 same kernels in a program that jax.jit makes. plain: attention of ordinary operations, compiled by XLA with its defaults.
-A time is that of calls enqueued one after another for BURST_SECONDS, by the clock, divided by their number; all take
-turns, in another order each time, and the median counts.
+A time is what one more call takes among calls that are enqueued one after another: the time of three bursts' calls less
+that of one burst's, by the clock, divided by the difference of their numbers, so that waiting for the last result does
+not count (JAX takes half a millisecond to notice it). All take turns, in another order each time; the median counts.
 """
 import argparse
 import os
@@ -26,7 +27,7 @@ import torch
 from gpu import Case, Library, Page, This
 from jax_attention import Attention, device_events, transfers
 
-BURST_SECONDS = 0.03
+BURST_SECONDS = 0.01
 FACTORS = {"forward": 1, "both": 3.5}
 MARK = 0.97
 
@@ -49,13 +50,13 @@ def both(attend):
     return run
 
 
-def seconds_a_call(call, wait, num_calls):
+def seconds(call, wait, num_calls):
     wait(call())
     begin = time.perf_counter()
     for _ in range(num_calls):
         result = call()
     wait(result)
-    return (time.perf_counter() - begin) / num_calls
+    return time.perf_counter() - begin
 
 
 class Programs:
@@ -95,13 +96,14 @@ class Programs:
     def teraflops(self, num_rounds):
         """{(name, which): TFLOP/s}"""
         runs, order = self.runs(), random.Random(0)
-        num_calls = {key: max(4, int(BURST_SECONDS / seconds_a_call(*run, 2))) for key, run in runs.items()}
+        num_calls = {key: max(2, int(BURST_SECONDS / seconds(*run, 1))) for key, run in runs.items()}
         times = {key: [] for key in runs}
         for _ in range(num_rounds):
             for key in order.sample(sorted(runs), len(runs)):
-                times[key].append(seconds_a_call(*runs[key], num_calls[key]))
-        return {key: FACTORS[key[1]] * self.case.operations / statistics.median(seconds) / 1e12
-                for key, seconds in times.items()}
+                few, many = num_calls[key], 3 * num_calls[key]
+                times[key].append((seconds(*runs[key], many) - seconds(*runs[key], few)) / (many - few))
+        return {key: FACTORS[key[1]] * self.case.operations / statistics.median(found) / 1e12
+                for key, found in times.items()}
 
     def mebibytes(self, name, which):
         """What the program takes beside its inputs: results and temporary buffers."""

@@ -474,6 +474,19 @@ static void test_runs(void) {
   free(workspace);
 }
 
+/* ---- XLA: what is the same with and without it ---------------------------------------------------------- */
+
+static void test_xla(void) {
+  fa_error error;
+  CHECK(fa_xla_handler("flash_attention_forward", "TPU") == NULL, "a handler for TPUs");
+  CHECK(fa_xla_handler("flash_attention", "Host") == NULL, "a handler of another name");
+  CHECK(
+      !fa_xla_handler("flash_attention_forward", "Host") == !fa_xla_handler("flash_attention_backward", "CUDA"),
+      "some handlers are missing");
+  CHECK(fa_xla_register(NULL, &error) != FA_STATUS_OK, "NULL is no XLA");
+  CHECK_TEXT(error.argument, "api");
+}
+
 int main(void) {
   test_names();
   test_validation();
@@ -487,5 +500,6 @@ int main(void) {
   test_plans();
   test_devices();
   test_runs();
+  test_xla();
   return report();
 }
