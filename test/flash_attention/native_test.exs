@@ -371,4 +371,28 @@ defmodule FlashAttention.NativeTest do
           do: assert({:error, {_, _, _, _, _}} = Native.plan(pass, shapes, options, device))
     end
   end
+
+  # What has the name of EXLA's library, and an XLA_FFI_GetApi: of an XLA that nothing can be registered with.
+  @xla "const void *XLA_FFI_GetApi(void) { static const long api[99]; return api; }"
+
+  test "handlers are registered with the XLA that is loaded under a library's name" do
+    path = Path.join(System.tmp_dir!(), "native_test_#{System.unique_integer([:positive])}_#{System.pid()}")
+    File.mkdir_p!(path)
+    on_exit(fn -> File.rm_rf!(path) end)
+    File.write!("#{path}/xla.c", @xla)
+    library = "#{path}/libxla_extension.so"
+    options = ["-shared", "-fPIC", "-Wl,-soname,libxla_extension.so", "-o", library, "#{path}/xla.c"]
+    assert {"", 0} = System.cmd(System.get_env("CC", "cc"), options, stderr_to_stdout: true)
+
+    script =
+      ~s|{:error, error} = FlashAttention.Native.register_xla("libxla_extension.so"); IO.write(elem(error, 4))|
+
+    args = ["-pa", Path.join(Mix.Project.app_path(), "ebin"), "-e", script]
+    preload = Enum.join(["#{System.get_env("LD_PRELOAD")}", library], " ")
+    assert {message, 0} = System.cmd("elixir", args, env: [{"LD_PRELOAD", preload}])
+    assert message =~ ~r/^api: expected (XLA's FFI \d+\.\d+, got 0\.0|a build with)/
+
+    for name <- [:name, "", String.duplicate("x", 2000), "libc.so.6", "no\0thing"],
+        do: assert({:error, {_, "library", _, _, _}} = Native.register_xla(name))
+  end
 end
