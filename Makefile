@@ -3,11 +3,13 @@
 #   make              build everything that can be built here
 #   make demo         build, train a small language model for under a minute, show what it writes
 #   make test         build, then every check and test that can run here
-#   make bench        speed and memory on this machine, side by side with others; make bench-gpu on its GPU
+#   make bench        speed and memory on this machine, side by side with others; make bench-gpu on its GPU,
+#                     make bench-xla there in XLA's programs
 #   make install      library, header and pkg-config file below PREFIX, for C programs
 #
 #   make test-sanitize   the tests under AddressSanitizer and UndefinedBehaviorSanitizer
 #   make test-isas       the tests with each of the CPU's instruction sets switched off
+#   make test-xla        the XLA custom calls in XLA itself: JAX's, which PYTHON must have
 #   make test-cuda-sanitize   the tests of the GPU under compute-sanitizer (`make test` includes it)
 #   make check-deps      one-way dependencies between the layers
 #   make check-format    sources are in the house style; `make format` rewrites them
