@@ -6,7 +6,16 @@ defmodule FlashAttention.AxonTest do
   @moduletag :axon
   @moduletag :capture_log
   @compile {:no_warn_undefined,
-            [Axon, Axon.ModelState, Axon.MixedPrecision, Nx, Nx.Defn, FlashAttention.Axon, Transformer]}
+            [
+              Axon,
+              Axon.ModelState,
+              Axon.MixedPrecision,
+              Nx,
+              Nx.Defn,
+              Nx.Random,
+              FlashAttention.Axon,
+              Transformer
+            ]}
 
   defp run(model, inputs, opts \\ []) do
     {init, predict} = Axon.build(model, [compiler: Nx.Defn.Evaluator, seed: 3] ++ opts)

@@ -4,7 +4,7 @@ defmodule FlashAttention.EXLATest do
   use ExUnit.Case, async: false
 
   @moduletag :exla
-  @compile {:no_warn_undefined, [EXLA, EXLA.NIF, EXLA.Application, Nx, Nx.Defn]}
+  @compile {:no_warn_undefined, [EXLA, EXLA.NIF, EXLA.Application, Nx, Nx.Defn, Nx.Random]}
 
   setup_all do
     if Code.ensure_loaded?(EXLA.NIF) do

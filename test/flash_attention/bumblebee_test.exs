@@ -1,0 +1,307 @@
+defmodule FlashAttention.BumblebeeTest do
+  # Small models with random parameters: the swapped model against the model itself.
+  use ExUnit.Case, async: true
+
+  alias Bumblebee.Text.{Generation, GenerationConfig}
+  alias FlashAttention.Bumblebee, as: Flash
+  alias Nx.Defn.{Composite, Evaluator, Tree}
+
+  @moduletag :bumblebee
+  @moduletag :capture_log
+  @compile {:no_warn_undefined,
+            [Axon, Axon.ModelState, Axon.MixedPrecision, Bumblebee, Flash, Generation, Composite, Tree] ++
+              [Nx, Nx.Defn, Nx.Random]}
+
+  @text [
+    vocab_size: 40,
+    max_positions: 16,
+    hidden_size: 12,
+    num_blocks: 2,
+    num_attention_heads: 3,
+    intermediate_size: 16
+  ]
+
+  @encoder_decoder [
+    vocab_size: 40,
+    max_positions: 16,
+    hidden_size: 12,
+    attention_head_size: 4,
+    encoder_num_blocks: 1,
+    decoder_num_blocks: 1,
+    encoder_num_attention_heads: 3,
+    decoder_num_attention_heads: 3,
+    encoder_intermediate_size: 16,
+    decoder_intermediate_size: 16,
+    intermediate_size: 16
+  ]
+
+  @image [
+    image_size: 8,
+    patch_size: 4,
+    hidden_size: 12,
+    num_blocks: 1,
+    num_attention_heads: 3,
+    intermediate_size: 16
+  ]
+
+  @specs %{
+    gpt2: {Bumblebee.Text.Gpt2, @text},
+    bert: {Bumblebee.Text.Bert, @text},
+    llama: {Bumblebee.Text.Llama, @text ++ [num_key_value_heads: 1]},
+    mistral: {Bumblebee.Text.Mistral, @text ++ [num_key_value_heads: 1, attention_window_size: 3]},
+    modernbert: {Bumblebee.Text.ModernBert, @text ++ [local_attention_window: 4]},
+    t5: {Bumblebee.Text.T5, @encoder_decoder},
+    bart: {Bumblebee.Text.Bart, @encoder_decoder},
+    vit: {Bumblebee.Vision.Vit, @image}
+  }
+
+  defp spec(name, more \\ []) do
+    {module, config} = @specs[name]
+    {architecture, more} = Keyword.pop(more, :architecture, :base)
+    spec = struct(module, architecture: architecture)
+    Bumblebee.configure(spec, Keyword.take(config, Map.keys(spec)) ++ more)
+  end
+
+  defp init(model, inputs, opts \\ []) do
+    {init, predict} = Axon.build(model, [compiler: Evaluator, seed: 5] ++ opts)
+    {init.(inputs, Axon.ModelState.empty()), predict}
+  end
+
+  # Both models' outputs from the same parameters, with all hidden states.
+  defp outputs(spec, inputs) do
+    model = Bumblebee.build_model(spec)
+    opts = [global_layer_options: [output_hidden_states: true]]
+    {state, predict} = init(model, inputs, opts)
+    {_, predict_swapped} = init(Flash.swap_attention(model), inputs, opts)
+    {predict.(state, inputs), predict_swapped.(state, inputs)}
+  end
+
+  defp count(model), do: Axon.reduce_nodes(model, 0, &if(&1.op_name == :flash_attention, do: &2 + 1, else: &2))
+
+  # How many of the library's forwards the swapped model computes on such inputs.
+  defp forwards(spec, inputs, opts \\ []) do
+    {state, predict} = spec |> Bumblebee.build_model() |> Flash.swap_attention() |> init(inputs, opts)
+    outputs = Nx.Defn.debug_expr(predict).(state, inputs)
+    {_seen, forwards} = Composite.reduce(outputs, {MapSet.new(), 0}, &count_forwards/2)
+    forwards
+  end
+
+  defp count_forwards(%{data: %{id: id, op: op, args: args}} = tensor, {seen, count} = acc) do
+    if id in seen do
+      acc
+    else
+      forward? = op == :block and is_struct(hd(args), FlashAttention.Defn.Forward)
+      acc = {MapSet.put(seen, id), if(forward?, do: count + 1, else: count)}
+      {_, acc} = Tree.apply_args(tensor, :all, acc, &{&1, count_forwards(&1, &2)})
+      acc
+    end
+  end
+
+  defp assert_close(original, swapped, tolerance \\ 2.0e-6) do
+    pairs = Enum.zip(flatten(original), flatten(swapped))
+    assert pairs != []
+
+    for {x, y} <- pairs do
+      assert Nx.shape(x) == Nx.shape(y) and Nx.type(x) == Nx.type(y)
+      assert Nx.subtract(x, y) |> Nx.abs() |> Nx.reduce_max() |> Nx.to_number() <= tolerance
+    end
+  end
+
+  defp flatten(%{__struct__: Axon.None}), do: []
+  defp flatten(%{__struct__: Nx.Tensor} = tensor), do: [tensor]
+  defp flatten(tuple) when is_tuple(tuple), do: tuple |> Tuple.to_list() |> flatten()
+  defp flatten(list) when is_list(list), do: Enum.flat_map(list, &flatten/1)
+  defp flatten(map), do: map |> Map.values() |> flatten()
+
+  @tokens [[3, 7, 1, 4, 9, 2, 8], [5, 6, 2, 2, 1, 0, 3]]
+
+  # No padding, padding behind, and padding in front, where rows see nothing at all.
+  @whole [[1, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1]]
+  @behind [[1, 1, 1, 1, 1, 0, 0], [1, 1, 0, 0, 0, 0, 0]]
+  @in_front [[0, 0, 1, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0, 1]]
+
+  for name <- [:gpt2, :bert, :mistral, :llama, :modernbert] do
+    test "#{name}: all attention is swapped, and hidden states are the same under every mask" do
+      spec = spec(unquote(name))
+      assert count(Flash.swap_attention(Bumblebee.build_model(spec))) == 2
+
+      for mask <- [@whole, @behind, @in_front] do
+        inputs = %{"input_ids" => Nx.tensor(@tokens), "attention_mask" => Nx.tensor(mask)}
+        {original, swapped} = outputs(spec, inputs)
+        assert tuple_size(original.hidden_states) >= 3
+        assert_close(original, swapped)
+        assert forwards(spec, inputs) == 2
+      end
+    end
+  end
+
+  test "head masks, and a model without masks" do
+    head_mask = Nx.tensor([[1.0, 0.0, 0.5], [0.25, 1.0, 0.0]])
+    inputs = %{"input_ids" => Nx.tensor(@tokens), "attention_head_mask" => head_mask}
+    {original, swapped} = outputs(spec(:bert), inputs)
+    assert_close(original, swapped)
+    assert forwards(spec(:bert), inputs) == 2
+
+    {pixels, _} = Nx.Random.normal(Nx.Random.key(1), shape: {2, 8, 8, 3})
+    {original, swapped} = outputs(spec(:vit), %{"pixel_values" => pixels})
+    assert_close(original, swapped)
+    assert forwards(spec(:vit), %{"pixel_values" => pixels}) == 1
+  end
+
+  test "an encoder and a decoder, with attention across" do
+    inputs = %{
+      "input_ids" => Nx.tensor(@tokens),
+      "attention_mask" => Nx.tensor(@behind),
+      "decoder_input_ids" => Nx.tensor([[1, 2, 3], [4, 5, 6]])
+    }
+
+    {original, swapped} = outputs(spec(:bart), inputs)
+    assert_close(original, swapped)
+    assert forwards(spec(:bart), inputs) == 3
+  end
+
+  for name <- [:gpt2, :mistral, :bart] do
+    test "#{name}: generation with a cache writes the same tokens" do
+      architecture =
+        if unquote(name) == :bart, do: :for_conditional_generation, else: :for_causal_language_modeling
+
+      spec = spec(unquote(name), architecture: architecture)
+      model = Bumblebee.build_model(spec)
+      tokens = %{"input_ids" => Nx.tensor([[3, 7, 1, 4], [5, 6, 2, 8]])}
+      {state, _} = init(model, Map.put(tokens, "decoder_input_ids", Nx.tensor([[1], [1]])))
+
+      config =
+        struct(GenerationConfig, max_new_tokens: 5, pad_token_id: 0, bos_token_id: 1, decoder_start_token_id: 1)
+
+      inputs =
+        Map.merge(tokens, %{
+          "attention_mask" => Nx.tensor([[0, 1, 1, 1], [1, 1, 1, 1]]),
+          "seed" => Nx.tensor([1, 2])
+        })
+
+      [original, swapped] =
+        for model <- [model, Flash.swap_attention(model)] do
+          generate = Generation.build_generate(model, spec, config)
+          Nx.Defn.jit_apply(generate, [state, inputs], compiler: Evaluator).token_ids
+        end
+
+      assert Nx.shape(original) == {2, 5}
+      assert Nx.to_list(original) == Nx.to_list(swapped)
+    end
+
+    test "#{name}: a cache is filled by several rows at once and by single ones" do
+      architecture =
+        if unquote(name) == :bart, do: :for_conditional_generation, else: :for_causal_language_modeling
+
+      spec = spec(unquote(name), architecture: architecture)
+      model = Bumblebee.build_model(spec)
+      encoder = %{"input_ids" => Nx.tensor(@tokens), "attention_mask" => Nx.tensor(@behind)}
+      {state, _} = init(model, Map.put(encoder, "decoder_input_ids", Nx.tensor(@tokens)))
+      swapped = Flash.swap_attention(model)
+
+      # Rows 0 to 2, 3 and 4, then one by one, in a cache of nine.
+      for {from, until} <- [{0, 3}, {3, 5}, {5, 6}, {6, 7}], reduce: nil do
+        caches ->
+          {cache, swapped_cache} = caches || {empty_cache(spec), empty_cache(spec)}
+          inputs = cached_inputs(unquote(name), from, until)
+          {_, predict} = Axon.build(model, compiler: Evaluator)
+          {_, predict_swapped} = Axon.build(swapped, compiler: Evaluator)
+          original = predict.(state, Map.put(inputs, "cache", cache))
+          flash = predict_swapped.(state, Map.put(inputs, "cache", swapped_cache))
+
+          assert_close(original, flash)
+          assert forwards(spec, Map.put(inputs, "cache", cache)) == if(unquote(name) == :bart, do: 3, else: 2)
+          {original.cache, flash.cache}
+      end
+    end
+  end
+
+  defp empty_cache(spec), do: spec.__struct__.init_cache(spec, 2, 9, %{"input_ids" => Nx.tensor(@tokens)})
+
+  defp cached_inputs(:bart, from, until) do
+    %{
+      "input_ids" => Nx.tensor(@tokens),
+      "attention_mask" => Nx.tensor(@behind),
+      "decoder_input_ids" => Nx.tensor(@tokens)[[.., from..(until - 1)]]
+    }
+  end
+
+  # Padding in front leaves rows without anything to see.
+  defp cached_inputs(_name, from, until) do
+    %{
+      "input_ids" => Nx.tensor(@tokens)[[.., from..(until - 1)]],
+      "attention_mask" => Nx.tensor(@in_front)[[.., from..(until - 1)]],
+      "position_ids" => Nx.tensor(List.duplicate(Enum.to_list(from..(until - 1)), 2))
+    }
+  end
+
+  test "what cannot be done exactly is left alone" do
+    # T5 adds a bias to every score of self-attention; across there is none.
+    inputs = %{"input_ids" => Nx.tensor(@tokens), "decoder_input_ids" => Nx.tensor([[1, 2, 3], [4, 5, 6]])}
+    {original, swapped} = outputs(spec(:t5), inputs)
+    assert_close(original, swapped)
+    assert forwards(spec(:t5), inputs) == 1
+
+    # Weights are dropped in training mode.
+    inputs = %{"input_ids" => Nx.tensor(@tokens)}
+    dropout = spec(:bert, attention_dropout_rate: 0.5)
+    assert forwards(dropout, inputs, mode: :train) == 0
+    assert forwards(dropout, inputs) == 2
+    assert forwards(spec(:bert, attention_dropout_rate: 0.0), inputs, mode: :train) == 2
+
+    # No attention of Bumblebee's.
+    model = Axon.input("x") |> Axon.dense(3)
+    assert count(Flash.swap_attention(model)) == 0
+  end
+
+  test "weights that are asked for come from Bumblebee" do
+    model = Bumblebee.build_model(spec(:bert))
+    inputs = %{"input_ids" => Nx.tensor(@tokens), "attention_mask" => Nx.tensor(@behind)}
+    opts = [global_layer_options: [output_attentions: true]]
+    {state, predict} = init(model, inputs, opts)
+    {_, predict_swapped} = init(Flash.swap_attention(model), inputs, opts)
+    original = predict.(state, inputs)
+    assert {%{shape: {2, 3, 7, 7}}, _} = original.attentions
+    assert_close(original, predict_swapped.(state, inputs))
+  end
+
+  test "gradients of a loss are the same" do
+    model = Bumblebee.build_model(spec(:bert, attention_dropout_rate: 0.0, dropout_rate: 0.0))
+    inputs = %{"input_ids" => Nx.tensor(@tokens), "attention_mask" => Nx.tensor(@behind)}
+    {state, _} = init(model, inputs, mode: :train)
+
+    [original, swapped] =
+      for model <- [model, Flash.swap_attention(model)] do
+        {_init, predict} = Axon.build(model, mode: :train, compiler: Evaluator)
+
+        gradients = fn data, inputs ->
+          Nx.Defn.grad(data, &Nx.sum(Nx.sin(predict.(%{state | data: &1}, inputs).prediction.hidden_state)))
+        end
+
+        Nx.Defn.jit_apply(gradients, [state.data, inputs], compiler: Evaluator)
+      end
+
+    largest = original |> flatten() |> Enum.map(&Nx.to_number(Nx.reduce_max(Nx.abs(&1)))) |> Enum.max()
+    assert largest > 0.1
+    assert_close(original, swapped, 2.0e-6 * largest)
+  end
+
+  test "mixed precision stays, and what load_model returns is taken as a whole" do
+    policy = Axon.MixedPrecision.create_policy(params: {:bf, 16}, compute: {:bf, 16}, output: {:bf, 16})
+    model = :bert |> spec() |> Bumblebee.build_model() |> Axon.MixedPrecision.apply_policy(policy)
+
+    assert %{model: swapped, params: :params, spec: :spec} =
+             Flash.swap_attention(%{model: model, params: :params, spec: :spec}, precision: :default)
+
+    inputs = %{"input_ids" => Nx.tensor(@tokens), "attention_mask" => Nx.tensor(@behind)}
+    {state, predict} = init(model, inputs)
+    {_, predict_swapped} = init(swapped, inputs)
+    # Hidden states are of size 1 after their norm, and bf16 has 8 bits.
+    assert_close(predict.(state, inputs).hidden_state, predict_swapped.(state, inputs).hidden_state, 0.05)
+  end
+
+  test "options are those of attention" do
+    model = Bumblebee.build_model(spec(:bert))
+    assert_raise ArgumentError, ~r/causal/, fn -> Flash.swap_attention(model, causal: true) end
+  end
+end
