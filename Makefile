@@ -121,10 +121,18 @@ CUDA_LIBS   := -L$(CUDA_HOME)/lib64 -lcudart_static -ldl -lrt -lpthread
 CUDA_KINDS   := bf16 f16 f32 f32_as_f16
 CUDA_PASSES  := forward backward
 CUDA_KERNELS := $(foreach pass,$(CUDA_PASSES),$(CUDA_KINDS:%=$(BUILD)/cuda/$(pass)_%.o))
-OBJECTS      += $(BUILD)/cuda/backend.o $(BUILD)/cuda/memory.o $(BUILD)/cuda/auxiliary.o $(CUDA_KERNELS)
+
+# Kernels for Hopper alone; those above serve the others, and what these do not take.
+HOPPER_ARCH   := -gencode arch=compute_90a,code=sm_90a
+HOPPER_KINDS  := bf16 f16
+HOPPER_PASSES := hopper_forward
+CUDA_KERNELS  += $(foreach pass,$(HOPPER_PASSES),$(HOPPER_KINDS:%=$(BUILD)/cuda/$(pass)_%.o))
+
+CUDA_HOST     := $(patsubst cuda/%.c,$(BUILD)/cuda/%.o,$(wildcard cuda/*.c))
+OBJECTS       += $(CUDA_HOST) $(BUILD)/cuda/auxiliary.o $(CUDA_KERNELS)
 $(BUILD)/core/backends.o: EXTRA_CFLAGS := -DFA_CUDA
 
-$(BUILD)/cuda/backend.o $(BUILD)/cuda/memory.o: $(BUILD)/cuda/%.o: cuda/%.c $(FLAGS) Makefile
+$(CUDA_HOST): $(BUILD)/cuda/%.o: cuda/%.c $(FLAGS) Makefile
 	@mkdir -p $(@D)
 	$(call show,CC $<)$(CC) $(FA_CFLAGS) -I$(CUDA_HOME)/include -MMD -MP -c -o $@ $<
 
@@ -132,12 +140,14 @@ $(BUILD)/cuda/auxiliary.o: cuda/auxiliary.cu Makefile
 	@mkdir -p $(@D)
 	$(call show,NVCC $<)$(NVCC) $(CUDA_CFLAGS) $(CUDA_ARCHS) -MMD -MP -c -o $@ $<
 
+# $(1): pass, $(2): kinds, $(3): architectures
 define CUDA_PASS
-$$(CUDA_KINDS:%=$$(BUILD)/cuda/$(1)_%.o): $$(BUILD)/cuda/$(1)_%.o: cuda/$(1).cu Makefile
+$(2:%=$$(BUILD)/cuda/$(1)_%.o): $$(BUILD)/cuda/$(1)_%.o: cuda/$(1).cu Makefile
 	@mkdir -p $$(@D)
-	$$(call show,NVCC $$< for $$*)$$(NVCC) $$(CUDA_CFLAGS) $$(CUDA_ARCHS) -DFA_KIND=$$* -MMD -MP -c -o $$@ $$<
+	$$(call show,NVCC $$< for $$*)$$(NVCC) $$(CUDA_CFLAGS) $(3) -DFA_KIND=$$* -MMD -MP -c -o $$@ $$<
 endef
-$(foreach pass,$(CUDA_PASSES),$(eval $(call CUDA_PASS,$(pass))))
+$(foreach pass,$(CUDA_PASSES),$(eval $(call CUDA_PASS,$(pass),$(CUDA_KINDS),$(CUDA_ARCHS))))
+$(foreach pass,$(HOPPER_PASSES),$(eval $(call CUDA_PASS,$(pass),$(HOPPER_KINDS),$(HOPPER_ARCH))))
 endif
 
 # ---- objects of the XLA custom calls, where XLA's header is ----------------------------------------

@@ -7,6 +7,7 @@
 
 #include "kernels.h"
 #include "runtime.h"
+#include "tensor_map.h"
 
 /* ---- devices ------------------------------------------------------------------------------------- */
 
@@ -34,17 +35,26 @@ static fa_status device_info(int32_t index, fa_device_info *info, fa_error *erro
   return FA_STATUS_OK;
 }
 
+static int32_t num_multiprocessors(int32_t index) {
+  int count = 0;
+  cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, index);
+  return count > 0 ? count : 1;
+}
+
 /* ---- the selector -------------------------------------------------------------------------------- */
 
+/* Kernels for one architecture, which read by tensor maps, and those for all. */
+enum { HOPPER, PORTABLE, NUM_FAMILIES };
+
 static const struct {
-  const fa_cuda_kernel *forward, *backward;
+  const fa_cuda_kernel *forward[NUM_FAMILIES], *backward[NUM_FAMILIES]; /* NULL: no table */
   int32_t num_parts;
   bool scaled;
 } kinds[FA_CUDA_NUM_KINDS] = {
-    [FA_CUDA_BF16] = {fa_cuda_forward_bf16, fa_cuda_backward_bf16, 1, false},
-    [FA_CUDA_F16] = {fa_cuda_forward_f16, fa_cuda_backward_f16, 1, false},
-    [FA_CUDA_F32] = {fa_cuda_forward_f32, fa_cuda_backward_f32, 2, true},
-    [FA_CUDA_F32_AS_F16] = {fa_cuda_forward_f32_as_f16, fa_cuda_backward_f32_as_f16, 1, true},
+    [FA_CUDA_BF16] = {{fa_hopper_forward_bf16, fa_cuda_forward_bf16}, {NULL, fa_cuda_backward_bf16}, 1, false},
+    [FA_CUDA_F16] = {{fa_hopper_forward_f16, fa_cuda_forward_f16}, {NULL, fa_cuda_backward_f16}, 1, false},
+    [FA_CUDA_F32] = {{NULL, fa_cuda_forward_f32}, {NULL, fa_cuda_backward_f32}, 2, true},
+    [FA_CUDA_F32_AS_F16] = {{NULL, fa_cuda_forward_f32_as_f16}, {NULL, fa_cuda_backward_f32_as_f16}, 1, true},
 };
 
 static fa_cuda_kind kind_of(const fa_problem *problem) {
@@ -77,28 +87,49 @@ static fa_status check_sizes(const fa_problem *p, const fa_cuda_kernel *kernel, 
   return FA_STATUS_OK;
 }
 
-/* The first row of the kind's table that takes the head_dim and fits the device. */
-static fa_status choose_kernel(const fa_plan *plan, const fa_cuda_kernel **chosen, fa_error *error) {
-  const fa_problem *problem = &plan->problem;
-  const char *operation = "cudaDeviceGetAttribute";
-  int major, shared_bytes;
-  CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, plan->device.index));
-  CHECK(cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, plan->device.index));
+static fa_status check_problem(const fa_plan *plan, int major, fa_error *error) {
   if (plan->pass == FA_PASS_TANGENT)
     return fa_fail(error, FA_STATUS_UNSUPPORTED, "pass", "forward or backward on CUDA", "tangent");
-  if (problem->dtype == FA_DTYPE_F64)
+  if (plan->problem.dtype == FA_DTYPE_F64)
     return fa_fail(error, FA_STATUS_UNSUPPORTED, "dtype", "f32, bf16 or f16 on CUDA", "f64");
   if (major < 8)
     return fa_fail(error, FA_STATUS_UNSUPPORTED, "device", "compute capability 8.0 or newer",
                    FA_TEXT("%d.x", major));
-  fa_cuda_kind kind = kind_of(problem);
-  const fa_cuda_kernel *row = plan->pass == FA_PASS_FORWARD ? kinds[kind].forward : kinds[kind].backward;
+  return FA_STATUS_OK;
+}
+
+/* Whether every row sees every column. */
+static bool sees_all(const fa_problem *p) {
+  return p->window_right >= p->seqlen_q - 1 && p->window_left >= p->seqlen_k - 1;
+}
+
+/* Whether tensor maps can describe contiguous tensors of the problem. */
+static bool can_map(const fa_problem *p) { return kinds[kind_of(p)].scaled || p->head_dim % 8 == 0; }
+
+/* The first row of the kind's tables, from a family on, that takes the problem and fits the device. */
+static fa_status choose_kernel(const fa_plan *plan, int family, const fa_cuda_kernel **chosen,
+                               fa_error *error) {
+  const fa_problem *problem = &plan->problem;
+  const char *operation = "cudaDeviceGetAttribute";
+  int major, minor, shared_bytes;
+  CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, plan->device.index));
+  CHECK(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, plan->device.index));
+  CHECK(cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, plan->device.index));
+  fa_status status = check_problem(plan, major, error);
+  if (status) return status;
+  if (major != 9 || minor != 0 || !can_map(problem)) family = PORTABLE;
   int32_t largest = 0;
-  for (; row->name; row++) {
-    if (row->bucket > largest && row->shared_bytes <= shared_bytes) largest = row->bucket;
-    if (problem->head_dim > row->bucket || row->shared_bytes > shared_bytes) continue;
-    *chosen = row;
-    return check_sizes(problem, row, error);
+  for (; family < NUM_FAMILIES; family++) {
+    const fa_cuda_kind kind = kind_of(problem);
+    const fa_cuda_kernel *row =
+        plan->pass == FA_PASS_FORWARD ? kinds[kind].forward[family] : kinds[kind].backward[family];
+    for (; row && row->name; row++) {
+      if (row->bucket > largest && row->shared_bytes <= shared_bytes) largest = row->bucket;
+      if (problem->head_dim > row->bucket || row->shared_bytes > shared_bytes) continue;
+      if (row->windowed_rows && (sees_all(problem) || problem->seqlen_q > row->windowed_rows)) continue;
+      *chosen = row;
+      return check_sizes(problem, row, error);
+    }
   }
   return unsupported(error, "head_dim", FA_TEXT("at most %d on this CUDA device", largest), problem->head_dim);
 }
@@ -117,10 +148,12 @@ static void *take(allocator *allocator, int64_t bytes) {
   return piece;
 }
 
-/* Everything that a run needs: the kernels' argument, the copies to make first, and what to fill with 0. */
+/* Everything that a run needs: the kernels' arguments, the copies to make first, and what to fill with 0. */
 typedef struct job {
   fa_cuda_arguments arguments;
   fa_cuda_splits splits;
+  fa_cuda_maps maps; /* of a kernel that reads by them */
+  int32_t num_multiprocessors;
   size_t zeroed_bytes; /* at the workspace's beginning */
   size_t workspace_bytes;
 } job;
@@ -132,18 +165,23 @@ static bool is_aligned(const fa_tensor *tensor, int64_t element_bytes) {
   return aligned;
 }
 
+/* The tensor itself as an operand. */
+static fa_cuda_operand view(const fa_problem *p, fa_tensor tensor, int64_t seqlen, int64_t num_heads) {
+  return (fa_cuda_operand){.data = tensor.data,
+                           .stride_batch = tensor.stride_batch,
+                           .stride_row = tensor.stride_row,
+                           .stride_head = tensor.stride_head,
+                           .num_cols = (int32_t)p->head_dim,
+                           .aligned = is_aligned(&tensor, (int64_t)fa_dtype_bytes(p->dtype)),
+                           .num_heads = (int32_t)num_heads,
+                           .num_groups = (int32_t)divide_up(seqlen, FA_CUDA_GROUP)};
+}
+
 /* The tensor as the tensor cores read it: itself, or a scaled copy in the workspace. */
 static fa_cuda_operand operand(const fa_problem *p, fa_tensor tensor, int64_t seqlen, int64_t num_heads,
                                allocator *workspace, job *job) {
   fa_cuda_splits *splits = &job->splits;
-  fa_cuda_operand operand = {.data = tensor.data,
-                             .stride_batch = tensor.stride_batch,
-                             .stride_row = tensor.stride_row,
-                             .stride_head = tensor.stride_head,
-                             .num_cols = (int32_t)p->head_dim,
-                             .aligned = is_aligned(&tensor, 2),
-                             .num_heads = (int32_t)num_heads,
-                             .num_groups = (int32_t)divide_up(seqlen, FA_CUDA_GROUP)};
+  fa_cuda_operand operand = view(p, tensor, seqlen, num_heads);
   if (!kinds[kind_of(p)].scaled) return operand;
   operand.num_cols = (int32_t)divide_up(p->head_dim, 8) * 8;
   operand.aligned = true;
@@ -164,11 +202,26 @@ static fa_cuda_score score_of(const fa_problem *p) {
   return (fa_cuda_score){p->scale < 0 ? FA_CUDA_SCORE_NEGATED : FA_CUDA_SCORE_PLAIN, 0, (float)fabs(p->scale)};
 }
 
+/* How many heads take turns at starting a row block of a persistent forward. Where row blocks differ in length,
+ * those of a turn are to fill whole rounds of the multiprocessors, so that changing direction from round to
+ * round evens them out; and of such numbers, one whose k and v fill half of the cache. */
+static int32_t forward_heads_at_once(const fa_problem *p, const fa_cuda_kernel *kernel, int64_t num_q_blocks,
+                                     int64_t num_multiprocessors) {
+  const int64_t num_heads = p->batch * p->num_heads, group = p->num_heads / p->num_kv_heads;
+  if (!kernel->persistent || sees_all(p)) return 1;
+  int64_t whole_rounds = 1;
+  while (whole_rounds < num_heads && whole_rounds * num_q_blocks % num_multiprocessors != 0) whole_rounds++;
+  const int64_t turn_bytes = whole_rounds * p->seqlen_k * p->head_dim * 4 / group + 1;
+  const int64_t turns = (INT64_C(25) << 20) / turn_bytes;
+  const int64_t wanted = whole_rounds * (turns > 0 ? turns : 1);
+  return (int32_t)(wanted < num_heads ? wanted : num_heads);
+}
+
 /* How many heads take turns at starting a column block of the backward. In any order, a few: their rows and
  * dq_sum stay in cache. One after the other, so many that the block before has a lead when a block starts; it
  * is so many blocks ahead as heads lie between them, each of num_steps, and a causal mask needs the longer
  * lead. Measured. */
-static int32_t heads_at_once(const fa_problem *p, int64_t num_q_blocks) {
+static int32_t backward_heads_at_once(const fa_problem *p, int64_t num_q_blocks) {
   const int64_t num_heads = p->batch * p->num_kv_heads, group = p->num_heads / p->num_kv_heads;
   const int64_t num_steps = num_q_blocks > 0 ? num_q_blocks * group : 1;
   const int64_t lead = p->window_right < p->seqlen_q ? 4096 : 1024;
@@ -181,7 +234,7 @@ static job lay_out(const fa_plan *plan, const fa_cuda_kernel *kernel, const fa_t
   const fa_problem *p = &plan->problem;
   const bool backward = plan->pass == FA_PASS_BACKWARD;
   const int64_t rows = p->batch * p->num_heads;
-  job job = {0};
+  job job = {.num_multiprocessors = num_multiprocessors(plan->device.index)};
   allocator workspace = {base, 0};
   fa_cuda_arguments *a = &job.arguments;
   a->window = (fa_cuda_window){(int32_t)p->seqlen_q, (int32_t)p->seqlen_k, (int32_t)p->window_left,
@@ -200,7 +253,8 @@ static job lay_out(const fa_plan *plan, const fa_cuda_kernel *kernel, const fa_t
   a->bucket = kernel->bucket;
   a->o = t->o, a->dq = t->dq, a->dk = t->dk, a->dv = t->dv, a->dout_rows = t->dout;
   a->lse = t->lse.data, a->sink = t->sink.data, a->dsink = t->dsink.data;
-  a->heads_at_once = heads_at_once(p, a->num_q_blocks);
+  a->heads_at_once = backward ? backward_heads_at_once(p, a->num_q_blocks)
+                              : forward_heads_at_once(p, kernel, a->num_q_blocks, job.num_multiprocessors);
 
   if (backward && p->deterministic) { /* first what starts at 0 */
     a->ticket = take(&workspace, sizeof *a->ticket);
@@ -222,21 +276,31 @@ static job lay_out(const fa_plan *plan, const fa_cuda_kernel *kernel, const fa_t
   return job;
 }
 
-static fa_status plan_cuda(fa_plan *plan, fa_error *error) {
-  const fa_cuda_kernel *kernel = NULL;
-  fa_status status = choose_kernel(plan, &kernel, error);
-  if (status) return status;
+/* Makes a kernel ready to run, and the plan's workspace large enough for it. */
+static fa_status prepare(fa_plan *plan, const fa_cuda_kernel *kernel, fa_error *error) {
   device_scope scope;
-  status = enter_device(&scope, plan->device.index, error);
+  fa_status status = enter_device(&scope, plan->device.index, error);
   if (status) return status;
   status = check(
       cudaFuncSetAttribute(kernel->main, cudaFuncAttributeMaxDynamicSharedMemorySize, kernel->shared_bytes),
       "cudaFuncSetAttribute", error);
   leave_device(&scope);
+  const size_t bytes = lay_out(plan, kernel, &(fa_tensors){0}, NULL).workspace_bytes;
+  if (bytes > plan->workspace_bytes) plan->workspace_bytes = bytes;
+  return status;
+}
+
+static fa_status plan_cuda(fa_plan *plan, fa_error *error) {
+  const fa_cuda_kernel *kernel = NULL, *fallback = NULL;
+  fa_status status = choose_kernel(plan, HOPPER, &kernel, error);
+  /* Tensors that no tensor map can describe, which only the run sees, fall back to a portable kernel. */
+  if (!status) status = choose_kernel(plan, PORTABLE, &fallback, error);
+  if (!status) status = prepare(plan, kernel, error);
+  if (!status && fallback != kernel) status = prepare(plan, fallback, error);
+  if (status) return status;
   plan->kernel = kernel->name;
   plan->config = kernel;
-  plan->workspace_bytes = lay_out(plan, kernel, &(fa_tensors){0}, NULL).workspace_bytes;
-  return status;
+  return FA_STATUS_OK;
 }
 
 /* ---- running ------------------------------------------------------------------------------------- */
@@ -249,6 +313,13 @@ static cudaError_t launch(const void *kernel, dim3 num_blocks, int32_t num_threa
 }
 
 static dim3 blocks(int64_t number) { return (dim3){(unsigned)number, 1, 1}; }
+
+/* One block of threads for each of so many pieces of work, or for each multiprocessor. */
+static cudaError_t launch_main(const fa_cuda_kernel *kernel, int64_t number, job *job, cudaStream_t stream) {
+  if (kernel->persistent && number > job->num_multiprocessors) number = job->num_multiprocessors;
+  return launch(kernel->main, blocks(number), kernel->num_threads, kernel->shared_bytes,
+                (void *[]){&job->arguments, &job->maps}, stream);
+}
 
 static fa_status launch_splits(fa_cuda_splits *splits, cudaStream_t stream, fa_error *error) {
   const char *operation = "launch of the f32 split";
@@ -263,25 +334,23 @@ static fa_status launch_splits(fa_cuda_splits *splits, cudaStream_t stream, fa_e
   return FA_STATUS_OK;
 }
 
-static fa_status launch_forward(const fa_cuda_kernel *kernel, fa_cuda_arguments *a, cudaStream_t stream,
-                                fa_error *error) {
+static fa_status launch_forward(const fa_cuda_kernel *kernel, job *job, cudaStream_t stream, fa_error *error) {
   const char *operation = "launch of the forward";
-  CHECK(launch(kernel->main, blocks((int64_t)a->batch * a->num_heads * a->num_q_blocks), kernel->num_threads,
-               kernel->shared_bytes, (void *[]){a}, stream));
+  const fa_cuda_arguments *a = &job->arguments;
+  CHECK(launch_main(kernel, (int64_t)a->batch * a->num_heads * a->num_q_blocks, job, stream));
   return FA_STATUS_OK;
 }
 
-static fa_status launch_backward(const fa_cuda_kernel *kernel, fa_cuda_arguments *a, cudaStream_t stream,
-                                 fa_error *error) {
+static fa_status launch_backward(const fa_cuda_kernel *kernel, job *job, cudaStream_t stream, fa_error *error) {
   const char *operation = "launch of the backward";
+  fa_cuda_arguments *a = &job->arguments;
   const int32_t small = FA_CUDA_SMALL_KERNEL_THREADS;
   const int64_t heads = (int64_t)a->batch * a->num_heads;
   int32_t lanes = 1; /* of a row, eight numbers each */
   while (lanes * 8 < a->head_dim) lanes *= 2;
   CHECK(launch(kernel->statistics, blocks(divide_up(heads * a->padded_rows * lanes, small)), small, 0,
                (void *[]){a, &lanes}, stream));
-  CHECK(launch(kernel->main, blocks((int64_t)a->batch * a->num_kv_heads * a->num_k_blocks), kernel->num_threads,
-               kernel->shared_bytes, (void *[]){a}, stream));
+  CHECK(launch_main(kernel, (int64_t)a->batch * a->num_kv_heads * a->num_k_blocks, job, stream));
   CHECK(launch(kernel->finish_dq, blocks(heads * a->num_q_blocks), kernel->num_threads, 0, (void *[]){a},
                stream));
   CHECK(launch(fa_cuda_sink_kernel, blocks((int64_t)a->num_sinks * a->num_heads), small, 0, (void *[]){a},
@@ -289,13 +358,42 @@ static fa_status launch_backward(const fa_cuda_kernel *kernel, fa_cuda_arguments
   return FA_STATUS_OK;
 }
 
-static fa_status enqueue(const fa_plan *plan, void *workspace, job *job, cudaStream_t stream, fa_error *error) {
+static fa_status enqueue(const fa_plan *plan, const fa_cuda_kernel *kernel, void *workspace, job *job,
+                         cudaStream_t stream, fa_error *error) {
   const char *operation = "cudaMemsetAsync";
   if (job->zeroed_bytes) CHECK(cudaMemsetAsync(workspace, 0, job->zeroed_bytes, stream));
   fa_status status = launch_splits(&job->splits, stream, error);
   if (status) return status;
-  return (plan->pass == FA_PASS_FORWARD ? launch_forward : launch_backward)(plan->config, &job->arguments,
-                                                                            stream, error);
+  return (plan->pass == FA_PASS_FORWARD ? launch_forward : launch_backward)(kernel, job, stream, error);
+}
+
+/* False where a tensor map cannot describe a tensor. */
+static bool make_maps(const fa_plan *plan, const fa_cuda_kernel *kernel, const fa_tensors *tensors, job *job) {
+  const fa_problem *p = &plan->problem;
+  const fa_cuda_arguments *a = &job->arguments;
+  fa_cuda_maps *maps = &job->maps;
+  const fa_dtype dtype = kinds[kind_of(p)].scaled ? FA_DTYPE_F16 : p->dtype;
+  const int64_t batches = p->batch * job->splits.num_parts;
+  if (!fa_cuda_tensor_map_init(&maps->q, &a->q, dtype, p->seqlen_q, batches, kernel->block_q) ||
+      !fa_cuda_tensor_map_init(&maps->k, &a->k, dtype, p->seqlen_k, batches, kernel->block_k) ||
+      !fa_cuda_tensor_map_init(&maps->v, &a->v, dtype, p->seqlen_k, batches, kernel->block_k))
+    return false;
+  if (plan->pass == FA_PASS_BACKWARD)
+    return fa_cuda_tensor_map_init(&maps->dout, &a->dout, dtype, p->seqlen_q, batches, kernel->block_q);
+  const fa_cuda_operand o = view(p, tensors->o, p->seqlen_q, p->num_heads);
+  return fa_cuda_tensor_map_init(&maps->o, &o, p->dtype, p->seqlen_q, p->batch, 16);
+}
+
+static fa_status run_on_device(const fa_plan *plan, const fa_tensors *tensors, const fa_execution *execution,
+                               fa_error *error) {
+  const fa_cuda_kernel *kernel = plan->config;
+  job job = lay_out(plan, kernel, tensors, execution->workspace);
+  if (kernel->mapped && !make_maps(plan, kernel, tensors, &job)) {
+    fa_status status = choose_kernel(plan, PORTABLE, &kernel, error);
+    if (status) return status;
+    job = lay_out(plan, kernel, tensors, execution->workspace);
+  }
+  return enqueue(plan, kernel, execution->workspace, &job, execution->stream, error);
 }
 
 static fa_status run(const fa_plan *plan, const fa_tensors *tensors, const fa_execution *execution,
@@ -303,8 +401,7 @@ static fa_status run(const fa_plan *plan, const fa_tensors *tensors, const fa_ex
   device_scope scope;
   fa_status status = enter_device(&scope, plan->device.index, error);
   if (status) return status;
-  job job = lay_out(plan, plan->config, tensors, execution->workspace);
-  status = enqueue(plan, execution->workspace, &job, execution->stream, error);
+  status = run_on_device(plan, tensors, execution, error);
   leave_device(&scope);
   return status;
 }

@@ -386,15 +386,15 @@ __global__ void __launch_bounds__(FA_CUDA_SMALL_KERNEL_THREADS)
 template <class Kind, class Shape>
 constexpr fa_cuda_kernel row(const char *name) {
   using Layout = BackwardLayout<Kind, Shape>;
-  return {name,
-          Shape::head_dim,
-          Shape::block_q,
-          Shape::block_k,
-          Layout::THREADS,
-          Layout::SHARED_BYTES,
-          (const void *)backward<Kind, Shape>,
-          (const void *)statistics<Kind>,
-          (const void *)finish_dq<Kind, Shape>};
+  return {.name = name,
+          .bucket = Shape::head_dim,
+          .block_q = Shape::block_q,
+          .block_k = Shape::block_k,
+          .num_threads = Layout::THREADS,
+          .shared_bytes = Layout::SHARED_BYTES,
+          .main = (const void *)backward<Kind, Shape>,
+          .statistics = (const void *)statistics<Kind>,
+          .finish_dq = (const void *)finish_dq<Kind, Shape>};
 }
 
 }  // namespace fa

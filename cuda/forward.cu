@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(Shape::num_warps * 32, Shape::blocks_per_sm)
     finish_scores<Kind, MT, NT>(scores, a.score);
     if (!is_fully_visible(a.window, rows, column, Shape::block_k))
       mask_scores<MT, NT>(scores, a.window, rows.begin + warp_row, column);
-    softmax.update(scores, unit, o);
+    if (softmax.update(scores, unit)) softmax.rescale_rows(o);
 
     // The accumulator of two column blocks is laid out as the left operand of one k fragment.
     RegisterOperand<PARTS, MT, NT / 2> p;
@@ -127,15 +127,13 @@ __global__ void __launch_bounds__(Shape::num_warps * 32, Shape::blocks_per_sm)
 template <class Kind, class Shape>
 constexpr fa_cuda_kernel row(const char *name) {
   using Layout = ForwardLayout<Kind, Shape>;
-  return {name,
-          Shape::head_dim,
-          Shape::block_q,
-          Shape::block_k,
-          Layout::THREADS,
-          Layout::SHARED_BYTES,
-          (const void *)forward<Kind, Shape>,
-          nullptr,
-          nullptr};
+  return {.name = name,
+          .bucket = Shape::head_dim,
+          .block_q = Shape::block_q,
+          .block_k = Shape::block_k,
+          .num_threads = Layout::THREADS,
+          .shared_bytes = Layout::SHARED_BYTES,
+          .main = (const void *)forward<Kind, Shape>};
 }
 
 }  // namespace fa

@@ -1,5 +1,6 @@
-// Hopper's own instructions (sm_90a): barriers in shared memory, bulk copies by tensor map (TMA), and products of
-// a warpgroup (wgmma). Nothing here knows of attention. Instructions: PTX ISA, mbarrier, cp.async.bulk, wgmma.
+// Hopper's own instructions (sm_90a): barriers in shared memory, bulk copies by tensor map (TMA), and products
+// of a warpgroup (wgmma). Nothing here knows of attention. Instructions: PTX ISA, mbarrier, cp.async.bulk,
+// wgmma.
 #pragma once
 
 #include <cuda.h>
@@ -51,6 +52,10 @@ __device__ inline void named_barrier_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// A number that is the same in all threads of a warp, as one that the compiler knows to be: in uniform
+// registers.
+__device__ inline uint32_t uniform(uint32_t x) { return __shfl_sync(~0u, x, 0); }
+
 // Makes what this thread wrote to shared memory visible to bulk copies and wgmma.
 __device__ inline void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
@@ -98,27 +103,42 @@ __device__ inline void load_boxes(uint32_t tile, const CUtensorMap &map, uint32_
 #pragma unroll
   for (int box = 0; box < T::BOXES; box++)
     asm volatile(
-        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], "
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, "
+        "%5}], "
         "[%6];" ::"r"(tile + box * T::BOX_BYTES),
         "l"(&map), "r"(box * 64), "r"(row), "r"(head), "r"(batch), "r"(barrier)
         : "memory");
 }
 
+// Starts the copy of 16 rows of a tile, from `tile_row` on, to (column 0, row, head, batch) of the map, whose
+// boxes have 16 rows; what lies outside of the tensor is left out. By one thread, in its bulk group.
+template <class T>
+__device__ inline void store_boxes(const CUtensorMap &map, uint32_t tile, int tile_row, int row, int head,
+                                   int batch) {
+#pragma unroll
+  for (int box = 0; box < T::BOXES; box++)
+    asm volatile(
+        "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%1, %2, %3, %4}], [%5];" ::"l"(&map),
+        "r"(box * 64), "r"(row), "r"(head), "r"(batch), "r"(tile + box * T::BOX_BYTES + tile_row * 128)
+        : "memory");
+}
+
 // Starts the copy of consecutive bytes to shared memory; both addresses and bytes are multiples of 16.
 __device__ inline void load_bulk(uint32_t to, const void *from, int bytes, uint32_t barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
-               "l"(from), "r"(bytes), "r"(barrier)
-               : "memory");
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+      "l"(from), "r"(bytes), "r"(barrier)
+      : "memory");
 }
 
 // Starts to[i] += from[i] for f32 numbers, `from` in shared memory; addresses and bytes are multiples of 16.
 __device__ inline void add_bulk(float *to, uint32_t from, int bytes) {
-  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to), "r"(from),
-               "r"(bytes)
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to),
+               "r"(from), "r"(bytes)
                : "memory");
 }
-// Closes a group of this thread's add_bulk; waits until at most PENDING groups still read shared memory (done:
-// until they are made).
+// Closes a group of this thread's copies from shared memory; waits until at most PENDING groups still read
+// shared memory (done: until they are made).
 __device__ inline void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 template <int PENDING>
 __device__ inline void bulk_wait_read() {
@@ -129,6 +149,22 @@ __device__ inline void bulk_wait_done() {
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
+// Writes a warp's accumulator [16, T::COLS], times scale of each half, as elements to rows of a tile.
+template <class Element, class T, int NT>
+__device__ inline void put_rows(uint32_t tile, int tile_row, const float (&acc)[NT][4],
+                                const float (&scale)[2]) {
+  const int lane = threadIdx.x % 32, row = tile_row + lane % 16;
+#pragma unroll
+  for (int n = 0; n < NT; n += 2) {
+    uint32_t words[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+      words[i] = pack(Element(), acc[n + i / 2][i % 2 * 2] * scale[i % 2],
+                      acc[n + i / 2][i % 2 * 2 + 1] * scale[i % 2]);
+    store_matrices(tile + T::offset(row, n + lane / 16), words);
+  }
+}
+
 // ---- products of a warpgroup -----------------------------------------------------------------------
 
 // An operand of a product in a BoxTile. Its axes are `own` (rows of a left operand, columns of a right one) and
@@ -136,60 +172,62 @@ __device__ inline void bulk_wait_done() {
 template <class T, bool K_IN_ROW_>
 struct BoxOperand {
   static constexpr bool K_IN_ROW = K_IN_ROW_;
-  uint64_t base;
+  // A descriptor, in units of 16 bytes. low: the start, and at bit 16 from one 64 columns to the next; high:
+  // from one 8 rows to the next, and the 128-byte swizzle.
+  static constexpr uint32_t NEXT_BOX = K_IN_ROW ? 1 : T::BOX_BYTES / 16, HIGH = 1024 / 16 | 1u << 30;
+  uint32_t low;
 
   // own_begin: a multiple of 8, or of 64 where own lies along the rows of the tile.
-  __device__ BoxOperand(uint32_t tile, int own_begin = 0) {
-    const uint32_t start = tile + (K_IN_ROW ? own_begin * 128 : own_begin / 64 * T::BOX_BYTES);
-    // In units of 16 bytes: the start; from one 64 columns to the next; from one 8 rows to the next; 128-byte
-    // swizzle.
-    constexpr uint64_t box = K_IN_ROW ? 1 : T::BOX_BYTES / 16, eight_rows = 1024 / 16;
-    base = uint64_t((start & 0x3ffff) >> 4) | box << 16 | eight_rows << 32 | uint64_t(1) << 62;
-  }
+  __device__ BoxOperand(uint32_t tile, int own_begin = 0)
+      : low((tile + (K_IN_ROW ? own_begin * 128 : own_begin / 64 * T::BOX_BYTES)) >> 4 | NEXT_BOX << 16) {}
+
   // Of 16 elements of k.
   __device__ uint64_t descriptor(int k) const {
-    return base + ((K_IN_ROW ? k / 4 * T::BOX_BYTES + k % 4 * 32 : k * 16 * 128) >> 4);
+    const uint32_t offset = K_IN_ROW ? k / 4 * T::BOX_BYTES + k % 4 * 32 : k * 16 * 128;
+    return uint64_t(HIGH) << 32 | (low + offset / 16);
   }
 };
 
-// wgmma(c[64, N], a, b, add): c = a * b, or c += a * b; asynchronous, see below. c is laid out as one Accumulator
-// of 16 rows in each of the warpgroup's warps; a comes from shared memory or from registers.
+// wgmma(c[64, N], a, b, add): c = a * b, or c += a * b; asynchronous, see below. c is laid out as one
+// Accumulator of 16 rows in each of the warpgroup's warps; a comes from shared memory or from registers.
 #define FA_STRING_(x) #x
 #define FA_STRING(x)  FA_STRING_(x)
-#define FA_TEN(t)     "%" #t "0, %" #t "1, %" #t "2, %" #t "3, %" #t "4, %" #t "5, %" #t "6, %" #t "7, %" #t "8, %" #t "9"
-#define FA_FOUR(n)    "+f"(c[n][0]), "+f"(c[n][1]), "+f"(c[n][2]), "+f"(c[n][3])
-#define FA_8(n)       FA_FOUR(n), FA_FOUR(n + 1)
-#define FA_16(n)      FA_8(n), FA_8(n + 2)
-#define FA_32(n)      FA_16(n), FA_16(n + 4)
-#define FA_64(n)      FA_32(n), FA_32(n + 8)
+#define FA_TEN(t) \
+  "%" #t "0, %" #t "1, %" #t "2, %" #t "3, %" #t "4, %" #t "5, %" #t "6, %" #t "7, %" #t "8, %" #t "9"
+#define FA_FOUR(n) "+f"(c[n][0]), "+f"(c[n][1]), "+f"(c[n][2]), "+f"(c[n][3])
+#define FA_8(n)    FA_FOUR(n), FA_FOUR(n + 1)
+#define FA_16(n)   FA_8(n), FA_8(n + 2)
+#define FA_32(n)   FA_16(n), FA_16(n + 4)
+#define FA_64(n)   FA_32(n), FA_32(n + 8)
 
-#define FA_WGMMA_SHARED(N, TYPE, REGISTERS, CONSTRAINTS, a0, a1, a2, a3, a4)                                        \
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #a2 ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE \
-               "." TYPE " {" REGISTERS "}, %" #a0 ", %" #a1 ", p, 1, 1, %" #a3 ", %" #a4 ";\n}"                     \
-               : CONSTRAINTS                                                                                         \
+#define FA_WGMMA_SHARED(N, TYPE, REGISTERS, CONSTRAINTS, a0, a1, a2, a3, a4)                             \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #a2 ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N     \
+               "k16.f32." TYPE "." TYPE " {" REGISTERS "}, %" #a0 ", %" #a1 ", p, 1, 1, %" #a3 ", %" #a4 \
+               ";\n}"                                                                                    \
+               : CONSTRAINTS                                                                             \
                : "l"(a), "l"(b), "r"(int(add)), "n"(!A_K_IN_ROW), "n"(!B_K_IN_ROW))
-#define FA_WGMMA_REGISTERS(N, TYPE, REGISTERS, CONSTRAINTS, a0, a1, a2, a3, a4, a5, a6)                             \
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #a5 ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE \
-               "." TYPE " {" REGISTERS "}, {%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 "}, %" #a4 ", p, 1, 1, %" #a6      \
-               ";\n}"                                                                                               \
-               : CONSTRAINTS                                                                                         \
+#define FA_WGMMA_REGISTERS(N, TYPE, REGISTERS, CONSTRAINTS, a0, a1, a2, a3, a4, a5, a6)                     \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #a5 ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N        \
+               "k16.f32." TYPE "." TYPE " {" REGISTERS "}, {%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 "}, %" #a4 \
+               ", p, 1, 1, %" #a6 ";\n}"                                                                    \
+               : CONSTRAINTS                                                                                \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(add)), "n"(!B_K_IN_ROW))
 #define FA_UNPACK(...) __VA_ARGS__
 // a0 to a6: the numbers that follow the accumulator's N / 2 registers.
-#define FA_WGMMA(N, REGISTERS, CONSTRAINTS, a0, a1, a2, a3, a4, a5, a6)                                           \
-  template <class Element, bool A_K_IN_ROW, bool B_K_IN_ROW>                                                      \
-  __device__ inline void wgmma(float(&c)[N / 8][4], uint64_t a, uint64_t b, bool add) {                           \
-    if constexpr (std::is_same_v<Element, __half>)                                                                \
-      FA_WGMMA_SHARED(N, "f16", REGISTERS, FA_UNPACK CONSTRAINTS, a0, a1, a2, a3, a4);                            \
-    else                                                                                                          \
-      FA_WGMMA_SHARED(N, "bf16", REGISTERS, FA_UNPACK CONSTRAINTS, a0, a1, a2, a3, a4);                           \
-  }                                                                                                               \
-  template <class Element, bool B_K_IN_ROW>                                                                       \
-  __device__ inline void wgmma(float(&c)[N / 8][4], const uint32_t(&a)[4], uint64_t b, bool add) {                \
-    if constexpr (std::is_same_v<Element, __half>)                                                                \
-      FA_WGMMA_REGISTERS(N, "f16", REGISTERS, FA_UNPACK CONSTRAINTS, a0, a1, a2, a3, a4, a5, a6);                 \
-    else                                                                                                          \
-      FA_WGMMA_REGISTERS(N, "bf16", REGISTERS, FA_UNPACK CONSTRAINTS, a0, a1, a2, a3, a4, a5, a6);                \
+#define FA_WGMMA(N, REGISTERS, CONSTRAINTS, a0, a1, a2, a3, a4, a5, a6)                            \
+  template <class Element, bool A_K_IN_ROW, bool B_K_IN_ROW>                                       \
+  __device__ inline void wgmma(float(&c)[N / 8][4], uint64_t a, uint64_t b, bool add) {            \
+    if constexpr (std::is_same_v<Element, __half>)                                                 \
+      FA_WGMMA_SHARED(N, "f16", REGISTERS, FA_UNPACK CONSTRAINTS, a0, a1, a2, a3, a4);             \
+    else                                                                                           \
+      FA_WGMMA_SHARED(N, "bf16", REGISTERS, FA_UNPACK CONSTRAINTS, a0, a1, a2, a3, a4);            \
+  }                                                                                                \
+  template <class Element, bool B_K_IN_ROW>                                                        \
+  __device__ inline void wgmma(float(&c)[N / 8][4], const uint32_t(&a)[4], uint64_t b, bool add) { \
+    if constexpr (std::is_same_v<Element, __half>)                                                 \
+      FA_WGMMA_REGISTERS(N, "f16", REGISTERS, FA_UNPACK CONSTRAINTS, a0, a1, a2, a3, a4, a5, a6);  \
+    else                                                                                           \
+      FA_WGMMA_REGISTERS(N, "bf16", REGISTERS, FA_UNPACK CONSTRAINTS, a0, a1, a2, a3, a4, a5, a6); \
   }
 
 // clang-format off

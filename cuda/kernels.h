@@ -2,6 +2,8 @@
 #ifndef FA_CUDA_KERNELS_H
 #define FA_CUDA_KERNELS_H
 
+#include <cuda.h>
+
 #include "../c_src/flash_attention.h"
 
 #ifdef __cplusplus
@@ -50,7 +52,7 @@ typedef struct fa_cuda_arguments {
   int32_t padded_rows;                /* num_q_blocks * block_q */
   int32_t bucket;                     /* of the kernel: head_dim is at most so much */
   int32_t deterministic;
-  int32_t heads_at_once; /* of the backward: so many heads take turns at starting a column block */
+  int32_t heads_at_once; /* so many heads take turns at starting a block */
   float scale;
   fa_cuda_operand q, k, v, dout;
   fa_tensor o, dq, dk, dv; /* o is an input of the backward */
@@ -65,6 +67,13 @@ typedef struct fa_cuda_arguments {
   int32_t *dq_turns;    /* [batch, num_heads, num_q_blocks]: how many column blocks have added to dq_sum */
   int32_t *ticket;      /* one number */
 } fa_cuda_arguments;
+
+/* Tensors as tensor maps {head_dim, seqlen, heads, batch}, with boxes of 64 columns (of 16-bit elements) and
+ * block_q (q, dout), block_k (k, v) or 16 (o) rows: the second argument of the kernels that read by them. The
+ * parts of a split tensor are further batches. */
+typedef struct fa_cuda_maps {
+  CUtensorMap q, k, v, dout, o;
+} fa_cuda_maps;
 
 /* The split kernel's argument: f32 tensors and the copies to make. */
 typedef struct fa_cuda_split {
@@ -87,12 +96,16 @@ typedef enum fa_cuda_kind {
   FA_CUDA_NUM_KINDS,
 } fa_cuda_kind;
 
-/* A kernel and the shape of its blocks: a row of the tables in forward.cu and backward.cu. */
+/* A kernel and the shape of its blocks: a row of the tables in forward.cu, backward.cu and their Hopper
+ * counterparts. */
 typedef struct fa_cuda_kernel {
   const char *name;
-  int32_t bucket; /* the largest head_dim that it takes */
+  int32_t bucket;        /* the largest head_dim that it takes */
+  int32_t windowed_rows; /* not 0: it is for windows that cut columns off, and at most so many rows */
   int32_t block_q, block_k, num_threads;
   int32_t shared_bytes;
+  bool mapped;            /* main reads by fa_cuda_maps */
+  bool persistent;        /* main has at most one block a multiprocessor, which takes one after the other */
   const void *main;       /* one block a q block (forward) or k block (backward) of a head */
   const void *statistics; /* backward: delta and shift */
   const void *finish_dq;  /* backward: dq_sum to dq */
@@ -103,6 +116,9 @@ extern const fa_cuda_kernel fa_cuda_forward_bf16[], fa_cuda_backward_bf16[];
 extern const fa_cuda_kernel fa_cuda_forward_f16[], fa_cuda_backward_f16[];
 extern const fa_cuda_kernel fa_cuda_forward_f32[], fa_cuda_backward_f32[];
 extern const fa_cuda_kernel fa_cuda_forward_f32_as_f16[], fa_cuda_backward_f32_as_f16[];
+
+/* The same for compute capability 9.0, of operands that tensor maps can describe. */
+extern const fa_cuda_kernel fa_hopper_forward_bf16[], fa_hopper_forward_f16[];
 
 /* Kernels that are the same for every kind and bucket. */
 enum { FA_CUDA_SMALL_KERNEL_THREADS = 256 };

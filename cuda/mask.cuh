@@ -37,13 +37,18 @@ __device__ inline bool is_fully_visible(const fa_cuda_window &w, Range rows, int
          column + num_columns - 1 <= rows.begin + diagonal + w.right;
 }
 
-// Scores of invisible elements become -inf. (row, column) is the accumulator's first element.
+// Scores of invisible elements become -inf. (row, column) is the accumulator's first element. Most blocks meet
+// one edge of the window only.
 template <int MT, int NT>
 __device__ inline void mask_scores(Accumulator<MT, NT> &scores, const fa_cuda_window &w, int row, int column) {
-  for_each_element<MT, NT>(scores, [&](int i, int j, float &score) {
-    const Range visible = visible_columns(w, {row + i, row + i + 1});
-    if (column + j < visible.begin || column + j >= visible.end) score = -INFINITY;
-  });
+  if (visible_columns(w, {row + 16 * MT - 1, row + 16 * MT}).begin > column)
+    for_each_element<MT, NT>(scores, [&](int i, int j, float &score) {
+      if (column + j < visible_columns(w, {row + i, row + i + 1}).begin) score = -INFINITY;
+    });
+  if (visible_columns(w, {row, row + 1}).end < column + 8 * NT)
+    for_each_element<MT, NT>(scores, [&](int i, int j, float &score) {
+      if (column + j >= visible_columns(w, {row + i, row + i + 1}).end) score = -INFINITY;
+    });
 }
 
 }  // namespace fa

@@ -30,13 +30,27 @@ __device__ inline float exponential(float x, float unit, float shift) {
   return exp2_fast(Kind::SCALED ? (x - shift) * unit : fmaf(x, unit, -shift));
 }
 
+// tanh; for 16-bit kinds to 2e-7 of 1, far below their own rounding, without tanhf's branches.
+template <class Kind>
+__device__ inline float softcap_tanh(float x) {
+  if constexpr (Kind::SCALED) return tanhf(x);
+  return 1 - __fdividef(2, 1 + exp2_fast(2 * LOG2_E * x));
+}
+
 // Products become scores, in place.
 template <class Kind, int MT, int NT>
 __device__ inline void finish_scores(Accumulator<MT, NT> &scores, const fa_cuda_score &score) {
-  const bool softcap = score.form == FA_CUDA_SCORE_SOFTCAP;
-  if (score.form != FA_CUDA_SCORE_PLAIN)
-    for_each_element<MT, NT>(scores, [&](int, int, float &x) { x = softcap ? tanhf(score.inner * x) : -x; });
+  if (score.form == FA_CUDA_SCORE_SOFTCAP)
+    for_each_element<MT, NT>(scores, [&](int, int, float &x) { x = softcap_tanh<Kind>(score.inner * x); });
+  else if (score.form == FA_CUDA_SCORE_NEGATED)
+    for_each_element<MT, NT>(scores, [&](int, int, float &x) { x = -x; });
   if constexpr (Kind::SCALED) for_each_element<MT, NT>(scores, [&](int, int, float &x) { x *= score.factor; });
+}
+
+// e^x
+template <class Kind>
+__device__ inline float exp_of(float x) {
+  return Kind::SCALED ? expf(x) : exp2_fast(x * LOG2_E);
 }
 
 // The largest and the sum over the four lanes that share a row of an accumulator.
@@ -60,6 +74,7 @@ constexpr int MAX_LAG = 5;
 template <class Kind, int MT>
 struct OnlineSoftmax {
   float max[MT][2], sum[MT][2];
+  float rescale[MT][2];  // after an update that moved the reference: what o is to be multiplied with
 
   __device__ OnlineSoftmax() {
 #pragma unroll
@@ -69,9 +84,10 @@ struct OnlineSoftmax {
     }
   }
 
-  // Turns a block of scores into exponentials, and brings o to a new reference where there is one.
-  template <int NT, int DT>
-  __device__ void update(Accumulator<MT, NT> &scores, float unit, Accumulator<MT, DT> &o) {
+  // Turns a block of scores into exponentials. True where the reference has moved: then o is due a
+  // rescale_rows.
+  template <int NT>
+  __device__ bool update(Accumulator<MT, NT> &scores, float unit) {
     float largest[MT][2];
     bool lags = false;
 #pragma unroll
@@ -86,11 +102,12 @@ struct OnlineSoftmax {
         largest[m][half] = x;
         lags |= (x - max[m][half]) * unit > MAX_LAG;  // of -inf and -inf: false
       }
-    if (__any_sync(~0u, lags)) {
+    lags = __any_sync(~0u, lags);
+    if (lags) {
 #pragma unroll
       for (int m = 0; m < MT; m++)
 #pragma unroll
-        for (int half = 0; half < 2; half++) move_reference(m, half, row_max(largest[m][half]), unit, o);
+        for (int half = 0; half < 2; half++) move_reference(m, half, row_max(largest[m][half]), unit);
     }
 #pragma unroll
     for (int m = 0; m < MT; m++)
@@ -107,18 +124,26 @@ struct OnlineSoftmax {
             sum[m][half] += x;
           }
       }
+    return lags;
+  }
+
+  __device__ void move_reference(int m, int half, float largest, float unit) {
+    largest = fmaxf(largest, max[m][half]);
+    rescale[m][half] = largest == -INFINITY ? 1 : exp2_fast((max[m][half] - largest) * unit);
+    max[m][half] = largest;
+    sum[m][half] *= rescale[m][half];
   }
 
   template <int DT>
-  __device__ void move_reference(int m, int half, float largest, float unit, Accumulator<MT, DT> &o) {
-    largest = fmaxf(largest, max[m][half]);
-    const float rescale = largest == -INFINITY ? 1 : exp2_fast((max[m][half] - largest) * unit);
-    max[m][half] = largest;
-    sum[m][half] *= rescale;
+  __device__ void rescale_rows(Accumulator<MT, DT> &o) const {
 #pragma unroll
-    for (int n = 0; n < DT; n++)
+    for (int m = 0; m < MT; m++)
 #pragma unroll
-      for (int i = 0; i < 2; i++) o[m][n][half * 2 + i] *= rescale;
+      for (int half = 0; half < 2; half++)
+#pragma unroll
+        for (int n = 0; n < DT; n++)
+#pragma unroll
+          for (int i = 0; i < 2; i++) o[m][n][half * 2 + i] *= rescale[m][half];
   }
 
   // Ends the sums, with the sinks of a head in them. Returns what to multiply o with, and the row's lse.
@@ -127,12 +152,15 @@ struct OnlineSoftmax {
     const float total = row_sum(sum[m][half]);
     const float own = Kind::SCALED ? max[m][half] : max[m][half] * score.factor;
     float largest = own;
+#pragma unroll 1
     for (int t = 0; t < num_sinks; t++) largest = fmaxf(largest, sink[int64_t(t) * sink_stride]);
     if (largest == -INFINITY) return {0, -INFINITY};
-    const float rescale = expf(own - largest);
+    const float rescale = exp_of<Kind>(own - largest);
     float sum_all = total * rescale;
-    for (int t = 0; t < num_sinks; t++) sum_all += expf(sink[int64_t(t) * sink_stride] - largest);
-    return {rescale / sum_all, largest + logf(sum_all)};
+#pragma unroll 1
+    for (int t = 0; t < num_sinks; t++) sum_all += exp_of<Kind>(sink[int64_t(t) * sink_stride] - largest);
+    if constexpr (Kind::SCALED) return {rescale / sum_all, largest + logf(sum_all)};
+    return {__fdividef(rescale, sum_all), largest + __logf(sum_all)};
   }
 };
 

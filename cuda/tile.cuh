@@ -39,6 +39,13 @@ __device__ inline void load_matrices(uint32_t (&r)[4], uint32_t from) {
                  : "r"(from));
 }
 
+// The reverse: lane l gives the address of row l % 8 of matrix l / 8. (sm_90)
+__device__ inline void store_matrices(uint32_t to, const uint32_t (&r)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(r[0]),
+               "r"(r[1]), "r"(r[2]), "r"(r[3])
+               : "memory");
+}
+
 // c[16, 8] += a[16, 16] * b[16, 8]
 __device__ inline void mma(__half, float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "

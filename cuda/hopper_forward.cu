@@ -1,0 +1,287 @@
+// The forward pass on Hopper: FlashAttention-3's schedule. A block of threads stays on its multiprocessor and
+// takes tiles of block_q rows of one head, one after another. A producer warp copies q, k and v to shared
+// memory ahead of the consumers, warpgroups of 64 rows each, which keep o and the softmax's state in registers
+// and work on the softmax of one column block while the products of the next run, over the ends of tiles too.
+//
+// Compiled once for every kind: -DFA_KIND=bf16 and so on.
+#include "hopper.cuh"
+#include "mask.cuh"
+#include "operand.cuh"
+#include "softmax.cuh"
+
+namespace fa {
+namespace hopper {
+
+// A row of the table; none of it changes results by more than rounding. Registers are per thread.
+template <int HEAD_DIM, int BLOCK_K, int NUM_CONSUMERS, int Q_STAGES, int CONSUMER_REGISTERS,
+          int PRODUCER_REGISTERS>
+struct ForwardShape {
+  static constexpr int head_dim = HEAD_DIM, block_k = BLOCK_K, num_consumers = NUM_CONSUMERS,
+                       q_stages = Q_STAGES;
+  static constexpr int block_q = NUM_CONSUMERS * 64, num_threads = (NUM_CONSUMERS + 1) * WARPGROUP;
+  static constexpr int consumer_registers = CONSUMER_REGISTERS, producer_registers = PRODUCER_REGISTERS;
+};
+
+// Shared memory: the stages of q, of k and of v, then a barrier for each stage being full and one for its being
+// empty.
+template <class Shape>
+struct ForwardBuffers {
+  static constexpr int Q_STAGES = Shape::q_stages, STAGES = 2;
+  using QTile = BoxTile<Shape::block_q, Shape::head_dim>;
+  using KTile = BoxTile<Shape::block_k, Shape::head_dim>;
+  static constexpr int K_AT = Q_STAGES * QTile::BYTES, V_AT = K_AT + STAGES * KTile::BYTES;
+  static constexpr int BARRIERS_AT = V_AT + STAGES * KTile::BYTES, NUM_BARRIERS = 2 * (Q_STAGES + 2 * STAGES);
+  static constexpr int BYTES = BARRIERS_AT + NUM_BARRIERS * 8;
+
+  struct Stage {
+    uint32_t tile, full, empty;
+  };
+  uint32_t base;
+  __device__ Stage stage(uint32_t tile, int barrier) const {
+    return {base + tile, base + BARRIERS_AT + barrier * 16, base + BARRIERS_AT + barrier * 16 + 8};
+  }
+  __device__ Stage q(int i) const { return stage(i * QTile::BYTES, i); }
+  __device__ Stage k(int i) const { return stage(K_AT + i * KTile::BYTES, Q_STAGES + i); }
+  __device__ Stage v(int i) const { return stage(V_AT + i * KTile::BYTES, Q_STAGES + STAGES + i); }
+
+  __device__ void init_barriers() const {
+    for (int i = 0; i < NUM_BARRIERS; i += 2) {
+      barrier_init(base + BARRIERS_AT + i * 8, 1);                             // full: the producer's
+      barrier_init(base + BARRIERS_AT + i * 8 + 8, Shape::num_consumers * 4);  // empty: every consuming warp's
+    }
+    barrier_init_done();
+  }
+};
+
+// The tiles of a block of threads, in the order of its rounds. Heads are taken heads_at_once together, so that
+// their k and v stay in cache, and their last row blocks first: with a causal mask they have the most to do.
+// From round to round blocks of threads change direction: who had the longest tile has the shortest next.
+// Everybody finds the tiles for themselves, from what is the same in all threads: the compiler then keeps the
+// state of the loops in uniform registers, which is worth more than a producer that tells.
+struct ForwardTile {
+  int head, batch;
+  Range rows, k_blocks;  // at least one: a tile that sees nothing has a block that is masked whole
+};
+template <class Shape>
+__device__ inline bool tile_of(const fa_cuda_arguments &a, int round, ForwardTile &tile) {
+  uint32_t index = round * gridDim.x + (round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+  if (index >= a.batch * a.num_heads * a.num_q_blocks) return false;
+  const int first = index / (a.heads_at_once * a.num_q_blocks) * a.heads_at_once;
+  const uint32_t num_heads = min(a.heads_at_once, a.batch * a.num_heads - first);
+  index -= first * a.num_q_blocks;
+  const uint32_t batch_head = first + index % num_heads;
+  tile.head = batch_head % a.num_heads, tile.batch = batch_head / a.num_heads;
+  tile.rows = block_range(a.num_q_blocks - 1 - index / num_heads, Shape::block_q, a.window.seqlen_q);
+  tile.k_blocks = blocks_of(visible_columns(a.window, tile.rows), Shape::block_k);
+  if (tile.k_blocks.begin == tile.k_blocks.end) tile.k_blocks = {0, 1};
+  return true;
+}
+
+// ---- the producer: one thread ------------------------------------------------------------------------
+
+template <class Shape>
+__device__ inline void produce(const fa_cuda_arguments &a, const fa_cuda_maps &maps,
+                               const ForwardBuffers<Shape> &buffers) {
+  using Buffers = ForwardBuffers<Shape>;
+  using QTile = typename Buffers::QTile;
+  using KTile = typename Buffers::KTile;
+  Ring<Buffers::Q_STAGES> q_ring;
+  Ring<Buffers::STAGES> ring;
+  ForwardTile tile;
+  for (int round = 0; tile_of<Shape>(a, round, tile); round++, q_ring.advance()) {
+    const int kv_head = tile.head / (a.num_heads / a.num_kv_heads);
+    const auto q = buffers.q(q_ring.stage);
+    barrier_wait(q.empty, q_ring.phase ^ 1);
+    barrier_expect(q.full, QTile::BYTES);
+    load_boxes<QTile>(q.tile, maps.q, q.full, tile.rows.begin, tile.head, tile.batch);
+    for (int block = tile.k_blocks.end - 1; block >= tile.k_blocks.begin; block--, ring.advance()) {
+      auto load = [&](typename Buffers::Stage to, const CUtensorMap &map) {
+        barrier_wait(to.empty, ring.phase ^ 1);
+        barrier_expect(to.full, KTile::BYTES);
+        load_boxes<KTile>(to.tile, map, to.full, block * Shape::block_k, kv_head, tile.batch);
+      };
+      load(buffers.k(ring.stage), maps.k);
+      load(buffers.v(ring.stage), maps.v);
+    }
+  }
+}
+
+// ---- the consumers -----------------------------------------------------------------------------------
+
+// Consumers take turns at starting their products, so that the softmax of one meets the products of another.
+template <int NUM_CONSUMERS>
+struct Turns {
+  int consumer;
+  __device__ Turns(int consumer) : consumer(consumer) {
+    if (consumer == NUM_CONSUMERS - 1) pass();  // the first turn is consumer 0's
+  }
+  __device__ void wait() const { named_barrier_wait(1 + consumer, 2 * WARPGROUP); }
+  __device__ void pass() const { named_barrier_arrive(1 + (consumer + 1) % NUM_CONSUMERS, 2 * WARPGROUP); }
+};
+
+__device__ inline void release(uint32_t empty_barrier) {
+  if (threadIdx.x % 32 == 0) barrier_arrive(empty_barrier);
+}
+
+// Writes o and lse of this warp's 16 rows, the first of which is `row`, by way of the rows of q, at warp_row of
+// the tile: nobody else reads those, and this warp no more.
+template <class Kind, class QTile, int DT>
+__device__ inline void finish_rows(const fa_cuda_arguments &a, const fa_cuda_maps &maps, int batch, int head,
+                                   int row, uint32_t q_tile, int warp_row, const Accumulator<1, DT> &o,
+                                   OnlineSoftmax<Kind, 1> &softmax) {
+  float scale[2], lse[2];
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    const float2 end = softmax.finish(0, half, a.score, a.sink + head, a.num_sinks, a.num_heads);
+    scale[half] = end.x, lse[half] = end.y;
+  }
+  put_rows<typename Kind::Element, QTile>(q_tile, warp_row, o[0], scale);
+  fence_async();
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) {
+    store_boxes<QTile>(maps.o, q_tile, warp_row, row, head, batch);
+    bulk_commit();
+  }
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    const int own_row = row + half * 8 + threadIdx.x % 32 / 4;
+    if (threadIdx.x % 4 == 0 && own_row < a.window.seqlen_q)
+      a.lse[(int64_t(batch) * a.num_heads + head) * a.window.seqlen_q + own_row] = lse[half];
+  }
+  if (threadIdx.x % 32 == 0) bulk_wait_read<0>();
+}
+
+template <class Kind, class Shape>
+__device__ inline void consume(const fa_cuda_arguments &a, const fa_cuda_maps &maps,
+                               const ForwardBuffers<Shape> &buffers, int consumer) {
+  using Buffers = ForwardBuffers<Shape>;
+  using QTile = typename Buffers::QTile;
+  using KTile = typename Buffers::KTile;
+  using Element = typename Kind::Element;
+  constexpr int NT = Shape::block_k / 8, DT = Shape::head_dim / 8;
+  constexpr int QK_STEPS = Shape::head_dim / 16, PV_STEPS = Shape::block_k / 16;
+
+  const Turns<Shape::num_consumers> turns(consumer);
+  const float unit = exponent_of_unit<Kind>(a.score);
+  const int warp_row = consumer * 64 + threadIdx.x / 32 % 4 * 16;
+  Ring<Buffers::Q_STAGES> q_ring;
+  Ring<Buffers::STAGES> ring;
+  ForwardTile tile;
+  for (int round = 0; tile_of<Shape>(a, round, tile); round++, q_ring.advance()) {
+    float o[1][DT][4], scores[1][NT][4];
+    uint32_t p[PV_STEPS][4];
+    OnlineSoftmax<Kind, 1> softmax;
+    const auto q = buffers.q(q_ring.stage);
+    const BoxOperand<QTile, true> q_rows(q.tile, consumer * 64);
+
+    auto start_scores = [&](typename Buffers::Stage k) {
+      multiply<Element, QK_STEPS>(scores[0], q_rows, BoxOperand<KTile, true>(k.tile), false);
+    };
+    auto start_o = [&](typename Buffers::Stage v) {
+      multiply<Element, PV_STEPS>(o[0], p, BoxOperand<KTile, false>(v.tile), true);
+    };
+    auto exponentials_of = [&](int block) {
+      const int row = tile.rows.begin + consumer * 64, column = block * Shape::block_k;
+      finish_scores<Kind, 1, NT>(scores, a.score);
+      if (!is_fully_visible(a.window, {row, row + 64}, column, Shape::block_k))
+        mask_scores<1, NT>(scores, a.window, tile.rows.begin + warp_row, column);
+      return softmax.update(scores, unit);
+    };
+    // The accumulator of two column blocks is laid out as the left operand of one step.
+    auto convert = [&] {
+#pragma unroll
+      for (int n = 0; n < NT; n++)
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+          p[n / 2][n % 2 * 2 + half] = pack(Element(), scores[0][n][half * 2], scores[0][n][half * 2 + 1]);
+    };
+
+    int block = tile.k_blocks.end - 1;
+    set_zero<1, DT>(o);
+    barrier_wait(q.full, q_ring.phase);
+    barrier_wait(buffers.k(ring.stage).full, ring.phase);
+    start_scores(buffers.k(ring.stage));
+    wgmma_wait<0>(scores[0]);
+    release(buffers.k(ring.stage).empty);
+    exponentials_of(block);
+    convert();
+    for (block--; block >= tile.k_blocks.begin; block--) {
+      Ring<Buffers::STAGES> next = ring;
+      next.advance();
+      const auto k = buffers.k(next.stage), v = buffers.v(ring.stage);
+      barrier_wait(k.full, next.phase);
+      turns.wait();
+      start_scores(k);
+      barrier_wait(v.full, ring.phase);
+      start_o(v);
+      turns.pass();
+      wgmma_wait<1>(scores[0]);
+      release(k.empty);
+      const bool moved = exponentials_of(block);
+
+      wgmma_wait<0>(o[0], p);
+      release(v.empty);
+      if (moved) softmax.rescale_rows(o);
+      convert();
+      ring = next;
+    }
+    const auto v = buffers.v(ring.stage);
+    barrier_wait(v.full, ring.phase);
+    start_o(v);
+    wgmma_wait<0>(o[0], p);
+    release(v.empty);
+    ring.advance();
+    finish_rows<Kind, QTile, DT>(a, maps, tile.batch, tile.head, tile.rows.begin + warp_row, q.tile, warp_row,
+                                 o, softmax);
+    release(q.empty);
+  }
+}
+
+template <class Kind, class Shape>
+__global__ void __launch_bounds__(Shape::num_threads, 1)
+    forward(const __grid_constant__ fa_cuda_arguments a, const __grid_constant__ fa_cuda_maps maps) {
+  extern __shared__ __align__(1024) uint8_t shared[];
+  const ForwardBuffers<Shape> buffers = {shared_address(shared)};
+  if (threadIdx.x == 0) buffers.init_barriers();
+  __syncthreads();
+  const int warpgroup = uniform(threadIdx.x / WARPGROUP);
+  if (warpgroup == 0) {
+    give_registers<Shape::producer_registers>();
+    if (threadIdx.x == 0) produce<Shape>(a, maps, buffers);
+  } else {
+    take_registers<Shape::consumer_registers>();
+    consume<Kind, Shape>(a, maps, buffers, warpgroup - 1);
+  }
+}
+
+template <class Kind, class Shape>
+constexpr fa_cuda_kernel row(const char *name, int32_t windowed_rows = 0) {
+  return {.name = name,
+          .bucket = Shape::head_dim,
+          .windowed_rows = windowed_rows,
+          .block_q = Shape::block_q,
+          .block_k = Shape::block_k,
+          .num_threads = Shape::num_threads,
+          .shared_bytes = ForwardBuffers<Shape>::BYTES,
+          .mapped = true,
+          .persistent = true,
+          .main = (const void *)forward<Kind, Shape>};
+}
+
+}  // namespace hopper
+}  // namespace fa
+
+#define SHAPE(...) fa::hopper::row<fa::kinds::FA_KIND, fa::hopper::ForwardShape<__VA_ARGS__>>
+#define NAME(rest) "cuda/sm90/" FA_QUOTE(FA_KIND) rest
+
+// Registers a consumer's thread needs for its arrays: (block_k * 1.5 + head_dim) / 2. At 64, three consumers,
+// which use each column block for 192 rows, but two where a window cuts off much of tiles of 192; at 256,
+// column blocks are what fits beside q.
+const fa_cuda_kernel FA_JOIN(fa_hopper_forward_, FA_KIND)[] = {
+    // bucket, block_k, consumers, stages of q, their registers, the producer's; windowed_rows
+    SHAPE(64, 128, 2, 2, 240, 24)(NAME("/d64/short"), 1024),
+    SHAPE(64, 128, 3, 2, 160, 32)(NAME("/d64")),
+    SHAPE(128, 128, 2, 2, 240, 24)(NAME("/d128")),
+    SHAPE(256, 80, 2, 1, 240, 24)(NAME("/d256")),
+    {},
+};
