@@ -1,0 +1,27 @@
+defmodule GuidesTest do
+  # Every guide is a program, from its first block to its last.
+  use ExUnit.Case, async: true
+
+  alias FlashAttention.Test.Document
+
+  @moduletag :capture_log
+  @moduletag timeout: 180_000
+
+  @needs %{"training" => :nx, "axon_and_exla" => :axon, "bumblebee" => :bumblebee}
+
+  for file <- Path.wildcard("guides/*.md") do
+    @external_resource file
+    name = Path.basename(file, ".md")
+    {with_exla, blocks} = file |> File.read!() |> Document.blocks() |> Enum.split_with(&(&1 =~ "EXLA"))
+
+    @tag @needs[name]
+    test "#{name}: #{length(blocks)} blocks", do: run(unquote(blocks), unquote(file))
+
+    if with_exla != [] do
+      @tag :exla_native
+      test "#{name}: #{length(with_exla)} blocks on EXLA", do: run(unquote(with_exla ++ blocks), unquote(file))
+    end
+  end
+
+  defp run(blocks, file), do: Enum.reduce(blocks, {[], Code.env_for_eval([])}, &Document.run(&1, file, &2))
+end
