@@ -15,7 +15,7 @@ defmodule FlashAttention.MixProject do
       name: "FlashAttention",
       description: "Exact attention, forward and backward, as a C library with an Elixir API",
       package: package(),
-      docs: [main: "FlashAttention", extras: ["README.md", "CHANGELOG.md"]]
+      docs: [main: "FlashAttention", extras: ["README.md", "CHANGELOG.md" | Path.wildcard("guides/*.md")]]
     ]
   end
 
@@ -23,25 +23,27 @@ defmodule FlashAttention.MixProject do
   @optional [:nx, :exla, :axon, :bumblebee]
   def application, do: [extra_applications: [:logger] ++ Enum.map(@optional, &{&1, :optional})]
 
-  # A list with Hex packages fails at once where Hex is not installed, and nothing here needs one.
+  # A list with Hex packages fails at once where Hex is not installed, and nothing here needs one. Nx 0.7 runs on
+  # Elixir 1.14; the newest, and what stands on it, needs 1.17. Only for those who depend on this and have EXLA and
+  # Axon do they matter when it is compiled (:prod): working on it should not bring XLA along.
   defp deps do
-    if Code.ensure_loaded?(Hex) do
-      [
-        # The newest Nx needs Elixir 1.17, 0.7 runs on 1.14.
-        {:nx, if(Version.match?(System.version(), ">= 1.17.0"), do: ">= 0.7.0", else: "~> 0.7.0"),
-         optional: true},
-        {:ex_doc, "~> 0.30", only: :dev, runtime: false}
-      ]
-    else
-      []
+    cond do
+      not Code.ensure_loaded?(Hex) -> []
+      Version.match?(System.version(), ">= 1.17.0") -> [{:nx, ">= 0.7.0", optional: true} | on_nx()] ++ tools()
+      true -> [{:nx, "~> 0.7.0", optional: true}] ++ tools()
     end
   end
+
+  defp on_nx,
+    do: [{:axon, ">= 0.7.0", optional: true, only: :prod}, {:exla, ">= 0.12.0", optional: true, only: :prod}]
+
+  defp tools, do: [{:ex_doc, "~> 0.30", only: :dev, runtime: false}]
 
   defp package do
     [
       licenses: ["Apache-2.0"],
       links: %{},
-      files: ~w(c_src cuda lib Makefile mix.exs .formatter.exs README.md LICENSE CHANGELOG.md)
+      files: ~w(c_src cuda guides lib Makefile mix.exs .formatter.exs README.md LICENSE CHANGELOG.md)
     ]
   end
 end

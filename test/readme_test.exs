@@ -10,6 +10,7 @@ defmodule ReadmeTest do
 
   for {block, index} <- Enum.with_index(Document.blocks(@text), 1) do
     if block =~ "Nx.", do: @tag(:nx)
+    if block =~ "FlashAttention.attention", do: @tag(:defn)
     test("Elixir block #{index}", do: Document.run(unquote(block), @readme))
   end
 
