@@ -7,6 +7,14 @@ $(HARNESS): test/c/harness.c test/c/cases.c test/c/tolerance.c $(wildcard test/c
 	$(CC) $(FA_CFLAGS) -fvisibility=default -shared -o $@ $(filter %.c,$^) $(FA_LDFLAGS) -L$(PRIV) \
 	  -Wl,-rpath,$(abspath $(PRIV)) -lflash_attention -lm
 
-.PHONY: test-xla
+# The sanitizer's runtime must be there first, and the C++ library under it, for Python to load what is built with it.
+XLA_ENVIRONMENT := $(TEST_ENVIRONMENT) $(if $(SANITIZE),ASAN_OPTIONS=detect_leaks=0:detect_odr_violation=0 \
+  LD_PRELOAD='$(foreach library,libasan.so libstdc++.so.6,$(shell $(CC) -print-file-name=$(library)))')
+
+.PHONY: test-xla test-xla-sanitize
 test-xla: $(HARNESS)
-	$(TEST_ENVIRONMENT) $(PYTHON) test/xla/test_xla.py --library $(LIBRARY) --harness $(HARNESS) $(XLA_ARGS)
+	$(XLA_ENVIRONMENT) $(PYTHON) test/xla/test_xla.py --library $(LIBRARY) --harness $(HARNESS) $(XLA_ARGS)
+
+test-xla-sanitize:
+	UBSAN_OPTIONS=print_stacktrace=1 $(MAKE) --no-print-directory test-xla SANITIZE=address,undefined FA_CUDA=0 \
+	  BUILD=$(BUILD)/sanitize PRIV=$(BUILD)/sanitize/priv XLA_ARGS=--quick
