@@ -21,33 +21,14 @@ from concurrent.futures import ThreadPoolExecutor
 os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
 
 import jax
-import jax.numpy as jnp
 import torch
 
 from gpu import Case, Library, Page, This
-from jax_attention import Attention, device_events, transfers
+from jax_attention import Attention, device_events, forward_and_backward, transfers, unfused
 
 BURST_SECONDS = 0.01
 FACTORS = {"forward": 1, "both": 3.5}
 MARK = 0.97
-
-
-def plain(causal):
-    def attend(q, k, v):
-        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / q.shape[3] ** 0.5
-        if causal:
-            scores = jnp.where(jnp.tril(jnp.ones(scores.shape[2:], bool)), scores, -jnp.inf)
-        return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores, axis=-1), v)
-
-    return attend
-
-
-def both(attend):
-    def run(q, k, v, dout):
-        o, pull = jax.vjp(attend, q, k, v)
-        return o, *pull(dout)
-
-    return run
 
 
 def seconds(call, wait, num_calls):
@@ -70,11 +51,11 @@ class Programs:
         options = dict(precision=precision, **(dict(window_right=0) if case.causal else {}))
         attends = {"XLA": lambda q, k, v: attention(q, k, v, **options)}
         if with_plain:
-            attends["plain"] = plain(case.causal)
+            attends["plain"] = unfused(case.causal)
         self.compiled = {}
         for name, attend in attends.items():
             self.compiled[name, "forward"] = jax.jit(attend).lower(*self.arrays[:3]).compile()
-            self.compiled[name, "both"] = jax.jit(both(attend)).lower(*self.arrays).compile()
+            self.compiled[name, "both"] = jax.jit(forward_and_backward(attend)).lower(*self.arrays).compile()
 
     def run_raw(self, which):
         self.raw.forward()

@@ -8,6 +8,7 @@ import json
 import tempfile
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import c_library
@@ -96,6 +97,29 @@ class Attention:
 
         attend.defvjp(forward, lambda saved, dout: self.backward(dout, *saved, **options))
         return attend(q, k, v, sink)
+
+
+# ---- for benchmarks ---------------------------------------------------------------------------------------------
+
+
+def unfused(causal):
+    """Attention of ordinary operations: what XLA makes without the custom calls."""
+
+    def attend(q, k, v):
+        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / q.shape[3] ** 0.5
+        if causal:
+            scores = jnp.where(jnp.tril(jnp.ones(scores.shape[2:], bool)), scores, -jnp.inf)
+        return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores, axis=-1), v)
+
+    return attend
+
+
+def forward_and_backward(attend):
+    def run(q, k, v, dout):
+        o, pull = jax.vjp(attend, q, k, v)
+        return o, *pull(dout)
+
+    return run
 
 
 # ---- what a program does on the device --------------------------------------------------------------------------

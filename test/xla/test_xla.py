@@ -269,6 +269,8 @@ class Tests:
             self.expect_error(f"{which}: {expected}", which, operands, results, options)
         if self.args.platform == "cuda":  # f32 needs a workspace
             self.expect_error(f"{FORWARD}: workspace: expected at least", FORWARD, [q, k, k], o_and_lse, {})
+            self.expect_error(f"{FORWARD}: dtype: expected f32, bf16 or f16 on CUDA, got f64", FORWARD,
+                              [x.astype(np.float64) for x in (q, k, k)], [x.astype(np.float64) for x in o_and_lse], {})
 
     def expect_error(self, expected, which, operands, results, options):
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results]
