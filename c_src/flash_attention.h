@@ -438,15 +438,19 @@ FA_API fa_status fa_run_on_host(const fa_plan *plan, const fa_tensors *tensors, 
  *     flash_attention_forward     q, k, v, [sink]                  -> o, lse, [workspace]
  *     flash_attention_backward    dout, q, k, v, o, lse, [sink]    -> dq, dk, dv, [dsink], [workspace]
  *
- * Shapes and types are those of fa_tensors, in row-major layout; sink, and with it dsink, may be left out.
+ * Shapes and types are those of fa_tensors, in row-major layout; sink, and with it dsink, may be left out. A
+ * compiler that cannot tell XLA which layout a call wants (EXLA's) gives and takes them flat, of rank 1, which
+ * is the one rank that leaves XLA no choice: results are taken flat as they are, and an operand of another rank
+ * than its own comes with an attribute of its name that says its shape: q = array<i64: 2, 128, 8, 64>.
  *
  * workspace is a result that nobody reads, u8[n], where n is at least workspace_bytes of the plan
  * (fa_plan_init) that the device makes of the problem. On CUDA it may be left out only where that is 0: memory
  * that the call took itself would be gone when a command buffer that recorded the call is replayed. On the host
  * it may be left out, and is not used.
  *
- * Attributes are the options of fa_options() by name, all of them optional: numbers as f64, f32, i64, i32 or i1
- * (a length of INT64_MAX or of infinity: FA_UNBOUNDED), choices by name or by index. There are no others.
+ * The other attributes are the options of fa_options() by name, all of them optional: numbers as f64, f32, i64,
+ * i32 or i1 (a length of INT64_MAX or of infinity: FA_UNBOUNDED), choices by name or by index. There are no
+ * others.
  *
  * On CUDA a call enqueues on XLA's stream and does not wait: it is compatible with command buffers. Whatever is
  * wrong with a call is an error of XLA whose text names the argument: "k: expected head_dim 64 as in q, got
