@@ -259,4 +259,26 @@ defmodule FlashAttentionTest do
 
     assert FlashAttention.forward_with_states!(q, wk, v, opts) == {o, lse}
   end
+
+  if not FlashAttention.Defn.supported?() do
+    test "what needs a newer Nx says so" do
+      one = FlashAttention.Tensor.new(<<1.0::float-32-native>>, :f32, {1, 1, 1, 1})
+
+      for name <- [:attention, :attention_with_lse], opts <- [[], [[]]] do
+        assert_raise FlashAttention.Error, ~r/needs Nx 0.12 or later/, fn ->
+          apply(FlashAttention, name, [one, one, one] ++ opts)
+        end
+      end
+    end
+  end
+
+  if not Code.ensure_loaded?(EXLA) do
+    test "registration with EXLA says that it is not there" do
+      assert {:error, %FlashAttention.Error{reason: :unsupported}} = FlashAttention.EXLA.register()
+
+      assert_raise FlashAttention.Error,
+                   "exla: expected EXLA 0.12 or later, got none",
+                   &FlashAttention.EXLA.register!/0
+    end
+  end
 end

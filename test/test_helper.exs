@@ -1,11 +1,14 @@
 # What cannot run here is excluded, and said.
+defn? = FlashAttention.Defn.supported?()
+
 missing = [
   nx: if(!Code.ensure_loaded?(Nx), do: "Nx is not installed"),
-  defn: if(!FlashAttention.Defn.supported?(), do: "Nx 0.12 or later is not installed"),
+  defn: if(!defn?, do: "Nx 0.12 or later is not installed"),
   exla: if(!Code.ensure_loaded?(EXLA.CustomCall), do: "EXLA 0.12 or later is not installed"),
   exla_native: if(!Code.ensure_loaded?(EXLA.NIF), do: "an EXLA that computes is not installed"),
-  axon: if(!Code.ensure_loaded?(Axon), do: "Axon is not installed"),
-  bumblebee: if(!Code.ensure_loaded?(Bumblebee), do: "Bumblebee is not installed"),
+  axon: if(!(defn? and Code.ensure_loaded?(Axon)), do: "Axon on Nx 0.12 or later is not installed"),
+  bumblebee:
+    if(!(defn? and Code.ensure_loaded?(Bumblebee)), do: "Bumblebee on Nx 0.12 or later is not installed"),
   cuda: FlashAttention.backend_info().cuda
 ]
 
