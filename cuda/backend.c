@@ -250,7 +250,6 @@ static job lay_out(const fa_plan *plan, const fa_cuda_kernel *kernel, const fa_t
   a->num_q_blocks = (int32_t)divide_up(p->seqlen_q, kernel->block_q);
   a->num_k_blocks = (int32_t)divide_up(p->seqlen_k, kernel->block_k);
   a->padded_rows = a->num_q_blocks * kernel->block_q;
-  a->bucket = kernel->bucket;
   a->o = t->o, a->dq = t->dq, a->dk = t->dk, a->dv = t->dv, a->dout_rows = t->dout;
   a->lse = t->lse.data, a->sink = t->sink.data, a->dsink = t->dsink.data;
   a->heads_at_once = backward ? backward_heads_at_once(p, a->num_q_blocks)
@@ -346,12 +345,11 @@ static fa_status launch_backward(const fa_cuda_kernel *kernel, job *job, cudaStr
   fa_cuda_arguments *a = &job->arguments;
   const int32_t small = FA_CUDA_SMALL_KERNEL_THREADS;
   const int64_t heads = (int64_t)a->batch * a->num_heads;
-  int32_t lanes = 1; /* of a row, eight numbers each */
-  while (lanes * 8 < a->head_dim) lanes *= 2;
+  const int32_t lanes = kernel->bucket / 8; /* of a row, in statistics */
   CHECK(launch(kernel->statistics, blocks(divide_up(heads * a->padded_rows * lanes, small)), small, 0,
-               (void *[]){a, &lanes}, stream));
+               (void *[]){a}, stream));
   CHECK(launch_main(kernel, (int64_t)a->batch * a->num_kv_heads * a->num_k_blocks, job, stream));
-  CHECK(launch(kernel->finish_dq, blocks(heads * a->num_q_blocks), kernel->num_threads, 0, (void *[]){a},
+  CHECK(launch(kernel->finish_dq, blocks(heads * a->num_q_blocks), kernel->finish_threads, 0, (void *[]){a},
                stream));
   CHECK(launch(fa_cuda_sink_kernel, blocks((int64_t)a->num_sinks * a->num_heads), small, 0, (void *[]){a},
                stream));

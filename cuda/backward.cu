@@ -4,9 +4,7 @@
 // or, for bitwise repeatable results, one column block after the other.
 //
 // Compiled once for every kind: -DFA_KIND=bf16 and so on.
-#include "mask.cuh"
-#include "operand.cuh"
-#include "softmax.cuh"
+#include "backward.cuh"
 
 namespace fa {
 
@@ -21,17 +19,6 @@ struct BackwardShape {
   static constexpr int stages = STAGES, score_warps = SCORE_WARPS, dkv_warps = DKV_WARPS, dq_warps = DQ_WARPS;
 };
 
-// How num_warps warps, `down` of them along the rows, share out a product [rows, columns].
-template <int ROWS, int COLUMNS, int NUM_WARPS, int DOWN>
-struct Share {
-  static constexpr int ACROSS = NUM_WARPS / DOWN;
-  static constexpr int WARP_ROWS = ROWS / DOWN, WARP_COLUMNS = COLUMNS / ACROSS;
-  static constexpr int MT = WARP_ROWS / 16, NT = WARP_COLUMNS / 8;
-  static_assert(WARP_ROWS % 16 == 0 && WARP_COLUMNS % 16 == 0, "a warp has whole fragments");
-  __device__ static int row() { return threadIdx.x / 32 % DOWN * WARP_ROWS; }
-  __device__ static int column() { return threadIdx.x / 32 / DOWN * WARP_COLUMNS; }
-};
-
 template <class Kind, class Shape>
 struct BackwardLayout {
   using QTile = Tile<Shape::block_q, Shape::head_dim>;
@@ -39,7 +26,7 @@ struct BackwardLayout {
   using PTile = Tile<Shape::block_q, Shape::block_k>;
   using Scores = Share<Shape::block_q, Shape::block_k, Shape::num_warps, Shape::score_warps>;
   using Dkv = Share<Shape::block_k, Shape::head_dim, Shape::num_warps, Shape::dkv_warps>;
-  using Dq = Share<Shape::block_q, Shape::head_dim, Shape::num_warps, Shape::dq_warps>;
+  using Dq = DqShare<Shape>;
   static constexpr int THREADS = Shape::num_warps * 32;
   // Shared memory: k, v; of each stage q, dout, shift, delta; p, ds; a word for each warp.
   static constexpr int Q_BYTES = Kind::PARTS * QTile::BYTES, K_BYTES = Kind::PARTS * KTile::BYTES;
@@ -48,16 +35,6 @@ struct BackwardLayout {
   static constexpr int STAGES_AT = 2 * K_BYTES, P_AT = STAGES_AT + Shape::stages * STAGE_BYTES;
   static constexpr int WORDS_AT = P_AT + 2 * P_BYTES, SHARED_BYTES = WORDS_AT + Shape::num_warps * 4;
 };
-
-// ---- dq in memory: four elements of an accumulator block in each lane ------------------------------
-
-// Where element i of block [m, n] of this lane lies in a row block's part of dq_sum: such that a warp's
-// instruction touches consecutive memory.
-template <class Share>
-__device__ inline int dq_offset(int m, int n) {
-  const int block = (threadIdx.x / 32 * Share::MT + m) * Share::NT + n;
-  return (block * 32 + threadIdx.x % 32) * 4;
-}
 
 __device__ inline void add_four(float *to, const float (&x)[4]) {
 #if __CUDA_ARCH__ >= 900
@@ -68,43 +45,6 @@ __device__ inline void add_four(float *to, const float (&x)[4]) {
 #pragma unroll
   for (int i = 0; i < 4; i++) atomicAdd(to + i, x[i]);
 #endif
-}
-
-// Deterministic: each row block is added to by one column block after the other. A block of threads waits for
-// its turn before a barrier that it has anyway, and passes the turn on after the next one, by when its
-// additions have long been made.
-__device__ inline void wait_for_turn(const int32_t *turns, int turn) {
-  if (threadIdx.x != 0) return;
-  int now;
-  do asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(turns) : "memory");
-  while (now != turn);
-}
-__device__ inline void pass_turn(int32_t *turns) {
-  if (threadIdx.x == 0 && turns)
-    asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(turns) : "memory");
-}
-
-// Which column block of which head a block of threads takes. The first column blocks come first: with a causal
-// mask they have the most to do.
-struct BlockIndex {
-  int k_block, kv_head, batch;
-};
-__device__ inline BlockIndex block_index(const fa_cuda_arguments &a, int *shared) {
-  int index = blockIdx.x;
-  if (a.deterministic) {
-    // Numbers in the order in which blocks really start: who waits for a lower one waits for one that runs or
-    // is done. Heads take turns, so that when a column block starts, the one before it in its head is steps
-    // ahead.
-    if (threadIdx.x == 0) *shared = atomicAdd(a.ticket, 1);
-    __syncthreads();
-    index = *shared;
-    __syncthreads();
-  }
-  const int first = index / (a.heads_at_once * a.num_k_blocks) * a.heads_at_once;
-  const int num_heads = min(a.heads_at_once, a.batch * a.num_kv_heads - first);
-  index -= first * a.num_k_blocks;
-  const int batch_head = first + index % num_heads, k_block = index / num_heads;
-  return {k_block, batch_head % a.num_kv_heads, batch_head / a.num_kv_heads};
 }
 
 // ---- the main kernel -------------------------------------------------------------------------------
@@ -139,7 +79,7 @@ template <class Kind, class Share, bool SOFTCAP>
 __device__ inline void p_and_ds(Accumulator<Share::MT, Share::NT> &p, Accumulator<Share::MT, Share::NT> &ds,
                                 const fa_cuda_score &score, const float *shift, const float *delta) {
   const float unit = exponent_of_unit<Kind>(score);
-  const float per_cap = Kind::SCALED ? 1 / score.factor : 1;  // with a softcap: from a score to its tanh
+  const float per_cap = per_softcap<Kind>(score);
 #pragma unroll
   for (int m = 0; m < Share::MT; m++)
 #pragma unroll
@@ -153,8 +93,7 @@ __device__ inline void p_and_ds(Accumulator<Share::MT, Share::NT> &p, Accumulato
           const float x = p[m][n][i];
           p[m][n][i] = exponential<Kind>(x, unit, row_shift);
           ds[m][n][i] = p[m][n][i] * (ds[m][n][i] - row_delta);
-          // The derivative of tanh; an invisible score is -inf.
-          if (SOFTCAP) ds[m][n][i] *= x == -INFINITY ? 0 : 1 - (x * per_cap) * (x * per_cap);
+          if (SOFTCAP) ds[m][n][i] *= softcap_slope(x, per_cap);
         }
     }
 }
@@ -206,24 +145,13 @@ __global__ void __launch_bounds__(Shape::num_warps * 32, Shape::blocks_per_sm)
   const int exponent_k = exponent_of<Kind>(a.k, batch, kv_head, columns.begin);
   const int exponent_v = exponent_of<Kind>(a.v, batch, kv_head, columns.begin);
 
-  // A step is one row block of one head of the group.
-  struct Step {
-    int head, q_block;
-  };
-  auto next = [&](Step step) {
-    return step.q_block + 1 < q_blocks.end ? Step{step.head, step.q_block + 1}
-                                           : Step{step.head + 1, q_blocks.begin};
-  };
-  auto position = [&](Step step) {  // among all row blocks
-    return (int64_t(batch) * a.num_heads + step.head) * a.num_q_blocks + step.q_block;
-  };
   auto load_step = [&](Step step, uint32_t stage) {
     const int row = step.q_block * Shape::block_q;
     load_operand<Kind, QTile, THREADS>(stage, a.q, head_of(a.q, batch, step.head), row, a.window.seqlen_q);
     load_operand<Kind, QTile, THREADS>(stage + Layout::Q_BYTES, a.dout, head_of(a.dout, batch, step.head), row,
                                        a.window.seqlen_q);
     if (threadIdx.x < Shape::block_q / 4) {
-      const int64_t first = position(step) * Shape::block_q + threadIdx.x * 4;
+      const int64_t first = position_of(a, batch, step) * Shape::block_q + threadIdx.x * 4;
       const uint32_t to = stage + 2 * Layout::Q_BYTES + threadIdx.x * 16;
       copy_async(to, a.shift + first, 16);
       copy_async(to + Layout::ROW_BYTES, a.delta + first, 16);
@@ -249,7 +177,7 @@ __global__ void __launch_bounds__(Shape::num_warps * 32, Shape::blocks_per_sm)
     const uint32_t q_tile = k_tile + stage_at, dout_tile = q_tile + Layout::Q_BYTES;
     const float *shift = reinterpret_cast<const float *>(shared + stage_at + 2 * Layout::Q_BYTES);
     const float *delta = shift + Shape::block_q;
-    following = next(step);
+    following = next_step(step, q_blocks);
     copy_async_wait_all();
     __syncthreads();  // this step's rows are there, and nobody reads the last step's any more
     if constexpr (Shape::stages == 2) {
@@ -288,11 +216,13 @@ __global__ void __launch_bounds__(Shape::num_warps * 32, Shape::blocks_per_sm)
                                                     power_of_two(exponent_ds));
     if (a.deterministic) {
       if (turns_to_pass) __threadfence();
-      wait_for_turn(a.dq_turns + position(step),
-                    k_block - blocks_of(visible_columns(a.window, rows), Shape::block_k).begin);
+      if (threadIdx.x == 0)
+        wait_for_turn(a.dq_turns + position_of(a, batch, step),
+                      turn_of(a.window, rows, k_block, Shape::block_k));
     }
     __syncthreads();
-    if (a.deterministic) pass_turn(turns_to_pass);
+    // The last step's turn: its additions have long been made.
+    if (a.deterministic && turns_to_pass && threadIdx.x == 0) pass_turn(turns_to_pass);
 
     constexpr int DKV_CHUNK = Dkv::NT < 4 ? Dkv::NT : 4, DQ_CHUNK = Dq::NT < 4 ? Dq::NT : 4;
     multiply<Kind, Shape::block_q / 16, DKV_CHUNK>(dv, TileOperand<PTile, true, false>(p_tile, Dkv::row()),
@@ -310,17 +240,17 @@ __global__ void __launch_bounds__(Shape::num_warps * 32, Shape::blocks_per_sm)
       __syncthreads();
       if (following.head < end_head) load_step(following, q_tile);
     }
-    float *dq_sum = a.dq_sum + position(step) * (Shape::block_q * HEAD_DIM);
+    float *dq_sum = a.dq_sum + position_of(a, batch, step) * (Shape::block_q * HEAD_DIM);
 #pragma unroll
     for (int m = 0; m < Dq::MT; m++)
 #pragma unroll
       for (int n = 0; n < Dq::NT; n++) add_four(dq_sum + dq_offset<Dq>(m, n), dq[m][n]);
-    turns_to_pass = a.dq_turns + position(step);
+    turns_to_pass = a.dq_turns + position_of(a, batch, step);
   }
   if (a.deterministic && turns_to_pass) {
     __threadfence();
     __syncthreads();
-    pass_turn(turns_to_pass);
+    if (threadIdx.x == 0) pass_turn(turns_to_pass);
   }
 
   const int column = columns.begin + Dkv::row(), d = Dkv::column();
@@ -328,59 +258,6 @@ __global__ void __launch_bounds__(Shape::num_warps * 32, Shape::blocks_per_sm)
                                           columns.end - column, a.head_dim - d, dk, a.scale);
   store_accumulator<Io, Dkv::MT, Dkv::NT>(row_of<Io>(a.dv, batch, kv_head, column) + d, a.dv.stride_row,
                                           columns.end - column, a.head_dim - d, dv, 1);
-}
-
-// One block a row block of a head, with the main kernel's threads: dq = scale * dq_sum.
-template <class Kind, class Shape>
-__global__ void __launch_bounds__(Shape::num_warps * 32)
-    finish_dq(const __grid_constant__ fa_cuda_arguments a) {
-  using Dq = typename BackwardLayout<Kind, Shape>::Dq;
-  using Io = typename Kind::Io;
-  const int q_block = blockIdx.x % a.num_q_blocks;
-  const int head = blockIdx.x / a.num_q_blocks % a.num_heads, batch = blockIdx.x / a.num_q_blocks / a.num_heads;
-  const Range rows = block_range(q_block, Shape::block_q, a.window.seqlen_q);
-  const float *dq_sum = a.dq_sum + int64_t(blockIdx.x) * (Shape::block_q * Shape::head_dim);
-  float dq[Dq::MT][Dq::NT][4];
-#pragma unroll
-  for (int m = 0; m < Dq::MT; m++)
-#pragma unroll
-    for (int n = 0; n < Dq::NT; n++) {
-      const float4 x = *reinterpret_cast<const float4 *>(dq_sum + dq_offset<Dq>(m, n));
-      dq[m][n][0] = x.x, dq[m][n][1] = x.y, dq[m][n][2] = x.z, dq[m][n][3] = x.w;
-    }
-  const int row = rows.begin + Dq::row(), d = Dq::column();
-  store_accumulator<Io, Dq::MT, Dq::NT>(row_of<Io>(a.dq, batch, head, row) + d, a.dq.stride_row, rows.end - row,
-                                        a.head_dim - d, dq, a.scale);
-}
-
-// ---- delta = dot(o, dout) and shift --------------------------------------------------------------
-
-// `lanes` lanes a row, eight numbers each; every row of the padded arrays is written, and dq_sum set to 0.
-template <class Kind>
-__global__ void __launch_bounds__(FA_CUDA_SMALL_KERNEL_THREADS)
-    statistics(const __grid_constant__ fa_cuda_arguments a, int lanes) {
-  using Io = typename Kind::Io;
-  const int64_t index = (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) / lanes;
-  const int lane = threadIdx.x % lanes, row = index % a.padded_rows;
-  const int64_t batch_head = index / a.padded_rows;
-  const int head = batch_head % a.num_heads, batch = batch_head / a.num_heads;
-  const bool inside = batch < a.batch && row < a.window.seqlen_q;
-  float sum = 0;
-  if (inside) {
-    float o[8], dout[8];
-    load_eight(o, row_of<const Io>(a.o, batch, head, row) + lane * 8, a.head_dim - lane * 8);
-    load_eight(dout, row_of<const Io>(a.dout_rows, batch, head, row) + lane * 8, a.head_dim - lane * 8);
-#pragma unroll
-    for (int i = 0; i < 8; i++) sum = fmaf(o[i], dout[i], sum);
-  }
-  for (int step = lanes / 2; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
-  if (batch >= a.batch) return;
-  float4 *dq_sum = reinterpret_cast<float4 *>(a.dq_sum + index * a.bucket);
-  for (int i = lane; i < a.bucket / 4; i += lanes) dq_sum[i] = make_float4(0, 0, 0, 0);
-  if (lane != 0) return;
-  const float lse = inside ? a.lse[batch_head * a.window.seqlen_q + row] : -INFINITY;
-  a.delta[index] = sum;
-  a.shift[index] = lse == -INFINITY ? INFINITY : row_shift<Kind>(lse);
 }
 
 template <class Kind, class Shape>
@@ -393,8 +270,9 @@ constexpr fa_cuda_kernel row(const char *name) {
           .num_threads = Layout::THREADS,
           .shared_bytes = Layout::SHARED_BYTES,
           .main = (const void *)backward<Kind, Shape>,
-          .statistics = (const void *)statistics<Kind>,
-          .finish_dq = (const void *)finish_dq<Kind, Shape>};
+          .statistics = (const void *)statistics<Kind, Shape>,
+          .finish_dq = (const void *)finish_dq<Kind, Shape>,
+          .finish_threads = Layout::THREADS};
 }
 
 }  // namespace fa

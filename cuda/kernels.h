@@ -50,7 +50,6 @@ typedef struct fa_cuda_arguments {
   int32_t batch, num_heads, num_kv_heads, head_dim, num_sinks;
   int32_t num_q_blocks, num_k_blocks; /* of block_q rows and block_k columns */
   int32_t padded_rows;                /* num_q_blocks * block_q */
-  int32_t bucket;                     /* of the kernel: head_dim is at most so much */
   int32_t deterministic;
   int32_t heads_at_once; /* so many heads take turns at starting a block */
   float scale;
@@ -108,7 +107,8 @@ typedef struct fa_cuda_kernel {
   bool persistent;        /* main has at most one block a multiprocessor, which takes one after the other */
   const void *main;       /* one block a q block (forward) or k block (backward) of a head */
   const void *statistics; /* backward: delta and shift */
-  const void *finish_dq;  /* backward: dq_sum to dq */
+  const void *finish_dq;  /* backward: dq_sum to dq; one block of finish_threads a q block */
+  int32_t finish_threads;
 } fa_cuda_kernel;
 
 /* Rows of a kind in order of preference, ended by one whose name is NULL. */
