@@ -125,7 +125,7 @@ CUDA_KERNELS := $(foreach pass,$(CUDA_PASSES),$(CUDA_KINDS:%=$(BUILD)/cuda/$(pas
 # Kernels for Hopper alone; those above serve the others, and what these do not take.
 HOPPER_ARCH   := -gencode arch=compute_90a,code=sm_90a
 HOPPER_KINDS  := bf16 f16
-HOPPER_PASSES := hopper_forward
+HOPPER_PASSES := hopper_forward hopper_backward
 CUDA_KERNELS  += $(foreach pass,$(HOPPER_PASSES),$(HOPPER_KINDS:%=$(BUILD)/cuda/$(pass)_%.o))
 
 CUDA_HOST     := $(patsubst cuda/%.c,$(BUILD)/cuda/%.o,$(wildcard cuda/*.c))

@@ -51,8 +51,14 @@ static const struct {
   int32_t num_parts;
   bool scaled;
 } kinds[FA_CUDA_NUM_KINDS] = {
-    [FA_CUDA_BF16] = {{fa_hopper_forward_bf16, fa_cuda_forward_bf16}, {NULL, fa_cuda_backward_bf16}, 1, false},
-    [FA_CUDA_F16] = {{fa_hopper_forward_f16, fa_cuda_forward_f16}, {NULL, fa_cuda_backward_f16}, 1, false},
+    [FA_CUDA_BF16] = {{fa_hopper_forward_bf16, fa_cuda_forward_bf16},
+                      {fa_hopper_backward_bf16, fa_cuda_backward_bf16},
+                      1,
+                      false},
+    [FA_CUDA_F16] = {{fa_hopper_forward_f16, fa_cuda_forward_f16},
+                     {fa_hopper_backward_f16, fa_cuda_backward_f16},
+                     1,
+                     false},
     [FA_CUDA_F32] = {{NULL, fa_cuda_forward_f32}, {NULL, fa_cuda_backward_f32}, 2, true},
     [FA_CUDA_F32_AS_F16] = {{NULL, fa_cuda_forward_f32_as_f16}, {NULL, fa_cuda_backward_f32_as_f16}, 1, true},
 };

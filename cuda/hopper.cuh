@@ -95,6 +95,14 @@ struct BoxTile {
   }
 };
 
+// Writes four 8x8 matrices, transposed; the fragments are those that load_matrices reads. Lane l gives the
+// address of row l % 8 of matrix l / 8.
+__device__ inline void store_matrices_transposed(uint32_t to, const uint32_t (&r)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(r[0]),
+               "r"(r[1]), "r"(r[2]), "r"(r[3])
+               : "memory");
+}
+
 // Starts the copy of a tile from (column 0, row, head, batch) of the map, whose boxes have T::ROWS rows; what
 // lies outside of the tensor becomes 0. T::BYTES arrive at the barrier.
 template <class T>
@@ -267,6 +275,14 @@ __device__ inline void registers_in_use(uint32_t (&a)[KT][4]) {
     asm volatile("" : "+r"(a[k][0]), "+r"(a[k][1]), "+r"(a[k][2]), "+r"(a[k][3])::"memory");
 }
 
+// To the compiler, registers whose old values nobody reads: it need not keep them for a product that overwrites
+// them.
+template <int NT>
+__device__ inline void registers_are_free(float (&c)[NT][4]) {
+#pragma unroll
+  for (int n = 0; n < NT; n++) asm volatile("" : "=f"(c[n][0]), "=f"(c[n][1]), "=f"(c[n][2]), "=f"(c[n][3]));
+}
+
 // Waits until at most PENDING groups, the last ones, still run; the registers are those of the groups that are
 // done, accumulators and left operands: until here nothing may touch them.
 template <int PENDING, class... Registers>
@@ -278,6 +294,7 @@ __device__ inline void wgmma_wait(Registers &...registers) {
 // Starts c = (add ? c : 0) + left * right over KT steps of k, and commits it as a group.
 template <class Element, int KT, int NT, class Left, class Right>
 __device__ inline void multiply(float (&c)[NT][4], const Left &left, const Right &right, bool add) {
+  if (!add) registers_are_free(c);
   wgmma_start();
 #pragma unroll
   for (int k = 0; k < KT; k++) {

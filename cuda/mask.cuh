@@ -51,4 +51,15 @@ __device__ inline void mask_scores(Accumulator<MT, NT> &scores, const fa_cuda_wi
     });
 }
 
+// The same of transposed scores: (row, column) is the first element still, but rows run along the accumulator's
+// columns.
+template <int MT, int NT>
+__device__ inline void mask_transposed_scores(Accumulator<MT, NT> &scores, const fa_cuda_window &w, int row,
+                                              int column) {
+  for_each_element<MT, NT>(scores, [&](int j, int i, float &score) {
+    const Range visible = visible_rows(w, {column + j, column + j + 1});
+    if (row + i < visible.begin || row + i >= visible.end || column + j >= w.seqlen_k) score = -INFINITY;
+  });
+}
+
 }  // namespace fa

@@ -26,6 +26,15 @@ __device__ inline void store_shared(uint32_t to, uint4 value) {
                "r"(value.w)
                : "memory");
 }
+__device__ inline void store_shared(uint32_t to, const float (&x)[4]) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3])
+               : "memory");
+}
+__device__ inline float2 load_shared_pair(uint32_t from) {
+  float2 x;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(from));
+  return x;
+}
 
 template <bool TRANSPOSED>
 __device__ inline void load_matrices(uint32_t (&r)[4], uint32_t from) {
