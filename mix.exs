@@ -20,8 +20,13 @@ defmodule FlashAttention.MixProject do
   end
 
   # These are used where they are there, be they dependencies or on ERL_LIBS.
-  @optional [:nx, :exla, :axon, :bumblebee]
-  def application, do: [extra_applications: [:logger] ++ Enum.map(@optional, &{&1, :optional})]
+  @optional [:nx, :exla, :axon, :bumblebee, :telemetry]
+  def application do
+    [
+      extra_applications: [:logger] ++ Enum.map(@optional, &{&1, :optional}),
+      mod: {FlashAttention.Application, []}
+    ]
+  end
 
   # A list with Hex packages fails at once where Hex is not installed, and nothing here needs one. Nx 0.7 runs on
   # Elixir 1.14; the newest, and what stands on it, needs 1.17. Only for those who depend on this and have EXLA and
@@ -37,13 +42,13 @@ defmodule FlashAttention.MixProject do
   defp on_nx,
     do: [{:axon, ">= 0.7.0", optional: true, only: :prod}, {:exla, ">= 0.12.0", optional: true, only: :prod}]
 
-  defp tools, do: [{:ex_doc, "~> 0.30", only: :dev, runtime: false}]
+  defp tools, do: [{:telemetry, "~> 1.0", optional: true}, {:ex_doc, "~> 0.30", only: :dev, runtime: false}]
 
   defp package do
     [
       licenses: ["Apache-2.0"],
       links: %{},
-      files: ~w(c_src cuda guides lib Makefile mix.exs .formatter.exs README.md LICENSE CHANGELOG.md)
+      files: ~w(c_src cuda examples guides lib Makefile mix.exs .formatter.exs README.md LICENSE CHANGELOG.md)
     ]
   end
 end

@@ -1,5 +1,5 @@
 defmodule FlashAttention do
-  alias FlashAttention.{Error, Native, Options, TensorLike}
+  alias FlashAttention.{DeviceMemory, Error, Native, Options, States, Telemetry, Tensor, TensorLike}
 
   @options_doc "## Options\n\n#{Options.docs()}"
 
@@ -33,6 +33,22 @@ defmodule FlashAttention do
   `FlashAttention.TensorLike` is implemented will do. Results are like `q`: Nx tensors where `q` is one, on
   Nx's default backend, with the axis names of `q`, `k`, `v` and `sink`.
 
+  ## On a GPU
+
+  Binaries are copied there and back, at the full rate of the bus where they are results of earlier calls, while
+  parts of the problem are computed. Less is copied with
+
+    * `keep: :device`: what the forward leaves for the backward stays there (`forward_with_states/4`, `backward/2`);
+    * `results: :device`: results stay there as tensors over `FlashAttention.DeviceMemory`, for later calls;
+    * tensors that lie there: those of `EXLA.Backend` on CUDA, and any `%Nx.Pointer{kind: :local}` of `Nx.to_pointer/2`
+      by `FlashAttention.Tensor.new/3`, are used where they are. With `results: :device` results are like an
+      `EXLA.Backend` q, too.
+
+  Such a tensor is read after the work that the default CUDA stream holds when the call is made. EXLA's are complete
+  by then; who computes others on another stream waits for that first. Results are complete when the call returns. A GPU's memory that runs out is an error that says how much was asked for and is free.
+
+  `FlashAttention.Telemetry` tells what was moved and how long it took.
+
   ## Errors
 
   Whatever is wrong with the arguments comes back as `{:error, %FlashAttention.Error{}}`, which names the
@@ -61,6 +77,8 @@ defmodule FlashAttention do
           | {:device, :auto | :cpu | :cuda | {:cuda, non_neg_integer} | nil}
           | {:precision, :highest | :high | :default | nil}
           | {:deterministic, boolean | nil}
+          | {:keep, :device | nil}
+          | {:results, :host | :device | nil}
 
   @doc """
   Attention: the output `o`, of `q`'s shape.
@@ -86,7 +104,9 @@ defmodule FlashAttention do
   """
   @spec forward(tensor, tensor, tensor, [option]) :: {:ok, tensor} | {:error, Error.t()}
   def forward(q, k, v, opts \\ []) do
-    with {:ok, o, _lse} <- forward_with_states(q, k, v, opts), do: {:ok, o}
+    with {:ok, options} <- Options.parse(opts),
+         {:ok, outputs, _states} <- run(:forward, [q: q, k: k, v: v], %{options | keep: nil}),
+         do: {:ok, outputs.o}
   end
 
   @doc """
@@ -104,7 +124,9 @@ defmodule FlashAttention do
   @doc """
   Attention, and beside `o` what `backward/7` needs: `lse`, the logarithm of each row's sum of exponentials.
 
-  Takes the options of `forward/4`.
+  Takes the options of `forward/4`. With `keep: :device` a `FlashAttention.States` comes in place of `lse`: on a GPU,
+  what `backward/2` needs stays in its memory, and only `dout` has to be uploaded then. It is given back when the
+  states are collected, or at once by `release/1`.
 
       iex> zero = FlashAttention.Tensor.new(<<0.0::float-64-native>>, :f64, {1, 1, 1, 1})
       iex> sink = FlashAttention.Tensor.new(<<0.0::float-32-native>>, :f32, {1, 1})
@@ -112,22 +134,30 @@ defmodule FlashAttention do
       iex> <<x::float-64-native>> = lse.data
       iex> {lse.shape, Float.round(x, 12) == Float.round(:math.log(2), 12)}
       {{1, 1, 1}, true}
+
+      iex> one = FlashAttention.Tensor.new(<<1.0::float-32-native>>, :f32, {1, 1, 1, 1})
+      iex> {:ok, _o, states} = FlashAttention.forward_with_states(one, one, one, keep: :device)
+      iex> {:ok, _dq, _dk, dv} = FlashAttention.backward(one, states)
+      iex> {dv.data, FlashAttention.release(states)}
+      {<<1.0::float-32-native>>, :ok}
   """
   @spec forward_with_states(tensor, tensor, tensor, [option]) ::
-          {:ok, tensor, tensor} | {:error, Error.t()}
+          {:ok, tensor, tensor | States.t()} | {:error, Error.t()}
   def forward_with_states(q, k, v, opts \\ []) do
-    with {:ok, outputs} <- run(:forward, [q: q, k: k, v: v], opts), do: {:ok, outputs.o, outputs.lse}
+    with {:ok, options} <- Options.parse(opts),
+         {:ok, outputs, states} <- run(:forward, [q: q, k: k, v: v], options),
+         do: {:ok, outputs.o, if(options.keep, do: states, else: outputs.lse)}
   end
 
   @doc """
-  As `forward_with_states/4`, but returns `{o, lse}` or raises.
+  As `forward_with_states/4`, but returns `{o, lse}` or `{o, states}`, or raises.
 
       iex> one = FlashAttention.Tensor.new(<<1.0::float-32-native>>, :f32, {1, 1, 1, 1})
       iex> {o, lse} = FlashAttention.forward_with_states!(one, one, one)
       iex> {o.shape, lse.shape}
       {{1, 1, 1, 1}, {1, 1, 1}}
   """
-  @spec forward_with_states!(tensor, tensor, tensor, [option]) :: {tensor, tensor}
+  @spec forward_with_states!(tensor, tensor, tensor, [option]) :: {tensor, tensor | States.t()}
   def forward_with_states!(q, k, v, opts \\ []), do: forward_with_states(q, k, v, opts) |> unwrap!()
 
   @doc """
@@ -157,12 +187,50 @@ defmodule FlashAttention do
           | {:ok, tensor, tensor, tensor, %{sink: tensor}}
           | {:error, Error.t()}
   def backward(dout, q, k, v, o, lse, opts \\ []) do
-    case run(:backward, [dout: dout, q: q, k: k, v: v, o: o, lse: lse], opts) do
-      {:ok, %{dsink: dsink} = outputs} -> {:ok, outputs.dq, outputs.dk, outputs.dv, %{sink: dsink}}
-      {:ok, outputs} -> {:ok, outputs.dq, outputs.dk, outputs.dv}
-      {:error, error} -> {:error, error}
-    end
+    with {:ok, options} <- Options.parse(opts),
+         {:ok, outputs, _states} <-
+           run(:backward, [dout: dout, q: q, k: k, v: v, o: o, lse: lse], %{options | keep: nil}),
+         do: gradients(outputs)
   end
+
+  @doc """
+  The gradients, from what the forward left: `forward_with_states(q, k, v, keep: :device)`.
+
+  The same as `backward/7` on the device and with the options of the forward. Of the options only `:results` may
+  be given. Results are like `dout`. The states may be used any number of times.
+
+      iex> one = FlashAttention.Tensor.new(<<1.0::float-32-native>>, :f32, {1, 1, 1, 1})
+      iex> {:ok, _o, states} = FlashAttention.forward_with_states(one, one, one, keep: :device, device: :cpu)
+      iex> two = FlashAttention.Tensor.new(<<1.0::float-32-native, 1.0::float-32-native>>, :f32, {1, 2, 1, 1})
+      iex> {:error, error} = FlashAttention.backward(two, states)
+      iex> error.message
+      "dout: expected seqlen_q 1 as in q, got 2"
+  """
+  @spec backward(tensor, States.t(), [{:results, :host | :device}]) ::
+          {:ok, tensor, tensor, tensor}
+          | {:ok, tensor, tensor, tensor, %{sink: tensor}}
+          | {:error, Error.t()}
+  def backward(dout, states, opts \\ [])
+
+  def backward(dout, %States{} = states, opts) do
+    with {:ok, options} <- Options.parse(opts, [:results]),
+         {:ok, tensors, names} <- to_native([dout: dout], states.device),
+         {:ok, outputs, _kept} <-
+           Telemetry.call(
+             :backward,
+             Map.merge(states.tensors, tensors),
+             states.native,
+             states.device,
+             how(options)
+           ),
+         do: outputs |> from_native(dout, Map.merge(states.names, names)) |> gradients()
+  end
+
+  def backward(_dout, states, _opts),
+    do: {:error, Error.invalid(:states, "a FlashAttention.States", Error.show(states))}
+
+  defp gradients(%{dsink: dsink} = outputs), do: {:ok, outputs.dq, outputs.dk, outputs.dv, %{sink: dsink}}
+  defp gradients(outputs), do: {:ok, outputs.dq, outputs.dk, outputs.dv}
 
   @doc """
   As `backward/7`, but returns `{dq, dk, dv}` or `{dq, dk, dv, %{sink: dsink}}`, or raises.
@@ -178,12 +246,60 @@ defmodule FlashAttention do
   def backward!(dout, q, k, v, o, lse, opts \\ []),
     do: backward(dout, q, k, v, o, lse, opts) |> unwrap!()
 
+  @doc "As `backward/3`, but returns `{dq, dk, dv}` or `{dq, dk, dv, %{sink: dsink}}`, or raises."
+  @spec backward!(tensor, States.t(), [{:results, :host | :device}]) ::
+          {tensor, tensor, tensor} | {tensor, tensor, tensor, %{sink: tensor}}
+  def backward!(dout, states, opts \\ []), do: backward(dout, states, opts) |> unwrap!()
+
+  @doc """
+  Gives back the GPU's memory that states or a tensor hold, once the calls that use it are done.
+
+  What was released cannot be used again; to release it twice, or what lies in the host's memory, does nothing.
+
+      iex> one = FlashAttention.Tensor.new(<<1.0::float-32-native>>, :f32, {1, 1, 1, 1})
+      iex> FlashAttention.release(one)
+      :ok
+  """
+  @spec release(States.t() | Tensor.t() | DeviceMemory.t()) :: :ok
+  def release(%States{} = states), do: states |> States.memories() |> Enum.each(&Native.release/1)
+
+  def release(%DeviceMemory{ref: ref}) do
+    Native.release(ref)
+    :ok
+  end
+
+  def release(%Tensor{data: %DeviceMemory{} = memory}), do: release(memory)
+  def release(%Tensor{}), do: :ok
+
+  @doc """
+  Returns the memory that is at hand for later calls to the GPUs' drivers and the system.
+
+  A call takes such memory faster than from them, so this is for when there are to be none for a while.
+
+      iex> FlashAttention.trim()
+      :ok
+  """
+  @spec trim() :: :ok | {:error, Error.t()}
+  def trim do
+    Enum.find_value(Native.backend_info().devices, :ok, fn device ->
+      with {:error, error} <- Native.trim({device.kind, device.index}),
+           do: {:error, Error.from_native(error)},
+           else: (:ok -> nil)
+    end)
+  end
+
   @doc """
   What computes here.
 
   `devices` are listed with the name that the option `:device` takes, the instruction sets in use or the GPU's
   compute capability, the number of threads of a call (of a GPU: its multiprocessors), and memory in bytes
   (`nil` where it is not known). `cuda` is `nil` where there are CUDA devices, and else says why not.
+
+  Of a GPU `memory` says, in bytes, what of its memory states, tensors and calls hold now (`used_bytes`), what is at
+  hand for later ones (`cached_bytes`, see `trim/0`) and what is free; and the same of the host's memory that it
+  reads and writes at full rate (`pinned_…`). Results lie there, up to a limit that
+  `config :flash_attention, pinned_limit: bytes` sets; unless it does, a quarter of the host's memory, but 4 GiB at
+  most.
 
       iex> info = FlashAttention.backend_info()
       iex> %{device: :cpu, name: _, features: [_ | _], threads: threads, memory_bytes: _} = hd(info.devices)
@@ -198,7 +314,17 @@ defmodule FlashAttention do
               name: String.t(),
               features: [String.t()],
               threads: pos_integer,
-              memory_bytes: pos_integer | nil
+              memory_bytes: pos_integer | nil,
+              memory:
+                %{
+                  used_bytes: non_neg_integer,
+                  cached_bytes: non_neg_integer,
+                  free_bytes: non_neg_integer,
+                  pinned_used_bytes: non_neg_integer,
+                  pinned_cached_bytes: non_neg_integer,
+                  pinned_limit_bytes: non_neg_integer
+                }
+                | nil
             }
           ],
           cuda: String.t() | nil
@@ -215,7 +341,8 @@ defmodule FlashAttention do
       name: device.name,
       features: String.split(device.features, [" ", ","], trim: true),
       threads: device.num_threads,
-      memory_bytes: if(device.memory_bytes > 0, do: device.memory_bytes)
+      memory_bytes: if(device.memory_bytes > 0, do: device.memory_bytes),
+      memory: if(device.kind != :cpu, do: device.memory)
     }
   end
 
@@ -225,34 +352,35 @@ defmodule FlashAttention do
 
   # ---- one path for every pass ---------------------------------------------------------------------------
 
-  defp run(pass, inputs, opts) do
-    with {:ok, options} <- Options.parse(opts),
-         inputs = if(options.sink, do: [sink: options.sink] ++ inputs, else: inputs),
-         {:ok, tensors, names} <- to_native(inputs),
-         {:ok, outputs} <- run_native(pass, tensors, options) do
-      {:ok,
-       Map.new(outputs, fn {name, output} ->
-         {name, TensorLike.from_native(inputs[:q], output, axis_names(name, names))}
-       end)}
-    end
-  end
+  # The outputs, and the states of a forward that keeps them.
+  defp run(pass, inputs, %{devices: [device | others]} = options) do
+    inputs_and_sink = if options.sink, do: [sink: options.sink] ++ inputs, else: inputs
 
-  defp run_native(pass, tensors, %{devices: [device | others]} = options) do
-    case Native.run(pass, tensors, options.native, device) do
-      {:ok, outputs} ->
-        {:ok, outputs}
-
-      {:error, {:unsupported, _, _, _, _}} when others != [] ->
-        run_native(pass, tensors, %{options | devices: others})
+    with {:ok, tensors, names} <- to_native(inputs_and_sink, device),
+         {:ok, outputs, kept} <- Telemetry.call(pass, tensors, options.native, device, how(options)) do
+      states = %States{tensors: kept, names: names, native: options.native, device: device}
+      {:ok, from_native(outputs, inputs[:q], names), states}
+    else
+      {:error, %Error{reason: :unsupported}} when others != [] ->
+        run(pass, inputs, %{options | devices: others})
 
       {:error, error} ->
-        {:error, Error.from_native(error)}
+        {:error, error}
     end
   end
 
-  defp to_native(inputs) do
+  defp how(options),
+    do: %{results: options.results, keep: options.keep == :device}
+
+  defp from_native(outputs, like, names) do
+    Map.new(outputs, fn {name, output} ->
+      {name, TensorLike.from_native(like, output, axis_names(name, names))}
+    end)
+  end
+
+  defp to_native(inputs, device) do
     Enum.reduce_while(inputs, {:ok, %{}, %{}}, fn {name, tensor}, {:ok, tensors, names} ->
-      case native_tensor(tensor) do
+      case native_tensor(tensor, device) do
         {:ok, native, axis_names} ->
           {:cont, {:ok, Map.put(tensors, name, native), Map.put(names, name, axis_names)}}
 
@@ -262,9 +390,9 @@ defmodule FlashAttention do
     end)
   end
 
-  defp native_tensor(tensor) do
+  defp native_tensor(tensor, device) do
     if TensorLike.impl_for(tensor),
-      do: TensorLike.to_native(tensor),
+      do: TensorLike.to_native(tensor, device),
       else: {:error, "a tensor (Nx.Tensor or FlashAttention.Tensor)", Error.show(tensor)}
   end
 

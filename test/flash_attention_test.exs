@@ -168,7 +168,7 @@ defmodule FlashAttentionTest do
     end
 
     test "of options name the option", %{q: q, k: k, v: v} do
-      options = "causal, scale, window, softcap, sink, device, precision, deterministic"
+      options = "causal, scale, window, softcap, sink, device, precision, deterministic, keep, results"
 
       for {opts, expected} <- [
             {:causal, "opts: expected a keyword list, got :causal"},
@@ -195,7 +195,9 @@ defmodule FlashAttentionTest do
             {[device: {:cuda, -1}], "device: expected :auto, :cpu, :cuda or {:cuda, index}, got {:cuda, -1}"},
             {[device: {:cuda, 2 ** 40}], "device: expected {kind, index}, got {cuda,#{2 ** 40}}"},
             {[precision: :low], "precision: expected one of :highest, :high, :default, got :low"},
-            {[deterministic: 0], "deterministic: expected true or false, got 0"}
+            {[deterministic: 0], "deterministic: expected true or false, got 0"},
+            {[keep: true], "keep: expected one of :device, got true"},
+            {[results: :gpu], "results: expected one of :host, :device, got :gpu"}
           ] do
         assert message(FlashAttention.forward(q, k, v, opts)) =~ expected
       end

@@ -4,6 +4,19 @@
 #include "nif.h"
 #include "terms.h"
 
+static ERL_NIF_TERM make_memory(ErlNifEnv *env, fa_device device) {
+  fa_memory_info info;
+  fa_memory_get_info(device, &info, NULL);
+  fa_map map = {0};
+  fa_map_put(&map, enif_make_atom(env, "used_bytes"), enif_make_int64(env, info.used_bytes));
+  fa_map_put(&map, enif_make_atom(env, "cached_bytes"), enif_make_int64(env, info.cached_bytes));
+  fa_map_put(&map, enif_make_atom(env, "free_bytes"), enif_make_int64(env, info.free_bytes));
+  fa_map_put(&map, enif_make_atom(env, "pinned_used_bytes"), enif_make_int64(env, info.pinned_used_bytes));
+  fa_map_put(&map, enif_make_atom(env, "pinned_cached_bytes"), enif_make_int64(env, info.pinned_cached_bytes));
+  fa_map_put(&map, enif_make_atom(env, "pinned_limit_bytes"), enif_make_int64(env, info.pinned_limit_bytes));
+  return fa_make_map(env, &map);
+}
+
 static ERL_NIF_TERM make_device(ErlNifEnv *env, fa_device device) {
   fa_device_info info;
   fa_device_get_info(device, &info, NULL);
@@ -14,6 +27,7 @@ static ERL_NIF_TERM make_device(ErlNifEnv *env, fa_device device) {
   fa_map_put(&map, enif_make_atom(env, "features"), fa_make_text(env, info.features));
   fa_map_put(&map, enif_make_atom(env, "num_threads"), enif_make_int(env, info.num_threads));
   fa_map_put(&map, enif_make_atom(env, "memory_bytes"), enif_make_int64(env, info.memory_bytes));
+  fa_map_put(&map, enif_make_atom(env, "memory"), make_memory(env, device));
   return fa_make_map(env, &map);
 }
 

@@ -1,10 +1,10 @@
-/* One pass of attention on terms: run(Pass, Tensors, Options, Device). */
+/* One pass of attention on terms: call(Pass, Tensors, Options, Device, How). */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
+#include "memory.h"
 #include "nif.h"
-#include "terms.h"
 
 typedef struct call {
   ErlNifEnv *env;
@@ -14,13 +14,22 @@ typedef struct call {
   fa_problem problem;
   fa_plan plan;
   fa_tensors tensors;
+  fa_transfers transfers;
+  bool results_on_device, keep;
+
   const fa_shape *given[FA_NUM_TENSORS]; /* into shapes; NULL where there was no such tensor */
   fa_shape shapes[FA_NUM_TENSORS];
-  ErlNifBinary inputs[FA_NUM_TENSORS];
+  ERL_NIF_TERM terms[FA_NUM_TENSORS]; /* as given */
+  fa_data inputs[FA_NUM_TENSORS];
+  void *copies; /* of inputs that are not aligned */
 
-  void *copies;                         /* of inputs that are not aligned */
-  ErlNifBinary outputs[FA_NUM_TENSORS]; /* data is NULL where not allocated */
+  /* What the call makes: outputs in the host's memory, and, of outputs that stay on the device and of tensors
+   * that are kept there, that memory. */
+  fa_result outputs[FA_NUM_TENSORS];
+  fa_memory *on_device[FA_NUM_TENSORS];
 } call;
+
+/* ---- reading ------------------------------------------------------------------------------------------- */
 
 static bool read_tensors(call *call, ERL_NIF_TERM term) {
   ErlNifMapIterator iterator;
@@ -35,6 +44,7 @@ static bool read_tensors(call *call, ERL_NIF_TERM term) {
       read = fa_reject_term(call->env, &call->error, "tensors", "the name of a tensor", name);
     } else {
       call->given[id] = &call->shapes[id];
+      call->terms[id] = tensor;
       read = fa_get_tensor(call->env, tensor, fa_tensor_name(id), &call->inputs[id], &call->shapes[id],
                            &call->error);
     }
@@ -43,20 +53,54 @@ static bool read_tensors(call *call, ERL_NIF_TERM term) {
   return read;
 }
 
-static bool plan(call *call, ERL_NIF_TERM pass, ERL_NIF_TERM tensors, ERL_NIF_TERM options, ERL_NIF_TERM term) {
+static bool read_choice(call *call, ERL_NIF_TERM how, const char *name, const char *first, const char *second,
+                        bool *is_second) {
+  ERL_NIF_TERM value;
+  const ERL_NIF_TERM choices[] = {enif_make_atom(call->env, first), enif_make_atom(call->env, second)};
+  int chosen = 0;
+  bool read = !enif_get_map_value(call->env, how, enif_make_atom(call->env, name), &value) ||
+              fa_get_choice(call->env, value, choices, 2, name, &chosen, &call->error);
+  *is_second = chosen == 1;
+  return read;
+}
+
+/* #{results => host | device, keep => false | true}, both optional. */
+static bool read_how(call *call, ERL_NIF_TERM how) {
+  if (!enif_is_map(call->env, how)) return fa_reject_term(call->env, &call->error, "how", "a map", how);
+  return read_choice(call, how, "results", "host", "device", &call->results_on_device) &&
+         read_choice(call, how, "keep", "false", "true", &call->keep);
+}
+
+static bool plan(call *call, const ERL_NIF_TERM argv[]) {
   fa_device device;
   fa_problem_init(&call->problem);
-  return fa_get_choice(call->env, pass, fa_atom.passes, FA_NUM_PASSES, "pass", &call->pass, &call->error) &&
-         read_tensors(call, tensors) && fa_get_options(call->env, options, &call->problem, &call->error) &&
-         fa_get_device(call->env, term, &device, &call->error) &&
+  return fa_get_choice(call->env, argv[0], fa_atom.passes, FA_NUM_PASSES, "pass", &call->pass, &call->error) &&
+         read_tensors(call, argv[1]) && fa_get_options(call->env, argv[2], &call->problem, &call->error) &&
+         fa_get_device(call->env, argv[3], &device, &call->error) && read_how(call, argv[4]) &&
          fa_problem_set_shapes(&call->problem, call->pass, call->given, &call->error) == FA_STATUS_OK &&
          fa_plan_init(&call->plan, &call->problem, call->pass, device, &call->error) == FA_STATUS_OK;
 }
+
+/* ---- inputs -------------------------------------------------------------------------------------------- */
 
 static bool reject_memory(call *call, const char *argument, size_t bytes) {
   char expected[64];
   snprintf(expected, sizeof expected, "%zu bytes of memory", bytes);
   return fa_reject(&call->error, FA_STATUS_OUT_OF_MEMORY, argument, expected, "none");
+}
+
+/* An address that the device does not know would be read as the host's memory. */
+static bool check_address(call *call, int id) {
+  const fa_data *data = &call->inputs[id];
+  const fa_device device = call->plan.device;
+  if (!data->on_device || data->bytes == 0 ||
+      fa_memory_locate(device, data->data, data->bytes) != FA_PLACE_HOST)
+    return true;
+  char expected[128], got[64];
+  snprintf(expected, sizeof expected, "a binary, or memory that %s %d can read",
+           fa_device_kind_name(device.kind), device.index);
+  snprintf(got, sizeof got, "%zu bytes at %p", data->bytes, data->data);
+  return fa_reject(&call->error, FA_STATUS_INVALID_ARGUMENT, fa_tensor_name(id), expected, got);
 }
 
 static size_t round_up(size_t bytes) { return (bytes + 63) & ~(size_t)63; }
@@ -68,8 +112,15 @@ static bool is_aligned(const call *call, int id) {
 
 static bool bind_inputs(call *call) {
   size_t bytes = 0, used = 0;
-  for (int id = 0; id < FA_NUM_TENSORS; id++)
-    if (call->given[id] && !is_aligned(call, id)) bytes += round_up(call->inputs[id].size);
+  for (int id = 0; id < FA_NUM_TENSORS; id++) {
+    if (!call->given[id]) continue;
+    if (!check_address(call, id)) return false;
+    if (is_aligned(call, id)) continue;
+    if (call->inputs[id].on_device)
+      return fa_reject(&call->error, FA_STATUS_INVALID_ARGUMENT, fa_tensor_name(id), "an aligned address",
+                       "one between elements");
+    bytes += round_up(call->inputs[id].bytes);
+  }
   if (bytes) call->copies = aligned_alloc(64, bytes);
   if (bytes && !call->copies) return reject_memory(call, "tensors", bytes);
 
@@ -77,56 +128,124 @@ static bool bind_inputs(call *call) {
     if (!call->given[id]) continue;
     void *data = call->inputs[id].data;
     if (!is_aligned(call, id)) {
-      data = memcpy((char *)call->copies + used, data, call->inputs[id].size);
-      used += round_up(call->inputs[id].size);
+      data = memcpy((char *)call->copies + used, data, call->inputs[id].bytes);
+      used += round_up(call->inputs[id].bytes);
     }
     *fa_tensor_at(&call->tensors, id) = fa_tensor_contiguous(&call->problem, id, data);
   }
   return true;
 }
 
+/* ---- outputs, and what is kept ------------------------------------------------------------------------- */
+
 static bool is_output(const call *call, int id) {
   return fa_tensor_role_in(&call->problem, call->pass, id) == FA_ROLE_OUTPUT;
 }
 
-static bool allocate_outputs(call *call) {
+/* Whether the backward will want it. */
+static bool is_kept(const call *call, int id) {
+  return call->keep && id != FA_TENSOR_DOUT &&
+         fa_tensor_role_in(&call->problem, call->pass, id) != FA_ROLE_NONE &&
+         fa_tensor_role_in(&call->problem, FA_PASS_BACKWARD, id) == FA_ROLE_INPUT;
+}
+
+static size_t bytes_of(const call *call, int id) {
+  return (size_t)fa_tensor_shape(&call->problem, id).size_bytes;
+}
+
+static bool has_own_memory(fa_device device) { return device.kind == FA_DEVICE_CUDA; }
+
+static bool allocate_on_device(call *call, int id) {
+  call->on_device[id] = fa_memory_new(call->plan.device, bytes_of(call, id), &call->error);
+  return call->on_device[id] != NULL;
+}
+
+static bool allocate_output(call *call, int id) {
+  fa_tensor *tensor = fa_tensor_at(&call->tensors, id);
+  /* Only the backward asks for lse. */
+  const bool stays = call->results_on_device || (id == FA_TENSOR_LSE && is_kept(call, id));
+  if (stays && has_own_memory(call->plan.device)) {
+    if (!allocate_on_device(call, id)) return false;
+    *tensor = fa_tensor_contiguous(&call->problem, id, fa_memory_data(call->on_device[id]));
+    return true;
+  }
+  if (!fa_result_new(call->plan.device, bytes_of(call, id), &call->outputs[id]))
+    return reject_memory(call, fa_tensor_name(id), bytes_of(call, id));
+  *tensor = fa_tensor_contiguous(&call->problem, id, call->outputs[id].binary.data);
+  return true;
+}
+
+static bool allocate_kept(call *call, int id) {
+  if (!has_own_memory(call->plan.device) || call->on_device[id] || call->inputs[id].on_device) return true;
+  if (!allocate_on_device(call, id)) return false;
+  fa_tensor_at(&call->transfers.on_device, id)->data = fa_memory_data(call->on_device[id]);
+  return true;
+}
+
+static bool allocate(call *call) {
   for (int id = 0; id < FA_NUM_TENSORS; id++) {
-    if (!is_output(call, id)) continue;
-    size_t bytes = (size_t)fa_tensor_shape(&call->problem, id).size_bytes;
-    if (!enif_alloc_binary(bytes, &call->outputs[id])) {
-      call->outputs[id].data = NULL;
-      return reject_memory(call, fa_tensor_name(id), bytes);
-    }
-    *fa_tensor_at(&call->tensors, id) = fa_tensor_contiguous(&call->problem, id, call->outputs[id].data);
+    if (is_output(call, id) && !allocate_output(call, id)) return false;
+    if (is_kept(call, id) && !allocate_kept(call, id)) return false;
   }
   return true;
 }
 
-/* {ok, #{Name => Tensor}}; the binaries become the terms' own. */
+/* ---- results ------------------------------------------------------------------------------------------- */
+
+static ERL_NIF_TERM make_tensor_on_device(call *call, int id) {
+  const fa_shape shape = fa_tensor_shape(&call->problem, id);
+  return fa_make_tensor(call->env, fa_memory_make(call->env, call->on_device[id]), &shape);
+}
+
+static ERL_NIF_TERM make_output(call *call, int id) {
+  const fa_shape shape = fa_tensor_shape(&call->problem, id);
+  if (!call->outputs[id].binary.data) return make_tensor_on_device(call, id);
+  return fa_make_tensor(call->env, fa_result_make(call->env, &call->outputs[id]), &shape);
+}
+
+static ERL_NIF_TERM make_transfers(const call *call) {
+  ErlNifEnv *env = call->env;
+  fa_map map = {0};
+  fa_map_put(&map, enif_make_atom(env, "bytes_to_device"),
+             enif_make_int64(env, call->transfers.bytes_to_device));
+  fa_map_put(&map, enif_make_atom(env, "bytes_from_device"),
+             enif_make_int64(env, call->transfers.bytes_from_device));
+  fa_map_put(&map, enif_make_atom(env, "kernel_seconds"),
+             enif_make_double(env, call->transfers.kernel_seconds));
+  return fa_make_map(env, &map);
+}
+
+/* {ok, #{Name => Tensor}, Kept, Transfers}; what was allocated becomes the terms' own. */
 static ERL_NIF_TERM make_results(call *call) {
-  fa_map results = {0};
+  fa_map results = {0}, kept = {0};
   for (int id = 0; id < FA_NUM_TENSORS; id++) {
-    if (!is_output(call, id)) continue;
-    fa_shape shape = fa_tensor_shape(&call->problem, id);
-    ERL_NIF_TERM data = enif_make_binary(call->env, &call->outputs[id]);
-    call->outputs[id].data = NULL;
-    fa_map_put(&results, fa_atom.tensors[id], fa_make_tensor(call->env, data, &shape));
+    ERL_NIF_TERM term = call->terms[id];
+    if (is_output(call, id)) {
+      term = make_output(call, id);
+      fa_map_put(&results, fa_atom.tensors[id], term);
+    }
+    if (!is_kept(call, id)) continue;
+    if (call->on_device[id]) term = make_tensor_on_device(call, id);
+    fa_map_put(&kept, fa_atom.tensors[id], term);
   }
-  return enif_make_tuple2(call->env, fa_atom.ok, fa_make_map(call->env, &results));
+  return enif_make_tuple4(call->env, fa_atom.ok, fa_make_map(call->env, &results),
+                          fa_make_map(call->env, &kept), make_transfers(call));
 }
 
 static void release(call *call) {
   free(call->copies);
-  for (int id = 0; id < FA_NUM_TENSORS; id++)
-    if (call->outputs[id].data) enif_release_binary(&call->outputs[id]);
+  for (int id = 0; id < FA_NUM_TENSORS; id++) {
+    fa_data_drop(&call->inputs[id]);
+    fa_result_drop(&call->outputs[id]);
+    if (call->on_device[id]) enif_release_resource(call->on_device[id]);
+  }
 }
 
-ERL_NIF_TERM fa_nif_run(ErlNifEnv *env, int argc, const ERL_NIF_TERM argv[]) {
+ERL_NIF_TERM fa_nif_call(ErlNifEnv *env, int argc, const ERL_NIF_TERM argv[]) {
   (void)argc;
   call call = {.env = env};
-  bool done = plan(&call, argv[0], argv[1], argv[2], argv[3]) && bind_inputs(&call) &&
-              allocate_outputs(&call) &&
-              fa_run_on_host(&call.plan, &call.tensors, NULL, &call.error) == FA_STATUS_OK;
+  bool done = plan(&call, argv) && bind_inputs(&call) && allocate(&call) &&
+              fa_run_on_host(&call.plan, &call.tensors, &call.transfers, &call.error) == FA_STATUS_OK;
   ERL_NIF_TERM result = done ? make_results(&call) : fa_make_error(env, &call.error);
   release(&call);
   return result;

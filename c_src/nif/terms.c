@@ -126,17 +126,10 @@ static bool get_dims(ErlNifEnv *env, ERL_NIF_TERM term, const char *argument, fa
   return valid || fa_reject_term(env, error, argument, "a shape, a tuple of 64-bit integers", term);
 }
 
-bool fa_get_tensor(ErlNifEnv *env, ERL_NIF_TERM term, const char *argument, ErlNifBinary *data, fa_shape *shape,
-                   fa_error *error) {
-  int arity;
-  const ERL_NIF_TERM *parts;
-  if (!enif_get_tuple(env, term, &arity, &parts) || arity != 3)
-    return fa_reject_term(env, error, argument, "{binary, type, shape}", term);
-  if (!enif_inspect_binary(env, parts[0], data))
-    return fa_reject_term(env, error, argument, "a binary", parts[0]);
-  shape->size_bytes = (int64_t)data->size;
-  return get_type(env, parts[1], argument, &shape->dtype, error) &&
-         get_dims(env, parts[2], argument, shape, error);
+bool fa_get_type_and_dims(ErlNifEnv *env, const ERL_NIF_TERM parts[2], const char *argument, fa_shape *shape,
+                          fa_error *error) {
+  return get_type(env, parts[0], argument, &shape->dtype, error) &&
+         get_dims(env, parts[1], argument, shape, error);
 }
 
 bool fa_get_shape(ErlNifEnv *env, ERL_NIF_TERM term, const char *argument, fa_shape *shape, fa_error *error) {
@@ -145,8 +138,7 @@ bool fa_get_shape(ErlNifEnv *env, ERL_NIF_TERM term, const char *argument, fa_sh
   if (!enif_get_tuple(env, term, &arity, &parts) || arity != 2)
     return fa_reject_term(env, error, argument, "{type, shape}", term);
   shape->size_bytes = -1;
-  return get_type(env, parts[0], argument, &shape->dtype, error) &&
-         get_dims(env, parts[1], argument, shape, error);
+  return fa_get_type_and_dims(env, parts, argument, shape, error);
 }
 
 ERL_NIF_TERM fa_make_text(ErlNifEnv *env, const char *text) {

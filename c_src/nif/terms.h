@@ -27,10 +27,9 @@ bool fa_get_choice(ErlNifEnv *env, ERL_NIF_TERM term, const ERL_NIF_TERM *atoms,
 bool fa_get_device(ErlNifEnv *env, ERL_NIF_TERM term, fa_device *device, fa_error *error);
 /* A list of {name, number | infinity | choice}. */
 bool fa_get_options(ErlNifEnv *env, ERL_NIF_TERM term, fa_problem *problem, fa_error *error);
-/* {binary, {class, bits}, {dims…}}; the binary lives as long as env. */
-bool fa_get_tensor(ErlNifEnv *env, ERL_NIF_TERM term, const char *argument, ErlNifBinary *data, fa_shape *shape,
-                   fa_error *error);
-
+/* {class, bits} and {dims…}, as two terms. */
+bool fa_get_type_and_dims(ErlNifEnv *env, const ERL_NIF_TERM parts[2], const char *argument, fa_shape *shape,
+                          fa_error *error);
 /* {{class, bits}, {dims…}}; how many bytes there are is not known. */
 bool fa_get_shape(ErlNifEnv *env, ERL_NIF_TERM term, const char *argument, fa_shape *shape, fa_error *error);
 

@@ -24,7 +24,16 @@ defmodule FlashAttention.Native do
   @type type :: {:f | :bf, 16 | 32 | 64}
 
   @typedoc "Contiguous elements in native byte order, their type, and the sizes of the axes."
-  @type tensor :: {binary, type, tuple}
+  @type tensor :: {data, type, tuple}
+
+  @typedoc """
+  Where the elements are: in a binary; in memory of a device, to which the reference belongs (see `call/5`); or at
+  an address that the device can read, with the number of bytes there and a term that keeps them alive.
+  """
+  @type data :: binary | memory | {address :: non_neg_integer, bytes :: non_neg_integer, owner :: term}
+
+  @typedoc "Memory of a device. It is given back when the term is collected, or by `release/1`."
+  @type memory :: reference
 
   @typedoc "Tensors by the names of the C header: `:q`, `:lse`, `:dout`, `:tangent_q`, …"
   @type tensors :: %{optional(atom) => tensor}
@@ -37,6 +46,22 @@ defmodule FlashAttention.Native do
 
   @typedoc "`:reference` is the naive implementation that the others are measured against."
   @type device :: {:cpu | :cuda | :reference, non_neg_integer}
+
+  @typedoc """
+  How to call, each of them optional: `results: :device` leaves outputs in the device's memory, `keep: true` keeps
+  there what the backward will want.
+  """
+  @type how :: %{
+          optional(:results) => :host | :device,
+          optional(:keep) => boolean
+        }
+
+  @typedoc "What a call moved over the bus, and how long its kernels ran."
+  @type transfers :: %{
+          bytes_to_device: non_neg_integer,
+          bytes_from_device: non_neg_integer,
+          kernel_seconds: float
+        }
 
   @typedoc "What `FlashAttention.Error` is made of: `{status, argument, expected, got, message}`."
   @type error :: {atom, String.t(), String.t(), String.t(), String.t()}
@@ -60,8 +85,26 @@ defmodule FlashAttention.Native do
   """
   @spec run(pass, tensors, [option], device) :: {:ok, tensors} | {:error, error}
   def run(pass, tensors, options, device) do
+    with {:ok, outputs, _kept, _transfers} <- call(pass, tensors, options, device, %{}), do: {:ok, outputs}
+  end
+
+  @doc """
+  As `run/4`, with a say in where results stay.
+
+  Returns what the pass gave, with `keep: true` what it keeps for `:backward` (inputs and outputs by name, for a
+  call with `dout` beside them), and what was moved. On a CPU everything is a binary, whatever is asked for.
+
+      iex> one = {<<1.0::float-32-native>>, {:f, 32}, {1, 1, 1, 1}}
+      iex> {:ok, _outputs, kept, transfers} =
+      ...>   FlashAttention.Native.call(:forward, %{q: one, k: one, v: one}, [], {:cpu, 0}, %{keep: true})
+      iex> {Map.keys(kept), kept.q == one, transfers.bytes_to_device}
+      {[:k, :lse, :o, :q, :v], true, 0}
+  """
+  @spec call(pass, tensors, [option], device, how) ::
+          {:ok, tensors, kept :: tensors, transfers} | {:error, error}
+  def call(pass, tensors, options, device, how) do
     case load_nif() do
-      :ok -> apply(__MODULE__, :run, [pass, tensors, options, device])
+      :ok -> apply(__MODULE__, :call, [pass, tensors, options, device, how])
       {:error, message} -> {:error, {:not_loaded, "", "", "", message}}
     end
   end
@@ -104,6 +147,42 @@ defmodule FlashAttention.Native do
     case load_nif() do
       :ok -> apply(__MODULE__, :options, [])
       {:error, _message} -> []
+    end
+  end
+
+  @doc "The device, address and size in bytes of a device's memory, also of what was released."
+  @spec memory_info(memory) :: {device, address :: non_neg_integer, bytes :: non_neg_integer}
+  def memory_info(memory), do: :erlang.nif_error({:not_loaded, memory})
+
+  @doc "Gives a device's memory back, once the calls that use it are done. False where that was done before."
+  @spec release(memory) :: boolean
+  def release(memory), do: :erlang.nif_error({:not_loaded, memory})
+
+  @doc "What a device's memory holds."
+  @spec read(memory) :: {:ok, binary} | {:error, error}
+  def read(memory), do: :erlang.nif_error({:not_loaded, memory})
+
+  @doc """
+  Returns memory that is at hand for later calls to the device's driver and to the system.
+
+      iex> FlashAttention.Native.trim({:cpu, 0})
+      :ok
+  """
+  @spec trim(device) :: :ok | {:error, error}
+  def trim(device), do: :erlang.nif_error({:not_loaded, device})
+
+  @doc """
+  Lets the memory of binaries that the GPU reads and writes at full rate be at most so much.
+
+      iex> FlashAttention.Native.set_pinned_limit(-1)
+      {:error, {:invalid_argument, "pinned_limit", "a number of bytes", "-1",
+        "pinned_limit: expected a number of bytes, got -1"}}
+  """
+  @spec set_pinned_limit(non_neg_integer) :: :ok | {:error, error}
+  def set_pinned_limit(bytes) do
+    case load_nif() do
+      :ok -> apply(__MODULE__, :set_pinned_limit, [bytes])
+      {:error, message} -> {:error, {:not_loaded, "", "", "", message}}
     end
   end
 

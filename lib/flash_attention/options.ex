@@ -58,6 +58,19 @@ defmodule FlashAttention.Options do
       type: :boolean,
       default: false,
       doc: "Whether the backward must be bitwise repeatable. On the CPU it always is."
+    ],
+    keep: [
+      type: {:one_of, [:device]},
+      default: nil,
+      default_doc: "none",
+      doc:
+        "Of `forward_with_states/4`: what the backward needs stays on the device, as `FlashAttention.States` in " <>
+          "place of `lse`."
+    ],
+    results: [
+      type: {:one_of, [:host, :device]},
+      default: :host,
+      doc: "Where results lie. In a GPU's memory they are for later calls; a CPU's is the host's."
     ]
   ]
 
@@ -65,11 +78,13 @@ defmodule FlashAttention.Options do
   @type parsed :: %{
           native: [FlashAttention.Native.option()],
           devices: [FlashAttention.Native.device(), ...],
-          sink: FlashAttention.TensorLike.t() | nil
+          sink: FlashAttention.TensorLike.t() | nil,
+          keep: :device | nil,
+          results: :host | :device
         }
 
   @doc """
-  Checks options and translates them for the NIF.
+  Checks options, which are among the keys, and translates them for the NIF.
 
       iex> {:ok, options} = FlashAttention.Options.parse(window: {127, 5}, device: :cpu)
       iex> Keyword.take(options.native, [:window_left, :window_right])
@@ -79,13 +94,14 @@ defmodule FlashAttention.Options do
 
       iex> {:error, error} = FlashAttention.Options.parse(casual: false)
       iex> Exception.message(error)
-      "opts: expected keys among causal, scale, window, softcap, sink, device, precision, deterministic, got :casual"
+      "opts: expected keys among causal, scale, window, softcap, sink, device, precision, deterministic, keep, results, got :casual"
   """
-  @spec parse(keyword) :: {:ok, parsed} | {:error, Error.t()}
-  def parse(opts) do
-    with :ok <- check_keyword(opts), :ok <- check_values(opts) do
+  @spec parse(keyword, [atom]) :: {:ok, parsed} | {:error, Error.t()}
+  def parse(opts, keys \\ Keyword.keys(@schema)) do
+    with :ok <- check_keyword(opts), :ok <- check_values(opts, keys) do
       values = Map.new(@schema, fn {key, row} -> {key, value(opts, key, row)} end)
-      {:ok, %{native: native(values), devices: devices(values.device), sink: values.sink}}
+      parsed = %{native: native(values), devices: devices(values.device)}
+      {:ok, values |> Map.take([:sink, :keep, :results]) |> Map.merge(parsed)}
     end
   end
 
@@ -107,19 +123,17 @@ defmodule FlashAttention.Options do
       else: {:error, Error.invalid(:opts, "a keyword list", Error.show(opts))}
   end
 
-  defp check_values(opts) do
+  defp check_values(opts, keys) do
     Enum.find_value(opts, :ok, fn {key, value} ->
-      row = @schema[key]
+      row = if key in keys, do: @schema[key]
 
       cond do
-        row == nil -> {:error, Error.invalid(:opts, "keys among #{keys()}", inspect(key))}
+        row == nil -> {:error, Error.invalid(:opts, "keys among #{Enum.join(keys, ", ")}", inspect(key))}
         value == nil or valid?(row[:type], value) -> nil
         true -> {:error, Error.invalid(key, expected(row[:type]), Error.show(value))}
       end
     end)
   end
-
-  defp keys, do: Enum.map_join(@schema, ", ", fn {key, _row} -> key end)
 
   defp value(opts, key, row) do
     case opts[key] do

@@ -3,14 +3,21 @@ defmodule FlashAttention.Tensor do
   A tensor for programs without Nx: a binary, the type of its elements and a shape.
 
   Elements lie contiguously, the last axis fastest, in the machine's byte order, as in `Nx.to_binary/1`.
+
+  In place of a binary there may be memory of a GPU: `FlashAttention.DeviceMemory`, which `results: :device` gives,
+  or the `%Nx.Pointer{kind: :local}` of a tensor that somebody else keeps there for as long as this one is used.
   """
 
-  alias FlashAttention.Error
+  alias FlashAttention.{DeviceMemory, Error}
 
   @enforce_keys [:data, :type, :shape]
   defstruct [:data, :type, :shape]
 
-  @type t :: %__MODULE__{data: binary, type: FlashAttention.Native.type(), shape: tuple}
+  @typedoc "A pointer is an `Nx.Pointer`."
+  @type data ::
+          binary | DeviceMemory.t() | %{address: non_neg_integer, kind: :local, data_size: non_neg_integer}
+
+  @type t :: %__MODULE__{data: data, type: FlashAttention.Native.type(), shape: tuple}
 
   @types [f32: {:f, 32}, f64: {:f, 64}, bf16: {:bf, 16}, f16: {:f, 16}]
 
@@ -30,21 +37,18 @@ defmodule FlashAttention.Tensor do
       iex> FlashAttention.Tensor.new(<<0, 0, 0>>, :f16, {2})
       ** (FlashAttention.Error) data: expected 4 bytes for shape {2} of type f16, got 3
   """
-  @spec new(binary, FlashAttention.Native.type() | :f32 | :f64 | :bf16 | :f16, tuple) :: t
+  @spec new(data, FlashAttention.Native.type() | :f32 | :f64 | :bf16 | :f16, tuple) :: t
   def new(data, type, shape) do
     {class, bits} = type = type!(type)
 
     if !shape?(shape),
       do: raise(Error.invalid(:shape, "a tuple of sizes", Error.show(shape)))
 
-    if !is_binary(data),
-      do: raise(Error.invalid(:data, "a binary", Error.show(data)))
-
     bytes = Enum.product(Tuple.to_list(shape)) * div(bits, 8)
 
-    if byte_size(data) != bytes do
+    if size(data) != bytes do
       expected = "#{bytes} bytes for shape #{Error.show(shape)} of type #{class}#{bits}"
-      raise Error.invalid(:data, expected, "#{byte_size(data)}")
+      raise Error.invalid(:data, expected, "#{size(data)}")
     end
 
     %__MODULE__{data: data, type: type, shape: shape}
@@ -56,11 +60,23 @@ defmodule FlashAttention.Tensor do
 
   defp type!(type), do: raise(Error.invalid(:type, "f32, f64, bf16 or f16", Error.show(type)))
 
+  defp size(data) when is_binary(data), do: byte_size(data)
+  defp size(%DeviceMemory{bytes: bytes}), do: bytes
+  defp size(%{kind: :local, address: _, data_size: bytes}), do: bytes
+  defp size(data), do: raise(Error.invalid(:data, "a binary", Error.show(data)))
+
   defp shape?(shape),
     do: is_tuple(shape) and Enum.all?(Tuple.to_list(shape), &(is_integer(&1) and &1 >= 0))
 
   defimpl FlashAttention.TensorLike do
-    def to_native(%{data: data, type: type, shape: shape}), do: {:ok, {data, type, shape}, nil}
+    def to_native(%{data: data, type: type, shape: shape}, _device), do: {:ok, {native(data), type, shape}, nil}
+
+    defp native(%DeviceMemory{ref: ref}), do: ref
+    defp native(%{kind: :local, address: address, data_size: bytes} = owner), do: {address, bytes, owner}
+    defp native(data), do: data
+
+    def from_native(_like, {ref, type, shape}, _names) when is_reference(ref),
+      do: %FlashAttention.Tensor{data: DeviceMemory.from_native(ref), type: type, shape: shape}
 
     def from_native(_like, {data, type, shape}, _names),
       do: %FlashAttention.Tensor{data: data, type: type, shape: shape}

@@ -10,18 +10,23 @@ defprotocol FlashAttention.TensorLike do
   @type names :: [atom] | nil
 
   @doc """
-  The tensor as binary, type and shape, and the names of its axes; or why it has none, as an error names it.
+  The tensor as data, type and shape, and the names of its axes; or why it has none, as an error names it.
+
+  The data are a binary. Where the elements lie in the memory of the device, which is the one that will compute,
+  they may be `{address, bytes, tensor}`.
 
       iex> tensor = FlashAttention.Tensor.new(<<1.0::float-32-native>>, :f32, {1})
-      iex> FlashAttention.TensorLike.to_native(tensor)
+      iex> FlashAttention.TensorLike.to_native(tensor, {:cpu, 0})
       {:ok, {<<1.0::float-32-native>>, {:f, 32}, {1}}, nil}
   """
-  @spec to_native(t) ::
+  @spec to_native(t, FlashAttention.Native.device()) ::
           {:ok, FlashAttention.Native.tensor(), names} | {:error, expected :: String.t(), got :: String.t()}
-  def to_native(tensor)
+  def to_native(tensor, device)
 
   @doc """
-  A tensor of the same kind as the first one, of that binary, type, shape and names.
+  A tensor of the same kind as the first one, of that data, type, shape and names.
+
+  The data are a reference to a device's memory where `results: :device` was asked for, and else a binary.
 
       iex> like = FlashAttention.Tensor.new(<<>>, :f32, {0})
       iex> FlashAttention.TensorLike.from_native(like, {<<2.0::float-64-native>>, {:f, 64}, {1}}, nil)

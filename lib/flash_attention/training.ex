@@ -80,19 +80,24 @@ defmodule FlashAttention.Training do
   @spec value_and_gradients(Model.t(), Params.t(), term) :: {loss :: term, gradients :: Params.t()}
   def value_and_gradients(%Model{} = model, params, batch) do
     {inputs, embed_pullback} = model.embed.(params, batch)
-    {o, attention_pullback} = attention(inputs, model.attention)
-    {loss, head_pullback} = model.head.(params, o, batch)
+    {o, states} = forward(inputs, model.attention)
 
-    {head_gradients, dout} = head_pullback.(1.0)
-    embed_gradients = dout |> attention_pullback.() |> embed_pullback.()
-    {loss, Params.add(embed_gradients, head_gradients)}
+    try do
+      {loss, head_pullback} = model.head.(params, o, batch)
+      {head_gradients, dout} = head_pullback.(1.0)
+      embed_gradients = dout |> FlashAttention.backward!(states) |> embed_pullback.()
+      {loss, Params.add(embed_gradients, head_gradients)}
+    after
+      # Not when the collector gets to it: the next step wants the memory.
+      FlashAttention.release(states)
+    end
   end
 
   @doc """
   Attention as a stage: `{q, k, v}` or `{q, k, v, %{sink: sink}}` to `{o, pullback}`.
 
   The pullback takes `do` and returns what goes with the inputs: `{dq, dk, dv}` or
-  `{dq, dk, dv, %{sink: dsink}}`. The options are those of `FlashAttention.forward/4`.
+  `{dq, dk, dv, %{sink: dsink}}`, as often as it is called. The options are those of `FlashAttention.forward/4`.
 
       iex> one = FlashAttention.Tensor.new(<<1.0::float-32-native>>, :f32, {1, 1, 1, 1})
       iex> {o, pullback} = FlashAttention.Training.attention({one, one, one})
@@ -102,12 +107,14 @@ defmodule FlashAttention.Training do
   """
   @spec attention(Model.attention_inputs(), keyword) :: {tensor, (tensor -> Model.attention_inputs())}
         when tensor: FlashAttention.tensor()
-  def attention(inputs, opts \\ [])
-
-  def attention({q, k, v}, opts) do
-    {o, lse} = FlashAttention.forward_with_states!(q, k, v, opts)
-    {o, &FlashAttention.backward!(&1, q, k, v, o, lse, opts)}
+  def attention(inputs, opts \\ []) do
+    {o, states} = forward(inputs, opts)
+    {o, &FlashAttention.backward!(&1, states)}
   end
 
-  def attention({q, k, v, %{sink: sink}}, opts), do: attention({q, k, v}, [sink: sink] ++ opts)
+  # What the backward needs stays on the device: of a step, dout alone is uploaded again.
+  defp forward({q, k, v}, opts),
+    do: FlashAttention.forward_with_states!(q, k, v, Keyword.put(opts, :keep, :device))
+
+  defp forward({q, k, v, %{sink: sink}}, opts), do: forward({q, k, v}, [sink: sink] ++ opts)
 end

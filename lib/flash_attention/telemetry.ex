@@ -1,0 +1,76 @@
+defmodule FlashAttention.Telemetry do
+  @moduledoc """
+  Events of `:telemetry`, where that package is loaded; nothing where it is not.
+
+  Each pass that runs on a device gives two, `[:flash_attention, :run, :start]` and `[:flash_attention, :run, :stop]`:
+
+  | event  | measurements |
+  |--------|--------------|
+  | start  | `monotonic_time`, `system_time` |
+  | stop   | `monotonic_time`, `duration`, `kernel_time`, `bytes_to_device`, `bytes_from_device` |
+
+  Times are in native units (`System.convert_time_unit/3`). `kernel_time` is how long the device computed; bytes are
+  those that crossed the bus, 0 on the CPU. Metadata of both: `pass` (`:forward` or `:backward`), `device` (such as
+  `{:cuda, 0}`), `type` and `shape` of q, and `error` of the second: `nil`, or the `FlashAttention.Error`, whose
+  measurements are 0. Where `device: :auto` goes on to another device, that one has events of its own.
+
+      :telemetry.attach("log", [:flash_attention, :run, :stop], fn _event, measurements, metadata, _config ->
+        IO.inspect({metadata.pass, metadata.device, measurements.bytes_to_device})
+      end, nil)
+  """
+
+  alias FlashAttention.{Error, Native}
+
+  @compile {:no_warn_undefined, :telemetry}
+  @no_transfers %{bytes_to_device: 0, bytes_from_device: 0, kernel_seconds: 0.0}
+
+  @doc false
+  @spec call(Native.pass(), Native.tensors(), [Native.option()], Native.device(), Native.how()) ::
+          {:ok, Native.tensors(), Native.tensors()} | {:error, Error.t()}
+  def call(pass, tensors, options, device, how) do
+    metadata = metadata(pass, tensors, device)
+    begin = start(metadata)
+
+    case Native.call(pass, tensors, options, device, how) do
+      {:ok, outputs, kept, transfers} ->
+        stop(begin, transfers, metadata, nil)
+        {:ok, outputs, kept}
+
+      {:error, error} ->
+        error = Error.from_native(error)
+        stop(begin, @no_transfers, metadata, error)
+        {:error, error}
+    end
+  end
+
+  defp metadata(pass, tensors, device) do
+    {_data, type, shape} = tensors.q
+    %{pass: pass, device: device, type: type, shape: shape}
+  end
+
+  defp start(metadata) do
+    now = System.monotonic_time()
+    execute(:start, %{monotonic_time: now, system_time: System.system_time()}, metadata)
+    now
+  end
+
+  defp stop(begin, transfers, metadata, error) do
+    now = System.monotonic_time()
+
+    measurements = %{
+      monotonic_time: now,
+      duration: now - begin,
+      kernel_time: System.convert_time_unit(round(transfers.kernel_seconds * 1.0e9), :nanosecond, :native),
+      bytes_to_device: transfers.bytes_to_device,
+      bytes_from_device: transfers.bytes_from_device
+    }
+
+    execute(:stop, measurements, Map.put(metadata, :error, error))
+  end
+
+  # A package that is not loaded has not been started, and has no handlers.
+  defp execute(event, measurements, metadata) do
+    if :erlang.function_exported(:telemetry, :execute, 3),
+      do: :telemetry.execute([:flash_attention, :run, event], measurements, metadata)
+  end
+end
