@@ -264,7 +264,7 @@ test-sanitize: test-c-sanitize
 
 # ---- style -----------------------------------------------------------------------------------------
 
-C_FILES := $(wildcard c_src/*.h c_src/*/*.[ch] cuda/*.cu cuda/*.cuh cuda/*.[ch] test/*/*.[ch] bench/*.[ch])
+C_FILES := $(wildcard c_src/*.h examples/*.c c_src/*/*.[ch] cuda/*.cu cuda/*.cuh cuda/*.[ch] test/*/*.[ch] bench/*.[ch])
 
 # clang-format's taste changes from version to version; Debian 12's is the house's.
 CLANG_FORMAT ?= clang-format

@@ -1,7 +1,7 @@
 /*
  * What only a GPU can be asked: tensors of more than 2^31 elements, a million rows, backwards that repeat
- * bitwise, memory that runs out, and an error that the device does not recover from. test_attention has the
- * case table for it.
+ * bitwise, whose memory is what, which stream waits for which, memory that runs out, and an error that the
+ * device does not recover from. test_attention has the case table for it.
  *
  *   --quick   only what a sanitizer can follow
  *
@@ -9,8 +9,10 @@
  * with the keys that they see; so are the gradients of a few keys, with the rows that see them and the o and
  * lse of those. Tolerances are those of test_attention: twice the error of naive attention in the same type.
  */
+#include <dlfcn.h>
 #include <math.h>
 #include <stdlib.h>
+#include <time.h>
 
 #include "check.h"
 #include "harness.h"
@@ -392,6 +394,92 @@ static void test_repeats_of_long(void) {
   printf("of %d reruns of fast backwards %d differ\n", num_fast, num_fast_that_differ);
 }
 
+/* ---- places, and whose turn it is ----------------------------------------------------------------------- */
+
+static void test_places(void) {
+  fa_error error;
+  void *device, *pinned, *host = malloc(1000);
+  must(fa_device_alloc(cuda, 1000, &device, &error), &error);
+  must(fa_host_alloc(cuda, 1000, &pinned, &error), &error);
+  CHECK(fa_memory_locate(cuda, device, 1000) == FA_PLACE_DEVICE, "the device's memory");
+  CHECK(fa_memory_locate(cuda, pinned, 1000) == FA_PLACE_PINNED, "pinned memory");
+  CHECK(fa_memory_locate(cuda, (char *)pinned + 13, 7) == FA_PLACE_PINNED, "a part of pinned memory");
+  CHECK(fa_memory_locate(cuda, host, 1000) == FA_PLACE_HOST, "ordinary memory");
+  CHECK(fa_memory_locate(cuda, pinned, (size_t)1 << 40) == FA_PLACE_HOST, "more than pinned memory");
+  CHECK(fa_memory_locate(cuda, (void *)64, 1000) == FA_PLACE_HOST, "nobody's memory");
+  CHECK(fa_device_free(cuda, host, &error) == FA_STATUS_INVALID_ARGUMENT,
+        "what was not allocated is not freed");
+  fa_device_free(cuda, device, NULL);
+  fa_host_free(cuda, pinned, NULL);
+  free(host);
+}
+
+/* The driver's own functions, for a stream of somebody else's. */
+static struct {
+  int (*new_stream)(void **stream, unsigned flags);
+  int (*copy)(uint64_t to, uint64_t from, size_t bytes, void *stream);
+  int (*call_host)(void *stream, void (*function)(void *), void *argument);
+} driver;
+
+static bool find_driver(void) {
+  void *library = dlopen("libcuda.so.1", RTLD_NOW);
+  if (!library) return false;
+  *(void **)&driver.new_stream = dlsym(library, "cuStreamCreate");
+  *(void **)&driver.copy = dlsym(library, "cuMemcpyDtoDAsync_v2");
+  *(void **)&driver.call_host = dlsym(library, "cuLaunchHostFunc");
+  return driver.new_stream && driver.copy && driver.call_host;
+}
+
+static void take_a_while(void *unused) {
+  (void)unused;
+  nanosleep(&(struct timespec){.tv_nsec = 50 * 1000 * 1000}, NULL);
+}
+
+/* A stream writes q, later; the call must read it then. The stream is one of the caller's or the default one.
+ */
+static void check_order(void *stream) {
+  fa_error error;
+  const fa_problem problem = problem_of(FA_DTYPE_F32, 1, 67, 2, 24);
+  const size_t bytes = size_of(&problem, FA_TENSOR_Q);
+  host host = host_new(&problem);
+  void *early, *q;
+  host_fill(&host);
+  host_must_run(&host, cuda, FA_PASS_FORWARD);
+  unsigned char *o = malloc(bytes);
+  must(fa_device_alloc(cuda, bytes, &early, &error), &error);
+  must(fa_device_alloc(cuda, bytes, &q, &error), &error);
+  must(fa_device_copy(cuda, early, host.data[FA_TENSOR_Q], bytes, NULL, &error), &error);
+  must(fa_device_copy(cuda, q, host.data[FA_TENSOR_K], bytes, NULL, &error), &error);
+
+  fa_plan plan;
+  fa_tensors tensors = {0};
+  for (int id = 0; id < FA_NUM_TENSORS; id++)
+    *fa_tensor_at(&tensors, id) = fa_tensor_contiguous(&problem, id, host.data[id]);
+  tensors.q.data = q;
+  tensors.o.data = o;
+  must(fa_plan_init(&plan, &problem, FA_PASS_FORWARD, cuda, &error), &error);
+  driver.call_host(stream, take_a_while, NULL);
+  driver.copy((uintptr_t)q, (uintptr_t)early, bytes, stream);
+  must(fa_run_on_host(&plan, &tensors, &(fa_transfers){.stream = stream}, &error), &error);
+  CHECK(memcmp(o, host.data[FA_TENSOR_O], bytes) == 0, "the call did not wait for the caller's stream");
+  fa_device_free(cuda, early, NULL);
+  fa_device_free(cuda, q, NULL);
+  free(o);
+  host_free(&host);
+}
+
+static void test_order(void) {
+  void *stream;
+  const unsigned independent_of_default = 1;
+  if (!find_driver() || driver.new_stream(&stream, independent_of_default)) {
+    printf("skipped: the order of streams, without the driver's library\n");
+    num_skipped++;
+    return;
+  }
+  check_order(stream);
+  check_order(NULL);
+}
+
 /* ---- errors ------------------------------------------------------------------------------------------- */
 
 static bool works(void) {
@@ -411,7 +499,10 @@ static void test_out_of_memory(void) {
   must(fa_device_get_info(cuda, &info, &error), &error);
   fa_status status = fa_device_alloc(cuda, (size_t)info.memory_bytes * 2, &memory, &error);
   CHECK(status == FA_STATUS_OUT_OF_MEMORY && !memory, "%s: %s", fa_status_name(status), error.message);
-  CHECK(strstr(error.message, "cudaMalloc of ") && strstr(error.message, "out of memory"), "%s", error.message);
+  char expected[96];
+  snprintf(expected, sizeof expected, "device: expected %zu bytes of the GPU's memory, got ",
+           (size_t)info.memory_bytes * 2);
+  CHECK(strstr(error.message, expected) && strstr(error.message, " free of "), "%s", error.message);
   CHECK(works(), "the call after a failed allocation");
 
   /* No host tensor is looked at before the device has memory for it. */
@@ -463,6 +554,8 @@ int main(int argc, char **argv) {
     return report();
   }
   test_no_such_device();
+  test_places();
+  test_order();
   test_repeats_of_table();
   if (!quick) {
     test_repeats_of_long();

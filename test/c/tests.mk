@@ -21,12 +21,24 @@ $(BUILD)/test/test_host: $(BUILD)/test/test_host.o $(BUILD)/test/fake_gpu.o $(TE
 TEST_ENVIRONMENT := FLASH_ATTENTION_NUM_THREADS=3
 
 # make test-c ATTENTION="--device cuda --sweep 5000" and the like; see test_attention.c
-.PHONY: test-c test-c-sanitize test-c-isas test-c-attention-cuda test-cuda-sanitize $(TEST_NAMES:%=test-c-%)
-test-c: $(TEST_NAMES:%=test-c-%) test-c-attention-cuda $(if $(filter 1,$(FA_CUDA)),test-cuda-sanitize)
+.PHONY: test-c-examples test-c test-c-sanitize test-c-isas test-c-attention-cuda test-cuda-sanitize $(TEST_NAMES:%=test-c-%)
+test-c: $(TEST_NAMES:%=test-c-%) test-c-examples test-c-attention-cuda $(if $(filter 1,$(FA_CUDA)),test-cuda-sanitize)
 
 $(TEST_NAMES:%=test-c-%): test-c-%: $(BUILD)/test/test_%
 	@echo "$(<F) $(if $(filter attention,$*),$(ATTENTION))"
 	@$(TEST_ENVIRONMENT) $< $(if $(filter attention,$*),$(ATTENTION))
+
+# The examples, on every kind of device: what they print is known, or why they are skipped.
+$(BUILD)/test/on_device: examples/on_device.c $(LIBRARY) $(FLAGS)
+	$(CC) $(FA_CFLAGS) -Ic_src -o $@ $< $(FA_LDFLAGS) -L$(PRIV) -Wl,-rpath,$(abspath $(PRIV)) -lflash_attention
+
+ON_DEVICE := forward: 0 bytes up, 0 down;backward: 0 bytes up, 0 down;dv: 2 1;
+test-c-examples: $(BUILD)/test/on_device
+	@for device in cpu cuda; do \
+	  printf '%s\n' "$(<F) $$device"; result=$$($< $$device | tr '\n' ';'); \
+	  case "$$result" in skipped:*) printf '%s\n' "$$result" ;; '$(ON_DEVICE)') ;; \
+	    *) printf 'FAILED: %s\n' "$$result"; exit 1 ;; esac; \
+	done
 
 # The same programs, on the short table, under the address and undefined behaviour sanitizers, and on one type under
 # the thread sanitizer.
