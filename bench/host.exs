@@ -19,7 +19,8 @@ defmodule Bench do
 
   defp number(x, 32), do: <<x::float-32-native>>
   # bf16: the upper half of an f32.
-  defp number(x, 16), do: <<x::float-32-big>> |> binary_part(0, 2) |> then(fn <<bits::16>> -> <<bits::16-native>> end)
+  defp number(x, 16),
+    do: <<x::float-32-big>> |> binary_part(0, 2) |> then(fn <<bits::16>> -> <<bits::16-native>> end)
 
   def shape(type, head_dim, seqlen) do
     tokens = if type == :f32, do: 8192, else: 16_384

@@ -92,4 +92,34 @@ defmodule FlashAttention.NxTest do
     assert message.(FlashAttention.forward(nx(q), nx(k), Nx.template({2, 9, 2, 5}, :f32))) =~
              "v: expected a tensor with values"
   end
+
+  test "states from Nx give what tensors give" do
+    %{q: q, k: k, v: v, o: o, lse: lse} = problem(:f32)
+    names = [:batch, :rows, :heads, nil]
+
+    {nx_o, states} =
+      FlashAttention.forward_with_states!(nx(q, names), nx(k), nx(v), keep: :device, device: :cpu)
+
+    assert nx_o == nx(o, names)
+    {dq, dk, dv} = FlashAttention.backward!(q, q, k, v, o, lse)
+    assert FlashAttention.backward!(nx(q), states) == {nx(dq, names), nx(dk), nx(dv)}
+    assert FlashAttention.backward!(q, states) == {dq, dk, dv}, "results are like dout"
+  end
+
+  defmodule OnGPU do
+    @moduledoc "What a tensor of EXLA's on a GPU looks like from outside, with three numbers at address 4096."
+    defstruct buffer: %{client_name: :cuda, device_id: 1}
+    def to_pointer(_tensor, mode: :local), do: %{address: 4096, data_size: 12}
+    def to_binary(_tensor, 3), do: "in the host's memory"
+  end
+
+  @tag :defn
+  test "a tensor of EXLA is passed by its address to the GPU that it lies on, and by its values to others" do
+    tensor = %{Nx.template({3}, :f32, names: [:x]) | data: %OnGPU{}}
+    to_native = &FlashAttention.TensorLike.to_native(tensor, &1)
+    assert to_native.({:cuda, 1}) == {:ok, {{4096, 12, tensor}, {:f, 32}, {3}}, [:x]}
+    values = {:ok, {"in the host's memory", {:f, 32}, {3}}, [:x]}
+    assert to_native.({:cuda, 0}) == values
+    assert to_native.({:cpu, 0}) == values
+  end
 end
