@@ -19,8 +19,6 @@ defmodule FlashAttention.EXLA do
   # As EXLA loads it.
   @library if(match?({:unix, :darwin}, :os.type()), do: "libxla_extension.dylib", else: "libxla_extension.so")
 
-  @inputs %{forward: [:q, :k, :v, :sink], backward: [:dout, :q, :k, :v, :o, :lse, :sink]}
-
   @doc """
   Registers the custom calls with EXLA's XLA; `:ok` where they are already.
 
@@ -68,16 +66,14 @@ defmodule FlashAttention.EXLA do
 
   @doc false
   # The custom call that a block becomes on a client: its target, and its attributes as MLIR writes them.
-  def custom_call!(%{pass: pass, opts: opts}, inputs, client) do
+  def custom_call!(%{pass: pass, opts: opts, shapes: shapes}, inputs, client) do
     {:ok, options} = Options.parse(opts)
-
-    shapes =
-      for {name, tensor} <- Enum.zip(@inputs[pass], inputs), into: %{}, do: {name, {tensor.type, tensor.shape}}
+    typed = for {{name, shape}, tensor} <- Enum.zip(shapes, inputs), into: %{}, do: {name, {tensor.type, shape}}
 
     with :ok <- register(),
          {:ok, device} <- device(client.platform),
-         {:ok, _outputs, _workspace_bytes} <- Native.plan(pass, shapes, options.native, device) do
-      {"flash_attention_#{pass}", attributes(options.native)}
+         {:ok, _outputs, _workspace_bytes} <- Native.plan(pass, typed, options.native, device) do
+      {"flash_attention_#{pass}", attributes(shapes ++ options.native)}
     else
       {:error, %Error{} = error} -> raise elsewhere(error)
       {:error, error} -> raise error |> Error.from_native() |> elsewhere()
@@ -91,13 +87,15 @@ defmodule FlashAttention.EXLA do
   defp elsewhere(error),
     do: %{error | message: "#{error.message} (device: :cpu computes outside of EXLA, on copies of the tensors)"}
 
-  # An option that is not there has its default; a length, no bound.
-  defp attributes(native),
-    do: for({name, value} <- native, value != :infinity, do: {Atom.to_string(name), mlir(value)})
+  # The shapes that the flat inputs stand for, and the options. An option that is not there has its default; a
+  # length, no bound.
+  defp attributes(values),
+    do: for({name, value} <- values, value != :infinity, do: {Atom.to_string(name), mlir(value)})
 
   defp mlir(value) when is_float(value), do: "#{value} : f64"
   defp mlir(value) when is_integer(value), do: "#{value} : i64"
   defp mlir(choice) when is_atom(choice), do: ~s("#{choice}")
+  defp mlir(shape) when is_tuple(shape), do: "array<i64: #{shape |> Tuple.to_list() |> Enum.join(", ")}>"
 end
 
 if Code.ensure_loaded?(EXLA.CustomCall) and FlashAttention.Defn.supported?() do

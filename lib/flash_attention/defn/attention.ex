@@ -109,16 +109,32 @@ if FlashAttention.Defn.supported?() do
     # A device that was asked for by name computes through the library; without one, the compiler may know better.
     defp block(%{pass: pass, opts: opts} = block, inputs) do
       {outputs, _bytes} = plan!(pass, inputs, opts)
-      names = Keyword.keys(inputs)
-      default = default(length(inputs), &call(pass, Enum.zip(names, &1), opts))
 
       results =
         if opts[:device] in [nil, :auto],
-          do: Nx.block(block, Keyword.values(inputs), List.to_tuple(outputs), default),
+          do: flat_block(block, inputs, outputs),
           else: call(pass, inputs, opts)
 
-      results |> Tuple.to_list() |> Enum.take(length(outputs))
+      for {result, output} <- results |> Tuple.to_list() |> Enum.zip(outputs),
+          do: Nx.reshape(result, output.shape)
     end
+
+    # With one axis: XLA lays out the tensors of a custom call as it likes where nobody says how they should be, and
+    # EXLA does not. One axis leaves it no choice.
+    defp flat_block(%{pass: pass, opts: opts} = block, inputs, outputs) do
+      shapes = for {name, tensor} <- inputs, do: {name, tensor.shape}
+
+      default = fn tensors ->
+        inputs = for {{name, shape}, tensor} <- Enum.zip(shapes, tensors), do: {name, Nx.reshape(tensor, shape)}
+        for_tuple(call(pass, inputs, opts), &Nx.flatten/1)
+      end
+
+      templates = for_tuple(List.to_tuple(outputs), &Nx.template({Nx.size(&1)}, &1.type))
+      tensors = Enum.map(Keyword.values(inputs), &Nx.flatten/1)
+      Nx.block(%{block | shapes: shapes}, tensors, templates, default(length(inputs), default))
+    end
+
+    defp for_tuple(tuple, fun), do: tuple |> Tuple.to_list() |> Enum.map(fun) |> List.to_tuple()
 
     # The default function has one parameter for each input.
     defp default(3, call), do: fn _, q, k, v -> call.([q, k, v]) end
