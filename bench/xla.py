@@ -12,8 +12,10 @@ that of one burst's, by the clock, divided by the difference of their numbers, s
 not count (JAX takes half a millisecond to notice it). All take turns, in another order each time; the median counts.
 """
 import argparse
+import collections
 import os
 import random
+import re
 import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -26,7 +28,7 @@ import torch
 from gpu import Case, Library, Page, This
 from jax_attention import Attention, device_events, forward_and_backward, transfers, unfused
 
-BURST_SECONDS = 0.01
+BURST_SECONDS = 0.02
 FACTORS = {"forward": 1, "both": 3.5}
 MARK = 0.97
 
@@ -120,16 +122,23 @@ def row(page, programs, num_rounds):
     page.say("| " + " | ".join(cells) + " |")
 
 
-def transfer_mark(page, programs):
-    """Under jax.transfer_guard, which refuses a transfer, and in a profile, which would show it."""
-    run = programs.compiled["XLA", "both"]
-    with jax.transfer_guard("disallow"):
-        events = device_events(lambda: [run(*programs.arrays) for _ in range(5)])
-    page.say("\nWhat the device did in five runs of both, " + programs.name + ", under "
-             '`jax.transfer_guard("disallow")`, says the profiler:\n')
-    for name, count in sorted(events.items()):
-        page.say(f"* {count} `{name[:100]}`")
-    page.mark("zero bytes between host and device", bool(events) and not transfers(events))
+def profile(page, programs):
+    """What the device does, under jax.transfer_guard, which refuses a transfer, and in a profile, which would show it."""
+    runs = programs.runs()
+    page.say(f"\nWhat the device does in five calls of {programs.name}, under "
+             '`jax.transfer_guard("disallow")`, by the profiler:\n')
+    page.table("call", "milliseconds in kernels and copies, a call", "idle between them", "kernels and copies")
+    for name, which in (("raw", "forward"), ("XLA", "forward"), ("raw", "both"), ("XLA", "both")):
+        call, wait = runs[name, which]
+        with jax.transfer_guard("disallow"):
+            events = device_events(lambda: wait([call() for _ in range(5)][-1]))
+        busy = sum(duration for _, _, duration in events)
+        idle = events[-1][1] + events[-1][2] - events[0][1] - busy
+        counts = collections.Counter(re.sub(r"^void |<.*|\(.*", "", event[0]) for event in events)
+        page.say(f"| {name}, {which} | {busy / 5e3:.3f} | {idle / 5e3:.3f} | "
+                 + ", ".join(f"{count} {kernel}" for kernel, count in counts.items()) + " |")
+        if name == "XLA":
+            page.mark("zero bytes between host and device", bool(events) and not transfers(events))
 
 
 def main():
@@ -142,8 +151,8 @@ def main():
     attention = Attention(library, "cuda")
     cases = [(Case(type_name, d, causal, seqlen), precision)
              for type_name, precision in (("bf16", "highest"), ("f32", "highest"), ("f32", "default"))
-             for d in ((128,) if args.quick else (64, 128)) for causal in (False, True)
-             for seqlen in ((2048,) if args.quick else (2048, 8192))]
+             for d in ((128,) if args.quick or precision == "default" else (64, 128)) for causal in (False, True)
+             for seqlen in ((2048,) if args.quick or precision == "default" else (2048, 8192))]
 
     page.say(f"# Attention in XLA programs on an {torch.cuda.get_device_name()}\n")
     page.say(f"`make bench-xla{' BENCH_ARGS=--quick' if args.quick else ''}`: jax {jax.__version__}, torch "
@@ -155,8 +164,9 @@ def main():
     with ThreadPoolExecutor(8) as pool:
         made = list(pool.map(lambda case: Programs(*case, library, attention, case[0].seqlen <= 2048), cases))
     for programs in made:
-        row(page, programs, 5 if args.quick else 11)
-    transfer_mark(page, made[0])
+        row(page, programs, 5 if args.quick else 7)
+    for programs in made[1], made[-1]:
+        profile(page, programs)
 
     page.say("\n## Marks\n\nHow many of the rows meet each.\n")
     for name, verdicts in page.marks.items():

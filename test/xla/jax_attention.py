@@ -1,6 +1,5 @@
 """The library's XLA custom calls in JAX: attention(q, k, v, sink) with gradients. Shapes, types and options are those
 of c_src/flash_attention.h."""
-import collections
 import ctypes
 import glob
 import gzip
@@ -126,7 +125,7 @@ def forward_and_backward(attend):
 
 
 def device_events(run):
-    """How often each kernel and copy of the GPU stands in a profile of run()."""
+    """(name, begin, microseconds) of each kernel and copy of the GPU in a profile of run(), in their order."""
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder, create_perfetto_trace=True):
             jax.block_until_ready(run())
@@ -134,9 +133,10 @@ def device_events(run):
         events = json.load(gzip.open(path))["traceEvents"]
     devices = {event["pid"] for event in events
                if event.get("name") == "process_name" and "/device:GPU" in event["args"]["name"]}
-    return collections.Counter(event["name"] for event in events if event.get("ph") == "X" and event["pid"] in devices)
+    return sorted(((event["name"], event["ts"], event["dur"]) for event in events
+                   if event.get("ph") == "X" and event["pid"] in devices), key=lambda event: event[1])
 
 
 def transfers(events):
     """Those that cross between host and device."""
-    return {name: count for name, count in events.items() if "H2D" in name or "D2H" in name}
+    return [event for event in events if "H2D" in event[0] or "D2H" in event[0]]
