@@ -108,12 +108,12 @@ if FlashAttention.Defn.supported?() do
 
     # A device that was asked for by name computes through the library; without one, the compiler may know better.
     defp block(%{pass: pass, opts: opts} = block, inputs) do
-      {outputs, _bytes} = plan!(pass, inputs, opts)
+      {outputs, _bytes} = plan = plan!(pass, inputs, opts)
 
       results =
         if opts[:device] in [nil, :auto],
-          do: flat_block(block, inputs, outputs),
-          else: call(pass, inputs, opts)
+          do: flat_block(block, inputs, plan),
+          else: call(block, inputs, plan)
 
       for {result, output} <- results |> Tuple.to_list() |> Enum.zip(outputs),
           do: Nx.reshape(result, output.shape)
@@ -121,12 +121,12 @@ if FlashAttention.Defn.supported?() do
 
     # With one axis: XLA lays out the tensors of a custom call as it likes where nobody says how they should be, and
     # EXLA does not. One axis leaves it no choice.
-    defp flat_block(%{pass: pass, opts: opts} = block, inputs, outputs) do
+    defp flat_block(block, inputs, {outputs, _bytes} = plan) do
       shapes = for {name, tensor} <- inputs, do: {name, tensor.shape}
 
       default = fn tensors ->
         inputs = for {{name, shape}, tensor} <- Enum.zip(shapes, tensors), do: {name, Nx.reshape(tensor, shape)}
-        for_tuple(call(pass, inputs, opts), &Nx.flatten/1)
+        for_tuple(call(block, inputs, plan), &Nx.flatten/1)
       end
 
       templates = for_tuple(List.to_tuple(outputs), &Nx.template({Nx.size(&1)}, &1.type))
@@ -144,9 +144,8 @@ if FlashAttention.Defn.supported?() do
 
     # What it returns is what the block returns. An expression may become a custom call of XLA, which allocates
     # outputs and nothing else: there the workspace is one more output, which nobody reads.
-    defp call(pass, [{_name, first} | _] = inputs, opts) do
-      {outputs, bytes} = plan!(pass, inputs, opts)
-      results = Nx.runtime_call(List.to_tuple(outputs), Map.new(inputs), [pass: pass, opts: opts], &run/2)
+    defp call(block, [{_name, first} | _] = inputs, {outputs, bytes}) do
+      results = Nx.runtime_call(List.to_tuple(outputs), Map.new(inputs), [block: block], &run/2)
 
       if bytes > 0 and is_struct(first.data, Expr),
         do: Tuple.insert_at(results, length(outputs), Nx.broadcast(Expr.tensor(Nx.u8(0)), {bytes})),
@@ -155,7 +154,7 @@ if FlashAttention.Defn.supported?() do
 
     @doc false
     # The callback of Nx.runtime_call/4: the eager API, on tensors with values.
-    def run(tensors, pass: pass, opts: opts),
+    def run(tensors, block: %{pass: pass, opts: opts}),
       do: run_pass(pass, tensors, if(tensors[:sink], do: [sink: tensors.sink] ++ opts, else: opts))
 
     defp run_pass(:forward, %{q: q, k: k, v: v}, opts), do: FlashAttention.forward_with_states!(q, k, v, opts)
