@@ -34,9 +34,9 @@ defmodule FlashAttention.Defn do
       @doc """
       Attention inside `defn`: the output `o`, of `q`'s shape, differentiable in `q`, `k`, `v` and `sink`.
 
-      Tensors and options are those of `forward/4`; errors are raised, as `FlashAttention.Error`. It can be called
-      inside `defn` and outside of it, and needs Nx 0.12 or later. Memory grows linearly with the sequence, in the
-      gradient too.
+      Tensors and options are those of `forward/4`, but for `:keep` and `:results`; errors are raised, as
+      `FlashAttention.Error`. It can be called inside `defn` and outside of it, and needs Nx 0.12 or later. Memory
+      grows linearly with the sequence, in the gradient too.
 
       Vectorized axes count as part of the batch; `sink` has none. `o` has the axis names of `q`. The gradient has no
       gradient itself: asking for one raises.

@@ -13,7 +13,8 @@ defmodule FlashAttention.Error do
   ## Reasons
 
     * `:invalid_argument`: a tensor, shape, type or option that no device could take
-    * `:unsupported`: a valid problem that the chosen device does not take
+    * `:unsupported`: a valid problem that the chosen device does not take, or what this build or the packages
+      beside it cannot do
     * `:no_device`: the chosen device is not there, or its driver is not
     * `:out_of_memory`: host or device memory ran out; the next call may succeed
     * `:device_error`: the device reported an error; the message holds its text
