@@ -1,4 +1,5 @@
-if Code.ensure_loaded?(Nx.Tensor) do
+# Nx itself must be loaded: function_exported?/3 loads nothing.
+if Code.ensure_loaded?(Nx) do
   defimpl FlashAttention.TensorLike, for: Nx.Tensor do
     def to_native(%{data: %module{}}, _device) when module in [Nx.Defn.Expr, Nx.TemplateBackend],
       do: {:error, "a tensor with values", "a #{inspect(module)}, which has none yet"}
