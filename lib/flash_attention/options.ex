@@ -97,13 +97,17 @@ defmodule FlashAttention.Options do
       "opts: expected keys among causal, scale, window, softcap, sink, device, precision, deterministic, keep, results, got :casual"
   """
   @spec parse(keyword, [atom]) :: {:ok, parsed} | {:error, Error.t()}
-  def parse(opts, keys \\ Keyword.keys(@schema)) do
+  def parse(opts, keys \\ keys()) do
     with :ok <- check_keyword(opts), :ok <- check_values(opts, keys) do
       values = Map.new(@schema, fn {key, row} -> {key, value(opts, key, row)} end)
       parsed = %{native: native(values), devices: devices(values.device)}
       {:ok, values |> Map.take([:sink, :keep, :results]) |> Map.merge(parsed)}
     end
   end
+
+  @doc "The names of the options."
+  @spec keys() :: [atom]
+  def keys, do: Keyword.keys(@schema)
 
   @doc "The options as a Markdown table."
   @spec docs() :: String.t()

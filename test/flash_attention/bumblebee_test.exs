@@ -162,10 +162,7 @@ defmodule FlashAttention.BumblebeeTest do
 
   for name <- [:gpt2, :mistral, :bart] do
     test "#{name}: generation with a cache writes the same tokens" do
-      architecture =
-        if unquote(name) == :bart, do: :for_conditional_generation, else: :for_causal_language_modeling
-
-      spec = spec(unquote(name), architecture: architecture)
+      spec = generator(unquote(name))
       model = Bumblebee.build_model(spec)
       tokens = %{"input_ids" => Nx.tensor([[3, 7, 1, 4], [5, 6, 2, 8]])}
       {state, _} = init(model, Map.put(tokens, "decoder_input_ids", Nx.tensor([[1], [1]])))
@@ -190,10 +187,7 @@ defmodule FlashAttention.BumblebeeTest do
     end
 
     test "#{name}: a cache is filled by several rows at once and by single ones" do
-      architecture =
-        if unquote(name) == :bart, do: :for_conditional_generation, else: :for_causal_language_modeling
-
-      spec = spec(unquote(name), architecture: architecture)
+      spec = generator(unquote(name))
       model = Bumblebee.build_model(spec)
       encoder = %{"input_ids" => Nx.tensor(@tokens), "attention_mask" => Nx.tensor(@behind)}
       {state, _} = init(model, Map.put(encoder, "decoder_input_ids", Nx.tensor(@tokens)))
@@ -215,6 +209,9 @@ defmodule FlashAttention.BumblebeeTest do
       end
     end
   end
+
+  defp generator(:bart), do: spec(:bart, architecture: :for_conditional_generation)
+  defp generator(name), do: spec(name, architecture: :for_causal_language_modeling)
 
   defp empty_cache(spec), do: spec.__struct__.init_cache(spec, 2, 9, %{"input_ids" => Nx.tensor(@tokens)})
 

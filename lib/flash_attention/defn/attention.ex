@@ -6,9 +6,6 @@ if FlashAttention.Defn.supported?() do
     alias FlashAttention.{Error, Native, Options}
     alias Nx.Defn.{Expr, Kernel}
 
-    # Where results lie, and what is kept, is the compiler's choice.
-    @options [:causal, :scale, :window, :softcap, :sink, :device, :precision, :deterministic]
-
     @doc false
     def attention_with_lse(q, k, v, opts) do
       {inputs, opts} = check!([q: q, k: k, v: v], opts)
@@ -31,8 +28,10 @@ if FlashAttention.Defn.supported?() do
 
     # ---- what is given: tensors by name, in the order of the C header, and options without the sink ---------
 
+    # Where results lie, and what is kept, is the compiler's choice.
     defp check!(inputs, opts) do
-      inputs = if sink = unwrap!(Options.parse(opts, @options)).sink, do: inputs ++ [sink: sink], else: inputs
+      keys = Options.keys() -- [:keep, :results]
+      inputs = if sink = unwrap!(Options.parse(opts, keys)).sink, do: inputs ++ [sink: sink], else: inputs
       {for({name, tensor} <- inputs, do: {name, tensor!(name, tensor)}), Keyword.delete(opts, :sink)}
     end
 
