@@ -1,23 +1,23 @@
 """The custom calls in jitted XLA programs on this machine's GPU, beside the raw kernels and XLA's plain attention.
 
-    python3 bench/xla.py [--quick] [--library priv/libflash_attention.so] [--result bench/results/h200_xla.md]
+    python3 bench/xla.py [--quick] [--types bf16,f32] [--library priv/libflash_attention.so] [--result bench/results/h200_xla.md]
 
 Needs torch and jax. Prints a page of Markdown and keeps it in RESULT.
 
 TFLOP/s as in bench/gpu.py: operations of the pass over the time of one call. Forward gives o; both, the forward and the
 backward, gives o and the gradients by q, k and v. Raw: the kernels enqueued through ctypes on torch's stream. XLA: the
 same kernels in a program that jax.jit makes. plain: attention of ordinary operations, compiled by XLA with its defaults.
-A time is what one more call takes among calls that are enqueued one after another: the time of three bursts' calls less
-that of one burst's, by the clock, divided by the difference of their numbers, so that waiting for the last result does
-not count (JAX takes half a millisecond to notice it). All take turns, in another order each time; the median counts.
+A time is that on the device, by the profiler, of NUM_CALLS calls enqueued one after another, from the beginning of the
+first kernel to the end of the last with all that lies between, divided by their number. All take turns, as a GPU
+that gets hot gets slow; the median counts.
 """
 import argparse
 import collections
+import itertools
 import os
-import random
 import re
 import statistics
-import time
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
@@ -28,18 +28,9 @@ import torch
 from gpu import Case, Library, Page, This
 from jax_attention import Attention, device_events, forward_and_backward, transfers, unfused
 
-BURST_SECONDS = 0.02
+NUM_CALLS = 5
 FACTORS = {"forward": 1, "both": 3.5}
 MARK = 0.97
-
-
-def seconds(call, wait, num_calls):
-    wait(call())
-    begin = time.perf_counter()
-    for _ in range(num_calls):
-        result = call()
-    wait(result)
-    return time.perf_counter() - begin
 
 
 class Programs:
@@ -47,7 +38,7 @@ class Programs:
 
     def __init__(self, case, precision, library, attention, with_plain):
         self.name = f"{case} {precision}" if case.type_name == "f32" else str(case)
-        self.case, self.tensors = case, case.inputs()
+        self.case, self.tensors, self.has_plain = case, case.inputs(), with_plain
         self.raw = This(library, *self.tensors, case.causal, precision=precision)
         self.arrays = [jax.dlpack.from_dlpack(x) for x in self.tensors]
         options = dict(precision=precision, **(dict(window_right=0) if case.causal else {}))
@@ -76,17 +67,27 @@ class Programs:
                                          jax.block_until_ready)
         return runs
 
-    def teraflops(self, num_rounds):
-        """{(name, which): TFLOP/s}"""
-        runs, order = self.runs(), random.Random(0)
-        num_calls = {key: max(2, int(BURST_SECONDS / seconds(*run, 1))) for key, run in runs.items()}
-        times = {key: [] for key in runs}
-        for _ in range(num_rounds):
-            for key in order.sample(sorted(runs), len(runs)):
-                few, many = num_calls[key], 3 * num_calls[key]
-                times[key].append((seconds(*runs[key], many) - seconds(*runs[key], few)) / (many - few))
-        return {key: FACTORS[key[1]] * self.case.operations / statistics.median(found) / 1e12
-                for key, found in times.items()}
+    def profile(self, num_rounds):
+        """{(name, which): microseconds of a call, round by round}, and all that the device did."""
+        runs = self.runs()
+        turns = [key for which in FACTORS for name in ("XLA", "plain") if (name, which) in runs
+                 for key in (("raw", which), (name, which))]  # torch's stream and XLA's by turns
+        for call, wait in runs.values():
+            wait(call())
+
+        def take_turns():
+            for call, wait in (runs[key] for _ in range(num_rounds) for key in turns):
+                wait([call() for _ in range(NUM_CALLS)][-1])
+
+        with jax.transfer_guard("disallow"):
+            events = device_events(take_turns)
+        bursts = [list(burst) for _, burst in
+                  itertools.groupby(events, key=lambda event: event.stream == events[0].stream)]
+        assert len(bursts) == num_rounds * len(turns), "the profile is not complete"
+        times = {key: [] for key in turns}
+        for key, burst in zip(itertools.cycle(turns), bursts):
+            times[key].append((burst[-1].begin + burst[-1].duration - burst[0].begin) / NUM_CALLS)
+        return times, events
 
     def mebibytes(self, name, which):
         """What the program takes beside its inputs: results and temporary buffers."""
@@ -105,13 +106,17 @@ def pair(values, digits=0):
 
 
 def row(page, programs, num_rounds):
-    case, speed = programs.case, programs.teraflops(num_rounds)
+    """Says how fast the programs are; returns what the device did."""
+    times, events = programs.profile(num_rounds)
+    speed = {key: FACTORS[key[1]] * programs.case.operations / statistics.median(found) / 1e6
+             for key, found in times.items()}
     ratios = [speed["XLA", which] / speed["raw", which] for which in FACTORS]
     for which, ratio in zip(FACTORS, ratios):
         page.mark(f"{which} through XLA: at least {MARK} of the raw kernels' speed", ratio >= MARK)
     page.mark("the programs give the raw kernels' results", programs.agrees())
-    cells = [programs.name, pair(speed["raw", which] for which in FACTORS), pair(speed["XLA", which] for which in FACTORS),
-             pair(ratios, 3)]
+    page.mark("zero bytes between host and device", not transfers(events))
+    cells = [programs.name, pair(speed["raw", which] for which in FACTORS),
+             pair(speed["XLA", which] for which in FACTORS), pair(ratios, 3)]
     if ("plain", "both") in speed:
         cells += [pair(speed["plain", which] for which in FACTORS),
                   pair((speed["XLA", which] / speed["plain", which] for which in FACTORS), 1)]
@@ -120,30 +125,19 @@ def row(page, programs, num_rounds):
     for name in ("XLA", "plain"):
         cells.append(pair(programs.mebibytes(name, which) for which in FACTORS) if (name, "both") in speed else "-")
     page.say("| " + " | ".join(cells) + " |")
+    return events
 
 
-def profile(page, programs):
-    """What the device does, under jax.transfer_guard, which refuses a transfer, and in a profile, which would show it."""
-    runs = programs.runs()
-    page.say(f"\nWhat the device does in five calls of {programs.name}, under "
-             '`jax.transfer_guard("disallow")`, by the profiler:\n')
-    page.table("call", "milliseconds in kernels and copies, a call", "idle between them", "kernels and copies")
-    for name, which in (("raw", "forward"), ("XLA", "forward"), ("raw", "both"), ("XLA", "both")):
-        call, wait = runs[name, which]
-        with jax.transfer_guard("disallow"):
-            events = device_events(lambda: wait([call() for _ in range(5)][-1]))
-        busy = sum(duration for _, _, duration in events)
-        idle = events[-1][1] + events[-1][2] - events[0][1] - busy
-        counts = collections.Counter(re.sub(r"^void |<.*|\(.*", "", event[0]) for event in events)
-        page.say(f"| {name}, {which} | {busy / 5e3:.3f} | {idle / 5e3:.3f} | "
-                 + ", ".join(f"{count} {kernel}" for kernel, count in counts.items()) + " |")
-        if name == "XLA":
-            page.mark("zero bytes between host and device", bool(events) and not transfers(events))
+def name_kernels(page, name, events):
+    counts = collections.Counter(re.sub(r"^void |<.*|\(.*", "", event.name) for event in events)
+    page.say(f"\nWhat the device did for {name}, raw and XLA, under `jax.transfer_guard(\"disallow\")`: "
+             + ", ".join(f"{count} `{kernel}`" for kernel, count in counts.items()) + ".")
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="head_dim 128 and seqlen 2048 alone, few turns")
+    parser.add_argument("--types", default="bf16,f32")
     parser.add_argument("--library", default="priv/libflash_attention.so")
     parser.add_argument("--result", default="bench/results/h200_xla.md")
     args = parser.parse_args()
@@ -151,11 +145,12 @@ def main():
     attention = Attention(library, "cuda")
     cases = [(Case(type_name, d, causal, seqlen), precision)
              for type_name, precision in (("bf16", "highest"), ("f32", "highest"), ("f32", "default"))
+             if type_name in args.types.split(",")
              for d in ((128,) if args.quick or precision == "default" else (64, 128)) for causal in (False, True)
              for seqlen in ((2048,) if args.quick or precision == "default" else (2048, 8192))]
 
     page.say(f"# Attention in XLA programs on an {torch.cuda.get_device_name()}\n")
-    page.say(f"`make bench-xla{' BENCH_ARGS=--quick' if args.quick else ''}`: jax {jax.__version__}, torch "
+    page.say(f"`python3 {' '.join(sys.argv)}`: jax {jax.__version__}, torch "
              f"{torch.__version__}. TFLOP/s, forward / both; how they are measured stands in bench/xla.py. plain is "
              "XLA's own unfused attention, in f32 with TF32 as is its default: its arithmetic is that of precision "
              "default here, while highest is as accurate as f32. MiB: results and temporary memory of the "
@@ -163,10 +158,10 @@ def main():
     page.table("case", "raw", "XLA", "XLA over raw", "plain", "XLA over plain", "MiB, XLA", "MiB, plain")
     with ThreadPoolExecutor(8) as pool:
         made = list(pool.map(lambda case: Programs(*case, library, attention, case[0].seqlen <= 2048), cases))
+    done = {programs.name: row(page, programs, 3 if args.quick else 7) for programs in made}
     for programs in made:
-        row(page, programs, 5 if args.quick else 7)
-    for programs in made[1], made[-1]:
-        profile(page, programs)
+        if not programs.has_plain:
+            name_kernels(page, programs.name, done[programs.name])
 
     page.say("\n## Marks\n\nHow many of the rows meet each.\n")
     for name, verdicts in page.marks.items():

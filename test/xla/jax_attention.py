@@ -1,5 +1,6 @@
 """The library's XLA custom calls in JAX: attention(q, k, v, sink) with gradients. Shapes, types and options are those
 of c_src/flash_attention.h."""
+import collections
 import ctypes
 import glob
 import gzip
@@ -124,8 +125,12 @@ def forward_and_backward(attend):
 # ---- what a program does on the device --------------------------------------------------------------------------
 
 
+Event = collections.namedtuple("Event", "name begin duration stream")
+
+
 def device_events(run):
-    """(name, begin, microseconds) of each kernel and copy of the GPU in a profile of run(), in their order."""
+    """(name, begin, duration, stream) of each kernel and copy of the GPU in a profile of run(), in their order; times
+    are in microseconds."""
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder, create_perfetto_trace=True):
             jax.block_until_ready(run())
@@ -133,10 +138,10 @@ def device_events(run):
         events = json.load(gzip.open(path))["traceEvents"]
     devices = {event["pid"] for event in events
                if event.get("name") == "process_name" and "/device:GPU" in event["args"]["name"]}
-    return sorted(((event["name"], event["ts"], event["dur"]) for event in events
-                   if event.get("ph") == "X" and event["pid"] in devices), key=lambda event: event[1])
+    return sorted((Event(event["name"], event["ts"], event["dur"], event["tid"]) for event in events
+                   if event.get("ph") == "X" and event["pid"] in devices), key=lambda event: event.begin)
 
 
 def transfers(events):
     """Those that cross between host and device."""
-    return [event for event in events if "H2D" in event[0] or "D2H" in event[0]]
+    return [event for event in events if "H2D" in event.name or "D2H" in event.name]

@@ -348,7 +348,7 @@ class Tests:
         jax.block_until_ready(run(*inputs))
         with jax.transfer_guard("disallow"):
             events = device_events(lambda: [run(*inputs) for _ in range(5)])
-        print("transfers: what ran on the device in 5 runs:", dict(collections.Counter(name for name, *_ in events)))
+        print("transfers: what ran on the device in 5 runs:", dict(collections.Counter(event.name for event in events)))
         check(events and not transfers(events), f"transfers: {transfers(events)}")
 
     # Registration as for EXLA, and a step in the StableHLO that EXLA makes of it (test/flash_attention/exla_test.exs).
