@@ -282,5 +282,20 @@ defmodule FlashAttentionTest do
                    "exla: expected EXLA 0.12 or later, got none",
                    &FlashAttention.EXLA.register!/0
     end
+
+    test "registration with an EXLA that is too old says which one would do" do
+      # One without EXLA.CustomCall, in a VM of its own.
+      program = """
+      defmodule EXLA, do: nil
+      :ok = :application.load({:application, :exla, vsn: ~c(0.9.2)})
+      {:error, error} = FlashAttention.EXLA.register()
+      IO.write(error.message)
+      """
+
+      path = FlashAttention |> :code.which() |> Path.dirname()
+
+      assert System.cmd("elixir", ["-pa", path, "-e", program], stderr_to_stdout: true) ==
+               {"exla: expected EXLA 0.12 or later, got 0.9.2", 0}
+    end
   end
 end
