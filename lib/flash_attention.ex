@@ -33,6 +33,8 @@ defmodule FlashAttention do
   `FlashAttention.TensorLike` is implemented will do. Results are like `q`: Nx tensors where `q` is one, on
   Nx's default backend, with the axis names of `q`, `k`, `v` and `sink`.
 
+  These functions compute at once. Inside `defn`, and in Axon models, call `attention/4`.
+
   ## On a GPU
 
   Binaries are copied there and back, at the full rate of the bus where they are results of earlier calls, while

@@ -50,6 +50,9 @@ defmodule FlashAttention.BumblebeeTest do
     llama: {Bumblebee.Text.Llama, @text ++ [num_key_value_heads: 1]},
     mistral: {Bumblebee.Text.Mistral, @text ++ [num_key_value_heads: 1, attention_window_size: 3]},
     modernbert: {Bumblebee.Text.ModernBert, @text ++ [local_attention_window: 4]},
+    qwen3: {Bumblebee.Text.Qwen3, @text ++ [num_key_value_heads: 3, attention_head_size: 4]},
+    gpt_big_code: {Bumblebee.Text.GptBigCode, @text},
+    clip_text: {Bumblebee.Text.ClipText, @text},
     t5: {Bumblebee.Text.T5, @encoder_decoder},
     bart: {Bumblebee.Text.Bart, @encoder_decoder},
     vit: {Bumblebee.Vision.Vit, @image}
@@ -120,7 +123,7 @@ defmodule FlashAttention.BumblebeeTest do
   @behind [[1, 1, 1, 1, 1, 0, 0], [1, 1, 0, 0, 0, 0, 0]]
   @in_front [[0, 0, 1, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0, 1]]
 
-  for name <- [:gpt2, :bert, :mistral, :llama, :modernbert] do
+  for name <- [:gpt2, :bert, :mistral, :llama, :modernbert, :qwen3, :gpt_big_code, :clip_text] do
     test "#{name}: all attention is swapped, and hidden states are the same under every mask" do
       spec = spec(unquote(name))
       assert count(Flash.swap_attention(Bumblebee.build_model(spec))) == 2

@@ -2,7 +2,9 @@
 if Code.ensure_loaded?(Nx) do
   defimpl FlashAttention.TensorLike, for: Nx.Tensor do
     def to_native(%{data: %module{}}, _device) when module in [Nx.Defn.Expr, Nx.TemplateBackend],
-      do: {:error, "a tensor with values", "a #{inspect(module)}, which has none yet"}
+      do:
+        {:error, "a tensor with values (inside defn, see attention/4)",
+         "a #{inspect(module)}, which has none yet"}
 
     def to_native(%{vectorized_axes: [_ | _] = axes}, _device),
       do:
