@@ -41,6 +41,8 @@ defmodule DependenciesTest do
          "c_src/cpu/cpu.c includes <cuda_runtime.h>: only cuda may"},
         {"Erlang's header in CUDA", "cuda/kernel.cu", "#include <erl_nif.h>\n",
          "cuda/kernel.cu includes <erl_nif.h>: only nif may"},
+        {"XLA's header outside c_src/xla", "c_src/nif/nif.c", "#if 0\n#include <xla/ffi/api/c_api.h>\n#endif\n",
+         "c_src/nif/nif.c includes <xla/ffi/api/c_api.h>: only xla may"},
         {"core that calls a backend behind the table", "c_src/core/dispatch.c",
          "int fa_cpu(int); int fa_peek(int x) { return fa_cpu(x); }\n", "core/dispatch.o uses fa_cpu of cpu"},
         {"a NIF that calls past the public header", "c_src/nif/nif.c",
