@@ -224,14 +224,13 @@ static int32_t forward_heads_at_once(const fa_problem *p, const fa_cuda_kernel *
 }
 
 /* How many heads take turns at starting a column block of the backward. In any order, a few: their rows and
- * dq_sum stay in cache. One after the other, so many that the block before has a lead when a block starts; it
- * is so many blocks ahead as heads lie between them, each of num_steps, and a causal mask needs the longer
- * lead. Measured. */
-static int32_t backward_heads_at_once(const fa_problem *p, int64_t num_q_blocks) {
+ * dq_sum stay in cache. One after the other, as many as half of the cache holds: the more heads lie between a
+ * column block and the one before it, the less it waits. Measured. */
+static int32_t backward_heads_at_once(const fa_problem *p) {
   const int64_t num_heads = p->batch * p->num_kv_heads, group = p->num_heads / p->num_kv_heads;
-  const int64_t num_steps = num_q_blocks > 0 ? num_q_blocks * group : 1;
-  const int64_t lead = p->window_right < p->seqlen_q ? 4096 : 1024;
-  const int64_t wanted = p->deterministic ? divide_up(lead, num_steps) : 4;
+  const int64_t head_bytes = p->seqlen_q * group * p->head_dim * 8, cached_bytes = INT64_C(24) << 20;
+  int64_t wanted = 4;
+  if (p->deterministic && head_bytes * wanted < cached_bytes) wanted = cached_bytes / (head_bytes + 1);
   return (int32_t)(wanted < num_heads ? wanted : num_heads);
 }
 
@@ -258,15 +257,13 @@ static job lay_out(const fa_plan *plan, const fa_cuda_kernel *kernel, const fa_t
   a->padded_rows = a->num_q_blocks * kernel->block_q;
   a->o = t->o, a->dq = t->dq, a->dk = t->dk, a->dv = t->dv, a->dout_rows = t->dout;
   a->lse = t->lse.data, a->sink = t->sink.data, a->dsink = t->dsink.data;
-  a->heads_at_once = backward ? backward_heads_at_once(p, a->num_q_blocks)
+  a->heads_at_once = backward ? backward_heads_at_once(p)
                               : forward_heads_at_once(p, kernel, a->num_q_blocks, job.num_multiprocessors);
 
-  if (backward && p->deterministic) { /* first what starts at 0 */
+  if (backward) { /* first what starts at 0 */
     a->ticket = take(&workspace, sizeof *a->ticket);
-    a->dq_turns = take(&workspace, rows * a->num_q_blocks * (int64_t)sizeof *a->dq_turns);
+    if (p->deterministic) a->dq_turns = take(&workspace, rows * a->num_q_blocks * (int64_t)sizeof *a->dq_turns);
     job.zeroed_bytes = workspace.used;
-  }
-  if (backward) {
     a->dq_sum = take(&workspace, rows * a->padded_rows * kernel->bucket * (int64_t)sizeof *a->dq_sum);
     a->shift = take(&workspace, rows * a->padded_rows * (int64_t)sizeof *a->shift);
     a->delta = take(&workspace, rows * a->padded_rows * (int64_t)sizeof *a->delta);

@@ -137,7 +137,14 @@ __global__ void __launch_bounds__(Shape::num_warps * 32, Shape::blocks_per_sm)
   const uint32_t p_tile = k_tile + Layout::P_AT, ds_tile = p_tile + Layout::P_BYTES;
   uint32_t *words = reinterpret_cast<uint32_t *>(shared + Layout::WORDS_AT);
 
-  const BlockIndex index = block_index(a, reinterpret_cast<int *>(words));
+  // Deterministic: numbers in the order in which blocks of threads really start. Who waits for the turn of a
+  // lower one thus waits for one that runs or is done.
+  if (a.deterministic) {
+    if (threadIdx.x == 0) *words = atomicAdd(a.ticket, 1);
+    __syncthreads();
+  }
+  const BlockIndex index = block_of(a, a.deterministic ? *words : blockIdx.x);
+  __syncthreads();
   const int k_block = index.k_block, kv_head = index.kv_head, batch = index.batch;
   const int group = a.num_heads / a.num_kv_heads;
   const Range columns = block_range(k_block, Shape::block_k, a.window.seqlen_k);
@@ -162,7 +169,7 @@ __global__ void __launch_bounds__(Shape::num_warps * 32, Shape::blocks_per_sm)
   set_zero<Dkv::MT, Dkv::NT>(dk);
   set_zero<Dkv::MT, Dkv::NT>(dv);
 
-  const Step first = {kv_head * group, q_blocks.begin};
+  const Step first = {kv_head * group, q_blocks.end - 1};
   const int end_head = q_blocks.begin < q_blocks.end ? first.head + group : first.head;
   if (first.head < end_head) {
     load_operand<Kind, KTile, THREADS>(k_tile, a.k, head_of(a.k, batch, kv_head), columns.begin,

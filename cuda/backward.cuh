@@ -10,22 +10,12 @@ namespace fa {
 
 // ---- the order of work ---------------------------------------------------------------------------
 
-// Which column block of which head a block of threads takes. The first column blocks come first: with a causal
-// mask they have the most to do.
+// Which column block of which head, of all of them in the order in which they are begun: those of a few heads
+// in turn, the first column blocks first, because with a causal mask they have the most to do.
 struct BlockIndex {
   int k_block, kv_head, batch;
 };
-__device__ inline BlockIndex block_index(const fa_cuda_arguments &a, int *shared) {
-  int index = blockIdx.x;
-  if (a.deterministic) {
-    // Numbers in the order in which blocks really start: who waits for a lower one waits for one that runs or
-    // is done. Heads take turns, so that when a column block starts, the one before it in its head is steps
-    // ahead.
-    if (threadIdx.x == 0) *shared = atomicAdd(a.ticket, 1);
-    __syncthreads();
-    index = *shared;
-    __syncthreads();
-  }
+__device__ inline BlockIndex block_of(const fa_cuda_arguments &a, int index) {
   const int first = index / (a.heads_at_once * a.num_k_blocks) * a.heads_at_once;
   const int num_heads = min(a.heads_at_once, a.batch * a.num_kv_heads - first);
   index -= first * a.num_k_blocks;
@@ -38,8 +28,8 @@ struct Step {
   int head, q_block;
 };
 __device__ inline Step next_step(Step step, Range q_blocks) {
-  return step.q_block + 1 < q_blocks.end ? Step{step.head, step.q_block + 1}
-                                         : Step{step.head + 1, q_blocks.begin};
+  return step.q_block > q_blocks.begin ? Step{step.head, step.q_block - 1}
+                                       : Step{step.head + 1, q_blocks.end - 1};
 }
 // The row block's place among all of them.
 __device__ inline int64_t position_of(const fa_cuda_arguments &a, int batch, Step step) {

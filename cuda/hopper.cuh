@@ -283,6 +283,10 @@ __device__ inline void registers_are_free(float (&c)[NT][4]) {
   for (int n = 0; n < NT; n++) asm volatile("" : "=f"(c[n][0]), "=f"(c[n][1]), "=f"(c[n][2]), "=f"(c[n][3]));
 }
 
+// To the compiler, a number that may have changed: what follows from it is worked out again behind this point,
+// and not kept in registers.
+__device__ inline void forget(uint32_t &x) { asm volatile("" : "+r"(x)); }
+
 // Waits until at most PENDING groups, the last ones, still run; the registers are those of the groups that are
 // done, accumulators and left operands: until here nothing may touch them.
 template <int PENDING, class... Registers>

@@ -1,8 +1,13 @@
-// The backward pass on Hopper. A block of threads takes block_k columns of one key/value head and walks over
-// the row blocks that see them, in every query head of the group. Scores and dp are computed transposed,
-// [block_k, block_q], 64 columns a consumer warpgroup, so that p and ds feed dv and dk from the registers they
-// are in; only for dq, which sums over all columns, ds goes through shared memory. A producer warp copies row
-// blocks ahead of the consumers, another adds their dq to its sum in memory (see backward.cuh).
+// The backward pass on Hopper. A block of threads stays on its multiprocessor and takes column blocks, one
+// after another: block_k columns of one key/value head, and all row blocks that see them, in every query head
+// of the group. Scores and dp are computed transposed, [block_k, block_q], 64 columns a consumer warpgroup, so
+// that p and ds feed dv and dk from the registers they are in; only for dq, which sums over all columns, ds
+// goes through shared memory. A producer warp copies row blocks ahead of the consumers, another adds their dq
+// to its sum in memory (see backward.cuh).
+//
+// In the terms of flash_attention.h, of one step (a row block) and transposed where it says ^T:
+//   s^T = k q^T   dp^T = v dout^T   p^T = exp(s^T - lse)   ds^T = p^T * (dp^T - delta)
+//   dv += p^T dout   dk += ds^T q   dq += ds k
 //
 // Compiled once for every kind: -DFA_KIND=bf16 and so on.
 #include "backward.cuh"
@@ -12,6 +17,7 @@ namespace fa {
 namespace hopper {
 
 // A row of the table; none of it changes results by more than rounding. The consumers' warps come first.
+// Registers are per thread: together they are what the block has, 168 for each.
 template <int HEAD_DIM, int BLOCK_Q>
 struct BackwardShape {
   static constexpr int head_dim = HEAD_DIM, block_q = BLOCK_Q, num_consumers = 2, block_k = num_consumers * 64;
@@ -20,8 +26,31 @@ struct BackwardShape {
   static constexpr int consumer_registers = 240, other_registers = 24;
 };
 
-// Shared memory: k, v; the stages of q and those of dout, with shift and delta; two stages of ds; dq as it is
-// in memory; barriers.
+// Barriers in shared memory, two of a kind where there are two buffers. Completed by one thread or its bulk
+// copies:
+enum {
+  BLOCK_FULL,
+  K_FULL,
+  V_FULL,
+  Q_FULL,
+  DOUT_FULL,
+  DQ_SENT,
+  // by every consumer warp:
+  K_EMPTY,
+  V_EMPTY,
+  Q_EMPTY,
+  DOUT_EMPTY,
+  DS_FULL,
+  DS_EMPTY,
+  // by those and the warp that sends dq:
+  BLOCK_EMPTY,
+  NUM_BARRIER_KINDS,
+};
+// And one in hardware: the consumers have written dq for the warp that sends it.
+enum { DQ_WRITTEN = 1 };
+
+// Shared memory: k, v; two stages of q and dout, with shift and delta, and of ds; dq as it is in memory;
+// barriers; two numbers of column blocks.
 template <class Shape>
 struct BackwardBuffers {
   static constexpr int STAGES = 2;
@@ -32,8 +61,8 @@ struct BackwardBuffers {
   static constexpr int V_AT = KTile::BYTES, Q_AT = V_AT + KTile::BYTES, DOUT_AT = Q_AT + STAGES * QTile::BYTES;
   static constexpr int DS_AT = DOUT_AT + STAGES * QTile::BYTES, DQ_AT = DS_AT + STAGES * DsTile::BYTES;
   static constexpr int SHIFT_AT = DQ_AT + DQ_BYTES, DELTA_AT = SHIFT_AT + STAGES * ROW_BYTES;
-  static constexpr int BARRIERS_AT = DELTA_AT + STAGES * ROW_BYTES, NUM_BARRIERS = 2 + 4 * STAGES;
-  static constexpr int TICKET_AT = BARRIERS_AT + NUM_BARRIERS * 8, BYTES = TICKET_AT + 8;
+  static constexpr int BARRIERS_AT = DELTA_AT + STAGES * ROW_BYTES;
+  static constexpr int BLOCKS_AT = BARRIERS_AT + NUM_BARRIER_KINDS * STAGES * 8, BYTES = BLOCKS_AT + STAGES * 4;
 
   uint32_t base;
   __device__ uint32_t k() const { return base; }
@@ -44,109 +73,137 @@ struct BackwardBuffers {
   __device__ uint32_t dq() const { return base + DQ_AT; }
   __device__ uint32_t shift(int stage) const { return base + SHIFT_AT + stage * ROW_BYTES; }
   __device__ uint32_t delta(int stage) const { return base + DELTA_AT + stage * ROW_BYTES; }
-  __device__ uint32_t barrier(int i) const { return base + BARRIERS_AT + i * 8; }
-  __device__ uint32_t k_full() const { return barrier(0); }
-  __device__ uint32_t v_full() const { return barrier(1); }
-  __device__ uint32_t q_full(int stage) const { return barrier(2 + stage); }
-  __device__ uint32_t q_empty(int stage) const { return barrier(2 + STAGES + stage); }
-  __device__ uint32_t dout_full(int stage) const { return barrier(2 + 2 * STAGES + stage); }
-  __device__ uint32_t dout_empty(int stage) const { return barrier(2 + 3 * STAGES + stage); }
+  __device__ uint32_t block(int stage) const { return base + BLOCKS_AT + stage * 4; }
+  __device__ uint32_t barrier(int kind, int stage = 0) const {
+    return base + BARRIERS_AT + (kind * STAGES + stage) * 8;
+  }
 
   __device__ void init_barriers() const {
-    for (int i = 0; i < NUM_BARRIERS; i++) {
-      const bool full = i < 2 || (i - 2) / STAGES % 2 == 0;
-      barrier_init(barrier(i), full ? 1 : Shape::num_warps);  // the producer; every consuming warp
-    }
+    for (int kind = 0; kind < NUM_BARRIER_KINDS; kind++)
+      for (int stage = 0; stage < STAGES; stage++)
+        barrier_init(barrier(kind, stage), kind < K_EMPTY ? 1 : Shape::num_warps + (kind == BLOCK_EMPTY));
     barrier_init_done();
   }
 };
 
-// Named barriers: ds is written; dq is written; dq is sent.
-enum { DS_WRITTEN = 1, DQ_WRITTEN, DQ_SENT };
+// By a warp: arrives when all of its lanes are here.
+__device__ inline void arrive_once(uint32_t barrier) {
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
+}
 
-// What one block of threads does.
+// A column block's work.
 struct Work {
-  int k_block, kv_head, batch;
+  BlockIndex block;
   Range columns, q_blocks;
   Step first;
-  int end_head;  // the first head's number where there is nothing to do
+  int num_steps;
 };
 template <class Shape>
-__device__ inline Work work_of(const fa_cuda_arguments &a, const BlockIndex &index) {
+__device__ inline bool work_of(const fa_cuda_arguments &a, int index, Work &work) {
+  if (index >= a.batch * a.num_kv_heads * a.num_k_blocks) return false;
   const int group = a.num_heads / a.num_kv_heads;
-  const Range columns = block_range(index.k_block, Shape::block_k, a.window.seqlen_k);
-  const Range q_blocks = blocks_of(visible_rows(a.window, columns), Shape::block_q);
-  const Step first = {index.kv_head * group, q_blocks.begin};
-  return {index.k_block,
-          index.kv_head,
-          index.batch,
-          columns,
-          q_blocks,
-          first,
-          first.head + (q_blocks.begin < q_blocks.end ? group : 0)};
+  work.block = block_of(a, index);
+  work.columns = block_range(work.block.k_block, Shape::block_k, a.window.seqlen_k);
+  work.q_blocks = blocks_of(visible_rows(a.window, work.columns), Shape::block_q);
+  work.first = {work.block.kv_head * group, work.q_blocks.end - 1};
+  work.num_steps = (work.q_blocks.end - work.q_blocks.begin) * group;
+  return true;
+}
+
+// The column block that the producer hands to the other warps; false where there is none. next_work, by a warp:
+// it is done with this one.
+template <class Shape>
+__device__ inline bool current_work(const fa_cuda_arguments &a, const BackwardBuffers<Shape> &buffers,
+                                    uint32_t count, Work &work) {
+  barrier_wait(buffers.barrier(BLOCK_FULL, count % 2), count / 2 % 2);
+  return work_of<Shape>(a, load_shared(buffers.block(count % 2)), work);
+}
+template <class Shape>
+__device__ inline void next_work(const BackwardBuffers<Shape> &buffers, uint32_t &count) {
+  arrive_once(buffers.barrier(BLOCK_EMPTY, count % 2));
+  count++;
 }
 
 // ---- the producer: one thread ----------------------------------------------------------------------
 
+// Takes the next column block that nobody has taken, as long as there is one. Who waits for the turn of a lower
+// one thus waits for one that runs or is done.
 template <class Shape>
 __device__ inline void produce(const fa_cuda_arguments &a, const fa_cuda_maps &maps,
-                               const BackwardBuffers<Shape> &buffers, const Work &work) {
+                               const BackwardBuffers<Shape> &buffers) {
   using Buffers = BackwardBuffers<Shape>;
   using QTile = typename Buffers::QTile;
   using KTile = typename Buffers::KTile;
-  Ring<Buffers::STAGES> ring;
-  auto load_keys = [&](uint32_t to, const CUtensorMap &map, uint32_t full) {
-    barrier_expect(full, KTile::BYTES);
-    load_boxes<KTile>(to, map, full, work.columns.begin, work.kv_head, work.batch);
-  };
-  for (Step step = work.first; step.head < work.end_head; step = next_step(step, work.q_blocks)) {
-    const bool first = step.head == work.first.head && step.q_block == work.first.q_block;
-    auto load_rows = [&](uint32_t to, const CUtensorMap &map, uint32_t statistic_to, const float *statistic,
-                         uint32_t full, uint32_t empty) {
-      barrier_wait(empty, ring.phase ^ 1);
-      barrier_expect(full, QTile::BYTES + Buffers::ROW_BYTES);
-      load_boxes<QTile>(to, map, full, step.q_block * Shape::block_q, step.head, work.batch);
-      load_bulk(statistic_to, statistic + position_of(a, work.batch, step) * Shape::block_q, Buffers::ROW_BYTES,
-                full);
+  Ring<Buffers::STAGES> blocks, ring;
+  uint32_t k_phase = 0;
+  Work work;
+  for (bool more = true; more; blocks.advance()) {
+    barrier_wait(buffers.barrier(V_EMPTY), k_phase ^ 1);  // not before the last step: another may be idle
+    const int index = atomicAdd(a.ticket, 1);
+    barrier_wait(buffers.barrier(BLOCK_EMPTY, blocks.stage), blocks.phase ^ 1);
+    store_shared(buffers.block(blocks.stage), uint32_t(index));
+    barrier_arrive(buffers.barrier(BLOCK_FULL, blocks.stage));
+    more = work_of<Shape>(a, index, work);
+    if (!more || work.num_steps == 0) continue;
+    auto load_columns = [&](uint32_t to, const CUtensorMap &map, int full) {
+      barrier_expect(buffers.barrier(full), KTile::BYTES);
+      load_boxes<KTile>(to, map, buffers.barrier(full), work.columns.begin, work.block.kv_head,
+                        work.block.batch);
     };
-    const int stage = ring.stage;
-    if (first) load_keys(buffers.k(), maps.k, buffers.k_full());
-    load_rows(buffers.q(stage), maps.q, buffers.shift(stage), a.shift, buffers.q_full(stage),
-              buffers.q_empty(stage));
-    if (first) load_keys(buffers.v(), maps.v, buffers.v_full());
-    load_rows(buffers.dout(stage), maps.dout, buffers.delta(stage), a.delta, buffers.dout_full(stage),
-              buffers.dout_empty(stage));
-    ring.advance();
+    auto load_rows = [&](Step step, uint32_t to, const CUtensorMap &map, uint32_t statistic_to,
+                         const float *statistic, int full, int empty) {
+      const uint32_t barrier = buffers.barrier(full, ring.stage);
+      barrier_wait(buffers.barrier(empty, ring.stage), ring.phase ^ 1);
+      barrier_expect(barrier, QTile::BYTES + Buffers::ROW_BYTES);
+      load_boxes<QTile>(to, map, barrier, step.q_block * Shape::block_q, step.head, work.block.batch);
+      load_bulk(statistic_to, statistic + position_of(a, work.block.batch, step) * Shape::block_q,
+                Buffers::ROW_BYTES, barrier);
+    };
+    Step step = work.first;
+    for (int i = 0; i < work.num_steps; i++, step = next_step(step, work.q_blocks)) {
+      const int stage = ring.stage;
+      if (i == 0) {
+        barrier_wait(buffers.barrier(K_EMPTY), k_phase ^ 1);
+        load_columns(buffers.k(), maps.k, K_FULL);
+      }
+      load_rows(step, buffers.q(stage), maps.q, buffers.shift(stage), a.shift, Q_FULL, Q_EMPTY);
+      if (i == 0) load_columns(buffers.v(), maps.v, V_FULL);
+      load_rows(step, buffers.dout(stage), maps.dout, buffers.delta(stage), a.delta, DOUT_FULL, DOUT_EMPTY);
+      ring.advance();
+    }
+    k_phase ^= 1;
   }
 }
 
 // ---- dq to memory: one warp --------------------------------------------------------------------------
 
 template <class Shape>
-__device__ inline void send_dq(const fa_cuda_arguments &a, const BackwardBuffers<Shape> &buffers,
-                               const Work &work) {
+__device__ inline void send_dq(const fa_cuda_arguments &a, const BackwardBuffers<Shape> &buffers) {
   constexpr int THREADS = Shape::num_consumers * WARPGROUP + 32;
-  for (Step step = work.first; step.head < work.end_head; step = next_step(step, work.q_blocks)) {
-    named_barrier_wait(DQ_WRITTEN, THREADS);
-    if (threadIdx.x % 32 == 0) {
-      const int64_t position = position_of(a, work.batch, step);
+  const bool sends = threadIdx.x % 32 == 0;
+  Work work;
+  for (uint32_t blocks = 0; current_work(a, buffers, blocks, work); next_work(buffers, blocks)) {
+    Step step = work.first;
+    for (int i = 0; i < work.num_steps; i++, step = next_step(step, work.q_blocks)) {
+      named_barrier_wait(DQ_WRITTEN, THREADS);
+      if (!sends) continue;
+      const int64_t position = position_of(a, work.block.batch, step);
       const Range rows = block_range(step.q_block, Shape::block_q, a.window.seqlen_q);
       if (a.deterministic)
-        wait_for_turn(a.dq_turns + position, turn_of(a.window, rows, work.k_block, Shape::block_k));
+        wait_for_turn(a.dq_turns + position, turn_of(a.window, rows, work.block.k_block, Shape::block_k));
       add_bulk(a.dq_sum + position * (Shape::block_q * Shape::head_dim), buffers.dq(),
                BackwardBuffers<Shape>::DQ_BYTES);
       bulk_commit();
+      bulk_wait_read<0>();
+      barrier_arrive(buffers.barrier(DQ_SENT));
       if (a.deterministic) {
         bulk_wait_done<0>();
         pass_turn(a.dq_turns + position);
-      } else {
-        bulk_wait_read<0>();
       }
     }
-    __syncwarp();
-    named_barrier_arrive(DQ_SENT, THREADS);
   }
-  if (threadIdx.x % 32 == 0) bulk_wait_done<0>();
+  if (sends) bulk_wait_done<0>();
 }
 
 // ---- the consumers -----------------------------------------------------------------------------------
@@ -203,13 +260,8 @@ __device__ inline void finish_ds(float (&ds)[1][NT][4], const float (&p)[1][NT][
   }
 }
 
-__device__ inline void release(uint32_t empty_barrier) {
-  if (threadIdx.x % 32 == 0) barrier_arrive(empty_barrier);
-}
-
 template <class Kind, class Shape>
-__device__ inline void consume(const fa_cuda_arguments &a, const BackwardBuffers<Shape> &buffers,
-                               const Work &work, int consumer) {
+__device__ inline void consume(const fa_cuda_arguments &a, BackwardBuffers<Shape> buffers, int consumer) {
   using Buffers = BackwardBuffers<Shape>;
   using QTile = typename Buffers::QTile;
   using KTile = typename Buffers::KTile;
@@ -219,30 +271,48 @@ __device__ inline void consume(const fa_cuda_arguments &a, const BackwardBuffers
   using Io = typename Kind::Io;
   constexpr int NT = Shape::block_q / 8, DT = Shape::head_dim / 8;
   constexpr int Q_STEPS = Shape::block_q / 16, K_STEPS = Shape::block_k / 16, D_STEPS = Shape::head_dim / 16;
-  constexpr int CONSUMERS = Shape::num_consumers * WARPGROUP;
   static_assert(Dq::MT == 1, "one product of a warpgroup");
 
-  const int first_column = work.columns.begin + consumer * 64, warp_row = threadIdx.x / 32 % 4 * 16;
-  const BoxOperand<KTile, true> k(buffers.k(), consumer * 64), v(buffers.v(), consumer * 64);
-  float dk[1][DT][4], dv[1][DT][4], scores[1][NT][4], ds[1][NT][4];
+  const int warp_row = threadIdx.x / 32 % 4 * 16;
+  float dk[1][DT][4], dv[1][DT][4], scores[1][NT][4], ds[1][NT][4], dq[1][Dq::NT][4];
   uint32_t p_operand[Q_STEPS][4], ds_operand[Q_STEPS][4];
-  set_zero<1, DT>(dk);
-  set_zero<1, DT>(dv);
 
-  Ring<Buffers::STAGES> ring;
+  // Counts from which stages and phases follow: column blocks, those with something to do, and steps.
+  uint32_t blocks = 0, busy_blocks = 0, steps = 0;
   auto start_scores = [&] {
-    barrier_wait(buffers.q_full(ring.stage), ring.phase);
-    multiply<Element, D_STEPS>(scores[0], k, BoxOperand<QTile, true>(buffers.q(ring.stage)), false);
+    barrier_wait(buffers.barrier(Q_FULL, steps % 2), steps / 2 % 2);
+    multiply<Element, D_STEPS>(scores[0], BoxOperand<KTile, true>(buffers.k(), consumer * 64),
+                               BoxOperand<QTile, true>(buffers.q(steps % 2)), false);
   };
   auto start_dp = [&] {
-    barrier_wait(buffers.dout_full(ring.stage), ring.phase);
-    multiply<Element, D_STEPS>(ds[0], v, BoxOperand<QTile, true>(buffers.dout(ring.stage)), false);
+    barrier_wait(buffers.barrier(DOUT_FULL, steps % 2), steps / 2 % 2);
+    multiply<Element, D_STEPS>(ds[0], BoxOperand<KTile, true>(buffers.v(), consumer * 64),
+                               BoxOperand<QTile, true>(buffers.dout(steps % 2)), false);
   };
-  // Finds the scores there, and dp running; leaves the same of the next step. (More across the loop's end, and
-  // ptxas gives up running products in the background.)
-  auto do_step = [&](Step step, auto is_last) {
-    const Range rows = block_range(step.q_block, Shape::block_q, a.window.seqlen_q);
-    const int stage = ring.stage;
+  auto start_dq = [&](uint32_t step) {
+    const int stage = step % 2;
+    barrier_wait(buffers.barrier(DS_FULL, stage), step / 2 % 2);
+    multiply<Element, K_STEPS>(
+        dq[0], BoxOperand<DsTile, true>(buffers.ds(stage), Dq::ACROSS == 1 ? consumer * 64 : 0),
+        BoxOperand<KTile, false>(buffers.k(), Dq::ACROSS == 1 ? 0 : consumer * 64), false);
+  };
+  auto finish_dq = [&](uint32_t step) {
+    arrive_once(buffers.barrier(DS_EMPTY, step % 2));
+    barrier_wait(buffers.barrier(DQ_SENT), (step + 1) % 2);  // the one before
+#pragma unroll
+    for (int n = 0; n < Dq::NT; n++) store_shared(buffers.dq() + dq_offset<Dq>(0, n) * 4, dq[0][n]);
+    fence_async();
+    named_barrier_arrive(DQ_WRITTEN, Shape::num_consumers * WARPGROUP + 32);
+  };
+
+  // Finds the scores there and dp running, and leaves the same of the next step. dq is a step behind, so that
+  // the consumers need not wait for each other's ds: while one finishes its scores, the other multiplies. (With
+  // more running across the loop's end, ptxas gives up running products in the background.)
+  auto do_step = [&](int q_block, int first_column, auto is_first, auto is_last) {
+    constexpr bool IS_FIRST = decltype(is_first)::value, IS_LAST = decltype(is_last)::value;
+    const Range rows = block_range(q_block, Shape::block_q, a.window.seqlen_q);
+    const int stage = steps % 2;
+    forget(buffers.base);  // or every address in this step is kept in a register
     finish_scores<Kind, 1, NT>(scores, a.score);
     if (!is_fully_visible(a.window, rows, first_column, 64))
       mask_transposed_scores<1, NT>(scores, a.window, rows.begin, first_column + warp_row);
@@ -251,76 +321,87 @@ __device__ inline void consume(const fa_cuda_arguments &a, const BackwardBuffers
     else
       probabilities<Kind, false>(scores, p_operand, a.score, buffers.shift(stage));
     wgmma_wait<0>(ds[0]);
+    if (IS_LAST) arrive_once(buffers.barrier(V_EMPTY));
     multiply<Element, Q_STEPS>(dv[0], p_operand, BoxOperand<QTile, false>(buffers.dout(stage)), true);
     finish_ds(ds, scores, buffers.delta(stage));
     convert<Kind>(ds_operand, ds);
     multiply<Element, Q_STEPS>(dk[0], ds_operand, BoxOperand<QTile, false>(buffers.q(stage)), true);
     wgmma_wait<1>(dv[0], p_operand);
-    release(buffers.dout_empty(stage));
+    arrive_once(buffers.barrier(DOUT_EMPTY, stage));
+    barrier_wait(buffers.barrier(DS_EMPTY, stage), steps / 2 % 2 ^ 1);
     store_transposed<DsTile>(buffers.ds(stage), consumer * 64 + warp_row, 0, ds_operand);
     fence_async();
-    named_barrier_wait(DS_WRITTEN, CONSUMERS);
+    arrive_once(buffers.barrier(DS_FULL, stage));
 
-    float dq[1][Dq::NT][4];
-    multiply<Element, K_STEPS>(
-        dq[0], BoxOperand<DsTile, true>(buffers.ds(stage), Dq::ACROSS == 1 ? consumer * 64 : 0),
-        BoxOperand<KTile, false>(buffers.k(), Dq::ACROSS == 1 ? 0 : consumer * 64), false);
-    ring.advance();
-    if constexpr (!decltype(is_last)::value) {
-      start_scores();
-      wgmma_wait<1>(dk[0], dq[0], ds_operand);
-    } else {
-      wgmma_wait<0>(dk[0], dq[0], ds_operand);
-    }
-    release(buffers.q_empty(stage));
-    if (step.head != work.first.head || step.q_block != work.first.q_block)
-      named_barrier_wait(DQ_SENT, CONSUMERS + 32);  // the last step's
-#pragma unroll
-    for (int n = 0; n < Dq::NT; n++) store_shared(buffers.dq() + dq_offset<Dq>(0, n) * 4, dq[0][n]);
-    fence_async();
-    named_barrier_arrive(DQ_WRITTEN, CONSUMERS + 32);
-    if constexpr (!decltype(is_last)::value) {
+    if constexpr (!IS_FIRST) start_dq(steps - 1);
+    steps++;
+    if constexpr (!IS_LAST) start_scores();
+    wgmma_wait<!IS_LAST>(dk[0], dq[0], ds_operand);
+    arrive_once(buffers.barrier(Q_EMPTY, stage));
+    if constexpr (!IS_FIRST) finish_dq(steps - 2);
+    if constexpr (!IS_LAST) {
       start_dp();
       wgmma_wait<1>(scores[0]);
+    } else {
+      start_dq(steps - 1);
+      wgmma_wait<0>(dq[0]);
+      arrive_once(buffers.barrier(K_EMPTY));
+      finish_dq(steps - 1);
     }
   };
 
-  if (work.first.head < work.end_head) {
-    barrier_wait(buffers.k_full(), 0);
-    start_scores();
-    barrier_wait(buffers.v_full(), 0);
-    start_dp();
-    wgmma_wait<1>(scores[0]);
-    Step step = work.first;
-    for (Step next; (next = next_step(step, work.q_blocks)).head < work.end_head; step = next)
-      do_step(step, std::false_type());
-    do_step(step, std::true_type());
+  Work work;
+  for (; current_work(a, buffers, blocks, work); next_work(buffers, blocks)) {
+    set_zero<1, DT>(dk);
+    set_zero<1, DT>(dv);
+    if (work.num_steps > 0) {
+      using True = std::true_type;
+      using False = std::false_type;
+      barrier_wait(buffers.barrier(K_FULL), busy_blocks % 2);
+      start_scores();
+      barrier_wait(buffers.barrier(V_FULL), busy_blocks % 2);
+      start_dp();
+      wgmma_wait<1>(scores[0]);
+      busy_blocks++;
+      const int first_column = work.columns.begin + consumer * 64;
+      int q_block = work.q_blocks.end - 1, steps_left = work.num_steps - 1;
+      if (steps_left == 0) {
+        do_step(q_block, first_column, True(), True());
+      } else {
+        do_step(q_block, first_column, True(), False());
+        for (;;) {
+          q_block = next_step({0, q_block}, work.q_blocks).q_block;
+          if (--steps_left == 0) break;
+          do_step(q_block, first_column, False(), False());
+        }
+        do_step(q_block, first_column, False(), True());
+      }
+    }
+    current_work(a, buffers, blocks, work);  // again, and not in registers all the time
+    const int column = work.columns.begin + consumer * 64 + warp_row;
+    store_accumulator<Io, 1, DT>(row_of<Io>(a.dv, work.block.batch, work.block.kv_head, column),
+                                 a.dv.stride_row, work.columns.end - column, a.head_dim, dv, 1);
+    store_accumulator<Io, 1, DT>(row_of<Io>(a.dk, work.block.batch, work.block.kv_head, column),
+                                 a.dk.stride_row, work.columns.end - column, a.head_dim, dk, a.scale);
   }
-
-  const int column = first_column + warp_row;
-  store_accumulator<Io, 1, DT>(row_of<Io>(a.dk, work.batch, work.kv_head, column), a.dk.stride_row,
-                               work.columns.end - column, a.head_dim, dk, a.scale);
-  store_accumulator<Io, 1, DT>(row_of<Io>(a.dv, work.batch, work.kv_head, column), a.dv.stride_row,
-                               work.columns.end - column, a.head_dim, dv, 1);
 }
 
+// As many blocks of threads as there are multiprocessors.
 template <class Kind, class Shape>
 __global__ void __launch_bounds__(Shape::num_threads, 1)
     backward(const __grid_constant__ fa_cuda_arguments a, const __grid_constant__ fa_cuda_maps maps) {
-  using Buffers = BackwardBuffers<Shape>;
   extern __shared__ __align__(1024) uint8_t shared[];
-  const Buffers buffers = {shared_address(shared)};
+  const BackwardBuffers<Shape> buffers = {shared_address(shared)};
   if (threadIdx.x == 0) buffers.init_barriers();
   __syncthreads();
-  const Work work = work_of<Shape>(a, block_index(a, reinterpret_cast<int *>(shared + Buffers::TICKET_AT)));
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
   if (warp >= Shape::num_warps) {
     give_registers<Shape::other_registers>();
-    if (warp == Shape::num_warps + 1) send_dq<Shape>(a, buffers, work);
-    if (threadIdx.x == Shape::num_warps * 32) produce<Shape>(a, maps, buffers, work);
+    if (warp == Shape::num_warps + 1) send_dq<Shape>(a, buffers);
+    if (threadIdx.x == Shape::num_warps * 32) produce<Shape>(a, maps, buffers);
   } else {
     take_registers<Shape::consumer_registers>();
-    consume<Kind, Shape>(a, buffers, work, warp / 4);
+    consume<Kind, Shape>(a, buffers, warp / 4);
   }
 }
 
@@ -333,6 +414,7 @@ constexpr fa_cuda_kernel row(const char *name) {
           .num_threads = Shape::num_threads,
           .shared_bytes = BackwardBuffers<Shape>::BYTES,
           .mapped = true,
+          .persistent = true,
           .main = (const void *)backward<Kind, Shape>,
           .statistics = (const void *)statistics<Kind, Shape>,
           .finish_dq = (const void *)finish_dq<Kind, Shape>,
@@ -346,7 +428,8 @@ constexpr fa_cuda_kernel row(const char *name) {
   fa::hopper::row<fa::kinds::FA_KIND, fa::hopper::BackwardShape<__VA_ARGS__>>("cuda/sm90/" FA_QUOTE(FA_KIND) \
                                                                                   rest)
 
-// Registers a consumer's thread needs for its arrays: head_dim (dk, dv) + 1.25 * block_q (scores, dp and p).
+// A consumer's thread needs head_dim registers (dk, dv) and 1.25 * block_q (scores, dp and p) for its arrays.
+// Shared memory, KiB: 192 each.
 const fa_cuda_kernel FA_JOIN(fa_hopper_backward_, FA_KIND)[] = {
     // bucket, block_q
     ROW("/d64", 64, 128),
