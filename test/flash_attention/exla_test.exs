@@ -3,8 +3,12 @@ defmodule FlashAttention.EXLATest do
   # test/support/exla_nif.exs writes the text in its place.
   use ExUnit.Case, async: false
 
+  alias FlashAttention.Test.Numerical
+  alias Nx.Defn.{Composite, Evaluator}
+
   @moduletag :exla
-  @compile {:no_warn_undefined, [EXLA, EXLA.NIF, EXLA.Application, Nx, Nx.Defn, Nx.Random]}
+  @compile {:no_warn_undefined,
+            [EXLA, EXLA.NIF, EXLA.Application, Nx, Nx.Defn, Nx.Random, Composite, Numerical]}
 
   setup_all do
     if Code.ensure_loaded?(EXLA.NIF) do
@@ -31,19 +35,27 @@ defmodule FlashAttention.EXLATest do
   end
 
   # Where XLA is not there, `make test-xla` runs the text through the XLA of JAX.
-  test "a step through XLA, or the text of one that is tested elsewhere", %{runs?: runs?} do
-    shapes = [{2, 4, 12, 8}, {2, 2, 12, 8}, {2, 2, 12, 8}, {2, 4}, {2, 4, 12, 8}]
-
+  defp check_through_xla(function, shapes, text, runs?) do
     if runs? do
       {arguments, _key} = Enum.map_reduce(shapes, Nx.Random.key(1), &Nx.Random.normal(&2, shape: &1))
-      assert {loss, gradients} = Nx.Defn.jit_apply(&step/5, arguments, compiler: EXLA)
-      {plain_loss, plain_gradients} = Nx.Defn.jit_apply(&step/5, arguments, compiler: Nx.Defn.Evaluator)
 
-      for {x, y} <- Enum.zip([loss | Tuple.to_list(gradients)], [plain_loss | Tuple.to_list(plain_gradients)]),
+      [through_xla, plain] =
+        for compiler <- [EXLA, Evaluator], do: Nx.Defn.jit_apply(function, arguments, compiler: compiler)
+
+      for {x, y} <- Enum.zip(Composite.flatten_list([through_xla]), Composite.flatten_list([plain])),
           do: assert(Nx.to_number(Nx.all_close(Nx.backend_copy(x), y)) == 1)
     else
-      assert stablehlo(&step/5, Enum.map(shapes, &template/1)) == File.read!("test/xla/exla.mlir")
+      assert stablehlo(function, Enum.map(shapes, &template/1)) == File.read!(text)
     end
+  end
+
+  test "a step through XLA, or the text of one", %{runs?: runs?} do
+    shapes = [{2, 4, 12, 8}, {2, 2, 12, 8}, {2, 2, 12, 8}, {2, 4}, {2, 4, 12, 8}]
+    check_through_xla(&step/5, shapes, "test/xla/exla.mlir", runs?)
+  end
+
+  test "a while and the gradient through it through XLA, or the text of them", %{runs?: runs?} do
+    check_through_xla(&Numerical.repeated/3, List.duplicate({2, 6, 2, 4}, 3), "test/xla/exla_while.mlir", runs?)
   end
 
   defp template(shape, type \\ :f32), do: Nx.template(shape, type)

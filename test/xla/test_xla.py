@@ -360,8 +360,13 @@ class Tests:
               "fa_xla_register: NULL is taken")
         # JAX registered the same handlers before: the runtime must see that they are the same.
         check(register_all(ctypes.c_void_p(api), ctypes.byref(error)) == 0, f"fa_xla_register: {error.message.decode()}")
-        shapes = (2, 4, 12, 8), (2, 2, 12, 8), (2, 2, 12, 8), (2, 4), (2, 4, 12, 8)
-        inputs = self.random(*shapes)
+        self.exla_step()
+        if self.args.platform == "cpu":
+            self.exla_while()
+
+    def exla_step(self):
+        """A loss and its gradients, amid transposes."""
+        inputs = self.random((2, 4, 12, 8), (2, 2, 12, 8), (2, 2, 12, 8), (2, 4), (2, 4, 12, 8))
 
         def step(q, k, v, sink, weights):
             def loss(q, k, v, sink):
@@ -371,11 +376,30 @@ class Tests:
 
             return loss(q, k, v, sink), *jax.grad(loss, (0, 1, 2, 3))(q, k, v, sink)
 
-        wanted = jax.jit(step)(*(jax.device_put(np.asarray(x, np.float64), self.host) for x in inputs))
-        with open(os.path.join(os.path.dirname(__file__), "exla.mlir")) as file:
-            text = self.with_workspaces(file.read(), inputs)
+        text = self.with_workspaces(self.exla_text("exla.mlir"), inputs)
+        self.check_exla(text, inputs, step, ("the loss", "dq", "dk", "dv", "dsink"))
+
+    def exla_while(self):
+        """Attention three times over in a while, and the gradient through it."""
+
+        def three_times(q, k, v):
+            def loss(q):
+                for _ in range(3):
+                    q = plain(q, k, v, None)[0]
+                return jnp.sum(q * q)
+
+            return jax.grad(loss)(q),
+
+        self.check_exla(self.exla_text("exla_while.mlir"), self.random(*3 * [(2, 6, 2, 4)]), three_times, ("dq",))
+
+    def exla_text(self, name):
+        with open(os.path.join(os.path.dirname(__file__), name)) as file:
+            return file.read()
+
+    def check_exla(self, text, inputs, function, names):
+        wanted = jax.jit(function)(*(jax.device_put(np.asarray(x, np.float64), self.host) for x in inputs))
         got = self.run_stablehlo(text, [self.put(np.zeros(8), np.uint8), *inputs])
-        for name, x, y in zip(("the loss", "dq", "dk", "dv", "dsink"), got, wanted):
+        for name, x, y in zip(names, got, wanted):
             error = largest_error(x, np.asarray(y))
             check(error <= 1e-5 * np.max(np.abs(y)), f"EXLA's StableHLO: {name} errs by {error:.3g}")
 
