@@ -117,7 +117,7 @@ template <class Shape>
 __device__ inline bool current_work(const fa_cuda_arguments &a, const BackwardBuffers<Shape> &buffers,
                                     uint32_t count, Work &work) {
   barrier_wait(buffers.barrier(BLOCK_FULL, count % 2), count / 2 % 2);
-  return work_of<Shape>(a, load_shared(buffers.block(count % 2)), work);
+  return work_of<Shape>(a, load_shared_word(buffers.block(count % 2)), work);
 }
 template <class Shape>
 __device__ inline void next_work(const BackwardBuffers<Shape> &buffers, uint32_t &count) {

@@ -30,7 +30,7 @@ __device__ inline void store_shared(uint32_t to, const float (&x)[4]) {
   asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3])
                : "memory");
 }
-__device__ inline uint32_t load_shared(uint32_t from) {
+__device__ inline uint32_t load_shared_word(uint32_t from) {
   uint32_t x;
   asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(from) : "memory");
   return x;
