@@ -170,19 +170,29 @@ static part part_of(const host_run *run, const slice *slice, int id, const fa_te
 
 /* ---- one slice after the other, on three streams -------------------------------------------------------- */
 
-static fa_status copy_slice(host_run *run, int number, fa_tensor_role role, fa_error *error) {
-  fa_status status = FA_STATUS_OK;
-  for (int id = 0; !status && id < FA_NUM_TENSORS; id++) {
+/* The slice's copies of tensors in that role, of pinned or of pageable memory. */
+static int list_copies(const host_run *run, int number, fa_tensor_role role, bool staged, fa_copy *copies) {
+  int num_copies = 0;
+  for (int id = 0; id < FA_NUM_TENSORS; id++) {
     const tensor_place *t = &run->tensors[id];
     const bool once = id == FA_TENSOR_SINK && number > 0;
-    if (t->role != role || !t->copied || once) continue;
+    if (t->role != role || !t->copied || t->staged != staged || once) continue;
     const part part = part_of(run, &run->slices[number], id, &t->host);
-    const fa_rows host = {(char *)t->host.data + part.offset, part.pitch};
-    const fa_rows device = {(char *)t->device.data + part.offset, part.pitch};
-    if (role == FA_ROLE_INPUT)
-      status = fa_lane_upload(run->lane, device, host, part.row_bytes, part.num_rows, t->staged, error);
-    else
-      status = fa_lane_download(run->lane, host, device, part.row_bytes, part.num_rows, t->staged, error);
+    copies[num_copies++] = (fa_copy){.device = {(char *)t->device.data + part.offset, part.pitch},
+                                     .host = {(char *)t->host.data + part.offset, part.pitch},
+                                     .row_bytes = part.row_bytes,
+                                     .num_rows = part.num_rows};
+  }
+  return num_copies;
+}
+
+/* Pinned memory first: the bus is at it while the processor copies what is staged. */
+static fa_status copy_slice(host_run *run, int number, fa_tensor_role role, fa_error *error) {
+  fa_status status = FA_STATUS_OK;
+  for (int staged = 0; !status && staged <= 1; staged++) {
+    fa_copy copies[FA_NUM_TENSORS];
+    const int num_copies = list_copies(run, number, role, staged, copies);
+    if (num_copies) status = fa_lane_copy(run->lane, copies, num_copies, role == FA_ROLE_OUTPUT, staged, error);
   }
   return status;
 }
@@ -233,8 +243,7 @@ static fa_status wait_for_caller(host_run *run, fa_error *error) {
 static fa_status finish(host_run *run, fa_error *error) {
   const fa_memory_ops *memory = run->heap->backend->memory;
   const int32_t index = run->heap->index;
-  fa_status status = fa_lane_flush(run->lane, error);
-  if (!status) status = memory->record(index, run->lane->finished, run->lane->down, error);
+  fa_status status = memory->record(index, run->lane->finished, run->lane->down, error);
   if (!status) status = memory->event_wait(index, run->lane->finished, error);
   for (int i = 0; !status && i < run->num_slices; i++) {
     double seconds = 0;

@@ -1,5 +1,6 @@
 #include "lane.h"
 
+#include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -21,8 +22,9 @@ static void free_lane(fa_lane *lane) {
     for (int j = 0; j < 3; j++)
       if (events[j]) memory->event_free(index, events[j]);
   }
-  for (int i = 0; i < FA_RING_SLOTS; i++)
-    if (lane->ring[i].event) memory->event_free(index, lane->ring[i].event);
+  for (int i = 0; i < FA_COPY_THREADS; i++)
+    for (int j = 0; j < FA_SLOTS_A_THREAD; j++)
+      if (lane->slots[i][j].event) memory->event_free(index, lane->slots[i][j].event);
   free(lane);
 }
 
@@ -39,8 +41,8 @@ static fa_status fill_lane(fa_lane *lane, fa_error *error) {
     if (!status) status = memory->event_new(index, &lane->slices[i].begun, error);
     if (!status) status = memory->event_new(index, &lane->slices[i].done, error);
   }
-  for (int i = 0; !status && i < FA_RING_SLOTS; i++)
-    status = memory->event_new(index, &lane->ring[i].event, error);
+  for (int i = 0; !status && i < FA_COPY_THREADS * FA_SLOTS_A_THREAD; i++)
+    status = memory->event_new(index, &lane->slots[i / FA_SLOTS_A_THREAD][i % FA_SLOTS_A_THREAD].event, error);
   return status;
 }
 
@@ -54,26 +56,27 @@ static fa_status new_lane(fa_heap *heap, fa_lane **lane, fa_error *error) {
 }
 
 static void give_ring(fa_lane *lane) {
-  for (int i = 0; i < FA_RING_SLOTS; i++) {
-    if (lane->ring[i].memory) fa_pool_give(&lane->heap->pinned->staging, lane->ring[i].memory);
-    lane->ring[i].memory = NULL;
-    lane->ring[i].busy = false;
-  }
+  if (lane->ring) fa_pool_give(&lane->heap->pinned->staging, lane->ring);
+  lane->ring = NULL;
+  lane->slot_bytes = 0;
 }
 
 /* Small slots let the bus begin early, large ones cost less to hand over: a part of what is to be copied. */
 static void take_ring(fa_lane *lane, size_t pageable_bytes) {
-  const size_t least = (size_t)64 << 10, most = (size_t)4 << 20;
-  lane->slot_bytes = least;
-  while (lane->slot_bytes < most && lane->slot_bytes * 8 < pageable_bytes) lane->slot_bytes *= 2;
-  for (int i = 0; pageable_bytes && i < FA_RING_SLOTS; i++) {
-    void *memory;
-    if (fa_pool_take(&lane->heap->pinned->staging, lane->slot_bytes, &memory, NULL)) {
-      give_ring(lane);
-      lane->slot_bytes = 0;
-      return;
-    }
-    lane->ring[i].memory = memory;
+  const size_t least = (size_t)64 << 10, most = (size_t)1 << 20;
+  const int num_slots = FA_COPY_THREADS * FA_SLOTS_A_THREAD;
+  void *memory;
+  size_t bytes = least;
+  while (bytes < most && bytes * FA_COPY_THREADS * 2 < pageable_bytes) bytes *= 2;
+  if (!pageable_bytes ||
+      fa_pool_take(&lane->heap->pinned->staging, bytes * (size_t)num_slots, &memory, NULL) != FA_STATUS_OK)
+    return;
+  lane->ring = memory;
+  lane->slot_bytes = bytes;
+  for (int i = 0; i < num_slots; i++) {
+    fa_slot *slot = &lane->slots[i / FA_SLOTS_A_THREAD][i % FA_SLOTS_A_THREAD];
+    slot->memory = lane->ring + bytes * (size_t)i;
+    slot->busy = false;
   }
 }
 
@@ -98,38 +101,39 @@ void fa_lane_give(fa_lane *lane) {
   pthread_mutex_unlock(&heap->mutex);
 }
 
-/* ---- the processor's part: between a slot and rows of pageable memory ---------------------------------- */
+/* ---- copies through the slots ------------------------------------------------------------------------ */
 
-enum { TASK_BYTES = 256 << 10, COPY_THREADS = 8 };
-
-static void copy_part(const fa_slot *slot, size_t begin, size_t end) {
-  while (begin < end) {
-    const size_t at = slot->begin + begin, column = at % slot->row_bytes;
-    const size_t left = slot->row_bytes - column, bytes = left < end - begin ? left : end - begin;
-    char *host = slot->host.data + at / slot->row_bytes * slot->host.pitch + column;
-    if (slot->download)
-      memcpy(host, slot->memory + begin, bytes);
-    else
-      memcpy(slot->memory + begin, host, bytes);
-    begin += bytes;
+/* The processor's part: between the slot and rows of pageable memory. */
+static void copy_slot(const fa_slot *slot) {
+  const fa_copy *copy = slot->copy;
+  for (size_t done = 0; done < slot->bytes;) {
+    const size_t at = slot->begin + done, column = at % copy->row_bytes;
+    const size_t left = copy->row_bytes - column, bytes = left < slot->bytes - done ? left : slot->bytes - done;
+    char *host = copy->host.data + at / copy->row_bytes * copy->host.pitch + column;
+    char *here = slot->memory + done;
+    memcpy(slot->download ? host : here, slot->download ? here : host, bytes);
+    done += bytes;
   }
 }
 
-static void copy_task(void *context, int64_t task, int worker) {
-  (void)worker;
-  const fa_slot *slot = context;
-  const size_t begin = (size_t)task * TASK_BYTES, end = begin + TASK_BYTES;
-  copy_part(slot, begin, end < slot->bytes ? end : slot->bytes);
+/* The bus's part: whole rows, or a part of the only one. */
+static fa_status send_slot(fa_lane *lane, fa_slot *slot, fa_error *error) {
+  const fa_memory_ops *memory = lane->heap->backend->memory;
+  const fa_copy *copy = slot->copy;
+  const size_t width = slot->bytes < copy->row_bytes ? slot->bytes : copy->row_bytes;
+  const fa_rows here = {slot->memory, width};
+  const fa_rows there = {
+      copy->device.data + slot->begin / copy->row_bytes * copy->device.pitch + slot->begin % copy->row_bytes,
+      copy->device.pitch};
+  void *stream = slot->download ? lane->down : lane->up;
+  fa_status status = memory->copy(lane->heap->index, slot->download ? here : there,
+                                  slot->download ? there : here, width, slot->bytes / width, stream, error);
+  if (!status) status = memory->record(lane->heap->index, slot->event, stream, error);
+  slot->busy = status == FA_STATUS_OK;
+  return status;
 }
 
-static void copy_slot(fa_slot *slot) {
-  const int processors = fa_num_processors();
-  fa_parallel_for(processors < COPY_THREADS ? processors : COPY_THREADS,
-                  (int64_t)((slot->bytes + TASK_BYTES - 1) / TASK_BYTES), copy_task, slot);
-}
-
-/* ---- the bus's part ---------------------------------------------------------------------------------- */
-
+/* Waits until the slot may be used again, and takes out of it what came down. */
 static fa_status finish_slot(fa_lane *lane, fa_slot *slot, fa_error *error) {
   if (!slot->busy) return FA_STATUS_OK;
   slot->busy = false;
@@ -138,62 +142,86 @@ static fa_status finish_slot(fa_lane *lane, fa_slot *slot, fa_error *error) {
   return status;
 }
 
-/* One piece: whole rows, or a part of the only one. */
-static fa_status copy_piece(fa_lane *lane, fa_rows device, fa_slot piece, fa_error *error) {
-  const fa_memory_ops *memory = lane->heap->backend->memory;
-  fa_slot *slot = &lane->ring[lane->next_slot++ % FA_RING_SLOTS];
+/* Copies that several threads take parts of. */
+typedef struct staged_copies {
+  fa_lane *lane;
+  const fa_copy *copies;
+  int num_copies;
+  bool download;
+  atomic_bool failed;
+  fa_error errors[FA_COPY_THREADS]; /* of each thread; all but one may be fine */
+} staged_copies;
+
+/* How many bytes of a copy a slot takes. */
+static size_t part_bytes(const fa_lane *lane, const fa_copy *copy) {
+  return copy->num_rows == 1 ? lane->slot_bytes : lane->slot_bytes / copy->row_bytes * copy->row_bytes;
+}
+
+static int64_t num_parts(const fa_lane *lane, const fa_copy *copy) {
+  const size_t bytes = part_bytes(lane, copy);
+  return (int64_t)((copy->row_bytes * copy->num_rows + bytes - 1) / bytes);
+}
+
+static fa_status copy_part(staged_copies *staged, int64_t part, int worker, fa_error *error) {
+  fa_lane *lane = staged->lane;
+  const fa_copy *copy = staged->copies;
+  for (; part >= num_parts(lane, copy); copy++) part -= num_parts(lane, copy);
+  fa_slot *slot = &lane->slots[worker][lane->next_slot[worker]++ % FA_SLOTS_A_THREAD];
   fa_status status = finish_slot(lane, slot, error);
   if (status) return status;
-  piece.memory = slot->memory;
-  piece.event = slot->event;
-  *slot = piece;
-  const size_t row = slot->begin / slot->row_bytes;
-  const size_t width = slot->bytes < slot->row_bytes ? slot->bytes : slot->row_bytes;
-  const fa_rows there = {device.data + row * device.pitch + slot->begin % slot->row_bytes, device.pitch};
-  const fa_rows here = {slot->memory, width};
-  void *stream = slot->download ? lane->down : lane->up;
+  const size_t most = part_bytes(lane, copy), left = copy->row_bytes * copy->num_rows - (size_t)part * most;
+  slot->download = staged->download;
+  slot->copy = copy;
+  slot->begin = (size_t)part * most;
+  slot->bytes = left < most ? left : most;
   if (!slot->download) copy_slot(slot);
-  status = memory->copy(lane->heap->index, slot->download ? here : there, slot->download ? there : here, width,
-                        slot->bytes / width, stream, error);
-  return status ? status : memory->record(lane->heap->index, slot->event, stream, error);
+  return send_slot(lane, slot, error);
 }
 
-static fa_status copy_through_ring(fa_lane *lane, fa_rows device, fa_rows host, size_t row_bytes,
-                                   size_t num_rows, bool download, fa_error *error) {
-  const size_t total = row_bytes * num_rows;
-  const size_t most = num_rows == 1 ? lane->slot_bytes : lane->slot_bytes / row_bytes * row_bytes;
-  fa_slot piece = {.busy = true, .download = download, .host = host, .row_bytes = row_bytes};
-  for (; piece.begin < total; piece.begin += piece.bytes) {
-    piece.bytes = total - piece.begin < most ? total - piece.begin : most;
-    fa_status status = copy_piece(lane, device, piece, error);
-    if (status) return status;
-  }
-  return FA_STATUS_OK;
+static void copy_task(void *context, int64_t part, int worker) {
+  staged_copies *staged = context;
+  if (atomic_load(&staged->failed)) return;
+  if (copy_part(staged, part, worker, &staged->errors[worker])) atomic_store(&staged->failed, true);
 }
 
-static bool fits_ring(const fa_lane *lane, size_t row_bytes, size_t num_rows) {
-  return num_rows == 1 ? lane->slot_bytes > 0 : row_bytes <= lane->slot_bytes;
-}
-
-fa_status fa_lane_upload(fa_lane *lane, fa_rows device, fa_rows host, size_t row_bytes, size_t num_rows,
-                         bool staged, fa_error *error) {
-  if (staged && fits_ring(lane, row_bytes, num_rows))
-    return copy_through_ring(lane, device, host, row_bytes, num_rows, false, error);
-  return lane->heap->backend->memory->copy(lane->heap->index, device, host, row_bytes, num_rows, lane->up,
-                                           error);
-}
-
-fa_status fa_lane_download(fa_lane *lane, fa_rows host, fa_rows device, size_t row_bytes, size_t num_rows,
-                           bool staged, fa_error *error) {
-  if (staged && fits_ring(lane, row_bytes, num_rows))
-    return copy_through_ring(lane, device, host, row_bytes, num_rows, true, error);
-  return lane->heap->backend->memory->copy(lane->heap->index, host, device, row_bytes, num_rows, lane->down,
-                                           error);
-}
-
-fa_status fa_lane_flush(fa_lane *lane, fa_error *error) {
+static fa_status finish_slots(fa_lane *lane, fa_error *error) {
   fa_status status = FA_STATUS_OK;
-  for (int i = 0; !status && i < FA_RING_SLOTS; i++)
-    status = finish_slot(lane, &lane->ring[(lane->next_slot + i) % FA_RING_SLOTS], error);
+  for (int i = 0; !status && i < FA_COPY_THREADS * FA_SLOTS_A_THREAD; i++)
+    status = finish_slot(lane, &lane->slots[i / FA_SLOTS_A_THREAD][i % FA_SLOTS_A_THREAD], error);
+  return status;
+}
+
+static fa_status copy_staged(staged_copies *staged, fa_error *error) {
+  int64_t parts = 0;
+  for (int i = 0; i < staged->num_copies; i++) parts += num_parts(staged->lane, &staged->copies[i]);
+  const int processors = fa_num_processors();
+  fa_parallel_for(processors < FA_COPY_THREADS ? processors : FA_COPY_THREADS, parts, copy_task, staged);
+  for (int i = 0; i < FA_COPY_THREADS; i++)
+    if (staged->errors[i].status) {
+      if (error) *error = staged->errors[i];
+      return staged->errors[i].status;
+    }
+  /* What is on its way up may stay there: who wants its slot waits. What comes down has to be taken out. */
+  return staged->download ? finish_slots(staged->lane, error) : FA_STATUS_OK;
+}
+
+static bool fits_slots(const fa_lane *lane, const fa_copy *copy) {
+  return lane->slot_bytes && (copy->num_rows == 1 || copy->row_bytes <= lane->slot_bytes);
+}
+
+fa_status fa_lane_copy(fa_lane *lane, const fa_copy *copies, int num_copies, bool download, bool staged,
+                       fa_error *error) {
+  bool fit = staged;
+  for (int i = 0; i < num_copies; i++) fit = fit && fits_slots(lane, &copies[i]);
+  if (fit) {
+    staged_copies job = {.lane = lane, .copies = copies, .num_copies = num_copies, .download = download};
+    return copy_staged(&job, error);
+  }
+  const fa_memory_ops *memory = lane->heap->backend->memory;
+  fa_status status = FA_STATUS_OK;
+  for (const fa_copy *copy = copies; !status && copy < copies + num_copies; copy++)
+    status = memory->copy(lane->heap->index, download ? copy->host : copy->device,
+                          download ? copy->device : copy->host, copy->row_bytes, copy->num_rows,
+                          download ? lane->down : lane->up, error);
   return status;
 }
