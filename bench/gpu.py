@@ -23,6 +23,8 @@ sys.path.append(os.path.join(os.path.dirname(__file__), "../test/xla"))
 import c_library
 from c_library import PASSES
 
+import host
+
 HIDDEN = 2048
 TYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 PRECISIONS = {"highest": 0, "high": 1, "default": 2}
@@ -336,6 +338,7 @@ def draw(path, table, cases):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="few cases, few turns")
+    parser.add_argument("--elixir", default=host.ELIXIR, help="runs bench/host.exs")
     parser.add_argument("--xla", action="store_true", help="XLA's attention too, up to seqlen 4,096")
     parser.add_argument("--library", default="priv/libflash_attention.so")
     parser.add_argument("--result", help="where to keep the page and the picture, without .md and .svg")
@@ -366,7 +369,9 @@ def main():
     error_table(page, [Case(type_name, d, causal, 2048) for type_name in TYPES for d in (64, 128)
                        for causal in (False, True) if type_name == "f32" or d == 128], library)
 
-    page.say("## Marks\n\nHow many of the rows, tensors or checks meet each.\n")
+    host.section(page, library, args.elixir, args.quick)
+
+    page.say("\n## Marks\n\nHow many of the rows, tensors or checks meet each.\n")
     page.mark("forward and backward run in a CUDA graph", runs_in_a_graph(library))
     million = (1, 1 << 20, 1, 64)
     half = (1, 1 << 19, 1, 64)

@@ -1,7 +1,7 @@
 # What calls from Elixir cost on the GPU, for bench/host.py: prints one measurement a line, as words.
 #
-#     states TYPE HEAD_DIM SEQLEN SOURCE MILLISECONDS   forward and backward with states on the device
-#     callers SOURCE NUM CALLS_PER_SECOND MIN MAX       forwards by so many processes; fewest and most calls of one
+#     states TYPE PRECISION HEAD_DIM SEQLEN SOURCE MILLISECONDS   forward and backward with states on the device
+#     callers SOURCE NUM CALLS_PER_SECOND MIN MAX   forwards by so many processes; fewest and most calls of one
 #
 # SOURCE: "binaries" are ordinary ones, "results" those of an earlier call. --quick: one seqlen.
 alias FlashAttention.Tensor
@@ -33,9 +33,9 @@ defmodule Bench do
     [{"binaries", tensor}, {"results", result}]
   end
 
-  def states(tensor) do
-    {_o, states} =
-      FlashAttention.forward_with_states!(tensor, tensor, tensor, keep: :device, causal: false, device: :cuda)
+  def states(tensor, precision) do
+    opts = [keep: :device, causal: false, device: :cuda, precision: precision]
+    {_o, states} = FlashAttention.forward_with_states!(tensor, tensor, tensor, opts)
 
     gradients = FlashAttention.backward!(tensor, states)
     FlashAttention.release(states)
@@ -66,12 +66,14 @@ end
 
 seqlens = if "--quick" in System.argv(), do: [4096], else: [512, 1024, 2048, 4096, 8192, 16_384]
 
-for type <- [:f32, :bf16], head_dim <- [64, 128], seqlen <- seqlens do
+for {type, precision} <- [f32: :highest, f32: :default, bf16: :highest],
+    head_dim <- [64, 128],
+    seqlen <- seqlens do
   tensor = Bench.tensor(type, Bench.shape(type, head_dim, seqlen))
 
   for {source, tensor} <- Bench.sources(tensor) do
-    ms = Bench.median_ms(fn -> Bench.states(tensor) end)
-    IO.puts("states #{type} #{head_dim} #{seqlen} #{source} #{Float.round(ms, 3)}")
+    ms = Bench.median_ms(fn -> Bench.states(tensor, precision) end)
+    IO.puts("states #{type} #{precision} #{head_dim} #{seqlen} #{source} #{Float.round(ms, 3)}")
   end
 end
 

@@ -1,6 +1,6 @@
 #include "lane.h"
 
-#include <stdatomic.h>
+#include <sched.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -22,9 +22,8 @@ static void free_lane(fa_lane *lane) {
     for (int j = 0; j < 3; j++)
       if (events[j]) memory->event_free(index, events[j]);
   }
-  for (int i = 0; i < FA_COPY_THREADS; i++)
-    for (int j = 0; j < FA_SLOTS_A_THREAD; j++)
-      if (lane->slots[i][j].event) memory->event_free(index, lane->slots[i][j].event);
+  for (int i = 0; i < FA_RING_SLOTS; i++)
+    if (lane->ring[i].event) memory->event_free(index, lane->ring[i].event);
   free(lane);
 }
 
@@ -41,8 +40,8 @@ static fa_status fill_lane(fa_lane *lane, fa_error *error) {
     if (!status) status = memory->event_new(index, &lane->slices[i].begun, error);
     if (!status) status = memory->event_new(index, &lane->slices[i].done, error);
   }
-  for (int i = 0; !status && i < FA_COPY_THREADS * FA_SLOTS_A_THREAD; i++)
-    status = memory->event_new(index, &lane->slots[i / FA_SLOTS_A_THREAD][i % FA_SLOTS_A_THREAD].event, error);
+  for (int i = 0; !status && i < FA_RING_SLOTS; i++)
+    status = memory->event_new(index, &lane->ring[i].event, error);
   return status;
 }
 
@@ -55,28 +54,25 @@ static fa_status new_lane(fa_heap *heap, fa_lane **lane, fa_error *error) {
   return status;
 }
 
+/* The slots share one block of memory. */
 static void give_ring(fa_lane *lane) {
-  if (lane->ring) fa_pool_give(&lane->heap->pinned->staging, lane->ring);
-  lane->ring = NULL;
+  if (lane->slot_bytes) fa_pool_give(&lane->heap->pinned->staging, lane->ring[0].memory);
   lane->slot_bytes = 0;
 }
 
-/* Small slots let the bus begin early, large ones cost less to hand over: a part of what is to be copied. */
+/* Small slots let the bus begin early; large ones keep it busy, as it pauses for some microseconds after each.
+ */
 static void take_ring(fa_lane *lane, size_t pageable_bytes) {
-  const size_t least = (size_t)64 << 10, most = (size_t)1 << 20;
-  const int num_slots = FA_COPY_THREADS * FA_SLOTS_A_THREAD;
-  void *memory;
+  const size_t least = (size_t)64 << 10, most = (size_t)4 << 20;
   size_t bytes = least;
-  while (bytes < most && bytes * FA_COPY_THREADS * 2 < pageable_bytes) bytes *= 2;
-  if (!pageable_bytes ||
-      fa_pool_take(&lane->heap->pinned->staging, bytes * (size_t)num_slots, &memory, NULL) != FA_STATUS_OK)
+  while (bytes < most && bytes * 8 < pageable_bytes) bytes *= 2;
+  void *memory;
+  if (!pageable_bytes || fa_pool_take(&lane->heap->pinned->staging, bytes * FA_RING_SLOTS, &memory, NULL))
     return;
-  lane->ring = memory;
   lane->slot_bytes = bytes;
-  for (int i = 0; i < num_slots; i++) {
-    fa_slot *slot = &lane->slots[i / FA_SLOTS_A_THREAD][i % FA_SLOTS_A_THREAD];
-    slot->memory = lane->ring + bytes * (size_t)i;
-    slot->busy = false;
+  for (size_t i = 0; i < FA_RING_SLOTS; i++) {
+    lane->ring[i].memory = (char *)memory + bytes * i;
+    lane->ring[i].busy = false;
   }
 }
 
@@ -101,118 +97,170 @@ void fa_lane_give(fa_lane *lane) {
   pthread_mutex_unlock(&heap->mutex);
 }
 
-/* ---- copies through the slots ------------------------------------------------------------------------ */
+/* ---- copies through the ring ----------------------------------------------------------------------- */
 
-/* The processor's part: between the slot and rows of pageable memory. */
-static void copy_slot(const fa_slot *slot) {
-  const fa_copy *copy = slot->copy;
-  for (size_t done = 0; done < slot->bytes;) {
-    const size_t at = slot->begin + done, column = at % copy->row_bytes;
-    const size_t left = copy->row_bytes - column, bytes = left < slot->bytes - done ? left : slot->bytes - done;
-    char *host = copy->host.data + at / copy->row_bytes * copy->host.pitch + column;
-    char *here = slot->memory + done;
-    memcpy(slot->download ? host : here, slot->download ? here : host, bytes);
-    done += bytes;
-  }
-}
+enum { COPY_THREADS = 6, PART_BYTES = 256 << 10 };
 
-/* The bus's part: whole rows, or a part of the only one. */
-static fa_status send_slot(fa_lane *lane, fa_slot *slot, fa_error *error) {
-  const fa_memory_ops *memory = lane->heap->backend->memory;
-  const fa_copy *copy = slot->copy;
-  const size_t width = slot->bytes < copy->row_bytes ? slot->bytes : copy->row_bytes;
-  const fa_rows here = {slot->memory, width};
-  const fa_rows there = {
-      copy->device.data + slot->begin / copy->row_bytes * copy->device.pitch + slot->begin % copy->row_bytes,
-      copy->device.pitch};
-  void *stream = slot->download ? lane->down : lane->up;
-  fa_status status = memory->copy(lane->heap->index, slot->download ? here : there,
-                                  slot->download ? there : here, width, slot->bytes / width, stream, error);
-  if (!status) status = memory->record(lane->heap->index, slot->event, stream, error);
-  slot->busy = status == FA_STATUS_OK;
-  return status;
-}
-
-/* Waits until the slot may be used again, and takes out of it what came down. */
-static fa_status finish_slot(fa_lane *lane, fa_slot *slot, fa_error *error) {
-  if (!slot->busy) return FA_STATUS_OK;
-  slot->busy = false;
-  fa_status status = lane->heap->backend->memory->event_wait(lane->heap->index, slot->event, error);
-  if (!status && slot->download) copy_slot(slot);
-  return status;
-}
-
-/* Copies that several threads take parts of. */
+/* Copies that several threads work on, piece by piece. */
 typedef struct staged_copies {
   fa_lane *lane;
   const fa_copy *copies;
   int num_copies;
   bool download;
+  long num_pieces;
+  int num_parts; /* of each piece */
   atomic_bool failed;
-  fa_error errors[FA_COPY_THREADS]; /* of each thread; all but one may be fine */
+  fa_error errors[COPY_THREADS]; /* of each thread */
 } staged_copies;
 
-/* How many bytes of a copy a slot takes. */
-static size_t part_bytes(const fa_lane *lane, const fa_copy *copy) {
+/* How many bytes of a copy a piece has: whole rows, or a part of the only one. */
+static size_t piece_bytes(const fa_lane *lane, const fa_copy *copy) {
   return copy->num_rows == 1 ? lane->slot_bytes : lane->slot_bytes / copy->row_bytes * copy->row_bytes;
 }
 
-static int64_t num_parts(const fa_lane *lane, const fa_copy *copy) {
-  const size_t bytes = part_bytes(lane, copy);
-  return (int64_t)((copy->row_bytes * copy->num_rows + bytes - 1) / bytes);
+static long pieces_of(const fa_lane *lane, const fa_copy *copy) {
+  const size_t bytes = piece_bytes(lane, copy);
+  return (long)((copy->row_bytes * copy->num_rows + bytes - 1) / bytes);
 }
 
-static fa_status copy_part(staged_copies *staged, int64_t part, int worker, fa_error *error) {
-  fa_lane *lane = staged->lane;
+static fa_slot *slot_of(const staged_copies *staged, long piece) {
+  return &staged->lane->ring[piece % FA_RING_SLOTS];
+}
+
+static void describe_piece(const staged_copies *staged, long piece, fa_slot *slot) {
   const fa_copy *copy = staged->copies;
-  for (; part >= num_parts(lane, copy); copy++) part -= num_parts(lane, copy);
-  fa_slot *slot = &lane->slots[worker][lane->next_slot[worker]++ % FA_SLOTS_A_THREAD];
-  fa_status status = finish_slot(lane, slot, error);
-  if (status) return status;
-  const size_t most = part_bytes(lane, copy), left = copy->row_bytes * copy->num_rows - (size_t)part * most;
+  for (; piece >= pieces_of(staged->lane, copy); copy++) piece -= pieces_of(staged->lane, copy);
+  const size_t most = piece_bytes(staged->lane, copy), begin = (size_t)piece * most;
+  const size_t left = copy->row_bytes * copy->num_rows - begin;
   slot->download = staged->download;
   slot->copy = copy;
-  slot->begin = (size_t)part * most;
+  slot->begin = begin;
   slot->bytes = left < most ? left : most;
-  if (!slot->download) copy_slot(slot);
-  return send_slot(lane, slot, error);
 }
 
-static void copy_task(void *context, int64_t part, int worker) {
+/* The bus's part. */
+static fa_status send_piece(fa_lane *lane, long piece, fa_slot *slot, fa_error *error) {
+  const fa_memory_ops *memory = lane->heap->backend->memory;
+  const fa_copy *copy = slot->copy;
+  const size_t width = slot->bytes < copy->row_bytes ? slot->bytes : copy->row_bytes;
+  const size_t row = slot->begin / copy->row_bytes, column = slot->begin % copy->row_bytes;
+  const fa_rows here = {slot->memory, width};
+  const fa_rows there = {copy->device.data + row * copy->device.pitch + column, copy->device.pitch};
+  void *stream = slot->download ? lane->down : lane->up;
+  fa_status status = memory->copy(lane->heap->index, slot->download ? here : there,
+                                  slot->download ? there : here, width, slot->bytes / width, stream, error);
+  if (!status) status = memory->record(lane->heap->index, slot->event, stream, error);
+  if (status) return status;
+  slot->busy = true;
+  atomic_store(&slot->sent, piece);
+  return FA_STATUS_OK;
+}
+
+static fa_status wait_for_bus(fa_lane *lane, fa_slot *slot, fa_error *error) {
+  if (!slot->busy) return FA_STATUS_OK;
+  slot->busy = false;
+  return lane->heap->backend->memory->event_wait(lane->heap->index, slot->event, error);
+}
+
+/* The processor's part: between the slot and rows of pageable memory, from byte begin of the piece on. */
+static void copy_part(const fa_slot *slot, size_t begin, size_t end) {
+  const fa_copy *copy = slot->copy;
+  while (begin < end) {
+    const size_t at = slot->begin + begin, column = at % copy->row_bytes;
+    const size_t left = copy->row_bytes - column, bytes = left < end - begin ? left : end - begin;
+    char *host = copy->host.data + at / copy->row_bytes * copy->host.pitch + column;
+    char *here = slot->memory + begin;
+    memcpy(slot->download ? host : here, slot->download ? here : host, bytes);
+    begin += bytes;
+  }
+}
+
+static bool await(staged_copies *staged, atomic_long *number, long wanted) {
+  while (atomic_load(number) != wanted) {
+    if (atomic_load(&staged->failed)) return false;
+    sched_yield();
+  }
+  return true;
+}
+
+/* Up: the slot is free when the bus is done with the piece before in it. Down: when it is done with this one.
+ */
+static fa_status open_piece(staged_copies *staged, long piece, fa_slot *slot, fa_error *error) {
+  if (!await(staged, &slot->sent, staged->download ? piece : piece - FA_RING_SLOTS)) return FA_STATUS_OK;
+  fa_status status = wait_for_bus(staged->lane, slot, error);
+  if (status) return status;
+  if (!staged->download) describe_piece(staged, piece, slot);
+  atomic_store(&slot->parts_left, staged->num_parts);
+  atomic_store(&slot->open, piece);
+  return FA_STATUS_OK;
+}
+
+/* Up: the piece is the bus's. Down: the slot is, for the next piece in it. */
+static fa_status close_piece(staged_copies *staged, long piece, fa_slot *slot, fa_error *error) {
+  if (!staged->download) return send_piece(staged->lane, piece, slot, error);
+  if (piece + FA_RING_SLOTS >= staged->num_pieces) return FA_STATUS_OK;
+  describe_piece(staged, piece + FA_RING_SLOTS, slot);
+  return send_piece(staged->lane, piece + FA_RING_SLOTS, slot, error);
+}
+
+/* Tasks start in order, so that whoever waits for a piece waits for threads that are at work. */
+static fa_status copy_one(staged_copies *staged, int64_t task, fa_error *error) {
+  const long piece = (long)(task / staged->num_parts);
+  const size_t part = (size_t)(task % staged->num_parts), parts = (size_t)staged->num_parts;
+  fa_slot *slot = slot_of(staged, piece);
+  fa_status status = part == 0 ? open_piece(staged, piece, slot, error) : FA_STATUS_OK;
+  if (status || !await(staged, &slot->open, piece)) return status;
+  copy_part(slot, slot->bytes * part / parts, slot->bytes * (part + 1) / parts);
+  return atomic_fetch_sub(&slot->parts_left, 1) == 1 ? close_piece(staged, piece, slot, error) : FA_STATUS_OK;
+}
+
+static void copy_task(void *context, int64_t task, int worker) {
   staged_copies *staged = context;
-  if (atomic_load(&staged->failed)) return;
-  if (copy_part(staged, part, worker, &staged->errors[worker])) atomic_store(&staged->failed, true);
+  if (!atomic_load(&staged->failed) && copy_one(staged, task, &staged->errors[worker]))
+    atomic_store(&staged->failed, true);
 }
 
-static fa_status finish_slots(fa_lane *lane, fa_error *error) {
+/* As if pieces before the first had been sent; down, the bus begins with the first ones. */
+static fa_status prepare_ring(staged_copies *staged, fa_error *error) {
   fa_status status = FA_STATUS_OK;
-  for (int i = 0; !status && i < FA_COPY_THREADS * FA_SLOTS_A_THREAD; i++)
-    status = finish_slot(lane, &lane->slots[i / FA_SLOTS_A_THREAD][i % FA_SLOTS_A_THREAD], error);
+  for (long piece = 0; !status && piece < FA_RING_SLOTS; piece++) {
+    fa_slot *slot = slot_of(staged, piece);
+    atomic_store(&slot->sent, piece - FA_RING_SLOTS);
+    atomic_store(&slot->open, piece - FA_RING_SLOTS);
+    if (!staged->download || piece >= staged->num_pieces) continue;
+    status = wait_for_bus(staged->lane, slot, error);
+    describe_piece(staged, piece, slot);
+    if (!status) status = send_piece(staged->lane, piece, slot, error);
+  }
   return status;
 }
 
 static fa_status copy_staged(staged_copies *staged, fa_error *error) {
-  int64_t parts = 0;
-  for (int i = 0; i < staged->num_copies; i++) parts += num_parts(staged->lane, &staged->copies[i]);
+  for (int i = 0; i < staged->num_copies; i++)
+    staged->num_pieces += pieces_of(staged->lane, &staged->copies[i]);
+  const size_t num_parts = staged->lane->slot_bytes / PART_BYTES;
+  staged->num_parts = num_parts > 1 ? (int)num_parts : 1;
+  fa_status status = prepare_ring(staged, error);
+  if (status) return status;
   const int processors = fa_num_processors();
-  fa_parallel_for(processors < FA_COPY_THREADS ? processors : FA_COPY_THREADS, parts, copy_task, staged);
-  for (int i = 0; i < FA_COPY_THREADS; i++)
+  fa_parallel_for(processors < COPY_THREADS ? processors : COPY_THREADS,
+                  (int64_t)staged->num_pieces * staged->num_parts, copy_task, staged);
+  for (int i = 0; i < COPY_THREADS; i++)
     if (staged->errors[i].status) {
       if (error) *error = staged->errors[i];
       return staged->errors[i].status;
     }
-  /* What is on its way up may stay there: who wants its slot waits. What comes down has to be taken out. */
-  return staged->download ? finish_slots(staged->lane, error) : FA_STATUS_OK;
+  return FA_STATUS_OK;
 }
 
-static bool fits_slots(const fa_lane *lane, const fa_copy *copy) {
+static bool fits_ring(const fa_lane *lane, const fa_copy *copy) {
   return lane->slot_bytes && (copy->num_rows == 1 || copy->row_bytes <= lane->slot_bytes);
 }
 
 fa_status fa_lane_copy(fa_lane *lane, const fa_copy *copies, int num_copies, bool download, bool staged,
                        fa_error *error) {
   bool fit = staged;
-  for (int i = 0; i < num_copies; i++) fit = fit && fits_slots(lane, &copies[i]);
+  for (int i = 0; i < num_copies; i++) fit = fit && fits_ring(lane, &copies[i]);
   if (fit) {
     staged_copies job = {.lane = lane, .copies = copies, .num_copies = num_copies, .download = download};
     return copy_staged(&job, error);

@@ -3,9 +3,11 @@
 #ifndef FA_CORE_LANE_H
 #define FA_CORE_LANE_H
 
+#include <stdatomic.h>
+
 #include "memory.h"
 
-enum { FA_MAX_SLICES = 8, FA_COPY_THREADS = 8, FA_SLOTS_A_THREAD = 2 };
+enum { FA_MAX_SLICES = 8, FA_RING_SLOTS = 6 };
 
 /* Rows in the host's memory and on the device, as many and as long here as there. */
 typedef struct fa_copy {
@@ -13,13 +15,16 @@ typedef struct fa_copy {
   size_t row_bytes, num_rows;
 } fa_copy;
 
-/* A part of a copy, the bytes from begin on, in pinned memory on its way. */
+/* A piece of a copy, the bytes from begin on, in pinned memory on its way. Several threads fill or empty it,
+ * each a part. Pieces are numbered; every FA_RING_SLOTS-th takes the same slot. */
 typedef struct fa_slot {
   char *memory;
   void *event; /* the bus is done with it */
   bool busy, download;
   const fa_copy *copy;
   size_t begin, bytes;
+  atomic_long sent, open; /* the piece that the bus was given last, and that threads may work on */
+  atomic_int parts_left;
 } fa_slot;
 
 typedef struct fa_lane {
@@ -29,23 +34,19 @@ typedef struct fa_lane {
   struct {
     void *uploaded, *begun, *done;
   } slices[FA_MAX_SLICES];
-  /* Each of the threads that copy has slots of its own, which it takes in turn: one is filled or emptied while
-   * the bus has the other. */
-  fa_slot slots[FA_COPY_THREADS][FA_SLOTS_A_THREAD];
-  int next_slot[FA_COPY_THREADS];
-  char *ring;        /* the slots' memory */
-  size_t slot_bytes; /* 0: there is none, pageable memory is copied as it is */
+  fa_slot ring[FA_RING_SLOTS];
+  size_t slot_bytes; /* 0: there is no ring, pageable memory is copied as it is */
   struct fa_lane *next;
 } fa_lane;
 
-/* A lane whose slots are of a size that suits so many pageable bytes (0: none). */
+/* A lane with a ring that suits so many pageable bytes (0: none). */
 fa_status fa_lane_take(fa_heap *heap, size_t pageable_bytes, fa_lane **lane, fa_error *error);
 
 /* Waits for whatever the lane still does. */
 void fa_lane_give(fa_lane *lane);
 
 /* Enqueues copies to the device on the stream up, or from there on the stream down. Staged ones go through the
- * slots, by several threads; what is staged down is there on return. */
+ * ring, by several threads; what is staged down is there on return. */
 fa_status fa_lane_copy(fa_lane *lane, const fa_copy *copies, int num_copies, bool download, bool staged,
                        fa_error *error);
 
