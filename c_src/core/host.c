@@ -98,12 +98,16 @@ static int64_t num_slices_wanted(const host_run *run) {
   return wanted < 1 ? 1 : smaller(wanted, FA_MAX_SLICES);
 }
 
-/* In how many parts the heads of a batch are cut. */
-static int64_t num_head_parts(const fa_problem *p, int64_t wanted) {
+/* In how many parts the heads of a batch are cut. Rows lie apart then: the bus does not mind, but the processor
+ * does where it copies pageable memory, so that it gets fewer and longer ones. */
+static int64_t num_head_parts(const host_run *run, int64_t wanted) {
+  const fa_problem *p = &run->plan->problem;
   const int64_t row_bytes = p->head_dim * (int64_t)fa_dtype_bytes(p->dtype); /* of a head */
-  const int64_t heads_a_part = divide_up(p->num_kv_heads, wanted / p->batch);
-  if (p->num_sinks || heads_a_part * row_bytes < fa_host_slicing.least_row_bytes) return 1;
-  return divide_up(p->num_kv_heads, heads_a_part);
+  const int64_t most = (run->pageable_bytes ? smaller(wanted, FA_MAX_SLICES / 2) : wanted) / p->batch;
+  if (p->num_sinks || most < 2) return 1;
+  const int64_t heads_a_part = divide_up(p->num_kv_heads, most);
+  return heads_a_part * row_bytes < fa_host_slicing.least_row_bytes ? 1
+                                                                    : divide_up(p->num_kv_heads, heads_a_part);
 }
 
 static fa_status add_slice(host_run *run, slice slice, fa_error *error) {
@@ -125,7 +129,7 @@ static fa_status cut(host_run *run, fa_error *error) {
   const fa_problem *p = &run->plan->problem;
   const int64_t wanted = num_slices_wanted(run);
   if (wanted == 1) return add_slice(run, (slice){.num_batches = p->batch, .num_heads = p->num_kv_heads}, error);
-  const int64_t head_parts = p->batch < wanted ? num_head_parts(p, wanted) : 1;
+  const int64_t head_parts = num_head_parts(run, wanted);
   const int64_t batches = head_parts > 1 ? 1 : divide_up(p->batch, wanted);
   const int64_t heads = divide_up(p->num_kv_heads, head_parts);
   fa_status status = FA_STATUS_OK;
