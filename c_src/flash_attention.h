@@ -348,7 +348,8 @@ typedef struct fa_memory_info {
   int64_t pinned_used_bytes, pinned_cached_bytes, pinned_limit_bytes; /* of fa_host_alloc, for all devices */
 } fa_memory_info;
 
-/* What is held of a device's memory, and for it. All 0 where the device's memory is the host's. */
+/* What is held of a device's memory, and for it. All 0 where the device's memory is the host's, and where the
+ * device was not used yet: looking does not wake it up. */
 FA_API fa_status fa_memory_get_info(fa_device device, fa_memory_info *info, fa_error *error);
 
 /* Returns what is at hand to the driver and the system. */

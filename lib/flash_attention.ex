@@ -301,7 +301,7 @@ defmodule FlashAttention do
   hand for later ones (`cached_bytes`, see `trim/0`) and what is free; and the same of the host's memory that it
   reads and writes at full rate (`pinned_…`). Results lie there, up to a limit that
   `config :flash_attention, pinned_limit: bytes` sets; unless it does, a quarter of the host's memory, but 4 GiB at
-  most.
+  most. All of it is 0 before the GPU's first call, which looking does not make.
 
       iex> info = FlashAttention.backend_info()
       iex> %{device: :cpu, name: _, features: [_ | _], threads: threads, memory_bytes: _} = hd(info.devices)

@@ -53,27 +53,37 @@ static fa_pinned *find_pinned(const fa_backend *backend) {
   return found;
 }
 
-static fa_heap *new_heap(const fa_backend *backend, int32_t index) {
-  fa_heap *heap = calloc(1, sizeof *heap);
-  if (!heap) return NULL;
-  size_t free_bytes, total_bytes;
-  backend->memory->available(index, &free_bytes, &total_bytes);
-  *heap = (fa_heap){.backend = backend, .index = index, .pinned = find_pinned(backend), .next = heaps};
-  pthread_mutex_init(&heap->mutex, NULL);
-  fa_pool_init(&heap->pool, (fa_source){device_alloc, device_free, heap}, SIZE_MAX, total_bytes / 8);
-  return heaps = heap;
-}
-
 static fa_heap *known_heap(const fa_backend *backend, int32_t index) {
   fa_heap *heap = heaps;
   while (heap && (heap->backend != backend || heap->index != index)) heap = heap->next;
   return heap;
 }
 
+static fa_heap *new_heap(const fa_backend *backend, int32_t index, size_t total_bytes) {
+  fa_heap *heap = calloc(1, sizeof *heap);
+  if (!heap) return NULL;
+  *heap = (fa_heap){.backend = backend, .index = index, .pinned = find_pinned(backend), .next = heaps};
+  pthread_mutex_init(&heap->mutex, NULL);
+  fa_pool_init(&heap->pool, (fa_source){device_alloc, device_free, heap}, SIZE_MAX, total_bytes / 8);
+  return heaps = heap;
+}
+
+/* The heap of a device that was used before, or NULL. */
+static fa_heap *used_heap(const fa_backend *backend, int32_t index) {
+  pthread_mutex_lock(&mutex);
+  fa_heap *heap = known_heap(backend, index);
+  pthread_mutex_unlock(&mutex);
+  return heap;
+}
+
 fa_status fa_heap_of(const fa_backend *backend, int32_t index, fa_heap **heap, fa_error *error) {
+  *heap = used_heap(backend, index);
+  if (*heap) return FA_STATUS_OK;
+  size_t free_bytes, total_bytes; /* may have to wake the device up: not under the mutex */
+  backend->memory->available(index, &free_bytes, &total_bytes);
   pthread_mutex_lock(&mutex);
   *heap = known_heap(backend, index);
-  if (!*heap) *heap = new_heap(backend, index);
+  if (!*heap) *heap = new_heap(backend, index, total_bytes);
   pthread_mutex_unlock(&mutex);
   return *heap ? FA_STATUS_OK : fa_fail_message(error, FA_STATUS_OUT_OF_MEMORY, "", "no memory for a heap");
 }
@@ -84,9 +94,7 @@ fa_status fa_heap_of(const fa_backend *backend, int32_t index, fa_heap **heap, f
  * that giving memory back waits for none. */
 static fa_status find_heap(fa_device device, fa_heap **heap, fa_error *error) {
   const fa_backend *backend = fa_backend_of(device.kind);
-  pthread_mutex_lock(&mutex);
-  *heap = backend ? known_heap(backend, device.index) : NULL;
-  pthread_mutex_unlock(&mutex);
+  *heap = used_heap(backend, device.index);
   if (*heap) return FA_STATUS_OK;
   fa_status status = fa_backend_find(device, &backend, error);
   return status || !backend->memory ? status : fa_heap_of(backend, device.index, heap, error);
@@ -139,17 +147,27 @@ fa_status fa_host_free(fa_device device, void *memory, fa_error *error) {
 }
 
 void fa_set_pinned_limit(size_t bytes) {
+  const size_t limit = bytes ? bytes : 1; /* 0 stands for the default */
   pthread_mutex_lock(&mutex);
-  pinned_limit = bytes ? bytes : 1; /* 0 stands for the default */
-  for (fa_pinned *each = pinned; each < pinned + MAX_BACKENDS && each->backend; each++)
-    fa_pool_set_limit(&each->callers, pinned_limit);
+  pinned_limit = limit;
+  fa_pinned *end = pinned;
+  while (end < pinned + MAX_BACKENDS && end->backend) end++;
   pthread_mutex_unlock(&mutex);
+  for (fa_pinned *each = pinned; each < end; each++) fa_pool_set_limit(&each->callers, limit);
+}
+
+/* Looking must not wake a device up, which would take memory of it. */
+static fa_status find_used_heap(fa_device device, fa_heap **heap, fa_error *error) {
+  const fa_backend *backend = fa_backend_of(device.kind);
+  *heap = used_heap(backend, device.index);
+  return *heap ? fa_succeed(error) : fa_backend_find(device, &backend, error);
 }
 
 fa_status fa_memory_get_info(fa_device device, fa_memory_info *info, fa_error *error) {
+  fa_heap *heap;
   memset(info, 0, sizeof *info);
-  FIND_HEAP(heap);
-  if (!heap) return fa_succeed(error);
+  fa_status status = find_used_heap(device, &heap, error);
+  if (status || !heap) return status;
   size_t used, idle, limit, free_bytes, total_bytes, staging_used, staging_idle, unused;
   heap->backend->memory->available(heap->index, &free_bytes, &total_bytes);
   fa_pool_sizes(&heap->pool, &used, &idle, &unused);
@@ -161,16 +179,17 @@ fa_status fa_memory_get_info(fa_device device, fa_memory_info *info, fa_error *e
   info->pinned_used_bytes = (int64_t)(used + staging_used);
   info->pinned_cached_bytes = (int64_t)(idle + staging_idle);
   info->pinned_limit_bytes = (int64_t)limit;
-  return fa_succeed(error);
+  return FA_STATUS_OK;
 }
 
 fa_status fa_memory_trim(fa_device device, fa_error *error) {
-  FIND_HEAP(heap);
-  if (!heap) return fa_succeed(error);
+  fa_heap *heap;
+  fa_status status = find_used_heap(device, &heap, error);
+  if (status || !heap) return status;
   fa_pool_trim(&heap->pool, 0);
   fa_pool_trim(&heap->pinned->callers, 0);
   fa_pool_trim(&heap->pinned->staging, 0);
-  return fa_succeed(error);
+  return FA_STATUS_OK;
 }
 
 fa_place fa_memory_locate(fa_device device, const void *memory, size_t bytes) {

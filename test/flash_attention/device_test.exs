@@ -38,6 +38,13 @@ defmodule FlashAttention.DeviceTest do
     end
   end
 
+  # What is told of a GPU that was used.
+  setup_all do
+    one = random(1, :f32, {1, 1, 1, 1})
+    FlashAttention.forward!(one, one, one, device: :cuda)
+    :ok
+  end
+
   defp memory, do: Enum.find(FlashAttention.backend_info().devices, &(&1.device == @gpu)).memory
 
   # In a process of its own, whose terms are gone with it.

@@ -106,8 +106,7 @@ defmodule FlashAttention.StatesTest do
     setup do
       if Code.ensure_loaded?(:telemetry) do
         {:ok, _} = apply(Application, :ensure_all_started, [:telemetry])
-        handler = fn event, measurements, metadata, pid -> send(pid, {event, measurements, metadata}) end
-        apply(:telemetry, :attach_many, ["states_test", @events, handler, self()])
+        apply(:telemetry, :attach_many, ["states_test", @events, &__MODULE__.tell/4, self()])
         on_exit(fn -> apply(:telemetry, :detach, ["states_test"]) end)
       else
         body =
@@ -127,6 +126,8 @@ defmodule FlashAttention.StatesTest do
 
       :ok
     end
+
+    def tell(event, measurements, metadata, pid), do: send(pid, {event, measurements, metadata})
 
     test "tells of each pass, and of its error" do
       q = random(1, :bf16, {1, 300, 2, 16})
