@@ -34,11 +34,13 @@
   ROW("head_dim", LENGTHS(37, 53), HEADS(2, 1), .head_dim = d, CAUSAL), \
       ROW("head_dim, few rows", LENGTHS(5, 11), .batch = 2, .head_dim = d)
 
-/* Lengths around the sizes that tiles have, met by rows and by columns. */
-#define EDGE(n)                                                                     \
-  ROW("edge", LENGTHS(n, n), .head_dim = 20, CAUSAL),                               \
-      ROW("edge of rows", LENGTHS(n, 29), .head_dim = 20, WINDOW(FA_UNBOUNDED, 3)), \
-      ROW("edge of columns", LENGTHS(23, n), .head_dim = 20)
+/* Lengths around the sizes that tiles have, met by rows and by columns; of a head_dim that Hopper's tensor maps
+ * take, and of one that they do not. */
+#define EDGES(n, d)                                                                \
+  ROW("edge", LENGTHS(n, n), .head_dim = d, CAUSAL),                               \
+      ROW("edge of rows", LENGTHS(n, 29), .head_dim = d, WINDOW(FA_UNBOUNDED, 3)), \
+      ROW("edge of columns", LENGTHS(23, n), .head_dim = d)
+#define EDGE(n) EDGES(n, 20), EDGES(n, 24)
 
 /* The rows' fields override DEFAULTS: that is what they are for. */
 #pragma GCC diagnostic ignored "-Woverride-init"
@@ -107,6 +109,9 @@ static const fa_case cases[] = {
     EDGE(191),
     EDGE(192),
     EDGE(193),
+    EDGE(255),
+    EDGE(256),
+    EDGE(257),
 
     /* Masks, over several tiles. */
     ROW("causal, more queries", LENGTHS(211, 103), CAUSAL),
@@ -126,6 +131,9 @@ static const fa_case cases[] = {
     ROW("grouped heads", LENGTHS(71, 83), .batch = 2, HEADS(6, 3), .head_dim = 24),
     TAGGED("one kv head", CASE_QUICK, LENGTHS(99, 101), HEADS(5, 1), .head_dim = 24, CAUSAL),
     ROW("many heads", LENGTHS(13, 19), .batch = 3, HEADS(8, 8), CAUSAL),
+    /* More than a GPU has multiprocessors, and several blocks of rows in each. */
+    ROW("very many heads", LENGTHS(270, 70), HEADS(144, 144), .head_dim = 8),
+    ROW("very many heads, causal", LENGTHS(133, 40), .batch = 4, HEADS(36, 36), .head_dim = 72, CAUSAL),
 
     /* Scores. */
     ROW("scale", LENGTHS(77, 69), .scale = 0.31),
