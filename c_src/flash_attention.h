@@ -328,7 +328,8 @@ FA_API fa_status fa_device_get_info(fa_device device, fa_device_info *info, fa_e
  *
  * What is given back to a GPU stays at hand for the next fa_device_alloc, so that neither call waits for the
  * device; the device's work on it must be done. fa_memory_trim returns it to the driver, as does an allocation
- * that would fail else. At most an eighth of the device's memory is kept in this way. */
+ * that would fail else. At most an eighth of the device's memory is kept in this way, and none where
+ * the environment says FLASH_ATTENTION_CACHE=0: for tools that look for accesses out of bounds. */
 FA_API fa_status fa_device_alloc(fa_device device, size_t bytes, void **memory, fa_error *error);
 FA_API fa_status fa_device_free(fa_device device, void *memory, fa_error *error);
 

@@ -64,7 +64,9 @@ static fa_heap *new_heap(const fa_backend *backend, int32_t index, size_t total_
   if (!heap) return NULL;
   *heap = (fa_heap){.backend = backend, .index = index, .pinned = find_pinned(backend), .next = heaps};
   pthread_mutex_init(&heap->mutex, NULL);
-  fa_pool_init(&heap->pool, (fa_source){device_alloc, device_free, heap}, SIZE_MAX, total_bytes / 8);
+  const char *cache = getenv("FLASH_ATTENTION_CACHE");
+  const size_t idle_limit = cache && strcmp(cache, "0") == 0 ? 0 : total_bytes / 8;
+  fa_pool_init(&heap->pool, (fa_source){device_alloc, device_free, heap}, SIZE_MAX, idle_limit);
   return heaps = heap;
 }
 

@@ -106,9 +106,10 @@ static size_t left_of(size_t limit, size_t used_bytes) { return limit > used_byt
 static size_t smaller(size_t a, size_t b) { return a < b ? a : b; }
 
 fa_status fa_pool_take(fa_pool *pool, size_t bytes, void **memory, fa_error *error) {
-  const size_t wanted = bytes <= SIZE_MAX / 2 ? block_bytes(bytes) : bytes;
+  const bool caches = pool->idle_limit > 0;
+  const size_t wanted = caches && bytes <= SIZE_MAX / 2 ? block_bytes(bytes) : bytes;
   pthread_mutex_lock(&pool->mutex);
-  fa_block *block = find_idle(pool, wanted), *detached = NULL;
+  fa_block *block = caches ? find_idle(pool, wanted) : NULL, *detached = NULL;
   const bool found = block != NULL;
   const size_t left = left_of(pool->limit, pool->used_bytes);
   const bool fits = found || wanted <= left;

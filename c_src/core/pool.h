@@ -26,7 +26,7 @@ typedef struct fa_pool {
   pthread_mutex_t mutex;
   fa_source source;
   size_t limit;      /* of used and idle bytes */
-  size_t idle_limit; /* of idle bytes alone */
+  size_t idle_limit; /* of idle bytes alone; 0: every block is the source's, of exactly the size asked for */
   size_t used_bytes, idle_bytes;
   fa_block *used[FA_POOL_BUCKETS];
   fa_block *newest, *oldest; /* idle */

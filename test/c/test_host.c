@@ -400,6 +400,33 @@ static void test_pool(void) {
   CHECK(fake_get_state().pinned_bytes == 0, "all is trimmed");
 }
 
+static fa_status exact_alloc(const void *context, size_t bytes, void **memory, fa_error *error) {
+  (void)error;
+  *(size_t *)context += bytes;
+  *memory = malloc(bytes);
+  return FA_STATUS_OK;
+}
+
+static void exact_free(const void *context, void *memory) {
+  (void)context;
+  free(memory);
+}
+
+/* Without a cache, sizes are exact and nothing is used twice. */
+static void test_pool_without_cache(void) {
+  size_t allocated = 0;
+  fa_pool pool;
+  void *memory;
+  fa_pool_init(&pool, (fa_source){exact_alloc, exact_free, &allocated}, SIZE_MAX, 0);
+  for (size_t i = 1; i <= 3; i++) {
+    take(&pool, 12345, &memory);
+    CHECK(allocated == i * 12345, "%zu bytes for %zu blocks of 12345", allocated, i);
+    fa_pool_give(&pool, memory);
+    CHECK(pool.idle_bytes == 12345, "a block given back waits for the next call, as giving it may not");
+  }
+  fa_pool_trim(&pool, 0);
+}
+
 /* The public functions on devices that need none of this. */
 static void test_host_devices(void) {
   void *memory;
@@ -417,6 +444,7 @@ static void test_host_devices(void) {
 
 int main(void) {
   test_pool();
+  test_pool_without_cache();
   test_host_devices();
   test_places_and_slices();
   test_large();

@@ -62,7 +62,7 @@ test-c-attention-cuda: $(BUILD)/test/test_attention
 
 # Short tables on the GPU under NVIDIA's compute-sanitizer: addresses, races in shared memory, and reads of what
 # nothing wrote. test_attention gives every tensor an allocation of its own, test_cuda poisons no workspace.
-CUDA_SANITIZE = compute-sanitizer --error-exitcode 1 --print-limit 10 --tool
+CUDA_SANITIZE = FLASH_ATTENTION_CACHE=0 compute-sanitizer --error-exitcode 1 --print-limit 10 --tool
 
 test-cuda-sanitize: $(BUILD)/test/test_attention $(BUILD)/test/test_cuda
 ifeq ($(shell command -v compute-sanitizer),)
