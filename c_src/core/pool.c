@@ -93,10 +93,13 @@ void fa_pool_trim(fa_pool *pool, size_t idle_bytes) {
   free_blocks(pool, detached);
 }
 
-static fa_status ask_source(fa_pool *pool, fa_block *block, fa_error *error) {
+/* Where the source has too little for the block, once more without idle blocks, and for no more than was asked.
+ */
+static fa_status ask_source(fa_pool *pool, fa_block *block, size_t bytes, fa_error *error) {
   fa_status status = pool->source.alloc(pool->source.context, block->bytes, &block->memory, error);
   if (status != FA_STATUS_OUT_OF_MEMORY) return status;
   fa_pool_trim(pool, 0);
+  block->bytes = bytes;
   return pool->source.alloc(pool->source.context, block->bytes, &block->memory, error);
 }
 
@@ -132,15 +135,13 @@ fa_status fa_pool_take(fa_pool *pool, size_t bytes, void **memory, fa_error *err
   block = malloc(sizeof *block);
   if (block) {
     block->bytes = wanted;
-    status = ask_source(pool, block, error);
+    status = ask_source(pool, block, bytes, error);
   } else {
     fa_fail_message(error, status, "", "the host's memory is used up");
   }
   pthread_mutex_lock(&pool->mutex);
-  if (status)
-    pool->used_bytes -= wanted;
-  else
-    add_used(pool, block);
+  pool->used_bytes -= status ? wanted : wanted - block->bytes;
+  if (!status) add_used(pool, block);
   pthread_mutex_unlock(&pool->mutex);
   if (status) return free(block), status;
   *memory = block->memory;

@@ -398,6 +398,18 @@ static void test_pool(void) {
   fa_pool_set_limit(pool, limit);
   fa_pool_trim(pool, 0);
   CHECK(fake_get_state().pinned_bytes == 0, "all is trimmed");
+
+  /* Blocks are rounded up, but not where only what was asked for is there. */
+  fake_settings.pinned_bytes = mib + 1;
+  take(pool, mib + 1, (void **)&a);
+  CHECK(pool->used_bytes == mib + 1 && fake_get_state().pinned_bytes == mib + 1, "the last byte was not had");
+  CHECK(fa_pool_take(pool, 77, (void **)&b, &error) == FA_STATUS_OUT_OF_MEMORY, "more than there is");
+  CHECK_TEXT(error.message, "device: expected 77 bytes, got fewer");
+  fake_settings.pinned_bytes = SIZE_MAX;
+  fa_pool_give(pool, a);
+  fa_pool_trim(pool, 0);
+  CHECK(pool->used_bytes == 0 && pool->idle_bytes == 0, "%zu used, %zu idle", pool->used_bytes,
+        pool->idle_bytes);
 }
 
 static fa_status exact_alloc(const void *context, size_t bytes, void **memory, fa_error *error) {
