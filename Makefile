@@ -124,9 +124,10 @@ CUDA_KERNELS := $(foreach pass,$(CUDA_PASSES),$(CUDA_KINDS:%=$(BUILD)/cuda/$(pas
 
 # Kernels for Hopper alone; those above serve the others, and what these do not take.
 HOPPER_ARCH   := -gencode arch=compute_90a,code=sm_90a
-HOPPER_KINDS  := bf16 f16
-HOPPER_PASSES := hopper_forward hopper_backward
-CUDA_KERNELS  += $(foreach pass,$(HOPPER_PASSES),$(HOPPER_KINDS:%=$(BUILD)/cuda/$(pass)_%.o))
+HOPPER_KINDS_forward  := $(CUDA_KINDS)
+HOPPER_KINDS_backward := bf16 f16
+HOPPER_PASSES := forward backward
+CUDA_KERNELS  += $(foreach pass,$(HOPPER_PASSES),$(HOPPER_KINDS_$(pass):%=$(BUILD)/cuda/hopper_$(pass)_%.o))
 
 CUDA_HOST     := $(patsubst cuda/%.c,$(BUILD)/cuda/%.o,$(wildcard cuda/*.c))
 OBJECTS       += $(CUDA_HOST) $(BUILD)/cuda/auxiliary.o $(CUDA_KERNELS)
@@ -147,7 +148,7 @@ $(2:%=$$(BUILD)/cuda/$(1)_%.o): $$(BUILD)/cuda/$(1)_%.o: cuda/$(1).cu Makefile
 	$$(call show,NVCC $$< for $$*)$$(NVCC) $$(CUDA_CFLAGS) $(3) -DFA_KIND=$$* -MMD -MP -c -o $$@ $$<
 endef
 $(foreach pass,$(CUDA_PASSES),$(eval $(call CUDA_PASS,$(pass),$(CUDA_KINDS),$(CUDA_ARCHS))))
-$(foreach pass,$(HOPPER_PASSES),$(eval $(call CUDA_PASS,$(pass),$(HOPPER_KINDS),$(HOPPER_ARCH))))
+$(foreach pass,$(HOPPER_PASSES),$(eval $(call CUDA_PASS,hopper_$(pass),$(HOPPER_KINDS_$(pass)),$(HOPPER_ARCH))))
 endif
 
 # ---- objects of the XLA custom calls, where XLA's header is ----------------------------------------

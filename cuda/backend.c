@@ -59,8 +59,11 @@ static const struct {
                      {fa_hopper_backward_f16, fa_cuda_backward_f16},
                      1,
                      false},
-    [FA_CUDA_F32] = {{NULL, fa_cuda_forward_f32}, {NULL, fa_cuda_backward_f32}, 2, true},
-    [FA_CUDA_F32_AS_F16] = {{NULL, fa_cuda_forward_f32_as_f16}, {NULL, fa_cuda_backward_f32_as_f16}, 1, true},
+    [FA_CUDA_F32] = {{fa_hopper_forward_f32, fa_cuda_forward_f32}, {NULL, fa_cuda_backward_f32}, 2, true},
+    [FA_CUDA_F32_AS_F16] = {{fa_hopper_forward_f32_as_f16, fa_cuda_forward_f32_as_f16},
+                            {NULL, fa_cuda_backward_f32_as_f16},
+                            1,
+                            true},
 };
 
 static fa_cuda_kind kind_of(const fa_problem *problem) {

@@ -120,14 +120,15 @@ __device__ inline void load_boxes(uint32_t tile, const CUtensorMap &map, uint32_
 
 // Starts the copy of 16 rows of a tile, from `tile_row` on, to (column 0, row, head, batch) of the map, whose
 // boxes have 16 rows; what lies outside of the tensor is left out. By one thread, in its bulk group.
-template <class T>
+template <class Io, class T>
 __device__ inline void store_boxes(const CUtensorMap &map, uint32_t tile, int tile_row, int row, int head,
                                    int batch) {
+  constexpr int BOX_COLS = 128 / sizeof(Io);
 #pragma unroll
-  for (int box = 0; box < T::BOXES; box++)
+  for (int box = 0; box < T::COLS / BOX_COLS; box++)
     asm volatile(
         "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%1, %2, %3, %4}], [%5];" ::"l"(&map),
-        "r"(box * 64), "r"(row), "r"(head), "r"(batch), "r"(tile + box * T::BOX_BYTES + tile_row * 128)
+        "r"(box * BOX_COLS), "r"(row), "r"(head), "r"(batch), "r"(tile + box * T::BOX_BYTES + tile_row * 128)
         : "memory");
 }
 
@@ -157,19 +158,29 @@ __device__ inline void bulk_wait_done() {
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
-// Writes a warp's accumulator [16, T::COLS], times scale of each half, as elements to rows of a tile.
-template <class Element, class T, int NT>
+// Writes a warp's accumulator [16, 8 * NT], times scale of each half, as numbers to rows of a tile, boxes of
+// 128 bytes of a row one after another.
+template <class Io, class T, int NT>
 __device__ inline void put_rows(uint32_t tile, int tile_row, const float (&acc)[NT][4],
                                 const float (&scale)[2]) {
-  const int lane = threadIdx.x % 32, row = tile_row + lane % 16;
+  const int lane = threadIdx.x % 32;
+  if constexpr (sizeof(Io) == 2) {
 #pragma unroll
-  for (int n = 0; n < NT; n += 2) {
-    uint32_t words[4];
+    for (int n = 0; n < NT; n += 2) {
+      uint32_t words[4];
 #pragma unroll
-    for (int i = 0; i < 4; i++)
-      words[i] = pack(Element(), acc[n + i / 2][i % 2 * 2] * scale[i % 2],
-                      acc[n + i / 2][i % 2 * 2 + 1] * scale[i % 2]);
-    store_matrices(tile + T::offset(row, n + lane / 16), words);
+      for (int i = 0; i < 4; i++)
+        words[i] =
+            pack(Io(), acc[n + i / 2][i % 2 * 2] * scale[i % 2], acc[n + i / 2][i % 2 * 2 + 1] * scale[i % 2]);
+      store_matrices(tile + T::offset(tile_row + lane % 16, n + lane / 16), words);
+    }
+  } else {
+#pragma unroll
+    for (int n = 0; n < NT; n++)
+#pragma unroll
+      for (int half = 0; half < 2; half++)
+        store_shared(tile + T::offset(tile_row + half * 8 + lane / 4, n * 2 + lane % 4 / 2) + lane % 2 * 8,
+                     make_float2(acc[n][half * 2] * scale[half], acc[n][half * 2 + 1] * scale[half]));
   }
 }
 
@@ -189,9 +200,9 @@ struct BoxOperand {
   __device__ BoxOperand(uint32_t tile, int own_begin = 0)
       : low((tile + (K_IN_ROW ? own_begin * 128 : own_begin / 64 * T::BOX_BYTES)) >> 4 | NEXT_BOX << 16) {}
 
-  // Of 16 elements of k.
-  __device__ uint64_t descriptor(int k) const {
-    const uint32_t offset = K_IN_ROW ? k / 4 * T::BOX_BYTES + k % 4 * 32 : k * 16 * 128;
+  // Of 16 elements of k; the parts of a split tensor are tiles one after another.
+  __device__ uint64_t descriptor(int part, int k) const {
+    const uint32_t offset = part * T::BYTES + (K_IN_ROW ? k / 4 * T::BOX_BYTES + k % 4 * 32 : k * 16 * 128);
     return uint64_t(HIGH) << 32 | (low + offset / 16);
   }
 };
@@ -268,11 +279,15 @@ __device__ inline void registers_in_use(float (&c)[NT][4]) {
   for (int n = 0; n < NT; n++)
     asm volatile("" : "+f"(c[n][0]), "+f"(c[n][1]), "+f"(c[n][2]), "+f"(c[n][3])::"memory");
 }
-template <int KT>
-__device__ inline void registers_in_use(uint32_t (&a)[KT][4]) {
+template <int PARTS, int KT>
+__device__ inline void registers_in_use(uint32_t (&a)[PARTS][KT][4]) {
 #pragma unroll
-  for (int k = 0; k < KT; k++)
-    asm volatile("" : "+r"(a[k][0]), "+r"(a[k][1]), "+r"(a[k][2]), "+r"(a[k][3])::"memory");
+  for (int part = 0; part < PARTS; part++)
+#pragma unroll
+    for (int k = 0; k < KT; k++)
+      asm volatile(""
+                   : "+r"(a[part][k][0]), "+r"(a[part][k][1]), "+r"(a[part][k][2]),
+                     "+r"(a[part][k][3])::"memory");
 }
 
 // To the compiler, registers whose old values nobody reads: it need not keep them for a product that overwrites
@@ -295,18 +310,30 @@ __device__ inline void wgmma_wait(Registers &...registers) {
   (registers_in_use(registers), ...);
 }
 
-// Starts c = (add ? c : 0) + left * right over KT steps of k, and commits it as a group.
-template <class Element, int KT, int NT, class Left, class Right>
+// Starts c = (add ? c : 0) + left * right over KT steps of k, and commits it as a group. Of two parts the small
+// products (high * low, low * high) come first: each addition cuts off what is below the accumulator's last
+// bit, and while that is small, so is what is lost.
+template <class Kind, int KT, int NT, class Left, class Right>
 __device__ inline void multiply(float (&c)[NT][4], const Left &left, const Right &right, bool add) {
+  using Element = typename Kind::Element;
+  auto step = [&](int left_part, int right_part, int k, bool add) {
+    if constexpr (std::is_class_v<Left>)
+      wgmma<Element, Left::K_IN_ROW, Right::K_IN_ROW>(c, left.descriptor(left_part, k),
+                                                      right.descriptor(right_part, k), add);
+    else
+      wgmma<Element, Right::K_IN_ROW>(c, left[left_part][k], right.descriptor(right_part, k), add);
+  };
   if (!add) registers_are_free(c);
   wgmma_start();
+  if constexpr (Kind::PARTS == 2) {
 #pragma unroll
-  for (int k = 0; k < KT; k++) {
-    if constexpr (std::is_class_v<Left>)
-      wgmma<Element, Left::K_IN_ROW, Right::K_IN_ROW>(c, left.descriptor(k), right.descriptor(k), add || k > 0);
-    else
-      wgmma<Element, Right::K_IN_ROW>(c, left[k], right.descriptor(k), add || k > 0);
+    for (int k = 0; k < KT; k++) {
+      step(0, 1, k, add || k > 0);
+      step(1, 0, k, true);
+    }
   }
+#pragma unroll
+  for (int k = 0; k < KT; k++) step(0, 0, k, add || k > 0 || Kind::PARTS == 2);
   wgmma_commit();
 }
 

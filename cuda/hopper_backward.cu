@@ -275,24 +275,24 @@ __device__ inline void consume(const fa_cuda_arguments &a, BackwardBuffers<Shape
 
   const int warp_row = threadIdx.x / 32 % 4 * 16;
   float dk[1][DT][4], dv[1][DT][4], scores[1][NT][4], ds[1][NT][4], dq[1][Dq::NT][4];
-  uint32_t p_operand[Q_STEPS][4], ds_operand[Q_STEPS][4];
+  uint32_t p_operand[1][Q_STEPS][4], ds_operand[1][Q_STEPS][4];
 
   // Counts from which stages and phases follow: column blocks, those with something to do, and steps.
   uint32_t blocks = 0, busy_blocks = 0, steps = 0;
   auto start_scores = [&] {
     barrier_wait(buffers.barrier(Q_FULL, steps % 2), steps / 2 % 2);
-    multiply<Element, D_STEPS>(scores[0], BoxOperand<KTile, true>(buffers.k(), consumer * 64),
+    multiply<Kind, D_STEPS>(scores[0], BoxOperand<KTile, true>(buffers.k(), consumer * 64),
                                BoxOperand<QTile, true>(buffers.q(steps % 2)), false);
   };
   auto start_dp = [&] {
     barrier_wait(buffers.barrier(DOUT_FULL, steps % 2), steps / 2 % 2);
-    multiply<Element, D_STEPS>(ds[0], BoxOperand<KTile, true>(buffers.v(), consumer * 64),
+    multiply<Kind, D_STEPS>(ds[0], BoxOperand<KTile, true>(buffers.v(), consumer * 64),
                                BoxOperand<QTile, true>(buffers.dout(steps % 2)), false);
   };
   auto start_dq = [&](uint32_t step) {
     const int stage = step % 2;
     barrier_wait(buffers.barrier(DS_FULL, stage), step / 2 % 2);
-    multiply<Element, K_STEPS>(
+    multiply<Kind, K_STEPS>(
         dq[0], BoxOperand<DsTile, true>(buffers.ds(stage), Dq::ACROSS == 1 ? consumer * 64 : 0),
         BoxOperand<KTile, false>(buffers.k(), Dq::ACROSS == 1 ? 0 : consumer * 64), false);
   };
@@ -317,19 +317,19 @@ __device__ inline void consume(const fa_cuda_arguments &a, BackwardBuffers<Shape
     if (!is_fully_visible(a.window, rows, first_column, 64))
       mask_transposed_scores<1, NT>(scores, a.window, rows.begin, first_column + warp_row);
     if (a.score.form == FA_CUDA_SCORE_SOFTCAP)
-      probabilities<Kind, true>(scores, p_operand, a.score, buffers.shift(stage));
+      probabilities<Kind, true>(scores, p_operand[0], a.score, buffers.shift(stage));
     else
-      probabilities<Kind, false>(scores, p_operand, a.score, buffers.shift(stage));
+      probabilities<Kind, false>(scores, p_operand[0], a.score, buffers.shift(stage));
     wgmma_wait<0>(ds[0]);
     if (IS_LAST) arrive_once(buffers.barrier(V_EMPTY));
-    multiply<Element, Q_STEPS>(dv[0], p_operand, BoxOperand<QTile, false>(buffers.dout(stage)), true);
+    multiply<Kind, Q_STEPS>(dv[0], p_operand, BoxOperand<QTile, false>(buffers.dout(stage)), true);
     finish_ds(ds, scores, buffers.delta(stage));
-    convert<Kind>(ds_operand, ds);
-    multiply<Element, Q_STEPS>(dk[0], ds_operand, BoxOperand<QTile, false>(buffers.q(stage)), true);
+    convert<Kind>(ds_operand[0], ds);
+    multiply<Kind, Q_STEPS>(dk[0], ds_operand, BoxOperand<QTile, false>(buffers.q(stage)), true);
     wgmma_wait<1>(dv[0], p_operand);
     arrive_once(buffers.barrier(DOUT_EMPTY, stage));
     barrier_wait(buffers.barrier(DS_EMPTY, stage), steps / 2 % 2 ^ 1);
-    store_transposed<DsTile>(buffers.ds(stage), consumer * 64 + warp_row, 0, ds_operand);
+    store_transposed<DsTile>(buffers.ds(stage), consumer * 64 + warp_row, 0, ds_operand[0]);
     fence_async();
     arrive_once(buffers.barrier(DS_FULL, stage));
 

@@ -24,13 +24,16 @@ struct ForwardShape {
 
 // Shared memory: the stages of q, of k and of v, then a barrier for each stage being full and one for its being
 // empty.
-template <class Shape>
+template <class Kind, class Shape>
 struct ForwardBuffers {
   static constexpr int Q_STAGES = Shape::q_stages, STAGES = 2;
   using QTile = BoxTile<Shape::block_q, Shape::head_dim>;
   using KTile = BoxTile<Shape::block_k, Shape::head_dim>;
-  static constexpr int K_AT = Q_STAGES * QTile::BYTES, V_AT = K_AT + STAGES * KTile::BYTES;
-  static constexpr int BARRIERS_AT = V_AT + STAGES * KTile::BYTES, NUM_BARRIERS = 2 * (Q_STAGES + 2 * STAGES);
+  // The rows of q make room for those of o, which may be wider.
+  static constexpr int Q_BYTES = QTile::BYTES * (sizeof(typename Kind::Io) == 4 ? 2 : 1);
+  static constexpr int K_BYTES = Kind::PARTS * KTile::BYTES;
+  static constexpr int K_AT = Q_STAGES * Q_BYTES, V_AT = K_AT + STAGES * K_BYTES;
+  static constexpr int BARRIERS_AT = V_AT + STAGES * K_BYTES, NUM_BARRIERS = 2 * (Q_STAGES + 2 * STAGES);
   static constexpr int BYTES = BARRIERS_AT + NUM_BARRIERS * 8;
 
   struct Stage {
@@ -40,9 +43,9 @@ struct ForwardBuffers {
   __device__ Stage stage(uint32_t tile, int barrier) const {
     return {base + tile, base + BARRIERS_AT + barrier * 16, base + BARRIERS_AT + barrier * 16 + 8};
   }
-  __device__ Stage q(int i) const { return stage(i * QTile::BYTES, i); }
-  __device__ Stage k(int i) const { return stage(K_AT + i * KTile::BYTES, Q_STAGES + i); }
-  __device__ Stage v(int i) const { return stage(V_AT + i * KTile::BYTES, Q_STAGES + STAGES + i); }
+  __device__ Stage q(int i) const { return stage(i * Q_BYTES, i); }
+  __device__ Stage k(int i) const { return stage(K_AT + i * K_BYTES, Q_STAGES + i); }
+  __device__ Stage v(int i) const { return stage(V_AT + i * K_BYTES, Q_STAGES + STAGES + i); }
 
   __device__ void init_barriers() const {
     for (int i = 0; i < NUM_BARRIERS; i += 2) {
@@ -79,10 +82,20 @@ __device__ inline bool tile_of(const fa_cuda_arguments &a, int round, ForwardTil
 
 // ---- the producer: one thread ------------------------------------------------------------------------
 
-template <class Shape>
+// Starts the copy of a tile and announces it; the parts of a split tensor are further batches of the map.
+template <class Kind, class T>
+__device__ inline void load_parts(uint32_t tile, const CUtensorMap &map, uint32_t full, int row, int head,
+                                  int batch, int num_batches) {
+  barrier_expect(full, Kind::PARTS * T::BYTES);
+#pragma unroll
+  for (int part = 0; part < Kind::PARTS; part++)
+    load_boxes<T>(tile + part * T::BYTES, map, full, row, head, batch + part * num_batches);
+}
+
+template <class Kind, class Shape>
 __device__ inline void produce(const fa_cuda_arguments &a, const fa_cuda_maps &maps,
-                               const ForwardBuffers<Shape> &buffers) {
-  using Buffers = ForwardBuffers<Shape>;
+                               const ForwardBuffers<Kind, Shape> &buffers) {
+  using Buffers = ForwardBuffers<Kind, Shape>;
   using QTile = typename Buffers::QTile;
   using KTile = typename Buffers::KTile;
   Ring<Buffers::Q_STAGES> q_ring;
@@ -92,13 +105,11 @@ __device__ inline void produce(const fa_cuda_arguments &a, const fa_cuda_maps &m
     const int kv_head = tile.head / (a.num_heads / a.num_kv_heads);
     const auto q = buffers.q(q_ring.stage);
     barrier_wait(q.empty, q_ring.phase ^ 1);
-    barrier_expect(q.full, QTile::BYTES);
-    load_boxes<QTile>(q.tile, maps.q, q.full, tile.rows.begin, tile.head, tile.batch);
+    load_parts<Kind, QTile>(q.tile, maps.q, q.full, tile.rows.begin, tile.head, tile.batch, a.batch);
     for (int block = tile.k_blocks.end - 1; block >= tile.k_blocks.begin; block--, ring.advance()) {
       auto load = [&](typename Buffers::Stage to, const CUtensorMap &map) {
         barrier_wait(to.empty, ring.phase ^ 1);
-        barrier_expect(to.full, KTile::BYTES);
-        load_boxes<KTile>(to.tile, map, to.full, block * Shape::block_k, kv_head, tile.batch);
+        load_parts<Kind, KTile>(to.tile, map, to.full, block * Shape::block_k, kv_head, tile.batch, a.batch);
       };
       load(buffers.k(ring.stage), maps.k);
       load(buffers.v(ring.stage), maps.v);
@@ -135,11 +146,11 @@ __device__ inline void finish_rows(const fa_cuda_arguments &a, const fa_cuda_map
     const float2 end = softmax.finish(0, half, a.score, a.sink + head, a.num_sinks, a.num_heads);
     scale[half] = end.x, lse[half] = end.y;
   }
-  put_rows<typename Kind::Element, QTile>(q_tile, warp_row, o[0], scale);
+  put_rows<typename Kind::Io, QTile>(q_tile, warp_row, o[0], scale);
   fence_async();
   __syncwarp();
   if (threadIdx.x % 32 == 0) {
-    store_boxes<QTile>(maps.o, q_tile, warp_row, row, head, batch);
+    store_boxes<typename Kind::Io, QTile>(maps.o, q_tile, warp_row, row, head, batch);
     bulk_commit();
   }
 #pragma unroll
@@ -153,13 +164,15 @@ __device__ inline void finish_rows(const fa_cuda_arguments &a, const fa_cuda_map
 
 template <class Kind, class Shape>
 __device__ inline void consume(const fa_cuda_arguments &a, const fa_cuda_maps &maps,
-                               const ForwardBuffers<Shape> &buffers, int consumer) {
-  using Buffers = ForwardBuffers<Shape>;
+                               const ForwardBuffers<Kind, Shape> &buffers, int consumer) {
+  using Buffers = ForwardBuffers<Kind, Shape>;
   using QTile = typename Buffers::QTile;
   using KTile = typename Buffers::KTile;
-  using Element = typename Kind::Element;
+  constexpr bool SCALED = Kind::SCALED;
   constexpr int NT = Shape::block_k / 8, DT = Shape::head_dim / 8;
   constexpr int QK_STEPS = Shape::head_dim / 16, PV_STEPS = Shape::block_k / 16;
+  constexpr int P_EXPONENT = SCALED ? SCALED_EXPONENT - MAX_LAG : 0;
+  static_assert(!SCALED || FA_CUDA_GROUP % Shape::block_k == 0, "one scale a block");
 
   const Turns<Shape::num_consumers> turns(consumer);
   const float unit = exponent_of_unit<Kind>(a.score);
@@ -168,47 +181,77 @@ __device__ inline void consume(const fa_cuda_arguments &a, const fa_cuda_maps &m
   Ring<Buffers::STAGES> ring;
   ForwardTile tile;
   for (int round = 0; tile_of<Shape>(a, round, tile); round++, q_ring.advance()) {
-    float o[1][DT][4], scores[1][NT][4];
-    uint32_t p[PV_STEPS][4];
+    // Where f32 is asked for, a block's product goes into registers of its own and from there, by ordinary
+    // additions, into o: over a long sum, what the tensor cores cut off would add up.
+    float o[1][DT][4], fresh[1][DT][4], scores[1][NT][4];
+    float(&product)[DT][4] = SCALED ? fresh[0] : o[0];
+    uint32_t p[Kind::PARTS][PV_STEPS][4];
     OnlineSoftmax<Kind, 1> softmax;
     const auto q = buffers.q(q_ring.stage);
     const BoxOperand<QTile, true> q_rows(q.tile, consumer * 64);
+    const int row = tile.rows.begin + consumer * 64, kv_head = tile.head / (a.num_heads / a.num_kv_heads);
+    const int exponent_q = exponent_of<Kind>(a.q, tile.batch, tile.head, row);
 
     auto start_scores = [&](typename Buffers::Stage k) {
-      multiply<Element, QK_STEPS>(scores[0], q_rows, BoxOperand<KTile, true>(k.tile), false);
+      multiply<Kind, QK_STEPS>(scores[0], q_rows, BoxOperand<KTile, true>(k.tile), false);
     };
     auto start_o = [&](typename Buffers::Stage v) {
-      multiply<Element, PV_STEPS>(o[0], p, BoxOperand<KTile, false>(v.tile), true);
+      multiply<Kind, PV_STEPS>(product, p, BoxOperand<KTile, false>(v.tile), !SCALED);
     };
-    auto exponentials_of = [&](int block) {
-      const int row = tile.rows.begin + consumer * 64, column = block * Shape::block_k;
-      finish_scores<Kind, 1, NT>(scores, a.score);
+    // What to multiply products with; read ahead of them.
+    auto unscale_scores = [&](int block) {
+      return power_of_two(-exponent_q - exponent_of<Kind>(a.k, tile.batch, kv_head, block * Shape::block_k));
+    };
+    auto unscale_o = [&](int block) {
+      return power_of_two(-P_EXPONENT - exponent_of<Kind>(a.v, tile.batch, kv_head, block * Shape::block_k));
+    };
+    auto finish_o = [&](typename Buffers::Stage v, float unscale) {
+      wgmma_wait<0>(product, p);
+      release(v.empty);
+      if constexpr (SCALED) {
+#pragma unroll
+        for (int n = 0; n < DT; n++)
+#pragma unroll
+          for (int i = 0; i < 4; i++) o[0][n][i] = fmaf(unscale, product[n][i], o[0][n][i]);
+      }
+    };
+    auto exponentials_of = [&](int block, float unscale) {
+      const int column = block * Shape::block_k;
+      finish_scores<Kind, 1, NT>(scores, a.score, unscale);
       if (!is_fully_visible(a.window, {row, row + 64}, column, Shape::block_k))
         mask_scores<1, NT>(scores, a.window, tile.rows.begin + warp_row, column);
       return softmax.update(scores, unit);
     };
     // The accumulator of two column blocks is laid out as the left operand of one step.
     auto convert = [&] {
+      constexpr float P_SCALE = 1 << P_EXPONENT;
 #pragma unroll
       for (int n = 0; n < NT; n++)
 #pragma unroll
-        for (int half = 0; half < 2; half++)
-          p[n / 2][n % 2 * 2 + half] = pack(Element(), scores[0][n][half * 2], scores[0][n][half * 2 + 1]);
+        for (int half = 0; half < 2; half++) {
+          uint32_t parts[Kind::PARTS];
+          split<Kind>(parts, scores[0][n][half * 2] * P_SCALE, scores[0][n][half * 2 + 1] * P_SCALE);
+#pragma unroll
+          for (int part = 0; part < Kind::PARTS; part++) p[part][n / 2][n % 2 * 2 + half] = parts[part];
+        }
     };
 
     int block = tile.k_blocks.end - 1;
+    float of_scores = unscale_scores(block), of_o = unscale_o(block);
     set_zero<1, DT>(o);
     barrier_wait(q.full, q_ring.phase);
     barrier_wait(buffers.k(ring.stage).full, ring.phase);
     start_scores(buffers.k(ring.stage));
     wgmma_wait<0>(scores[0]);
     release(buffers.k(ring.stage).empty);
-    exponentials_of(block);
+    exponentials_of(block, of_scores);
     convert();
     for (block--; block >= tile.k_blocks.begin; block--) {
       Ring<Buffers::STAGES> next = ring;
       next.advance();
       const auto k = buffers.k(next.stage), v = buffers.v(ring.stage);
+      of_scores = unscale_scores(block);
+      const float of_next_o = unscale_o(block);
       barrier_wait(k.full, next.phase);
       turns.wait();
       start_scores(k);
@@ -217,19 +260,17 @@ __device__ inline void consume(const fa_cuda_arguments &a, const fa_cuda_maps &m
       turns.pass();
       wgmma_wait<1>(scores[0]);
       release(k.empty);
-      const bool moved = exponentials_of(block);
-
-      wgmma_wait<0>(o[0], p);
-      release(v.empty);
+      const bool moved = exponentials_of(block, of_scores);
+      finish_o(v, of_o);
       if (moved) softmax.rescale_rows(o);
       convert();
       ring = next;
+      of_o = of_next_o;
     }
     const auto v = buffers.v(ring.stage);
     barrier_wait(v.full, ring.phase);
     start_o(v);
-    wgmma_wait<0>(o[0], p);
-    release(v.empty);
+    finish_o(v, of_o);
     ring.advance();
     finish_rows<Kind, QTile, DT>(a, maps, tile.batch, tile.head, tile.rows.begin + warp_row, q.tile, warp_row,
                                  o, softmax);
@@ -241,16 +282,16 @@ template <class Kind, class Shape>
 __global__ void __launch_bounds__(Shape::num_threads, 1)
     forward(const __grid_constant__ fa_cuda_arguments a, const __grid_constant__ fa_cuda_maps maps) {
   extern __shared__ __align__(1024) uint8_t shared[];
-  const ForwardBuffers<Shape> buffers = {shared_address(shared)};
+  const ForwardBuffers<Kind, Shape> buffers = {shared_address(shared)};
   if (threadIdx.x == 0) buffers.init_barriers();
   __syncthreads();
   const int warpgroup = uniform(threadIdx.x / WARPGROUP);
   if (warpgroup == 0) {
     give_registers<Shape::producer_registers>();
-    if (threadIdx.x == 0) produce<Shape>(a, maps, buffers);
+    if (threadIdx.x == 0) produce(a, maps, buffers);
   } else {
     take_registers<Shape::consumer_registers>();
-    consume<Kind, Shape>(a, maps, buffers, warpgroup - 1);
+    consume(a, maps, buffers, warpgroup - 1);
   }
 }
 
@@ -262,7 +303,7 @@ constexpr fa_cuda_kernel row(const char *name, int32_t windowed_rows = 0) {
           .block_q = Shape::block_q,
           .block_k = Shape::block_k,
           .num_threads = Shape::num_threads,
-          .shared_bytes = ForwardBuffers<Shape>::BYTES,
+          .shared_bytes = ForwardBuffers<Kind, Shape>::BYTES,
           .mapped = true,
           .persistent = true,
           .main = (const void *)forward<Kind, Shape>};
@@ -274,14 +315,19 @@ constexpr fa_cuda_kernel row(const char *name, int32_t windowed_rows = 0) {
 #define SHAPE(...) fa::hopper::row<fa::kinds::FA_KIND, fa::hopper::ForwardShape<__VA_ARGS__>>
 #define NAME(rest) "cuda/sm90/" FA_QUOTE(FA_KIND) rest
 
-// Registers a consumer's thread needs for its arrays: (block_k * 1.5 + head_dim) / 2. At 64, three consumers,
-// which use each column block for 192 rows, but two where a window cuts off much of tiles of 192; at 256,
-// column blocks are what fits beside q.
+// Registers a consumer's thread needs for its arrays: (block_k * 1.5 + head_dim) / 2, and (block_k + head_dim)
+// of f32 in two parts. Three consumers at 64, which use each column block for 192 rows, but two where a window
+// cuts off much of tiles of 192; at 256, column blocks are what fits beside q.
 const fa_cuda_kernel FA_JOIN(fa_hopper_forward_, FA_KIND)[] = {
-    // bucket, block_k, consumers, stages of q, their registers, the producer's; windowed_rows
+// bucket, block_k, consumers, stages of q, their registers, the producer's; windowed_rows
+#if FA_KIND_SCALED
+    SHAPE(64, 128, 2, 2, 240, 24)(NAME("/d64")),
+    SHAPE(128, 64, 2, 1, 240, 24)(NAME("/d128")),
+#else
     SHAPE(64, 128, 2, 2, 240, 24)(NAME("/d64/short"), 1024),
     SHAPE(64, 128, 3, 2, 160, 32)(NAME("/d64")),
     SHAPE(128, 128, 2, 2, 240, 24)(NAME("/d128")),
     SHAPE(256, 80, 2, 1, 240, 24)(NAME("/d256")),
+#endif
     {},
 };

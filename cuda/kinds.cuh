@@ -5,16 +5,22 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-// forward.cu and backward.cu are compiled once for every kind, with FA_KIND naming it. For #if: its PARTS.
-#define FA_PARTS_bf16       1
-#define FA_PARTS_f16        1
-#define FA_PARTS_f32        2
-#define FA_PARTS_f32_as_f16 1
-#define FA_JOIN_(a, b)      a##b
-#define FA_JOIN(a, b)       FA_JOIN_(a, b)
-#define FA_KIND_PARTS       FA_JOIN(FA_PARTS_, FA_KIND)
-#define FA_QUOTE_(a)        #a
-#define FA_QUOTE(a)         FA_QUOTE_(a)
+// forward.cu and backward.cu are compiled once for every kind, with FA_KIND naming it. For #if: its PARTS,
+// SCALED.
+#define FA_PARTS_bf16        1
+#define FA_PARTS_f16         1
+#define FA_PARTS_f32         2
+#define FA_PARTS_f32_as_f16  1
+#define FA_SCALED_bf16       0
+#define FA_SCALED_f16        0
+#define FA_SCALED_f32        1
+#define FA_SCALED_f32_as_f16 1
+#define FA_JOIN_(a, b)       a##b
+#define FA_JOIN(a, b)        FA_JOIN_(a, b)
+#define FA_KIND_PARTS        FA_JOIN(FA_PARTS_, FA_KIND)
+#define FA_KIND_SCALED       FA_JOIN(FA_SCALED_, FA_KIND)
+#define FA_QUOTE_(a)         #a
+#define FA_QUOTE(a)          FA_QUOTE_(a)
 
 namespace fa {
 

@@ -37,14 +37,20 @@ __device__ inline float softcap_tanh(float x) {
   return 1 - __fdividef(2, 1 + exp2_fast(2 * LOG2_E * x));
 }
 
-// Products become scores, in place.
+// Products become scores, in place; unscale is what to multiply products of scaled operands with, a power of
+// two.
 template <class Kind, int MT, int NT>
-__device__ inline void finish_scores(Accumulator<MT, NT> &scores, const fa_cuda_score &score) {
+__device__ inline void finish_scores(Accumulator<MT, NT> &scores, const fa_cuda_score &score,
+                                     float unscale = 1) {
+  const float outer = Kind::SCALED ? score.factor : 1;
   if (score.form == FA_CUDA_SCORE_SOFTCAP)
-    for_each_element<MT, NT>(scores, [&](int, int, float &x) { x = softcap_tanh<Kind>(score.inner * x); });
+    for_each_element<MT, NT>(scores, [&](int, int, float &x) {
+      x = softcap_tanh<Kind>(score.inner * (Kind::SCALED ? x * unscale : x)) * outer;
+    });
   else if (score.form == FA_CUDA_SCORE_NEGATED)
-    for_each_element<MT, NT>(scores, [&](int, int, float &x) { x = -x; });
-  if constexpr (Kind::SCALED) for_each_element<MT, NT>(scores, [&](int, int, float &x) { x *= score.factor; });
+    for_each_element<MT, NT>(scores, [&](int, int, float &x) { x *= -outer * unscale; });
+  else if (Kind::SCALED)
+    for_each_element<MT, NT>(scores, [&](int, int, float &x) { x *= outer * unscale; });
 }
 
 // e^x
