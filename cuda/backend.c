@@ -112,8 +112,8 @@ static bool sees_all(const fa_problem *p) {
   return p->window_right >= p->seqlen_q - 1 && p->window_left >= p->seqlen_k - 1;
 }
 
-/* Whether tensor maps can describe contiguous tensors of the problem. */
-static bool can_map(const fa_problem *p) { return kinds[kind_of(p)].scaled || p->head_dim % 8 == 0; }
+/* Whether tensor maps can describe contiguous tensors of the problem: rows are multiples of 16 bytes. */
+static bool can_map(const fa_problem *p) { return p->head_dim * (int64_t)fa_dtype_bytes(p->dtype) % 16 == 0; }
 
 /* The first row of the kind's tables, from a family on, that takes the problem and fits the device. */
 static fa_status choose_kernel(const fa_plan *plan, int family, const fa_cuda_kernel **chosen,
@@ -273,7 +273,8 @@ static job lay_out(const fa_plan *plan, const fa_cuda_kernel *kernel, const fa_t
   }
   job.splits =
       (fa_cuda_splits){.num_parts = kinds[kind_of(p)].num_parts, .batch = a->batch, .head_dim = a->head_dim};
-  a->q = operand(p, t->q, p->seqlen_q, p->num_heads, &workspace, &job);
+  a->q = kernel->mapped && !backward ? view(p, t->q, p->seqlen_q, p->num_heads)
+                                     : operand(p, t->q, p->seqlen_q, p->num_heads, &workspace, &job);
   a->k = operand(p, t->k, p->seqlen_k, p->num_kv_heads, &workspace, &job);
   a->v = operand(p, t->v, p->seqlen_k, p->num_kv_heads, &workspace, &job);
   if (backward) a->dout = operand(p, t->dout, p->seqlen_q, p->num_heads, &workspace, &job);
@@ -376,16 +377,18 @@ static bool make_maps(const fa_plan *plan, const fa_cuda_kernel *kernel, const f
   const fa_problem *p = &plan->problem;
   const fa_cuda_arguments *a = &job->arguments;
   fa_cuda_maps *maps = &job->maps;
-  const fa_dtype dtype = kinds[kind_of(p)].scaled ? FA_DTYPE_F16 : p->dtype;
+  const bool scaled = kinds[kind_of(p)].scaled, backward = plan->pass == FA_PASS_BACKWARD;
+  const fa_dtype element = scaled ? FA_DTYPE_F16 : p->dtype;
   const int64_t batches = p->batch * job->splits.num_parts;
-  if (!fa_cuda_tensor_map_init(&maps->q, &a->q, dtype, p->seqlen_q, batches, kernel->block_q) ||
-      !fa_cuda_tensor_map_init(&maps->k, &a->k, dtype, p->seqlen_k, batches, kernel->block_k) ||
-      !fa_cuda_tensor_map_init(&maps->v, &a->v, dtype, p->seqlen_k, batches, kernel->block_k))
+  if (!fa_cuda_tensor_map_init(&maps->k, &a->k, element, p->seqlen_k, batches, kernel->block_k) ||
+      !fa_cuda_tensor_map_init(&maps->v, &a->v, element, p->seqlen_k, batches, kernel->block_k))
     return false;
-  if (plan->pass == FA_PASS_BACKWARD)
-    return fa_cuda_tensor_map_init(&maps->dout, &a->dout, dtype, p->seqlen_q, batches, kernel->block_q);
+  if (backward)
+    return fa_cuda_tensor_map_init(&maps->q, &a->q, element, p->seqlen_q, batches, kernel->block_q) &&
+           fa_cuda_tensor_map_init(&maps->dout, &a->dout, element, p->seqlen_q, batches, kernel->block_q);
   const fa_cuda_operand o = view(p, tensors->o, p->seqlen_q, p->num_heads);
-  return fa_cuda_tensor_map_init(&maps->o, &o, p->dtype, p->seqlen_q, p->batch, 16);
+  return fa_cuda_tensor_map_init(&maps->q, &a->q, p->dtype, p->seqlen_q, p->batch, kernel->block_q) &&
+         (scaled || fa_cuda_tensor_map_init(&maps->o, &o, p->dtype, p->seqlen_q, p->batch, 16));
 }
 
 static fa_status run_on_device(const fa_plan *plan, const fa_tensors *tensors, const fa_execution *execution,

@@ -103,9 +103,9 @@ __device__ inline void store_matrices_transposed(uint32_t to, const uint32_t (&r
                : "memory");
 }
 
-// Starts the copy of a tile from (column 0, row, head, batch) of the map, whose boxes have T::ROWS rows; what
-// lies outside of the tensor becomes 0. T::BYTES arrive at the barrier.
-template <class T>
+// Starts the copy of a tile from (column 0, row, head, batch) of the map, whose boxes have T::ROWS rows of
+// BOX_COLS numbers: 128 bytes; what lies outside of the tensor becomes 0. T::BYTES arrive at the barrier.
+template <class T, int BOX_COLS = 64>
 __device__ inline void load_boxes(uint32_t tile, const CUtensorMap &map, uint32_t barrier, int row, int head,
                                   int batch) {
 #pragma unroll
@@ -114,21 +114,20 @@ __device__ inline void load_boxes(uint32_t tile, const CUtensorMap &map, uint32_
         "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, "
         "%5}], "
         "[%6];" ::"r"(tile + box * T::BOX_BYTES),
-        "l"(&map), "r"(box * 64), "r"(row), "r"(head), "r"(batch), "r"(barrier)
+        "l"(&map), "r"(box * BOX_COLS), "r"(row), "r"(head), "r"(batch), "r"(barrier)
         : "memory");
 }
 
 // Starts the copy of 16 rows of a tile, from `tile_row` on, to (column 0, row, head, batch) of the map, whose
 // boxes have 16 rows; what lies outside of the tensor is left out. By one thread, in its bulk group.
-template <class Io, class T>
+template <class T>
 __device__ inline void store_boxes(const CUtensorMap &map, uint32_t tile, int tile_row, int row, int head,
                                    int batch) {
-  constexpr int BOX_COLS = 128 / sizeof(Io);
 #pragma unroll
-  for (int box = 0; box < T::COLS / BOX_COLS; box++)
+  for (int box = 0; box < T::BOXES; box++)
     asm volatile(
         "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%1, %2, %3, %4}], [%5];" ::"l"(&map),
-        "r"(box * BOX_COLS), "r"(row), "r"(head), "r"(batch), "r"(tile + box * T::BOX_BYTES + tile_row * 128)
+        "r"(box * 64), "r"(row), "r"(head), "r"(batch), "r"(tile + box * T::BOX_BYTES + tile_row * 128)
         : "memory");
 }
 
@@ -158,29 +157,19 @@ __device__ inline void bulk_wait_done() {
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
-// Writes a warp's accumulator [16, 8 * NT], times scale of each half, as numbers to rows of a tile, boxes of
-// 128 bytes of a row one after another.
-template <class Io, class T, int NT>
+// Writes a warp's accumulator [16, T::COLS], times scale of each half, as elements to rows of a tile.
+template <class Element, class T, int NT>
 __device__ inline void put_rows(uint32_t tile, int tile_row, const float (&acc)[NT][4],
                                 const float (&scale)[2]) {
-  const int lane = threadIdx.x % 32;
-  if constexpr (sizeof(Io) == 2) {
+  const int lane = threadIdx.x % 32, row = tile_row + lane % 16;
 #pragma unroll
-    for (int n = 0; n < NT; n += 2) {
-      uint32_t words[4];
+  for (int n = 0; n < NT; n += 2) {
+    uint32_t words[4];
 #pragma unroll
-      for (int i = 0; i < 4; i++)
-        words[i] =
-            pack(Io(), acc[n + i / 2][i % 2 * 2] * scale[i % 2], acc[n + i / 2][i % 2 * 2 + 1] * scale[i % 2]);
-      store_matrices(tile + T::offset(tile_row + lane % 16, n + lane / 16), words);
-    }
-  } else {
-#pragma unroll
-    for (int n = 0; n < NT; n++)
-#pragma unroll
-      for (int half = 0; half < 2; half++)
-        store_shared(tile + T::offset(tile_row + half * 8 + lane / 4, n * 2 + lane % 4 / 2) + lane % 2 * 8,
-                     make_float2(acc[n][half * 2] * scale[half], acc[n][half * 2 + 1] * scale[half]));
+    for (int i = 0; i < 4; i++)
+      words[i] = pack(Element(), acc[n + i / 2][i % 2 * 2] * scale[i % 2],
+                      acc[n + i / 2][i % 2 * 2 + 1] * scale[i % 2]);
+    store_matrices(tile + T::offset(row, n + lane / 16), words);
   }
 }
 

@@ -29,8 +29,9 @@ struct ForwardBuffers {
   static constexpr int Q_STAGES = Shape::q_stages, STAGES = 2;
   using QTile = BoxTile<Shape::block_q, Shape::head_dim>;
   using KTile = BoxTile<Shape::block_k, Shape::head_dim>;
-  // The rows of q make room for those of o, which may be wider.
-  static constexpr int Q_BYTES = QTile::BYTES * (sizeof(typename Kind::Io) == 4 ? 2 : 1);
+  // q comes as the caller gave it; consumers split f32 in place.
+  using QBoxes = BoxTile<Shape::block_q, Shape::head_dim * sizeof(typename Kind::Io) / 2>;
+  static constexpr int Q_BYTES = QBoxes::BYTES;
   static constexpr int K_BYTES = Kind::PARTS * KTile::BYTES;
   static constexpr int K_AT = Q_STAGES * Q_BYTES, V_AT = K_AT + STAGES * K_BYTES;
   static constexpr int BARRIERS_AT = V_AT + STAGES * K_BYTES, NUM_BARRIERS = 2 * (Q_STAGES + 2 * STAGES);
@@ -82,21 +83,10 @@ __device__ inline bool tile_of(const fa_cuda_arguments &a, int round, ForwardTil
 
 // ---- the producer: one thread ------------------------------------------------------------------------
 
-// Starts the copy of a tile and announces it; the parts of a split tensor are further batches of the map.
-template <class Kind, class T>
-__device__ inline void load_parts(uint32_t tile, const CUtensorMap &map, uint32_t full, int row, int head,
-                                  int batch, int num_batches) {
-  barrier_expect(full, Kind::PARTS * T::BYTES);
-#pragma unroll
-  for (int part = 0; part < Kind::PARTS; part++)
-    load_boxes<T>(tile + part * T::BYTES, map, full, row, head, batch + part * num_batches);
-}
-
 template <class Kind, class Shape>
 __device__ inline void produce(const fa_cuda_arguments &a, const fa_cuda_maps &maps,
                                const ForwardBuffers<Kind, Shape> &buffers) {
   using Buffers = ForwardBuffers<Kind, Shape>;
-  using QTile = typename Buffers::QTile;
   using KTile = typename Buffers::KTile;
   Ring<Buffers::Q_STAGES> q_ring;
   Ring<Buffers::STAGES> ring;
@@ -105,11 +95,17 @@ __device__ inline void produce(const fa_cuda_arguments &a, const fa_cuda_maps &m
     const int kv_head = tile.head / (a.num_heads / a.num_kv_heads);
     const auto q = buffers.q(q_ring.stage);
     barrier_wait(q.empty, q_ring.phase ^ 1);
-    load_parts<Kind, QTile>(q.tile, maps.q, q.full, tile.rows.begin, tile.head, tile.batch, a.batch);
+    barrier_expect(q.full, Buffers::Q_BYTES);
+    load_boxes<typename Buffers::QBoxes, 128 / sizeof(typename Kind::Io)>(
+        q.tile, maps.q, q.full, tile.rows.begin, tile.head, tile.batch);
     for (int block = tile.k_blocks.end - 1; block >= tile.k_blocks.begin; block--, ring.advance()) {
       auto load = [&](typename Buffers::Stage to, const CUtensorMap &map) {
         barrier_wait(to.empty, ring.phase ^ 1);
-        load_parts<Kind, KTile>(to.tile, map, to.full, block * Shape::block_k, kv_head, tile.batch, a.batch);
+        barrier_expect(to.full, Buffers::K_BYTES);
+#pragma unroll
+        for (int part = 0; part < Kind::PARTS; part++)
+          load_boxes<KTile>(to.tile + part * KTile::BYTES, map, to.full, block * Shape::block_k, kv_head,
+                            tile.batch + part * a.batch);
       };
       load(buffers.k(ring.stage), maps.k);
       load(buffers.v(ring.stage), maps.v);
@@ -134,32 +130,40 @@ __device__ inline void release(uint32_t empty_barrier) {
   if (threadIdx.x % 32 == 0) barrier_arrive(empty_barrier);
 }
 
-// Writes o and lse of this warp's 16 rows, the first of which is `row`, by way of the rows of q, at warp_row of
-// the tile: nobody else reads those, and this warp no more.
-template <class Kind, class QTile, int DT>
-__device__ inline void finish_rows(const fa_cuda_arguments &a, const fa_cuda_maps &maps, int batch, int head,
-                                   int row, uint32_t q_tile, int warp_row, const Accumulator<1, DT> &o,
-                                   OnlineSoftmax<Kind, 1> &softmax) {
-  float scale[2], lse[2];
+// Turns this warp's 16 rows of f32 numbers, tile_row being the first, into the scaled parts of T, in place: in
+// both forms a row has the same bytes, its piece of each box. Returns the power of two that they are scaled by.
+template <class Kind, class T>
+__device__ inline int split_rows(uint32_t tile, int tile_row) {
+  constexpr int EIGHTS = T::COLS / 16;  // of a row, for each of the two lanes that share it
+  const int row = tile_row + threadIdx.x % 16, first = threadIdx.x % 32 / 16;
+  float x[EIGHTS][8];
+  uint32_t bits = 0;
 #pragma unroll
-  for (int half = 0; half < 2; half++) {
-    const float2 end = softmax.finish(0, half, a.score, a.sink + head, a.num_sinks, a.num_heads);
-    scale[half] = end.x, lse[half] = end.y;
+  for (int i = 0; i < EIGHTS; i++) {
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const float4 four = load_shared_four(tile + T::offset(row, (i * 2 + first) * 2 + half));
+      x[i][half * 4] = four.x, x[i][half * 4 + 1] = four.y, x[i][half * 4 + 2] = four.z,
+                  x[i][half * 4 + 3] = four.w;
+    }
+#pragma unroll
+    for (int j = 0; j < 8; j++)
+      if (isfinite(x[i][j])) bits = max(bits, __float_as_uint(fabsf(x[i][j])));
   }
-  put_rows<typename Kind::Io, QTile>(q_tile, warp_row, o[0], scale);
+  const int exponent = scaling_exponent(__reduce_max_sync(~0u, bits));  // all have read
+  const float scale = power_of_two(exponent);
+#pragma unroll
+  for (int i = 0; i < EIGHTS; i++) {
+    uint32_t words[4][Kind::PARTS];
+#pragma unroll
+    for (int j = 0; j < 4; j++) split<Kind>(words[j], x[i][j * 2] * scale, x[i][j * 2 + 1] * scale);
+#pragma unroll
+    for (int part = 0; part < Kind::PARTS; part++)
+      store_shared(tile + part * T::BYTES + T::offset(row, i * 2 + first),
+                   make_uint4(words[0][part], words[1][part], words[2][part], words[3][part]));
+  }
   fence_async();
-  __syncwarp();
-  if (threadIdx.x % 32 == 0) {
-    store_boxes<typename Kind::Io, QTile>(maps.o, q_tile, warp_row, row, head, batch);
-    bulk_commit();
-  }
-#pragma unroll
-  for (int half = 0; half < 2; half++) {
-    const int own_row = row + half * 8 + threadIdx.x % 32 / 4;
-    if (threadIdx.x % 4 == 0 && own_row < a.window.seqlen_q)
-      a.lse[(int64_t(batch) * a.num_heads + head) * a.window.seqlen_q + own_row] = lse[half];
-  }
-  if (threadIdx.x % 32 == 0) bulk_wait_read<0>();
+  return exponent;
 }
 
 template <class Kind, class Shape>
@@ -173,6 +177,8 @@ __device__ inline void consume(const fa_cuda_arguments &a, const fa_cuda_maps &m
   constexpr int QK_STEPS = Shape::head_dim / 16, PV_STEPS = Shape::block_k / 16;
   constexpr int P_EXPONENT = SCALED ? SCALED_EXPONENT - MAX_LAG : 0;
   static_assert(!SCALED || FA_CUDA_GROUP % Shape::block_k == 0, "one scale a block");
+
+  constexpr int SPLIT_BARRIER = 1 + Shape::num_consumers;
 
   const Turns<Shape::num_consumers> turns(consumer);
   const float unit = exponent_of_unit<Kind>(a.score);
@@ -190,7 +196,7 @@ __device__ inline void consume(const fa_cuda_arguments &a, const fa_cuda_maps &m
     const auto q = buffers.q(q_ring.stage);
     const BoxOperand<QTile, true> q_rows(q.tile, consumer * 64);
     const int row = tile.rows.begin + consumer * 64, kv_head = tile.head / (a.num_heads / a.num_kv_heads);
-    const int exponent_q = exponent_of<Kind>(a.q, tile.batch, tile.head, row);
+    int exponent_q = 0;
 
     auto start_scores = [&](typename Buffers::Stage k) {
       multiply<Kind, QK_STEPS>(scores[0], q_rows, BoxOperand<KTile, true>(k.tile), false);
@@ -237,9 +243,13 @@ __device__ inline void consume(const fa_cuda_arguments &a, const fa_cuda_maps &m
     };
 
     int block = tile.k_blocks.end - 1;
+    barrier_wait(q.full, q_ring.phase);
+    if constexpr (SCALED) {
+      exponent_q = split_rows<Kind, QTile>(q.tile, warp_row);
+      named_barrier_wait(SPLIT_BARRIER + consumer, WARPGROUP);
+    }
     float of_scores = unscale_scores(block), of_o = unscale_o(block);
     set_zero<1, DT>(o);
-    barrier_wait(q.full, q_ring.phase);
     barrier_wait(buffers.k(ring.stage).full, ring.phase);
     start_scores(buffers.k(ring.stage));
     wgmma_wait<0>(scores[0]);
@@ -267,14 +277,43 @@ __device__ inline void consume(const fa_cuda_arguments &a, const fa_cuda_maps &m
       ring = next;
       of_o = of_next_o;
     }
+    if constexpr (SCALED) release(q.empty);
     const auto v = buffers.v(ring.stage);
     barrier_wait(v.full, ring.phase);
     start_o(v);
     finish_o(v, of_o);
     ring.advance();
-    finish_rows<Kind, QTile, DT>(a, maps, tile.batch, tile.head, tile.rows.begin + warp_row, q.tile, warp_row,
-                                 o, softmax);
-    release(q.empty);
+
+    const int first_row = tile.rows.begin + warp_row;
+    float scale[1][2], lse[2];
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const float2 end = softmax.finish(0, half, a.score, a.sink + tile.head, a.num_sinks, a.num_heads);
+      scale[0][half] = end.x, lse[half] = end.y;
+    }
+    if constexpr (SCALED) {
+      using Io = typename Kind::Io;
+      store_accumulator<Io, 1, DT>(row_of<Io>(a.o, tile.batch, tile.head, first_row), a.o.stride_row,
+                                   a.window.seqlen_q - first_row, a.head_dim, o, scale);
+    } else {  // by way of q's rows: nobody else reads those of this warp
+      put_rows<typename Kind::Element, QTile>(q.tile, warp_row, o[0], scale[0]);
+      fence_async();
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) {
+        store_boxes<QTile>(maps.o, q.tile, warp_row, first_row, tile.head, tile.batch);
+        bulk_commit();
+      }
+    }
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const int own_row = first_row + half * 8 + threadIdx.x % 32 / 4;
+      if (threadIdx.x % 4 == 0 && own_row < a.window.seqlen_q)
+        a.lse[(int64_t(tile.batch) * a.num_heads + tile.head) * a.window.seqlen_q + own_row] = lse[half];
+    }
+    if constexpr (!SCALED) {
+      if (threadIdx.x % 32 == 0) bulk_wait_read<0>();
+      release(q.empty);
+    }
   }
 }
 

@@ -67,9 +67,9 @@ typedef struct fa_cuda_arguments {
   int32_t *ticket;      /* one number */
 } fa_cuda_arguments;
 
-/* Tensors as tensor maps {head_dim, seqlen, heads, batch}, with boxes of 64 columns (of 16-bit elements) and
- * block_q (q, dout), block_k (k, v) or 16 (o) rows: the second argument of the kernels that read by them. The
- * parts of a split tensor are further batches. */
+/* Tensors as tensor maps {head_dim, seqlen, heads, batch}, with boxes of 128 bytes of block_q (q, dout),
+ * block_k (k, v) or 16 (o) rows: the second argument of the kernels that read by them. Of f32 tensors they are
+ * the copies, whose parts are further batches, but the forward's q is the caller's. */
 typedef struct fa_cuda_maps {
   CUtensorMap q, k, v, dout, o;
 } fa_cuda_maps;
