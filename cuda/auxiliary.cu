@@ -7,27 +7,31 @@ namespace fa {
 constexpr int THREADS = FA_CUDA_SMALL_KERNEL_THREADS;
 
 // One block takes FA_CUDA_GROUP rows of a head: finds the scale of their largest finite number, and writes the
-// scaled parts of each, eight numbers at a time; numbers past head_dim are 0.
+// scaled parts of each, eight numbers at a time by LANES lanes a row; numbers past head_dim are 0.
+template <int LANES>
 __global__ void __launch_bounds__(THREADS) split_rows(const __grid_constant__ fa_cuda_splits a) {
+  constexpr int ROWS_AT_ONCE = THREADS / LANES, PASSES = FA_CUDA_GROUP / ROWS_AT_ONCE;
   const fa_cuda_split &t = a.tensors[blockIdx.y];
   if (blockIdx.x >= int64_t(a.batch) * t.to.num_heads * t.to.num_groups) return;  // others have more
   const int group = blockIdx.x % t.to.num_groups, head = blockIdx.x / t.to.num_groups % t.to.num_heads;
   const int batch = blockIdx.x / t.to.num_groups / t.to.num_heads;
-  const int chunks = (a.head_dim + 7) / 8, first_row = group * FA_CUDA_GROUP;
-  const int num_chunks = min(FA_CUDA_GROUP, t.seqlen - first_row) * chunks;
+  const int first_row = group * FA_CUDA_GROUP + threadIdx.x / LANES, d = threadIdx.x % LANES * 8;
 
   __shared__ uint32_t largest;
   if (threadIdx.x == 0) largest = 0;
   __syncthreads();
+  float x[PASSES][8];
   uint32_t bits = 0;
-  for (int i = threadIdx.x; i < num_chunks; i += THREADS) {
-    float x[8];
-    load_eight(x, row_of<const float>(t.from, batch, head, first_row + i / chunks) + i % chunks * 8,
-               a.head_dim - i % chunks * 8);
+#pragma unroll
+  for (int pass = 0; pass < PASSES; pass++) {
+    const int row = first_row + pass * ROWS_AT_ONCE;
+    load_eight(x[pass], row_of<const float>(t.from, batch, head, row) + d, row < t.seqlen ? a.head_dim - d : 0);
+  }
+#pragma unroll
+  for (int pass = 0; pass < PASSES; pass++)
 #pragma unroll
     for (int j = 0; j < 8; j++)
-      if (isfinite(x[j])) bits = max(bits, __float_as_uint(fabsf(x[j])));
-  }
+      if (isfinite(x[pass][j])) bits = max(bits, __float_as_uint(fabsf(x[pass][j])));
   bits = __reduce_max_sync(~0u, bits);
   if (threadIdx.x % 32 == 0) atomicMax(&largest, bits);
   __syncthreads();
@@ -35,21 +39,20 @@ __global__ void __launch_bounds__(THREADS) split_rows(const __grid_constant__ fa
   const int exponent = scaling_exponent(largest);
   const float scale = power_of_two(exponent);
   if (threadIdx.x == 0) t.to.exponents[blockIdx.x] = exponent;
-  for (int i = threadIdx.x; i < num_chunks; i += THREADS) {
-    const int row = first_row + i / chunks, d = i % chunks * 8;
-    float x[8];
-    load_eight(x, row_of<const float>(t.from, batch, head, row) + d, a.head_dim - d);
-    uint32_t high[4], low[4];
+  if (d >= t.to.num_cols) return;
 #pragma unroll
-    for (int j = 0; j < 4; j++) {
-      uint32_t parts[2];
-      split<kinds::f32>(parts, x[j * 2] * scale, x[j * 2 + 1] * scale);
-      high[j] = parts[0], low[j] = parts[1];
-    }
+  for (int pass = 0; pass < PASSES; pass++) {
+    const int row = first_row + pass * ROWS_AT_ONCE;
+    if (row >= t.seqlen) break;
+    uint32_t words[4][2];
+#pragma unroll
+    for (int j = 0; j < 4; j++) split<kinds::f32>(words[j], x[pass][j * 2] * scale, x[pass][j * 2 + 1] * scale);
     uint16_t *to = const_cast<uint16_t *>(head_of(t.to, batch, head)) + row * t.to.stride_row + d;
-    *reinterpret_cast<uint4 *>(to) = make_uint4(high[0], high[1], high[2], high[3]);
-    if (a.num_parts == 2)
-      *reinterpret_cast<uint4 *>(to + t.to.stride_part) = make_uint4(low[0], low[1], low[2], low[3]);
+#pragma unroll
+    for (int part = 0; part < 2; part++)
+      if (part < a.num_parts)
+        *reinterpret_cast<uint4 *>(to + part * t.to.stride_part) =
+            make_uint4(words[0][part], words[1][part], words[2][part], words[3][part]);
   }
 }
 
@@ -75,5 +78,6 @@ __global__ void __launch_bounds__(THREADS) sink_gradient(const __grid_constant__
 
 }  // namespace fa
 
-const void *const fa_cuda_split_kernel = (const void *)fa::split_rows;
+const void *const fa_cuda_split_kernels[] = {(const void *)fa::split_rows<8>, (const void *)fa::split_rows<16>,
+                                             (const void *)fa::split_rows<32>};
 const void *const fa_cuda_sink_kernel = (const void *)fa::sink_gradient;

@@ -335,7 +335,8 @@ static fa_status launch_splits(fa_cuda_splits *splits, cudaStream_t stream, fa_e
     const int64_t groups = (int64_t)splits->batch * to->num_heads * to->num_groups;
     if (groups > num_groups) num_groups = groups;
   }
-  CHECK(launch(fa_cuda_split_kernel, (dim3){(unsigned)num_groups, (unsigned)splits->num_tensors, 1},
+  const void *kernel = fa_cuda_split_kernels[splits->head_dim <= 64 ? 0 : splits->head_dim <= 128 ? 1 : 2];
+  CHECK(launch(kernel, (dim3){(unsigned)num_groups, (unsigned)splits->num_tensors, 1},
                FA_CUDA_SMALL_KERNEL_THREADS, 0, (void *[]){splits}, stream));
   return FA_STATUS_OK;
 }

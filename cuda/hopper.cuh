@@ -118,6 +118,16 @@ __device__ inline void load_boxes(uint32_t tile, const CUtensorMap &map, uint32_
         : "memory");
 }
 
+// Brings the same to the cache.
+template <class T, int BOX_COLS = 64>
+__device__ inline void prefetch_boxes(const CUtensorMap &map, int row, int head, int batch) {
+#pragma unroll
+  for (int box = 0; box < T::BOXES; box++)
+    asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %3, %4}];" ::"l"(&map),
+                 "r"(box * BOX_COLS), "r"(row), "r"(head), "r"(batch)
+                 : "memory");
+}
+
 // Starts the copy of 16 rows of a tile, from `tile_row` on, to (column 0, row, head, batch) of the map, whose
 // boxes have 16 rows; what lies outside of the tensor is left out. By one thread, in its bulk group.
 template <class T>

@@ -87,17 +87,20 @@ template <class Kind, class Shape>
 __device__ inline void produce(const fa_cuda_arguments &a, const fa_cuda_maps &maps,
                                const ForwardBuffers<Kind, Shape> &buffers) {
   using Buffers = ForwardBuffers<Kind, Shape>;
+  using QBoxes = typename Buffers::QBoxes;
   using KTile = typename Buffers::KTile;
+  constexpr int Q_BOX_COLS = 128 / sizeof(typename Kind::Io);
   Ring<Buffers::Q_STAGES> q_ring;
   Ring<Buffers::STAGES> ring;
   ForwardTile tile;
   for (int round = 0; tile_of<Shape>(a, round, tile); round++, q_ring.advance()) {
     const int kv_head = tile.head / (a.num_heads / a.num_kv_heads);
     const auto q = buffers.q(q_ring.stage);
+    if (Buffers::Q_STAGES == 1)
+      prefetch_boxes<QBoxes, Q_BOX_COLS>(maps.q, tile.rows.begin, tile.head, tile.batch);
     barrier_wait(q.empty, q_ring.phase ^ 1);
     barrier_expect(q.full, Buffers::Q_BYTES);
-    load_boxes<typename Buffers::QBoxes, 128 / sizeof(typename Kind::Io)>(
-        q.tile, maps.q, q.full, tile.rows.begin, tile.head, tile.batch);
+    load_boxes<QBoxes, Q_BOX_COLS>(q.tile, maps.q, q.full, tile.rows.begin, tile.head, tile.batch);
     for (int block = tile.k_blocks.end - 1; block >= tile.k_blocks.begin; block--, ring.advance()) {
       auto load = [&](typename Buffers::Stage to, const CUtensorMap &map) {
         barrier_wait(to.empty, ring.phase ^ 1);

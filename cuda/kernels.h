@@ -122,10 +122,11 @@ extern const fa_cuda_kernel fa_hopper_forward_bf16[], fa_hopper_backward_bf16[];
 extern const fa_cuda_kernel fa_hopper_forward_f16[], fa_hopper_backward_f16[];
 extern const fa_cuda_kernel fa_hopper_forward_f32[], fa_hopper_forward_f32_as_f16[];
 
-/* Kernels that are the same for every kind and bucket. */
+/* Kernels that are the same for every kind. */
 enum { FA_CUDA_SMALL_KERNEL_THREADS = 256 };
-extern const void *const fa_cuda_split_kernel; /* fa_cuda_splits; a block a group of rows, its y a tensor */
-extern const void *const fa_cuda_sink_kernel;  /* fa_cuda_arguments; a block a sink and head: writes dsink */
+extern const void *const fa_cuda_split_kernels[]; /* fa_cuda_splits; head_dim to 64, 128, 256; a block a group
+                                                    of rows, its y a tensor */
+extern const void *const fa_cuda_sink_kernel;     /* fa_cuda_arguments; a block a sink and head: writes dsink */
 
 #ifdef __cplusplus
 }
