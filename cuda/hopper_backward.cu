@@ -267,7 +267,6 @@ __device__ inline void consume(const fa_cuda_arguments &a, BackwardBuffers<Shape
   using KTile = typename Buffers::KTile;
   using DsTile = typename Buffers::DsTile;
   using Dq = DqShare<Shape>;
-  using Element = typename Kind::Element;
   using Io = typename Kind::Io;
   constexpr int NT = Shape::block_q / 8, DT = Shape::head_dim / 8;
   constexpr int Q_STEPS = Shape::block_q / 16, K_STEPS = Shape::block_k / 16, D_STEPS = Shape::head_dim / 16;
@@ -282,19 +281,19 @@ __device__ inline void consume(const fa_cuda_arguments &a, BackwardBuffers<Shape
   auto start_scores = [&] {
     barrier_wait(buffers.barrier(Q_FULL, steps % 2), steps / 2 % 2);
     multiply<Kind, D_STEPS>(scores[0], BoxOperand<KTile, true>(buffers.k(), consumer * 64),
-                               BoxOperand<QTile, true>(buffers.q(steps % 2)), false);
+                            BoxOperand<QTile, true>(buffers.q(steps % 2)), false);
   };
   auto start_dp = [&] {
     barrier_wait(buffers.barrier(DOUT_FULL, steps % 2), steps / 2 % 2);
     multiply<Kind, D_STEPS>(ds[0], BoxOperand<KTile, true>(buffers.v(), consumer * 64),
-                               BoxOperand<QTile, true>(buffers.dout(steps % 2)), false);
+                            BoxOperand<QTile, true>(buffers.dout(steps % 2)), false);
   };
   auto start_dq = [&](uint32_t step) {
     const int stage = step % 2;
     barrier_wait(buffers.barrier(DS_FULL, stage), step / 2 % 2);
-    multiply<Kind, K_STEPS>(
-        dq[0], BoxOperand<DsTile, true>(buffers.ds(stage), Dq::ACROSS == 1 ? consumer * 64 : 0),
-        BoxOperand<KTile, false>(buffers.k(), Dq::ACROSS == 1 ? 0 : consumer * 64), false);
+    multiply<Kind, K_STEPS>(dq[0],
+                            BoxOperand<DsTile, true>(buffers.ds(stage), Dq::ACROSS == 1 ? consumer * 64 : 0),
+                            BoxOperand<KTile, false>(buffers.k(), Dq::ACROSS == 1 ? 0 : consumer * 64), false);
   };
   auto finish_dq = [&](uint32_t step) {
     arrive_once(buffers.barrier(DS_EMPTY, step % 2));

@@ -32,7 +32,8 @@ static CUtensorMapDataType type_of(fa_dtype dtype) {
 bool fa_cuda_tensor_map_init(CUtensorMap *map, const fa_cuda_operand *operand, fa_dtype dtype, int64_t seqlen,
                              int64_t batch, int32_t box_rows) {
   const PFN_cuTensorMapEncodeTiled_v12000 encode = encoder();
-  if (!encode || !operand->aligned) return false;
+  const bool is_empty = seqlen == 0 || batch == 0;
+  if (!encode || !operand->aligned || is_empty) return false;
   const cuuint64_t bytes = fa_dtype_bytes(dtype);
   const cuuint64_t dims[] = {(cuuint64_t)operand->num_cols, (cuuint64_t)seqlen, (cuuint64_t)operand->num_heads,
                              (cuuint64_t)batch};
