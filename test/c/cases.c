@@ -42,6 +42,13 @@
       ROW("edge of columns", LENGTHS(23, n), .head_dim = d)
 #define EDGE(n) EDGES(n, 20), EDGES(n, 24)
 
+/* Several tiles of the wide head_dims, whose tiles are the smallest. */
+#define WIDE(d)                                                                                            \
+  ROW("wide", LENGTHS(261, 197), .head_dim = d),                                                           \
+      ROW("wide, causal", LENGTHS(259, 270), .head_dim = d, CAUSAL),                                       \
+      ROW("wide, everything", LENGTHS(197, 261), HEADS(4, 2), .head_dim = d, WINDOW(90, 20), .softcap = 5, \
+          .num_sinks = 2)
+
 /* The rows' fields override DEFAULTS: that is what they are for. */
 #pragma GCC diagnostic ignored "-Woverride-init"
 #ifdef __clang__
@@ -112,6 +119,13 @@ static const fa_case cases[] = {
     EDGE(255),
     EDGE(256),
     EDGE(257),
+    EDGE(385),
+
+    WIDE(64),
+    WIDE(104),
+    WIDE(128),
+    WIDE(200),
+    WIDE(256),
 
     /* Masks, over several tiles. */
     ROW("causal, more queries", LENGTHS(211, 103), CAUSAL),

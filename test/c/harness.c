@@ -144,8 +144,8 @@ static void fetch(fa_device device, void *host, void *memory, size_t bytes) {
 #define POISON      0xff /* everywhere: a NaN in every type that arithmetic does not give */
 #define GUARD_BYTES 64
 
-/* guard, data, guard; data is aligned to its element and to nothing more. Inputs have no guard behind them,
- * so that the address sanitizer sees a read beyond their end. */
+/* guard, data, guard. Inputs have no guard behind them, so that the address sanitizer sees a read beyond their
+ * end. */
 typedef struct image {
   fa_tensor_role role;
   fa_shape shape;
@@ -157,10 +157,11 @@ typedef struct image {
 static fa_tensor strides_of(const fa_problem *problem, fa_tensor_id id, fa_layout layout) {
   fa_tensor tensor = fa_tensor_contiguous(problem, id, NULL);
   fa_shape shape = fa_tensor_shape(problem, id);
-  if (layout == LAYOUT_STRIDED && shape.rank == 4) {
-    tensor.stride_row = shape.dims[3] + 3;
-    tensor.stride_head = shape.dims[1] * tensor.stride_row + 5;
-    tensor.stride_batch = shape.dims[2] * tensor.stride_head + 7;
+  if (layout & LAYOUT_STRIDED && shape.rank == 4) {
+    const int64_t unit = layout & LAYOUT_ALIGNED ? 16 / (int64_t)fa_dtype_bytes(shape.dtype) : 1;
+    tensor.stride_row = shape.dims[3] + 3 * unit;
+    tensor.stride_head = shape.dims[1] * tensor.stride_row + 5 * unit;
+    tensor.stride_batch = shape.dims[2] * tensor.stride_head + 7 * unit;
   }
   return tensor;
 }
@@ -188,7 +189,7 @@ static image image_new(const fa_problem *problem, fa_pass pass, fa_tensor_id id,
   if (image.role == FA_ROLE_NONE) return image;
   const size_t element = fa_dtype_bytes(image.shape.dtype);
   const int64_t count = values_count(problem, id);
-  image.front = GUARD_BYTES + element;
+  image.front = GUARD_BYTES + (setup->layout & LAYOUT_ALIGNED ? 0 : element);
   image.size = count ? element_at(&image, count - 1) + element : image.front;
   if (image.role == FA_ROLE_OUTPUT) image.size += GUARD_BYTES;
   image.host = allocate(image.size);

@@ -104,11 +104,17 @@ static void check_case(const fa_case *c) {
   if (have_expected) values_free(&expected);
 }
 
+/* A GPU has kernels for aligned tensors and others for all, and a deterministic mode of both. */
 static void check_modes(fa_case c) {
   check_case(&c);
-  if (options.device.kind != FA_DEVICE_CUDA || c.problem.deterministic) return;
-  c.problem.deterministic = 1;
+  if (options.device.kind != FA_DEVICE_CUDA) return;
+  fa_case aligned = c;
+  aligned.layout |= LAYOUT_ALIGNED;
+  check_case(&aligned);
+  if (c.problem.deterministic) return;
+  c.problem.deterministic = aligned.problem.deterministic = 1;
   check_case(&c);
+  check_case(&aligned);
 }
 
 static void test_table(void) {
@@ -189,15 +195,15 @@ static void check_other_batch(const fa_problem *p, fa_tensor_id id, double bad, 
   }
 }
 
-static void check_not_finite(fa_dtype dtype, fa_tensor_id id, double bad) {
-  fa_case c = {.name = "not finite"};
+static void check_not_finite(fa_dtype dtype, fa_tensor_id id, double bad, fa_layout layout) {
+  fa_case c = {.name = "not finite", .layout = layout};
   fa_problem_init(&c.problem);
   fa_problem *p = &c.problem;
   p->dtype = dtype;
   p->batch = 2, p->seqlen_q = 130, p->seqlen_k = 130, p->num_heads = 4, p->num_kv_heads = 2, p->head_dim = 24;
   p->window_right = 0, p->deterministic = 1;
   describe(&c);
-  const fa_setup setup = {options.device, LAYOUT_CONTIGUOUS, 2};
+  const fa_setup setup = {options.device, layout, 2};
   char why[512];
   fa_values clean = values_new(p), dirty = values_new(p);
   values_fill(&clean, p, dtype, FILL_NORMAL, options.seed);
@@ -225,7 +231,10 @@ static void test_not_finite(void) {
   for (int dtype = 0; dtype < FA_NUM_DTYPES; dtype++)
     for (size_t i = 0; i < sizeof ids / sizeof *ids; i++)
       for (size_t j = 0; j < sizeof bads / sizeof *bads; j++)
-        if (options.dtype < 0 || options.dtype == dtype) check_not_finite((fa_dtype)dtype, ids[i], bads[j]);
+        if (options.dtype < 0 || options.dtype == dtype) {
+          check_not_finite((fa_dtype)dtype, ids[i], bads[j], LAYOUT_CONTIGUOUS);
+          check_not_finite((fa_dtype)dtype, ids[i], bads[j], LAYOUT_ALIGNED);
+        }
 }
 
 /* ---- memory ------------------------------------------------------------------------------------------- */
