@@ -338,9 +338,48 @@ defmodule FlashAttention do
     %{version: info.version, devices: devices, cuda: info.missing[:cuda]}
   end
 
+  @doc """
+  Which device and kernels calls with these tensors and options would use.
+
+  `q`, `k`, `v` and `opts` as for `forward/4`; nothing is computed. `device` is the one that takes them, which with
+  `device: :auto` need not be the first. Kernels are named by the backend, the architecture or instruction set, the
+  type and, on a GPU, the head_dim that they are made for: `"cuda/sm90/bf16/d128"`. Those for Hopper read tensors
+  whose memory begins at, and whose rows are, multiples of 16 bytes; others go to the portable ones when they come.
+
+      iex> one = FlashAttention.Tensor.new(<<1.0::float-32-native>>, :f32, {1, 1, 1, 1})
+      iex> {:ok, %{device: :cpu, forward: forward}} = FlashAttention.backend_info(one, one, one, device: :cpu)
+      iex> String.ends_with?(forward, "/f32")
+      true
+  """
+  @spec backend_info(tensor, tensor, tensor, [option]) ::
+          {:ok, %{device: :cpu | {:cuda, non_neg_integer}, forward: String.t(), backward: String.t()}}
+          | {:error, Error.t()}
+  def backend_info(q, k, v, opts \\ []) do
+    with {:ok, options} <- Options.parse(opts),
+         inputs = if(options.sink, do: [sink: options.sink], else: []) ++ [q: q, k: k, v: v],
+         {:ok, tensors, _names} <- to_native(inputs, {:cpu, 0}) do
+      shapes = Map.new(tensors, fn {name, {_data, type, shape}} -> {name, {type, shape}} end)
+      kernels(shapes, options.native, options.devices)
+    end
+  end
+
+  defp kernels(shapes, native, [device | others]) do
+    with {:ok, outputs, _bytes, forward} <- Native.plan(:forward, shapes, native, device),
+         inputs = shapes |> Map.merge(outputs) |> Map.put(:dout, outputs.o),
+         {:ok, _outputs, _bytes, backward} <- Native.plan(:backward, inputs, native, device) do
+      {:ok, %{device: device_name(device), forward: forward, backward: backward}}
+    else
+      {:error, {:unsupported, _, _, _, _}} when others != [] -> kernels(shapes, native, others)
+      {:error, error} -> {:error, Error.from_native(error)}
+    end
+  end
+
+  defp device_name({:cpu, _index}), do: :cpu
+  defp device_name(device), do: device
+
   defp describe(device) do
     %{
-      device: if(device.kind == :cpu, do: :cpu, else: {device.kind, device.index}),
+      device: device_name({device.kind, device.index}),
       name: device.name,
       features: String.split(device.features, [" ", ","], trim: true),
       threads: device.num_threads,

@@ -14,7 +14,7 @@ static bool get_shapes(ErlNifEnv *env, ERL_NIF_TERM term, fa_shape shapes[FA_NUM
   return true;
 }
 
-/* {ok, #{Name => {Type, Dims}}, WorkspaceBytes}, of the tensors that the pass writes. */
+/* {ok, #{Name => {Type, Dims}}, WorkspaceBytes, Kernel}, of the tensors that the pass writes. */
 static ERL_NIF_TERM make_plan(ErlNifEnv *env, const fa_plan *plan) {
   fa_map outputs = {0};
   for (int id = 0; id < FA_NUM_TENSORS; id++) {
@@ -22,8 +22,8 @@ static ERL_NIF_TERM make_plan(ErlNifEnv *env, const fa_plan *plan) {
     fa_shape shape = fa_tensor_shape(&plan->problem, id);
     fa_map_put(&outputs, fa_atom.tensors[id], fa_make_shape(env, &shape));
   }
-  return enif_make_tuple3(env, fa_atom.ok, fa_make_map(env, &outputs),
-                          enif_make_uint64(env, plan->workspace_bytes));
+  return enif_make_tuple4(env, fa_atom.ok, fa_make_map(env, &outputs),
+                          enif_make_uint64(env, plan->workspace_bytes), fa_make_text(env, plan->kernel));
 }
 
 ERL_NIF_TERM fa_nif_plan(ErlNifEnv *env, int argc, const ERL_NIF_TERM argv[]) {

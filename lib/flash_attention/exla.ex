@@ -72,7 +72,7 @@ defmodule FlashAttention.EXLA do
 
     with :ok <- register(),
          {:ok, device} <- device(client.platform),
-         {:ok, _outputs, _workspace_bytes} <- Native.plan(pass, typed, options.native, device) do
+         {:ok, _outputs, _workspace_bytes, _kernel} <- Native.plan(pass, typed, options.native, device) do
       {"flash_attention_#{pass}", attributes(shapes ++ options.native)}
     else
       {:error, %Error{} = error} -> raise elsewhere(error)

@@ -110,16 +110,16 @@ defmodule FlashAttention.Native do
   end
 
   @doc """
-  What a pass would write, from the types and shapes of its inputs, and how many bytes of workspace it takes on the
-  device: whether `run/4` would take them, without data.
+  What a pass would write, from the types and shapes of its inputs, how many bytes of workspace it takes on the
+  device, and which kernel would run: whether `call/5` would take them, without data.
 
       iex> shapes = for name <- [:q, :k, :v], into: %{}, do: {name, {{:bf, 16}, {2, 9, 4, 64}}}
-      iex> {:ok, outputs, _workspace_bytes} = FlashAttention.Native.plan(:forward, shapes, [], {:cpu, 0})
+      iex> {:ok, outputs, _workspace_bytes, "cpu/" <> _} = FlashAttention.Native.plan(:forward, shapes, [], {:cpu, 0})
       iex> outputs
       %{o: {{:bf, 16}, {2, 9, 4, 64}}, lse: {{:f, 32}, {2, 4, 9}}}
   """
   @spec plan(pass, shapes, [option], device) ::
-          {:ok, shapes, workspace_bytes :: non_neg_integer} | {:error, error}
+          {:ok, shapes, workspace_bytes :: non_neg_integer, kernel :: String.t()} | {:error, error}
   def plan(pass, shapes, options, device) do
     case load_nif() do
       :ok -> apply(__MODULE__, :plan, [pass, shapes, options, device])

@@ -61,7 +61,7 @@ if FlashAttention.Defn.supported?() do
       shapes = for {name, tensor} <- inputs, into: %{}, do: {name, {tensor.type, tensor.shape}}
       plans = for {kind, _index} = device <- devices, do: {kind, Native.plan(pass, shapes, native, device)}
 
-      case for({kind, {:ok, outputs, workspace_bytes}} <- plans, do: {kind, outputs, workspace_bytes}) do
+      case for({kind, {:ok, outputs, workspace_bytes, _kernel}} <- plans, do: {kind, outputs, workspace_bytes}) do
         [{_kind, outputs, _bytes} | _] = taken ->
           {for(name <- @outputs, {type, shape} <- [outputs[name]], do: Nx.template(shape, type)),
            Enum.find_value(taken, 0, fn {kind, _outputs, bytes} -> kind == :cuda && bytes end)}
