@@ -126,7 +126,7 @@ static fa_status choose_kernel(const fa_plan *plan, int family, const fa_cuda_ke
   CHECK(cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, plan->device.index));
   fa_status status = check_problem(plan, major, error);
   if (status) return status;
-  if (major != 9 || minor != 0 || !can_map(problem)) family = PORTABLE;
+  if (major != 9 || minor != 0 || fa_is_disabled("sm90") || !can_map(problem)) family = PORTABLE;
   int32_t largest = 0;
   for (; family < NUM_FAMILIES; family++) {
     const fa_cuda_kind kind = kind_of(problem);

@@ -58,6 +58,9 @@ typedef struct fa_backend {
   const fa_memory_ops *memory;
 } fa_backend;
 
+/* Whether FLASH_ATTENTION_DISABLE lists a feature: "avx512,avx2,sm90". For tests, and for comparing. */
+bool fa_is_disabled(const char *feature);
+
 /* The backend of that kind, or NULL where it was not built. */
 const fa_backend *fa_backend_of(fa_device_kind kind);
 

@@ -1,5 +1,8 @@
-/* The backend table. */
+/* The backend table, and what of the backends is switched off. */
 #include "backend.h"
+
+#include <stdlib.h>
+#include <string.h>
 
 extern const fa_backend fa_cpu_backend;
 extern const fa_backend fa_reference_backend;
@@ -16,4 +19,15 @@ const fa_backend *fa_backend_of(fa_device_kind kind) {
 #endif
     default: return NULL;
   }
+}
+
+bool fa_is_disabled(const char *feature) {
+  const char *list = getenv("FLASH_ATTENTION_DISABLE");
+  const size_t length = strlen(feature);
+  while (list && *list) {
+    const size_t item = strcspn(list, ",");
+    if (item == length && strncmp(list, feature, length) == 0) return true;
+    list += item + (list[item] == ',');
+  }
+  return false;
 }

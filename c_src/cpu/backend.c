@@ -4,38 +4,22 @@
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
 #include <unistd.h>
 
 #include "../core/error.h"
 #include "../core/threads.h"
 #include "kernels.h"
 
-#if defined(__x86_64__)
-/* FLASH_ATTENTION_DISABLE lists instruction sets not to be used, "avx512,avx2": for tests, and for comparing.
- */
-static bool disabled(const char *isa) {
-  const char *list = getenv("FLASH_ATTENTION_DISABLE");
-  size_t length = strlen(isa);
-  while (list && *list) {
-    size_t item = strcspn(list, ",");
-    if (item == length && strncmp(list, isa, length) == 0) return true;
-    list += item + (list[item] == ',');
-  }
-  return false;
-}
-#endif
-
 /* The best instruction set that this processor has. */
 static const fa_cpu_kernels *kernels_here(const char **isa) {
 #if defined(__x86_64__)
   __builtin_cpu_init();
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
-      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bw") && !disabled("avx512")) {
+      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bw") && !fa_is_disabled("avx512")) {
     *isa = "avx512";
     return &fa_cpu_kernels_avx512;
   }
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && !disabled("avx2")) {
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && !fa_is_disabled("avx2")) {
     *isa = "avx2";
     return &fa_cpu_kernels_avx2;
   }

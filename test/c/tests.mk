@@ -48,12 +48,14 @@ test-c-sanitize:
 	$(MAKE) --no-print-directory test-c-host test-c-attention SANITIZE=thread FA_CUDA=0 \
 	  BUILD=$(BUILD)/races PRIV=$(BUILD)/races/priv ATTENTION='--quick --dtype f32'
 
-# The suite with the CPU's instruction sets switched off, the best one first.
+# The suite with the CPU's instruction sets switched off, the best one first, and with a GPU's kernels for Hopper.
 test-c-isas: $(BUILD)/test/test_attention $(BUILD)/test/test_tangent
 	@set -e; for isas in avx512 avx512,avx2; do \
 	  echo "without $$isas"; export FLASH_ATTENTION_DISABLE=$$isas $(TEST_ENVIRONMENT); \
 	  $(BUILD)/test/test_attention $(ATTENTION); $(BUILD)/test/test_tangent; \
 	done
+	@echo "test_attention --device cuda $(ATTENTION), without sm90"
+	@FLASH_ATTENTION_DISABLE=sm90 $(BUILD)/test/test_attention --device cuda $(ATTENTION)
 
 # The case table on the GPU. Without one this program and test_cuda say that they are skipped.
 test-c-attention-cuda: $(BUILD)/test/test_attention
