@@ -28,6 +28,10 @@ __device__ inline void barrier_init_done() {
 __device__ inline void barrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
+// By a warp, of which one thread arrives.
+__device__ inline void barrier_arrive_warp(uint32_t barrier) {
+  if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
+}
 // Arrives, and announces bytes that a bulk copy brings.
 __device__ inline void barrier_expect(uint32_t barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");

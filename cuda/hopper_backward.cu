@@ -89,7 +89,7 @@ struct BackwardBuffers {
 // By a warp: arrives when all of its lanes are here.
 __device__ inline void arrive_once(uint32_t barrier) {
   __syncwarp();
-  if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
+  barrier_arrive_warp(barrier);
 }
 
 // A column block's work.
@@ -393,7 +393,7 @@ __global__ void __launch_bounds__(Shape::num_threads, 1)
   const BackwardBuffers<Shape> buffers = {shared_address(shared)};
   if (threadIdx.x == 0) buffers.init_barriers();
   __syncthreads();
-  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+  const int warp = uniform(threadIdx.x / 32);
   if (warp >= Shape::num_warps) {
     give_registers<Shape::other_registers>();
     if (warp == Shape::num_warps + 1) send_dq<Shape>(a, buffers);

@@ -129,10 +129,6 @@ struct Turns {
   __device__ void pass() const { named_barrier_arrive(1 + (consumer + 1) % NUM_CONSUMERS, 2 * WARPGROUP); }
 };
 
-__device__ inline void release(uint32_t empty_barrier) {
-  if (threadIdx.x % 32 == 0) barrier_arrive(empty_barrier);
-}
-
 // Turns this warp's 16 rows of f32 numbers, tile_row being the first, into the scaled parts of T, in place: in
 // both forms a row has the same bytes, its piece of each box. Returns the power of two that they are scaled by.
 template <class Kind, class T>
@@ -179,9 +175,8 @@ __device__ inline void consume(const fa_cuda_arguments &a, const fa_cuda_maps &m
   constexpr int NT = Shape::block_k / 8, DT = Shape::head_dim / 8;
   constexpr int QK_STEPS = Shape::head_dim / 16, PV_STEPS = Shape::block_k / 16;
   constexpr int P_EXPONENT = SCALED ? SCALED_EXPONENT - MAX_LAG : 0;
-  static_assert(!SCALED || FA_CUDA_GROUP % Shape::block_k == 0, "one scale a block");
-
   constexpr int SPLIT_BARRIER = 1 + Shape::num_consumers;
+  static_assert(!SCALED || FA_CUDA_GROUP % Shape::block_k == 0, "one scale a block");
 
   const Turns<Shape::num_consumers> turns(consumer);
   const float unit = exponent_of_unit<Kind>(a.score);
@@ -216,7 +211,7 @@ __device__ inline void consume(const fa_cuda_arguments &a, const fa_cuda_maps &m
     };
     auto finish_o = [&](typename Buffers::Stage v, float unscale) {
       wgmma_wait<0>(product, p);
-      release(v.empty);
+      barrier_arrive_warp(v.empty);
       if constexpr (SCALED) {
 #pragma unroll
         for (int n = 0; n < DT; n++)
@@ -256,7 +251,7 @@ __device__ inline void consume(const fa_cuda_arguments &a, const fa_cuda_maps &m
     barrier_wait(buffers.k(ring.stage).full, ring.phase);
     start_scores(buffers.k(ring.stage));
     wgmma_wait<0>(scores[0]);
-    release(buffers.k(ring.stage).empty);
+    barrier_arrive_warp(buffers.k(ring.stage).empty);
     exponentials_of(block, of_scores);
     convert();
     for (block--; block >= tile.k_blocks.begin; block--) {
@@ -272,7 +267,7 @@ __device__ inline void consume(const fa_cuda_arguments &a, const fa_cuda_maps &m
       start_o(v);
       turns.pass();
       wgmma_wait<1>(scores[0]);
-      release(k.empty);
+      barrier_arrive_warp(k.empty);
       const bool moved = exponentials_of(block, of_scores);
       finish_o(v, of_o);
       if (moved) softmax.rescale_rows(o);
@@ -280,7 +275,7 @@ __device__ inline void consume(const fa_cuda_arguments &a, const fa_cuda_maps &m
       ring = next;
       of_o = of_next_o;
     }
-    if constexpr (SCALED) release(q.empty);
+    if constexpr (SCALED) barrier_arrive_warp(q.empty);
     const auto v = buffers.v(ring.stage);
     barrier_wait(v.full, ring.phase);
     start_o(v);
@@ -315,7 +310,7 @@ __device__ inline void consume(const fa_cuda_arguments &a, const fa_cuda_maps &m
     }
     if constexpr (!SCALED) {
       if (threadIdx.x % 32 == 0) bulk_wait_read<0>();
-      release(q.empty);
+      barrier_arrive_warp(q.empty);
     }
   }
 }
@@ -338,7 +333,7 @@ __global__ void __launch_bounds__(Shape::num_threads, 1)
 }
 
 template <class Kind, class Shape>
-constexpr fa_cuda_kernel row(const char *name, int32_t windowed_rows = 0) {
+constexpr fa_cuda_kernel row(const char *name, int32_t windowed_rows) {
   return {.name = name,
           .bucket = Shape::head_dim,
           .windowed_rows = windowed_rows,
@@ -354,22 +349,23 @@ constexpr fa_cuda_kernel row(const char *name, int32_t windowed_rows = 0) {
 }  // namespace hopper
 }  // namespace fa
 
-#define SHAPE(...) fa::hopper::row<fa::kinds::FA_KIND, fa::hopper::ForwardShape<__VA_ARGS__>>
-#define NAME(rest) "cuda/sm90/" FA_QUOTE(FA_KIND) rest
+#define ROW(rest, windowed_rows, ...)                                         \
+  fa::hopper::row<fa::kinds::FA_KIND, fa::hopper::ForwardShape<__VA_ARGS__>>( \
+      "cuda/sm90/" FA_QUOTE(FA_KIND) rest, windowed_rows)
 
-// Registers a consumer's thread needs for its arrays: (block_k * 1.5 + head_dim) / 2, and (block_k + head_dim)
-// of f32 in two parts. Three consumers at 64, which use each column block for 192 rows, but two where a window
-// cuts off much of tiles of 192; at 256, column blocks are what fits beside q.
+// Registers a consumer's thread needs for its arrays: (block_k * 1.5 + head_dim) / 2, and block_k + head_dim of
+// f32 in two parts. Three consumers at 64, which use each column block for 192 rows, but two where a window
+// cuts off much of tiles of 192; at 256, and of f32, column blocks are what fits beside q.
 const fa_cuda_kernel FA_JOIN(fa_hopper_forward_, FA_KIND)[] = {
-// bucket, block_k, consumers, stages of q, their registers, the producer's; windowed_rows
+// windowed_rows, bucket, block_k, consumers, stages of q, their registers, the producer's
 #if FA_KIND_SCALED
-    SHAPE(64, 128, 2, 2, 240, 24)(NAME("/d64")),
-    SHAPE(128, 64, 2, 1, 240, 24)(NAME("/d128")),
+    ROW("/d64", 0, 64, 128, 2, 2, 240, 24),
+    ROW("/d128", 0, 128, 64, 2, 1, 240, 24),
 #else
-    SHAPE(64, 128, 2, 2, 240, 24)(NAME("/d64/short"), 1024),
-    SHAPE(64, 128, 3, 2, 160, 32)(NAME("/d64")),
-    SHAPE(128, 128, 2, 2, 240, 24)(NAME("/d128")),
-    SHAPE(256, 80, 2, 1, 240, 24)(NAME("/d256")),
+    ROW("/d64/short", 1024, 64, 128, 2, 2, 240, 24),
+    ROW("/d64", 0, 64, 128, 3, 2, 160, 32),
+    ROW("/d128", 0, 128, 128, 2, 2, 240, 24),
+    ROW("/d256", 0, 256, 80, 2, 1, 240, 24),
 #endif
     {},
 };
