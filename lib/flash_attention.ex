@@ -107,8 +107,8 @@ defmodule FlashAttention do
   """
   @spec forward(tensor, tensor, tensor, [option]) :: {:ok, tensor} | {:error, Error.t()}
   def forward(q, k, v, opts \\ []) do
-    with {:ok, options} <- Options.parse(opts),
-         {:ok, outputs, _states} <- run(:forward, [q: q, k: k, v: v], %{options | keep: nil}),
+    with {:ok, options} <- Options.parse(opts, Options.keys() -- [:keep]),
+         {:ok, outputs, _states} <- run(:forward, [q: q, k: k, v: v], options),
          do: {:ok, outputs.o}
   end
 
@@ -190,9 +190,8 @@ defmodule FlashAttention do
           | {:ok, tensor, tensor, tensor, %{sink: tensor}}
           | {:error, Error.t()}
   def backward(dout, q, k, v, o, lse, opts \\ []) do
-    with {:ok, options} <- Options.parse(opts),
-         {:ok, outputs, _states} <-
-           run(:backward, [dout: dout, q: q, k: k, v: v, o: o, lse: lse], %{options | keep: nil}),
+    with {:ok, options} <- Options.parse(opts, Options.keys() -- [:keep]),
+         {:ok, outputs, _states} <- run(:backward, [dout: dout, q: q, k: k, v: v, o: o, lse: lse], options),
          do: gradients(outputs)
   end
 

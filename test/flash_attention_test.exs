@@ -167,7 +167,7 @@ defmodule FlashAttentionTest do
       assert message(FlashAttention.backward(o, q, k, v, o, convert(lse, :f64))) =~ "lse: expected type f32"
     end
 
-    test "of options name the option", %{q: q, k: k, v: v} do
+    test "of options name the option", %{q: q, k: k, v: v, o: o, lse: lse} do
       options = "causal, scale, window, softcap, sink, device, precision, deterministic, keep, results"
 
       for {opts, expected} <- [
@@ -199,7 +199,15 @@ defmodule FlashAttentionTest do
             {[keep: true], "keep: expected one of :device, got true"},
             {[results: :gpu], "results: expected one of :host, :device, got :gpu"}
           ] do
-        assert message(FlashAttention.forward(q, k, v, opts)) =~ expected
+        assert message(FlashAttention.forward_with_states(q, k, v, opts)) =~ expected
+      end
+
+      # What there is nothing to keep of, or nothing to keep for.
+      for result <- [
+            FlashAttention.forward(q, k, v, keep: :device),
+            FlashAttention.backward(o, q, k, v, o, lse, keep: :device)
+          ] do
+        assert message(result) =~ ~r/^opts: expected keys among causal, .*, results, got :keep$/
       end
     end
 

@@ -64,8 +64,8 @@ defmodule FlashAttention.Options do
       default: nil,
       default_doc: "none",
       doc:
-        "Of `forward_with_states/4`: what the backward needs stays on the device, as `FlashAttention.States` in " <>
-          "place of `lse`."
+        "Of `forward_with_states/4` alone: what the backward needs stays on the device, as `FlashAttention.States` " <>
+          "in place of `lse`."
     ],
     results: [
       type: {:one_of, [:host, :device]},
