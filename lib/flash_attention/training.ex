@@ -6,7 +6,7 @@ defmodule FlashAttention.Training do
   each of which can say what its own gradient is.
 
       params, batch ──► embed ──► q, k, v ──► attention ──► o ──► head ──► loss
-      gradients     ◄── embed ◄── dq, dk, dv ◄── attention ◄── do ◄── head ◄── 1
+      gradients     ◄── embed ◄── dq, dk, dv ◄── attention ◄── dout ◄── head ◄── 1
 
   A stage returns its output and a *pullback*: a function from the gradient of the loss by that output to the
   gradients of the loss by what went in. `FlashAttention.Training.Model` says what the stages look like. They
@@ -96,7 +96,7 @@ defmodule FlashAttention.Training do
   @doc """
   Attention as a stage: `{q, k, v}` or `{q, k, v, %{sink: sink}}` to `{o, pullback}`.
 
-  The pullback takes `do` and returns what goes with the inputs: `{dq, dk, dv}` or
+  The pullback takes `dout` and returns what goes with the inputs: `{dq, dk, dv}` or
   `{dq, dk, dv, %{sink: dsink}}`, as often as it is called. The options are those of `FlashAttention.forward/4`.
 
       iex> one = FlashAttention.Tensor.new(<<1.0::float-32-native>>, :f32, {1, 1, 1, 1})
