@@ -47,7 +47,8 @@ defmodule FlashAttention do
       `EXLA.Backend` q, too.
 
   Such a tensor is read after the work that the default CUDA stream holds when the call is made. EXLA's are complete
-  by then; who computes others on another stream waits for that first. Results are complete when the call returns. A GPU's memory that runs out is an error that says how much was asked for and is free.
+  by then; who computes others on another stream waits for that first. Results are complete when the call returns. A
+  GPU's memory that runs out is an error that says how much was asked for and is free.
 
   `FlashAttention.Telemetry` tells what was moved and how long it took.
 
@@ -340,7 +341,7 @@ defmodule FlashAttention do
   @doc """
   Which device and kernels calls with these tensors and options would use.
 
-  `q`, `k`, `v` and `opts` as for `forward/4`; nothing is computed. `device` is the one that takes them, which with
+  `q`, `k`, `v` and `opts` as for `forward_with_states/4`; nothing is computed. `device` is the one that takes them, which with
   `device: :auto` need not be the first. Kernels are named by the backend, the architecture or instruction set, the
   type and, on a GPU, the head_dim that they are made for: `"cuda/sm90/bf16/d128"`. Those for Hopper read tensors
   whose memory begins at, and whose rows are, multiples of 16 bytes; others go to the portable ones when they come.
@@ -355,8 +356,8 @@ defmodule FlashAttention do
           | {:error, Error.t()}
   def backend_info(q, k, v, opts \\ []) do
     with {:ok, options} <- Options.parse(opts),
-         inputs = if(options.sink, do: [sink: options.sink], else: []) ++ [q: q, k: k, v: v],
-         {:ok, tensors, _names} <- to_native(inputs, {:cpu, 0}) do
+         # What lies on the first device is not copied from there.
+         {:ok, tensors, _names} <- [q: q, k: k, v: v] |> with_sink(options) |> to_native(hd(options.devices)) do
       shapes = Map.new(tensors, fn {name, {_data, type, shape}} -> {name, {type, shape}} end)
       kernels(shapes, options.native, options.devices)
     end
@@ -395,9 +396,7 @@ defmodule FlashAttention do
 
   # The outputs, and the states of a forward that keeps them.
   defp run(pass, inputs, %{devices: [device | others]} = options) do
-    inputs_and_sink = if options.sink, do: [sink: options.sink] ++ inputs, else: inputs
-
-    with {:ok, tensors, names} <- to_native(inputs_and_sink, device),
+    with {:ok, tensors, names} <- inputs |> with_sink(options) |> to_native(device),
          {:ok, outputs, kept} <- Telemetry.call(pass, tensors, options.native, device, how(options)) do
       states = %States{tensors: kept, names: names, native: options.native, device: device}
       {:ok, from_native(outputs, inputs[:q], names), states}
@@ -409,6 +408,9 @@ defmodule FlashAttention do
         {:error, error}
     end
   end
+
+  defp with_sink(inputs, %{sink: nil}), do: inputs
+  defp with_sink(inputs, %{sink: sink}), do: [sink: sink] ++ inputs
 
   defp how(options),
     do: %{results: options.results, keep: options.keep == :device}

@@ -38,8 +38,8 @@ defmodule FlashAttention.Defn do
       `FlashAttention.Error`. It can be called inside `defn` and outside of it, and needs Nx 0.12 or later. Memory
       grows linearly with the sequence, in the gradient too.
 
-      Vectorized axes count as part of the batch, with gradients from Nx 0.13 on; `sink` has none. `o` has the axis names of `q`. The gradient has no
-      gradient itself: asking for one raises.
+      Vectorized axes count as part of the batch, with gradients from Nx 0.13 on; `sink` has none. `o` has the axis
+      names of `q`. The gradient has no gradient itself: asking for one raises.
 
       On EXLA it is a custom call on the device that the computation runs on, see `FlashAttention.EXLA`. With a
       `:device` other than `:auto`, the default, the library computes there, whatever compiles the rest.

@@ -111,7 +111,11 @@ defmodule FlashAttention.NxTest do
     @moduledoc "What a tensor of EXLA's on a GPU looks like from outside, with three numbers at address 4096."
     defstruct buffer: %{client_name: :cuda, device_id: 1}
     def to_pointer(_tensor, mode: :local), do: %{address: 4096, data_size: 12}
-    def to_binary(_tensor, 3), do: "in the host's memory"
+
+    def to_binary(_tensor, _count) do
+      send(self(), :copied)
+      "in the host's memory"
+    end
   end
 
   @tag :defn
@@ -121,6 +125,12 @@ defmodule FlashAttention.NxTest do
     assert to_native.({:cuda, 1}) == {:ok, {{4096, 12, tensor}, {:f, 32}, {3}}, [:x]}
     values = {:ok, {"in the host's memory", {:f, 32}, {3}}, [:x]}
     assert to_native.({:cuda, 0}) == values
+    assert_received :copied
     assert to_native.({:cpu, 0}) == values
+    assert_received :copied
+
+    # There is no such GPU, or a vector is no q; to say so takes no values.
+    assert {:error, _} = FlashAttention.backend_info(tensor, tensor, tensor, device: {:cuda, 1})
+    refute_received :copied
   end
 end
