@@ -16,7 +16,10 @@ if Code.ensure_loaded?(Axon) do
     To replace the attention of a Bumblebee model, see `FlashAttention.Bumblebee`.
     """
 
+    alias FlashAttention.{Error, Options}
+
     @layer_options [:name, :meta]
+    @options Options.keys() -- [:sink, :keep, :results]
 
     @doc """
     Attention of `query` to `key` and `value`.
@@ -36,31 +39,35 @@ if Code.ensure_loaded?(Axon) do
 
     ## Options
 
-    Those of `FlashAttention.forward/4` but `:sink`; attention is causal unless `causal: false` is given. And
+    Those of `FlashAttention.attention/4` but `:sink`; attention is causal unless `causal: false` is given. And
 
-      * `:num_sinks` - how many attention sinks each head learns, none by default; they begin at 0
+      * `:num_sinks` - how many attention sinks each head learns, 0 by default; they begin at 0
       * `:name`, `:meta` - as for every layer of Axon
     """
     @spec attention(Axon.t(), Axon.t(), Axon.t(), keyword) :: Axon.t()
     def attention(%Axon{} = query, %Axon{} = key, %Axon{} = value, opts \\ []) do
       {layer_options, opts} = Keyword.split(opts, @layer_options)
-      {num_sinks, opts} = Keyword.pop(opts, :num_sinks)
-      sink_shape = fn query, _key, _value -> {num_sinks, elem(query, 2)} end
-      sinks = if num_sinks, do: [Axon.param("sink", sink_shape, initializer: :zeros)], else: []
+      {num_sinks, opts} = Keyword.pop(opts, :num_sinks, 0)
+      Options.parse!(opts, @options)
+      inputs = [query, key, value] ++ sinks(num_sinks)
 
-      # What Axon adds to the options of a layer must not end up among attention's.
-      attend = fn inputs -> attend(inputs, opts) end
-      layer_options = [op_name: :flash_attention] ++ layer_options
+      # The last argument, what Axon adds to the options of a layer, must not end up among attention's.
+      layer =
+        if length(inputs) == 3,
+          do: fn q, k, v, _ -> attend([q, k, v], opts) end,
+          else: fn q, k, v, sink, _ -> attend([q, k, v, sink], opts) end
 
-      if num_sinks,
-        do:
-          Axon.layer(
-            fn q, k, v, sink, _ -> attend.([q, k, v, sink]) end,
-            [query, key, value] ++ sinks,
-            layer_options
-          ),
-        else: Axon.layer(fn q, k, v, _ -> attend.([q, k, v]) end, [query, key, value], layer_options)
+      Axon.layer(layer, inputs, [op_name: :flash_attention] ++ layer_options)
     end
+
+    defp sinks(none) when none in [0, nil], do: []
+
+    defp sinks(num_sinks) when is_integer(num_sinks) and num_sinks > 0 do
+      shape = fn query, _key, _value -> {num_sinks, elem(query, 2)} end
+      [Axon.param("sink", shape, initializer: :zeros)]
+    end
+
+    defp sinks(other), do: raise(Error.invalid(:num_sinks, "a whole number of at least 0", Error.show(other)))
 
     defp attend([q, k, v], opts), do: FlashAttention.attention(q, k, v, opts)
     # Mixed precision makes every parameter a narrow one; sinks are f32.

@@ -67,7 +67,7 @@ defmodule FlashAttention.EXLA do
   @doc false
   # The custom call that a block becomes on a client: its target, and its attributes as MLIR writes them.
   def custom_call!(%{pass: pass, opts: opts, shapes: shapes}, inputs, client) do
-    {:ok, options} = Options.parse(opts)
+    options = Options.parse!(opts)
     typed = for {{name, shape}, tensor} <- Enum.zip(shapes, inputs), into: %{}, do: {name, {tensor.type, shape}}
 
     with :ok <- register(),

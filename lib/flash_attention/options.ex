@@ -105,6 +105,15 @@ defmodule FlashAttention.Options do
     end
   end
 
+  @doc "As `parse/2`, but returns the options or raises."
+  @spec parse!(keyword, [atom]) :: parsed
+  def parse!(opts, keys \\ keys()) do
+    case parse(opts, keys) do
+      {:ok, parsed} -> parsed
+      {:error, error} -> raise error
+    end
+  end
+
   @doc "The names of the options."
   @spec keys() :: [atom]
   def keys, do: Keyword.keys(@schema)

@@ -31,8 +31,11 @@ defmodule FlashAttention.AxonTest do
     inputs = %{"q" => random(1, {2, 5, 4, 8}), "k" => random(2, {2, 7, 2, 8}), "v" => random(3, {2, 7, 2, 8})}
     %{"q" => tq, "k" => tk, "v" => tv} = inputs
 
-    {o, _} = run(FlashAttention.Axon.attention(q, k, v), inputs)
-    assert o == FlashAttention.attention(tq, tk, tv)
+    for opts <- [[], [num_sinks: 0]] do
+      {o, state} = run(FlashAttention.Axon.attention(q, k, v, opts), inputs)
+      assert o == FlashAttention.attention(tq, tk, tv)
+      assert state.data == %{}
+    end
 
     opts = [causal: false, window: {3, 1}, softcap: 5.0, scale: 0.2]
     {o, _} = run(FlashAttention.Axon.attention(q, k, v, opts ++ [name: "here"]), inputs)
@@ -107,9 +110,17 @@ defmodule FlashAttention.AxonTest do
     x = Axon.input("x")
     assert_raise KeyError, ~r/:num_heads/, fn -> FlashAttention.Axon.multi_head_attention(x, head_dim: 4) end
 
-    model = FlashAttention.Axon.multi_head_attention(x, num_heads: 2, head_dim: 4, casual: false)
-    error = catch_error(run(model, random(1, {1, 3, 5})))
-    assert Exception.message(error) =~ "expected keys among causal"
+    # Where results lie is the compiler's choice, and a sink that is given would not be learned.
+    for {opts, message} <- [
+          {[casual: false], "opts: expected keys among causal, "},
+          {[sink: Nx.iota({1, 2})], "opts: expected keys among causal, "},
+          {[results: :device], "opts: expected keys among causal, "},
+          {[window: 3], "window: expected {left, right}"},
+          {[num_sinks: -1], "num_sinks: expected a whole number of at least 0, got -1"}
+        ] do
+      build = fn -> FlashAttention.Axon.multi_head_attention(x, [num_heads: 2, head_dim: 4] ++ opts) end
+      assert Exception.message(assert_raise(FlashAttention.Error, build)) =~ message
+    end
   end
 
   for {name, opts, steps} <- [

@@ -31,7 +31,7 @@ if FlashAttention.Defn.supported?() do
     # Where results lie, and what is kept, is the compiler's choice.
     defp check!(inputs, opts) do
       keys = Options.keys() -- [:keep, :results]
-      inputs = if sink = unwrap!(Options.parse(opts, keys)).sink, do: inputs ++ [sink: sink], else: inputs
+      inputs = if sink = Options.parse!(opts, keys).sink, do: inputs ++ [sink: sink], else: inputs
       {for({name, tensor} <- inputs, do: {name, tensor!(name, tensor)}), Keyword.delete(opts, :sink)}
     end
 
@@ -40,9 +40,6 @@ if FlashAttention.Defn.supported?() do
 
     defp tensor!(_name, %Nx.Tensor{} = tensor), do: tensor
     defp tensor!(name, other), do: raise(Error.invalid(name, "an Nx tensor", Error.show(other)))
-
-    defp unwrap!({:ok, result}), do: result
-    defp unwrap!({:error, error}), do: raise(error)
 
     # Without names, and with vectorized axes folded into the first one.
     defp flatten(%{vectorized_axes: axes, shape: shape} = tensor) do
@@ -56,7 +53,7 @@ if FlashAttention.Defn.supported?() do
 
     # Templates of what a pass writes, and the bytes of workspace that it takes on a GPU; or the library's own error.
     defp plan!(pass, inputs, opts) do
-      %{devices: devices, native: native} = unwrap!(Options.parse(opts))
+      %{devices: devices, native: native} = Options.parse!(opts)
 
       shapes = for {name, tensor} <- inputs, into: %{}, do: {name, {tensor.type, tensor.shape}}
       plans = for {kind, _index} = device <- devices, do: {kind, Native.plan(pass, shapes, native, device)}
