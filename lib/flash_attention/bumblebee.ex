@@ -32,6 +32,8 @@ if Code.ensure_loaded?(Axon) and FlashAttention.Defn.supported?() do
     Attention weights that a model is asked for (`output_attentions`) are computed by Bumblebee, beside.
     """
 
+    alias FlashAttention.Options
+
     # A masked key's score is 2^20 times scale below what it would be: exp of it is 0 exactly, and the numbers
     # themselves are exact in every type and small enough to cost other columns no precision.
     @far 1024
@@ -48,7 +50,7 @@ if Code.ensure_loaded?(Axon) and FlashAttention.Defn.supported?() do
     def swap_attention(model, opts \\ [])
 
     def swap_attention(%Axon{nodes: nodes} = model, opts) do
-      opts = Keyword.validate!(opts, [:device, :precision, :deterministic])
+      Options.parse!(opts, [:device, :precision, :deterministic])
 
       Axon.rewrite_nodes(model, fn node ->
         case find(node, nodes) do

@@ -302,6 +302,11 @@ defmodule FlashAttention.BumblebeeTest do
 
   test "options are those of attention" do
     model = Bumblebee.build_model(spec(:bert))
-    assert_raise ArgumentError, ~r/causal/, fn -> Flash.swap_attention(model, causal: true) end
+
+    for {opts, message} <- [
+          {[causal: true], ~r/^opts: expected keys among device, precision, deterministic, got :causal$/},
+          {[device: :gpu], ~r/^device: expected :auto, :cpu/}
+        ],
+        do: assert_raise(FlashAttention.Error, message, fn -> Flash.swap_attention(model, opts) end)
   end
 end
