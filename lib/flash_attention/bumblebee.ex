@@ -17,7 +17,8 @@ if Code.ensure_loaded?(Axon) and FlashAttention.Defn.supported?() do
 
     A mask of keys costs a few columns: queries get a column of ones and keys one that is far below 0 where they are
     masked, so that head_dim grows to the next multiple of 8. Rows that see nothing at all give what they give in
-    Bumblebee, the mean of all values.
+    Bumblebee, the mean of all values. Their gradients by queries and keys are 0, on which a mean does not depend, where
+    Bumblebee has those of scores that were rounded away; a loss that leaves padding out sees neither.
 
     ## What is left alone
 

@@ -266,16 +266,24 @@ defmodule FlashAttention.BumblebeeTest do
   end
 
   test "gradients of a loss are the same" do
-    model = Bumblebee.build_model(spec(:bert, attention_dropout_rate: 0.0, dropout_rate: 0.0))
-    inputs = %{"input_ids" => Nx.tensor(@tokens), "attention_mask" => Nx.tensor(@behind)}
+    everything = Nx.broadcast(1, {2, 7})
+    check_gradients(spec(:bert, attention_dropout_rate: 0.0, dropout_rate: 0.0), @behind, everything)
+    # Rows that see nothing are left out.
+    check_gradients(spec(:llama), @in_front, Nx.tensor(@in_front))
+  end
+
+  defp check_gradients(spec, mask, weights) do
+    model = Bumblebee.build_model(spec)
+    inputs = %{"input_ids" => Nx.tensor(@tokens), "attention_mask" => Nx.tensor(mask)}
     {state, _} = init(model, inputs, mode: :train)
+    loss = &(&1.prediction.hidden_state |> Nx.sin() |> Nx.multiply(Nx.new_axis(weights, -1)) |> Nx.sum())
 
     [original, swapped] =
       for model <- [model, Flash.swap_attention(model)] do
         {_init, predict} = Axon.build(model, mode: :train, compiler: Evaluator)
 
         gradients = fn data, inputs ->
-          Nx.Defn.grad(data, &Nx.sum(Nx.sin(predict.(%{state | data: &1}, inputs).prediction.hidden_state)))
+          Nx.Defn.grad(data, &loss.(predict.(%{state | data: &1}, inputs)))
         end
 
         Nx.Defn.jit_apply(gradients, [state.data, inputs], compiler: Evaluator)
