@@ -40,7 +40,7 @@ defmodule FlashAttention.MixProject do
   end
 
   defp on_nx,
-    do: [{:axon, ">= 0.7.0", optional: true, only: :prod}, {:exla, ">= 0.12.0", optional: true, only: :prod}]
+    do: [{:axon, ">= 0.7.0", optional: true, only: :prod}, {:exla, ">= 0.7.0", optional: true, only: :prod}]
 
   defp tools, do: [{:telemetry, "~> 1.0", optional: true}, {:ex_doc, "~> 0.30", only: :dev, runtime: false}]
 
