@@ -301,6 +301,7 @@ static fa_status plan_cuda(fa_plan *plan, fa_error *error) {
   fa_status status = choose_kernel(plan, HOPPER, &kernel, error);
   /* Tensors that no tensor map can describe, which only the run sees, fall back to a portable kernel. */
   if (!status) status = choose_kernel(plan, PORTABLE, &fallback, error);
+  plan->workspace_bytes = 0; /* a slice's plan begins as a copy of the whole problem's */
   if (!status) status = prepare(plan, kernel, error);
   if (!status && fallback != kernel) status = prepare(plan, fallback, error);
   if (status) return status;
