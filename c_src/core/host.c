@@ -47,8 +47,12 @@ static bool is_output(const host_run *run, int id) { return run->tensors[id].rol
 
 /* ---- where tensors are --------------------------------------------------------------------------------- */
 
-static bool same_layout(fa_tensor a, fa_tensor b) {
-  return a.stride_batch == b.stride_batch && a.stride_row == b.stride_row && a.stride_head == b.stride_head;
+/* Tensors of another rank are contiguous as a whole, whatever their strides say. */
+static bool is_contiguous(const fa_problem *problem, int id, const fa_tensor *tensor) {
+  const fa_tensor wanted = fa_tensor_contiguous(problem, id, NULL);
+  return fa_tensor_shape(problem, id).rank != 4 ||
+         (tensor->stride_batch == wanted.stride_batch && tensor->stride_row == wanted.stride_row &&
+          tensor->stride_head == wanted.stride_head);
 }
 
 static fa_status find_tensor(host_run *run, const fa_tensors *given, int id, fa_error *error) {
@@ -65,7 +69,7 @@ static fa_status find_tensor(host_run *run, const fa_tensors *given, int id, fa_
     t->device = t->host;
     return FA_STATUS_OK;
   }
-  if (!same_layout(t->host, fa_tensor_contiguous(problem, id, NULL)))
+  if (!is_contiguous(problem, id, &t->host))
     return fa_fail_message(error, FA_STATUS_INVALID_ARGUMENT, fa_tensor_name(id),
                            "expected a contiguous tensor, as it has to be copied to the device");
   t->copied = true;
