@@ -76,12 +76,13 @@ static int64_t axis_size(const fa_problem *problem, axis axis) {
   return size;
 }
 
+static fa_dtype dtype_of(const fa_problem *problem, type_rule rule) {
+  return rule == AS_Q ? problem->dtype : rule == STAT ? fa_problem_stat_dtype(problem) : FA_DTYPE_F32;
+}
+
 fa_shape fa_tensor_shape(const fa_problem *problem, fa_tensor_id id) {
   const struct tensor_row *row = &rows[id];
-  fa_shape shape = {.rank = row->rank};
-  shape.dtype = row->type == AS_Q   ? problem->dtype
-                : row->type == STAT ? fa_problem_stat_dtype(problem)
-                                    : FA_DTYPE_F32;
+  fa_shape shape = {.dtype = dtype_of(problem, row->type), .rank = row->rank};
   shape.size_bytes = (int64_t)fa_dtype_bytes(shape.dtype);
   for (int i = 0; i < row->rank; i++) {
     shape.dims[i] = axis_size(problem, row->dims[i]);
@@ -140,7 +141,7 @@ fa_status fa_problem_set_shapes(fa_problem *problem, fa_pass pass, const fa_shap
                      FA_TEXT("rank %d, %s", row->rank, axes_text((char[96]){0}, 96, row)),
                      FA_TEXT("rank %d", shape->rank));
     if (id == FA_TENSOR_Q) problem->dtype = shape->dtype;
-    fa_dtype dtype = fa_tensor_shape(problem, id).dtype;
+    fa_dtype dtype = dtype_of(problem, row->type);
     if (shape->dtype != dtype)
       return fa_fail(error, FA_STATUS_INVALID_ARGUMENT, row->name,
                      FA_TEXT(row->type == AS_Q   ? "type %s as in q"

@@ -305,6 +305,11 @@ static void test_set_shapes(void) {
   s.all[FA_TENSOR_Q].dims[1] = INT64_MAX;
   CHECK(fa_problem_set_shapes(&p, forward, s.given, &error) == FA_STATUS_INVALID_ARGUMENT, "2^63 rows");
   CHECK_TEXT(error.message, "problem: the product of the sizes of a tensor overflows");
+  valid_shapes(&s, backward);
+  s.all[FA_TENSOR_Q].dims[1] = s.all[FA_TENSOR_O].dims[1] = s.all[FA_TENSOR_DOUT].dims[1] = INT64_MAX;
+  s.all[FA_TENSOR_LSE].dims[2] = INT64_MAX;
+  CHECK(fa_problem_set_shapes(&p, backward, s.given, &error) == FA_STATUS_INVALID_ARGUMENT, "2^63 rows");
+  CHECK_TEXT(error.message, "problem: the product of the sizes of a tensor overflows");
 }
 
 static void test_tensors(void) {
