@@ -85,9 +85,13 @@ static fa_status check_sizes(const fa_problem *p, const fa_cuda_kernel *kernel, 
   const int64_t most_rows = INT64_C(1) << 29, most_blocks = INT32_MAX / 2;
   if (p->seqlen_q > most_rows) return unsupported(error, "seqlen_q", "at most 2^29 on CUDA", p->seqlen_q);
   if (p->seqlen_k > most_rows) return unsupported(error, "seqlen_k", "at most 2^29 on CUDA", p->seqlen_k);
-  const int64_t sizes[] = {p->batch, p->num_heads, p->num_sinks};
-  for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
-    if (sizes[i] > most_blocks) return unsupported(error, "problem", "sizes below 2^30 on CUDA", sizes[i]);
+  const struct {
+    const char *name;
+    int64_t size;
+  } counts[] = {{"batch", p->batch}, {"num_heads", p->num_heads}, {"num_sinks", p->num_sinks}};
+  for (size_t i = 0; i < sizeof counts / sizeof *counts; i++)
+    if (counts[i].size > most_blocks)
+      return unsupported(error, counts[i].name, "below 2^30 on CUDA", counts[i].size);
   const int64_t seqlen = p->seqlen_q > p->seqlen_k ? p->seqlen_q : p->seqlen_k;
   const int64_t block = kernel->block_q < kernel->block_k ? kernel->block_q : kernel->block_k;
   const double blocks = (double)p->batch * (double)p->num_heads * (double)divide_up(seqlen, block);
