@@ -170,7 +170,7 @@ void fa_data_drop(fa_data *data) {
 /* ---- functions of FlashAttention.Native --------------------------------------------------------------------
  */
 
-/* memory_info(Reference): {ok, {Device, Address, Bytes}} */
+/* memory_info(Reference): {Device, Address, Bytes} */
 ERL_NIF_TERM fa_nif_memory_info(ErlNifEnv *env, int argc, const ERL_NIF_TERM argv[]) {
   (void)argc;
   fa_memory *memory;
