@@ -328,8 +328,9 @@ FA_API fa_status fa_device_get_info(fa_device device, fa_device_info *info, fa_e
  *
  * What is given back to a GPU stays at hand for the next fa_device_alloc, so that neither call waits for the
  * device; the device's work on it must be done. fa_memory_trim returns it to the driver, as does an allocation
- * that would fail else. At most an eighth of the device's memory is kept in this way, and none where
- * the environment says FLASH_ATTENTION_CACHE=0: for tools that look for accesses out of bounds. */
+ * that would fail else. One that finds nothing of its size at hand leaves at most an eighth of the device's
+ * memory there, and nothing where the environment says FLASH_ATTENTION_CACHE=0: for tools that look for
+ * accesses out of bounds. */
 FA_API fa_status fa_device_alloc(fa_device device, size_t bytes, void **memory, fa_error *error);
 FA_API fa_status fa_device_free(fa_device device, void *memory, fa_error *error);
 
@@ -409,8 +410,8 @@ FA_API fa_status fa_run(const fa_plan *plan, const fa_tensors *tensors, const fa
 
 /* What fa_run_on_host is told beside its tensors, and tells. Zero-initialise, then set what is wanted. */
 typedef struct fa_transfers {
-  /* Tensors that lie on the device already are read and written after the work that this stream holds. CUDA: a
-   * cudaStream_t; NULL: the default stream. */
+  /* The caller's memory on the device is read and written after the work that this stream of it holds. CUDA: a
+   * cudaStream_t; NULL: the default stream. What writes a tensor on another device must be done. */
   void *stream;
   /* Where data is set: memory of the device in which that tensor, which lies in the host's, ends up as well,
    * contiguous: for a later call, as the backward that follows the forward. */

@@ -30,7 +30,7 @@ typedef struct host_run {
   fa_lane *lane;
   tensor_place tensors[FA_NUM_TENSORS];
   size_t pageable_bytes;
-  bool on_devices; /* some tensor is on a device already */
+  bool on_devices; /* some tensor is on a device already, or the caller's memory there takes one */
   slice slices[FA_MAX_SLICES];
   int num_slices;
   fa_execution execution;
@@ -77,6 +77,7 @@ static fa_status find_tensor(host_run *run, const fa_tensors *given, int id, fa_
   if (t->staged) run->pageable_bytes += t->bytes;
   void *kept = fa_tensor_at(&run->transfers->on_device, id)->data;
   t->device = fa_tensor_contiguous(problem, id, kept);
+  run->on_devices |= kept != NULL;
   *(is_output(run, id) ? &run->transfers->bytes_from_device : &run->transfers->bytes_to_device) +=
       (int64_t)t->bytes;
   return FA_STATUS_OK;
@@ -237,7 +238,7 @@ static fa_status fetch_slice(host_run *run, int number, fa_error *error) {
   return status ? status : copy_slice(run, number, FA_ROLE_OUTPUT, error);
 }
 
-/* Tensors that lie on a device already belong to work of the caller's stream. */
+/* The caller's memory on a device belongs to work of the caller's stream. */
 static fa_status wait_for_caller(host_run *run, fa_error *error) {
   const fa_memory_ops *memory = run->heap->backend->memory;
   const int32_t index = run->heap->index;

@@ -302,6 +302,14 @@ static void test_out_of_memory(void) {
   setting_free(&s);
 }
 
+/* Enqueues a copy in so many pieces that it takes a while. */
+static void copy_slowly(char *to, char *from, size_t bytes, void *stream) {
+  for (size_t at = 0; at < bytes; at += 40) {
+    const size_t some = bytes - at < 40 ? bytes - at : 40;
+    fake_gpu.memory->copy(0, (fa_rows){to + at, some}, (fa_rows){from + at, some}, some, 1, stream, NULL);
+  }
+}
+
 /* q is written by work that the caller's stream does first. */
 static void test_order(void) {
   fa_random random = random_stream(11, 0);
@@ -318,11 +326,7 @@ static void test_order(void) {
     take(&heap_of(0)->pool, bytes, (void **)&early);
     memcpy(early, q, bytes);
     memset(q, 0xff, bytes);
-    for (size_t at = 0; at < bytes; at += 40) { /* so that it takes a while */
-      const size_t some = bytes - at < 40 ? bytes - at : 40;
-      memory->copy(0, (fa_rows){q + at, some}, (fa_rows){early + at, some}, some, 1, i % 3 ? stream : NULL,
-                   NULL);
-    }
+    copy_slowly(q, early, bytes, i % 3 ? stream : NULL);
     fa_error error;
     const fa_status status = setting_run(&s, &(fa_transfers){.stream = i % 3 ? stream : NULL}, &error);
     CHECK(status == FA_STATUS_OK, "%s", error.message);
@@ -333,6 +337,34 @@ static void test_order(void) {
     setting_free(&s);
   }
   memory->stream_free(0, stream);
+}
+
+/* Memory in which a tensor is to end up is still written by the caller's stream. */
+static void test_order_of_kept(void) {
+  fa_random random = random_stream(12, 0);
+  void *stream;
+  char *late;
+  if (fake_gpu.memory->stream_new(0, &stream, NULL)) exit(2);
+  setting s = mixed_setting(&random);
+  const size_t bytes = size_of(&s, FA_TENSOR_K), half = 32 << 20; /* what keeps the stream busy for long */
+  for (int id = 0; id < FA_NUM_TENSORS; id++) s.where[id] = KEPT;
+  setting_place(&s);
+  take(&heap_of(0)->pool, 2 * half, (void **)&late);
+  memset(late, 0xff, 2 * half);
+  fake_gpu.memory->copy(0, (fa_rows){late, half}, (fa_rows){late + half, half}, half, 1, stream, NULL);
+  for (int i = 0; i < 20; i++) {
+    copy_slowly(s.on_device[FA_TENSOR_K], late, bytes, stream);
+    copy_slowly(s.on_device[FA_TENSOR_DK], late, bytes, stream);
+  }
+  fa_error error;
+  const fa_status status = setting_run(&s, &(fa_transfers){.stream = stream}, &error);
+  CHECK(status == FA_STATUS_OK, "%s", error.message);
+  fake_gpu.memory->synchronize(0, stream, NULL);
+  CHECK(is_right(&s, FA_TENSOR_K) && is_right(&s, FA_TENSOR_DK), "the caller's stream wrote what was kept");
+  fa_pool_give(&heap_of(0)->pool, late);
+  setting_remove(&s);
+  setting_free(&s);
+  fake_gpu.memory->stream_free(0, stream);
 }
 
 static void *call_often(void *seed) {
@@ -465,6 +497,7 @@ int main(void) {
   test_faults();
   test_out_of_memory();
   test_order();
+  test_order_of_kept();
   test_many_callers();
   trim();
   CHECK(fake_get_state().device_bytes == 0 && fake_get_state().pinned_bytes == 0, "memory is left");
