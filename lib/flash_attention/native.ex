@@ -102,12 +102,7 @@ defmodule FlashAttention.Native do
   """
   @spec call(pass, tensors, [option], device, how) ::
           {:ok, tensors, kept :: tensors, transfers} | {:error, error}
-  def call(pass, tensors, options, device, how) do
-    case load_nif() do
-      :ok -> apply(__MODULE__, :call, [pass, tensors, options, device, how])
-      {:error, message} -> {:error, {:not_loaded, "", "", "", message}}
-    end
-  end
+  def call(pass, tensors, options, device, how), do: once_loaded(:call, [pass, tensors, options, device, how])
 
   @doc """
   What a pass would write, from the types and shapes of its inputs, how many bytes of workspace it takes on the
@@ -120,12 +115,7 @@ defmodule FlashAttention.Native do
   """
   @spec plan(pass, shapes, [option], device) ::
           {:ok, shapes, workspace_bytes :: non_neg_integer, kernel :: String.t()} | {:error, error}
-  def plan(pass, shapes, options, device) do
-    case load_nif() do
-      :ok -> apply(__MODULE__, :plan, [pass, shapes, options, device])
-      {:error, message} -> {:error, {:not_loaded, "", "", "", message}}
-    end
-  end
+  def plan(pass, shapes, options, device), do: once_loaded(:plan, [pass, shapes, options, device])
 
   @doc "The library's version, the devices that it finds, and why it finds none of the other kinds."
   @spec backend_info() :: %{version: String.t(), devices: [map], missing: %{optional(atom) => String.t()}}
@@ -179,12 +169,7 @@ defmodule FlashAttention.Native do
         "pinned_limit: expected a number of bytes, got -1"}}
   """
   @spec set_pinned_limit(non_neg_integer) :: :ok | {:error, error}
-  def set_pinned_limit(bytes) do
-    case load_nif() do
-      :ok -> apply(__MODULE__, :set_pinned_limit, [bytes])
-      {:error, message} -> {:error, {:not_loaded, "", "", "", message}}
-    end
-  end
+  def set_pinned_limit(bytes), do: once_loaded(:set_pinned_limit, [bytes])
 
   @doc """
   Registers the passes with the XLA that is loaded in this VM as the library of that name, as the custom calls
@@ -197,17 +182,19 @@ defmodule FlashAttention.Native do
         "library: expected an XLA runtime that is loaded, got libxla_extension.so"}}
   """
   @spec register_xla(library :: String.t()) :: :ok | {:error, error}
-  def register_xla(library) do
-    case load_nif() do
-      :ok -> apply(__MODULE__, :register_xla, [library])
-      {:error, message} -> {:error, {:not_loaded, "", "", "", message}}
-    end
-  end
+  def register_xla(library), do: once_loaded(:register_xla, [library])
 
   @doc false
   def load do
     load_nif()
     :ok
+  end
+
+  defp once_loaded(function, arguments) do
+    case load_nif() do
+      :ok -> apply(__MODULE__, function, arguments)
+      {:error, message} -> {:error, {:not_loaded, "", "", "", message}}
+    end
   end
 
   defp load_nif do
