@@ -206,11 +206,12 @@ defmodule FlashAttention.Options do
   defp devices(:auto), do: :persistent_term.get({__MODULE__, :auto}, nil) || find_auto()
   defp devices(kind), do: [{kind, 0}]
 
-  # Looking for GPUs takes milliseconds; which there are does not change.
+  # Looking for GPUs takes milliseconds; which there are does not change. There is no device at all until the library
+  # is loaded.
   defp find_auto do
-    cuda? = Enum.any?(FlashAttention.Native.backend_info().devices, &(&1.kind == :cuda))
-    devices = if cuda?, do: [cuda: 0, cpu: 0], else: [cpu: 0]
-    :persistent_term.put({__MODULE__, :auto}, devices)
+    found = FlashAttention.Native.backend_info().devices
+    devices = if Enum.any?(found, &(&1.kind == :cuda)), do: [cuda: 0, cpu: 0], else: [cpu: 0]
+    if found != [], do: :persistent_term.put({__MODULE__, :auto}, devices)
     devices
   end
 end

@@ -372,6 +372,27 @@ defmodule FlashAttention.NativeTest do
     end
   end
 
+  test "a library that is built late is loaded late, and its devices are found then" do
+    path = Path.join(System.tmp_dir!(), "native_test_#{System.unique_integer([:positive])}_#{System.pid()}")
+    on_exit(fn -> File.rm_rf!(path) end)
+    File.mkdir_p!("#{path}/flash_attention")
+    [ebin, priv] = for name <- ["ebin", "priv"], do: Path.join(Mix.Project.app_path(), name)
+    File.cp_r!(ebin, "#{path}/flash_attention/ebin")
+
+    script = """
+    one = FlashAttention.Tensor.new(<<1.0::float-32-native>>, :f32, {1, 1, 1, 1})
+    auto = fn -> :persistent_term.get({FlashAttention.Options, :auto}, :unknown) end
+    {:error, %{reason: :not_loaded}} = FlashAttention.forward(one, one, one)
+    :unknown = auto.()
+    File.ln_s!(#{inspect(priv)}, "#{path}/flash_attention/priv")
+    {:ok, ^one} = FlashAttention.forward(one, one, one)
+    true = {:cpu, 0} in auto.()
+    """
+
+    args = ["-pa", "#{path}/flash_attention/ebin", "-e", script]
+    assert System.cmd("elixir", args, stderr_to_stdout: true) == {"", 0}
+  end
+
   # What has the name of EXLA's library, and an XLA_FFI_GetApi: of an XLA that nothing can be registered with.
   @xla "const void *XLA_FFI_GetApi(void) { static const long api[99]; return api; }"
 
