@@ -14,12 +14,9 @@
     return check(result, operation, error);                 \
   } while (0)
 
-static void available(int32_t index, size_t *free_bytes, size_t *total_bytes) {
-  device_scope scope;
+static fa_status available(int32_t index, size_t *free_bytes, size_t *total_bytes, fa_error *error) {
   *free_bytes = *total_bytes = 0;
-  if (enter_device(&scope, index, NULL)) return;
-  if (cudaMemGetInfo(free_bytes, total_bytes)) cudaGetLastError();
-  leave_device(&scope);
+  ON_DEVICE(index, "cudaMemGetInfo", cudaMemGetInfo(free_bytes, total_bytes));
 }
 
 static fa_status allocate(int32_t index, size_t bytes, void **memory, fa_error *error) {
@@ -30,7 +27,7 @@ static fa_status allocate(int32_t index, size_t bytes, void **memory, fa_error *
   leave_device(&scope);
   if (status != FA_STATUS_OUT_OF_MEMORY) return status;
   size_t free_bytes, total_bytes;
-  available(index, &free_bytes, &total_bytes);
+  available(index, &free_bytes, &total_bytes, NULL); /* zeros where it does not know either */
   return fa_fail(error, status, "device", FA_TEXT("%zu bytes of the GPU's memory", bytes),
                  FA_TEXT("%zu free of %zu", free_bytes, total_bytes));
 }

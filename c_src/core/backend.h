@@ -16,7 +16,8 @@ typedef struct fa_memory_ops {
   /* Aligned to 256 bytes or more; both may wait for the device. */
   fa_status (*alloc)(int32_t index, size_t bytes, void **memory, fa_error *error);
   void (*free)(int32_t index, void *memory);
-  void (*available)(int32_t index, size_t *free_bytes, size_t *total_bytes);
+  /* Zeros after an error. */
+  fa_status (*available)(int32_t index, size_t *free_bytes, size_t *total_bytes, fa_error *error);
 
   /* Page-locked memory of the host, for every device of the backend. */
   fa_status (*host_alloc)(size_t bytes, void **memory, fa_error *error);

@@ -82,7 +82,8 @@ fa_status fa_heap_of(const fa_backend *backend, int32_t index, fa_heap **heap, f
   *heap = used_heap(backend, index);
   if (*heap) return FA_STATUS_OK;
   size_t free_bytes, total_bytes; /* may have to wake the device up: not under the mutex */
-  backend->memory->available(index, &free_bytes, &total_bytes);
+  fa_status status = backend->memory->available(index, &free_bytes, &total_bytes, error);
+  if (status) return status;
   pthread_mutex_lock(&mutex);
   *heap = known_heap(backend, index);
   if (!*heap) *heap = new_heap(backend, index, total_bytes);
@@ -171,7 +172,7 @@ fa_status fa_memory_get_info(fa_device device, fa_memory_info *info, fa_error *e
   fa_status status = find_used_heap(device, &heap, error);
   if (status || !heap) return status;
   size_t used, idle, limit, free_bytes, total_bytes, staging_used, staging_idle, unused;
-  heap->backend->memory->available(heap->index, &free_bytes, &total_bytes);
+  heap->backend->memory->available(heap->index, &free_bytes, &total_bytes, NULL); /* 0 where it fails */
   fa_pool_sizes(&heap->pool, &used, &idle, &unused);
   info->used_bytes = (int64_t)used;
   info->cached_bytes = (int64_t)idle;

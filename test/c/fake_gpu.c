@@ -110,9 +110,11 @@ static fa_status host_alloc(size_t bytes, void **memory, fa_error *error) {
 }
 static void host_free(void *memory) { remove_block(memory); }
 
-static void available(int32_t index, size_t *free_bytes, size_t *total_bytes) {
+static fa_status available(int32_t index, size_t *free_bytes, size_t *total_bytes, fa_error *error) {
   (void)index;
-  *free_bytes = *total_bytes = (size_t)1 << 40;
+  const fa_status status = may_fail(error);
+  *free_bytes = *total_bytes = status ? 0 : (size_t)1 << 40;
+  return status;
 }
 
 static fa_place place_of(int32_t index, const void *memory) {

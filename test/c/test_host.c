@@ -458,6 +458,16 @@ static void exact_free(const void *context, void *memory) {
   free(memory);
 }
 
+/* A device that cannot be asked today has no heap yet, rather than one that knows no size. */
+static void test_first_use(void) {
+  fa_heap *heap;
+  fa_error error;
+  fake_settings.fail_at = 0, fake_settings.failure = FA_STATUS_DEVICE_ERROR;
+  CHECK(fa_heap_of(&fake_gpu, 0, &heap, &error) == FA_STATUS_DEVICE_ERROR, "a heap of an unknown size");
+  CHECK_TEXT(error.argument, "device");
+  CHECK(fa_heap_of(&fake_gpu, 0, &heap, &error) == FA_STATUS_OK && heap->pool.idle_limit > 0, "the next time");
+}
+
 /* Without a cache, sizes are exact and nothing is used twice. */
 static void test_pool_without_cache(void) {
   size_t allocated = 0;
@@ -489,6 +499,7 @@ static void test_host_devices(void) {
 }
 
 int main(void) {
+  test_first_use(); /* before any other */
   test_pool();
   test_pool_without_cache();
   test_host_devices();
