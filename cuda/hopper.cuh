@@ -212,8 +212,6 @@ struct BoxOperand {
 
 // wgmma(c[64, N], a, b, add): c = a * b, or c += a * b; asynchronous, see below. c is laid out as one
 // Accumulator of 16 rows in each of the warpgroup's warps; a comes from shared memory or from registers.
-#define FA_STRING_(x) #x
-#define FA_STRING(x)  FA_STRING_(x)
 #define FA_TEN(t) \
   "%" #t "0, %" #t "1, %" #t "2, %" #t "3, %" #t "4, %" #t "5, %" #t "6, %" #t "7, %" #t "8, %" #t "9"
 #define FA_FOUR(n) "+f"(c[n][0]), "+f"(c[n][1]), "+f"(c[n][2]), "+f"(c[n][3])
@@ -253,18 +251,10 @@ struct BoxOperand {
   }
 
 // clang-format off
-FA_WGMMA(32, FA_TEN() ", %10, %11, %12, %13, %14, %15", (FA_16(0)), 16, 17, 18, 19, 20, 21, 22)
 FA_WGMMA(64, FA_TEN() ", " FA_TEN(1) ", " FA_TEN(2) ", %30, %31", (FA_32(0)), 32, 33, 34, 35, 36, 37, 38)
 FA_WGMMA(80, FA_TEN() ", " FA_TEN(1) ", " FA_TEN(2) ", " FA_TEN(3), (FA_32(0), FA_8(8)), 40, 41, 42, 43, 44, 45, 46)
-FA_WGMMA(96, FA_TEN() ", " FA_TEN(1) ", " FA_TEN(2) ", " FA_TEN(3) ", %40, %41, %42, %43, %44, %45, %46, %47",
-         (FA_32(0), FA_16(8)), 48, 49, 50, 51, 52, 53, 54)
 #define FA_SIXTY FA_TEN() ", " FA_TEN(1) ", " FA_TEN(2) ", " FA_TEN(3) ", " FA_TEN(4) ", " FA_TEN(5)
 FA_WGMMA(128, FA_SIXTY ", %60, %61, %62, %63", (FA_64(0)), 64, 65, 66, 67, 68, 69, 70)
-FA_WGMMA(160, FA_SIXTY ", " FA_TEN(6) ", " FA_TEN(7), (FA_64(0), FA_16(16)), 80, 81, 82, 83, 84, 85, 86)
-FA_WGMMA(176, FA_SIXTY ", " FA_TEN(6) ", " FA_TEN(7) ", %80, %81, %82, %83, %84, %85, %86, %87",
-         (FA_64(0), FA_16(16), FA_8(20)), 88, 89, 90, 91, 92, 93, 94)
-FA_WGMMA(192, FA_SIXTY ", " FA_TEN(6) ", " FA_TEN(7) ", " FA_TEN(8) ", %90, %91, %92, %93, %94, %95",
-         (FA_64(0), FA_32(16)), 96, 97, 98, 99, 100, 101, 102)
 FA_WGMMA(256, FA_SIXTY ", " FA_TEN(6) ", " FA_TEN(7) ", " FA_TEN(8) ", " FA_TEN(9) ", " FA_TEN(10) ", " FA_TEN(11)
               ", %120, %121, %122, %123, %124, %125, %126, %127",
          (FA_64(0), FA_64(16)), 128, 129, 130, 131, 132, 133, 134)
