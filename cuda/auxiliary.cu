@@ -28,10 +28,7 @@ __global__ void __launch_bounds__(THREADS) split_rows(const __grid_constant__ fa
     load_eight(x[pass], row_of<const float>(t.from, batch, head, row) + d, row < t.seqlen ? a.head_dim - d : 0);
   }
 #pragma unroll
-  for (int pass = 0; pass < PASSES; pass++)
-#pragma unroll
-    for (int j = 0; j < 8; j++)
-      if (isfinite(x[pass][j])) bits = max(bits, __float_as_uint(fabsf(x[pass][j])));
+  for (int pass = 0; pass < PASSES; pass++) bits = largest_finite(x[pass], bits);
   bits = __reduce_max_sync(~0u, bits);
   if (threadIdx.x % 32 == 0) atomicMax(&largest, bits);
   __syncthreads();
@@ -44,15 +41,12 @@ __global__ void __launch_bounds__(THREADS) split_rows(const __grid_constant__ fa
   for (int pass = 0; pass < PASSES; pass++) {
     const int row = first_row + pass * ROWS_AT_ONCE;
     if (row >= t.seqlen) break;
-    uint32_t words[4][2];
-#pragma unroll
-    for (int j = 0; j < 4; j++) split<kinds::f32>(words[j], x[pass][j * 2] * scale, x[pass][j * 2 + 1] * scale);
+    uint4 parts[2];
+    split_eight<kinds::f32>(parts, x[pass], scale);
     uint16_t *to = const_cast<uint16_t *>(head_of(t.to, batch, head)) + row * t.to.stride_row + d;
 #pragma unroll
     for (int part = 0; part < 2; part++)
-      if (part < a.num_parts)
-        *reinterpret_cast<uint4 *>(to + part * t.to.stride_part) =
-            make_uint4(words[0][part], words[1][part], words[2][part], words[3][part]);
+      if (part < a.num_parts) *reinterpret_cast<uint4 *>(to + part * t.to.stride_part) = parts[part];
   }
 }
 

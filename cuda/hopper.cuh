@@ -99,14 +99,6 @@ struct BoxTile {
   }
 };
 
-// Writes four 8x8 matrices, transposed; the fragments are those that load_matrices reads. Lane l gives the
-// address of row l % 8 of matrix l / 8.
-__device__ inline void store_matrices_transposed(uint32_t to, const uint32_t (&r)[4]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(r[0]),
-               "r"(r[1]), "r"(r[2]), "r"(r[3])
-               : "memory");
-}
-
 // Starts the copy of a tile from (column 0, row, head, batch) of the map, whose boxes have T::ROWS rows of
 // BOX_COLS numbers: 128 bytes; what lies outside of the tensor becomes 0. T::BYTES arrive at the barrier.
 template <class T, int BOX_COLS = 64>
@@ -115,9 +107,8 @@ __device__ inline void load_boxes(uint32_t tile, const CUtensorMap &map, uint32_
 #pragma unroll
   for (int box = 0; box < T::BOXES; box++)
     asm volatile(
-        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, "
-        "%5}], "
-        "[%6];" ::"r"(tile + box * T::BOX_BYTES),
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
+        "[%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(tile + box * T::BOX_BYTES),
         "l"(&map), "r"(box * BOX_COLS), "r"(row), "r"(head), "r"(batch), "r"(barrier)
         : "memory");
 }
@@ -183,7 +174,7 @@ __device__ inline void put_rows(uint32_t tile, int tile_row, const float (&acc)[
     for (int i = 0; i < 4; i++)
       words[i] = pack(Element(), acc[n + i / 2][i % 2 * 2] * scale[i % 2],
                       acc[n + i / 2][i % 2 * 2 + 1] * scale[i % 2]);
-    store_matrices(tile + T::offset(row, n + lane / 16), words);
+    store_matrices<false>(tile + T::offset(row, n + lane / 16), words);
   }
 }
 

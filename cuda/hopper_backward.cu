@@ -225,7 +225,7 @@ __device__ inline void store_transposed(uint32_t tile, int row, int column, cons
   const int lane = threadIdx.x % 32;
   const uint32_t to = tile + T::offset(column + lane % 8 + lane / 16 * 8, row / 8 + lane / 8 % 2);
 #pragma unroll
-  for (int k = 0; k < KT; k++) store_matrices_transposed(to + k * 16 * 128, operand[k]);
+  for (int k = 0; k < KT; k++) store_matrices<true>(to + k * 16 * 128, operand[k]);
 }
 
 // Scores become p, as an operand. In their place, what is to be multiplied with dp - delta: p times the

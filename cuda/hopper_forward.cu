@@ -145,21 +145,17 @@ __device__ inline int split_rows(uint32_t tile, int tile_row) {
       x[i][half * 4] = four.x, x[i][half * 4 + 1] = four.y, x[i][half * 4 + 2] = four.z,
                   x[i][half * 4 + 3] = four.w;
     }
-#pragma unroll
-    for (int j = 0; j < 8; j++)
-      if (isfinite(x[i][j])) bits = max(bits, __float_as_uint(fabsf(x[i][j])));
+    bits = largest_finite(x[i], bits);
   }
   const int exponent = scaling_exponent(__reduce_max_sync(~0u, bits));  // all have read
   const float scale = power_of_two(exponent);
 #pragma unroll
   for (int i = 0; i < EIGHTS; i++) {
-    uint32_t words[4][Kind::PARTS];
-#pragma unroll
-    for (int j = 0; j < 4; j++) split<Kind>(words[j], x[i][j * 2] * scale, x[i][j * 2 + 1] * scale);
+    uint4 parts[Kind::PARTS];
+    split_eight<Kind>(parts, x[i], scale);
 #pragma unroll
     for (int part = 0; part < Kind::PARTS; part++)
-      store_shared(tile + part * T::BYTES + T::offset(row, i * 2 + first),
-                   make_uint4(words[0][part], words[1][part], words[2][part], words[3][part]));
+      store_shared(tile + part * T::BYTES + T::offset(row, i * 2 + first), parts[part]);
   }
   fence_async();
   return exponent;

@@ -87,4 +87,21 @@ __device__ inline void split(uint32_t (&parts)[Kind::PARTS], float a, float b) {
   }
 }
 
+// Eight numbers, scaled; and the largest of `bits` and the magnitudes of the finite ones, as bits.
+template <class Kind>
+__device__ inline void split_eight(uint4 (&parts)[Kind::PARTS], const float (&x)[8], float scale) {
+  uint32_t words[4][Kind::PARTS];
+#pragma unroll
+  for (int i = 0; i < 4; i++) split<Kind>(words[i], x[i * 2] * scale, x[i * 2 + 1] * scale);
+#pragma unroll
+  for (int part = 0; part < Kind::PARTS; part++)
+    parts[part] = make_uint4(words[0][part], words[1][part], words[2][part], words[3][part]);
+}
+__device__ inline uint32_t largest_finite(const float (&x)[8], uint32_t bits) {
+#pragma unroll
+  for (int i = 0; i < 8; i++)
+    if (isfinite(x[i])) bits = max(bits, __float_as_uint(fabsf(x[i])));
+  return bits;
+}
+
 }  // namespace fa
