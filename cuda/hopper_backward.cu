@@ -10,8 +10,7 @@
 //   dv += p^T dout   dk += ds^T q   dq += ds k
 //
 // Compiled once for every kind: -DFA_KIND=bf16 and so on.
-#include "backward.cuh"
-#include "hopper.cuh"
+#include "hopper_backward.cuh"
 
 namespace fa {
 namespace hopper {
@@ -26,33 +25,11 @@ struct BackwardShape {
   static constexpr int consumer_registers = 240, other_registers = 24;
 };
 
-// Barriers in shared memory, two of a kind where there are two buffers. Completed by one thread or its bulk
-// copies:
-enum {
-  BLOCK_FULL,
-  K_FULL,
-  V_FULL,
-  Q_FULL,
-  DOUT_FULL,
-  DQ_SENT,
-  // by every consumer warp:
-  K_EMPTY,
-  V_EMPTY,
-  Q_EMPTY,
-  DOUT_EMPTY,
-  DS_FULL,
-  DS_EMPTY,
-  // by those and the warp that sends dq:
-  BLOCK_EMPTY,
-  NUM_BARRIER_KINDS,
-};
-// And one in hardware: the consumers have written dq for the warp that sends it.
-enum { DQ_WRITTEN = 1 };
-
 // Shared memory: k, v; two stages of q and dout, with shift and delta, and of ds; dq as it is in memory;
 // barriers; two numbers of column blocks.
-template <class Shape>
+template <class Shape_>
 struct BackwardBuffers {
+  using Shape = Shape_;
   static constexpr int STAGES = 2;
   using QTile = BoxTile<Shape::block_q, Shape::head_dim>;
   using KTile = BoxTile<Shape::block_k, Shape::head_dim>;
@@ -85,180 +62,6 @@ struct BackwardBuffers {
     barrier_init_done();
   }
 };
-
-// By a warp: arrives when all of its lanes are here.
-__device__ inline void arrive_once(uint32_t barrier) {
-  __syncwarp();
-  barrier_arrive_warp(barrier);
-}
-
-// A column block's work.
-struct Work {
-  BlockIndex block;
-  Range columns, q_blocks;
-  Step first;
-  int num_steps;
-};
-template <class Shape>
-__device__ inline bool work_of(const fa_cuda_arguments &a, int index, Work &work) {
-  if (index >= a.batch * a.num_kv_heads * a.num_k_blocks) return false;
-  const int group = a.num_heads / a.num_kv_heads;
-  work.block = block_of(a, index);
-  work.columns = block_range(work.block.k_block, Shape::block_k, a.window.seqlen_k);
-  work.q_blocks = blocks_of(visible_rows(a.window, work.columns), Shape::block_q);
-  work.first = {work.block.kv_head * group, work.q_blocks.end - 1};
-  work.num_steps = (work.q_blocks.end - work.q_blocks.begin) * group;
-  return true;
-}
-
-// The column block that the producer hands to the other warps; false where there is none. next_work, by a warp:
-// it is done with this one.
-template <class Shape>
-__device__ inline bool current_work(const fa_cuda_arguments &a, const BackwardBuffers<Shape> &buffers,
-                                    uint32_t count, Work &work) {
-  barrier_wait(buffers.barrier(BLOCK_FULL, count % 2), count / 2 % 2);
-  return work_of<Shape>(a, load_shared_word(buffers.block(count % 2)), work);
-}
-template <class Shape>
-__device__ inline void next_work(const BackwardBuffers<Shape> &buffers, uint32_t &count) {
-  arrive_once(buffers.barrier(BLOCK_EMPTY, count % 2));
-  count++;
-}
-
-// ---- the producer: one thread ----------------------------------------------------------------------
-
-// Takes the next column block that nobody has taken, as long as there is one. Who waits for the turn of a lower
-// one thus waits for one that runs or is done.
-template <class Shape>
-__device__ inline void produce(const fa_cuda_arguments &a, const fa_cuda_maps &maps,
-                               const BackwardBuffers<Shape> &buffers) {
-  using Buffers = BackwardBuffers<Shape>;
-  using QTile = typename Buffers::QTile;
-  using KTile = typename Buffers::KTile;
-  Ring<Buffers::STAGES> blocks, ring;
-  uint32_t k_phase = 0;
-  Work work;
-  for (bool more = true; more; blocks.advance()) {
-    barrier_wait(buffers.barrier(V_EMPTY), k_phase ^ 1);  // not before the last step: another may be idle
-    const int index = atomicAdd(a.ticket, 1);
-    barrier_wait(buffers.barrier(BLOCK_EMPTY, blocks.stage), blocks.phase ^ 1);
-    store_shared(buffers.block(blocks.stage), uint32_t(index));
-    barrier_arrive(buffers.barrier(BLOCK_FULL, blocks.stage));
-    more = work_of<Shape>(a, index, work);
-    if (!more || work.num_steps == 0) continue;
-    auto load_columns = [&](uint32_t to, const CUtensorMap &map, int full) {
-      barrier_expect(buffers.barrier(full), KTile::BYTES);
-      load_boxes<KTile>(to, map, buffers.barrier(full), work.columns.begin, work.block.kv_head,
-                        work.block.batch);
-    };
-    auto load_rows = [&](Step step, uint32_t to, const CUtensorMap &map, uint32_t statistic_to,
-                         const float *statistic, int full, int empty) {
-      const uint32_t barrier = buffers.barrier(full, ring.stage);
-      barrier_wait(buffers.barrier(empty, ring.stage), ring.phase ^ 1);
-      barrier_expect(barrier, QTile::BYTES + Buffers::ROW_BYTES);
-      load_boxes<QTile>(to, map, barrier, step.q_block * Shape::block_q, step.head, work.block.batch);
-      load_bulk(statistic_to, statistic + position_of(a, work.block.batch, step) * Shape::block_q,
-                Buffers::ROW_BYTES, barrier);
-    };
-    Step step = work.first;
-    for (int i = 0; i < work.num_steps; i++, step = next_step(step, work.q_blocks)) {
-      const int stage = ring.stage;
-      if (i == 0) {
-        barrier_wait(buffers.barrier(K_EMPTY), k_phase ^ 1);
-        load_columns(buffers.k(), maps.k, K_FULL);
-      }
-      load_rows(step, buffers.q(stage), maps.q, buffers.shift(stage), a.shift, Q_FULL, Q_EMPTY);
-      if (i == 0) load_columns(buffers.v(), maps.v, V_FULL);
-      load_rows(step, buffers.dout(stage), maps.dout, buffers.delta(stage), a.delta, DOUT_FULL, DOUT_EMPTY);
-      ring.advance();
-    }
-    k_phase ^= 1;
-  }
-}
-
-// ---- dq to memory: one warp --------------------------------------------------------------------------
-
-template <class Shape>
-__device__ inline void send_dq(const fa_cuda_arguments &a, const BackwardBuffers<Shape> &buffers) {
-  constexpr int THREADS = Shape::num_consumers * WARPGROUP + 32;
-  const bool sends = threadIdx.x % 32 == 0;
-  Work work;
-  for (uint32_t blocks = 0; current_work(a, buffers, blocks, work); next_work(buffers, blocks)) {
-    Step step = work.first;
-    for (int i = 0; i < work.num_steps; i++, step = next_step(step, work.q_blocks)) {
-      named_barrier_wait(DQ_WRITTEN, THREADS);
-      if (!sends) continue;
-      const int64_t position = position_of(a, work.block.batch, step);
-      const Range rows = block_range(step.q_block, Shape::block_q, a.window.seqlen_q);
-      if (a.deterministic)
-        wait_for_turn(a.dq_turns + position, turn_of(a.window, rows, work.block.k_block, Shape::block_k));
-      add_bulk(a.dq_sum + position * (Shape::block_q * Shape::head_dim), buffers.dq(),
-               BackwardBuffers<Shape>::DQ_BYTES);
-      bulk_commit();
-      bulk_wait_read<0>();
-      barrier_arrive(buffers.barrier(DQ_SENT));
-      if (a.deterministic) {
-        bulk_wait_done<0>();
-        pass_turn(a.dq_turns + position);
-      }
-    }
-  }
-  if (sends) bulk_wait_done<0>();
-}
-
-// ---- the consumers -----------------------------------------------------------------------------------
-
-// An accumulator as the left operand of a product along its columns: two column blocks a step of k.
-template <class Kind, int KT>
-__device__ inline void convert(uint32_t (&operand)[KT][4], const float (&acc)[1][2 * KT][4]) {
-#pragma unroll
-  for (int n = 0; n < 2 * KT; n++)
-#pragma unroll
-    for (int half = 0; half < 2; half++)
-      operand[n / 2][n % 2 * 2 + half] =
-          pack(typename Kind::Element(), acc[0][n][half * 2], acc[0][n][half * 2 + 1]);
-}
-
-// Writes such an operand, whose first element is [row, column], to a tile, transposed.
-template <class T, int KT>
-__device__ inline void store_transposed(uint32_t tile, int row, int column, const uint32_t (&operand)[KT][4]) {
-  const int lane = threadIdx.x % 32;
-  const uint32_t to = tile + T::offset(column + lane % 8 + lane / 16 * 8, row / 8 + lane / 8 % 2);
-#pragma unroll
-  for (int k = 0; k < KT; k++) store_matrices<true>(to + k * 16 * 128, operand[k]);
-}
-
-// Scores become p, as an operand. In their place, what is to be multiplied with dp - delta: p times the
-// derivative of the softcap.
-template <class Kind, bool SOFTCAP, int NT>
-__device__ inline void probabilities(float (&scores)[1][NT][4], uint32_t (&p)[NT / 2][4],
-                                     const fa_cuda_score &score, uint32_t shift) {
-  const float unit = exponent_of_unit<Kind>(score), per_cap = per_softcap<Kind>(score);
-#pragma unroll
-  for (int n = 0; n < NT; n++) {
-    const float2 row_shift = load_shared_pair(shift + (n * 8 + threadIdx.x % 4 * 2) * 4);
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-      float *x = scores[0][n] + half * 2;
-      const float p0 = exponential<Kind>(x[0], unit, row_shift.x),
-                  p1 = exponential<Kind>(x[1], unit, row_shift.y);
-      p[n / 2][n % 2 * 2 + half] = pack(typename Kind::Element(), p0, p1);
-      x[0] = SOFTCAP ? p0 * softcap_slope(x[0], per_cap) : p0;
-      x[1] = SOFTCAP ? p1 * softcap_slope(x[1], per_cap) : p1;
-    }
-  }
-}
-
-// dp becomes ds.
-template <int NT>
-__device__ inline void finish_ds(float (&ds)[1][NT][4], const float (&p)[1][NT][4], uint32_t delta) {
-#pragma unroll
-  for (int n = 0; n < NT; n++) {
-    const float2 row_delta = load_shared_pair(delta + (n * 8 + threadIdx.x % 4 * 2) * 4);
-#pragma unroll
-    for (int i = 0; i < 4; i++) ds[0][n][i] = p[0][n][i] * (ds[0][n][i] - (i % 2 ? row_delta.y : row_delta.x));
-  }
-}
 
 template <class Kind, class Shape>
 __device__ inline void consume(const fa_cuda_arguments &a, BackwardBuffers<Shape> buffers, int consumer) {
@@ -396,8 +199,8 @@ __global__ void __launch_bounds__(Shape::num_threads, 1)
   const int warp = uniform(threadIdx.x / 32);
   if (warp >= Shape::num_warps) {
     give_registers<Shape::other_registers>();
-    if (warp == Shape::num_warps + 1) send_dq<Shape>(a, buffers);
-    if (threadIdx.x == Shape::num_warps * 32) produce<Shape>(a, maps, buffers);
+    if (warp == Shape::num_warps + 1) send_dq(a, buffers);
+    if (threadIdx.x == Shape::num_warps * 32) produce(a, maps, buffers);
   } else {
     take_registers<Shape::consumer_registers>();
     consume<Kind, Shape>(a, buffers, warp / 4);
