@@ -147,7 +147,8 @@ __device__ inline int split_rows(uint32_t tile, int tile_row) {
     }
     bits = largest_finite(x[i], bits);
   }
-  const int exponent = scaling_exponent(__reduce_max_sync(~0u, bits));  // all have read
+  const int exponent = scaling_exponent(__reduce_max_sync(~0u, bits));
+  __syncwarp();  // all have read
   const float scale = power_of_two(exponent);
 #pragma unroll
   for (int i = 0; i < EIGHTS; i++) {

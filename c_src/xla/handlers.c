@@ -200,9 +200,10 @@ static bool bind_results(call *call) {
 
 /* Tells the runtime what the handler was built against, and that its calls may be recorded. */
 static bool answer_metadata(const XLA_FFI_CallFrame *frame) {
-  XLA_FFI_Extension_Base *extension = frame->extension_start;
-  if (!extension || extension->type != XLA_FFI_Extension_Metadata) return false;
-  XLA_FFI_Metadata *metadata = ((XLA_FFI_Metadata_Extension *)extension)->metadata;
+  /* The type that it begins with has had several names. */
+  const XLA_FFI_Metadata_Extension *extension = (const void *)frame->extension_start;
+  if (!extension || extension->extension_base.type != XLA_FFI_Extension_Metadata) return false;
+  XLA_FFI_Metadata *metadata = extension->metadata;
   metadata->api_version.struct_size = XLA_FFI_Api_Version_STRUCT_SIZE;
   metadata->api_version.major_version = XLA_FFI_API_MAJOR;
   metadata->api_version.minor_version = XLA_FFI_API_MINOR;

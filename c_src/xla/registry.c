@@ -26,11 +26,17 @@ void *fa_xla_handler(const char *target, const char *platform) {
   return NULL;
 }
 
+#if XLA_FFI_API_MINOR < 4 /* the same place and the same message, under an older name */
+#define XLA_FFI_Error_GetDetails                  XLA_FFI_Error_GetMessage
+#define XLA_FFI_Error_GetDetails_Args             XLA_FFI_Error_GetMessage_Args
+#define XLA_FFI_Error_GetDetails_Args_STRUCT_SIZE XLA_FFI_Error_GetMessage_Args_STRUCT_SIZE
+#endif
+
 /* Takes XLA's error, and what it says, into ours. */
 static fa_status refuse(const XLA_FFI_Api *api, XLA_FFI_Error *refusal, fa_error *error) {
-  XLA_FFI_Error_GetMessage_Args message = {.struct_size = XLA_FFI_Error_GetMessage_Args_STRUCT_SIZE,
+  XLA_FFI_Error_GetDetails_Args message = {.struct_size = XLA_FFI_Error_GetDetails_Args_STRUCT_SIZE,
                                            .error = refusal};
-  api->XLA_FFI_Error_GetMessage(&message);
+  api->XLA_FFI_Error_GetDetails(&message);
   fa_fail(error, FA_STATUS_UNSUPPORTED, "api", "an XLA runtime that takes the handlers", message.message);
   api->XLA_FFI_Error_Destroy(
       &(XLA_FFI_Error_Destroy_Args){.struct_size = XLA_FFI_Error_Destroy_Args_STRUCT_SIZE, .error = refusal});
@@ -50,12 +56,16 @@ fa_status fa_xla_register(const void *xla_api, fa_error *error) {
     return fa_fail(error, FA_STATUS_UNSUPPORTED, "api", expected, got);
   }
   for (int i = 0; i < NUM_ROWS; i++) {
-    XLA_FFI_Handler_Register_Args args = {.struct_size = XLA_FFI_Handler_Register_Args_STRUCT_SIZE,
-                                          .name = span(rows[i].target),
-                                          .platform = span(rows[i].platform),
-                                          .bundle.execute = rows[i].handler,
-                                          .traits = XLA_FFI_HANDLER_TRAITS_COMMAND_BUFFER_COMPATIBLE};
-    XLA_FFI_Error *refusal = api->XLA_FFI_Handler_Register(&args);
+    /* Zeros from execute on: a later XLA has further handlers there, before the traits, which the handlers also
+     * tell when asked. */
+    struct {
+      XLA_FFI_Handler_Register_Args args;
+      void *later[4];
+    } row = {.args = {.struct_size = XLA_FFI_Handler_Register_Args_STRUCT_SIZE,
+                      .name = span(rows[i].target),
+                      .platform = span(rows[i].platform),
+                      .bundle.execute = rows[i].handler}};
+    XLA_FFI_Error *refusal = api->XLA_FFI_Handler_Register(&row.args);
     if (refusal) return refuse(api, refusal, error);
   }
   if (error) memset(error, 0, sizeof *error);
