@@ -381,7 +381,7 @@ static fa_status enqueue(const fa_plan *plan, const fa_cuda_kernel *kernel, void
 /* False where a tensor map cannot describe a tensor. */
 static bool make_maps(const fa_plan *plan, const fa_cuda_kernel *kernel, const fa_tensors *tensors, job *job) {
   const fa_problem *p = &plan->problem;
-  const fa_cuda_arguments *a = &job->arguments;
+  fa_cuda_arguments *a = &job->arguments;
   fa_cuda_maps *maps = &job->maps;
   const bool scaled = kinds[kind_of(p)].scaled, backward = plan->pass == FA_PASS_BACKWARD;
   const fa_dtype element = scaled ? FA_DTYPE_F16 : p->dtype;
@@ -392,9 +392,14 @@ static bool make_maps(const fa_plan *plan, const fa_cuda_kernel *kernel, const f
   if (backward)
     return fa_cuda_tensor_map_init(&maps->q, &a->q, element, p->seqlen_q, batches, kernel->block_q) &&
            fa_cuda_tensor_map_init(&maps->dout, &a->dout, element, p->seqlen_q, batches, kernel->block_q);
+  const bool q_mapped =
+      fa_cuda_tensor_map_init(&maps->q, &a->q, p->dtype, p->seqlen_q, p->batch, kernel->block_q);
+  if (scaled) { /* the kernel finds q, the only tensor that is no copy, without a map too */
+    a->q.aligned = q_mapped;
+    return true;
+  }
   const fa_cuda_operand o = view(p, tensors->o, p->seqlen_q, p->num_heads);
-  return fa_cuda_tensor_map_init(&maps->q, &a->q, p->dtype, p->seqlen_q, p->batch, kernel->block_q) &&
-         (scaled || fa_cuda_tensor_map_init(&maps->o, &o, p->dtype, p->seqlen_q, p->batch, 16));
+  return q_mapped && fa_cuda_tensor_map_init(&maps->o, &o, p->dtype, p->seqlen_q, p->batch, 16);
 }
 
 static fa_status run_on_device(const fa_plan *plan, const fa_tensors *tensors, const fa_execution *execution,

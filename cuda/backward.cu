@@ -91,7 +91,7 @@ __device__ inline void p_and_ds(Accumulator<Share::MT, Share::NT> &p, Accumulato
 #pragma unroll
         for (int i = half * 2; i < half * 2 + 2; i++) {
           const float x = p[m][n][i];
-          p[m][n][i] = exponential<Kind>(x, unit, row_shift);
+          p[m][n][i] = exact_exponential<Kind>(x, unit, row_shift);
           ds[m][n][i] = p[m][n][i] * (ds[m][n][i] - row_delta);
           if (SOFTCAP) ds[m][n][i] *= softcap_slope(x, per_cap);
         }

@@ -96,11 +96,16 @@ __device__ inline void produce(const fa_cuda_arguments &a, const fa_cuda_maps &m
   for (int round = 0; tile_of<Shape>(a, round, tile); round++, q_ring.advance()) {
     const int kv_head = tile.head / (a.num_heads / a.num_kv_heads);
     const auto q = buffers.q(q_ring.stage);
-    if (Buffers::Q_STAGES == 1)
+    const bool mapped = !Kind::SCALED || a.q.aligned;  // or the consumers fetch q
+    if (Buffers::Q_STAGES == 1 && mapped)
       prefetch_boxes<QBoxes, Q_BOX_COLS>(maps.q, tile.rows.begin, tile.head, tile.batch);
     barrier_wait(q.empty, q_ring.phase ^ 1);
-    barrier_expect(q.full, Buffers::Q_BYTES);
-    load_boxes<QBoxes, Q_BOX_COLS>(q.tile, maps.q, q.full, tile.rows.begin, tile.head, tile.batch);
+    if (mapped) {
+      barrier_expect(q.full, Buffers::Q_BYTES);
+      load_boxes<QBoxes, Q_BOX_COLS>(q.tile, maps.q, q.full, tile.rows.begin, tile.head, tile.batch);
+    } else {
+      barrier_arrive(q.full);
+    }
     for (int block = tile.k_blocks.end - 1; block >= tile.k_blocks.begin; block--, ring.advance()) {
       auto load = [&](typename Buffers::Stage to, const CUtensorMap &map) {
         barrier_wait(to.empty, ring.phase ^ 1);
@@ -128,6 +133,25 @@ struct Turns {
   __device__ void wait() const { named_barrier_wait(1 + consumer, 2 * WARPGROUP); }
   __device__ void pass() const { named_barrier_arrive(1 + (consumer + 1) % NUM_CONSUMERS, 2 * WARPGROUP); }
 };
+
+// Reads this warp's 16 rows of q as load_boxes would have put them, where no tensor map can describe them.
+template <class T>
+__device__ inline void fetch_rows(const fa_cuda_arguments &a, const ForwardTile &tile, uint32_t to,
+                                  int tile_row) {
+  const int row = tile_row + threadIdx.x % 16, first = threadIdx.x % 32 / 16;
+  const float *from = reinterpret_cast<const float *>(a.q.data) + tile.batch * a.q.stride_batch +
+                      tile.head * a.q.stride_head + (tile.rows.begin + row) * a.q.stride_row;
+  const int wanted = tile.rows.begin + row < tile.rows.end ? a.head_dim : 0;
+#pragma unroll 1
+  for (int eight = first; eight < T::COLS / 8; eight += 2) {
+    float x[8];
+    load_eight(x, from + eight * 8, wanted - eight * 8);
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+      store_shared(to + T::offset(row, eight * 2 + half), reinterpret_cast<const uint4 *>(x)[half]);
+  }
+  __syncwarp();
+}
 
 // Turns this warp's 16 rows of f32 numbers, tile_row being the first, into the scaled parts of T, in place: in
 // both forms a row has the same bytes, its piece of each box. Returns the power of two that they are scaled by.
@@ -240,6 +264,7 @@ __device__ inline void consume(const fa_cuda_arguments &a, const fa_cuda_maps &m
     int block = tile.k_blocks.end - 1;
     barrier_wait(q.full, q_ring.phase);
     if constexpr (SCALED) {
+      if (!a.q.aligned) fetch_rows<QTile>(a, tile, q.tile, warp_row);
       exponent_q = split_rows<Kind, QTile>(q.tile, warp_row);
       named_barrier_wait(SPLIT_BARRIER + consumer, WARPGROUP);
     }

@@ -30,6 +30,15 @@ __device__ inline float exponential(float x, float unit, float shift) {
   return exp2_fast(Kind::SCALED ? (x - shift) * unit : fmaf(x, unit, -shift));
 }
 
+// The same, for f32 with what rounding the exponent cuts off: twice as exact, for four more instructions.
+template <class Kind>
+__device__ inline float exact_exponential(float x, float unit, float shift) {
+  if constexpr (Kind::PARTS == 1) return exponential<Kind>(x, unit, shift);
+  constexpr float LN_2 = 0.69314718055994530942f;
+  const float least = max_nan(x - shift, -200), exponent = least * unit, y = exp2_fast(exponent);
+  return fmaf(y, fmaf(least, unit, -exponent) * LN_2, y);
+}
+
 // tanh; for 16-bit kinds to 2e-7 of 1, far below their own rounding, without tanhf's branches.
 template <class Kind>
 __device__ inline float softcap_tanh(float x) {

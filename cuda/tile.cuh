@@ -95,6 +95,13 @@ __device__ inline float exp2_fast(float x) {
   return y;
 }
 
+// The larger one; NaN where one of them is.
+__device__ inline float max_nan(float a, float b) {
+  float y;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+  return y;
+}
+
 // ---- tiles in shared memory ------------------------------------------------------------------------
 
 // A tile [ROWS, COLS] in chunks of 8 elements (16 bytes). Chunks are permuted within a row so that 8 rows of
