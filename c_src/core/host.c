@@ -55,6 +55,15 @@ static bool is_contiguous(const fa_problem *problem, int id, const fa_tensor *te
           tensor->stride_head == wanted.stride_head);
 }
 
+/* From the first element to the last; rows may lie anywhere between them. */
+static size_t bytes_spanned(const fa_problem *problem, int id, const fa_tensor *tensor) {
+  const fa_shape shape = fa_tensor_shape(problem, id);
+  if (shape.rank != 4) return (size_t)shape.size_bytes;
+  const int64_t last = (shape.dims[0] - 1) * tensor->stride_batch + (shape.dims[1] - 1) * tensor->stride_row +
+                       (shape.dims[2] - 1) * tensor->stride_head + shape.dims[3];
+  return (size_t)last * fa_dtype_bytes(shape.dtype);
+}
+
 static fa_status find_tensor(host_run *run, const fa_tensors *given, int id, fa_error *error) {
   const fa_problem *problem = &run->plan->problem;
   tensor_place *t = &run->tensors[id];
@@ -63,7 +72,8 @@ static fa_status find_tensor(host_run *run, const fa_tensors *given, int id, fa_
   if (t->role == FA_ROLE_NONE) return FA_STATUS_OK;
   t->host = *fa_tensor_at((fa_tensors *)given, id);
   if (!t->host.data) return fa_fail(error, FA_STATUS_INVALID_ARGUMENT, fa_tensor_name(id), "a pointer", "NULL");
-  const fa_place place = run->heap->backend->memory->locate(run->heap->index, t->host.data, t->bytes);
+  const fa_place place =
+      run->heap->backend->memory->locate(run->heap->index, t->host.data, bytes_spanned(problem, id, &t->host));
   run->on_devices |= place == FA_PLACE_DEVICE || place == FA_PLACE_OTHER_DEVICE;
   if (place == FA_PLACE_DEVICE) {
     t->device = t->host;
@@ -104,11 +114,14 @@ static int64_t num_slices_wanted(const host_run *run) {
 }
 
 /* In how many parts the heads of a batch are cut. Rows lie apart then: the bus does not mind, but the processor
- * does where it copies pageable memory, so that it gets fewer and longer ones. */
+ * does where it copies pageable memory, so that where that is most of the work it gets fewer and longer ones.
+ */
 static int64_t num_head_parts(const host_run *run, int64_t wanted) {
   const fa_problem *p = &run->plan->problem;
   const int64_t row_bytes = p->head_dim * (int64_t)fa_dtype_bytes(p->dtype); /* of a head */
-  const int64_t most = (run->pageable_bytes ? smaller(wanted, FA_MAX_SLICES / 2) : wanted) / p->batch;
+  const int64_t moved = run->transfers->bytes_to_device + run->transfers->bytes_from_device;
+  const bool few = 2 * (int64_t)run->pageable_bytes > moved;
+  const int64_t most = (few ? smaller(wanted, FA_MAX_SLICES / 2) : wanted) / p->batch;
   if (p->num_sinks || most < 2) return 1;
   const int64_t heads_a_part = divide_up(p->num_kv_heads, most);
   return heads_a_part * row_bytes < fa_host_slicing.least_row_bytes ? 1
@@ -262,13 +275,22 @@ static fa_status finish(host_run *run, fa_error *error) {
   return status;
 }
 
-/* A slice's results go down while the next one's tensors come up: each direction of the bus has its stream. */
+static bool has_staged_results(const host_run *run) {
+  for (int id = 0; id < FA_NUM_TENSORS; id++)
+    if (is_output(run, id) && run->tensors[id].staged) return true;
+  return false;
+}
+
+/* A slice's results go down while the next one's tensors come up: each direction of the bus has its stream.
+ * What is staged down keeps the processor until the slice is done, so the next one starts before. */
 static fa_status run_slices(host_run *run, fa_error *error) {
+  const bool fetch_last = has_staged_results(run);
   fa_status status = wait_for_caller(run, error);
   if (!status) status = start_slice(run, 0, error);
   for (int i = 0; !status && i < run->num_slices; i++) {
-    if (i + 1 < run->num_slices) status = start_slice(run, i + 1, error);
-    if (!status) status = fetch_slice(run, i, error);
+    if (!fetch_last) status = fetch_slice(run, i, error);
+    if (!status && i + 1 < run->num_slices) status = start_slice(run, i + 1, error);
+    if (!status && fetch_last) status = fetch_slice(run, i, error);
   }
   return status ? status : finish(run, error);
 }

@@ -220,7 +220,8 @@ static void copy_task(void *context, int64_t task, int worker) {
     atomic_store(&staged->failed, true);
 }
 
-/* As if pieces before the first had been sent; down, the bus begins with the first ones. */
+/* As if pieces before the first had been sent; down, the bus begins with the first ones, and threads when the
+ * first of them is there, which may take a kernel's time. */
 static fa_status prepare_ring(staged_copies *staged, fa_error *error) {
   fa_status status = FA_STATUS_OK;
   for (long piece = 0; !status && piece < FA_RING_SLOTS; piece++) {
@@ -232,6 +233,8 @@ static fa_status prepare_ring(staged_copies *staged, fa_error *error) {
     describe_piece(staged, piece, slot);
     if (!status) status = send_piece(staged->lane, piece, slot, error);
   }
+  if (!status && staged->download && staged->num_pieces > 0)
+    status = wait_for_bus(staged->lane, slot_of(staged, 0), error);
   return status;
 }
 

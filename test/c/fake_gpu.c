@@ -127,11 +127,10 @@ static fa_place place_of(int32_t index, const void *memory) {
 }
 
 static fa_place locate(int32_t index, const void *memory, size_t bytes) {
-  (void)bytes;
   pthread_mutex_lock(&mutex);
-  const fa_place place = place_of(index, memory);
+  const fa_place first = place_of(index, memory), last = place_of(index, (const char *)memory + bytes - 1);
   pthread_mutex_unlock(&mutex);
-  return place;
+  return first == last ? first : FA_PLACE_HOST;
 }
 
 /* ---- the thread that does the streams' work -------------------------------------------------------------- */

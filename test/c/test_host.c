@@ -52,11 +52,16 @@ typedef struct setting {
   fa_pass pass;
   void *host[FA_NUM_TENSORS]; /* inputs, and the outputs that are right */
   where where[FA_NUM_TENSORS];
-  void *given[FA_NUM_TENSORS];     /* as where says */
-  void *on_device[FA_NUM_TENSORS]; /* of KEPT */
+  void *given[FA_NUM_TENSORS];       /* as where says */
+  void *on_device[FA_NUM_TENSORS];   /* of KEPT */
+  bool of_one_batch[FA_NUM_TENSORS]; /* the first one is there, and all others are it */
 } setting;
 
 static size_t size_of(const setting *s, int id) { return (size_t)fa_tensor_shape(&s->problem, id).size_bytes; }
+
+static size_t placed_size(const setting *s, int id) {
+  return size_of(s, id) / (size_t)(s->of_one_batch[id] ? s->problem.batch : 1);
+}
 
 static fa_tensor_role role_of(const setting *s, int id) { return fa_tensor_role_in(&s->problem, s->pass, id); }
 
@@ -65,7 +70,7 @@ static void take(fa_pool *pool, size_t bytes, void **memory) {
 }
 
 static void place_tensor(setting *s, int id) {
-  const size_t bytes = size_of(s, id);
+  const size_t bytes = placed_size(s, id);
   void **given = &s->given[id];
   switch (s->where[id]) {
     case PINNED: take(&heap_of(0)->pinned->callers, bytes, given); break;
@@ -145,6 +150,7 @@ static fa_status setting_run(setting *s, fa_transfers *transfers, fa_error *erro
     fa_tensor *tensor = fa_tensor_at(&tensors, id);
     *tensor = fa_tensor_contiguous(&s->problem, id, s->given[id]);
     if (fa_tensor_shape(&s->problem, id).rank != 4) tensor->stride_head = 12345; /* is ignored */
+    if (s->of_one_batch[id]) tensor->stride_batch = 0;
     fa_tensor_at(&transfers->on_device, id)->data = s->on_device[id];
   }
   const fa_plan plan = fake_plan(s);
@@ -152,8 +158,9 @@ static fa_status setting_run(setting *s, fa_transfers *transfers, fa_error *erro
 }
 
 static bool is_right(const setting *s, int id) {
-  const bool output = memcmp(s->given[id], s->host[id], size_of(s, id)) == 0;
-  return output && (s->where[id] != KEPT || memcmp(s->on_device[id], s->host[id], size_of(s, id)) == 0);
+  const size_t bytes = placed_size(s, id);
+  const bool right = memcmp(s->given[id], s->host[id], bytes) == 0;
+  return right && (s->where[id] != KEPT || memcmp(s->on_device[id], s->host[id], bytes) == 0);
 }
 
 static void check_run(setting *s) {
@@ -243,6 +250,25 @@ static setting mixed_setting(fa_random *random) {
   setting s = setting_new(&problem, FA_PASS_BACKWARD, random);
   for (int id = 0; id < FA_NUM_TENSORS; id++) s.where[id] = (where)(id % NUM_WHERES);
   return s;
+}
+
+/* Views of tensors on the device need not have as much memory as they have elements. */
+static void test_broadcast(void) {
+  fa_random random = random_stream(13, 0);
+  setting s = mixed_setting(&random);
+  for (int id = FA_TENSOR_K; id <= FA_TENSOR_V; id++) {
+    const size_t bytes = size_of(&s, id) / (size_t)s.problem.batch;
+    for (int64_t batch = 1; batch < s.problem.batch; batch++)
+      memcpy((char *)s.host[id] + (size_t)batch * bytes, s.host[id], bytes);
+    s.where[id] = ON_DEVICE, s.of_one_batch[id] = true;
+  }
+  run_reference(&s, FA_PASS_FORWARD);
+  run_reference(&s, FA_PASS_BACKWARD);
+  setting_place(&s);
+  check_run(&s);
+  setting_remove(&s);
+  setting_free(&s);
+  check_nothing_is_used("after views");
 }
 
 /* Every operation fails once, in each of the ways. */
@@ -505,6 +531,7 @@ int main(void) {
   test_host_devices();
   test_places_and_slices();
   test_large();
+  test_broadcast();
   test_faults();
   test_out_of_memory();
   test_order();
