@@ -64,7 +64,8 @@ test-c-attention-cuda: $(BUILD)/test/test_attention
 	@$< --device cuda $(ATTENTION)
 
 # Short tables on the GPU under NVIDIA's compute-sanitizer: addresses, races in shared memory, and reads of what
-# nothing wrote. test_attention gives every tensor an allocation of its own, test_cuda poisons no workspace.
+# nothing wrote. test_attention gives every tensor an allocation of its own, test_cuda poisons no workspace. initcheck
+# does not see what bulk copies write, and so is not asked about results that are copied to the host.
 CUDA_SANITIZE = FLASH_ATTENTION_CACHE=0 compute-sanitizer --error-exitcode 1 --print-limit 10 --tool
 
 test-cuda-sanitize: $(BUILD)/test/test_attention $(BUILD)/test/test_cuda
@@ -73,5 +74,5 @@ ifeq ($(shell command -v compute-sanitizer),)
 else
 	$(CUDA_SANITIZE) memcheck $(BUILD)/test/test_attention --device cuda --quick
 	$(CUDA_SANITIZE) racecheck $(BUILD)/test/test_cuda --quick
-	$(CUDA_SANITIZE) initcheck $(BUILD)/test/test_cuda --quick
+	$(CUDA_SANITIZE) initcheck --check-api-memory-access no $(BUILD)/test/test_cuda --quick
 endif
