@@ -343,8 +343,8 @@ defmodule FlashAttention do
 
   `q`, `k`, `v` and `opts` as for `forward_with_states/4`; nothing is computed. `device` is the one that takes them, which with
   `device: :auto` need not be the first. Kernels are named by the backend, the architecture or instruction set, the
-  type and, on a GPU, the head_dim that they are made for: `"cuda/sm90/bf16/d128"`. Those for Hopper read tensors
-  whose memory begins at, and whose rows are, multiples of 16 bytes; others go to the portable ones when they come.
+  type and, on a GPU, the head_dim that they are made for: `"cuda/sm90/bf16/d128"`. Those for Hopper read 16-bit
+  tensors whose memory begins at, and whose rows are, multiples of 16 bytes; others go to the portable ones when they come.
 
       iex> one = FlashAttention.Tensor.new(<<1.0::float-32-native>>, :f32, {1, 1, 1, 1})
       iex> {:ok, %{device: :cpu, forward: forward}} = FlashAttention.backend_info(one, one, one, device: :cpu)
