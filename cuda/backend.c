@@ -47,7 +47,7 @@ static int32_t num_multiprocessors(int32_t index) {
 enum { HOPPER, PORTABLE, NUM_FAMILIES };
 
 static const struct {
-  const fa_cuda_kernel *forward[NUM_FAMILIES], *backward[NUM_FAMILIES]; /* NULL: no table */
+  const fa_cuda_kernel *forward[NUM_FAMILIES], *backward[NUM_FAMILIES];
   int32_t num_parts;
   bool scaled;
 } kinds[FA_CUDA_NUM_KINDS] = {
@@ -59,9 +59,12 @@ static const struct {
                      {fa_hopper_backward_f16, fa_cuda_backward_f16},
                      1,
                      false},
-    [FA_CUDA_F32] = {{fa_hopper_forward_f32, fa_cuda_forward_f32}, {NULL, fa_cuda_backward_f32}, 2, true},
+    [FA_CUDA_F32] = {{fa_hopper_forward_f32, fa_cuda_forward_f32},
+                     {fa_hopper_backward_f32, fa_cuda_backward_f32},
+                     2,
+                     true},
     [FA_CUDA_F32_AS_F16] = {{fa_hopper_forward_f32_as_f16, fa_cuda_forward_f32_as_f16},
-                            {NULL, fa_cuda_backward_f32_as_f16},
+                            {fa_hopper_backward_f32_as_f16, fa_cuda_backward_f32_as_f16},
                             1,
                             true},
 };
@@ -136,7 +139,7 @@ static fa_status choose_kernel(const fa_plan *plan, int family, const fa_cuda_ke
     const fa_cuda_kind kind = kind_of(problem);
     const fa_cuda_kernel *row =
         plan->pass == FA_PASS_FORWARD ? kinds[kind].forward[family] : kinds[kind].backward[family];
-    for (; row && row->name; row++) {
+    for (; row->name; row++) {
       if (row->bucket > largest && row->shared_bytes <= shared_bytes) largest = row->bucket;
       if (problem->head_dim > row->bucket || row->shared_bytes > shared_bytes) continue;
       if (row->windowed_rows && (sees_all(problem) || problem->seqlen_q > row->windowed_rows)) continue;

@@ -190,9 +190,10 @@ struct BoxOperand {
   static constexpr uint32_t NEXT_BOX = K_IN_ROW ? 1 : T::BOX_BYTES / 16, HIGH = 1024 / 16 | 1u << 30;
   uint32_t low;
 
-  // own_begin: a multiple of 8, or of 64 where own lies along the rows of the tile.
+  // own_begin: a multiple of 8.
   __device__ BoxOperand(uint32_t tile, int own_begin = 0)
-      : low((tile + (K_IN_ROW ? own_begin * 128 : own_begin / 64 * T::BOX_BYTES)) >> 4 | NEXT_BOX << 16) {}
+      : low((tile + (K_IN_ROW ? own_begin * 128 : own_begin / 64 * T::BOX_BYTES + own_begin % 64 * 2)) >> 4 |
+            NEXT_BOX << 16) {}
 
   // Of 16 elements of k; the parts of a split tensor are tiles one after another.
   __device__ uint64_t descriptor(int part, int k) const {
@@ -242,6 +243,7 @@ struct BoxOperand {
   }
 
 // clang-format off
+FA_WGMMA(32, FA_TEN() ", %10, %11, %12, %13, %14, %15", (FA_16(0)), 16, 17, 18, 19, 20, 21, 22)
 FA_WGMMA(64, FA_TEN() ", " FA_TEN(1) ", " FA_TEN(2) ", %30, %31", (FA_32(0)), 32, 33, 34, 35, 36, 37, 38)
 FA_WGMMA(80, FA_TEN() ", " FA_TEN(1) ", " FA_TEN(2) ", " FA_TEN(3), (FA_32(0), FA_8(8)), 40, 41, 42, 43, 44, 45, 46)
 #define FA_SIXTY FA_TEN() ", " FA_TEN(1) ", " FA_TEN(2) ", " FA_TEN(3) ", " FA_TEN(4) ", " FA_TEN(5)
@@ -294,11 +296,27 @@ __device__ inline void wgmma_wait(Registers &...registers) {
   (registers_in_use(registers), ...);
 }
 
+// The same of a number that is known where loops are unrolled.
+template <class... Registers>
+__device__ inline void wgmma_wait(int pending, Registers &...registers) {
+  if (pending == 0) wgmma_wait<0>(registers...);
+  if (pending == 1) wgmma_wait<1>(registers...);
+  if (pending == 2) wgmma_wait<2>(registers...);
+}
+
+// A condition that never holds, as nobody but us knows: ptxas gives a product that overwrites its accumulator
+// other registers where that saves waiting, and runs out of them; one that may add keeps those that it has.
+struct Never {
+  bool never;
+  __device__ operator bool() const { return never; }
+};
+
 // Starts c = (add ? c : 0) + left * right over KT steps of k, and commits it as a group. Of two parts the small
 // products (high * low, low * high) come first: each addition cuts off what is below the accumulator's last
-// bit, and while that is small, so is what is lost.
-template <class Kind, int KT, int NT, class Left, class Right>
-__device__ inline void multiply(float (&c)[NT][4], const Left &left, const Right &right, bool add) {
+// bit, and while that is small, so is what is lost. TRANSPOSED: low * high before high * low, so that the
+// transposed product comes out the same to the bit.
+template <class Kind, int KT, bool TRANSPOSED = false, int NT, class Left, class Right, class Add>
+__device__ inline void multiply(float (&c)[NT][4], const Left &left, const Right &right, Add add) {
   using Element = typename Kind::Element;
   auto step = [&](int left_part, int right_part, int k, bool add) {
     if constexpr (std::is_class_v<Left>)
@@ -307,13 +325,14 @@ __device__ inline void multiply(float (&c)[NT][4], const Left &left, const Right
     else
       wgmma<Element, Right::K_IN_ROW>(c, left[left_part][k], right.descriptor(right_part, k), add);
   };
-  if (!add) registers_are_free(c);
+  if constexpr (!std::is_same_v<Add, Never>)
+    if (!add) registers_are_free(c);
   wgmma_start();
   if constexpr (Kind::PARTS == 2) {
 #pragma unroll
     for (int k = 0; k < KT; k++) {
-      step(0, 1, k, add || k > 0);
-      step(1, 0, k, true);
+      step(TRANSPOSED, !TRANSPOSED, k, add || k > 0);
+      step(!TRANSPOSED, TRANSPOSED, k, true);
     }
   }
 #pragma unroll

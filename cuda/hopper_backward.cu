@@ -27,10 +27,11 @@ struct BackwardShape {
 
 // Shared memory: k, v; two stages of q and dout, with shift and delta, and of ds; dq as it is in memory;
 // barriers; two numbers of column blocks.
-template <class Shape_>
+template <class Kind_, class Shape_>
 struct BackwardBuffers {
+  using Kind = Kind_;
   using Shape = Shape_;
-  static constexpr int STAGES = 2;
+  static constexpr int STAGES = 2, DQ_SHARES = 1;
   using QTile = BoxTile<Shape::block_q, Shape::head_dim>;
   using KTile = BoxTile<Shape::block_k, Shape::head_dim>;
   using DsTile = BoxTile<Shape::block_q, Shape::block_k>;
@@ -47,7 +48,7 @@ struct BackwardBuffers {
   __device__ uint32_t q(int stage) const { return base + Q_AT + stage * QTile::BYTES; }
   __device__ uint32_t dout(int stage) const { return base + DOUT_AT + stage * QTile::BYTES; }
   __device__ uint32_t ds(int stage) const { return base + DS_AT + stage * DsTile::BYTES; }
-  __device__ uint32_t dq() const { return base + DQ_AT; }
+  __device__ uint32_t dq(int = 0) const { return base + DQ_AT; }
   __device__ uint32_t shift(int stage) const { return base + SHIFT_AT + stage * ROW_BYTES; }
   __device__ uint32_t delta(int stage) const { return base + DELTA_AT + stage * ROW_BYTES; }
   __device__ uint32_t block(int stage) const { return base + BLOCKS_AT + stage * 4; }
@@ -64,8 +65,8 @@ struct BackwardBuffers {
 };
 
 template <class Kind, class Shape>
-__device__ inline void consume(const fa_cuda_arguments &a, BackwardBuffers<Shape> buffers, int consumer) {
-  using Buffers = BackwardBuffers<Shape>;
+__device__ inline void consume(const fa_cuda_arguments &a, BackwardBuffers<Kind, Shape> buffers, int consumer) {
+  using Buffers = BackwardBuffers<Kind, Shape>;
   using QTile = typename Buffers::QTile;
   using KTile = typename Buffers::KTile;
   using DsTile = typename Buffers::DsTile;
@@ -119,14 +120,14 @@ __device__ inline void consume(const fa_cuda_arguments &a, BackwardBuffers<Shape
     if (!is_fully_visible(a.window, rows, first_column, 64))
       mask_transposed_scores<1, NT>(scores, a.window, rows.begin, first_column + warp_row);
     if (a.score.form == FA_CUDA_SCORE_SOFTCAP)
-      probabilities<Kind, true>(scores, p_operand[0], a.score, buffers.shift(stage));
+      probabilities<Kind, true>(scores, p_operand, a.score, buffers.shift(stage));
     else
-      probabilities<Kind, false>(scores, p_operand[0], a.score, buffers.shift(stage));
+      probabilities<Kind, false>(scores, p_operand, a.score, buffers.shift(stage));
     wgmma_wait<0>(ds[0]);
     if (IS_LAST) arrive_once(buffers.barrier(V_EMPTY));
     multiply<Kind, Q_STEPS>(dv[0], p_operand, BoxOperand<QTile, false>(buffers.dout(stage)), true);
-    finish_ds(ds, scores, buffers.delta(stage));
-    convert<Kind>(ds_operand[0], ds);
+    finish_ds<Kind>(ds, scores, buffers.delta(stage));
+    convert<Kind>(ds_operand, ds);
     multiply<Kind, Q_STEPS>(dk[0], ds_operand, BoxOperand<QTile, false>(buffers.q(stage)), true);
     wgmma_wait<1>(dv[0], p_operand);
     arrive_once(buffers.barrier(DOUT_EMPTY, stage));
@@ -193,7 +194,7 @@ template <class Kind, class Shape>
 __global__ void __launch_bounds__(Shape::num_threads, 1)
     backward(const __grid_constant__ fa_cuda_arguments a, const __grid_constant__ fa_cuda_maps maps) {
   extern __shared__ __align__(1024) uint8_t shared[];
-  const BackwardBuffers<Shape> buffers = {shared_address(shared)};
+  const BackwardBuffers<Kind, Shape> buffers = {shared_address(shared)};
   if (threadIdx.x == 0) buffers.init_barriers();
   __syncthreads();
   const int warp = uniform(threadIdx.x / 32);
@@ -203,7 +204,7 @@ __global__ void __launch_bounds__(Shape::num_threads, 1)
     if (threadIdx.x == Shape::num_warps * 32) produce(a, maps, buffers);
   } else {
     take_registers<Shape::consumer_registers>();
-    consume<Kind, Shape>(a, buffers, warp / 4);
+    consume(a, buffers, warp / 4);
   }
 }
 
@@ -214,7 +215,7 @@ constexpr fa_cuda_kernel row(const char *name) {
           .block_q = Shape::block_q,
           .block_k = Shape::block_k,
           .num_threads = Shape::num_threads,
-          .shared_bytes = BackwardBuffers<Shape>::BYTES,
+          .shared_bytes = BackwardBuffers<Kind, Shape>::BYTES,
           .mapped = true,
           .persistent = true,
           .main = (const void *)backward<Kind, Shape>,

@@ -1,5 +1,6 @@
 // What Hopper's backward kernels share: the work of a column block, the warps that copy row blocks and send dq,
-// and what consumers do with scores in registers. Buffers: a kernel's shared memory, with its Shape.
+// and what consumers do with scores in registers. Buffers: a kernel's shared memory, with its Kind, its Shape
+// and DQ_SHARES, in how many sums over columns a step's dq comes.
 #pragma once
 
 #include "backward.cuh"
@@ -24,11 +25,11 @@ enum {
   DOUT_EMPTY,
   DS_FULL,
   DS_EMPTY,
-  // by those and the warp that sends dq:
+  // by those and the warps that send dq:
   BLOCK_EMPTY,
   NUM_BARRIER_KINDS,
 };
-// And one in hardware: the consumers have written dq for the warp that sends it.
+// And one in hardware, for each share of dq: its consumers have written it for the warp that sends it.
 enum { DQ_WRITTEN = 1 };
 
 // By a warp: arrives when all of its lanes are here.
@@ -79,6 +80,7 @@ __device__ inline void produce(const fa_cuda_arguments &a, const fa_cuda_maps &m
   using Shape = typename Buffers::Shape;
   using QTile = typename Buffers::QTile;
   using KTile = typename Buffers::KTile;
+  constexpr int PARTS = Buffers::Kind::PARTS;
   Ring<Buffers::STAGES> blocks, ring;
   uint32_t k_phase = 0;
   Work work;
@@ -90,17 +92,30 @@ __device__ inline void produce(const fa_cuda_arguments &a, const fa_cuda_maps &m
     barrier_arrive(buffers.barrier(BLOCK_FULL, blocks.stage));
     more = work_of<Shape>(a, index, work);
     if (!more || work.num_steps == 0) continue;
-    auto load_columns = [&](uint32_t to, const CUtensorMap &map, int full) {
-      barrier_expect(buffers.barrier(full), KTile::BYTES);
-      load_boxes<KTile>(to, map, buffers.barrier(full), work.columns.begin, work.block.kv_head,
-                        work.block.batch);
+    // Of SCALED kinds, a word says by which power of two the rows are scaled.
+    auto load_columns = [&](uint32_t to, const CUtensorMap &map, int full, const fa_cuda_operand &operand) {
+      if constexpr (Buffers::Kind::SCALED)
+        store_shared(buffers.exponent(full, 0),
+                     exponent_of<typename Buffers::Kind>(operand, work.block.batch, work.block.kv_head,
+                                                         work.columns.begin));
+      barrier_expect(buffers.barrier(full), PARTS * KTile::BYTES);
+#pragma unroll
+      for (int part = 0; part < PARTS; part++)
+        load_boxes<KTile>(to + part * KTile::BYTES, map, buffers.barrier(full), work.columns.begin,
+                          work.block.kv_head, work.block.batch + part * a.batch);
     };
     auto load_rows = [&](Step step, uint32_t to, const CUtensorMap &map, uint32_t statistic_to,
-                         const float *statistic, int full, int empty) {
+                         const float *statistic, int full, int empty, const fa_cuda_operand &operand) {
       const uint32_t barrier = buffers.barrier(full, ring.stage);
+      const int exponent = exponent_of<typename Buffers::Kind>(operand, work.block.batch, step.head,
+                                                               step.q_block * Shape::block_q);
       barrier_wait(buffers.barrier(empty, ring.stage), ring.phase ^ 1);
-      barrier_expect(barrier, QTile::BYTES + Buffers::ROW_BYTES);
-      load_boxes<QTile>(to, map, barrier, step.q_block * Shape::block_q, step.head, work.block.batch);
+      if constexpr (Buffers::Kind::SCALED) store_shared(buffers.exponent(full, ring.stage), exponent);
+      barrier_expect(barrier, PARTS * QTile::BYTES + Buffers::ROW_BYTES);
+#pragma unroll
+      for (int part = 0; part < PARTS; part++)
+        load_boxes<QTile>(to + part * QTile::BYTES, map, barrier, step.q_block * Shape::block_q, step.head,
+                          work.block.batch + part * a.batch);
       load_bulk(statistic_to, statistic + position_of(a, work.block.batch, step) * Shape::block_q,
                 Buffers::ROW_BYTES, barrier);
     };
@@ -109,38 +124,40 @@ __device__ inline void produce(const fa_cuda_arguments &a, const fa_cuda_maps &m
       const int stage = ring.stage;
       if (i == 0) {
         barrier_wait(buffers.barrier(K_EMPTY), k_phase ^ 1);
-        load_columns(buffers.k(), maps.k, K_FULL);
+        load_columns(buffers.k(), maps.k, K_FULL, a.k);
       }
-      load_rows(step, buffers.q(stage), maps.q, buffers.shift(stage), a.shift, Q_FULL, Q_EMPTY);
-      if (i == 0) load_columns(buffers.v(), maps.v, V_FULL);
-      load_rows(step, buffers.dout(stage), maps.dout, buffers.delta(stage), a.delta, DOUT_FULL, DOUT_EMPTY);
+      load_rows(step, buffers.q(stage), maps.q, buffers.shift(stage), a.shift, Q_FULL, Q_EMPTY, a.q);
+      if (i == 0) load_columns(buffers.v(), maps.v, V_FULL, a.v);
+      load_rows(step, buffers.dout(stage), maps.dout, buffers.delta(stage), a.delta, DOUT_FULL, DOUT_EMPTY,
+                a.dout);
       ring.advance();
     }
     k_phase ^= 1;
   }
 }
 
-// ---- dq to memory: one warp --------------------------------------------------------------------------
+// ---- dq to memory: one warp for each share -----------------------------------------------------------
 
 template <class Buffers>
-__device__ inline void send_dq(const fa_cuda_arguments &a, const Buffers &buffers) {
+__device__ inline void send_dq(const fa_cuda_arguments &a, const Buffers &buffers, int share = 0) {
   using Shape = typename Buffers::Shape;
-  constexpr int THREADS = Shape::num_consumers * WARPGROUP + 32;
+  constexpr int SHARES = Buffers::DQ_SHARES, THREADS = Shape::num_consumers / SHARES * WARPGROUP + 32;
   const bool sends = threadIdx.x % 32 == 0;
   Work work;
   for (uint32_t blocks = 0; current_work(a, buffers, blocks, work); next_work(buffers, blocks)) {
     Step step = work.first;
     for (int i = 0; i < work.num_steps; i++, step = next_step(step, work.q_blocks)) {
-      named_barrier_wait(DQ_WRITTEN, THREADS);
+      named_barrier_wait(DQ_WRITTEN + share, THREADS);
       if (!sends) continue;
       const int64_t position = position_of(a, work.block.batch, step);
       const Range rows = block_range(step.q_block, Shape::block_q, a.window.seqlen_q);
       if (a.deterministic)
-        wait_for_turn(a.dq_turns + position, turn_of(a.window, rows, work.block.k_block, Shape::block_k));
-      add_bulk(a.dq_sum + position * (Shape::block_q * Shape::head_dim), buffers.dq(), Buffers::DQ_BYTES);
+        wait_for_turn(a.dq_turns + position,
+                      turn_of(a.window, rows, work.block.k_block, Shape::block_k) * SHARES + share);
+      add_bulk(a.dq_sum + position * (Shape::block_q * Shape::head_dim), buffers.dq(share), Buffers::DQ_BYTES);
       bulk_commit();
       bulk_wait_read<0>();
-      barrier_arrive(buffers.barrier(DQ_SENT));
+      barrier_arrive(buffers.barrier(DQ_SENT, share));
       if (a.deterministic) {
         bulk_wait_done<0>();
         pass_turn(a.dq_turns + position);
@@ -152,15 +169,25 @@ __device__ inline void send_dq(const fa_cuda_arguments &a, const Buffers &buffer
 
 // ---- the consumers -----------------------------------------------------------------------------------
 
-// An accumulator as the left operand of a product along its columns: two column blocks a step of k.
+// Two neighbours in a row of an accumulator, from column n * 8 on, as elements of the left operand of a product
+// along its columns: two column blocks a step of k. scale: of SCALED kinds.
 template <class Kind, int KT>
-__device__ inline void convert(uint32_t (&operand)[KT][4], const float (&acc)[1][2 * KT][4]) {
+__device__ inline void convert_pair(uint32_t (&operand)[Kind::PARTS][KT][4], int n, int half, float x0,
+                                    float x1, float scale) {
+  uint32_t parts[Kind::PARTS];
+  if constexpr (Kind::SCALED) x0 *= scale, x1 *= scale;
+  split<Kind>(parts, x0, x1);
+#pragma unroll
+  for (int part = 0; part < Kind::PARTS; part++) operand[part][n / 2][n % 2 * 2 + half] = parts[part];
+}
+template <class Kind, int KT>
+__device__ inline void convert(uint32_t (&operand)[Kind::PARTS][KT][4], const float (&acc)[1][2 * KT][4],
+                               float scale = 1) {
 #pragma unroll
   for (int n = 0; n < 2 * KT; n++)
 #pragma unroll
     for (int half = 0; half < 2; half++)
-      operand[n / 2][n % 2 * 2 + half] =
-          pack(typename Kind::Element(), acc[0][n][half * 2], acc[0][n][half * 2 + 1]);
+      convert_pair<Kind>(operand, n, half, acc[0][n][half * 2], acc[0][n][half * 2 + 1], scale);
 }
 
 // Writes such an operand, whose first element is [row, column], to a tile, transposed.
@@ -172,11 +199,11 @@ __device__ inline void store_transposed(uint32_t tile, int row, int column, cons
   for (int k = 0; k < KT; k++) store_matrices<true>(to + k * 16 * 128, operand[k]);
 }
 
-// Scores become p, as an operand. In their place, what is to be multiplied with dp - delta: p times the
-// derivative of the softcap.
+// Scores become p, as an operand times scale. In their place, what is to be multiplied with dp - delta: p times
+// the derivative of the softcap.
 template <class Kind, bool SOFTCAP, int NT>
-__device__ inline void probabilities(float (&scores)[1][NT][4], uint32_t (&p)[NT / 2][4],
-                                     const fa_cuda_score &score, uint32_t shift) {
+__device__ inline void probabilities(float (&scores)[1][NT][4], uint32_t (&p)[Kind::PARTS][NT / 2][4],
+                                     const fa_cuda_score &score, uint32_t shift, float scale = 1) {
   const float unit = exponent_of_unit<Kind>(score), per_cap = per_softcap<Kind>(score);
 #pragma unroll
   for (int n = 0; n < NT; n++) {
@@ -184,23 +211,27 @@ __device__ inline void probabilities(float (&scores)[1][NT][4], uint32_t (&p)[NT
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       float *x = scores[0][n] + half * 2;
-      const float p0 = exponential<Kind>(x[0], unit, row_shift.x),
-                  p1 = exponential<Kind>(x[1], unit, row_shift.y);
-      p[n / 2][n % 2 * 2 + half] = pack(typename Kind::Element(), p0, p1);
+      const float p0 = exact_exponential<Kind>(x[0], unit, row_shift.x),
+                  p1 = exact_exponential<Kind>(x[1], unit, row_shift.y);
+      convert_pair<Kind>(p, n, half, p0, p1, scale);
       x[0] = SOFTCAP ? p0 * softcap_slope(x[0], per_cap) : p0;
       x[1] = SOFTCAP ? p1 * softcap_slope(x[1], per_cap) : p1;
     }
   }
 }
 
-// dp becomes ds.
-template <int NT>
-__device__ inline void finish_ds(float (&ds)[1][NT][4], const float (&p)[1][NT][4], uint32_t delta) {
+// dp, to be multiplied with unscale where operands are SCALED, becomes ds.
+template <class Kind, int NT>
+__device__ inline void finish_ds(float (&ds)[1][NT][4], const float (&p)[1][NT][4], uint32_t delta,
+                                 float unscale = 1) {
 #pragma unroll
   for (int n = 0; n < NT; n++) {
     const float2 row_delta = load_shared_pair(delta + (n * 8 + threadIdx.x % 4 * 2) * 4);
 #pragma unroll
-    for (int i = 0; i < 4; i++) ds[0][n][i] = p[0][n][i] * (ds[0][n][i] - (i % 2 ? row_delta.y : row_delta.x));
+    for (int i = 0; i < 4; i++) {
+      const float dp = Kind::SCALED ? ds[0][n][i] * unscale : ds[0][n][i];
+      ds[0][n][i] = p[0][n][i] * (dp - (i % 2 ? row_delta.y : row_delta.x));
+    }
   }
 }
 

@@ -380,13 +380,18 @@ static void test_repeats_of_table(void) {
     }
 }
 
-/* A thousand of each kernel that Hopper has of its own, where the order of additions is the hardest to keep. */
+/* Many of each kernel that Hopper has of its own, where the order of additions is the hardest to keep. */
 static void test_repeats_often(void) {
-  static const int64_t head_dims[] = {64, 128};
-  for (size_t i = 0; i < 2; i++) {
-    fa_problem problem = problem_of(FA_DTYPE_BF16, 2, 1027, 16, head_dims[i]);
+  static const struct {
+    fa_dtype dtype;
+    int64_t head_dim;
+    int num_reruns;
+  } kernels[] = {
+      {FA_DTYPE_BF16, 64, 1000}, {FA_DTYPE_BF16, 128, 1000}, {FA_DTYPE_F32, 64, 200}, {FA_DTYPE_F32, 128, 200}};
+  for (size_t i = 0; i < sizeof kernels / sizeof *kernels; i++) {
+    fa_problem problem = problem_of(kernels[i].dtype, 2, 1027, 16, kernels[i].head_dim);
     problem.window_right = 0;
-    check_repeats(&problem, 1000);
+    check_repeats(&problem, kernels[i].num_reruns);
   }
 }
 
