@@ -43,28 +43,29 @@ static int32_t num_multiprocessors(int32_t index) {
 
 /* ---- the selector -------------------------------------------------------------------------------- */
 
-/* Kernels for one architecture, which read by tensor maps, and those for all. */
-enum { HOPPER, PORTABLE, NUM_FAMILIES };
+/* Kernels for one architecture, which read by tensor maps, with further ones for wide heads; and those for all.
+ */
+enum { HOPPER, HOPPER_WIDE, PORTABLE, NUM_FAMILIES };
 
 static const struct {
-  const fa_cuda_kernel *forward[NUM_FAMILIES], *backward[NUM_FAMILIES];
+  const fa_cuda_kernel *forward[NUM_FAMILIES], *backward[NUM_FAMILIES]; /* NULL: no table */
   int32_t num_parts;
   bool scaled;
 } kinds[FA_CUDA_NUM_KINDS] = {
-    [FA_CUDA_BF16] = {{fa_hopper_forward_bf16, fa_cuda_forward_bf16},
-                      {fa_hopper_backward_bf16, fa_cuda_backward_bf16},
+    [FA_CUDA_BF16] = {{fa_hopper_forward_bf16, NULL, fa_cuda_forward_bf16},
+                      {fa_hopper_backward_bf16, fa_hopper_backward_wide_bf16, fa_cuda_backward_bf16},
                       1,
                       false},
-    [FA_CUDA_F16] = {{fa_hopper_forward_f16, fa_cuda_forward_f16},
-                     {fa_hopper_backward_f16, fa_cuda_backward_f16},
+    [FA_CUDA_F16] = {{fa_hopper_forward_f16, NULL, fa_cuda_forward_f16},
+                     {fa_hopper_backward_f16, fa_hopper_backward_wide_f16, fa_cuda_backward_f16},
                      1,
                      false},
-    [FA_CUDA_F32] = {{fa_hopper_forward_f32, fa_cuda_forward_f32},
-                     {fa_hopper_backward_f32, fa_cuda_backward_f32},
+    [FA_CUDA_F32] = {{fa_hopper_forward_f32, NULL, fa_cuda_forward_f32},
+                     {fa_hopper_backward_f32, NULL, fa_cuda_backward_f32},
                      2,
                      true},
-    [FA_CUDA_F32_AS_F16] = {{fa_hopper_forward_f32_as_f16, fa_cuda_forward_f32_as_f16},
-                            {fa_hopper_backward_f32_as_f16, fa_cuda_backward_f32_as_f16},
+    [FA_CUDA_F32_AS_F16] = {{fa_hopper_forward_f32_as_f16, NULL, fa_cuda_forward_f32_as_f16},
+                            {fa_hopper_backward_f32_as_f16, NULL, fa_cuda_backward_f32_as_f16},
                             1,
                             true},
 };
@@ -139,7 +140,7 @@ static fa_status choose_kernel(const fa_plan *plan, int family, const fa_cuda_ke
     const fa_cuda_kind kind = kind_of(problem);
     const fa_cuda_kernel *row =
         plan->pass == FA_PASS_FORWARD ? kinds[kind].forward[family] : kinds[kind].backward[family];
-    for (; row->name; row++) {
+    for (; row && row->name; row++) {
       if (row->bucket > largest && row->shared_bytes <= shared_bytes) largest = row->bucket;
       if (problem->head_dim > row->bucket || row->shared_bytes > shared_bytes) continue;
       if (row->windowed_rows && (sees_all(problem) || problem->seqlen_q > row->windowed_rows)) continue;
@@ -235,11 +236,12 @@ static int32_t forward_heads_at_once(const fa_problem *p, const fa_cuda_kernel *
 
 /* How many heads take turns at starting a column block of the backward. In any order, a few: their rows and
  * dq_sum stay in cache. One after the other, as many as half of the cache holds: the more heads lie between a
- * column block and the one before it, the less it waits. Measured. */
-static int32_t backward_heads_at_once(const fa_problem *p) {
+ * column block and the one before it, the less it waits; at least 16 where heads are wide and a mask makes them
+ * begin at the same rows. Measured. */
+static int32_t backward_heads_at_once(const fa_problem *p, const fa_cuda_kernel *kernel) {
   const int64_t num_heads = p->batch * p->num_kv_heads, group = p->num_heads / p->num_kv_heads;
   const int64_t head_bytes = p->seqlen_q * group * p->head_dim * 8, cached_bytes = INT64_C(24) << 20;
-  int64_t wanted = 4;
+  int64_t wanted = p->deterministic && kernel->persistent && kernel->bucket > 128 && !sees_all(p) ? 16 : 4;
   if (p->deterministic && head_bytes * wanted < cached_bytes) wanted = cached_bytes / (head_bytes + 1);
   return (int32_t)(wanted < num_heads ? wanted : num_heads);
 }
@@ -267,7 +269,7 @@ static job lay_out(const fa_plan *plan, const fa_cuda_kernel *kernel, const fa_t
   a->padded_rows = a->num_q_blocks * kernel->block_q;
   a->o = t->o, a->dq = t->dq, a->dk = t->dk, a->dv = t->dv, a->dout_rows = t->dout;
   a->lse = t->lse.data, a->sink = t->sink.data, a->dsink = t->dsink.data;
-  a->heads_at_once = backward ? backward_heads_at_once(p)
+  a->heads_at_once = backward ? backward_heads_at_once(p, kernel)
                               : forward_heads_at_once(p, kernel, a->num_q_blocks, job.num_multiprocessors);
 
   if (backward) { /* first what starts at 0 */

@@ -36,17 +36,6 @@ struct BackwardLayout {
   static constexpr int WORDS_AT = P_AT + 2 * P_BYTES, SHARED_BYTES = WORDS_AT + Shape::num_warps * 4;
 };
 
-__device__ inline void add_four(float *to, const float (&x)[4]) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x[0]), "f"(x[1]), "f"(x[2]),
-               "f"(x[3])
-               : "memory");
-#else
-#pragma unroll
-  for (int i = 0; i < 4; i++) atomicAdd(to + i, x[i]);
-#endif
-}
-
 // ---- the main kernel -------------------------------------------------------------------------------
 
 // Writes this warp's accumulator, whose first element is [row, column], as elements to a tile in shared memory

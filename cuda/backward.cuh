@@ -73,6 +73,17 @@ __device__ inline int dq_offset(int m, int n) {
   return (block * 32 + threadIdx.x % 32) * 4;
 }
 
+__device__ inline void add_four(float *to, const float (&x)[4]) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x[0]), "f"(x[1]), "f"(x[2]),
+               "f"(x[3])
+               : "memory");
+#else
+#pragma unroll
+  for (int i = 0; i < 4; i++) atomicAdd(to + i, x[i]);
+#endif
+}
+
 // Deterministic: each row block is added to by one column block after the other. One thread waits for the turn,
 // and one passes it on when all additions have been made.
 __device__ inline void wait_for_turn(const int32_t *turns, int turn) {

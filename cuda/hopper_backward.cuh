@@ -70,6 +70,12 @@ __device__ inline void next_work(const Buffers &buffers, uint32_t &count) {
   arrive_once(buffers.barrier(BLOCK_EMPTY, count % 2));
   count++;
 }
+// The same, by one thread that stands for its warp.
+template <class Buffers>
+__device__ inline void next_work_alone(const Buffers &buffers, uint32_t &count) {
+  barrier_arrive(buffers.barrier(BLOCK_EMPTY, count % 2));
+  count++;
+}
 
 // ---- the producer: one thread ----------------------------------------------------------------------
 

@@ -120,6 +120,7 @@ extern const fa_cuda_kernel fa_cuda_forward_f32_as_f16[], fa_cuda_backward_f32_a
 /* The same for compute capability 9.0, of operands that tensor maps can describe. */
 extern const fa_cuda_kernel fa_hopper_forward_bf16[], fa_hopper_backward_bf16[];
 extern const fa_cuda_kernel fa_hopper_forward_f16[], fa_hopper_backward_f16[];
+extern const fa_cuda_kernel fa_hopper_backward_wide_bf16[], fa_hopper_backward_wide_f16[];
 extern const fa_cuda_kernel fa_hopper_forward_f32[], fa_hopper_backward_f32[];
 extern const fa_cuda_kernel fa_hopper_forward_f32_as_f16[], fa_hopper_backward_f32_as_f16[];
 
