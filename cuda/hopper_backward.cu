@@ -110,8 +110,10 @@ __device__ inline void consume(const fa_cuda_arguments &a, BackwardBuffers<Kind,
 
   // Finds the scores there and dp running, and leaves the same of the next step. dq is a step behind, so that
   // the consumers need not wait for each other's ds: while one finishes its scores, the other multiplies. (With
-  // more running across the loop's end, ptxas gives up running products in the background.)
-  auto do_step = [&](int q_block, int first_column, auto is_first, auto is_last) {
+  // more running across the loop's end, ptxas gives up running products in the background.) A step that is alone
+  // in its column block counts as the last one and multiplies its own dq twice: with an instance of its own for
+  // it, ptxas keeps numbers of the loop in memory.
+  auto do_step = [&](int q_block, int first_column, auto is_first, auto is_last, bool alone = false) {
     constexpr bool IS_FIRST = decltype(is_first)::value, IS_LAST = decltype(is_last)::value;
     const Range rows = block_range(q_block, Shape::block_q, a.window.seqlen_q);
     const int stage = steps % 2;
@@ -136,12 +138,12 @@ __device__ inline void consume(const fa_cuda_arguments &a, BackwardBuffers<Kind,
     fence_async();
     arrive_once(buffers.barrier(DS_FULL, stage));
 
-    if constexpr (!IS_FIRST) start_dq(steps - 1);
+    if constexpr (!IS_FIRST) start_dq(steps - !alone);
     steps++;
     if constexpr (!IS_LAST) start_scores();
     wgmma_wait<!IS_LAST>(dk[0], dq[0], ds_operand);
     arrive_once(buffers.barrier(Q_EMPTY, stage));
-    if constexpr (!IS_FIRST) finish_dq(steps - 2);
+    if (!IS_FIRST && !alone) finish_dq(steps - 2);
     if constexpr (!IS_LAST) {
       start_dp();
       wgmma_wait<1>(scores[0]);
@@ -168,17 +170,16 @@ __device__ inline void consume(const fa_cuda_arguments &a, BackwardBuffers<Kind,
       busy_blocks++;
       const int first_column = work.columns.begin + consumer * 64;
       int q_block = work.q_blocks.end - 1, steps_left = work.num_steps - 1;
-      if (steps_left == 0) {
-        do_step(q_block, first_column, True(), True());
-      } else {
+      const bool alone = steps_left == 0;
+      if (!alone) {
         do_step(q_block, first_column, True(), False());
         for (;;) {
           q_block = next_step({0, q_block}, work.q_blocks).q_block;
           if (--steps_left == 0) break;
           do_step(q_block, first_column, False(), False());
         }
-        do_step(q_block, first_column, False(), True());
       }
+      do_step(q_block, first_column, False(), True(), alone);
     }
     current_work(a, buffers, blocks, work);  // again, and not in registers all the time
     const int column = work.columns.begin + consumer * 64 + warp_row;
