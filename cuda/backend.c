@@ -246,6 +246,17 @@ static int32_t backward_heads_at_once(const fa_problem *p, const fa_cuda_kernel 
   return (int32_t)(wanted < num_heads ? wanted : num_heads);
 }
 
+/* How many heads' dq is summed at a time. Where main makes dq of the sums, as many as half of the cache holds,
+ * but at least those that are worked on and as many again, for which no column block waits. */
+static int64_t heads_summed(const fa_problem *p, const fa_cuda_kernel *kernel, const fa_cuda_arguments *a) {
+  const int64_t num_heads = p->batch * p->num_heads, group = p->num_heads / p->num_kv_heads;
+  if (kernel->finish_dq) return num_heads;
+  const int64_t head_bytes = (int64_t)a->padded_rows * kernel->bucket * 4,
+                cached = (INT64_C(24) << 20) / (head_bytes + 1);
+  const int64_t at_once = 3 * a->heads_at_once * group, wanted = cached > at_once ? cached : at_once;
+  return wanted < num_heads ? wanted : num_heads;
+}
+
 /* The one place that knows the workspace: called with NULL to size it, and again to run. */
 static job lay_out(const fa_plan *plan, const fa_cuda_kernel *kernel, const fa_tensors *t, void *base) {
   const fa_problem *p = &plan->problem;
@@ -273,10 +284,12 @@ static job lay_out(const fa_plan *plan, const fa_cuda_kernel *kernel, const fa_t
                               : forward_heads_at_once(p, kernel, a->num_q_blocks, job.num_multiprocessors);
 
   if (backward) { /* first what starts at 0 */
-    a->ticket = take(&workspace, sizeof *a->ticket);
-    if (p->deterministic) a->dq_turns = take(&workspace, rows * a->num_q_blocks * (int64_t)sizeof *a->dq_turns);
+    a->tickets = take(&workspace, 2 * sizeof *a->tickets);
+    a->dq_turns = take(&workspace, rows * a->num_q_blocks * (int64_t)sizeof *a->dq_turns);
     job.zeroed_bytes = workspace.used;
-    a->dq_sum = take(&workspace, rows * a->padded_rows * kernel->bucket * (int64_t)sizeof *a->dq_sum);
+    a->num_sums = (int32_t)(heads_summed(p, kernel, a) * a->num_q_blocks);
+    a->dq_sum =
+        take(&workspace, (int64_t)a->num_sums * kernel->block_q * kernel->bucket * (int64_t)sizeof *a->dq_sum);
     a->shift = take(&workspace, rows * a->padded_rows * (int64_t)sizeof *a->shift);
     a->delta = take(&workspace, rows * a->padded_rows * (int64_t)sizeof *a->delta);
   }
@@ -367,8 +380,9 @@ static fa_status launch_backward(const fa_cuda_kernel *kernel, job *job, cudaStr
   CHECK(launch(kernel->statistics, blocks(divide_up(heads * a->padded_rows * lanes, small)), small, 0,
                (void *[]){a}, stream));
   CHECK(launch_main(kernel, (int64_t)a->batch * a->num_kv_heads * a->num_k_blocks, job, stream));
-  CHECK(launch(kernel->finish_dq, blocks(heads * a->num_q_blocks), kernel->finish_threads, 0, (void *[]){a},
-               stream));
+  if (kernel->finish_dq)
+    CHECK(launch(kernel->finish_dq, blocks(heads * a->num_q_blocks), kernel->finish_threads, 0, (void *[]){a},
+                 stream));
   CHECK(launch(fa_cuda_sink_kernel, blocks((int64_t)a->num_sinks * a->num_heads), small, 0, (void *[]){a},
                stream));
   return FA_STATUS_OK;
@@ -394,17 +408,17 @@ static bool make_maps(const fa_plan *plan, const fa_cuda_kernel *kernel, const f
   if (!fa_cuda_tensor_map_init(&maps->k, &a->k, element, p->seqlen_k, batches, kernel->block_k) ||
       !fa_cuda_tensor_map_init(&maps->v, &a->v, element, p->seqlen_k, batches, kernel->block_k))
     return false;
+  const fa_cuda_operand out = view(p, backward ? tensors->dq : tensors->o, p->seqlen_q, p->num_heads);
+  const bool maps_out = backward ? !kernel->finish_dq : !scaled;
+  if (maps_out && !fa_cuda_tensor_map_init(&maps->out, &out, p->dtype, p->seqlen_q, p->batch, 16)) return false;
   if (backward)
     return fa_cuda_tensor_map_init(&maps->q, &a->q, element, p->seqlen_q, batches, kernel->block_q) &&
            fa_cuda_tensor_map_init(&maps->dout, &a->dout, element, p->seqlen_q, batches, kernel->block_q);
   const bool q_mapped =
       fa_cuda_tensor_map_init(&maps->q, &a->q, p->dtype, p->seqlen_q, p->batch, kernel->block_q);
-  if (scaled) { /* the kernel finds q, the only tensor that is no copy, without a map too */
-    a->q.aligned = q_mapped;
-    return true;
-  }
-  const fa_cuda_operand o = view(p, tensors->o, p->seqlen_q, p->num_heads);
-  return q_mapped && fa_cuda_tensor_map_init(&maps->o, &o, p->dtype, p->seqlen_q, p->batch, 16);
+  if (scaled)
+    a->q.aligned = q_mapped; /* the kernel finds q, the only tensor that is no copy, without a map too */
+  return scaled || q_mapped;
 }
 
 static fa_status run_on_device(const fa_plan *plan, const fa_tensors *tensors, const fa_execution *execution,

@@ -129,10 +129,10 @@ __global__ void __launch_bounds__(Shape::num_warps * 32, Shape::blocks_per_sm)
   // Deterministic: numbers in the order in which blocks of threads really start. Who waits for the turn of a
   // lower one thus waits for one that runs or is done.
   if (a.deterministic) {
-    if (threadIdx.x == 0) *words = atomicAdd(a.ticket, 1);
+    if (threadIdx.x == 0) *words = atomicAdd(a.tickets, 1);
     __syncthreads();
   }
-  const BlockIndex index = block_of(a, a.deterministic ? *words : blockIdx.x);
+  const BlockIndex index = block_of(a, a.deterministic ? *words : blockIdx.x, a.num_k_blocks);
   __syncthreads();
   const int k_block = index.k_block, kv_head = index.kv_head, batch = index.batch;
   const int group = a.num_heads / a.num_kv_heads;
@@ -214,7 +214,7 @@ __global__ void __launch_bounds__(Shape::num_warps * 32, Shape::blocks_per_sm)
       if (turns_to_pass) __threadfence();
       if (threadIdx.x == 0)
         wait_for_turn(a.dq_turns + position_of(a, batch, step),
-                      turn_of(a.window, rows, k_block, Shape::block_k));
+                      1 + turn_of(a.window, rows, k_block, Shape::block_k));
     }
     __syncthreads();
     // The last step's turn: its additions have long been made.

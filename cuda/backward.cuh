@@ -11,16 +11,17 @@ namespace fa {
 // ---- the order of work ---------------------------------------------------------------------------
 
 // Which column block of which head, of all of them in the order in which they are begun: those of a few heads
-// in turn, the first column blocks first, because with a causal mask they have the most to do.
+// in turn, the first column blocks first, because with a causal mask they have the most to do. Or the same of
+// other blocks, head_blocks of each key/value head.
 struct BlockIndex {
   int k_block, kv_head, batch;
 };
-__device__ inline BlockIndex block_of(const fa_cuda_arguments &a, int index) {
-  const int first = index / (a.heads_at_once * a.num_k_blocks) * a.heads_at_once;
+__device__ inline BlockIndex block_of(const fa_cuda_arguments &a, int index, int head_blocks) {
+  const int first = index / (a.heads_at_once * head_blocks) * a.heads_at_once;
   const int num_heads = min(a.heads_at_once, a.batch * a.num_kv_heads - first);
-  index -= first * a.num_k_blocks;
-  const int batch_head = first + index % num_heads, k_block = index / num_heads;
-  return {k_block, batch_head % a.num_kv_heads, batch_head / a.num_kv_heads};
+  index -= first * head_blocks;
+  const int batch_head = first + index % num_heads, block = index / num_heads;
+  return {block, batch_head % a.num_kv_heads, batch_head / a.num_kv_heads};
 }
 
 // A step of a column block is one row block of one head of its group; (heads, then row blocks).
@@ -65,6 +66,12 @@ __device__ inline float per_softcap(const fa_cuda_score &score) {
 template <class Shape>
 using DqShare = Share<Shape::block_q, Shape::head_dim, Shape::num_warps, Shape::dq_warps>;
 
+// A row block's sum.
+template <class Shape>
+__device__ inline float *dq_sum_of(const fa_cuda_arguments &a, int position) {
+  return a.dq_sum + int64_t(position % a.num_sums) * (Shape::block_q * Shape::head_dim);
+}
+
 // Where element i of block [m, n] of this lane lies in a row block's part of dq_sum: such that a warp's
 // instruction touches consecutive memory.
 template <class Share>
@@ -85,11 +92,11 @@ __device__ inline void add_four(float *to, const float (&x)[4]) {
 }
 
 // Deterministic: each row block is added to by one column block after the other. One thread waits for the turn,
-// and one passes it on when all additions have been made.
+// and one passes it on when all additions have been made; so does who only wants to know that they are.
 __device__ inline void wait_for_turn(const int32_t *turns, int turn) {
   int now;
   do asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(turns) : "memory");
-  while (now != turn);
+  while (now < turn);
 }
 __device__ inline void pass_turn(int32_t *turns) {
   asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(turns) : "memory");
@@ -120,7 +127,8 @@ __global__ void __launch_bounds__(Shape::num_warps * 32)
 
 // ---- delta = dot(o, dout) and shift --------------------------------------------------------------
 
-// A lane for every eight columns of a row; every row of the padded arrays is written, and dq_sum set to 0.
+// A lane for every eight columns of a row; every row of the padded arrays is written, and dq_sum set to 0 for
+// the first row blocks.
 template <class Kind, class Shape>
 __global__ void __launch_bounds__(FA_CUDA_SMALL_KERNEL_THREADS)
     statistics(const __grid_constant__ fa_cuda_arguments a) {
@@ -142,9 +150,13 @@ __global__ void __launch_bounds__(FA_CUDA_SMALL_KERNEL_THREADS)
 #pragma unroll
   for (int step = LANES / 2; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
   if (batch >= a.batch) return;
-  float4 *dq_sum = reinterpret_cast<float4 *>(a.dq_sum + index * Shape::head_dim);
-  dq_sum[lane] = dq_sum[lane + LANES] = make_float4(0, 0, 0, 0);
+  const bool summed = index / Shape::block_q < a.num_sums;
+  if (summed) {
+    float4 *dq_sum = reinterpret_cast<float4 *>(a.dq_sum + index * Shape::head_dim);
+    dq_sum[lane] = dq_sum[lane + LANES] = make_float4(0, 0, 0, 0);
+  }
   if (lane != 0) return;
+  if (summed && index % Shape::block_q == 0) a.dq_turns[index / Shape::block_q] = 1;
   const float lse = inside ? a.lse[batch_head * a.window.seqlen_q + row] : -INFINITY;
   a.delta[index] = sum;
   a.shift[index] = lse == -INFINITY ? INFINITY : row_shift<Kind>(lse);

@@ -62,6 +62,8 @@ __device__ inline uint32_t uniform(uint32_t x) { return __shfl_sync(~0u, x, 0); 
 
 // Makes what this thread wrote to shared memory visible to bulk copies and wgmma.
 __device__ inline void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// Makes what this thread knows to be in memory visible to its bulk copies from there.
+__device__ inline void fence_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 // Registers per thread from here on, for all warps of a warpgroup; a multiple of 8.
 template <int REGISTERS>
@@ -123,16 +125,16 @@ __device__ inline void prefetch_boxes(const CUtensorMap &map, int row, int head,
                  : "memory");
 }
 
-// Starts the copy of 16 rows of a tile, from `tile_row` on, to (column 0, row, head, batch) of the map, whose
+// Starts the copy of 16 rows of a tile, from `tile_row` on, to (column, row, head, batch) of the map, whose
 // boxes have 16 rows; what lies outside of the tensor is left out. By one thread, in its bulk group.
 template <class T>
 __device__ inline void store_boxes(const CUtensorMap &map, uint32_t tile, int tile_row, int row, int head,
-                                   int batch) {
+                                   int batch, int column = 0) {
 #pragma unroll
   for (int box = 0; box < T::BOXES; box++)
     asm volatile(
         "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%1, %2, %3, %4}], [%5];" ::"l"(&map),
-        "r"(box * 64), "r"(row), "r"(head), "r"(batch), "r"(tile + box * T::BOX_BYTES + tile_row * 128)
+        "r"(column + box * 64), "r"(row), "r"(head), "r"(batch), "r"(tile + box * T::BOX_BYTES + tile_row * 128)
         : "memory");
 }
 
@@ -150,6 +152,11 @@ __device__ inline void add_bulk(float *to, uint32_t from, int bytes) {
                "r"(from), "r"(bytes)
                : "memory");
 }
+// Starts the copy of consecutive bytes from there; the same.
+__device__ inline void store_bulk(float *to, uint32_t from, int bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes)
+               : "memory");
+}
 // Closes a group of this thread's copies from shared memory; waits until at most PENDING groups still read
 // shared memory (done: until they are made).
 __device__ inline void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
@@ -162,10 +169,10 @@ __device__ inline void bulk_wait_done() {
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
-// Writes a warp's accumulator [16, T::COLS], times scale of each half, as elements to rows of a tile.
+// Writes a warp's accumulator [16, NT * 8], times scale of each half, as elements to rows of a tile.
 template <class Element, class T, int NT>
-__device__ inline void put_rows(uint32_t tile, int tile_row, const float (&acc)[NT][4],
-                                const float (&scale)[2]) {
+__device__ inline void put_rows(uint32_t tile, int tile_row, const float (&acc)[NT][4], const float (&scale)[2],
+                                int chunk = 0) {
   const int lane = threadIdx.x % 32, row = tile_row + lane % 16;
 #pragma unroll
   for (int n = 0; n < NT; n += 2) {
@@ -174,7 +181,7 @@ __device__ inline void put_rows(uint32_t tile, int tile_row, const float (&acc)[
     for (int i = 0; i < 4; i++)
       words[i] = pack(Element(), acc[n + i / 2][i % 2 * 2] * scale[i % 2],
                       acc[n + i / 2][i % 2 * 2 + 1] * scale[i % 2]);
-    store_matrices<false>(tile + T::offset(row, n + lane / 16), words);
+    store_matrices<false>(tile + T::offset(row, chunk + n + lane / 16), words);
   }
 }
 

@@ -3,7 +3,7 @@
 // of the group. Scores and dp are computed transposed, [block_k, block_q], 64 columns a consumer warpgroup, so
 // that p and ds feed dv and dk from the registers they are in; only for dq, which sums over all columns, ds
 // goes through shared memory. A producer warp copies row blocks ahead of the consumers, another adds their dq
-// to its sum in memory (see backward.cuh).
+// to its sum in memory (see backward.cuh), and two make dq of that.
 //
 // In the terms of flash_attention.h, of one step (a row block) and transposed where it says ^T:
 //   s^T = k q^T   dp^T = v dout^T   p^T = exp(s^T - lse)   ds^T = p^T * (dp^T - delta)
@@ -25,20 +25,23 @@ struct BackwardShape {
   static constexpr int consumer_registers = 240, other_registers = 24;
 };
 
-// Shared memory: k, v; two stages of q and dout, with shift and delta, and of ds; dq as it is in memory;
-// barriers; two numbers of column blocks.
+// Shared memory: k, v; two stages of q and dout, with shift and delta, and of ds; dq as it is in memory; of
+// each writer, a part of dq's sum and what becomes of it; barriers; two numbers of column blocks.
 template <class Kind_, class Shape_>
 struct BackwardBuffers {
   using Kind = Kind_;
   using Shape = Shape_;
-  static constexpr int STAGES = 2, DQ_SHARES = 1;
+  static constexpr int STAGES = 2, DQ_SHARES = 1, WRITERS = 2;
   using QTile = BoxTile<Shape::block_q, Shape::head_dim>;
   using KTile = BoxTile<Shape::block_k, Shape::head_dim>;
   using DsTile = BoxTile<Shape::block_q, Shape::block_k>;
+  using PartTile = BoxTile<32, 64>;
   static constexpr int ROW_BYTES = Shape::block_q * 4, DQ_BYTES = Shape::block_q * Shape::head_dim * 4;
+  static constexpr int PART_BYTES = 2 * PartTile::BYTES;
   static constexpr int V_AT = KTile::BYTES, Q_AT = V_AT + KTile::BYTES, DOUT_AT = Q_AT + STAGES * QTile::BYTES;
   static constexpr int DS_AT = DOUT_AT + STAGES * QTile::BYTES, DQ_AT = DS_AT + STAGES * DsTile::BYTES;
-  static constexpr int SHIFT_AT = DQ_AT + DQ_BYTES, DELTA_AT = SHIFT_AT + STAGES * ROW_BYTES;
+  static constexpr int SUM_AT = DQ_AT + DQ_BYTES, PART_AT = SUM_AT + WRITERS * PART_BYTES;
+  static constexpr int SHIFT_AT = PART_AT + WRITERS * PartTile::BYTES, DELTA_AT = SHIFT_AT + STAGES * ROW_BYTES;
   static constexpr int BARRIERS_AT = DELTA_AT + STAGES * ROW_BYTES;
   static constexpr int BLOCKS_AT = BARRIERS_AT + NUM_BARRIER_KINDS * STAGES * 8, BYTES = BLOCKS_AT + STAGES * 4;
 
@@ -49,6 +52,8 @@ struct BackwardBuffers {
   __device__ uint32_t dout(int stage) const { return base + DOUT_AT + stage * QTile::BYTES; }
   __device__ uint32_t ds(int stage) const { return base + DS_AT + stage * DsTile::BYTES; }
   __device__ uint32_t dq(int = 0) const { return base + DQ_AT; }
+  __device__ uint32_t sum(int writer) const { return base + SUM_AT + writer * PART_BYTES; }
+  __device__ uint32_t part(int writer) const { return base + PART_AT + writer * PartTile::BYTES; }
   __device__ uint32_t shift(int stage) const { return base + SHIFT_AT + stage * ROW_BYTES; }
   __device__ uint32_t delta(int stage) const { return base + DELTA_AT + stage * ROW_BYTES; }
   __device__ uint32_t block(int stage) const { return base + BLOCKS_AT + stage * 4; }
@@ -110,9 +115,9 @@ __device__ inline void consume(const fa_cuda_arguments &a, BackwardBuffers<Kind,
 
   // Finds the scores there and dp running, and leaves the same of the next step. dq is a step behind, so that
   // the consumers need not wait for each other's ds: while one finishes its scores, the other multiplies. (With
-  // more running across the loop's end, ptxas gives up running products in the background.) A step that is alone
-  // in its column block counts as the last one and multiplies its own dq twice: with an instance of its own for
-  // it, ptxas keeps numbers of the loop in memory.
+  // more running across the loop's end, ptxas gives up running products in the background.) A step that is
+  // alone in its column block counts as the last one and multiplies its own dq twice: with an instance of its
+  // own for it, ptxas keeps numbers of the loop in memory.
   auto do_step = [&](int q_block, int first_column, auto is_first, auto is_last, bool alone = false) {
     constexpr bool IS_FIRST = decltype(is_first)::value, IS_LAST = decltype(is_last)::value;
     const Range rows = block_range(q_block, Shape::block_q, a.window.seqlen_q);
@@ -202,6 +207,7 @@ __global__ void __launch_bounds__(Shape::num_threads, 1)
   if (warp >= Shape::num_warps) {
     give_registers<Shape::other_registers>();
     if (warp == Shape::num_warps + 1) send_dq(a, buffers);
+    if (warp > Shape::num_warps + 1) write_dq<Kind>(a, maps, buffers, warp - Shape::num_warps - 2);
     if (threadIdx.x == Shape::num_warps * 32) produce(a, maps, buffers);
   } else {
     take_registers<Shape::consumer_registers>();
@@ -220,9 +226,7 @@ constexpr fa_cuda_kernel row(const char *name) {
           .mapped = true,
           .persistent = true,
           .main = (const void *)backward<Kind, Shape>,
-          .statistics = (const void *)statistics<Kind, Shape>,
-          .finish_dq = (const void *)finish_dq<Kind, Shape>,
-          .finish_threads = Shape::num_warps * 32};
+          .statistics = (const void *)statistics<Kind, Shape>};
 }
 
 }  // namespace hopper
@@ -233,7 +237,7 @@ constexpr fa_cuda_kernel row(const char *name) {
                                                                                   rest)
 
 // A consumer's thread needs head_dim registers (dk, dv) and 1.25 * block_q (scores, dp and p) for its arrays.
-// Shared memory, KiB: 192 each.
+// Shared memory, KiB: 216 each.
 const fa_cuda_kernel FA_JOIN(fa_hopper_backward_, FA_KIND)[] = {
     // bucket, block_q
     ROW("/d64", 64, 128),

@@ -1,6 +1,7 @@
-// What Hopper's backward kernels share: the work of a column block, the warps that copy row blocks and send dq,
-// and what consumers do with scores in registers. Buffers: a kernel's shared memory, with its Kind, its Shape
-// and DQ_SHARES, in how many sums over columns a step's dq comes.
+// What Hopper's backward kernels share: the work of a column block, the warps that copy row blocks, send dq and
+// write it, and what consumers do with scores in registers. Buffers: a kernel's shared memory, with its Kind,
+// its Shape, DQ_SHARES, in how many sums over columns a step's dq comes, and WRITERS, how many warps make dq of
+// its sum: 0 where a kernel of its own does.
 #pragma once
 
 #include "backward.cuh"
@@ -18,6 +19,7 @@ enum {
   Q_FULL,
   DOUT_FULL,
   DQ_SENT,
+  SUM_FULL,
   // by every consumer warp:
   K_EMPTY,
   V_EMPTY,
@@ -49,7 +51,7 @@ template <class Shape>
 __device__ inline bool work_of(const fa_cuda_arguments &a, int index, Work &work) {
   if (index >= a.batch * a.num_kv_heads * a.num_k_blocks) return false;
   const int group = a.num_heads / a.num_kv_heads;
-  work.block = block_of(a, index);
+  work.block = block_of(a, index, a.num_k_blocks);
   work.columns = block_range(work.block.k_block, Shape::block_k, a.window.seqlen_k);
   work.q_blocks = blocks_of(visible_rows(a.window, work.columns), Shape::block_q);
   work.first = {work.block.kv_head * group, work.q_blocks.end - 1};
@@ -92,7 +94,7 @@ __device__ inline void produce(const fa_cuda_arguments &a, const fa_cuda_maps &m
   Work work;
   for (bool more = true; more; blocks.advance()) {
     barrier_wait(buffers.barrier(V_EMPTY), k_phase ^ 1);  // not before the last step: another may be idle
-    const int index = atomicAdd(a.ticket, 1);
+    const int index = atomicAdd(a.tickets, 1);
     barrier_wait(buffers.barrier(BLOCK_EMPTY, blocks.stage), blocks.phase ^ 1);
     store_shared(buffers.block(blocks.stage), uint32_t(index));
     barrier_arrive(buffers.barrier(BLOCK_FULL, blocks.stage));
@@ -148,29 +150,113 @@ template <class Buffers>
 __device__ inline void send_dq(const fa_cuda_arguments &a, const Buffers &buffers, int share = 0) {
   using Shape = typename Buffers::Shape;
   constexpr int SHARES = Buffers::DQ_SHARES, THREADS = Shape::num_consumers / SHARES * WARPGROUP + 32;
-  const bool sends = threadIdx.x % 32 == 0;
+  const int lane = threadIdx.x % 32;
   Work work;
   for (uint32_t blocks = 0; current_work(a, buffers, blocks, work); next_work(buffers, blocks)) {
+    const int num_q_blocks = work.q_blocks.end - work.q_blocks.begin;
+    // Not step by step: a look at memory takes as long as a third of a step.
+    for (int i = lane; i < work.num_steps; i += 32) {
+      const int position = position_of(
+          a, work.block.batch, {work.first.head + i / num_q_blocks, work.first.q_block - i % num_q_blocks});
+      if (position >= a.num_sums) wait_for_turn(a.dq_turns + position, 1);
+    }
+    __syncwarp();
+    if (lane == 0) fence_async_global();
     Step step = work.first;
+    int32_t *added = nullptr;
     for (int i = 0; i < work.num_steps; i++, step = next_step(step, work.q_blocks)) {
-      named_barrier_wait(DQ_WRITTEN + share, THREADS);
-      if (!sends) continue;
-      const int64_t position = position_of(a, work.block.batch, step);
+      const int position = position_of(a, work.block.batch, step);
       const Range rows = block_range(step.q_block, Shape::block_q, a.window.seqlen_q);
-      if (a.deterministic)
-        wait_for_turn(a.dq_turns + position,
-                      turn_of(a.window, rows, work.block.k_block, Shape::block_k) * SHARES + share);
-      add_bulk(a.dq_sum + position * (Shape::block_q * Shape::head_dim), buffers.dq(share), Buffers::DQ_BYTES);
+      int32_t *turns = a.dq_turns + position;
+      float *sum = dq_sum_of<Shape>(a, position);
+      if (lane == 0 && a.deterministic)
+        wait_for_turn(turns, 1 + turn_of(a.window, rows, work.block.k_block, Shape::block_k) * SHARES + share);
+      named_barrier_wait(DQ_WRITTEN + share, THREADS);
+      if (lane != 0) continue;
+      add_bulk(sum, buffers.dq(share), Buffers::DQ_BYTES);
       bulk_commit();
       bulk_wait_read<0>();
       barrier_arrive(buffers.barrier(DQ_SENT, share));
       if (a.deterministic) {
         bulk_wait_done<0>();
-        pass_turn(a.dq_turns + position);
+        pass_turn(turns);
+      } else if (Buffers::WRITERS > 0) {  // of the addition before, which has long been made
+        bulk_wait_done<1>();
+        if (added) pass_turn(added);
+        added = turns;
       }
     }
+    if (lane == 0) bulk_wait_done<0>();
+    if (added) pass_turn(added);
   }
-  if (sends) bulk_wait_done<0>();
+}
+
+// ---- dq from its sum: two warps, the writers ---------------------------------------------------------
+
+// Takes the next row block that nobody has taken, and writes its dq when all column blocks have added to it;
+// its sum becomes that of the row block num_sums further on. So dq_sum stays in cache, and column blocks seldom
+// wait for it. Part by part: of what one consumer has of dq, 64 rows by 64 columns, one half.
+template <class Kind, class Buffers>
+__device__ inline void write_dq(const fa_cuda_arguments &a, const fa_cuda_maps &maps, const Buffers &buffers,
+                                int writer) {
+  using Shape = typename Buffers::Shape;
+  using Dq = DqShare<Shape>;
+  using Tile = typename Buffers::PartTile;
+  static_assert(Dq::WARP_ROWS == 16 && Dq::WARP_COLUMNS == 64 && Tile::ROWS == 32, "a part is two warps'");
+  const int lane = threadIdx.x % 32, group = a.num_heads / a.num_kv_heads;
+  const int num_positions = a.batch * a.num_heads * a.num_q_blocks;
+  const uint32_t from = buffers.sum(writer), tile = buffers.part(writer);
+  const uint32_t full = buffers.barrier(SUM_FULL, writer);
+  uint32_t phase = 0;
+  for (;;) {
+    const int index = uniform(lane == 0 ? atomicAdd(a.tickets + 1, 1) : 0);
+    if (index >= num_positions) break;
+    const BlockIndex block = block_of(a, index, a.num_q_blocks * group);
+    const Step step = {block.kv_head * group + block.k_block % group,
+                       a.num_q_blocks - 1 - block.k_block / group};
+    const int position = position_of(a, block.batch, step);
+    const bool sums_again = position + a.num_sums < num_positions;
+    const Range rows = block_range(step.q_block, Shape::block_q, a.window.seqlen_q);
+    const Range k_blocks = blocks_of(visible_columns(a.window, rows), Shape::block_k);
+    float *sum = dq_sum_of<Shape>(a, position);
+    if (lane == 0) {
+      wait_for_turn(a.dq_turns + position, 1 + k_blocks.end - k_blocks.begin);
+      fence_async_global();
+    }
+    for (int part = 0; part < 2 * Shape::num_consumers; part++, phase ^= 1, sum += Buffers::PART_BYTES / 4) {
+      if (lane == 0) {
+        bulk_wait_read<0>();
+        barrier_expect(full, Buffers::PART_BYTES);
+        load_bulk(from, sum, Buffers::PART_BYTES, full);
+      }
+      __syncwarp();
+      barrier_wait(full, phase);
+#pragma unroll 2
+      for (int i = 0; i < 8; i++) {  // of 16 rows and columns
+        const uint32_t first = from + (i * 64 + lane) * 16, second = first + 32 * 16;
+        const float4 x = load_shared_four(first), y = load_shared_four(second);
+        store_shared(first, make_uint4(0, 0, 0, 0));
+        store_shared(second, make_uint4(0, 0, 0, 0));
+        put_rows<typename Kind::Element, Tile, 2>(
+            tile, i / 4 * 16, {{x.x, x.y, x.z, x.w}, {y.x, y.y, y.z, y.w}}, {a.scale, a.scale}, i % 4 * 2);
+      }
+      fence_async();
+      __syncwarp();
+      if (lane == 0) {
+        const int row = rows.begin + (Dq::ACROSS == 1 ? part : part % 2) * 32;
+        for (int i = 0; i < 32; i += 16)
+          store_boxes<Tile>(maps.out, tile, i, row + i, step.head, block.batch,
+                            Dq::ACROSS == 1 ? 0 : part / 2 * 64);
+        if (sums_again) store_bulk(sum, from, Buffers::PART_BYTES);
+        bulk_commit();
+      }
+    }
+    if (lane == 0 && sums_again) {
+      bulk_wait_done<0>();
+      pass_turn(a.dq_turns + position + a.num_sums);
+    }
+  }
+  if (lane == 0) bulk_wait_read<0>();
 }
 
 // ---- the consumers -----------------------------------------------------------------------------------

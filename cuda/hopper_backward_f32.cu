@@ -29,7 +29,7 @@ template <class Kind_, class Shape_>
 struct BackwardBuffers {
   using Kind = Kind_;
   using Shape = Shape_;
-  static constexpr int STAGES = 2, DQ_SHARES = Shape::num_consumers;
+  static constexpr int STAGES = 2, DQ_SHARES = Shape::num_consumers, WRITERS = 0;
   using QTile = BoxTile<Shape::block_q, Shape::head_dim>;
   using KTile = BoxTile<Shape::block_k, Shape::head_dim>;
   using DsTile = BoxTile<Shape::block_q, 64>;

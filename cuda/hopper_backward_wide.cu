@@ -345,7 +345,7 @@ __device__ inline void produce_q(const fa_cuda_arguments &a, const fa_cuda_maps 
   Work work;
   for (bool more = true; more; blocks.advance()) {
     barrier_wait(buffers.barrier(V_EMPTY), k_phase ^ 1);  // not before the last step: another may be idle
-    const int index = atomicAdd(a.ticket, 1);
+    const int index = atomicAdd(a.tickets, 1);
     barrier_wait(buffers.barrier(BLOCK_EMPTY, blocks.stage), blocks.phase ^ 1);
     store_shared(buffers.block(blocks.stage), uint32_t(index));
     barrier_arrive(buffers.barrier(BLOCK_FULL, blocks.stage));
@@ -392,7 +392,7 @@ __device__ inline void await_turns(const fa_cuda_arguments &a, const Buffers &bu
     for (int i = 0; i < work.num_steps; i++, steps++, step = next_step(step, work.q_blocks)) {
       const Range rows = block_range(step.q_block, Shape::block_q, a.window.seqlen_q);
       wait_for_turn(a.dq_turns + position_of(a, work.block.batch, step),
-                    turn_of(a.window, rows, work.block.k_block, Shape::block_k));
+                    1 + turn_of(a.window, rows, work.block.k_block, Shape::block_k));
       barrier_arrive(buffers.barrier(DQ_TURN));
       barrier_wait(buffers.barrier(DQ_TURN), steps % 2);
     }

@@ -320,7 +320,7 @@ __device__ inline void consume(const fa_cuda_arguments &a, const fa_cuda_maps &m
       fence_async();
       __syncwarp();
       if (threadIdx.x % 32 == 0) {
-        store_boxes<QTile>(maps.o, q.tile, warp_row, first_row, tile.head, tile.batch);
+        store_boxes<QTile>(maps.out, q.tile, warp_row, first_row, tile.head, tile.batch);
         bulk_commit();
       }
     }

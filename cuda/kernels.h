@@ -62,16 +62,19 @@ typedef struct fa_cuda_arguments {
   /* Workspace of the backward. shift is what row_shift makes of lse, or +inf for a row that is not there or
    * sees nothing, so that its exponentials are 0. */
   float *shift, *delta; /* [batch, num_heads, padded_rows] */
-  float *dq_sum;        /* [batch, num_heads, num_q_blocks, block_q * bucket], in the backward's own order */
-  int32_t *dq_turns;    /* [batch, num_heads, num_q_blocks]: how many column blocks have added to dq_sum */
-  int32_t *ticket;      /* one number */
+  float *dq_sum;        /* [num_sums, block_q * bucket], of row blocks in the backward's own order */
+  int32_t num_sums;     /* so many row blocks are summed at a time: position p at p % num_sums */
+  /* [batch, num_heads, num_q_blocks]: 0 before a row block has a sum; then one more than how many column blocks
+   * have added to it. */
+  int32_t *dq_turns;
+  int32_t *tickets; /* how many column blocks, and how many row blocks' ends, have been taken */
 } fa_cuda_arguments;
 
 /* Tensors as tensor maps {head_dim, seqlen, heads, batch}, with boxes of 128 bytes of block_q (q, dout),
- * block_k (k, v) or 16 (o) rows: the second argument of the kernels that read by them. Of f32 tensors they are
- * the copies, whose parts are further batches, but the forward's q is the caller's. */
+ * block_k (k, v) or 16 (out: o or dq) rows: the second argument of the kernels that read by them. Of f32
+ * tensors they are the copies, whose parts are further batches, but the forward's q is the caller's. */
 typedef struct fa_cuda_maps {
-  CUtensorMap q, k, v, dout, o;
+  CUtensorMap q, k, v, dout, out;
 } fa_cuda_maps;
 
 /* The split kernel's argument: f32 tensors and the copies to make. */
@@ -107,7 +110,7 @@ typedef struct fa_cuda_kernel {
   bool persistent;        /* main has at most one block a multiprocessor, which takes one after the other */
   const void *main;       /* one block a q block (forward) or k block (backward) of a head */
   const void *statistics; /* backward: delta and shift */
-  const void *finish_dq;  /* backward: dq_sum to dq; one block of finish_threads a q block */
+  const void *finish_dq; /* backward: dq_sum to dq; one block of finish_threads a q block. NULL: main does it */
   int32_t finish_threads;
 } fa_cuda_kernel;
 
