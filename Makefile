@@ -17,7 +17,7 @@
 #
 # `make demo` and `make test` install what is missing on Debian and Ubuntu when they may, and say so first.
 #
-# Variables: CC, CFLAGS, LDFLAGS, NVCC, PREFIX, DESTDIR as usual, and
+# Variables: CC, CFLAGS, LDFLAGS, NVCC, NVCCFLAGS, PREFIX, DESTDIR as usual, and
 #   FA_CUDA=0        leave the CUDA kernels out; they are built in where nvcc is
 #   XLA_FFI_INCLUDE  where XLA's header xla/ffi/api/c_api.h is, for the XLA custom calls; EXLA and PYTHON's
 #                    jaxlib bring it along and are looked into. Without it the calls are left out
@@ -114,7 +114,8 @@ ifeq ($(FA_CUDA),1)
 # runtime is linked statically, and C++ needs no library of its own, so that it loads where neither is.
 CUDA_ARCHS  ?= -gencode arch=compute_80,code=sm_80 -gencode arch=compute_90,code=[sm_90,compute_90]
 CUDA_HOME   ?= $(patsubst %/bin/,%,$(dir $(realpath $(shell command -v $(NVCC)))))
-CUDA_CFLAGS := -O3 -std=c++17 -Xcompiler -fPIC,-fvisibility=hidden,-Wall,-fno-exceptions,-fno-threadsafe-statics
+CUDA_CFLAGS := -O3 -std=c++17 -Xcompiler -fPIC,-fvisibility=hidden,-Wall,-fno-exceptions,-fno-threadsafe-statics \
+               $(NVCCFLAGS)
 CUDA_LIBS   := -L$(CUDA_HOME)/lib64 -lcudart_static -ldl -lrt -lpthread
 
 # The passes are one source each, compiled once for every kind of cuda/kinds.cuh.

@@ -28,9 +28,15 @@ __device__ inline void barrier_init_done() {
 __device__ inline void barrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
-// By a warp, of which one thread arrives.
+// By a warp, of which one thread arrives. To compute-sanitizer's racecheck a wait is one for the threads that
+// arrived and for no others of their warp: for it all of them do (FA_RACECHECK).
+#ifdef FA_RACECHECK
+constexpr int ARRIVALS_OF_WARP = 32;
+#else
+constexpr int ARRIVALS_OF_WARP = 1;
+#endif
 __device__ inline void barrier_arrive_warp(uint32_t barrier) {
-  if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
+  if (threadIdx.x % 32 < ARRIVALS_OF_WARP) barrier_arrive(barrier);
 }
 // Arrives, and announces bytes that a bulk copy brings.
 __device__ inline void barrier_expect(uint32_t barrier, int bytes) {

@@ -63,8 +63,9 @@ struct BackwardBuffers {
   __device__ void init_barriers() const {
     for (int kind = 0; kind < NUM_BARRIER_KINDS; kind++)
       for (int stage = 0; stage < STAGES; stage++)
-        barrier_init(barrier(kind, stage),
-                     kind < K_EMPTY ? 1 : Shape::num_warps + (kind == BLOCK_EMPTY) * DQ_SHARES);
+        barrier_init(
+            barrier(kind, stage),
+            kind < K_EMPTY ? 1 : ARRIVALS_OF_WARP * (Shape::num_warps + (kind == BLOCK_EMPTY) * DQ_SHARES));
     barrier_init_done();
   }
 };

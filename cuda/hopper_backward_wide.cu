@@ -61,15 +61,15 @@ struct WideBuffers {
     return base + BARRIERS_AT + (kind * STAGES + stage) * 8;
   }
 
-  // Who arrives: mostly the warps of one group or of two.
+  // Who arrives: mostly the warps of one group or of two; of the last group single threads.
   __device__ static int arrivals(int kind, bool deterministic) {
     switch (kind) {
       case K_EMPTY:
       case Q_EMPTY:
-      case DOUT_EMPTY: return 8;
-      case BLOCK_EMPTY: return deterministic ? 15 : 13;
+      case DOUT_EMPTY: return ARRIVALS_OF_WARP * 8;
+      case BLOCK_EMPTY: return ARRIVALS_OF_WARP * 12 + (deterministic ? 3 : 1);
       case DQ_TURN: return 2;
-      default: return kind < K_EMPTY ? 1 : 4;
+      default: return kind < K_EMPTY ? 1 : ARRIVALS_OF_WARP * 4;
     }
   }
   __device__ void init_barriers(bool deterministic) const {

@@ -50,8 +50,9 @@ struct ForwardBuffers {
 
   __device__ void init_barriers() const {
     for (int i = 0; i < NUM_BARRIERS; i += 2) {
-      barrier_init(base + BARRIERS_AT + i * 8, 1);                             // full: the producer's
-      barrier_init(base + BARRIERS_AT + i * 8 + 8, Shape::num_consumers * 4);  // empty: every consuming warp's
+      barrier_init(base + BARRIERS_AT + i * 8, 1);  // full: the producer's
+      // empty: every consuming warp's
+      barrier_init(base + BARRIERS_AT + i * 8 + 8, ARRIVALS_OF_WARP * Shape::num_consumers * 4);
     }
     barrier_init_done();
   }
