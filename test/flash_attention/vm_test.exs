@@ -41,7 +41,8 @@ defmodule FlashAttention.VMTest do
   test "killing callers while they compute leaks nothing" do
     # 1 MiB a tensor: were results or workspaces of the killed lost, it would be more than 100 MiB.
     tensor = tensor(1024, 4, 64)
-    expected = both_passes(tensor, [])
+    # On a GPU too it is the same to the bit only when deterministic.
+    expected = both_passes(tensor, deterministic: true)
     kill_callers(tensor, 20)
     {binary, resident} = {:erlang.memory(:binary), resident_bytes()}
 
@@ -49,7 +50,7 @@ defmodule FlashAttention.VMTest do
 
     assert :erlang.memory(:binary) - binary < 10 * 2 ** 20
     assert resident_bytes() - resident < 50 * 2 ** 20
-    assert both_passes(tensor, []) == expected
+    assert both_passes(tensor, deterministic: true) == expected
   end
 
   # How many of the callers were computing when they were killed.
