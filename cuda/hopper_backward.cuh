@@ -81,14 +81,48 @@ __device__ inline void next_work_alone(const Buffers &buffers, uint32_t &count) 
 
 // ---- the producer: one thread ----------------------------------------------------------------------
 
+// Starts the copy of k or v; and, when the ring's stage is empty, of q with shift or dout with delta. Of SCALED
+// kinds, a word says by which power of two the rows are scaled.
+template <class Buffers>
+__device__ inline void load_columns(const fa_cuda_arguments &a, const Buffers &buffers, const Work &work,
+                                    uint32_t to, const CUtensorMap &map, int full,
+                                    const fa_cuda_operand &operand) {
+  using Kind = typename Buffers::Kind;
+  using KTile = typename Buffers::KTile;
+  if constexpr (Kind::SCALED)
+    store_shared(buffers.exponent(full, 0),
+                 exponent_of<Kind>(operand, work.block.batch, work.block.kv_head, work.columns.begin));
+  barrier_expect(buffers.barrier(full), Kind::PARTS * KTile::BYTES);
+#pragma unroll
+  for (int part = 0; part < Kind::PARTS; part++)
+    load_boxes<KTile>(to + part * KTile::BYTES, map, buffers.barrier(full), work.columns.begin,
+                      work.block.kv_head, work.block.batch + part * a.batch);
+}
+template <class Buffers>
+__device__ inline void load_rows(const fa_cuda_arguments &a, const Buffers &buffers, const Work &work,
+                                 Step step, const Ring<Buffers::STAGES> &ring, uint32_t to,
+                                 const CUtensorMap &map, uint32_t statistic_to, const float *statistic,
+                                 int full, int empty, const fa_cuda_operand &operand) {
+  using Kind = typename Buffers::Kind;
+  using QTile = typename Buffers::QTile;
+  constexpr int BLOCK_Q = Buffers::Shape::block_q;
+  const uint32_t barrier = buffers.barrier(full, ring.stage);
+  const int exponent = exponent_of<Kind>(operand, work.block.batch, step.head, step.q_block * BLOCK_Q);
+  barrier_wait(buffers.barrier(empty, ring.stage), ring.phase ^ 1);
+  if constexpr (Kind::SCALED) store_shared(buffers.exponent(full, ring.stage), exponent);
+  barrier_expect(barrier, Kind::PARTS * QTile::BYTES + Buffers::ROW_BYTES);
+#pragma unroll
+  for (int part = 0; part < Kind::PARTS; part++)
+    load_boxes<QTile>(to + part * QTile::BYTES, map, barrier, step.q_block * BLOCK_Q, step.head,
+                      work.block.batch + part * a.batch);
+  load_bulk(statistic_to, statistic + position_of(a, work.block.batch, step) * BLOCK_Q, Buffers::ROW_BYTES,
+            barrier);
+}
+
 // Takes the next column block that nobody has taken, as long as there is one. Who waits for the turn of a lower
 // one thus waits for one that runs or is done.
 template <class Buffers>
 __device__ inline void produce(const fa_cuda_arguments &a, const fa_cuda_maps &maps, const Buffers &buffers) {
-  using Shape = typename Buffers::Shape;
-  using QTile = typename Buffers::QTile;
-  using KTile = typename Buffers::KTile;
-  constexpr int PARTS = Buffers::Kind::PARTS;
   Ring<Buffers::STAGES> blocks, ring;
   uint32_t k_phase = 0;
   Work work;
@@ -98,46 +132,20 @@ __device__ inline void produce(const fa_cuda_arguments &a, const fa_cuda_maps &m
     barrier_wait(buffers.barrier(BLOCK_EMPTY, blocks.stage), blocks.phase ^ 1);
     store_shared(buffers.block(blocks.stage), uint32_t(index));
     barrier_arrive(buffers.barrier(BLOCK_FULL, blocks.stage));
-    more = work_of<Shape>(a, index, work);
+    more = work_of<typename Buffers::Shape>(a, index, work);
     if (!more || work.num_steps == 0) continue;
-    // Of SCALED kinds, a word says by which power of two the rows are scaled.
-    auto load_columns = [&](uint32_t to, const CUtensorMap &map, int full, const fa_cuda_operand &operand) {
-      if constexpr (Buffers::Kind::SCALED)
-        store_shared(buffers.exponent(full, 0),
-                     exponent_of<typename Buffers::Kind>(operand, work.block.batch, work.block.kv_head,
-                                                         work.columns.begin));
-      barrier_expect(buffers.barrier(full), PARTS * KTile::BYTES);
-#pragma unroll
-      for (int part = 0; part < PARTS; part++)
-        load_boxes<KTile>(to + part * KTile::BYTES, map, buffers.barrier(full), work.columns.begin,
-                          work.block.kv_head, work.block.batch + part * a.batch);
-    };
-    auto load_rows = [&](Step step, uint32_t to, const CUtensorMap &map, uint32_t statistic_to,
-                         const float *statistic, int full, int empty, const fa_cuda_operand &operand) {
-      const uint32_t barrier = buffers.barrier(full, ring.stage);
-      const int exponent = exponent_of<typename Buffers::Kind>(operand, work.block.batch, step.head,
-                                                               step.q_block * Shape::block_q);
-      barrier_wait(buffers.barrier(empty, ring.stage), ring.phase ^ 1);
-      if constexpr (Buffers::Kind::SCALED) store_shared(buffers.exponent(full, ring.stage), exponent);
-      barrier_expect(barrier, PARTS * QTile::BYTES + Buffers::ROW_BYTES);
-#pragma unroll
-      for (int part = 0; part < PARTS; part++)
-        load_boxes<QTile>(to + part * QTile::BYTES, map, barrier, step.q_block * Shape::block_q, step.head,
-                          work.block.batch + part * a.batch);
-      load_bulk(statistic_to, statistic + position_of(a, work.block.batch, step) * Shape::block_q,
-                Buffers::ROW_BYTES, barrier);
-    };
     Step step = work.first;
     for (int i = 0; i < work.num_steps; i++, step = next_step(step, work.q_blocks)) {
       const int stage = ring.stage;
       if (i == 0) {
         barrier_wait(buffers.barrier(K_EMPTY), k_phase ^ 1);
-        load_columns(buffers.k(), maps.k, K_FULL, a.k);
+        load_columns(a, buffers, work, buffers.k(), maps.k, K_FULL, a.k);
       }
-      load_rows(step, buffers.q(stage), maps.q, buffers.shift(stage), a.shift, Q_FULL, Q_EMPTY, a.q);
-      if (i == 0) load_columns(buffers.v(), maps.v, V_FULL, a.v);
-      load_rows(step, buffers.dout(stage), maps.dout, buffers.delta(stage), a.delta, DOUT_FULL, DOUT_EMPTY,
-                a.dout);
+      load_rows(a, buffers, work, step, ring, buffers.q(stage), maps.q, buffers.shift(stage), a.shift, Q_FULL,
+                Q_EMPTY, a.q);
+      if (i == 0) load_columns(a, buffers, work, buffers.v(), maps.v, V_FULL, a.v);
+      load_rows(a, buffers, work, step, ring, buffers.dout(stage), maps.dout, buffers.delta(stage), a.delta,
+                DOUT_FULL, DOUT_EMPTY, a.dout);
       ring.advance();
     }
     k_phase ^= 1;

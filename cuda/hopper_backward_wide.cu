@@ -32,8 +32,9 @@ enum { P_FULL = NUM_BARRIER_KINDS, P_EMPTY, DQ_TURN, DQ_ADDED, NUM_WIDE_BARRIER_
 
 // Shared memory: k, v; two stages of q and dout, with shift and delta, and of ds; p in f32, each thread's own;
 // barriers; two numbers of column blocks.
-template <class Shape_>
+template <class Kind_, class Shape_>
 struct WideBuffers {
+  using Kind = Kind_;
   using Shape = Shape_;
   static constexpr int STAGES = 2;
   using QTile = BoxTile<Shape::block_q, Shape::head_dim>;
@@ -140,8 +141,8 @@ __device__ inline void probabilities_to(uint32_t to, float (&scores)[1][NT][4], 
 }
 
 template <class Kind, class Shape>
-__device__ inline void consume_scores(const fa_cuda_arguments &a, WideBuffers<Shape> buffers) {
-  using Buffers = WideBuffers<Shape>;
+__device__ inline void consume_scores(const fa_cuda_arguments &a, WideBuffers<Kind, Shape> buffers) {
+  using Buffers = WideBuffers<Kind, Shape>;
   using QTile = typename Buffers::QTile;
   using KTile = typename Buffers::KTile;
   constexpr int HALVES = 2, NT = Shape::block_q / 8, DT = Shape::head_dim / HALVES / 8;
@@ -213,8 +214,8 @@ __device__ inline void finish_ds_from(uint32_t p, float (&ds)[1][NT][4], uint32_
 }
 
 template <class Kind, class Shape>
-__device__ inline void consume_ds(const fa_cuda_arguments &a, WideBuffers<Shape> buffers) {
-  using Buffers = WideBuffers<Shape>;
+__device__ inline void consume_ds(const fa_cuda_arguments &a, WideBuffers<Kind, Shape> buffers) {
+  using Buffers = WideBuffers<Kind, Shape>;
   using QTile = typename Buffers::QTile;
   using KTile = typename Buffers::KTile;
   using DsTile = typename Buffers::DsTile;
@@ -270,8 +271,8 @@ __device__ inline void consume_ds(const fa_cuda_arguments &a, WideBuffers<Shape>
 // ---- dq --------------------------------------------------------------------------------------------
 
 template <class Kind, class Shape>
-__device__ inline void consume_dq(const fa_cuda_arguments &a, WideBuffers<Shape> buffers) {
-  using Buffers = WideBuffers<Shape>;
+__device__ inline void consume_dq(const fa_cuda_arguments &a, WideBuffers<Kind, Shape> buffers) {
+  using Buffers = WideBuffers<Kind, Shape>;
   using KTile = typename Buffers::KTile;
   using DsTile = typename Buffers::DsTile;
   using Dq = DqShare<Shape>;
@@ -314,28 +315,6 @@ __device__ inline void consume_dq(const fa_cuda_arguments &a, WideBuffers<Shape>
 
 // ---- the other warps: one thread each ------------------------------------------------------------------
 
-// Starts the copy of k or v; and of q with shift or dout with delta, where the ring's stage is empty.
-template <class Buffers>
-__device__ inline void load_columns(const Buffers &buffers, const Work &work, uint32_t to,
-                                    const CUtensorMap &map, int full) {
-  using KTile = typename Buffers::KTile;
-  barrier_expect(buffers.barrier(full), KTile::BYTES);
-  load_boxes<KTile>(to, map, buffers.barrier(full), work.columns.begin, work.block.kv_head, work.block.batch);
-}
-template <class Buffers>
-__device__ inline void load_rows(const fa_cuda_arguments &a, const Buffers &buffers, const Work &work,
-                                 Step step, Ring<Buffers::STAGES> ring, uint32_t to, const CUtensorMap &map,
-                                 uint32_t statistic_to, const float *statistic, int full, int empty) {
-  using QTile = typename Buffers::QTile;
-  constexpr int BLOCK_Q = Buffers::Shape::block_q;
-  const uint32_t barrier = buffers.barrier(full, ring.stage);
-  barrier_wait(buffers.barrier(empty, ring.stage), ring.phase ^ 1);
-  barrier_expect(barrier, QTile::BYTES + Buffers::ROW_BYTES);
-  load_boxes<QTile>(to, map, barrier, step.q_block * BLOCK_Q, step.head, work.block.batch);
-  load_bulk(statistic_to, statistic + position_of(a, work.block.batch, step) * BLOCK_Q, Buffers::ROW_BYTES,
-            barrier);
-}
-
 // Takes the next column block that nobody has taken, as long as there is one, and copies k and q.
 template <class Buffers>
 __device__ inline void produce_q(const fa_cuda_arguments &a, const fa_cuda_maps &maps, const Buffers &buffers) {
@@ -353,11 +332,11 @@ __device__ inline void produce_q(const fa_cuda_arguments &a, const fa_cuda_maps 
     if (!more || work.num_steps == 0) continue;
     barrier_wait(buffers.barrier(K_EMPTY), k_phase ^ 1);
     k_phase ^= 1;
-    load_columns(buffers, work, buffers.k(), maps.k, K_FULL);
+    load_columns(a, buffers, work, buffers.k(), maps.k, K_FULL, a.k);
     Step step = work.first;
     for (int i = 0; i < work.num_steps; i++, step = next_step(step, work.q_blocks), ring.advance())
       load_rows(a, buffers, work, step, ring, buffers.q(ring.stage), maps.q, buffers.shift(ring.stage), a.shift,
-                Q_FULL, Q_EMPTY);
+                Q_FULL, Q_EMPTY, a.q);
   }
 }
 
@@ -372,11 +351,11 @@ __device__ inline void produce_dout(const fa_cuda_arguments &a, const fa_cuda_ma
     if (work.num_steps == 0) continue;
     barrier_wait(buffers.barrier(V_EMPTY), v_phase ^ 1);
     v_phase ^= 1;
-    load_columns(buffers, work, buffers.v(), maps.v, V_FULL);
+    load_columns(a, buffers, work, buffers.v(), maps.v, V_FULL, a.v);
     Step step = work.first;
     for (int i = 0; i < work.num_steps; i++, step = next_step(step, work.q_blocks), ring.advance())
       load_rows(a, buffers, work, step, ring, buffers.dout(ring.stage), maps.dout, buffers.delta(ring.stage),
-                a.delta, DOUT_FULL, DOUT_EMPTY);
+                a.delta, DOUT_FULL, DOUT_EMPTY, a.dout);
   }
 }
 
@@ -418,7 +397,7 @@ template <class Kind, class Shape>
 __global__ void __launch_bounds__(Shape::num_threads, 1)
     backward_wide(const __grid_constant__ fa_cuda_arguments a, const __grid_constant__ fa_cuda_maps maps) {
   extern __shared__ __align__(1024) uint8_t shared[];
-  const WideBuffers<Shape> buffers = {shared_address(shared)};
+  const WideBuffers<Kind, Shape> buffers = {shared_address(shared)};
   if (threadIdx.x == 0) buffers.init_barriers(a.deterministic);
   __syncthreads();
   const int group = uniform(threadIdx.x / WARPGROUP);
@@ -453,7 +432,7 @@ constexpr fa_cuda_kernel row(const char *name) {
           .block_q = Shape::block_q,
           .block_k = Shape::block_k,
           .num_threads = Shape::num_threads,
-          .shared_bytes = WideBuffers<Shape>::BYTES,
+          .shared_bytes = WideBuffers<Kind, Shape>::BYTES,
           .mapped = true,
           .persistent = true,
           .main = (const void *)backward_wide<Kind, Shape>,
