@@ -119,20 +119,26 @@ __device__ inline void load_rows(const fa_cuda_arguments &a, const Buffers &buff
             barrier);
 }
 
-// Takes the next column block that nobody has taken, as long as there is one. Who waits for the turn of a lower
-// one thus waits for one that runs or is done.
+// Takes the next column block that nobody has taken and hands it to the others; false where there is none. Who
+// waits for the turn of a lower one thus waits for one that runs or is done.
+template <class Buffers>
+__device__ inline bool take_work(const fa_cuda_arguments &a, const Buffers &buffers,
+                                 const Ring<Buffers::STAGES> &blocks, uint32_t k_phase, Work &work) {
+  barrier_wait(buffers.barrier(V_EMPTY), k_phase ^ 1);  // not before the last step: another may be idle
+  const int index = atomicAdd(a.tickets, 1);
+  barrier_wait(buffers.barrier(BLOCK_EMPTY, blocks.stage), blocks.phase ^ 1);
+  store_shared(buffers.block(blocks.stage), uint32_t(index));
+  barrier_arrive(buffers.barrier(BLOCK_FULL, blocks.stage));
+  return work_of<typename Buffers::Shape>(a, index, work);
+}
+
 template <class Buffers>
 __device__ inline void produce(const fa_cuda_arguments &a, const fa_cuda_maps &maps, const Buffers &buffers) {
   Ring<Buffers::STAGES> blocks, ring;
   uint32_t k_phase = 0;
   Work work;
   for (bool more = true; more; blocks.advance()) {
-    barrier_wait(buffers.barrier(V_EMPTY), k_phase ^ 1);  // not before the last step: another may be idle
-    const int index = atomicAdd(a.tickets, 1);
-    barrier_wait(buffers.barrier(BLOCK_EMPTY, blocks.stage), blocks.phase ^ 1);
-    store_shared(buffers.block(blocks.stage), uint32_t(index));
-    barrier_arrive(buffers.barrier(BLOCK_FULL, blocks.stage));
-    more = work_of<typename Buffers::Shape>(a, index, work);
+    more = take_work(a, buffers, blocks, k_phase, work);
     if (!more || work.num_steps == 0) continue;
     Step step = work.first;
     for (int i = 0; i < work.num_steps; i++, step = next_step(step, work.q_blocks)) {

@@ -315,20 +315,14 @@ __device__ inline void consume_dq(const fa_cuda_arguments &a, WideBuffers<Kind, 
 
 // ---- the other warps: one thread each ------------------------------------------------------------------
 
-// Takes the next column block that nobody has taken, as long as there is one, and copies k and q.
+// Takes column blocks as long as there are some, and copies k and q.
 template <class Buffers>
 __device__ inline void produce_q(const fa_cuda_arguments &a, const fa_cuda_maps &maps, const Buffers &buffers) {
-  using Shape = typename Buffers::Shape;
   Ring<Buffers::STAGES> blocks, ring;
   uint32_t k_phase = 0;
   Work work;
   for (bool more = true; more; blocks.advance()) {
-    barrier_wait(buffers.barrier(V_EMPTY), k_phase ^ 1);  // not before the last step: another may be idle
-    const int index = atomicAdd(a.tickets, 1);
-    barrier_wait(buffers.barrier(BLOCK_EMPTY, blocks.stage), blocks.phase ^ 1);
-    store_shared(buffers.block(blocks.stage), uint32_t(index));
-    barrier_arrive(buffers.barrier(BLOCK_FULL, blocks.stage));
-    more = work_of<Shape>(a, index, work);
+    more = take_work(a, buffers, blocks, k_phase, work);
     if (!more || work.num_steps == 0) continue;
     barrier_wait(buffers.barrier(K_EMPTY), k_phase ^ 1);
     k_phase ^= 1;
