@@ -218,16 +218,7 @@ __global__ void __launch_bounds__(Shape::num_threads, 1)
 
 template <class Kind, class Shape>
 constexpr fa_cuda_kernel row(const char *name) {
-  return {.name = name,
-          .bucket = Shape::head_dim,
-          .block_q = Shape::block_q,
-          .block_k = Shape::block_k,
-          .num_threads = Shape::num_threads,
-          .shared_bytes = BackwardBuffers<Kind, Shape>::BYTES,
-          .mapped = true,
-          .persistent = true,
-          .main = (const void *)backward<Kind, Shape>,
-          .statistics = (const void *)statistics<Kind, Shape>};
+  return backward_row<BackwardBuffers<Kind, Shape>>(name, (const void *)backward<Kind, Shape>);
 }
 
 }  // namespace hopper

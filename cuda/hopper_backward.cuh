@@ -341,5 +341,25 @@ __device__ inline void finish_ds(float (&ds)[1][NT][4], const float (&p)[1][NT][
   }
 }
 
+// ---- the table -----------------------------------------------------------------------------------------
+
+template <class Buffers>
+constexpr fa_cuda_kernel backward_row(const char *name, const void *main, const void *finish_dq = nullptr,
+                                      int32_t finish_threads = 0) {
+  using Shape = typename Buffers::Shape;
+  return {.name = name,
+          .bucket = Shape::head_dim,
+          .block_q = Shape::block_q,
+          .block_k = Shape::block_k,
+          .num_threads = Shape::num_threads,
+          .shared_bytes = Buffers::BYTES,
+          .mapped = true,
+          .persistent = true,
+          .main = main,
+          .statistics = (const void *)statistics<typename Buffers::Kind, Shape>,
+          .finish_dq = finish_dq,
+          .finish_threads = finish_threads};
+}
+
 }  // namespace hopper
 }  // namespace fa

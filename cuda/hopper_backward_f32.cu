@@ -311,18 +311,8 @@ __global__ void __launch_bounds__(WARPGROUP) finish_dq_transposed(const __grid_c
 
 template <class Kind, class Shape>
 constexpr fa_cuda_kernel row(const char *name) {
-  return {.name = name,
-          .bucket = Shape::head_dim,
-          .block_q = Shape::block_q,
-          .block_k = Shape::block_k,
-          .num_threads = Shape::num_threads,
-          .shared_bytes = BackwardBuffers<Kind, Shape>::BYTES,
-          .mapped = true,
-          .persistent = true,
-          .main = (const void *)backward<Kind, Shape>,
-          .statistics = (const void *)statistics<Kind, Shape>,
-          .finish_dq = (const void *)finish_dq_transposed<Kind, Shape>,
-          .finish_threads = WARPGROUP};
+  return backward_row<BackwardBuffers<Kind, Shape>>(name, (const void *)backward<Kind, Shape>,
+                                                    (const void *)finish_dq_transposed<Kind, Shape>, WARPGROUP);
 }
 
 }  // namespace hopper

@@ -421,18 +421,8 @@ __global__ void __launch_bounds__(Shape::num_threads, 1)
 
 template <class Kind, class Shape>
 constexpr fa_cuda_kernel row(const char *name) {
-  return {.name = name,
-          .bucket = Shape::head_dim,
-          .block_q = Shape::block_q,
-          .block_k = Shape::block_k,
-          .num_threads = Shape::num_threads,
-          .shared_bytes = WideBuffers<Kind, Shape>::BYTES,
-          .mapped = true,
-          .persistent = true,
-          .main = (const void *)backward_wide<Kind, Shape>,
-          .statistics = (const void *)statistics<Kind, Shape>,
-          .finish_dq = (const void *)finish_dq<Kind, Shape>,
-          .finish_threads = Shape::num_warps * 32};
+  return backward_row<WideBuffers<Kind, Shape>>(name, (const void *)backward_wide<Kind, Shape>,
+                                                (const void *)finish_dq<Kind, Shape>, Shape::num_warps * 32);
 }
 
 }  // namespace hopper

@@ -103,24 +103,26 @@ static fa_status find_tensors(host_run *run, const fa_tensors *given, fa_error *
 
 fa_slicing fa_host_slicing = {.least_bytes = 4 << 20, .least_rows = 1 << 15, .least_row_bytes = 256};
 
+static int64_t bytes_moved(const host_run *run) {
+  return run->transfers->bytes_to_device + run->transfers->bytes_from_device;
+}
+
 static int64_t num_slices_wanted(const host_run *run) {
   const fa_problem *p = &run->plan->problem;
-  const int64_t moved = run->transfers->bytes_to_device + run->transfers->bytes_from_device;
   const int64_t rows = p->batch * p->num_heads * p->seqlen_q;
   if (fa_tensor_role_in(p, run->plan->pass, FA_TENSOR_DSINK) == FA_ROLE_OUTPUT)
     return 1; /* a sum over batches */
-  const int64_t wanted = smaller(moved / fa_host_slicing.least_bytes, rows / fa_host_slicing.least_rows);
+  const int64_t wanted =
+      smaller(bytes_moved(run) / fa_host_slicing.least_bytes, rows / fa_host_slicing.least_rows);
   return wanted < 1 ? 1 : smaller(wanted, FA_MAX_SLICES);
 }
 
 /* In how many parts the heads of a batch are cut. Rows lie apart then: the bus does not mind, but the processor
- * does where it copies pageable memory, so that where that is most of the work it gets fewer and longer ones.
- */
+ * does where it copies pageable memory. Where that is most of what moves, it gets fewer and longer ones. */
 static int64_t num_head_parts(const host_run *run, int64_t wanted) {
   const fa_problem *p = &run->plan->problem;
   const int64_t row_bytes = p->head_dim * (int64_t)fa_dtype_bytes(p->dtype); /* of a head */
-  const int64_t moved = run->transfers->bytes_to_device + run->transfers->bytes_from_device;
-  const bool few = 2 * (int64_t)run->pageable_bytes > moved;
+  const bool few = 2 * (int64_t)run->pageable_bytes > bytes_moved(run);
   const int64_t most = (few ? smaller(wanted, FA_MAX_SLICES / 2) : wanted) / p->batch;
   if (p->num_sinks || most < 2) return 1;
   const int64_t heads_a_part = divide_up(p->num_kv_heads, most);

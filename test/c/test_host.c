@@ -257,10 +257,10 @@ static void test_broadcast(void) {
   fa_random random = random_stream(13, 0);
   setting s = mixed_setting(&random);
   for (int id = FA_TENSOR_K; id <= FA_TENSOR_V; id++) {
-    const size_t bytes = size_of(&s, id) / (size_t)s.problem.batch;
+    s.where[id] = ON_DEVICE, s.of_one_batch[id] = true;
+    const size_t bytes = placed_size(&s, id);
     for (int64_t batch = 1; batch < s.problem.batch; batch++)
       memcpy((char *)s.host[id] + (size_t)batch * bytes, s.host[id], bytes);
-    s.where[id] = ON_DEVICE, s.of_one_batch[id] = true;
   }
   run_reference(&s, FA_PASS_FORWARD);
   run_reference(&s, FA_PASS_BACKWARD);
