@@ -236,12 +236,13 @@ static int32_t forward_heads_at_once(const fa_problem *p, const fa_cuda_kernel *
 
 /* How many heads take turns at starting a column block of the backward. In any order, a few: their rows and
  * dq_sum stay in cache. One after the other, as many as half of the cache holds: the more heads lie between a
- * column block and the one before it, the less it waits; at least 16 where heads are wide and a mask makes them
- * begin at the same rows. Measured. */
+ * column block and the one before it, the less it waits; at least 8 or 16 where a mask makes them begin at the
+ * same rows. Measured. */
 static int32_t backward_heads_at_once(const fa_problem *p, const fa_cuda_kernel *kernel) {
   const int64_t num_heads = p->batch * p->num_kv_heads, group = p->num_heads / p->num_kv_heads;
   const int64_t head_bytes = p->seqlen_q * group * p->head_dim * 8, cached_bytes = INT64_C(24) << 20;
-  int64_t wanted = p->deterministic && kernel->persistent && kernel->bucket > 128 && !sees_all(p) ? 16 : 4;
+  int64_t wanted = 4;
+  if (p->deterministic && kernel->persistent && !sees_all(p)) wanted = kernel->bucket == 128 ? 8 : 16;
   if (p->deterministic && head_bytes * wanted < cached_bytes) wanted = cached_bytes / (head_bytes + 1);
   return (int32_t)(wanted < num_heads ? wanted : num_heads);
 }
