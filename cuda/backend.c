@@ -219,18 +219,12 @@ static fa_cuda_score score_of(const fa_problem *p) {
   return (fa_cuda_score){p->scale < 0 ? FA_CUDA_SCORE_NEGATED : FA_CUDA_SCORE_PLAIN, 0, (float)fabs(p->scale)};
 }
 
-/* How many heads take turns at starting a row block of a persistent forward. Where row blocks differ in length,
- * those of a turn are to fill whole rounds of the multiprocessors, so that changing direction from round to
- * round evens them out; and of such numbers, one whose k and v fill half of the cache. */
-static int32_t forward_heads_at_once(const fa_problem *p, const fa_cuda_kernel *kernel, int64_t num_q_blocks,
-                                     int64_t num_multiprocessors) {
+/* How many heads take turns at starting a row block of a persistent forward, where those differ in length: as
+ * many as leave room in the cache for what else comes by. Measured. */
+static int32_t forward_heads_at_once(const fa_problem *p) {
   const int64_t num_heads = p->batch * p->num_heads, group = p->num_heads / p->num_kv_heads;
-  if (!kernel->persistent || sees_all(p)) return 1;
-  int64_t whole_rounds = 1;
-  while (whole_rounds < num_heads && whole_rounds * num_q_blocks % num_multiprocessors != 0) whole_rounds++;
-  const int64_t turn_bytes = whole_rounds * p->seqlen_k * p->head_dim * 4 / group + 1;
-  const int64_t turns = (INT64_C(25) << 20) / turn_bytes;
-  const int64_t wanted = whole_rounds * (turns > 0 ? turns : 1);
+  const int64_t head_bytes = p->seqlen_k * p->head_dim * 2 * (int64_t)fa_dtype_bytes(p->dtype) / group;
+  const int64_t wanted = sees_all(p) ? 1 : (INT64_C(16) << 20) / (head_bytes + 1) + 1;
   return (int32_t)(wanted < num_heads ? wanted : num_heads);
 }
 
@@ -281,13 +275,14 @@ static job lay_out(const fa_plan *plan, const fa_cuda_kernel *kernel, const fa_t
   a->padded_rows = a->num_q_blocks * kernel->block_q;
   a->o = t->o, a->dq = t->dq, a->dk = t->dk, a->dv = t->dv, a->dout_rows = t->dout;
   a->lse = t->lse.data, a->sink = t->sink.data, a->dsink = t->dsink.data;
-  a->heads_at_once = backward ? backward_heads_at_once(p, kernel)
-                              : forward_heads_at_once(p, kernel, a->num_q_blocks, job.num_multiprocessors);
+  a->heads_at_once = backward ? backward_heads_at_once(p, kernel) : forward_heads_at_once(p);
 
-  if (backward) { /* first what starts at 0 */
+  /* First what starts at 0. A forward needs tickets where its row blocks differ in length. */
+  if (backward || (kernel->persistent && !sees_all(p) && rows * a->num_q_blocks > job.num_multiprocessors))
     a->tickets = take(&workspace, 2 * sizeof *a->tickets);
-    a->dq_turns = take(&workspace, rows * a->num_q_blocks * (int64_t)sizeof *a->dq_turns);
-    job.zeroed_bytes = workspace.used;
+  if (backward) a->dq_turns = take(&workspace, rows * a->num_q_blocks * (int64_t)sizeof *a->dq_turns);
+  job.zeroed_bytes = workspace.used;
+  if (backward) {
     a->num_sums = (int32_t)(heads_summed(p, kernel, a) * a->num_q_blocks);
     a->dq_sum =
         take(&workspace, (int64_t)a->num_sums * kernel->block_q * kernel->bucket * (int64_t)sizeof *a->dq_sum);

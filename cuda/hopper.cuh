@@ -62,9 +62,9 @@ __device__ inline void named_barrier_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// A number that is the same in all threads of a warp, as one that the compiler knows to be: in uniform
-// registers.
-__device__ inline uint32_t uniform(uint32_t x) { return __shfl_sync(~0u, x, 0); }
+// A number that is the same in all threads of a warp, or in the lanes that are here, 0 among them, as one that
+// the compiler knows to be: in uniform registers.
+__device__ inline uint32_t uniform(uint32_t x, uint32_t lanes = ~0u) { return __shfl_sync(lanes, x, 0); }
 
 // Makes what this thread wrote to shared memory visible to bulk copies and wgmma.
 __device__ inline void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }

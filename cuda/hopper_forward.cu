@@ -23,7 +23,7 @@ struct ForwardShape {
 };
 
 // Shared memory: the stages of q, of k and of v, then a barrier for each stage being full and one for its being
-// empty.
+// empty; and for each stage of v, where that is a tile's last, which tile comes next.
 template <class Kind, class Shape>
 struct ForwardBuffers {
   static constexpr int Q_STAGES = Shape::q_stages, STAGES = 2;
@@ -35,7 +35,7 @@ struct ForwardBuffers {
   static constexpr int K_BYTES = Kind::PARTS * KTile::BYTES;
   static constexpr int K_AT = Q_STAGES * Q_BYTES, V_AT = K_AT + STAGES * K_BYTES;
   static constexpr int BARRIERS_AT = V_AT + STAGES * K_BYTES, NUM_BARRIERS = 2 * (Q_STAGES + 2 * STAGES);
-  static constexpr int BYTES = BARRIERS_AT + NUM_BARRIERS * 8;
+  static constexpr int NEXT_AT = BARRIERS_AT + NUM_BARRIERS * 8, BYTES = NEXT_AT + STAGES * 4;
 
   struct Stage {
     uint32_t tile, full, empty;
@@ -47,6 +47,7 @@ struct ForwardBuffers {
   __device__ Stage q(int i) const { return stage(i * Q_BYTES, i); }
   __device__ Stage k(int i) const { return stage(K_AT + i * K_BYTES, Q_STAGES + i); }
   __device__ Stage v(int i) const { return stage(V_AT + i * K_BYTES, Q_STAGES + STAGES + i); }
+  __device__ uint32_t next(int i) const { return base + NEXT_AT + i * 4; }
 
   __device__ void init_barriers() const {
     for (int i = 0; i < NUM_BARRIERS; i += 2) {
@@ -58,25 +59,26 @@ struct ForwardBuffers {
   }
 };
 
-// The tiles of a block of threads, in the order of its rounds. Heads are taken heads_at_once together, so that
-// their k and v stay in cache, and their last row blocks first: with a causal mask they have the most to do.
-// From round to round blocks of threads change direction: who had the longest tile has the shortest next.
-// Everybody finds the tiles for themselves, from what is the same in all threads: the compiler then keeps the
-// state of the loops in uniform registers, which is worth more than a producer that tells.
+// A tile, by its place in the order in which they are begun: from the last heads to the first, heads_at_once of
+// them together, so that their k and v stay in cache, and of those the last row blocks first. With a causal
+// mask these have the most to do, and short ones let all end at once; heads that are fewer are not the last.
+// Everybody finds tiles for themselves, from a number that is the same in all threads: the compiler then keeps
+// the state of the loops in uniform registers, which is worth more than a producer that tells.
 struct ForwardTile {
   int head, batch;
   Range rows, k_blocks;  // at least one: a tile that sees nothing has a block that is masked whole
 };
 template <class Shape>
-__device__ inline bool tile_of(const fa_cuda_arguments &a, int round, ForwardTile &tile) {
-  uint32_t index = round * gridDim.x + (round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
-  if (index >= a.batch * a.num_heads * a.num_q_blocks) return false;
+__device__ inline bool tile_of(const fa_cuda_arguments &a, uint32_t index, ForwardTile &tile) {
+  const uint32_t num_tiles = a.batch * a.num_heads * a.num_q_blocks;
+  if (index >= num_tiles) return false;
+  index = num_tiles - 1 - index;
   const int first = index / (a.heads_at_once * a.num_q_blocks) * a.heads_at_once;
   const uint32_t num_heads = min(a.heads_at_once, a.batch * a.num_heads - first);
   index -= first * a.num_q_blocks;
   const uint32_t batch_head = first + index % num_heads;
   tile.head = batch_head % a.num_heads, tile.batch = batch_head / a.num_heads;
-  tile.rows = block_range(a.num_q_blocks - 1 - index / num_heads, Shape::block_q, a.window.seqlen_q);
+  tile.rows = block_range(index / num_heads, Shape::block_q, a.window.seqlen_q);
   tile.k_blocks = blocks_of(visible_columns(a.window, tile.rows), Shape::block_k);
   if (tile.k_blocks.begin == tile.k_blocks.end) tile.k_blocks = {0, 1};
   return true;
@@ -94,7 +96,8 @@ __device__ inline void produce(const fa_cuda_arguments &a, const fa_cuda_maps &m
   Ring<Buffers::Q_STAGES> q_ring;
   Ring<Buffers::STAGES> ring;
   ForwardTile tile;
-  for (int round = 0; tile_of<Shape>(a, round, tile); round++, q_ring.advance()) {
+  for (uint32_t index = blockIdx.x, next = 0; tile_of<Shape>(a, index, tile);
+       index = uniform(next, 1), q_ring.advance()) {
     const int kv_head = tile.head / (a.num_heads / a.num_kv_heads);
     const auto q = buffers.q(q_ring.stage);
     const bool mapped = !Kind::SCALED || a.q.aligned;  // or the consumers fetch q
@@ -108,16 +111,21 @@ __device__ inline void produce(const fa_cuda_arguments &a, const fa_cuda_maps &m
       barrier_arrive(q.full);
     }
     for (int block = tile.k_blocks.end - 1; block >= tile.k_blocks.begin; block--, ring.advance()) {
-      auto load = [&](typename Buffers::Stage to, const CUtensorMap &map) {
+      // The next tile: late, as a block of threads that is free sooner may take it, but not without time for
+      // the answer.
+      if (block == min(tile.k_blocks.begin + 1, tile.k_blocks.end - 1))
+        next = a.tickets ? gridDim.x + atomicAdd(a.tickets, 1) : index + gridDim.x;
+      auto load = [&](typename Buffers::Stage to, const CUtensorMap &map, bool last) {
         barrier_wait(to.empty, ring.phase ^ 1);
+        if (last) store_shared(buffers.next(ring.stage), next);
         barrier_expect(to.full, Buffers::K_BYTES);
 #pragma unroll
         for (int part = 0; part < Kind::PARTS; part++)
           load_boxes<KTile>(to.tile + part * KTile::BYTES, map, to.full, block * Shape::block_k, kv_head,
                             tile.batch + part * a.batch);
       };
-      load(buffers.k(ring.stage), maps.k);
-      load(buffers.v(ring.stage), maps.v);
+      load(buffers.k(ring.stage), maps.k, false);
+      load(buffers.v(ring.stage), maps.v, block == tile.k_blocks.begin);
     }
   }
 }
@@ -205,8 +213,8 @@ __device__ inline void consume(const fa_cuda_arguments &a, const fa_cuda_maps &m
   const int warp_row = consumer * 64 + threadIdx.x / 32 % 4 * 16;
   Ring<Buffers::Q_STAGES> q_ring;
   Ring<Buffers::STAGES> ring;
-  ForwardTile tile;
-  for (int round = 0; tile_of<Shape>(a, round, tile); round++, q_ring.advance()) {
+  ForwardTile tile, next_tile;
+  for (bool more = tile_of<Shape>(a, blockIdx.x, tile); more; tile = next_tile, q_ring.advance()) {
     // Where f32 is asked for, a block's product goes into registers of its own and from there, by ordinary
     // additions, into o: over a long sum, what the tensor cores cut off would add up.
     float o[1][DT][4], fresh[1][DT][4], scores[1][NT][4];
@@ -302,6 +310,7 @@ __device__ inline void consume(const fa_cuda_arguments &a, const fa_cuda_maps &m
     const auto v = buffers.v(ring.stage);
     barrier_wait(v.full, ring.phase);
     start_o(v);
+    more = tile_of<Shape>(a, uniform(load_shared_word(buffers.next(ring.stage))), next_tile);
     finish_o(v, of_o);
     ring.advance();
 

@@ -67,7 +67,9 @@ typedef struct fa_cuda_arguments {
   /* [batch, num_heads, num_q_blocks]: 0 before a row block has a sum; then one more than how many column blocks
    * have added to it. */
   int32_t *dq_turns;
-  int32_t *tickets; /* how many column blocks, and how many row blocks' ends, have been taken */
+  /* Backward: how many column blocks, and how many row blocks' ends, have been taken. Forward: how many tiles,
+   * after everybody's first; or NULL: each takes those that lie a grid apart. */
+  int32_t *tickets;
 } fa_cuda_arguments;
 
 /* Tensors as tensor maps {head_dim, seqlen, heads, batch}, with boxes of 128 bytes of block_q (q, dout),
