@@ -219,12 +219,13 @@ static fa_cuda_score score_of(const fa_problem *p) {
   return (fa_cuda_score){p->scale < 0 ? FA_CUDA_SCORE_NEGATED : FA_CUDA_SCORE_PLAIN, 0, (float)fabs(p->scale)};
 }
 
-/* How many heads take turns at starting a row block of a persistent forward, where those differ in length: as
- * many as leave room in the cache for what else comes by. Measured. */
+/* How many heads take turns at starting a row block of a persistent forward: one where row blocks are of one
+ * length, and otherwise those whose k and v leave some of the cache to rows that come and go. Measured. */
 static int32_t forward_heads_at_once(const fa_problem *p) {
   const int64_t num_heads = p->batch * p->num_heads, group = p->num_heads / p->num_kv_heads;
   const int64_t head_bytes = p->seqlen_k * p->head_dim * 2 * (int64_t)fa_dtype_bytes(p->dtype) / group;
-  const int64_t wanted = sees_all(p) ? 1 : (INT64_C(16) << 20) / (head_bytes + 1) + 1;
+  int64_t wanted = sees_all(p) ? 1 : 20 * 1000 * 1000 / (head_bytes + 1);
+  if (wanted < 1) wanted = 1;
   return (int32_t)(wanted < num_heads ? wanted : num_heads);
 }
 

@@ -1,5 +1,5 @@
 /*
- * What only a GPU can be asked: tensors of more than 2^31 elements, a million rows, backwards that repeat
+ * What only a GPU can be asked: tensors of more than 2^31 elements, a million rows, passes that repeat
  * bitwise, whose memory is what, which stream waits for which, memory that runs out, and an error that the
  * device does not recover from. test_attention has the case table for it.
  *
@@ -337,31 +337,38 @@ static void test_million_rows(void) {
 
 static int num_fast, num_fast_that_differ;
 
-/* Whether another backward leaves the same bits; *differs is an output where it does not. */
-static bool repeats(host *host, int *differs) {
+/* Whether another run of the pass leaves the same bits; *differs is an output where it does not. */
+static bool repeats(host *host, fa_pass pass, int *differs) {
   struct host again = host_convert(host, host->problem.dtype);
   bool same = true;
-  host_must_run(&again, cuda, FA_PASS_BACKWARD);
   for (int id = 0; id < FA_NUM_TENSORS; id++)
-    if (fa_tensor_role_in(&host->problem, FA_PASS_BACKWARD, id) == FA_ROLE_OUTPUT &&
+    if (fa_tensor_role_in(&host->problem, pass, id) == FA_ROLE_OUTPUT)
+      memset(again.data[id], 0xff, size_of(&host->problem, id));
+  host_must_run(&again, cuda, pass);
+  for (int id = 0; id < FA_NUM_TENSORS; id++)
+    if (fa_tensor_role_in(&host->problem, pass, id) == FA_ROLE_OUTPUT &&
         memcmp(again.data[id], host->data[id], size_of(&host->problem, id)) != 0)
       same = false, *differs = id;
   host_free(&again);
   return same;
 }
 
-/* Deterministic backwards must leave the same bits; how many fast ones, of a few, do not is only told. */
+/* Forwards and deterministic backwards must leave the same bits; how many fast ones, of a few, do not is only
+ * told. */
 static void check_repeats(const fa_problem *problem, int num_reruns) {
   char text[200];
   fa_problem_format(problem, text, sizeof text);
   host host = host_new(problem);
   host_fill(&host);
   host_must_run(&host, cuda, FA_PASS_FORWARD);
+  for (int rerun = 0, differs = 0; rerun < num_reruns; rerun += 10)
+    CHECK(repeats(&host, FA_PASS_FORWARD, &differs), "%s: %s differs in a forward's rerun", text,
+          fa_tensor_name(differs));
   for (host.problem.deterministic = 0; host.problem.deterministic <= 1; host.problem.deterministic++) {
     host_must_run(&host, cuda, FA_PASS_BACKWARD);
     const int reruns = host.problem.deterministic || num_reruns < 4 ? num_reruns : 4;
     for (int rerun = 0, differs = 0; rerun < reruns; rerun++) {
-      const bool same = repeats(&host, &differs);
+      const bool same = repeats(&host, FA_PASS_BACKWARD, &differs);
       if (host.problem.deterministic) {
         CHECK(same, "%s: %s differs in a deterministic rerun", text, fa_tensor_name(differs));
       } else {
