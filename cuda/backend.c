@@ -224,7 +224,7 @@ static fa_cuda_score score_of(const fa_problem *p) {
 static int32_t forward_heads_at_once(const fa_problem *p) {
   const int64_t num_heads = p->batch * p->num_heads, group = p->num_heads / p->num_kv_heads;
   const int64_t head_bytes = p->seqlen_k * p->head_dim * 2 * (int64_t)fa_dtype_bytes(p->dtype) / group;
-  int64_t wanted = sees_all(p) ? 1 : 20 * 1000 * 1000 / (head_bytes + 1);
+  int64_t wanted = sees_all(p) ? 1 : 18 * 1000 * 1000 / (head_bytes + 1);
   if (wanted < 1) wanted = 1;
   return (int32_t)(wanted < num_heads ? wanted : num_heads);
 }

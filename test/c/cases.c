@@ -147,8 +147,9 @@ static const fa_case cases[] = {
     ROW("many heads", LENGTHS(13, 19), .batch = 3, HEADS(8, 8), CAUSAL),
     /* More than a GPU has multiprocessors, and several blocks of rows in each. */
     ROW("very many heads", LENGTHS(270, 70), HEADS(144, 144), .head_dim = 8),
-    TAGGED("very many heads, causal", CASE_QUICK, LENGTHS(133, 40), .batch = 4, HEADS(36, 36), .head_dim = 72,
-           CAUSAL),
+    ROW("very many heads, causal", LENGTHS(133, 40), .batch = 4, HEADS(36, 36), .head_dim = 72, CAUSAL),
+    TAGGED("very many heads, few rows", CASE_QUICK, LENGTHS(5, 9), .batch = 7, HEADS(60, 20), .head_dim = 8,
+           WINDOW(3, 0)),
 
     /* Scores. */
     ROW("scale", LENGTHS(77, 69), .scale = 0.31),
