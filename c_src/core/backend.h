@@ -27,7 +27,8 @@ typedef struct fa_memory_ops {
 
   fa_status (*stream_new)(int32_t index, void **stream, fa_error *error);
   void (*stream_free)(int32_t index, void *stream);
-  fa_status (*event_new)(int32_t index, void **event, fa_error *error);
+  /* Timed ones cost the bus more. */
+  fa_status (*event_new)(int32_t index, bool timed, void **event, fa_error *error);
   void (*event_free)(int32_t index, void *event);
 
   /* Enqueues a copy of num_rows rows that begin pitch bytes apart, either way or within the device. */

@@ -10,8 +10,13 @@
 
 /* A part of a problem that is a problem of its own: batches from first_batch on, and, of a single batch, key
  * and value heads from first_head on with the query heads that share them. */
-typedef struct slice {
+typedef struct extent {
   int64_t first_batch, num_batches, first_head, num_heads;
+} extent;
+
+/* What is computed at once, with what the processor copies for it: halves of a slice may come up together. */
+typedef struct slice {
+  extent own, staged;
   fa_plan plan;
 } slice;
 
@@ -101,6 +106,8 @@ static fa_status find_tensors(host_run *run, const fa_tensors *given, fa_error *
 
 /* ---- slices -------------------------------------------------------------------------------------------- */
 
+enum { EQUAL_SLICES = 8 }; /* at most; the first and the last are cut once more */
+
 fa_slicing fa_host_slicing = {.least_bytes = 4 << 20, .least_rows = 1 << 15, .least_row_bytes = 256};
 
 static int64_t bytes_moved(const host_run *run) {
@@ -114,82 +121,126 @@ static int64_t num_slices_wanted(const host_run *run) {
     return 1; /* a sum over batches */
   const int64_t wanted =
       smaller(bytes_moved(run) / fa_host_slicing.least_bytes, rows / fa_host_slicing.least_rows);
-  return wanted < 1 ? 1 : smaller(wanted, FA_MAX_SLICES);
+  return wanted < 1 ? 1 : smaller(wanted, EQUAL_SLICES);
+}
+
+/* Of one head. */
+static int64_t head_row_bytes(const fa_problem *p) { return p->head_dim * (int64_t)fa_dtype_bytes(p->dtype); }
+
+static bool is_mostly_staged(const host_run *run) {
+  return 2 * (int64_t)run->pageable_bytes > bytes_moved(run);
 }
 
 /* In how many parts the heads of a batch are cut. Rows lie apart then: the bus does not mind, but the processor
  * does where it copies pageable memory. Where that is most of what moves, it gets fewer and longer ones. */
 static int64_t num_head_parts(const host_run *run, int64_t wanted) {
   const fa_problem *p = &run->plan->problem;
-  const int64_t row_bytes = p->head_dim * (int64_t)fa_dtype_bytes(p->dtype); /* of a head */
-  const bool few = 2 * (int64_t)run->pageable_bytes > bytes_moved(run);
-  const int64_t most = (few ? smaller(wanted, FA_MAX_SLICES / 2) : wanted) / p->batch;
+  const int64_t most = (is_mostly_staged(run) ? smaller(wanted, EQUAL_SLICES / 2) : wanted) / p->batch;
   if (p->num_sinks || most < 2) return 1;
   const int64_t heads_a_part = divide_up(p->num_kv_heads, most);
-  return heads_a_part * row_bytes < fa_host_slicing.least_row_bytes ? 1
-                                                                    : divide_up(p->num_kv_heads, heads_a_part);
+  return heads_a_part * head_row_bytes(p) < fa_host_slicing.least_row_bytes
+             ? 1
+             : divide_up(p->num_kv_heads, heads_a_part);
 }
 
-static fa_status add_slice(host_run *run, slice slice, fa_error *error) {
-  const int64_t group = run->plan->problem.num_heads / run->plan->problem.num_kv_heads;
-  slice.plan = *run->plan;
-  slice.plan.problem.batch = slice.num_batches;
-  slice.plan.problem.num_kv_heads = slice.num_heads;
-  slice.plan.problem.num_heads = slice.num_heads * group;
-  run->slices[run->num_slices++] = slice;
-  const fa_backend *backend = run->plan->backend;
-  fa_plan *plan = &run->slices[run->num_slices - 1].plan;
-  fa_status status = backend->plan(plan, error);
+static void add_slice(host_run *run, extent extent) {
+  run->slices[run->num_slices++] = (slice){.own = extent, .staged = extent};
+}
+
+static void cut_equally(host_run *run, int64_t wanted) {
+  const fa_problem *p = &run->plan->problem;
+  const int64_t head_parts = num_head_parts(run, wanted);
+  const int64_t batches = head_parts > 1 ? 1 : divide_up(p->batch, wanted);
+  const int64_t heads = divide_up(p->num_kv_heads, head_parts);
+  for (int64_t batch = 0; batch < p->batch; batch += batches)
+    for (int64_t head = 0; head < p->num_kv_heads; head += heads)
+      add_slice(run, (extent){.first_batch = batch,
+                              .num_batches = smaller(batches, p->batch - batch),
+                              .first_head = head,
+                              .num_heads = smaller(heads, p->num_kv_heads - head)});
+}
+
+/* Replaces a slice by its two halves, unless these were too small. */
+static bool halve(host_run *run, int number) {
+  const fa_problem *p = &run->plan->problem;
+  slice first = run->slices[number], second = first;
+  const int64_t heads = first.own.num_heads * (p->num_heads / p->num_kv_heads);
+  if (run->num_slices == FA_MAX_SLICES ||
+      first.own.num_batches * heads * p->seqlen_q < fa_host_slicing.least_rows)
+    return false;
+  const bool by_batch = first.own.num_batches > 1;
+  if (by_batch) {
+    first.own.num_batches /= 2;
+    second.own.first_batch += first.own.num_batches, second.own.num_batches -= first.own.num_batches;
+  } else {
+    first.own.num_heads /= 2;
+    if (p->num_sinks || first.own.num_heads * head_row_bytes(p) < fa_host_slicing.least_row_bytes) return false;
+    second.own.first_head += first.own.num_heads, second.own.num_heads -= first.own.num_heads;
+  }
+  const bool together = !by_batch && is_mostly_staged(run);
+  first.staged = together ? first.staged : first.own;
+  second.staged = together ? (extent){0} : second.own;
+  memmove(&run->slices[number + 1], &run->slices[number], (size_t)(run->num_slices++ - number) * sizeof(slice));
+  run->slices[number] = first, run->slices[number + 1] = second;
+  return true;
+}
+
+static fa_status plan_slice(host_run *run, slice *slice, fa_error *error) {
+  const fa_problem *p = &run->plan->problem;
+  fa_plan *plan = &slice->plan;
+  *plan = *run->plan;
+  plan->problem.batch = slice->own.num_batches;
+  plan->problem.num_kv_heads = slice->own.num_heads;
+  plan->problem.num_heads = slice->own.num_heads * (p->num_heads / p->num_kv_heads);
+  fa_status status = ((const fa_backend *)plan->backend)->plan(plan, error);
   if (plan->workspace_bytes > run->execution.workspace_bytes)
     run->execution.workspace_bytes = plan->workspace_bytes;
   return status;
 }
 
+/* Nothing hides the last slice's kernel and way down, and the first one's way up and kernel: these are smaller.
+ * The first one's matter where the way down takes longest, which is not so where the processor copies what
+ * comes up. */
 static fa_status cut(host_run *run, fa_error *error) {
   const fa_problem *p = &run->plan->problem;
   const int64_t wanted = num_slices_wanted(run);
-  if (wanted == 1) return add_slice(run, (slice){.num_batches = p->batch, .num_heads = p->num_kv_heads}, error);
-  const int64_t head_parts = num_head_parts(run, wanted);
-  const int64_t batches = head_parts > 1 ? 1 : divide_up(p->batch, wanted);
-  const int64_t heads = divide_up(p->num_kv_heads, head_parts);
+  if (wanted == 1) add_slice(run, (extent){.num_batches = p->batch, .num_heads = p->num_kv_heads});
+  if (wanted > 1) cut_equally(run, wanted);
+  for (bool halved = wanted > 1; halved;) {
+    halved = halve(run, run->num_slices - 1);
+    if (!is_mostly_staged(run)) halved |= halve(run, 0);
+  }
   fa_status status = FA_STATUS_OK;
-  for (int64_t batch = 0; !status && batch < p->batch; batch += batches)
-    for (int64_t head = 0; !status && head < p->num_kv_heads; head += heads) {
-      const slice slice = {.first_batch = batch,
-                           .num_batches = smaller(batches, p->batch - batch),
-                           .first_head = head,
-                           .num_heads = smaller(heads, p->num_kv_heads - head)};
-      status = add_slice(run, slice, error);
-    }
+  for (int i = 0; !status && i < run->num_slices; i++) status = plan_slice(run, &run->slices[i], error);
   return status;
 }
 
-/* How a slice's part of a tensor lies in all of it, in bytes. */
+/* How an extent's part of a tensor lies in all of it, in bytes. */
 typedef struct part {
   size_t offset, row_bytes, pitch, num_rows;
 } part;
 
-static part part_of(const host_run *run, const slice *slice, int id, const fa_tensor *tensor) {
-  const fa_shape all = fa_tensor_shape(&run->plan->problem, id),
-                 own = fa_tensor_shape(&slice->plan.problem, id);
-  const int64_t element = (int64_t)fa_dtype_bytes(all.dtype);
-  part part = {.row_bytes = (size_t)own.size_bytes, .num_rows = 1};
-  if (all.rank == 2) return part; /* sinks are every slice's */
-  const bool rows_of_heads = all.rank == 4;
-  const int64_t num_heads = rows_of_heads ? own.dims[2] : own.dims[1];
-  const int64_t first_head = slice->first_head * (num_heads / slice->num_heads);
-  if (!rows_of_heads) { /* lse: [batch, num_heads, seqlen_q] */
-    part.offset = (size_t)((slice->first_batch * all.dims[1] + first_head) * all.dims[2] * element);
-    return part;
-  }
-  part.offset =
-      (size_t)((slice->first_batch * tensor->stride_batch + first_head * tensor->stride_head) * element);
-  if (num_heads < all.dims[2]) {
-    part.row_bytes = (size_t)(num_heads * own.dims[3] * element);
-    part.pitch = (size_t)(tensor->stride_row * element);
-    part.num_rows = (size_t)own.dims[1];
-  }
-  return part;
+static part part_of(const host_run *run, const extent *extent, int id, const fa_tensor *tensor) {
+  const fa_shape all = fa_tensor_shape(&run->plan->problem, id);
+  if (all.rank == 2)
+    return (part){.row_bytes = (size_t)all.size_bytes, .num_rows = 1}; /* sinks are every slice's */
+  const bool rows_of_heads = all.rank == 4;                            /* lse: [batch, num_heads, seqlen_q] */
+  const int64_t all_heads = all.dims[rows_of_heads ? 2 : 1],
+                share = all_heads / run->plan->problem.num_kv_heads;
+  const int64_t first_head = extent->first_head * share, num_heads = extent->num_heads * share;
+  const size_t element = fa_dtype_bytes(all.dtype);
+  const size_t whole = (size_t)(all.size_bytes / (all.dims[0] * all_heads) * extent->num_batches * num_heads);
+  if (!rows_of_heads)
+    return (part){.offset = (size_t)((extent->first_batch * all_heads + first_head) * all.dims[2]) * element,
+                  .row_bytes = whole,
+                  .num_rows = 1};
+  const size_t offset =
+      (size_t)(extent->first_batch * tensor->stride_batch + first_head * tensor->stride_head) * element;
+  if (num_heads == all_heads) return (part){.offset = offset, .row_bytes = whole, .num_rows = 1};
+  return (part){.offset = offset,
+                .row_bytes = (size_t)(num_heads * all.dims[3]) * element,
+                .pitch = (size_t)tensor->stride_row * element,
+                .num_rows = (size_t)all.dims[1]};
 }
 
 /* ---- one slice after the other, on three streams -------------------------------------------------------- */
@@ -201,7 +252,10 @@ static int list_copies(const host_run *run, int number, fa_tensor_role role, boo
     const tensor_place *t = &run->tensors[id];
     const bool once = id == FA_TENSOR_SINK && number > 0;
     if (t->role != role || !t->copied || t->staged != staged || once) continue;
-    const part part = part_of(run, &run->slices[number], id, &t->host);
+    const slice *slice = &run->slices[number];
+    const extent *extent = staged && role == FA_ROLE_INPUT ? &slice->staged : &slice->own;
+    if (extent->num_heads == 0) continue;
+    const part part = part_of(run, extent, id, &t->host);
     copies[num_copies++] = (fa_copy){.device = {(char *)t->device.data + part.offset, part.pitch},
                                      .host = {(char *)t->host.data + part.offset, part.pitch},
                                      .row_bytes = part.row_bytes,
@@ -226,7 +280,7 @@ static fa_tensors slice_tensors(const host_run *run, const slice *slice) {
   for (int id = 0; id < FA_NUM_TENSORS; id++) {
     if (run->tensors[id].role == FA_ROLE_NONE) continue;
     fa_tensor tensor = run->tensors[id].device;
-    tensor.data = (char *)tensor.data + part_of(run, slice, id, &tensor).offset;
+    tensor.data = (char *)tensor.data + part_of(run, &slice->own, id, &tensor).offset;
     *fa_tensor_at(&tensors, id) = tensor;
   }
   return tensors;
@@ -268,13 +322,13 @@ static fa_status finish(host_run *run, fa_error *error) {
   const fa_memory_ops *memory = run->heap->backend->memory;
   const int32_t index = run->heap->index;
   fa_status status = memory->record(index, run->lane->finished, run->lane->down, error);
-  if (!status) status = memory->event_wait(index, run->lane->finished, error);
+  if (!status) status = memory->event_wait(index, run->lane->slices[run->num_slices - 1].done, error);
   for (int i = 0; !status && i < run->num_slices; i++) {
     double seconds = 0;
     status = memory->elapsed(index, run->lane->slices[i].begun, run->lane->slices[i].done, &seconds, error);
     run->transfers->kernel_seconds += seconds;
   }
-  return status;
+  return status ? status : memory->event_wait(index, run->lane->finished, error);
 }
 
 static bool has_staged_results(const host_run *run) {

@@ -33,15 +33,15 @@ static fa_status fill_lane(fa_lane *lane, fa_error *error) {
   fa_status status = memory->stream_new(index, &lane->up, error);
   if (!status) status = memory->stream_new(index, &lane->compute, error);
   if (!status) status = memory->stream_new(index, &lane->down, error);
-  if (!status) status = memory->event_new(index, &lane->ready, error);
-  if (!status) status = memory->event_new(index, &lane->finished, error);
+  if (!status) status = memory->event_new(index, false, &lane->ready, error);
+  if (!status) status = memory->event_new(index, false, &lane->finished, error);
   for (int i = 0; !status && i < FA_MAX_SLICES; i++) {
-    status = memory->event_new(index, &lane->slices[i].uploaded, error);
-    if (!status) status = memory->event_new(index, &lane->slices[i].begun, error);
-    if (!status) status = memory->event_new(index, &lane->slices[i].done, error);
+    status = memory->event_new(index, false, &lane->slices[i].uploaded, error);
+    if (!status) status = memory->event_new(index, true, &lane->slices[i].begun, error);
+    if (!status) status = memory->event_new(index, true, &lane->slices[i].done, error);
   }
   for (int i = 0; !status && i < FA_RING_SLOTS; i++)
-    status = memory->event_new(index, &lane->ring[i].event, error);
+    status = memory->event_new(index, false, &lane->ring[i].event, error);
   return status;
 }
 
@@ -99,7 +99,7 @@ void fa_lane_give(fa_lane *lane) {
 
 /* ---- copies through the ring ----------------------------------------------------------------------- */
 
-enum { COPY_THREADS = 6, PART_BYTES = 256 << 10 };
+enum { COPY_THREADS = 10, PART_BYTES = 256 << 10 };
 
 /* Copies that several threads work on, piece by piece. */
 typedef struct staged_copies {

@@ -7,7 +7,7 @@
 
 #include "memory.h"
 
-enum { FA_MAX_SLICES = 8, FA_RING_SLOTS = 6 };
+enum { FA_MAX_SLICES = 12, FA_RING_SLOTS = 6 };
 
 /* Rows in the host's memory and on the device, as many and as long here as there. */
 typedef struct fa_copy {

@@ -235,8 +235,8 @@ static void stream_free(int32_t index, void *stream) {
   free(stream);
 }
 
-static fa_status event_new(int32_t index, void **event, fa_error *error) {
-  (void)index;
+static fa_status event_new(int32_t index, bool timed, void **event, fa_error *error) {
+  (void)index, (void)timed;
   fa_status status = may_fail(error);
   if (status) return status;
   *event = calloc(1, sizeof(fake_event));

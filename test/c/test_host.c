@@ -189,7 +189,7 @@ static fa_problem random_problem(fa_random *random) {
   problem.dtype = random_integer(random, 0, 1) ? FA_DTYPE_F32 : FA_DTYPE_BF16;
   problem.batch = random_integer(random, 0, 5);
   problem.seqlen_q = random_integer(random, 1, 40), problem.seqlen_k = random_integer(random, 0, 40);
-  problem.num_kv_heads = random_integer(random, 1, 5);
+  problem.num_kv_heads = random_integer(random, 1, 9);
   problem.num_heads = problem.num_kv_heads * random_integer(random, 1, 3);
   problem.head_dim = random_integer(random, 1, 20);
   problem.num_sinks = random_integer(random, 0, 3) ? 0 : random_integer(random, 1, 2);
