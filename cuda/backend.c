@@ -143,7 +143,6 @@ static fa_status choose_kernel(const fa_plan *plan, int family, const fa_cuda_ke
     for (; row && row->name; row++) {
       if (row->bucket > largest && row->shared_bytes <= shared_bytes) largest = row->bucket;
       if (problem->head_dim > row->bucket || row->shared_bytes > shared_bytes) continue;
-      if (row->windowed_rows && (sees_all(problem) || problem->seqlen_q > row->windowed_rows)) continue;
       *chosen = row;
       return check_sizes(problem, row, error);
     }

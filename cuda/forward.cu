@@ -107,16 +107,15 @@ __global__ void __launch_bounds__(Shape::num_warps * 32, Shape::blocks_per_sm)
                               power_of_two(-P_EXPONENT - exponent_v));
   }
 
-  float scale[MT][2];
+  float scale[MT][2], lse[MT][2];
+  softmax.finish(scale, lse, a.score, a.sink + head, a.num_sinks, a.num_heads);
 #pragma unroll
   for (int m = 0; m < MT; m++)
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       const int row = rows.begin + warp_row + m * 16 + half * 8 + threadIdx.x % 32 / 4;
-      const float2 end = softmax.finish(m, half, a.score, a.sink + head, a.num_sinks, a.num_heads);
-      scale[m][half] = end.x;
       if (threadIdx.x % 4 == 0 && row < rows.end)
-        a.lse[(int64_t(batch) * a.num_heads + head) * a.window.seqlen_q + row] = end.y;
+        a.lse[(int64_t(batch) * a.num_heads + head) * a.window.seqlen_q + row] = lse[m][half];
     }
   using Io = typename Kind::Io;
   const int row = rows.begin + warp_row;

@@ -35,7 +35,7 @@ struct ForwardBuffers {
   static constexpr int K_BYTES = Kind::PARTS * KTile::BYTES;
   static constexpr int K_AT = Q_STAGES * Q_BYTES, V_AT = K_AT + STAGES * K_BYTES;
   static constexpr int BARRIERS_AT = V_AT + STAGES * K_BYTES, NUM_BARRIERS = 2 * (Q_STAGES + 2 * STAGES);
-  static constexpr int NEXT_AT = BARRIERS_AT + NUM_BARRIERS * 8, BYTES = NEXT_AT + STAGES * 4;
+  static constexpr int NEXT_AT = BARRIERS_AT + NUM_BARRIERS * 8, BYTES = NEXT_AT + STAGES * 24;
 
   struct Stage {
     uint32_t tile, full, empty;
@@ -47,7 +47,7 @@ struct ForwardBuffers {
   __device__ Stage q(int i) const { return stage(i * Q_BYTES, i); }
   __device__ Stage k(int i) const { return stage(K_AT + i * K_BYTES, Q_STAGES + i); }
   __device__ Stage v(int i) const { return stage(V_AT + i * K_BYTES, Q_STAGES + STAGES + i); }
-  __device__ uint32_t next(int i) const { return base + NEXT_AT + i * 4; }
+  __device__ uint32_t next_tile(int i) const { return base + NEXT_AT + i * 24; }
 
   __device__ void init_barriers() const {
     for (int i = 0; i < NUM_BARRIERS; i += 2) {
@@ -59,19 +59,32 @@ struct ForwardBuffers {
   }
 };
 
+struct ForwardTile {
+  int head = -1, batch;  // head: negative where there is no further tile
+  Range rows, k_blocks;  // at least one: a tile that sees nothing has a block that is masked whole
+
+  template <class Visit>
+  __device__ void for_each_word(Visit visit) {
+    visit(0, head), visit(1, batch), visit(2, rows.begin), visit(3, rows.end);
+    visit(4, k_blocks.begin), visit(5, k_blocks.end);
+  }
+  __device__ void tell(uint32_t to) {
+    for_each_word([&](int i, int word) { store_shared(to + i * 4, uint32_t(word)); });
+  }
+  __device__ void hear(uint32_t from) {
+    for_each_word([&](int i, int &word) { word = uniform(load_shared_word(from + i * 4)); });
+  }
+};
+
 // A tile, by its place in the order in which they are begun: from the last heads to the first, heads_at_once of
 // them together, so that their k and v stay in cache, and of those the last row blocks first. With a causal
 // mask these have the most to do, and short ones let all end at once; heads that are fewer are not the last.
-// Everybody finds tiles for themselves, from a number that is the same in all threads: the compiler then keeps
-// the state of the loops in uniform registers, which is worth more than a producer that tells.
-struct ForwardTile {
-  int head, batch;
-  Range rows, k_blocks;  // at least one: a tile that sees nothing has a block that is masked whole
-};
+// It takes as long as a product to find: the producer does, ahead, and tells the consumers.
 template <class Shape>
-__device__ inline bool tile_of(const fa_cuda_arguments &a, uint32_t index, ForwardTile &tile) {
+__device__ inline ForwardTile tile_of(const fa_cuda_arguments &a, uint32_t index) {
+  ForwardTile tile;
   const uint32_t num_tiles = a.batch * a.num_heads * a.num_q_blocks;
-  if (index >= num_tiles) return false;
+  if (index >= num_tiles) return tile;
   index = num_tiles - 1 - index;
   const int first = index / (a.heads_at_once * a.num_q_blocks) * a.heads_at_once;
   const uint32_t num_heads = min(a.heads_at_once, a.batch * a.num_heads - first);
@@ -81,7 +94,7 @@ __device__ inline bool tile_of(const fa_cuda_arguments &a, uint32_t index, Forwa
   tile.rows = block_range(index / num_heads, Shape::block_q, a.window.seqlen_q);
   tile.k_blocks = blocks_of(visible_columns(a.window, tile.rows), Shape::block_k);
   if (tile.k_blocks.begin == tile.k_blocks.end) tile.k_blocks = {0, 1};
-  return true;
+  return tile;
 }
 
 // ---- the producer: one thread ------------------------------------------------------------------------
@@ -95,9 +108,8 @@ __device__ inline void produce(const fa_cuda_arguments &a, const fa_cuda_maps &m
   constexpr int Q_BOX_COLS = 128 / sizeof(typename Kind::Io);
   Ring<Buffers::Q_STAGES> q_ring;
   Ring<Buffers::STAGES> ring;
-  ForwardTile tile;
-  for (uint32_t index = blockIdx.x, next = 0; tile_of<Shape>(a, index, tile);
-       index = uniform(next, 1), q_ring.advance()) {
+  uint32_t index = blockIdx.x;
+  for (ForwardTile tile = tile_of<Shape>(a, index); tile.head >= 0; q_ring.advance()) {
     const int kv_head = tile.head / (a.num_heads / a.num_kv_heads);
     const auto q = buffers.q(q_ring.stage);
     const bool mapped = !Kind::SCALED || a.q.aligned;  // or the consumers fetch q
@@ -110,23 +122,29 @@ __device__ inline void produce(const fa_cuda_arguments &a, const fa_cuda_maps &m
     } else {
       barrier_arrive(q.full);
     }
+    ForwardTile next;
     for (int block = tile.k_blocks.end - 1; block >= tile.k_blocks.begin; block--, ring.advance()) {
       // The next tile: late, as a block of threads that is free sooner may take it, but not without time for
       // the answer.
       if (block == min(tile.k_blocks.begin + 1, tile.k_blocks.end - 1))
-        next = a.tickets ? gridDim.x + atomicAdd(a.tickets, 1) : index + gridDim.x;
-      auto load = [&](typename Buffers::Stage to, const CUtensorMap &map, bool last) {
-        barrier_wait(to.empty, ring.phase ^ 1);
-        if (last) store_shared(buffers.next(ring.stage), next);
+        index = a.tickets ? gridDim.x + atomicAdd(a.tickets, 1) : index + gridDim.x;
+      auto load = [&](typename Buffers::Stage to, const CUtensorMap &map) {
         barrier_expect(to.full, Buffers::K_BYTES);
 #pragma unroll
         for (int part = 0; part < Kind::PARTS; part++)
           load_boxes<KTile>(to.tile + part * KTile::BYTES, map, to.full, block * Shape::block_k, kv_head,
                             tile.batch + part * a.batch);
       };
-      load(buffers.k(ring.stage), maps.k, false);
-      load(buffers.v(ring.stage), maps.v, block == tile.k_blocks.begin);
+      const auto k = buffers.k(ring.stage), v = buffers.v(ring.stage);
+      barrier_wait(k.empty, ring.phase ^ 1);
+      load(k, maps.k);
+      if (block == tile.k_blocks.begin) next = tile_of<Shape>(a, index);
+      barrier_wait(v.empty, ring.phase ^ 1);
+      if (block == tile.k_blocks.begin) next.tell(buffers.next_tile(ring.stage));
+      load(v, maps.v);
     }
+    tile = next;
+    tile.for_each_word([](int, int &word) { word = uniform(word, 1); });
   }
 }
 
@@ -213,8 +231,16 @@ __device__ inline void consume(const fa_cuda_arguments &a, const fa_cuda_maps &m
   const int warp_row = consumer * 64 + threadIdx.x / 32 % 4 * 16;
   Ring<Buffers::Q_STAGES> q_ring;
   Ring<Buffers::STAGES> ring;
-  ForwardTile tile, next_tile;
-  for (bool more = tile_of<Shape>(a, blockIdx.x, tile); more; tile = next_tile, q_ring.advance()) {
+  // The barrier of the rows of q that a tile's o is being stored from, or 0: they are empty after that.
+  uint32_t stored = 0;
+  auto release_stored = [&] {
+    if (!stored) return;
+    if (threadIdx.x % 32 == 0) bulk_wait_read<0>();
+    barrier_arrive_warp(stored);
+    stored = 0;
+  };
+  ForwardTile next_tile = tile_of<Shape>(a, blockIdx.x);
+  for (ForwardTile tile = next_tile; __any_sync(~0u, tile.head >= 0); tile = next_tile, q_ring.advance()) {
     // Where f32 is asked for, a block's product goes into registers of its own and from there, by ordinary
     // additions, into o: over a long sum, what the tensor cores cut off would add up.
     float o[1][DT][4], fresh[1][DT][4], scores[1][NT][4];
@@ -223,8 +249,39 @@ __device__ inline void consume(const fa_cuda_arguments &a, const fa_cuda_maps &m
     OnlineSoftmax<Kind, 1> softmax;
     const auto q = buffers.q(q_ring.stage);
     const BoxOperand<QTile, true> q_rows(q.tile, consumer * 64);
-    const int row = tile.rows.begin + consumer * 64, kv_head = tile.head / (a.num_heads / a.num_kv_heads);
-    int exponent_q = 0;
+    const int row = tile.rows.begin + consumer * 64, first_row = tile.rows.begin + warp_row;
+    const int kv_head = tile.head / (a.num_heads / a.num_kv_heads);
+    int block = tile.k_blocks.end - 1, exponent_q = 0;
+
+    // Leaves out a column block that only rows of other consumers see. Who waits for all that comes, with rows
+    // or without, cannot mistake a phase for the last but one. And all take as many turns: one for each block
+    // but a consumer's first.
+    auto skip = [&](bool turn) {
+      if (turn) turns.wait(), turns.pass();
+      const auto k = buffers.k(ring.stage), v = buffers.v(ring.stage);
+      barrier_wait(k.full, ring.phase);
+      barrier_arrive_warp(k.empty);
+      barrier_wait(v.full, ring.phase);
+      next_tile.hear(buffers.next_tile(ring.stage));  // which holds if this is the tile's last
+      barrier_arrive_warp(v.empty);
+      ring.advance(), block--;
+    };
+    barrier_wait(q.full, q_ring.phase);
+    // What the consumer's own rows see, or one block if they see nothing. To the compiler that differs from
+    // thread to thread, and with it all state of the loops; but not where a warp votes.
+    Range own = {tile.k_blocks.begin, tile.k_blocks.begin};
+    if (row < tile.rows.end) {
+      own = blocks_of(visible_columns(a.window, {row, min(row + 64, tile.rows.end)}), Shape::block_k);
+      if (own.begin == own.end) own = {tile.k_blocks.begin, tile.k_blocks.begin + 1};
+    }
+    const bool has_rows = __any_sync(~0u, own.begin < own.end);
+#pragma unroll 1
+    for (bool turn = has_rows; __any_sync(~0u, block >= own.end); turn = true) skip(turn);
+    if (!has_rows) {
+      release_stored();
+      barrier_arrive_warp(q.empty);
+      continue;
+    }
 
     auto start_scores = [&](typename Buffers::Stage k) {
       multiply<Kind, QK_STEPS>(scores[0], q_rows, BoxOperand<KTile, true>(k.tile), false);
@@ -249,12 +306,12 @@ __device__ inline void consume(const fa_cuda_arguments &a, const fa_cuda_maps &m
           for (int i = 0; i < 4; i++) o[0][n][i] = fmaf(unscale, product[n][i], o[0][n][i]);
       }
     };
-    auto exponentials_of = [&](int block, float unscale) {
+    auto exponentials_of = [&](int block, float unscale, int num_columns = Shape::block_k) {
       const int column = block * Shape::block_k;
       finish_scores<Kind, 1, NT>(scores, a.score, unscale);
       if (!is_fully_visible(a.window, {row, row + 64}, column, Shape::block_k))
-        mask_scores<1, NT>(scores, a.window, tile.rows.begin + warp_row, column);
-      return softmax.update(scores, unit);
+        mask_scores<1, NT>(scores, a.window, first_row, column, num_columns);
+      return softmax.update(scores, unit, num_columns);
     };
     // The accumulator of two column blocks is laid out as the left operand of one step.
     auto convert = [&] {
@@ -270,8 +327,6 @@ __device__ inline void consume(const fa_cuda_arguments &a, const fa_cuda_maps &m
         }
     };
 
-    int block = tile.k_blocks.end - 1;
-    barrier_wait(q.full, q_ring.phase);
     if constexpr (SCALED) {
       if (!a.q.aligned) fetch_rows<QTile>(a, tile, q.tile, warp_row);
       exponent_q = split_rows<Kind, QTile>(q.tile, warp_row);
@@ -281,11 +336,14 @@ __device__ inline void consume(const fa_cuda_arguments &a, const fa_cuda_maps &m
     set_zero<1, DT>(o);
     barrier_wait(buffers.k(ring.stage).full, ring.phase);
     start_scores(buffers.k(ring.stage));
+    release_stored();
     wgmma_wait<0>(scores[0]);
     barrier_arrive_warp(buffers.k(ring.stage).empty);
-    exponentials_of(block, of_scores);
+    // Of this one the warp's rows may see the first columns only.
+    exponentials_of(block, of_scores,
+                    visible_columns(a.window, {first_row, first_row + 16}).end - block * Shape::block_k);
     convert();
-    for (block--; block >= tile.k_blocks.begin; block--) {
+    for (block--; __any_sync(~0u, block >= own.begin); block--) {
       Ring<Buffers::STAGES> next = ring;
       next.advance();
       const auto k = buffers.k(next.stage), v = buffers.v(ring.stage);
@@ -310,17 +368,17 @@ __device__ inline void consume(const fa_cuda_arguments &a, const fa_cuda_maps &m
     const auto v = buffers.v(ring.stage);
     barrier_wait(v.full, ring.phase);
     start_o(v);
-    more = tile_of<Shape>(a, uniform(load_shared_word(buffers.next(ring.stage))), next_tile);
-    finish_o(v, of_o);
-    ring.advance();
-
-    const int first_row = tile.rows.begin + warp_row;
-    float scale[1][2], lse[2];
+    next_tile.hear(buffers.next_tile(ring.stage));
+    float scale[1][2], lse[1][2];
+    softmax.finish(scale, lse, a.score, a.sink + tile.head, a.num_sinks, a.num_heads);
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-      const float2 end = softmax.finish(0, half, a.score, a.sink + tile.head, a.num_sinks, a.num_heads);
-      scale[0][half] = end.x, lse[half] = end.y;
+      const int own_row = first_row + half * 8 + threadIdx.x % 32 / 4;
+      if (threadIdx.x % 4 == 0 && own_row < a.window.seqlen_q)
+        a.lse[(int64_t(tile.batch) * a.num_heads + tile.head) * a.window.seqlen_q + own_row] = lse[0][half];
     }
+    finish_o(v, of_o);
+    ring.advance();
     if constexpr (SCALED) {
       using Io = typename Kind::Io;
       store_accumulator<Io, 1, DT>(row_of<Io>(a.o, tile.batch, tile.head, first_row), a.o.stride_row,
@@ -333,18 +391,13 @@ __device__ inline void consume(const fa_cuda_arguments &a, const fa_cuda_maps &m
         store_boxes<QTile>(maps.out, q.tile, warp_row, first_row, tile.head, tile.batch);
         bulk_commit();
       }
+      stored = q.empty;
+      if (Buffers::Q_STAGES == 1) release_stored();
     }
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-      const int own_row = first_row + half * 8 + threadIdx.x % 32 / 4;
-      if (threadIdx.x % 4 == 0 && own_row < a.window.seqlen_q)
-        a.lse[(int64_t(tile.batch) * a.num_heads + tile.head) * a.window.seqlen_q + own_row] = lse[half];
-    }
-    if constexpr (!SCALED) {
-      if (threadIdx.x % 32 == 0) bulk_wait_read<0>();
-      barrier_arrive_warp(q.empty);
-    }
+#pragma unroll 1
+    while (__any_sync(~0u, block >= tile.k_blocks.begin)) skip(true);
   }
+  if (threadIdx.x % 32 == 0) bulk_wait_read<0>();
 }
 
 template <class Kind, class Shape>
@@ -365,10 +418,9 @@ __global__ void __launch_bounds__(Shape::num_threads, 1)
 }
 
 template <class Kind, class Shape>
-constexpr fa_cuda_kernel row(const char *name, int32_t windowed_rows) {
+constexpr fa_cuda_kernel row(const char *name) {
   return {.name = name,
           .bucket = Shape::head_dim,
-          .windowed_rows = windowed_rows,
           .block_q = Shape::block_q,
           .block_k = Shape::block_k,
           .num_threads = Shape::num_threads,
@@ -381,23 +433,22 @@ constexpr fa_cuda_kernel row(const char *name, int32_t windowed_rows) {
 }  // namespace hopper
 }  // namespace fa
 
-#define ROW(rest, windowed_rows, ...)                                         \
-  fa::hopper::row<fa::kinds::FA_KIND, fa::hopper::ForwardShape<__VA_ARGS__>>( \
-      "cuda/sm90/" FA_QUOTE(FA_KIND) rest, windowed_rows)
+#define ROW(rest, ...)                                                                                      \
+  fa::hopper::row<fa::kinds::FA_KIND, fa::hopper::ForwardShape<__VA_ARGS__>>("cuda/sm90/" FA_QUOTE(FA_KIND) \
+                                                                                 rest)
 
 // Registers a consumer's thread needs for its arrays: (block_k * 1.5 + head_dim) / 2, and block_k + head_dim of
-// f32 in two parts. Three consumers at 64, which use each column block for 192 rows, but two where a window
-// cuts off much of tiles of 192; at 256, and of f32, column blocks are what fits beside q.
+// f32 in two parts. Three consumers at 64, which use each column block for 192 rows; at 256, and of f32, column
+// blocks are what fits beside q.
 const fa_cuda_kernel FA_JOIN(fa_hopper_forward_, FA_KIND)[] = {
-// windowed_rows, bucket, block_k, consumers, stages of q, their registers, the producer's
+// bucket, block_k, consumers, stages of q, their registers, the producer's
 #if FA_KIND_SCALED
-    ROW("/d64", 0, 64, 128, 2, 2, 240, 24),
-    ROW("/d128", 0, 128, 64, 2, 1, 240, 24),
+    ROW("/d64", 64, 128, 2, 2, 240, 24),
+    ROW("/d128", 128, 64, 2, 1, 240, 24),
 #else
-    ROW("/d64/short", 1024, 64, 128, 2, 2, 240, 24),
-    ROW("/d64", 0, 64, 128, 3, 2, 160, 32),
-    ROW("/d128", 0, 128, 128, 2, 2, 240, 24),
-    ROW("/d256", 0, 256, 80, 2, 1, 240, 24),
+    ROW("/d64", 64, 128, 3, 2, 160, 32),
+    ROW("/d128", 128, 128, 2, 2, 240, 24),
+    ROW("/d256", 256, 80, 2, 1, 240, 24),
 #endif
     {},
 };

@@ -104,8 +104,7 @@ typedef enum fa_cuda_kind {
  * counterparts. */
 typedef struct fa_cuda_kernel {
   const char *name;
-  int32_t bucket;        /* the largest head_dim that it takes */
-  int32_t windowed_rows; /* not 0: it is for windows that cut columns off, and at most so many rows */
+  int32_t bucket; /* the largest head_dim that it takes */
   int32_t block_q, block_k, num_threads;
   int32_t shared_bytes;
   bool mapped;            /* main reads by fa_cuda_maps */

@@ -37,18 +37,24 @@ __device__ inline bool is_fully_visible(const fa_cuda_window &w, Range rows, int
          column + num_columns - 1 <= rows.begin + diagonal + w.right;
 }
 
-// Scores of invisible elements become -inf. (row, column) is the accumulator's first element. Most blocks meet
-// one edge of the window only.
+// Scores of invisible elements become -inf, but for groups of columns from num_columns on. (row, column) is the
+// accumulator's first element. Groups that all rows see are not tested.
 template <int MT, int NT>
-__device__ inline void mask_scores(Accumulator<MT, NT> &scores, const fa_cuda_window &w, int row, int column) {
+__device__ inline void mask_scores(Accumulator<MT, NT> &scores, const fa_cuda_window &w, int row, int column,
+                                   int num_columns = NT * 8) {
   if (visible_columns(w, {row + 16 * MT - 1, row + 16 * MT}).begin > column)
     for_each_element<MT, NT>(scores, [&](int i, int j, float &score) {
       if (column + j < visible_columns(w, {row + i, row + i + 1}).begin) score = -INFINITY;
     });
-  if (visible_columns(w, {row, row + 1}).end < column + 8 * NT)
-    for_each_element<MT, NT>(scores, [&](int i, int j, float &score) {
-      if (column + j >= visible_columns(w, {row + i, row + i + 1}).end) score = -INFINITY;
-    });
+  const int all_see = visible_columns(w, {row, row + 1}).end - column;
+  if (all_see < NT * 8) {
+#pragma unroll
+    for (int n = 0; n < NT && (n == 0 || n * 8 < num_columns); n += GROUP_TILES)
+      if (all_see < (n + GROUP_TILES) * 8)
+        for_each_element<MT, NT>(scores, n, min(n + GROUP_TILES, NT), [&](int i, int j, float &score) {
+          if (column + j >= visible_columns(w, {row + i, row + i + 1}).end) score = -INFINITY;
+        });
+  }
 }
 
 // The same of transposed scores: (row, column) is the first element still, but rows run along the accumulator's

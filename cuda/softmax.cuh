@@ -99,24 +99,35 @@ struct OnlineSoftmax {
     }
   }
 
-  // Turns a block of scores into exponentials. True where the reference has moved: then o is due a
-  // rescale_rows.
+  // Turns a block of scores into exponentials; none of the rows sees columns from num_columns on. True where
+  // the reference has moved: then o is due a rescale_rows.
   template <int NT>
-  __device__ bool update(Accumulator<MT, NT> &scores, float unit) {
-    float largest[MT][2];
+  __device__ bool update(Accumulator<MT, NT> &scores, float unit, int num_columns = NT * 8) {
+    // Visits scores of columns that some row sees, by groups.
+    auto for_each_visible = [&](auto visit) {
+#pragma unroll
+      for (int begin = 0; begin < NT && (begin == 0 || begin * 8 < num_columns); begin += GROUP_TILES)
+#pragma unroll
+        for (int m = 0; m < MT; m++)
+#pragma unroll
+          for (int half = 0; half < 2; half++)
+#pragma unroll
+            for (int n = begin; n < begin + GROUP_TILES && n < NT; n++)
+#pragma unroll
+              for (int i = 0; i < 2; i++) visit(m, half, scores[m][n][half * 2 + i]);
+    };
+    float largest[MT][2], shift[MT][2];
     bool lags = false;
 #pragma unroll
     for (int m = 0; m < MT; m++)
 #pragma unroll
-      for (int half = 0; half < 2; half++) {
-        float x = scores[m][0][half * 2];
+      for (int half = 0; half < 2; half++) largest[m][half] = scores[m][0][half * 2];
+    for_each_visible([&](int m, int half, float &x) { largest[m][half] = fmaxf(largest[m][half], x); });
 #pragma unroll
-        for (int n = 0; n < NT; n++)
+    for (int m = 0; m < MT; m++)
 #pragma unroll
-          for (int i = 0; i < 2; i++) x = fmaxf(x, scores[m][n][half * 2 + i]);
-        largest[m][half] = x;
-        lags |= (x - max[m][half]) * unit > MAX_LAG;  // of -inf and -inf: false
-      }
+      for (int half = 0; half < 2; half++)
+        lags |= (largest[m][half] - max[m][half]) * unit > MAX_LAG;  // of -inf and -inf: false
     lags = __any_sync(~0u, lags);
     if (lags) {
 #pragma unroll
@@ -129,16 +140,21 @@ struct OnlineSoftmax {
 #pragma unroll
       for (int half = 0; half < 2; half++) {
         const float reference = max[m][half] == -INFINITY ? 0 : max[m][half];  // no -inf - -inf
-        const float shift = Kind::SCALED ? reference : reference * unit;
-#pragma unroll
-        for (int n = 0; n < NT; n++)
-#pragma unroll
-          for (int i = 0; i < 2; i++) {
-            float &x = scores[m][n][half * 2 + i];
-            x = exponential<Kind>(x, unit, shift);
-            sum[m][half] += x;
-          }
+        shift[m][half] = Kind::SCALED ? reference : reference * unit;
       }
+    for_each_visible([&](int m, int half, float &x) {
+      x = exponential<Kind>(x, unit, shift[m][half]);
+      sum[m][half] += x;
+    });
+#pragma unroll
+    for (int begin = GROUP_TILES; begin < NT; begin += GROUP_TILES)
+      if (begin * 8 >= num_columns)
+        for_each_element<MT, NT>(scores, begin, min(begin + GROUP_TILES, NT),
+                                 [](int, int, float &x) { x = 0; });
+#pragma unroll
+    for (int m = 0; m < MT; m++)  // the compiler would add them up later, when the exponentials are done
+#pragma unroll
+      for (int half = 0; half < 2; half++) asm volatile("" : "+f"(sum[m][half]));
     return lags;
   }
 
@@ -161,21 +177,44 @@ struct OnlineSoftmax {
           for (int i = 0; i < 2; i++) o[m][n][half * 2 + i] *= rescale[m][half];
   }
 
-  // Ends the sums, with the sinks of a head in them. Returns what to multiply o with, and the row's lse.
-  __device__ float2 finish(int m, int half, const fa_cuda_score &score, const float *sink, int num_sinks,
-                           int sink_stride) {
-    const float total = row_sum(sum[m][half]);
-    const float own = Kind::SCALED ? max[m][half] : max[m][half] * score.factor;
-    float largest = own;
+  // Ends the sums, with the sinks of a head in them: what to multiply o with, and the rows' lse.
+  __device__ void finish(float (&scale)[MT][2], float (&lse)[MT][2], const fa_cuda_score &score,
+                         const float *sink, int num_sinks, int sink_stride) {
+    float own[MT][2], rescale[MT][2], total[MT][2];
+    auto for_each_row = [](auto visit) {
+#pragma unroll
+      for (int m = 0; m < MT; m++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) visit(m, half);
+    };
+    for_each_row([&](int m, int half) {
+      total[m][half] = row_sum(sum[m][half]);
+      lse[m][half] = own[m][half] = Kind::SCALED ? max[m][half] : max[m][half] * score.factor;
+    });
 #pragma unroll 1
-    for (int t = 0; t < num_sinks; t++) largest = fmaxf(largest, sink[int64_t(t) * sink_stride]);
-    if (largest == -INFINITY) return {0, -INFINITY};
-    const float rescale = exp_of<Kind>(own - largest);
-    float sum_all = total * rescale;
+    for (int t = 0; t < num_sinks; t++)
+      for_each_row(
+          [&](int m, int half) { lse[m][half] = fmaxf(lse[m][half], sink[int64_t(t) * sink_stride]); });
+    for_each_row([&](int m, int half) {
+      rescale[m][half] = exp_of<Kind>(own[m][half] - lse[m][half]);
+      total[m][half] *= rescale[m][half];
+    });
 #pragma unroll 1
-    for (int t = 0; t < num_sinks; t++) sum_all += exp_of<Kind>(sink[int64_t(t) * sink_stride] - largest);
-    if constexpr (Kind::SCALED) return {rescale / sum_all, largest + logf(sum_all)};
-    return {__fdividef(rescale, sum_all), largest + __logf(sum_all)};
+    for (int t = 0; t < num_sinks; t++)
+      for_each_row([&](int m, int half) {
+        total[m][half] += exp_of<Kind>(sink[int64_t(t) * sink_stride] - lse[m][half]);
+      });
+    for_each_row([&](int m, int half) {
+      const bool sees = lse[m][half] != -INFINITY;
+      const float sum_all = total[m][half];
+      if constexpr (Kind::SCALED) {
+        scale[m][half] = sees ? rescale[m][half] / sum_all : 0;
+        lse[m][half] += sees ? logf(sum_all) : 0;
+      } else {
+        scale[m][half] = sees ? __fdividef(rescale[m][half], sum_all) : 0;
+        lse[m][half] += sees ? __logf(sum_all) : 0;
+      }
+    });
   }
 };
 

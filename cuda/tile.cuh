@@ -197,20 +197,28 @@ struct RegisterOperand {
 //   i = 0, 1: row l / 4, columns 2 * (l % 4) + i        i = 2, 3: row l / 4 + 8, the same columns
 template <int MT, int NT>
 using Accumulator = float[MT][NT][4];
+// Columns that nobody sees are left out in groups of 8 * GROUP_TILES.
+constexpr int GROUP_TILES = 4;
 
-// Its elements: calls visit(row, column, element), row and column within the accumulator.
+// Its elements in columns 8 * begin <= column < 8 * end: calls visit(row, column, element), row and column
+// within the accumulator.
 template <int MT, int NT, class Visit>
-__device__ inline void for_each_element(Accumulator<MT, NT> &acc, Visit visit) {
+__device__ inline void for_each_element(Accumulator<MT, NT> &acc, int begin, int end, Visit visit) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int m = 0; m < MT; m++)
 #pragma unroll
     for (int half = 0; half < 2; half++)
 #pragma unroll
-      for (int n = 0; n < NT; n++)
+      for (int n = begin; n < end; n++)
 #pragma unroll
         for (int i = 0; i < 2; i++)
           visit(m * 16 + half * 8 + lane / 4, n * 8 + lane % 4 * 2 + i, acc[m][n][half * 2 + i]);
+}
+
+template <int MT, int NT, class Visit>
+__device__ inline void for_each_element(Accumulator<MT, NT> &acc, Visit visit) {
+  for_each_element<MT, NT>(acc, 0, NT, visit);
 }
 
 template <int MT, int NT>

@@ -150,6 +150,7 @@ static const fa_case cases[] = {
     ROW("very many heads, causal", LENGTHS(133, 40), .batch = 4, HEADS(36, 36), .head_dim = 72, CAUSAL),
     TAGGED("very many heads, few rows", CASE_QUICK, LENGTHS(5, 9), .batch = 7, HEADS(60, 20), .head_dim = 8,
            WINDOW(3, 0)),
+    ROW("very many heads, window", LENGTHS(300, 250), HEADS(140, 140), .head_dim = 16, WINDOW(90, 30)),
 
     /* Scores. */
     ROW("scale", LENGTHS(77, 69), .scale = 0.31),
@@ -186,6 +187,9 @@ static const fa_case cases[] = {
     ROW("long rows", LENGTHS(3, 1301), .head_dim = 24),
     ROW("long columns", LENGTHS(1301, 3), .head_dim = 24),
     ROW("long, windowed", LENGTHS(701, 733), .head_dim = 32, WINDOW(40, 0)),
+    ROW("long, window on both sides", LENGTHS(530, 701), HEADS(4, 2), .head_dim = 64, WINDOW(150, 70)),
+    ROW("long, window, hidden rows", LENGTHS(701, 300), HEADS(2, 2), .head_dim = 64, .num_sinks = 1,
+        WINDOW(100, 20)),
 
     /* For benchmarks. */
     TAGGED("d64", CASE_SPEED, LENGTHS(2048, 2048), HEADS(8, 8), .head_dim = 64),
