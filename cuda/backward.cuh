@@ -42,9 +42,9 @@ __device__ inline int turn_of(const fa_cuda_window &w, Range rows, int k_block, 
 }
 
 // How num_warps warps, `down` of them along the rows, share out a product [rows, columns].
-template <int ROWS, int COLUMNS, int NUM_WARPS, int DOWN>
+template <int ROWS, int COLUMNS, int NUM_WARPS_, int DOWN>
 struct Share {
-  static constexpr int ACROSS = NUM_WARPS / DOWN;
+  static constexpr int NUM_WARPS = NUM_WARPS_, ACROSS = NUM_WARPS / DOWN;
   static constexpr int WARP_ROWS = ROWS / DOWN, WARP_COLUMNS = COLUMNS / ACROSS;
   static constexpr int MT = WARP_ROWS / 16, NT = WARP_COLUMNS / 8;
   static_assert(WARP_ROWS % 16 == 0 && WARP_COLUMNS % 16 == 0, "a warp has whole fragments");
@@ -102,11 +102,17 @@ __device__ inline void pass_turn(int32_t *turns) {
   asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(turns) : "memory");
 }
 
+// Writes what the threads of a row block have of dq.
+template <int ROWS, int COLUMNS, int NUM_WARPS, int DOWN, class Io, int MT, int NT>
+__device__ inline void store_dq(Share<ROWS, COLUMNS, NUM_WARPS, DOWN> share, Io *to, int64_t stride_row,
+                                int num_rows, int num_cols, Accumulator<MT, NT> &dq, float scale) {
+  store_accumulator<Io, MT, NT>(to + share.row() * stride_row + share.column(), stride_row,
+                                num_rows - share.row(), num_cols - share.column(), dq, scale);
+}
+
 // One block a row block of a head: dq = scale * dq_sum.
-template <class Kind, class Shape>
-__global__ void __launch_bounds__(Shape::num_warps * 32)
-    finish_dq(const __grid_constant__ fa_cuda_arguments a) {
-  using Dq = DqShare<Shape>;
+template <class Kind, class Shape, class Dq = DqShare<Shape>>
+__global__ void __launch_bounds__(Dq::NUM_WARPS * 32) finish_dq(const __grid_constant__ fa_cuda_arguments a) {
   using Io = typename Kind::Io;
   const int q_block = blockIdx.x % a.num_q_blocks;
   const int head = blockIdx.x / a.num_q_blocks % a.num_heads, batch = blockIdx.x / a.num_q_blocks / a.num_heads;
@@ -120,9 +126,8 @@ __global__ void __launch_bounds__(Shape::num_warps * 32)
       const float4 x = *reinterpret_cast<const float4 *>(dq_sum + dq_offset<Dq>(m, n));
       dq[m][n][0] = x.x, dq[m][n][1] = x.y, dq[m][n][2] = x.z, dq[m][n][3] = x.w;
     }
-  const int row = rows.begin + Dq::row(), d = Dq::column();
-  store_accumulator<Io, Dq::MT, Dq::NT>(row_of<Io>(a.dq, batch, head, row) + d, a.dq.stride_row, rows.end - row,
-                                        a.head_dim - d, dq, a.scale);
+  store_dq(Dq(), row_of<Io>(a.dq, batch, head, rows.begin), a.dq.stride_row, rows.end - rows.begin, a.head_dim,
+           dq, a.scale);
 }
 
 // ---- delta = dot(o, dout) and shift --------------------------------------------------------------

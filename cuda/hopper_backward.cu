@@ -15,59 +15,23 @@
 namespace fa {
 namespace hopper {
 
-// A row of the table; none of it changes results by more than rounding. The consumers' warps come first.
-// Registers are per thread: together they are what the block has, 168 for each.
-template <int HEAD_DIM, int BLOCK_Q>
-struct BackwardShape {
-  static constexpr int head_dim = HEAD_DIM, block_q = BLOCK_Q, num_consumers = 2, block_k = num_consumers * 64;
-  static constexpr int num_warps = num_consumers * 4, dq_warps = block_q / 16;  // see DqShare
-  static constexpr int num_threads = (num_consumers + 1) * WARPGROUP;
-  static constexpr int consumer_registers = 240, other_registers = 24;
-};
-
-// Shared memory: k, v; two stages of q and dout, with shift and delta, and of ds; dq as it is in memory; of
-// each writer, a part of dq's sum and what becomes of it; barriers; two numbers of column blocks.
-template <class Kind_, class Shape_>
-struct BackwardBuffers {
-  using Kind = Kind_;
-  using Shape = Shape_;
-  static constexpr int STAGES = 2, DQ_SHARES = 1, WRITERS = 2;
-  using QTile = BoxTile<Shape::block_q, Shape::head_dim>;
-  using KTile = BoxTile<Shape::block_k, Shape::head_dim>;
+// Beside the common buffers: two stages of ds; dq as it is in memory; of each writer, a part of dq's sum and
+// what becomes of it.
+template <class Kind, class Shape>
+struct BackwardBuffers : CommonBuffers<Kind, Shape> {
+  using Common = CommonBuffers<Kind, Shape>;
+  using Dq = DqShare<Shape>;
   using DsTile = BoxTile<Shape::block_q, Shape::block_k>;
   using PartTile = BoxTile<32, 64>;
-  static constexpr int ROW_BYTES = Shape::block_q * 4, DQ_BYTES = Shape::block_q * Shape::head_dim * 4;
   static constexpr int PART_BYTES = 2 * PartTile::BYTES;
-  static constexpr int V_AT = KTile::BYTES, Q_AT = V_AT + KTile::BYTES, DOUT_AT = Q_AT + STAGES * QTile::BYTES;
-  static constexpr int DS_AT = DOUT_AT + STAGES * QTile::BYTES, DQ_AT = DS_AT + STAGES * DsTile::BYTES;
-  static constexpr int SUM_AT = DQ_AT + DQ_BYTES, PART_AT = SUM_AT + WRITERS * PART_BYTES;
-  static constexpr int SHIFT_AT = PART_AT + WRITERS * PartTile::BYTES, DELTA_AT = SHIFT_AT + STAGES * ROW_BYTES;
-  static constexpr int BARRIERS_AT = DELTA_AT + STAGES * ROW_BYTES;
-  static constexpr int BLOCKS_AT = BARRIERS_AT + NUM_BARRIER_KINDS * STAGES * 8, BYTES = BLOCKS_AT + STAGES * 4;
+  static constexpr int DQ_AT = Common::STAGES * DsTile::BYTES, SUM_AT = DQ_AT + Common::DQ_BYTES;
+  static constexpr int PART_AT = SUM_AT + Shape::num_writers * PART_BYTES;
+  static constexpr int BYTES = Common::OWN_AT + PART_AT + Shape::num_writers * PartTile::BYTES;
 
-  uint32_t base;
-  __device__ uint32_t k() const { return base; }
-  __device__ uint32_t v() const { return base + V_AT; }
-  __device__ uint32_t q(int stage) const { return base + Q_AT + stage * QTile::BYTES; }
-  __device__ uint32_t dout(int stage) const { return base + DOUT_AT + stage * QTile::BYTES; }
-  __device__ uint32_t ds(int stage) const { return base + DS_AT + stage * DsTile::BYTES; }
-  __device__ uint32_t dq(int = 0) const { return base + DQ_AT; }
-  __device__ uint32_t sum(int writer) const { return base + SUM_AT + writer * PART_BYTES; }
-  __device__ uint32_t part(int writer) const { return base + PART_AT + writer * PartTile::BYTES; }
-  __device__ uint32_t shift(int stage) const { return base + SHIFT_AT + stage * ROW_BYTES; }
-  __device__ uint32_t delta(int stage) const { return base + DELTA_AT + stage * ROW_BYTES; }
-  __device__ uint32_t block(int stage) const { return base + BLOCKS_AT + stage * 4; }
-  __device__ uint32_t barrier(int kind, int stage = 0) const {
-    return base + BARRIERS_AT + (kind * STAGES + stage) * 8;
-  }
-
-  __device__ void init_barriers() const {
-    for (int kind = 0; kind < NUM_BARRIER_KINDS; kind++)
-      for (int stage = 0; stage < STAGES; stage++)
-        barrier_init(barrier(kind, stage),
-                     kind < K_EMPTY ? 1 : ARRIVALS_OF_WARP * (Shape::num_warps + (kind == BLOCK_EMPTY)));
-    barrier_init_done();
-  }
+  __device__ uint32_t ds(int stage) const { return this->own(stage * DsTile::BYTES); }
+  __device__ uint32_t dq(int = 0) const { return this->own(DQ_AT); }
+  __device__ uint32_t sum(int writer) const { return this->own(SUM_AT + writer * PART_BYTES); }
+  __device__ uint32_t part(int writer) const { return this->own(PART_AT + writer * PartTile::BYTES); }
 };
 
 template <class Kind, class Shape>
@@ -76,10 +40,9 @@ __device__ inline void consume(const fa_cuda_arguments &a, BackwardBuffers<Kind,
   using QTile = typename Buffers::QTile;
   using KTile = typename Buffers::KTile;
   using DsTile = typename Buffers::DsTile;
-  using Dq = DqShare<Shape>;
-  using Io = typename Kind::Io;
+  using Dq = typename Buffers::Dq;
   constexpr int NT = Shape::block_q / 8, DT = Shape::head_dim / 8;
-  constexpr int Q_STEPS = Shape::block_q / 16, K_STEPS = Shape::block_k / 16, D_STEPS = Shape::head_dim / 16;
+  constexpr int Q_STEPS = Shape::block_q / 16, K_STEPS = Shape::block_k / 16;
   static_assert(Dq::MT == 1, "one product of a warpgroup");
 
   const int warp_row = threadIdx.x / 32 % 4 * 16;
@@ -88,16 +51,8 @@ __device__ inline void consume(const fa_cuda_arguments &a, BackwardBuffers<Kind,
 
   // Counts from which stages and phases follow: column blocks, those with something to do, and steps.
   uint32_t blocks = 0, busy_blocks = 0, steps = 0;
-  auto start_scores = [&] {
-    barrier_wait(buffers.barrier(Q_FULL, steps % 2), steps / 2 % 2);
-    multiply<Kind, D_STEPS>(scores[0], BoxOperand<KTile, true>(buffers.k(), consumer * 64),
-                            BoxOperand<QTile, true>(buffers.q(steps % 2)), false);
-  };
-  auto start_dp = [&] {
-    barrier_wait(buffers.barrier(DOUT_FULL, steps % 2), steps / 2 % 2);
-    multiply<Kind, D_STEPS>(ds[0], BoxOperand<KTile, true>(buffers.v(), consumer * 64),
-                            BoxOperand<QTile, true>(buffers.dout(steps % 2)), false);
-  };
+  auto start_scores = [&] { start_transposed<K_SIDE>(scores, buffers, consumer * 64, steps); };
+  auto start_dp = [&] { start_transposed<V_SIDE>(ds, buffers, consumer * 64, steps); };
   auto start_dq = [&](uint32_t step) {
     const int stage = step % 2;
     barrier_wait(buffers.barrier(DS_FULL, stage), step / 2 % 2);
@@ -105,6 +60,7 @@ __device__ inline void consume(const fa_cuda_arguments &a, BackwardBuffers<Kind,
                             BoxOperand<DsTile, true>(buffers.ds(stage), Dq::ACROSS == 1 ? consumer * 64 : 0),
                             BoxOperand<KTile, false>(buffers.k(), Dq::ACROSS == 1 ? 0 : consumer * 64), false);
   };
+  auto slopes_of = [&](int n) { return four_of(scores[0][n]); };
   auto finish_dq = [&](uint32_t step) {
     arrive_once(buffers.barrier(DS_EMPTY, step % 2));
     barrier_wait(buffers.barrier(DQ_SENT), (step + 1) % 2);  // the one before
@@ -127,14 +83,11 @@ __device__ inline void consume(const fa_cuda_arguments &a, BackwardBuffers<Kind,
     finish_scores<Kind, 1, NT>(scores, a.score);
     if (!is_fully_visible(a.window, rows, first_column, 64))
       mask_transposed_scores<1, NT>(scores, a.window, rows.begin, first_column + warp_row);
-    if (a.score.form == FA_CUDA_SCORE_SOFTCAP)
-      probabilities<Kind, true>(scores, p_operand, a.score, buffers.shift(stage));
-    else
-      probabilities<Kind, false>(scores, p_operand, a.score, buffers.shift(stage));
+    probabilities<Kind>(scores, p_operand, a.score, buffers.shift(stage));
     wgmma_wait<0>(ds[0]);
     if (IS_LAST) arrive_once(buffers.barrier(V_EMPTY));
     multiply<Kind, Q_STEPS>(dv[0], p_operand, BoxOperand<QTile, false>(buffers.dout(stage)), true);
-    finish_ds<Kind>(ds, scores, buffers.delta(stage));
+    finish_ds<Kind>(ds, slopes_of, buffers.delta(stage));
     convert<Kind>(ds_operand, ds);
     multiply<Kind, Q_STEPS>(dk[0], ds_operand, BoxOperand<QTile, false>(buffers.q(stage)), true);
     wgmma_wait<1>(dv[0], p_operand);
@@ -188,51 +141,19 @@ __device__ inline void consume(const fa_cuda_arguments &a, BackwardBuffers<Kind,
       do_step(q_block, first_column, False(), True(), alone);
     }
     current_work(a, buffers, blocks, work);  // again, and not in registers all the time
-    const int column = work.columns.begin + consumer * 64 + warp_row;
-    store_accumulator<Io, 1, DT>(row_of<Io>(a.dv, work.block.batch, work.block.kv_head, column),
-                                 a.dv.stride_row, work.columns.end - column, a.head_dim, dv, 1);
-    store_accumulator<Io, 1, DT>(row_of<Io>(a.dk, work.block.batch, work.block.kv_head, column),
-                                 a.dk.stride_row, work.columns.end - column, a.head_dim, dk, a.scale);
+    store_columns<Kind>(a, work, a.dv, consumer * 64 + warp_row, 0, dv, 1);
+    store_columns<Kind>(a, work, a.dk, consumer * 64 + warp_row, 0, dk, a.scale);
   }
-}
-
-// As many blocks of threads as there are multiprocessors.
-template <class Kind, class Shape>
-__global__ void __launch_bounds__(Shape::num_threads, 1)
-    backward(const __grid_constant__ fa_cuda_arguments a, const __grid_constant__ fa_cuda_maps maps) {
-  extern __shared__ __align__(1024) uint8_t shared[];
-  const BackwardBuffers<Kind, Shape> buffers = {shared_address(shared)};
-  if (threadIdx.x == 0) buffers.init_barriers();
-  __syncthreads();
-  const int warp = uniform(threadIdx.x / 32);
-  if (warp >= Shape::num_warps) {
-    give_registers<Shape::other_registers>();
-    if (warp == Shape::num_warps + 1) send_dq(a, buffers);
-    if (warp > Shape::num_warps + 1) write_dq<Kind>(a, maps, buffers, warp - Shape::num_warps - 2);
-    if (threadIdx.x == Shape::num_warps * 32) produce(a, maps, buffers);
-  } else {
-    take_registers<Shape::consumer_registers>();
-    consume(a, buffers, warp / 4);
-  }
-}
-
-template <class Kind, class Shape>
-constexpr fa_cuda_kernel row(const char *name) {
-  return backward_row<BackwardBuffers<Kind, Shape>>(name, (const void *)backward<Kind, Shape>);
 }
 
 }  // namespace hopper
 }  // namespace fa
 
-#define ROW(rest, ...)                                                                                       \
-  fa::hopper::row<fa::kinds::FA_KIND, fa::hopper::BackwardShape<__VA_ARGS__>>("cuda/sm90/" FA_QUOTE(FA_KIND) \
-                                                                                  rest)
-
 // A consumer's thread needs head_dim registers (dk, dv) and 1.25 * block_q (scores, dp and p) for its arrays.
 // Shared memory, KiB: 216 each.
 const fa_cuda_kernel FA_JOIN(fa_hopper_backward_, FA_KIND)[] = {
-    // bucket, block_q
-    ROW("/d64", 64, 128),
-    ROW("/d128", 128, 64),
+    // bucket, block_q, dq's shares, writers
+    FA_BACKWARD_ROW("/d64", 64, 128, 1, 2),
+    FA_BACKWARD_ROW("/d128", 128, 64, 1, 2),
     {},
 };

@@ -1,7 +1,6 @@
-// What Hopper's backward kernels share: the work of a column block, the warps that copy row blocks, send dq and
-// write it, and what consumers do with scores in registers. Buffers: a kernel's shared memory, with its Kind,
-// its Shape, DQ_SHARES, in how many sums over columns a step's dq comes, and WRITERS, how many warps make dq of
-// its sum: 0 where a kernel of its own does.
+// What Hopper's backward kernels share: the shape of a block of threads and its shared memory, the work of a
+// column block, the warps that copy row blocks, send dq and write it, and what consumers do with scores in
+// registers.
 #pragma once
 
 #include "backward.cuh"
@@ -34,6 +33,90 @@ enum {
 // And one in hardware, for each share of dq: its consumers have written it for the warp that sends it.
 enum { DQ_WRITTEN = 1 };
 
+// What comes from memory has two sides: k, with q and shift row block by row block; and v, with dout and delta.
+// Barriers of the second follow those of the first.
+enum { K_SIDE, V_SIDE, NUM_SIDES };
+
+// ---- shape and shared memory ---------------------------------------------------------------------------
+
+// A row of the table; none of it changes results by more than rounding. The consumers' warps come first, then
+// one that copies, one for each of dq's shares, a sum over some of the columns, that sends it, and the writers,
+// which make dq of its sum in memory: none where a kernel of its own does. Registers are per thread: together
+// they are what the block has, 168 for each.
+template <int HEAD_DIM, int BLOCK_Q, int DQ_SHARES, int NUM_WRITERS>
+struct BackwardShape {
+  static constexpr int head_dim = HEAD_DIM, block_q = BLOCK_Q, num_consumers = 2, block_k = num_consumers * 64;
+  static constexpr int num_warps = num_consumers * 4, dq_warps = block_q / 16;  // see DqShare
+  static constexpr int dq_shares = DQ_SHARES, num_writers = NUM_WRITERS;
+  static constexpr int num_threads = (num_consumers + 1) * WARPGROUP;
+  static constexpr int consumer_registers = 240, other_registers = 24;
+};
+
+// Shared memory of every kernel: k and v; two stages of q and of dout, of shift and of delta; of SCALED kinds,
+// by which power of two the rows of what is full are scaled; barriers; two numbers of column blocks; and from
+// OWN_AT on what the kernel's own Buffers add.
+template <class Kind_, class Shape_, int NUM_BARRIERS = NUM_BARRIER_KINDS>
+struct CommonBuffers {
+  using Kind = Kind_;
+  using Shape = Shape_;
+  static constexpr int STAGES = 2;
+  using QTile = BoxTile<Shape::block_q, Shape::head_dim>;
+  using KTile = BoxTile<Shape::block_k, Shape::head_dim>;
+  static constexpr int Q_BYTES = Kind::PARTS * QTile::BYTES, K_BYTES = Kind::PARTS * KTile::BYTES;
+  static constexpr int ROW_BYTES = Shape::block_q * 4, DQ_BYTES = Shape::block_q * Shape::head_dim * 4;
+  static constexpr int ROWS_AT = NUM_SIDES * K_BYTES, STATISTICS_AT = ROWS_AT + NUM_SIDES * STAGES * Q_BYTES;
+  static constexpr int EXPONENTS_AT = STATISTICS_AT + NUM_SIDES * STAGES * ROW_BYTES;
+  static constexpr int BARRIERS_AT = EXPONENTS_AT + DQ_SENT * STAGES * 4;
+  static constexpr int BLOCKS_AT = BARRIERS_AT + NUM_BARRIERS * STAGES * 8;
+  static constexpr int OWN_AT = (BLOCKS_AT + STAGES * 4 + 1023) / 1024 * 1024;
+
+  uint32_t base;
+  __device__ uint32_t columns(int side) const { return base + side * K_BYTES; }
+  __device__ uint32_t rows(int side, int stage) const {
+    return base + ROWS_AT + (side * STAGES + stage) * Q_BYTES;
+  }
+  __device__ uint32_t statistic(int side, int stage) const {
+    return base + STATISTICS_AT + (side * STAGES + stage) * ROW_BYTES;
+  }
+  __device__ uint32_t k() const { return columns(K_SIDE); }
+  __device__ uint32_t q(int stage) const { return rows(K_SIDE, stage); }
+  __device__ uint32_t dout(int stage) const { return rows(V_SIDE, stage); }
+  __device__ uint32_t shift(int stage) const { return statistic(K_SIDE, stage); }
+  __device__ uint32_t delta(int stage) const { return statistic(V_SIDE, stage); }
+  __device__ uint32_t exponent(int full, int stage = 0) const {
+    return base + EXPONENTS_AT + (full * STAGES + stage) * 4;
+  }
+  __device__ uint32_t block(int stage) const { return base + BLOCKS_AT + stage * 4; }
+  __device__ uint32_t barrier(int kind, int stage = 0) const {
+    return base + BARRIERS_AT + (kind * STAGES + stage) * 8;
+  }
+  __device__ uint32_t own(int at) const { return base + OWN_AT + at; }
+
+  // How many arrive at a barrier.
+  static constexpr int NUM_KINDS = NUM_BARRIERS;
+  __device__ static int arrivals(int kind, bool) {
+    if (kind < K_EMPTY) return 1;
+    return ARRIVALS_OF_WARP * (Shape::num_warps + (kind == BLOCK_EMPTY ? Shape::dq_shares : 0));
+  }
+};
+
+// By all threads of a block, first.
+template <class Buffers>
+__device__ inline Buffers set_up_buffers(bool deterministic) {
+  extern __shared__ __align__(1024) uint8_t shared[];
+  const Buffers buffers = {shared_address(shared)};
+  if (threadIdx.x == 0) {
+    for (int kind = 0; kind < Buffers::NUM_KINDS; kind++)
+      for (int stage = 0; stage < Buffers::STAGES; stage++)
+        barrier_init(buffers.barrier(kind, stage), Buffers::arrivals(kind, deterministic));
+    barrier_init_done();
+  }
+  __syncthreads();
+  return buffers;
+}
+
+// ---- the work ------------------------------------------------------------------------------------------
+
 // By a warp: arrives when all of its lanes are here.
 __device__ inline void arrive_once(uint32_t barrier) {
   __syncwarp();
@@ -59,64 +142,76 @@ __device__ inline bool work_of(const fa_cuda_arguments &a, int index, Work &work
   return true;
 }
 
-// The column block that the producer hands to the other warps; false where there is none. next_work, by a warp:
-// it is done with this one.
+// The column block that the producer hands to the other warps; false where there is none. next_work, by a warp
+// or by one thread that stands for it: it is done with this one.
 template <class Buffers>
 __device__ inline bool current_work(const fa_cuda_arguments &a, const Buffers &buffers, uint32_t count,
                                     Work &work) {
   barrier_wait(buffers.barrier(BLOCK_FULL, count % 2), count / 2 % 2);
   return work_of<typename Buffers::Shape>(a, load_shared_word(buffers.block(count % 2)), work);
 }
-template <class Buffers>
+template <bool ALONE = false, class Buffers>
 __device__ inline void next_work(const Buffers &buffers, uint32_t &count) {
-  arrive_once(buffers.barrier(BLOCK_EMPTY, count % 2));
-  count++;
-}
-// The same, by one thread that stands for its warp.
-template <class Buffers>
-__device__ inline void next_work_alone(const Buffers &buffers, uint32_t &count) {
-  barrier_arrive(buffers.barrier(BLOCK_EMPTY, count % 2));
+  const uint32_t barrier = buffers.barrier(BLOCK_EMPTY, count % 2);
+  ALONE ? barrier_arrive(barrier) : arrive_once(barrier);
   count++;
 }
 
-// ---- the producer: one thread ----------------------------------------------------------------------
+// ---- the producer: one thread, or one for each side ------------------------------------------------------
 
-// Starts the copy of k or v; and, when the ring's stage is empty, of q with shift or dout with delta. Of SCALED
-// kinds, a word says by which power of two the rows are scaled.
+// Starts the copy of k or v; and, when the ring's stage is empty, of q or dout.
 template <class Buffers>
-__device__ inline void load_columns(const fa_cuda_arguments &a, const Buffers &buffers, const Work &work,
-                                    uint32_t to, const CUtensorMap &map, int full,
-                                    const fa_cuda_operand &operand) {
+__device__ inline void load_columns(const fa_cuda_arguments &a, const fa_cuda_maps &maps,
+                                    const Buffers &buffers, const Work &work, int side) {
   using Kind = typename Buffers::Kind;
   using KTile = typename Buffers::KTile;
+  const BlockIndex &block = work.block;
+  const int column = work.columns.begin;
+  const uint32_t barrier = buffers.barrier(K_FULL + side);
   if constexpr (Kind::SCALED)
-    store_shared(buffers.exponent(full, 0),
-                 exponent_of<Kind>(operand, work.block.batch, work.block.kv_head, work.columns.begin));
-  barrier_expect(buffers.barrier(full), Kind::PARTS * KTile::BYTES);
+    store_shared(buffers.exponent(K_FULL + side),
+                 exponent_of<Kind>(side == K_SIDE ? a.k : a.v, block.batch, block.kv_head, column));
+  barrier_expect(barrier, Buffers::K_BYTES);
 #pragma unroll
   for (int part = 0; part < Kind::PARTS; part++)
-    load_boxes<KTile>(to + part * KTile::BYTES, map, buffers.barrier(full), work.columns.begin,
-                      work.block.kv_head, work.block.batch + part * a.batch);
+    load_boxes<KTile>(buffers.columns(side) + part * KTile::BYTES, side == K_SIDE ? maps.k : maps.v, barrier,
+                      column, block.kv_head, block.batch + part * a.batch);
 }
 template <class Buffers>
-__device__ inline void load_rows(const fa_cuda_arguments &a, const Buffers &buffers, const Work &work,
-                                 Step step, const Ring<Buffers::STAGES> &ring, uint32_t to,
-                                 const CUtensorMap &map, uint32_t statistic_to, const float *statistic,
-                                 int full, int empty, const fa_cuda_operand &operand) {
+__device__ inline void load_rows(const fa_cuda_arguments &a, const fa_cuda_maps &maps, const Buffers &buffers,
+                                 int batch, Step step, const Ring<Buffers::STAGES> &ring, int side) {
   using Kind = typename Buffers::Kind;
   using QTile = typename Buffers::QTile;
-  constexpr int BLOCK_Q = Buffers::Shape::block_q;
-  const uint32_t barrier = buffers.barrier(full, ring.stage);
-  const int exponent = exponent_of<Kind>(operand, work.block.batch, step.head, step.q_block * BLOCK_Q);
-  barrier_wait(buffers.barrier(empty, ring.stage), ring.phase ^ 1);
-  if constexpr (Kind::SCALED) store_shared(buffers.exponent(full, ring.stage), exponent);
-  barrier_expect(barrier, Kind::PARTS * QTile::BYTES + Buffers::ROW_BYTES);
+  const int row = step.q_block * Buffers::Shape::block_q, stage = ring.stage;
+  const uint32_t barrier = buffers.barrier(Q_FULL + side, stage);
+  const int exponent = exponent_of<Kind>(side == K_SIDE ? a.q : a.dout, batch, step.head, row);
+  barrier_wait(buffers.barrier(Q_EMPTY + side, stage), ring.phase ^ 1);
+  if constexpr (Kind::SCALED) store_shared(buffers.exponent(Q_FULL + side, stage), exponent);
+  barrier_expect(barrier, Buffers::Q_BYTES + Buffers::ROW_BYTES);
 #pragma unroll
   for (int part = 0; part < Kind::PARTS; part++)
-    load_boxes<QTile>(to + part * QTile::BYTES, map, barrier, step.q_block * BLOCK_Q, step.head,
-                      work.block.batch + part * a.batch);
-  load_bulk(statistic_to, statistic + position_of(a, work.block.batch, step) * BLOCK_Q, Buffers::ROW_BYTES,
-            barrier);
+    load_boxes<QTile>(buffers.rows(side, stage) + part * QTile::BYTES, side == K_SIDE ? maps.q : maps.dout,
+                      barrier, row, step.head, batch + part * a.batch);
+  load_bulk(buffers.statistic(side, stage),
+            (side == K_SIDE ? a.shift : a.delta) + position_of(a, batch, step) * Buffers::Shape::block_q,
+            Buffers::ROW_BYTES, barrier);
+}
+
+// Copies the sides from BEGIN to END of a column block.
+template <int BEGIN, int END, class Buffers>
+__device__ inline void load_sides(const fa_cuda_arguments &a, const fa_cuda_maps &maps, const Buffers &buffers,
+                                  const Work &work, Ring<Buffers::STAGES> &ring, uint32_t &k_phase) {
+  Step step = work.first;
+  for (int i = 0; i < work.num_steps; i++, step = next_step(step, work.q_blocks), ring.advance())
+#pragma unroll
+    for (int side = BEGIN; side < END; side++) {
+      if (i == 0) {
+        barrier_wait(buffers.barrier(K_EMPTY + side), k_phase ^ 1);
+        load_columns(a, maps, buffers, work, side);
+      }
+      load_rows(a, maps, buffers, work.block.batch, step, ring, side);
+    }
+  if (work.num_steps > 0) k_phase ^= 1;
 }
 
 // Takes the next column block that nobody has taken and hands it to the others; false where there is none. Who
@@ -132,38 +227,22 @@ __device__ inline bool take_work(const fa_cuda_arguments &a, const Buffers &buff
   return work_of<typename Buffers::Shape>(a, index, work);
 }
 
-template <class Buffers>
+// Takes column blocks as long as there are some, and copies the sides up to END.
+template <int END, class Buffers>
 __device__ inline void produce(const fa_cuda_arguments &a, const fa_cuda_maps &maps, const Buffers &buffers) {
   Ring<Buffers::STAGES> blocks, ring;
   uint32_t k_phase = 0;
   Work work;
-  for (bool more = true; more; blocks.advance()) {
-    more = take_work(a, buffers, blocks, k_phase, work);
-    if (!more || work.num_steps == 0) continue;
-    Step step = work.first;
-    for (int i = 0; i < work.num_steps; i++, step = next_step(step, work.q_blocks)) {
-      const int stage = ring.stage;
-      if (i == 0) {
-        barrier_wait(buffers.barrier(K_EMPTY), k_phase ^ 1);
-        load_columns(a, buffers, work, buffers.k(), maps.k, K_FULL, a.k);
-      }
-      load_rows(a, buffers, work, step, ring, buffers.q(stage), maps.q, buffers.shift(stage), a.shift, Q_FULL,
-                Q_EMPTY, a.q);
-      if (i == 0) load_columns(a, buffers, work, buffers.v(), maps.v, V_FULL, a.v);
-      load_rows(a, buffers, work, step, ring, buffers.dout(stage), maps.dout, buffers.delta(stage), a.delta,
-                DOUT_FULL, DOUT_EMPTY, a.dout);
-      ring.advance();
-    }
-    k_phase ^= 1;
-  }
+  for (; take_work(a, buffers, blocks, k_phase, work); blocks.advance())
+    load_sides<K_SIDE, END>(a, maps, buffers, work, ring, k_phase);
 }
 
 // ---- dq to memory: one warp for each share -----------------------------------------------------------
 
 template <class Buffers>
-__device__ inline void send_dq(const fa_cuda_arguments &a, const Buffers &buffers, int share = 0) {
+__device__ inline void send_dq(const fa_cuda_arguments &a, const Buffers &buffers, int share) {
   using Shape = typename Buffers::Shape;
-  constexpr int SHARES = Buffers::DQ_SHARES, THREADS = Shape::num_consumers / SHARES * WARPGROUP + 32;
+  constexpr int SHARES = Shape::dq_shares, THREADS = Shape::num_consumers / SHARES * WARPGROUP + 32;
   const int lane = threadIdx.x % 32;
   Work work;
   for (uint32_t blocks = 0; current_work(a, buffers, blocks, work); next_work(buffers, blocks)) {
@@ -194,7 +273,7 @@ __device__ inline void send_dq(const fa_cuda_arguments &a, const Buffers &buffer
       if (a.deterministic) {
         bulk_wait_done<0>();
         pass_turn(turns);
-      } else if (Buffers::WRITERS > 0) {  // of the addition before, which has long been made
+      } else if (Shape::num_writers > 0) {  // of the addition before, which has long been made
         bulk_wait_done<1>();
         if (added) pass_turn(added);
         added = turns;
@@ -210,7 +289,7 @@ __device__ inline void send_dq(const fa_cuda_arguments &a, const Buffers &buffer
 // Takes the next row block that nobody has taken, and writes its dq when all column blocks have added to it;
 // its sum becomes that of the row block num_sums further on. So dq_sum stays in cache, and column blocks seldom
 // wait for it. Part by part: of what one consumer has of dq, 64 rows by 64 columns, one half.
-template <class Kind, class Buffers>
+template <class Buffers>
 __device__ inline void write_dq(const fa_cuda_arguments &a, const fa_cuda_maps &maps, const Buffers &buffers,
                                 int writer) {
   using Shape = typename Buffers::Shape;
@@ -251,7 +330,7 @@ __device__ inline void write_dq(const fa_cuda_arguments &a, const fa_cuda_maps &
         const float4 x = load_shared_four(first), y = load_shared_four(second);
         store_shared(first, make_uint4(0, 0, 0, 0));
         store_shared(second, make_uint4(0, 0, 0, 0));
-        put_rows<typename Kind::Element, Tile, 2>(
+        put_rows<typename Buffers::Kind::Element, Tile, 2>(
             tile, i / 4 * 16, {{x.x, x.y, x.z, x.w}, {y.x, y.y, y.z, y.w}}, {a.scale, a.scale}, i % 4 * 2);
       }
       fence_async();
@@ -305,61 +384,133 @@ __device__ inline void store_transposed(uint32_t tile, int row, int column, cons
   for (int k = 0; k < KT; k++) store_matrices<true>(to + k * 16 * 128, operand[k]);
 }
 
-// Scores become p, as an operand times scale. In their place, what is to be multiplied with dp - delta: p times
-// the derivative of the softcap.
-template <class Kind, bool SOFTCAP, int NT>
-__device__ inline void probabilities(float (&scores)[1][NT][4], uint32_t (&p)[Kind::PARTS][NT / 2][4],
-                                     const fa_cuda_score &score, uint32_t shift, float scale = 1) {
+// Starts a consumer's transposed product with a row block, when that is there: the scores k q^T, rounded as the
+// forward's, or dp, v dout^T.
+template <int SIDE, class Buffers, int NT>
+__device__ inline void start_transposed(float (&product)[1][NT][4], const Buffers &buffers, int first_column,
+                                        uint32_t step) {
+  constexpr int STEPS = Buffers::Shape::head_dim / 16;
+  barrier_wait(buffers.barrier(Q_FULL + SIDE, step % 2), step / 2 % 2);
+  multiply<typename Buffers::Kind, STEPS, SIDE == K_SIDE>(
+      product[0], BoxOperand<typename Buffers::KTile, true>(buffers.columns(SIDE), first_column),
+      BoxOperand<typename Buffers::QTile, true>(buffers.rows(SIDE, step % 2)), false);
+}
+
+// Of scores, column block by column block of the accumulator, take(n, p, slopes) gets p and what is to be
+// multiplied with dp - delta: p times the derivative of the softcap.
+template <class Kind, int NT, class Take>
+__device__ inline void probabilities(const float (&scores)[1][NT][4], const fa_cuda_score &score,
+                                     uint32_t shift, Take take) {
   const float unit = exponent_of_unit<Kind>(score), per_cap = per_softcap<Kind>(score);
+  auto take_all = [&](auto softcap) {
+#pragma unroll
+    for (int n = 0; n < NT; n++) {
+      const float2 row_shift = load_shared_pair(shift + (n * 8 + threadIdx.x % 4 * 2) * 4);
+      float p[4], slopes[4];
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const float x = scores[0][n][i];
+        p[i] = exact_exponential<Kind>(x, unit, i % 2 ? row_shift.y : row_shift.x);
+        slopes[i] = decltype(softcap)::value ? p[i] * softcap_slope(x, per_cap) : p[i];
+      }
+      take(n, p, slopes);
+    }
+  };
+  if (score.form == FA_CUDA_SCORE_SOFTCAP)
+    take_all(std::true_type());
+  else
+    take_all(std::false_type());
+}
+// p becomes an operand times scale; the slopes take the scores' place.
+template <class Kind, int NT>
+__device__ inline void probabilities(float (&scores)[1][NT][4], uint32_t (&operand)[Kind::PARTS][NT / 2][4],
+                                     const fa_cuda_score &score, uint32_t shift, float scale = 1) {
+  probabilities<Kind>(scores, score, shift, [&](int n, const float(&p)[4], const float(&slopes)[4]) {
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+      convert_pair<Kind>(operand, n, half, p[half * 2], p[half * 2 + 1], scale);
+#pragma unroll
+    for (int i = 0; i < 4; i++) scores[0][n][i] = slopes[i];
+  });
+}
+
+__device__ inline float4 four_of(const float (&x)[4]) { return make_float4(x[0], x[1], x[2], x[3]); }
+
+// dp, to be multiplied with unscale where operands are SCALED, becomes ds; slopes_of(n): of a column block of
+// the accumulator, what probabilities() gave.
+template <class Kind, int NT, class SlopesOf>
+__device__ inline void finish_ds(float (&ds)[1][NT][4], SlopesOf slopes_of, uint32_t delta, float unscale = 1) {
 #pragma unroll
   for (int n = 0; n < NT; n++) {
-    const float2 row_shift = load_shared_pair(shift + (n * 8 + threadIdx.x % 4 * 2) * 4);
+    const float2 row_delta = load_shared_pair(delta + (n * 8 + threadIdx.x % 4 * 2) * 4);
+    const float4 four = slopes_of(n);
+    const float slopes[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
-      float *x = scores[0][n] + half * 2;
-      const float p0 = exact_exponential<Kind>(x[0], unit, row_shift.x),
-                  p1 = exact_exponential<Kind>(x[1], unit, row_shift.y);
-      convert_pair<Kind>(p, n, half, p0, p1, scale);
-      x[0] = SOFTCAP ? p0 * softcap_slope(x[0], per_cap) : p0;
-      x[1] = SOFTCAP ? p1 * softcap_slope(x[1], per_cap) : p1;
+    for (int i = 0; i < 4; i++) {
+      const float dp = Kind::SCALED ? ds[0][n][i] * unscale : ds[0][n][i];
+      ds[0][n][i] = slopes[i] * (dp - (i % 2 ? row_delta.y : row_delta.x));
     }
   }
 }
 
-// dp, to be multiplied with unscale where operands are SCALED, becomes ds.
-template <class Kind, int NT>
-__device__ inline void finish_ds(float (&ds)[1][NT][4], const float (&p)[1][NT][4], uint32_t delta,
-                                 float unscale = 1) {
-#pragma unroll
-  for (int n = 0; n < NT; n++) {
-    const float2 row_delta = load_shared_pair(delta + (n * 8 + threadIdx.x % 4 * 2) * 4);
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const float dp = Kind::SCALED ? ds[0][n][i] * unscale : ds[0][n][i];
-      ds[0][n][i] = p[0][n][i] * (dp - (i % 2 ? row_delta.y : row_delta.x));
-    }
+// Writes scale * sum, whose first element is [column, d] of the column block, to dk or dv.
+template <class Kind, int DT>
+__device__ inline void store_columns(const fa_cuda_arguments &a, const Work &work, const fa_tensor &to,
+                                     int column, int d, const float (&sum)[1][DT][4], float scale) {
+  using Io = typename Kind::Io;
+  column += work.columns.begin;
+  store_accumulator<Io, 1, DT>(row_of<Io>(to, work.block.batch, work.block.kv_head, column) + d, to.stride_row,
+                               work.columns.end - column, a.head_dim - d, sum, scale);
+}
+
+// ---- the kernel, but for its consumers -----------------------------------------------------------------
+
+// As many blocks of threads as there are multiprocessors; consume(a, buffers, consumer) is what differs.
+template <class Buffers>
+__global__ void __launch_bounds__(Buffers::Shape::num_threads, 1)
+    backward(const __grid_constant__ fa_cuda_arguments a, const __grid_constant__ fa_cuda_maps maps) {
+  using Shape = typename Buffers::Shape;
+  const Buffers buffers = set_up_buffers<Buffers>(a.deterministic);
+  const int warp = uniform(threadIdx.x / 32), share = warp - Shape::num_warps - 1;
+  if (warp < Shape::num_warps) {
+    take_registers<Shape::consumer_registers>();
+    consume(a, buffers, warp / 4);
+  } else {
+    give_registers<Shape::other_registers>();
+    if (threadIdx.x == Shape::num_warps * 32) produce<NUM_SIDES>(a, maps, buffers);
+    if (share >= 0 && share < Shape::dq_shares) send_dq(a, buffers, share);
+    if constexpr (Shape::num_writers > 0)
+      if (share >= Shape::dq_shares) write_dq(a, maps, buffers, share - Shape::dq_shares);
   }
 }
 
 // ---- the table -----------------------------------------------------------------------------------------
 
 template <class Buffers>
-constexpr fa_cuda_kernel backward_row(const char *name, const void *main, const void *finish_dq = nullptr,
-                                      int32_t finish_threads = 0) {
+constexpr fa_cuda_kernel backward_row(const char *name, const void *main = (const void *)backward<Buffers>) {
+  using Kind = typename Buffers::Kind;
   using Shape = typename Buffers::Shape;
-  return {.name = name,
-          .bucket = Shape::head_dim,
-          .block_q = Shape::block_q,
-          .block_k = Shape::block_k,
-          .num_threads = Shape::num_threads,
-          .shared_bytes = Buffers::BYTES,
-          .mapped = true,
-          .persistent = true,
-          .main = main,
-          .statistics = (const void *)statistics<typename Buffers::Kind, Shape>,
-          .finish_dq = finish_dq,
-          .finish_threads = finish_threads};
+  fa_cuda_kernel row = {.name = name,
+                        .bucket = Shape::head_dim,
+                        .block_q = Shape::block_q,
+                        .block_k = Shape::block_k,
+                        .num_threads = Shape::num_threads,
+                        .shared_bytes = Buffers::BYTES,
+                        .mapped = true,
+                        .persistent = true,
+                        .main = main,
+                        .statistics = (const void *)statistics<Kind, Shape>,
+                        .finish_threads = Buffers::Dq::NUM_WARPS * 32};
+  if constexpr (Shape::num_writers == 0)
+    row.finish_dq = (const void *)finish_dq<Kind, Shape, typename Buffers::Dq>;
+  return row;
 }
 
 }  // namespace hopper
 }  // namespace fa
+
+// With the end of its name, and a BackwardShape.
+#define FA_BACKWARD_ROW(rest, ...)                                                              \
+  fa::hopper::backward_row<                                                                     \
+      fa::hopper::BackwardBuffers<fa::kinds::FA_KIND, fa::hopper::BackwardShape<__VA_ARGS__>>>( \
+      "cuda/sm90/" FA_QUOTE(FA_KIND) rest)
