@@ -150,7 +150,7 @@ __device__ inline void consume(const fa_cuda_arguments &a, BackwardBuffers<Kind,
 }  // namespace fa
 
 // A consumer's thread needs head_dim registers (dk, dv) and 1.25 * block_q (scores, dp and p) for its arrays.
-// Shared memory, KiB: 216 each.
+// Shared memory, KiB: 219 and 218.
 const fa_cuda_kernel FA_JOIN(fa_hopper_backward_, FA_KIND)[] = {
     // bucket, block_q, dq's shares, writers
     FA_BACKWARD_ROW("/d64", 64, 128, 1, 2),

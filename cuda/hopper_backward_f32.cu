@@ -215,7 +215,7 @@ __device__ inline void consume(const fa_cuda_arguments &a, BackwardBuffers<Kind,
 }  // namespace fa
 
 // A consumer's thread needs head_dim registers (dk, dv), 32 for the fresh product, and block_q times 1 (scores,
-// dp) and 0.5 a part (p or ds) for its arrays. Shared memory, KiB, of two parts: 160 and 224.
+// dp) and 0.5 a part (p or ds) for its arrays. Shared memory, KiB, of two parts: 162 and 225.
 const fa_cuda_kernel FA_JOIN(fa_hopper_backward_, FA_KIND)[] = {
     // bucket, block_q, dq's shares, writers
     FA_BACKWARD_ROW("/d64", 64, 64, 2, 0),
