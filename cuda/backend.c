@@ -235,7 +235,7 @@ static int32_t forward_heads_at_once(const fa_problem *p) {
 static int32_t backward_heads_at_once(const fa_problem *p, const fa_cuda_kernel *kernel) {
   const int64_t num_heads = p->batch * p->num_kv_heads, group = p->num_heads / p->num_kv_heads;
   const int64_t head_bytes = p->seqlen_q * group * p->head_dim * 8, cached_bytes = INT64_C(24) << 20;
-  int64_t wanted = 4;
+  int64_t wanted = sees_all(p) && !p->deterministic ? 3 : 4;
   if (p->deterministic && kernel->persistent && !sees_all(p)) wanted = kernel->bucket == 128 ? 8 : 16;
   if (p->deterministic && head_bytes * wanted < cached_bytes) wanted = cached_bytes / (head_bytes + 1);
   return (int32_t)(wanted < num_heads ? wanted : num_heads);

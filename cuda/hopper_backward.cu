@@ -119,8 +119,6 @@ __device__ inline void consume(const fa_cuda_arguments &a, BackwardBuffers<Kind,
     set_zero<1, DT>(dk);
     set_zero<1, DT>(dv);
     if (work.num_steps > 0) {
-      using True = std::true_type;
-      using False = std::false_type;
       barrier_wait(buffers.barrier(K_FULL), busy_blocks % 2);
       start_scores();
       barrier_wait(buffers.barrier(V_FULL), busy_blocks % 2);
@@ -131,14 +129,14 @@ __device__ inline void consume(const fa_cuda_arguments &a, BackwardBuffers<Kind,
       int q_block = work.q_blocks.end - 1, steps_left = work.num_steps - 1;
       const bool alone = steps_left == 0;
       if (!alone) {
-        do_step(q_block, first_column, True(), False());
+        do_step(q_block, first_column, std::true_type(), std::false_type());
         for (;;) {
           q_block = next_step({0, q_block}, work.q_blocks).q_block;
           if (--steps_left == 0) break;
-          do_step(q_block, first_column, False(), False());
+          do_step(q_block, first_column, std::false_type(), std::false_type());
         }
       }
-      do_step(q_block, first_column, False(), True(), alone);
+      do_step(q_block, first_column, std::false_type(), std::true_type(), alone);
     }
     current_work(a, buffers, blocks, work);  // again, and not in registers all the time
     store_columns<Kind>(a, work, a.dv, consumer * 64 + warp_row, 0, dv, 1);

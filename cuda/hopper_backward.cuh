@@ -10,26 +10,10 @@ namespace fa {
 namespace hopper {
 
 // Barriers in shared memory, two of a kind where there are two buffers. Completed by one thread or its bulk
-// copies:
-enum {
-  BLOCK_FULL,
-  K_FULL,
-  V_FULL,
-  Q_FULL,
-  DOUT_FULL,
-  DQ_SENT,
-  SUM_FULL,
-  // by every consumer warp:
-  K_EMPTY,
-  V_EMPTY,
-  Q_EMPTY,
-  DOUT_EMPTY,
-  DS_FULL,
-  DS_EMPTY,
-  // by those and the warps that send dq:
-  BLOCK_EMPTY,
-  NUM_BARRIER_KINDS,
-};
+// copies; by every consumer warp; and by those and the warps that send dq.
+enum { BLOCK_FULL, K_FULL, V_FULL, Q_FULL, DOUT_FULL, DQ_SENT, SUM_FULL };
+enum { K_EMPTY = SUM_FULL + 1, V_EMPTY, Q_EMPTY, DOUT_EMPTY, DS_FULL, DS_EMPTY };
+enum { BLOCK_EMPTY = DS_EMPTY + 1, NUM_BARRIER_KINDS };
 // And one in hardware, for each share of dq: its consumers have written it for the warp that sends it.
 enum { DQ_WRITTEN = 1 };
 
@@ -354,28 +338,7 @@ __device__ inline void write_dq(const fa_cuda_arguments &a, const fa_cuda_maps &
 
 // ---- the consumers -----------------------------------------------------------------------------------
 
-// Two neighbours in a row of an accumulator, from column n * 8 on, as elements of the left operand of a product
-// along its columns: two column blocks a step of k. scale: of SCALED kinds.
-template <class Kind, int KT>
-__device__ inline void convert_pair(uint32_t (&operand)[Kind::PARTS][KT][4], int n, int half, float x0,
-                                    float x1, float scale) {
-  uint32_t parts[Kind::PARTS];
-  if constexpr (Kind::SCALED) x0 *= scale, x1 *= scale;
-  split<Kind>(parts, x0, x1);
-#pragma unroll
-  for (int part = 0; part < Kind::PARTS; part++) operand[part][n / 2][n % 2 * 2 + half] = parts[part];
-}
-template <class Kind, int KT>
-__device__ inline void convert(uint32_t (&operand)[Kind::PARTS][KT][4], const float (&acc)[1][2 * KT][4],
-                               float scale = 1) {
-#pragma unroll
-  for (int n = 0; n < 2 * KT; n++)
-#pragma unroll
-    for (int half = 0; half < 2; half++)
-      convert_pair<Kind>(operand, n, half, acc[0][n][half * 2], acc[0][n][half * 2 + 1], scale);
-}
-
-// Writes such an operand, whose first element is [row, column], to a tile, transposed.
+// Writes an operand that convert() made, whose first element is [row, column], to a tile, transposed.
 template <class T, int KT>
 __device__ inline void store_transposed(uint32_t tile, int row, int column, const uint32_t (&operand)[KT][4]) {
   const int lane = threadIdx.x % 32;

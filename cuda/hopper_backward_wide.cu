@@ -253,35 +253,34 @@ __device__ inline void produce_dout(const fa_cuda_arguments &a, const fa_cuda_ma
 
 // Deterministic: waits for the turns of dq ahead of who adds it, and passes them on behind, since both take
 // long.
-template <class Buffers>
-__device__ inline void await_turns(const fa_cuda_arguments &a, const Buffers &buffers) {
-  using Shape = typename Buffers::Shape;
+template <class Buffers, class Visit>
+__device__ inline void for_each_step(const fa_cuda_arguments &a, const Buffers &buffers, Visit visit) {
   uint32_t steps = 0;
   Work work;
   for (uint32_t blocks = 0; current_work(a, buffers, blocks, work); next_work<true>(buffers, blocks)) {
     Step step = work.first;
-    for (int i = 0; i < work.num_steps; i++, steps++, step = next_step(step, work.q_blocks)) {
-      const Range rows = block_range(step.q_block, Shape::block_q, a.window.seqlen_q);
-      wait_for_turn(a.dq_turns + position_of(a, work.block.batch, step),
-                    1 + turn_of(a.window, rows, work.block.k_block, Shape::block_k));
-      barrier_arrive(buffers.barrier(DQ_TURN));
-      barrier_wait(buffers.barrier(DQ_TURN), steps % 2);
-    }
+    for (int i = 0; i < work.num_steps; i++, steps++, step = next_step(step, work.q_blocks))
+      visit(work, step, a.dq_turns + position_of(a, work.block.batch, step), steps % 2);
   }
 }
 template <class Buffers>
+__device__ inline void await_turns(const fa_cuda_arguments &a, const Buffers &buffers) {
+  using Shape = typename Buffers::Shape;
+  for_each_step(a, buffers, [&](const Work &work, Step step, int32_t *turns, uint32_t phase) {
+    const Range rows = block_range(step.q_block, Shape::block_q, a.window.seqlen_q);
+    wait_for_turn(turns, 1 + turn_of(a.window, rows, work.block.k_block, Shape::block_k));
+    barrier_arrive(buffers.barrier(DQ_TURN));
+    barrier_wait(buffers.barrier(DQ_TURN), phase);
+  });
+}
+template <class Buffers>
 __device__ inline void pass_turns(const fa_cuda_arguments &a, const Buffers &buffers) {
-  uint32_t steps = 0;
-  Work work;
   barrier_arrive(buffers.barrier(DQ_TURN));
-  for (uint32_t blocks = 0; current_work(a, buffers, blocks, work); next_work<true>(buffers, blocks)) {
-    Step step = work.first;
-    for (int i = 0; i < work.num_steps; i++, steps++, step = next_step(step, work.q_blocks)) {
-      barrier_wait(buffers.barrier(DQ_ADDED), steps % 2);
-      barrier_arrive(buffers.barrier(DQ_TURN));
-      pass_turn(a.dq_turns + position_of(a, work.block.batch, step));
-    }
-  }
+  for_each_step(a, buffers, [&](const Work &, Step, int32_t *turns, uint32_t phase) {
+    barrier_wait(buffers.barrier(DQ_ADDED), phase);
+    barrier_arrive(buffers.barrier(DQ_TURN));
+    pass_turn(turns);
+  });
 }
 
 // As many blocks of threads as there are multiprocessors.
@@ -310,15 +309,14 @@ __global__ void __launch_bounds__(Buffers::Shape::num_threads, 1)
   }
 }
 
-using Buffers256 = WideBuffers<kinds::FA_KIND, WideShape<256>>;
+using Buffers256 = WideBuffers<kinds::FA_KIND, WideShape<256>>;  // 226 KiB
+constexpr auto backward256 = backward_wide<Buffers256>;
 
 }  // namespace hopper
 }  // namespace fa
 
-// Shared memory: 226 KiB.
 const fa_cuda_kernel FA_JOIN(fa_hopper_backward_wide_, FA_KIND)[] = {
     fa::hopper::backward_row<fa::hopper::Buffers256>("cuda/sm90/" FA_QUOTE(FA_KIND) "/d256",
-                                                     (const void *)
-                                                         fa::hopper::backward_wide<fa::hopper::Buffers256>),
+                                                     (const void *)fa::hopper::backward256),
     {},
 };

@@ -313,19 +313,7 @@ __device__ inline void consume(const fa_cuda_arguments &a, const fa_cuda_maps &m
         mask_scores<1, NT>(scores, a.window, first_row, column, num_columns);
       return softmax.update(scores, unit, num_columns);
     };
-    // The accumulator of two column blocks is laid out as the left operand of one step.
-    auto convert = [&] {
-      constexpr float P_SCALE = 1 << P_EXPONENT;
-#pragma unroll
-      for (int n = 0; n < NT; n++)
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-          uint32_t parts[Kind::PARTS];
-          split<Kind>(parts, scores[0][n][half * 2] * P_SCALE, scores[0][n][half * 2 + 1] * P_SCALE);
-#pragma unroll
-          for (int part = 0; part < Kind::PARTS; part++) p[part][n / 2][n % 2 * 2 + half] = parts[part];
-        }
-    };
+    auto convert_p = [&] { convert<Kind>(p, scores, 1 << P_EXPONENT); };
 
     if constexpr (SCALED) {
       if (!a.q.aligned) fetch_rows<QTile>(a, tile, q.tile, warp_row);
@@ -342,7 +330,7 @@ __device__ inline void consume(const fa_cuda_arguments &a, const fa_cuda_maps &m
     // Of this one the warp's rows may see the first columns only.
     exponentials_of(block, of_scores,
                     visible_columns(a.window, {first_row, first_row + 16}).end - block * Shape::block_k);
-    convert();
+    convert_p();
     for (block--; __any_sync(~0u, block >= own.begin); block--) {
       Ring<Buffers::STAGES> next = ring;
       next.advance();
@@ -360,7 +348,7 @@ __device__ inline void consume(const fa_cuda_arguments &a, const fa_cuda_maps &m
       const bool moved = exponentials_of(block, of_scores);
       finish_o(v, of_o);
       if (moved) softmax.rescale_rows(o);
-      convert();
+      convert_p();
       ring = next;
       of_o = of_next_o;
     }
