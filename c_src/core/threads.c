@@ -9,7 +9,7 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { MAX_THREADS = 1024, AWAKE_MICROSECONDS = 600 };
+#define MAX_THREADS 1024
 
 /* One fa_parallel_for that is under way; lives on its caller's stack. */
 typedef struct job {
@@ -17,6 +17,7 @@ typedef struct job {
   void *context;
   int64_t num_tasks;
   _Atomic int64_t next_task;
+  int awake_microseconds;
   int num_wanted; /* threads of the pool that may still join */
   int num_joined; /* that did, ever: the last one's worker number */
   int num_active; /* that are at work now */
@@ -61,10 +62,8 @@ static int64_t microseconds(void) {
   return now.tv_sec * INT64_C(1000000) + now.tv_nsec / 1000;
 }
 
-/* A thread stays awake for a while, giving way to others: the next job often comes soon, a processor that has
- * gone to sleep takes some 0.1 ms to wake up, and the bus reads at half the rate what it has just written. */
-static void wait_for_job(void) {
-  const int64_t until = microseconds() + AWAKE_MICROSECONDS;
+static void wait_for_job(int awake_microseconds) {
+  const int64_t until = microseconds() + awake_microseconds;
   const long seen = atomic_load(&pool.num_offered);
   pthread_mutex_unlock(&pool.mutex);
   while (atomic_load(&pool.num_offered) == seen && microseconds() < until) sched_yield();
@@ -74,13 +73,16 @@ static void wait_for_job(void) {
 
 static void *thread_main(void *unused) {
   (void)unused;
+  int awake_microseconds = 0; /* after the last job */
   pthread_mutex_lock(&pool.mutex);
   for (;;) {
     job *job = find_job();
     if (!job) {
-      wait_for_job();
+      wait_for_job(awake_microseconds);
+      awake_microseconds = 0;
       continue;
     }
+    awake_microseconds = job->awake_microseconds;
     job->num_wanted--;
     job->num_active++;
     int worker = ++job->num_joined;
@@ -138,12 +140,13 @@ static void withdraw(job *job) {
   pthread_mutex_unlock(&pool.mutex);
 }
 
-void fa_parallel_for(int num_threads, int64_t num_tasks,
+void fa_parallel_for(int num_threads, int awake_microseconds, int64_t num_tasks,
                      void (*run_task)(void *context, int64_t task, int worker), void *context) {
   if (num_threads > num_tasks) num_threads = (int)num_tasks;
   job job = {.run_task = run_task,
              .context = context,
              .num_tasks = num_tasks,
+             .awake_microseconds = awake_microseconds,
              .num_wanted = num_threads - 1,
              .all_left = PTHREAD_COND_INITIALIZER};
   bool shared = num_threads > 1;

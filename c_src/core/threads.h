@@ -14,8 +14,10 @@ int fa_num_processors(void);
 
 /* Calls run_task(context, task, worker) for every task from 0 to num_tasks - 1, on the calling thread and up to
  * num_threads - 1 others, and returns when all have ended. Tasks start in order. worker, from 0 to num_threads
- * - 1, tells the threads of one call apart. Where a thread cannot be started, the others do its work. */
-void fa_parallel_for(int num_threads, int64_t num_tasks,
+ * - 1, tells the threads of one call apart. Where a thread cannot be started, the others do its work. For
+ * awake_microseconds after it the others, giving way to whoever wants to run, look for a next call before they
+ * sleep: where one comes soon, as a processor that sleeps takes some 0.1 ms to wake up. */
+void fa_parallel_for(int num_threads, int awake_microseconds, int64_t num_tasks,
                      void (*run_task)(void *context, int64_t task, int worker), void *context);
 
 #endif

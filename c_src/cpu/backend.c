@@ -130,7 +130,7 @@ static fa_status run(const fa_plan *plan, const fa_tensors *tensors, const fa_ex
   if (threads < 1) threads = 1;
   for (int i = 0; i < FA_CPU_MAX_PHASES && kernel->phases[i].run_task; i++) {
     run.phase = &kernel->phases[i];
-    fa_parallel_for(threads, run.phase->num_tasks(problem), run_task, &run);
+    fa_parallel_for(threads, 0, run.phase->num_tasks(problem), run_task, &run);
   }
   atomic_fetch_sub(&num_calls, 1);
   return FA_STATUS_OK;
