@@ -229,15 +229,21 @@ static int32_t forward_heads_at_once(const fa_problem *p) {
 }
 
 /* How many heads take turns at starting a column block of the backward. In any order, a few: their rows and
- * dq_sum stay in cache. One after the other, as many as half of the cache holds: the more heads lie between a
- * column block and the one before it, the less it waits; at least 8 or 16 where a mask makes them begin at the
- * same rows. Measured. */
-static int32_t backward_heads_at_once(const fa_problem *p, const fa_cuda_kernel *kernel) {
+ * dq_sum stay in cache. One after the other, as many as half of the cache holds, in whole rounds of the
+ * multiprocessors: the more heads lie between a column block and the one before it, the less it waits; at least
+ * 8 or 16 where a mask makes them begin at the same rows. Measured. */
+static int32_t backward_heads_at_once(const fa_problem *p, const fa_cuda_kernel *kernel, int64_t num_k_blocks,
+                                      int64_t num_multiprocessors) {
   const int64_t num_heads = p->batch * p->num_kv_heads, group = p->num_heads / p->num_kv_heads;
-  const int64_t head_bytes = p->seqlen_q * group * p->head_dim * 8, cached_bytes = INT64_C(24) << 20;
+  const int64_t head_bytes = p->seqlen_q * group * p->head_dim * 8;
   int64_t wanted = sees_all(p) && !p->deterministic ? 3 : 4;
   if (p->deterministic && kernel->persistent && !sees_all(p)) wanted = kernel->bucket == 128 ? 8 : 16;
-  if (p->deterministic && head_bytes * wanted < cached_bytes) wanted = cached_bytes / (head_bytes + 1);
+  const int64_t cached = (INT64_C(24) << 20) / (head_bytes + 1);
+  if (p->deterministic && cached > wanted && num_k_blocks > 0) {
+    const int64_t rounds = (cached * num_k_blocks + num_multiprocessors / 2) / num_multiprocessors;
+    const int64_t whole = (rounds > 0 ? rounds : 1) * num_multiprocessors / num_k_blocks;
+    if (whole > wanted) wanted = whole;
+  }
   return (int32_t)(wanted < num_heads ? wanted : num_heads);
 }
 
@@ -275,7 +281,8 @@ static job lay_out(const fa_plan *plan, const fa_cuda_kernel *kernel, const fa_t
   a->padded_rows = a->num_q_blocks * kernel->block_q;
   a->o = t->o, a->dq = t->dq, a->dk = t->dk, a->dv = t->dv, a->dout_rows = t->dout;
   a->lse = t->lse.data, a->sink = t->sink.data, a->dsink = t->dsink.data;
-  a->heads_at_once = backward ? backward_heads_at_once(p, kernel) : forward_heads_at_once(p);
+  a->heads_at_once = backward ? backward_heads_at_once(p, kernel, a->num_k_blocks, job.num_multiprocessors)
+                              : forward_heads_at_once(p);
 
   /* First what starts at 0. A forward needs tickets where its row blocks differ in length. */
   if (backward || (kernel->persistent && !sees_all(p) && rows * a->num_q_blocks > job.num_multiprocessors))

@@ -51,7 +51,9 @@ __device__ inline void consume(const fa_cuda_arguments &a, BackwardBuffers<Kind,
 
   // Counts from which stages and phases follow: column blocks, those with something to do, and steps.
   uint32_t blocks = 0, busy_blocks = 0, steps = 0;
-  auto start_scores = [&] { start_transposed<K_SIDE>(scores, buffers, consumer * 64, steps); };
+  auto start_scores = [&] {
+    start_transposed<K_SIDE, Shape::from_shift>(scores, buffers, consumer * 64, steps, a.score);
+  };
   auto start_dp = [&] { start_transposed<V_SIDE>(ds, buffers, consumer * 64, steps); };
   auto start_dq = [&](uint32_t step) {
     const int stage = step % 2;
@@ -83,7 +85,7 @@ __device__ inline void consume(const fa_cuda_arguments &a, BackwardBuffers<Kind,
     finish_scores<Kind, 1, NT>(scores, a.score);
     if (!is_fully_visible(a.window, rows, first_column, 64))
       mask_transposed_scores<1, NT>(scores, a.window, rows.begin, first_column + warp_row);
-    probabilities<Kind>(scores, p_operand, a.score, buffers.shift(stage));
+    probabilities<Kind, Shape::from_shift>(scores, p_operand, a.score, buffers.shift(stage));
     wgmma_wait<0>(ds[0]);
     if (IS_LAST) arrive_once(buffers.barrier(V_EMPTY));
     multiply<Kind, Q_STEPS>(dv[0], p_operand, BoxOperand<QTile, false>(buffers.dout(stage)), true);
@@ -150,8 +152,8 @@ __device__ inline void consume(const fa_cuda_arguments &a, BackwardBuffers<Kind,
 // A consumer's thread needs head_dim registers (dk, dv) and 1.25 * block_q (scores, dp and p) for its arrays.
 // Shared memory, KiB: 219 and 218.
 const fa_cuda_kernel FA_JOIN(fa_hopper_backward_, FA_KIND)[] = {
-    // bucket, block_q, dq's shares, writers
+    // bucket, block_q, dq's shares, writers, scores from shift
     FA_BACKWARD_ROW("/d64", 64, 128, 1, 2),
-    FA_BACKWARD_ROW("/d128", 128, 64, 1, 2),
+    FA_BACKWARD_ROW("/d128", 128, 64, 1, 2, true),
     {},
 };

@@ -25,10 +25,11 @@ enum { K_SIDE, V_SIDE, NUM_SIDES };
 
 // A row of the table; none of it changes results by more than rounding. The consumers' warps come first, then
 // one that copies, one for each of dq's shares, a sum over some of the columns, that sends it, and the writers,
-// which make dq of its sum in memory: none where a kernel of its own does. Registers are per thread: together
-// they are what the block has, 168 for each.
-template <int HEAD_DIM, int BLOCK_Q, int DQ_SHARES, int NUM_WRITERS>
+// which make dq of its sum in memory: none where a kernel of its own does. FROM_SHIFT: see begin_at_shift.
+// Registers are per thread: together they are what the block has, 168 for each.
+template <int HEAD_DIM, int BLOCK_Q, int DQ_SHARES, int NUM_WRITERS, bool FROM_SHIFT = false>
 struct BackwardShape {
+  static constexpr bool from_shift = FROM_SHIFT;
   static constexpr int head_dim = HEAD_DIM, block_q = BLOCK_Q, num_consumers = 2, block_k = num_consumers * 64;
   static constexpr int num_warps = num_consumers * 4, dq_warps = block_q / 16;  // see DqShare
   static constexpr int dq_shares = DQ_SHARES, num_writers = NUM_WRITERS;
@@ -347,28 +348,49 @@ __device__ inline void store_transposed(uint32_t tile, int row, int column, cons
   for (int k = 0; k < KT; k++) store_matrices<true>(to + k * 16 * 128, operand[k]);
 }
 
+// Whether scores begin at what makes -shift of them instead of at 0, so that nothing is to be read between
+// their product and the exponentials: not where a tanh comes between, nor where a scale near 0 would make it
+// infinite.
+__device__ inline bool begin_at_shift(const fa_cuda_score &score) {
+  return score.form != FA_CUDA_SCORE_SOFTCAP && score.factor > 1e-30f;
+}
+
 // Starts a consumer's transposed product with a row block, when that is there: the scores k q^T, rounded as the
-// forward's, or dp, v dout^T.
-template <int SIDE, class Buffers, int NT>
+// forward's, which may begin at the shift, or dp, v dout^T.
+template <int SIDE, bool FROM_SHIFT = false, class Buffers, int NT>
 __device__ inline void start_transposed(float (&product)[1][NT][4], const Buffers &buffers, int first_column,
-                                        uint32_t step) {
+                                        uint32_t step, const fa_cuda_score &score = {}) {
+  using Kind = typename Buffers::Kind;
   constexpr int STEPS = Buffers::Shape::head_dim / 16;
   barrier_wait(buffers.barrier(Q_FULL + SIDE, step % 2), step / 2 % 2);
-  multiply<typename Buffers::Kind, STEPS, SIDE == K_SIDE>(
+  if constexpr (FROM_SHIFT) {
+    const float per_shift = (score.form == FA_CUDA_SCORE_NEGATED ? 1 : -1) / exponent_of_unit<Kind>(score);
+#pragma unroll
+    for (int n = 0; n < NT; n++) {
+      const float2 shift = load_shared_pair(buffers.shift(step % 2) + (n * 8 + threadIdx.x % 4 * 2) * 4);
+#pragma unroll
+      for (int i = 0; i < 4; i++)
+        product[0][n][i] = begin_at_shift(score) ? (i % 2 ? shift.y : shift.x) * per_shift : 0;
+    }
+  }
+  multiply<Kind, STEPS, SIDE == K_SIDE>(
       product[0], BoxOperand<typename Buffers::KTile, true>(buffers.columns(SIDE), first_column),
-      BoxOperand<typename Buffers::QTile, true>(buffers.rows(SIDE, step % 2)), false);
+      BoxOperand<typename Buffers::QTile, true>(buffers.rows(SIDE, step % 2)), FROM_SHIFT);
 }
 
 // Of scores, column block by column block of the accumulator, take(n, p, slopes) gets p and what is to be
 // multiplied with dp - delta: p times the derivative of the softcap.
-template <class Kind, int NT, class Take>
+template <class Kind, bool FROM_SHIFT = false, int NT, class Take>
 __device__ inline void probabilities(const float (&scores)[1][NT][4], const fa_cuda_score &score,
                                      uint32_t shift, Take take) {
-  const float unit = exponent_of_unit<Kind>(score), per_cap = per_softcap<Kind>(score);
+  const float unit = exponent_of_unit<Kind>(score);
+  const float per_cap = FROM_SHIFT && score.form != FA_CUDA_SCORE_SOFTCAP ? 0 : per_softcap<Kind>(score);
   auto take_all = [&](auto softcap) {
+    constexpr bool SHIFTED = FROM_SHIFT && !decltype(softcap)::value;
 #pragma unroll
     for (int n = 0; n < NT; n++) {
-      const float2 row_shift = load_shared_pair(shift + (n * 8 + threadIdx.x % 4 * 2) * 4);
+      float2 row_shift = {0, 0};
+      if (!SHIFTED) row_shift = load_shared_pair(shift + (n * 8 + threadIdx.x % 4 * 2) * 4);
       float p[4], slopes[4];
 #pragma unroll
       for (int i = 0; i < 4; i++) {
@@ -379,22 +401,23 @@ __device__ inline void probabilities(const float (&scores)[1][NT][4], const fa_c
       take(n, p, slopes);
     }
   };
-  if (score.form == FA_CUDA_SCORE_SOFTCAP)
+  if (FROM_SHIFT ? !begin_at_shift(score) : score.form == FA_CUDA_SCORE_SOFTCAP)
     take_all(std::true_type());
   else
     take_all(std::false_type());
 }
 // p becomes an operand times scale; the slopes take the scores' place.
-template <class Kind, int NT>
+template <class Kind, bool FROM_SHIFT = false, int NT>
 __device__ inline void probabilities(float (&scores)[1][NT][4], uint32_t (&operand)[Kind::PARTS][NT / 2][4],
                                      const fa_cuda_score &score, uint32_t shift, float scale = 1) {
-  probabilities<Kind>(scores, score, shift, [&](int n, const float(&p)[4], const float(&slopes)[4]) {
+  probabilities<Kind, FROM_SHIFT>(scores, score, shift,
+                                  [&](int n, const float(&p)[4], const float(&slopes)[4]) {
 #pragma unroll
-    for (int half = 0; half < 2; half++)
-      convert_pair<Kind>(operand, n, half, p[half * 2], p[half * 2 + 1], scale);
+                                    for (int half = 0; half < 2; half++)
+                                      convert_pair<Kind>(operand, n, half, p[half * 2], p[half * 2 + 1], scale);
 #pragma unroll
-    for (int i = 0; i < 4; i++) scores[0][n][i] = slopes[i];
-  });
+                                    for (int i = 0; i < 4; i++) scores[0][n][i] = slopes[i];
+                                  });
 }
 
 __device__ inline float4 four_of(const float (&x)[4]) { return make_float4(x[0], x[1], x[2], x[3]); }
