@@ -263,27 +263,6 @@ FA_WGMMA(256, FA_SIXTY ", " FA_TEN(6) ", " FA_TEN(7) ", " FA_TEN(8) ", " FA_TEN(
          (FA_64(0), FA_64(16)), 128, 129, 130, 131, 132, 133, 134)
 // clang-format on
 
-// Two neighbours in a row of an accumulator, from column n * 8 on, as elements of the left operand of a product
-// along its columns: two column blocks a step of k. scale: of SCALED kinds.
-template <class Kind, int KT>
-__device__ inline void convert_pair(uint32_t (&operand)[Kind::PARTS][KT][4], int n, int half, float x0,
-                                    float x1, float scale) {
-  uint32_t parts[Kind::PARTS];
-  if constexpr (Kind::SCALED) x0 *= scale, x1 *= scale;
-  split<Kind>(parts, x0, x1);
-#pragma unroll
-  for (int part = 0; part < Kind::PARTS; part++) operand[part][n / 2][n % 2 * 2 + half] = parts[part];
-}
-template <class Kind, int KT>
-__device__ inline void convert(uint32_t (&operand)[Kind::PARTS][KT][4], const float (&acc)[1][2 * KT][4],
-                               float scale = 1) {
-#pragma unroll
-  for (int n = 0; n < 2 * KT; n++)
-#pragma unroll
-    for (int half = 0; half < 2; half++)
-      convert_pair<Kind>(operand, n, half, acc[0][n][half * 2], acc[0][n][half * 2 + 1], scale);
-}
-
 // Products run behind the program. start: before the first one that uses registers which this thread wrote.
 __device__ inline void wgmma_start() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ inline void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }

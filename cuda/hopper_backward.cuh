@@ -361,7 +361,6 @@ template <int SIDE, bool FROM_SHIFT = false, class Buffers, int NT>
 __device__ inline void start_transposed(float (&product)[1][NT][4], const Buffers &buffers, int first_column,
                                         uint32_t step, const fa_cuda_score &score = {}) {
   using Kind = typename Buffers::Kind;
-  constexpr int STEPS = Buffers::Shape::head_dim / 16;
   barrier_wait(buffers.barrier(Q_FULL + SIDE, step % 2), step / 2 % 2);
   if constexpr (FROM_SHIFT) {
     const float per_shift = (score.form == FA_CUDA_SCORE_NEGATED ? 1 : -1) / exponent_of_unit<Kind>(score);
@@ -373,7 +372,7 @@ __device__ inline void start_transposed(float (&product)[1][NT][4], const Buffer
         product[0][n][i] = begin_at_shift(score) ? (i % 2 ? shift.y : shift.x) * per_shift : 0;
     }
   }
-  multiply<Kind, STEPS, SIDE == K_SIDE>(
+  multiply<Kind, Buffers::Shape::head_dim / 16, SIDE == K_SIDE>(
       product[0], BoxOperand<typename Buffers::KTile, true>(buffers.columns(SIDE), first_column),
       BoxOperand<typename Buffers::QTile, true>(buffers.rows(SIDE, step % 2)), FROM_SHIFT);
 }

@@ -313,8 +313,6 @@ __device__ inline void consume(const fa_cuda_arguments &a, const fa_cuda_maps &m
         mask_scores<1, NT>(scores, a.window, first_row, column, num_columns);
       return softmax.update(scores, unit, num_columns);
     };
-    auto convert_p = [&] { convert<Kind>(p, scores, 1 << P_EXPONENT); };
-
     if constexpr (SCALED) {
       if (!a.q.aligned) fetch_rows<QTile>(a, tile, q.tile, warp_row);
       exponent_q = split_rows<Kind, QTile>(q.tile, warp_row);
@@ -330,7 +328,7 @@ __device__ inline void consume(const fa_cuda_arguments &a, const fa_cuda_maps &m
     // Of this one the warp's rows may see the first columns only.
     exponentials_of(block, of_scores,
                     visible_columns(a.window, {first_row, first_row + 16}).end - block * Shape::block_k);
-    convert_p();
+    convert<Kind>(p, scores, 1 << P_EXPONENT);
     for (block--; __any_sync(~0u, block >= own.begin); block--) {
       Ring<Buffers::STAGES> next = ring;
       next.advance();
@@ -348,7 +346,7 @@ __device__ inline void consume(const fa_cuda_arguments &a, const fa_cuda_maps &m
       const bool moved = exponentials_of(block, of_scores);
       finish_o(v, of_o);
       if (moved) softmax.rescale_rows(o);
-      convert_p();
+      convert<Kind>(p, scores, 1 << P_EXPONENT);
       ring = next;
       of_o = of_next_o;
     }

@@ -303,6 +303,27 @@ __device__ inline void multiply(Accumulator<MT, NT> &acc, const Left &left, cons
   }
 }
 
+// Two neighbours in a row of an accumulator, from column n * 8 on, as elements of the left operand of a product
+// along its columns: two column blocks a step of k. scale: of SCALED kinds.
+template <class Kind, int KT>
+__device__ inline void convert_pair(uint32_t (&operand)[Kind::PARTS][KT][4], int n, int half, float x0,
+                                    float x1, float scale) {
+  uint32_t parts[Kind::PARTS];
+  if constexpr (Kind::SCALED) x0 *= scale, x1 *= scale;
+  split<Kind>(parts, x0, x1);
+#pragma unroll
+  for (int part = 0; part < Kind::PARTS; part++) operand[part][n / 2][n % 2 * 2 + half] = parts[part];
+}
+template <class Kind, int KT>
+__device__ inline void convert(uint32_t (&operand)[Kind::PARTS][KT][4], const float (&acc)[1][2 * KT][4],
+                               float scale = 1) {
+#pragma unroll
+  for (int n = 0; n < 2 * KT; n++)
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+      convert_pair<Kind>(operand, n, half, acc[0][n][half * 2], acc[0][n][half * 2 + 1], scale);
+}
+
 // ---- results -----------------------------------------------------------------------------------------
 
 __device__ inline void store_number(float *to, float x) { *to = x; }
