@@ -2,6 +2,7 @@
 #include <sched.h>
 #include <time.h>
 
+#include "../c_src/core/clock.h"
 #include "runtime.h"
 
 #define ON_DEVICE(index, operation, call)                   \
@@ -113,20 +114,14 @@ static fa_status stream_wait(int32_t index, void *stream, void *event, fa_error 
   ON_DEVICE(index, "cudaStreamWaitEvent", cudaStreamWaitEvent(stream, event, 0));
 }
 
-static int64_t microseconds(void) {
-  struct timespec now;
-  clock_gettime(CLOCK_MONOTONIC, &now);
-  return now.tv_sec * INT64_C(1000000) + now.tv_nsec / 1000;
-}
-
 /* Polls, at first without rest, then with more and more: cudaEventSynchronize would wake up 0.1 to 0.4 ms late,
  * and events that it can sleep on keep the bus from work. */
 static fa_status event_wait(int32_t index, void *event, fa_error *error) {
   (void)index;
-  const int64_t begin = microseconds();
+  const int64_t begin = fa_nanoseconds();
   cudaError_t result;
   while ((result = cudaEventQuery(event)) == cudaErrorNotReady) {
-    const int64_t waited = microseconds() - begin, rest = waited / 128;
+    const int64_t waited = (fa_nanoseconds() - begin) / 1000, rest = waited / 128;
     if (waited < 200)
       sched_yield();
     else

@@ -2,9 +2,9 @@
 #include "host.h"
 
 #include <string.h>
-#include <time.h>
 
 #include "backend.h"
+#include "clock.h"
 #include "error.h"
 #include "lane.h"
 
@@ -106,7 +106,7 @@ static fa_status find_tensors(host_run *run, const fa_tensors *given, fa_error *
 
 /* ---- slices -------------------------------------------------------------------------------------------- */
 
-enum { EQUAL_SLICES = 8 }; /* at most; the first and the last are cut once more */
+enum { EQUAL_SLICES = 8 }; /* at most; the first and the last are cut further */
 
 fa_slicing fa_host_slicing = {.least_bytes = 4 << 20, .least_rows = 1 << 15, .least_row_bytes = 256};
 
@@ -388,20 +388,14 @@ static fa_status run_on_device(host_run *run, const fa_tensors *given, fa_error 
   return status ? status : fa_succeed(error);
 }
 
-static double seconds_now(void) {
-  struct timespec now;
-  clock_gettime(CLOCK_MONOTONIC, &now);
-  return (double)now.tv_sec + (double)now.tv_nsec * 1e-9;
-}
-
 static fa_status run_on_host(const fa_plan *plan, const fa_tensors *tensors, fa_transfers *transfers,
                              fa_error *error) {
   fa_execution execution = {.workspace_bytes = plan->workspace_bytes};
   fa_status status = fa_device_alloc(plan->device, plan->workspace_bytes, &execution.workspace, error);
   if (status) return status;
-  const double begin = seconds_now();
+  const int64_t begin = fa_nanoseconds();
   status = fa_run(plan, tensors, &execution, error);
-  transfers->kernel_seconds = seconds_now() - begin;
+  transfers->kernel_seconds = (double)(fa_nanoseconds() - begin) * 1e-9;
   fa_device_free(plan->device, execution.workspace, NULL);
   return status;
 }

@@ -6,8 +6,9 @@
 #include <stdatomic.h>
 #include <stdbool.h>
 #include <stddef.h>
-#include <time.h>
 #include <unistd.h>
+
+#include "clock.h"
 
 #define MAX_THREADS 1024
 
@@ -56,18 +57,15 @@ static job *find_job(void) {
   return found;
 }
 
-static int64_t microseconds(void) {
-  struct timespec now;
-  clock_gettime(CLOCK_MONOTONIC, &now);
-  return now.tv_sec * INT64_C(1000000) + now.tv_nsec / 1000;
-}
-
+/* Awake at first, without the mutex, and then asleep. */
 static void wait_for_job(int awake_microseconds) {
-  const int64_t until = microseconds() + awake_microseconds;
   const long seen = atomic_load(&pool.num_offered);
-  pthread_mutex_unlock(&pool.mutex);
-  while (atomic_load(&pool.num_offered) == seen && microseconds() < until) sched_yield();
-  pthread_mutex_lock(&pool.mutex);
+  if (awake_microseconds > 0) {
+    const int64_t until = fa_nanoseconds() + awake_microseconds * INT64_C(1000);
+    pthread_mutex_unlock(&pool.mutex);
+    while (atomic_load(&pool.num_offered) == seen && fa_nanoseconds() < until) sched_yield();
+    pthread_mutex_lock(&pool.mutex);
+  }
   if (atomic_load(&pool.num_offered) == seen) pthread_cond_wait(&pool.job_came, &pool.mutex);
 }
 

@@ -1,0 +1,14 @@
+#ifndef FA_CORE_CLOCK_H
+#define FA_CORE_CLOCK_H
+
+#include <stdint.h>
+#include <time.h>
+
+/* Since some fixed moment; never set back. */
+static inline int64_t fa_nanoseconds(void) {
+  struct timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return now.tv_sec * INT64_C(1000000000) + now.tv_nsec;
+}
+
+#endif
