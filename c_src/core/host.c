@@ -7,14 +7,16 @@
 #include "clock.h"
 #include "error.h"
 #include "lane.h"
+#include "problem.h"
 
 /* A part of a problem that is a problem of its own: batches from first_batch on, and, of a single batch, key
- * and value heads from first_head on with the query heads that share them. */
+ * and value heads from first_head on with the query heads that share them, or, of a forward, rows of q from
+ * first_row on. Keys and values come with the first of these. */
 typedef struct extent {
-  int64_t first_batch, num_batches, first_head, num_heads;
+  int64_t first_batch, num_batches, first_head, num_heads, first_row, num_rows;
 } extent;
 
-/* What is computed at once, with what the processor copies for it: halves of a slice may come up together. */
+/* What is computed at once, with what the processor copies for it: slices may come up together. */
 typedef struct slice {
   extent own, staged;
   fa_plan plan;
@@ -39,7 +41,8 @@ typedef struct host_run {
   slice slices[FA_MAX_SLICES];
   int num_slices;
   fa_execution execution;
-  char *memory; /* the workspace, then every tensor that is on the device only during the call */
+  size_t lse_bytes; /* of a slice of some rows, whose lse is computed apart */
+  char *memory;     /* the workspace, that lse, then every tensor that is on the device only during the call */
 } host_run;
 
 static size_t round_up(size_t bytes) { return (bytes + 255) & ~(size_t)255; }
@@ -106,9 +109,13 @@ static fa_status find_tensors(host_run *run, const fa_tensors *given, fa_error *
 
 /* ---- slices -------------------------------------------------------------------------------------------- */
 
-enum { EQUAL_SLICES = 8 }; /* at most; the first and the last are cut further */
+enum { EQUAL_SLICES = 8, LAST_PARTS = 4 }; /* at most; the first and the last are cut further */
 
-fa_slicing fa_host_slicing = {.least_bytes = 4 << 20, .least_rows = 1 << 15, .least_row_bytes = 256};
+fa_slicing fa_host_slicing = {.least_bytes = 4 << 20,
+                              .least_rows = 1 << 15,
+                              .least_row_bytes = 256,
+                              .least_staged_row_bytes = 4096,
+                              .row_unit = 384};
 
 static int64_t bytes_moved(const host_run *run) {
   return run->transfers->bytes_to_device + run->transfers->bytes_from_device;
@@ -131,58 +138,118 @@ static bool is_mostly_staged(const host_run *run) {
   return 2 * (int64_t)run->pageable_bytes > bytes_moved(run);
 }
 
-/* In how many parts the heads of a batch are cut. Rows lie apart then: the bus does not mind, but the processor
- * does where it copies pageable memory. Where that is most of what moves, it gets fewer and longer ones. */
-static int64_t num_head_parts(const host_run *run, int64_t wanted) {
+/* Where q is copied by the processor, a forward is cut by its rows: they are as long as in the whole. */
+static bool cuts_rows(const host_run *run) {
   const fa_problem *p = &run->plan->problem;
-  const int64_t most = (is_mostly_staged(run) ? smaller(wanted, EQUAL_SLICES / 2) : wanted) / p->batch;
-  if (p->num_sinks || most < 2) return 1;
+  return run->plan->pass == FA_PASS_FORWARD && is_mostly_staged(run) && p->seqlen_k >= p->seqlen_q;
+}
+
+/* In how many parts the heads of a batch are cut, or its rows of q. */
+static int64_t num_parts(const host_run *run, int64_t wanted) {
+  const fa_problem *p = &run->plan->problem;
+  const int64_t most = wanted / p->batch;
+  if (most < 2 || cuts_rows(run)) return most < 1 ? 1 : most;
   const int64_t heads_a_part = divide_up(p->num_kv_heads, most);
-  return heads_a_part * head_row_bytes(p) < fa_host_slicing.least_row_bytes
+  return p->num_sinks || heads_a_part * head_row_bytes(p) < fa_host_slicing.least_row_bytes
              ? 1
              : divide_up(p->num_kv_heads, heads_a_part);
 }
 
-static void add_slice(host_run *run, extent extent) {
-  run->slices[run->num_slices++] = (slice){.own = extent, .staged = extent};
+/* So many that tiles of kernels are full, and the same as in the whole. */
+static int64_t rows_a_part(const fa_problem *p, int64_t num_rows, int64_t parts) {
+  const int64_t unit = fa_host_slicing.row_unit;
+  return smaller(divide_up(divide_up(num_rows, parts), unit) * unit, p->seqlen_q);
+}
+
+/* Of the last batch's rows. */
+static int64_t num_last_parts(const fa_problem *p, int64_t parts) {
+  const int64_t most = 2 * p->num_heads * p->seqlen_q / fa_host_slicing.least_rows;
+  const int64_t wanted = smaller(most, LAST_PARTS);
+  return wanted > parts ? wanted : parts;
 }
 
 static void cut_equally(host_run *run, int64_t wanted) {
   const fa_problem *p = &run->plan->problem;
-  const int64_t head_parts = num_head_parts(run, wanted);
-  const int64_t batches = head_parts > 1 ? 1 : divide_up(p->batch, wanted);
-  const int64_t heads = divide_up(p->num_kv_heads, head_parts);
-  for (int64_t batch = 0; batch < p->batch; batch += batches)
+  const int64_t parts = num_parts(run, wanted);
+  const int64_t batches = parts > 1 ? 1 : divide_up(p->batch, wanted);
+  const int64_t heads = cuts_rows(run) ? p->num_kv_heads : divide_up(p->num_kv_heads, parts);
+  for (int64_t batch = 0; batch < p->batch; batch += batches) {
+    const bool is_last = batch + batches >= p->batch;
+    const int64_t rows = cuts_rows(run) && batches == 1
+                             ? rows_a_part(p, p->seqlen_q, is_last ? num_last_parts(p, parts) : parts)
+                             : p->seqlen_q;
     for (int64_t head = 0; head < p->num_kv_heads; head += heads)
-      add_slice(run, (extent){.first_batch = batch,
-                              .num_batches = smaller(batches, p->batch - batch),
-                              .first_head = head,
-                              .num_heads = smaller(heads, p->num_kv_heads - head)});
+      for (int64_t row = 0; row < p->seqlen_q; row += rows)
+        run->slices[run->num_slices++].own =
+            (extent){batch, smaller(batches, p->batch - batch), head, smaller(heads, p->num_kv_heads - head),
+                     row,   smaller(rows, p->seqlen_q - row)};
+  }
 }
 
 /* Replaces a slice by its two halves, unless these were too small. */
 static bool halve(host_run *run, int number) {
   const fa_problem *p = &run->plan->problem;
-  slice first = run->slices[number], second = first;
-  const int64_t heads = first.own.num_heads * (p->num_heads / p->num_kv_heads);
+  extent first = run->slices[number].own, second = first;
+  const int64_t heads = first.num_heads * (p->num_heads / p->num_kv_heads);
   if (run->num_slices == FA_MAX_SLICES ||
-      first.own.num_batches * heads * p->seqlen_q < fa_host_slicing.least_rows)
+      first.num_batches * heads * first.num_rows < fa_host_slicing.least_rows)
     return false;
-  const bool by_batch = first.own.num_batches > 1;
-  if (by_batch) {
-    first.own.num_batches /= 2;
-    second.own.first_batch += first.own.num_batches, second.own.num_batches -= first.own.num_batches;
+  if (first.num_batches > 1) {
+    first.num_batches /= 2;
+    second.first_batch += first.num_batches, second.num_batches -= first.num_batches;
+  } else if (cuts_rows(run)) {
+    first.num_rows = rows_a_part(p, first.num_rows, 2);
+    if (first.num_rows >= second.num_rows) return false;
+    second.first_row += first.num_rows, second.num_rows -= first.num_rows;
   } else {
-    first.own.num_heads /= 2;
-    if (p->num_sinks || first.own.num_heads * head_row_bytes(p) < fa_host_slicing.least_row_bytes) return false;
-    second.own.first_head += first.own.num_heads, second.own.num_heads -= first.own.num_heads;
+    first.num_heads /= 2;
+    if (p->num_sinks || first.num_heads * head_row_bytes(p) < fa_host_slicing.least_row_bytes) return false;
+    second.first_head += first.num_heads, second.num_heads -= first.num_heads;
   }
-  const bool together = !by_batch && is_mostly_staged(run);
-  first.staged = together ? first.staged : first.own;
-  second.staged = together ? (extent){0} : second.own;
   memmove(&run->slices[number + 1], &run->slices[number], (size_t)(run->num_slices++ - number) * sizeof(slice));
-  run->slices[number] = first, run->slices[number + 1] = second;
+  run->slices[number].own = first, run->slices[number + 1].own = second;
   return true;
+}
+
+/* Whether a slice of the same batch comes up with those before it, so that rows are longer. At first no more
+ * than three times what has come up, or the device waits; where all waits for what comes up, that does not
+ * matter. */
+static bool comes_along(const host_run *run, const extent *before, const extent *next) {
+  const bool is_soon = is_mostly_staged(run) || before->first_batch > 0 ||
+                       before->num_heads + next->num_heads <= 3 * before->first_head;
+  return next->first_batch == before->first_batch && next->first_row == 0 && is_soon &&
+         before->num_heads * head_row_bytes(&run->plan->problem) < fa_host_slicing.least_staged_row_bytes;
+}
+
+/* The processor copies short rows that lie apart at half the rate. */
+static void stage_together(host_run *run) {
+  extent *before = &run->slices[0].staged;
+  *before = run->slices[0].own;
+  for (slice *slice = run->slices + 1; slice < run->slices + run->num_slices; slice++) {
+    slice->staged = slice->own;
+    if (comes_along(run, before, &slice->own)) {
+      before->num_heads += slice->own.num_heads;
+      slice->staged.num_heads = 0;
+    } else {
+      before = &slice->staged;
+    }
+  }
+}
+
+/* As if there were no other rows, nor keys that these do not see, so that the last row is beside the last key
+ * again, or as many keys before it as it sees. */
+static void leave_rows(fa_problem *p, const extent *own) {
+  const int64_t rows_after = p->seqlen_q - own->first_row - own->num_rows;
+  const int64_t seen = smaller(p->window_right, rows_after);
+  p->seqlen_q = own->num_rows;
+  p->seqlen_k -= rows_after - seen;
+  p->window_right -= seen, p->window_left += seen;
+  fa_problem_canonicalise(p);
+}
+
+/* Some of a batch's, that is. */
+static bool is_of_rows(const host_run *run, const slice *slice) {
+  return slice->own.num_rows < run->plan->problem.seqlen_q;
 }
 
 static fa_status plan_slice(host_run *run, slice *slice, fa_error *error) {
@@ -192,6 +259,11 @@ static fa_status plan_slice(host_run *run, slice *slice, fa_error *error) {
   plan->problem.batch = slice->own.num_batches;
   plan->problem.num_kv_heads = slice->own.num_heads;
   plan->problem.num_heads = slice->own.num_heads * (p->num_heads / p->num_kv_heads);
+  if (is_of_rows(run, slice)) {
+    leave_rows(&plan->problem, &slice->own);
+    const size_t lse_bytes = (size_t)fa_tensor_shape(&plan->problem, FA_TENSOR_LSE).size_bytes;
+    if (lse_bytes > run->lse_bytes) run->lse_bytes = lse_bytes;
+  }
   fa_status status = ((const fa_backend *)plan->backend)->plan(plan, error);
   if (plan->workspace_bytes > run->execution.workspace_bytes)
     run->execution.workspace_bytes = plan->workspace_bytes;
@@ -204,15 +276,23 @@ static fa_status plan_slice(host_run *run, slice *slice, fa_error *error) {
 static fa_status cut(host_run *run, fa_error *error) {
   const fa_problem *p = &run->plan->problem;
   const int64_t wanted = num_slices_wanted(run);
-  if (wanted == 1) add_slice(run, (extent){.num_batches = p->batch, .num_heads = p->num_kv_heads});
-  if (wanted > 1) cut_equally(run, wanted);
+  if (wanted > 1)
+    cut_equally(run, wanted);
+  else
+    run->slices[run->num_slices++].own =
+        (extent){.num_batches = p->batch, .num_heads = p->num_kv_heads, .num_rows = p->seqlen_q};
   for (bool halved = wanted > 1; halved;) {
     halved = halve(run, run->num_slices - 1);
     if (!is_mostly_staged(run)) halved |= halve(run, 0);
   }
+  stage_together(run);
   fa_status status = FA_STATUS_OK;
   for (int i = 0; !status && i < run->num_slices; i++) status = plan_slice(run, &run->slices[i], error);
   return status;
+}
+
+static bool is_of_keys(int id) {
+  return id == FA_TENSOR_K || id == FA_TENSOR_V || id == FA_TENSOR_DK || id == FA_TENSOR_DV;
 }
 
 /* How an extent's part of a tensor lies in all of it, in bytes. */
@@ -221,26 +301,36 @@ typedef struct part {
 } part;
 
 static part part_of(const host_run *run, const extent *extent, int id, const fa_tensor *tensor) {
-  const fa_shape all = fa_tensor_shape(&run->plan->problem, id);
+  const fa_problem *problem = &run->plan->problem;
+  const fa_shape all = fa_tensor_shape(problem, id);
   if (all.rank == 2)
     return (part){.row_bytes = (size_t)all.size_bytes, .num_rows = 1}; /* sinks are every slice's */
   const bool rows_of_heads = all.rank == 4;                            /* lse: [batch, num_heads, seqlen_q] */
-  const int64_t all_heads = all.dims[rows_of_heads ? 2 : 1],
-                share = all_heads / run->plan->problem.num_kv_heads;
+  const bool all_rows = is_of_keys(id) || extent->num_rows == problem->seqlen_q;
+  const int64_t all_heads = all.dims[rows_of_heads ? 2 : 1], share = all_heads / problem->num_kv_heads;
   const int64_t first_head = extent->first_head * share, num_heads = extent->num_heads * share;
+  const int64_t first_row = all_rows ? 0 : extent->first_row;
+  const int64_t num_rows = all_rows ? all.dims[rows_of_heads ? 1 : 2] : extent->num_rows;
   const size_t element = fa_dtype_bytes(all.dtype);
-  const size_t whole = (size_t)(all.size_bytes / (all.dims[0] * all_heads) * extent->num_batches * num_heads);
-  if (!rows_of_heads)
-    return (part){.offset = (size_t)((extent->first_batch * all_heads + first_head) * all.dims[2]) * element,
-                  .row_bytes = whole,
-                  .num_rows = 1};
-  const size_t offset =
-      (size_t)(extent->first_batch * tensor->stride_batch + first_head * tensor->stride_head) * element;
+  const size_t whole =
+      (size_t)(extent->num_batches * num_heads * num_rows * (rows_of_heads ? all.dims[3] : 1)) * element;
+  if (!rows_of_heads) {
+    const size_t offset =
+        (size_t)((extent->first_batch * all_heads + first_head) * all.dims[2] + first_row) * element;
+    if (all_rows) return (part){.offset = offset, .row_bytes = whole, .num_rows = 1};
+    return (part){.offset = offset,
+                  .row_bytes = (size_t)num_rows * element,
+                  .pitch = (size_t)all.dims[2] * element,
+                  .num_rows = (size_t)num_heads};
+  }
+  const size_t offset = (size_t)(extent->first_batch * tensor->stride_batch + first_row * tensor->stride_row +
+                                 first_head * tensor->stride_head) *
+                        element;
   if (num_heads == all_heads) return (part){.offset = offset, .row_bytes = whole, .num_rows = 1};
   return (part){.offset = offset,
                 .row_bytes = (size_t)(num_heads * all.dims[3]) * element,
                 .pitch = (size_t)tensor->stride_row * element,
-                .num_rows = (size_t)all.dims[1]};
+                .num_rows = (size_t)num_rows};
 }
 
 /* ---- one slice after the other, on three streams -------------------------------------------------------- */
@@ -250,9 +340,9 @@ static int list_copies(const host_run *run, int number, fa_tensor_role role, boo
   int num_copies = 0;
   for (int id = 0; id < FA_NUM_TENSORS; id++) {
     const tensor_place *t = &run->tensors[id];
-    const bool once = id == FA_TENSOR_SINK && number > 0;
-    if (t->role != role || !t->copied || t->staged != staged || once) continue;
     const slice *slice = &run->slices[number];
+    const bool is_there = (id == FA_TENSOR_SINK && number > 0) || (is_of_keys(id) && slice->own.first_row > 0);
+    if (t->role != role || !t->copied || t->staged != staged || is_there) continue;
     const extent *extent = staged && role == FA_ROLE_INPUT ? &slice->staged : &slice->own;
     if (extent->num_heads == 0) continue;
     const part part = part_of(run, extent, id, &t->host);
@@ -275,6 +365,9 @@ static fa_status copy_slice(host_run *run, int number, fa_tensor_role role, fa_e
   return status;
 }
 
+/* That of rows lies apart in the whole. */
+static char *slice_lse(const host_run *run) { return run->memory + round_up(run->execution.workspace_bytes); }
+
 static fa_tensors slice_tensors(const host_run *run, const slice *slice) {
   fa_tensors tensors = {0};
   for (int id = 0; id < FA_NUM_TENSORS; id++) {
@@ -283,7 +376,16 @@ static fa_tensors slice_tensors(const host_run *run, const slice *slice) {
     tensor.data = (char *)tensor.data + part_of(run, &slice->own, id, &tensor).offset;
     *fa_tensor_at(&tensors, id) = tensor;
   }
+  if (is_of_rows(run, slice)) tensors.lse.data = slice_lse(run);
   return tensors;
+}
+
+static fa_status put_lse(const host_run *run, const slice *slice, fa_error *error) {
+  const fa_tensor *lse = &run->tensors[FA_TENSOR_LSE].device;
+  const part part = part_of(run, &slice->own, FA_TENSOR_LSE, lse);
+  return run->heap->backend->memory->copy(
+      run->heap->index, (fa_rows){(char *)lse->data + part.offset, part.pitch},
+      (fa_rows){slice_lse(run), part.row_bytes}, part.row_bytes, part.num_rows, run->lane->compute, error);
 }
 
 static fa_status start_slice(host_run *run, int number, fa_error *error) {
@@ -297,6 +399,7 @@ static fa_status start_slice(host_run *run, int number, fa_error *error) {
   if (status) return status;
   const fa_tensors tensors = slice_tensors(run, &run->slices[number]);
   status = fa_run(&run->slices[number].plan, &tensors, &run->execution, error);
+  if (!status && is_of_rows(run, &run->slices[number])) status = put_lse(run, &run->slices[number], error);
   return status ? status : memory->record(index, lane->slices[number].done, lane->compute, error);
 }
 
@@ -304,6 +407,8 @@ static fa_status fetch_slice(host_run *run, int number, fa_error *error) {
   const fa_memory_ops *memory = run->heap->backend->memory;
   fa_status status =
       memory->stream_wait(run->heap->index, run->lane->down, run->lane->slices[number].done, error);
+  if (!status && number == run->num_slices - 1)
+    status = memory->record(run->heap->index, run->lane->last, run->lane->down, error);
   return status ? status : copy_slice(run, number, FA_ROLE_OUTPUT, error);
 }
 
@@ -328,6 +433,8 @@ static fa_status finish(host_run *run, fa_error *error) {
     status = memory->elapsed(index, run->lane->slices[i].begun, run->lane->slices[i].done, &seconds, error);
     run->transfers->kernel_seconds += seconds;
   }
+  /* The longer a wait, the later it ends: so the last one is short. */
+  if (!status) status = memory->event_wait(index, run->lane->last, error);
   return status ? status : memory->event_wait(index, run->lane->finished, error);
 }
 
@@ -356,7 +463,7 @@ static fa_status run_slices(host_run *run, fa_error *error) {
 static bool needs_room(const tensor_place *t) { return t->copied && !t->device.data; }
 
 static fa_status place(host_run *run, fa_error *error) {
-  size_t bytes = round_up(run->execution.workspace_bytes), used = bytes;
+  size_t bytes = round_up(run->execution.workspace_bytes) + round_up(run->lse_bytes), used = bytes;
   for (int id = 0; id < FA_NUM_TENSORS; id++)
     if (needs_room(&run->tensors[id])) bytes += round_up(run->tensors[id].bytes);
   if (bytes == 0) return FA_STATUS_OK;

@@ -16,6 +16,7 @@ static void free_lane(fa_lane *lane) {
   for (int i = 0; i < 3; i++)
     if (streams[i]) memory->stream_free(index, streams[i]);
   if (lane->ready) memory->event_free(index, lane->ready);
+  if (lane->last) memory->event_free(index, lane->last);
   if (lane->finished) memory->event_free(index, lane->finished);
   for (int i = 0; i < FA_MAX_SLICES; i++) {
     void *events[] = {lane->slices[i].uploaded, lane->slices[i].begun, lane->slices[i].done};
@@ -34,6 +35,7 @@ static fa_status fill_lane(fa_lane *lane, fa_error *error) {
   if (!status) status = memory->stream_new(index, &lane->compute, error);
   if (!status) status = memory->stream_new(index, &lane->down, error);
   if (!status) status = memory->event_new(index, false, &lane->ready, error);
+  if (!status) status = memory->event_new(index, false, &lane->last, error);
   if (!status) status = memory->event_new(index, false, &lane->finished, error);
   for (int i = 0; !status && i < FA_MAX_SLICES; i++) {
     status = memory->event_new(index, false, &lane->slices[i].uploaded, error);
@@ -60,12 +62,15 @@ static void give_ring(fa_lane *lane) {
   lane->slot_bytes = 0;
 }
 
+enum { MOST_SLOT_BYTES = 4 << 20 };
+
 /* Small slots let the bus begin early; large ones keep it busy, as it pauses for some microseconds after each.
  */
 static void take_ring(fa_lane *lane, size_t pageable_bytes) {
-  const size_t least = (size_t)64 << 10, most = (size_t)4 << 20;
+  const size_t least = (size_t)64 << 10;
   size_t bytes = least;
-  while (bytes < most && bytes * 8 < pageable_bytes) bytes *= 2;
+  lane->bytes_left = pageable_bytes;
+  while (bytes < MOST_SLOT_BYTES && bytes * 8 < pageable_bytes) bytes *= 2;
   void *memory;
   if (!pageable_bytes || fa_pool_take(&lane->heap->pinned->staging, bytes * FA_RING_SLOTS, &memory, NULL))
     return;
@@ -101,7 +106,7 @@ void fa_lane_give(fa_lane *lane) {
 
 /* The threads stay awake from slice to slice: the bus reads at half the rate what a processor has written that
  * has gone to sleep since. */
-enum { COPY_THREADS = 10, PART_BYTES = 256 << 10, AWAKE_MICROSECONDS = 600 };
+enum { COPY_THREADS = 10, PART_BYTES = 256 << 10, CACHE_BYTES = 2 << 20, AWAKE_MICROSECONDS = 600 };
 
 /* Copies that several threads work on, piece by piece. */
 typedef struct staged_copies {
@@ -126,11 +131,20 @@ static long pieces_of(const fa_lane *lane, const fa_copy *copy) {
 }
 
 static fa_slot *slot_of(const staged_copies *staged, long piece) {
-  return &staged->lane->ring[piece % FA_RING_SLOTS];
+  return &staged->lane->ring[(staged->lane->first_slot + piece) % FA_RING_SLOTS];
+}
+
+/* Whether nothing that is copied later makes room in the caches of the processors that copy it: from there the
+ * bus reads at half its rate. So much is copied before that the bus is behind, and there is time. */
+static bool is_among_last(const staged_copies *staged, long piece) {
+  const fa_lane *lane = staged->lane;
+  const size_t after = lane->bytes_left + (size_t)(staged->num_pieces - 1 - piece) * lane->slot_bytes;
+  return lane->slot_bytes == MOST_SLOT_BYTES && after < COPY_THREADS * CACHE_BYTES / 2;
 }
 
 static void describe_piece(const staged_copies *staged, long piece, fa_slot *slot) {
   const fa_copy *copy = staged->copies;
+  const long number = piece;
   for (; piece >= pieces_of(staged->lane, copy); copy++) piece -= pieces_of(staged->lane, copy);
   const size_t most = piece_bytes(staged->lane, copy), begin = (size_t)piece * most;
   const size_t left = copy->row_bytes * copy->num_rows - begin;
@@ -138,6 +152,7 @@ static void describe_piece(const staged_copies *staged, long piece, fa_slot *slo
   slot->copy = copy;
   slot->begin = begin;
   slot->bytes = left < most ? left : most;
+  slot->push_out = !slot->download && is_among_last(staged, number);
 }
 
 /* The bus's part. */
@@ -164,9 +179,20 @@ static fa_status wait_for_bus(fa_lane *lane, fa_slot *slot, fa_error *error) {
   return lane->heap->backend->memory->event_wait(lane->heap->index, slot->event, error);
 }
 
+/* Pushes what was written out of the processor's own cache. */
+static void push_out(const char *memory, size_t bytes) {
+#if defined(__x86_64__)
+  for (size_t i = 0; i < bytes; i += 64) __asm__ volatile("cldemote %0" : : "m"(memory[i]));
+#else
+  (void)memory, (void)bytes;
+#endif
+}
+
 /* The processor's part: between the slot and rows of pageable memory, from byte begin of the piece on. */
 static void copy_part(const fa_slot *slot, size_t begin, size_t end) {
   const fa_copy *copy = slot->copy;
+  const char *written = slot->memory + begin;
+  const size_t bytes_written = end - begin;
   while (begin < end) {
     const size_t at = slot->begin + begin, column = at % copy->row_bytes;
     const size_t left = copy->row_bytes - column, bytes = left < end - begin ? left : end - begin;
@@ -175,6 +201,7 @@ static void copy_part(const fa_slot *slot, size_t begin, size_t end) {
     memcpy(slot->download ? host : here, slot->download ? here : host, bytes);
     begin += bytes;
   }
+  if (slot->push_out) push_out(written, bytes_written);
 }
 
 static bool await(staged_copies *staged, atomic_long *number, long wanted) {
@@ -241,8 +268,11 @@ static fa_status prepare_ring(staged_copies *staged, fa_error *error) {
 }
 
 static fa_status copy_staged(staged_copies *staged, fa_error *error) {
-  for (int i = 0; i < staged->num_copies; i++)
-    staged->num_pieces += pieces_of(staged->lane, &staged->copies[i]);
+  for (int i = 0; i < staged->num_copies; i++) {
+    const fa_copy *copy = &staged->copies[i];
+    staged->num_pieces += pieces_of(staged->lane, copy);
+    staged->lane->bytes_left -= copy->row_bytes * copy->num_rows;
+  }
   const size_t num_parts = staged->lane->slot_bytes / PART_BYTES;
   staged->num_parts = num_parts > 1 ? (int)num_parts : 1;
   fa_status status = prepare_ring(staged, error);
@@ -250,6 +280,7 @@ static fa_status copy_staged(staged_copies *staged, fa_error *error) {
   const int processors = fa_num_processors();
   fa_parallel_for(processors < COPY_THREADS ? processors : COPY_THREADS, AWAKE_MICROSECONDS,
                   (int64_t)staged->num_pieces * staged->num_parts, copy_task, staged);
+  staged->lane->first_slot = (int)((staged->lane->first_slot + staged->num_pieces) % FA_RING_SLOTS);
   for (int i = 0; i < COPY_THREADS; i++)
     if (staged->errors[i].status) {
       if (error) *error = staged->errors[i];

@@ -20,7 +20,7 @@ typedef struct fa_copy {
 typedef struct fa_slot {
   char *memory;
   void *event; /* the bus is done with it */
-  bool busy, download;
+  bool busy, download, push_out;
   const fa_copy *copy;
   size_t begin, bytes;
   atomic_long sent, open; /* the piece that the bus was given last, and that threads may work on */
@@ -29,13 +29,16 @@ typedef struct fa_slot {
 
 typedef struct fa_lane {
   fa_heap *heap;
-  void *up, *compute, *down; /* streams */
-  void *ready, *finished;    /* events: the caller's stream may be read, everything is there */
+  void *up, *compute, *down;     /* streams */
+  void *ready, *last, *finished; /* events: the caller's stream may be read, all but the last slice's results
+                                  * are there, all is */
   struct {
     void *uploaded, *begun, *done;
   } slices[FA_MAX_SLICES];
   fa_slot ring[FA_RING_SLOTS];
+  int first_slot;    /* where the next copies begin: the one that was given to the bus first */
   size_t slot_bytes; /* 0: there is no ring, pageable memory is copied as it is */
+  size_t bytes_left; /* of pageable memory that a call still has to copy */
   struct fa_lane *next;
 } fa_lane;
 

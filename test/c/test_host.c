@@ -193,7 +193,8 @@ static fa_problem random_problem(fa_random *random) {
   problem.num_heads = problem.num_kv_heads * random_integer(random, 1, 3);
   problem.head_dim = random_integer(random, 1, 20);
   problem.num_sinks = random_integer(random, 0, 3) ? 0 : random_integer(random, 1, 2);
-  if (random_integer(random, 0, 1)) problem.window_right = 0;
+  if (random_integer(random, 0, 1)) problem.window_right = random_integer(random, 0, 3) * 3;
+  if (random_integer(random, 0, 1)) problem.window_left = random_integer(random, 0, 12);
   return problem;
 }
 
@@ -204,12 +205,16 @@ static void test_places_and_slices(void) {
   fa_random random = random_stream(7, 0);
   long num_runs = 0, most_runs = 0;
   for (int i = 0; i < 400; i++) {
-    fa_host_slicing = (fa_slicing){random_integer(&random, 1, 400), random_integer(&random, 1, 60),
-                                   random_integer(&random, 1, 60)};
+    fa_host_slicing = (fa_slicing){.least_bytes = random_integer(&random, 1, 400),
+                                   .least_rows = random_integer(&random, 1, 60),
+                                   .least_row_bytes = random_integer(&random, 1, 60),
+                                   .least_staged_row_bytes = random_integer(&random, 1, 200),
+                                   .row_unit = random_integer(&random, 1, 9)};
     const fa_problem problem = random_problem(&random);
     setting s = setting_new(&problem, i % 2 ? FA_PASS_BACKWARD : FA_PASS_FORWARD, &random);
     const long before = fake_get_state().num_runs;
     for (int id = 0; id < FA_NUM_TENSORS && i % 4 == 0; id++) s.where[id] = PINNED; /* cut most finely */
+    for (int id = 0; id < FA_TENSOR_O && i % 8 == 2; id++) s.where[id] = PAGEABLE;  /* cut by rows */
     setting_place(&s);
     check_run(&s);
     setting_remove(&s);
@@ -225,7 +230,7 @@ static void test_places_and_slices(void) {
 /* More than the ring holds, in one row and in many. */
 static void test_large(void) {
   fa_random random = random_stream(8, 0);
-  fa_host_slicing = (fa_slicing){1, 1, 1};
+  fa_host_slicing = (fa_slicing){1, 1, 1, 1, 1};
   for (int64_t batch = 1; batch <= 2; batch++) {
     fa_problem problem;
     fa_problem_init(&problem);
@@ -241,21 +246,23 @@ static void test_large(void) {
   check_nothing_is_used("after large runs");
 }
 
-/* A problem that is cut, in ordinary and in pinned memory, at home on the device and kept there. */
-static setting mixed_setting(fa_random *random) {
+/* A problem that is cut: a backward in ordinary and in pinned memory, at home on the device and kept there, a
+ * forward, by rows, in ordinary memory. */
+static setting mixed_setting(fa_pass pass, fa_random *random) {
   fa_problem problem;
   fa_problem_init(&problem);
   problem.batch = 3, problem.num_heads = problem.num_kv_heads = 2, problem.head_dim = 5;
   problem.seqlen_q = problem.seqlen_k = 17;
-  setting s = setting_new(&problem, FA_PASS_BACKWARD, random);
-  for (int id = 0; id < FA_NUM_TENSORS; id++) s.where[id] = (where)(id % NUM_WHERES);
+  setting s = setting_new(&problem, pass, random);
+  for (int id = 0; id < FA_NUM_TENSORS; id++)
+    s.where[id] = pass == FA_PASS_FORWARD ? PAGEABLE : (where)(id % NUM_WHERES);
   return s;
 }
 
 /* Views of tensors on the device need not have as much memory as they have elements. */
 static void test_broadcast(void) {
   fa_random random = random_stream(13, 0);
-  setting s = mixed_setting(&random);
+  setting s = mixed_setting(FA_PASS_BACKWARD, &random);
   for (int id = FA_TENSOR_K; id <= FA_TENSOR_V; id++) {
     s.where[id] = ON_DEVICE, s.of_one_batch[id] = true;
     const size_t bytes = placed_size(&s, id);
@@ -272,15 +279,15 @@ static void test_broadcast(void) {
 }
 
 /* Every operation fails once, in each of the ways. */
-static void test_faults(void) {
+static void test_faults(fa_pass pass) {
   fa_random random = random_stream(9, 0);
-  fa_host_slicing = (fa_slicing){1, 1, 1};
+  fa_host_slicing = (fa_slicing){1, 1, 1, 1, 1};
   const fa_status failures[] = {FA_STATUS_OUT_OF_MEMORY, FA_STATUS_DEVICE_ERROR};
   for (int i = 0; i < 2; i++) {
     int num_failed = 0;
     fa_status status = FA_STATUS_OK;
     for (long fail_at = 0; fail_at == 0 || num_failed == fail_at; fail_at++) {
-      setting s = mixed_setting(&random);
+      setting s = mixed_setting(pass, &random);
       setting_place(&s);
       fa_error error;
       fake_settings.fail_at = fail_at, fake_settings.failure = failures[i];
@@ -304,7 +311,7 @@ static void test_faults(void) {
 
 static void test_out_of_memory(void) {
   fa_random random = random_stream(10, 0);
-  setting s = mixed_setting(&random);
+  setting s = mixed_setting(FA_PASS_BACKWARD, &random);
   fa_error error;
   setting_place(&s);
   check_run(&s);
@@ -339,12 +346,12 @@ static void copy_slowly(char *to, char *from, size_t bytes, void *stream) {
 /* q is written by work that the caller's stream does first. */
 static void test_order(void) {
   fa_random random = random_stream(11, 0);
-  fa_host_slicing = (fa_slicing){1, 1, 1};
+  fa_host_slicing = (fa_slicing){1, 1, 1, 1, 1};
   const fa_memory_ops *memory = fake_gpu.memory;
   void *stream;
   if (memory->stream_new(0, &stream, NULL)) exit(2);
   for (int i = 0; i < 50; i++) {
-    setting s = mixed_setting(&random);
+    setting s = mixed_setting(FA_PASS_BACKWARD, &random);
     s.where[FA_TENSOR_Q] = i % 2 ? ON_DEVICE : ON_OTHER_DEVICE;
     setting_place(&s);
     const size_t bytes = size_of(&s, FA_TENSOR_Q);
@@ -371,7 +378,7 @@ static void test_order_of_kept(void) {
   void *stream;
   char *late;
   if (fake_gpu.memory->stream_new(0, &stream, NULL)) exit(2);
-  setting s = mixed_setting(&random);
+  setting s = mixed_setting(FA_PASS_BACKWARD, &random);
   const size_t bytes = size_of(&s, FA_TENSOR_K), half = 32 << 20; /* what keeps the stream busy for long */
   for (int id = 0; id < FA_NUM_TENSORS; id++) s.where[id] = KEPT;
   setting_place(&s);
@@ -395,7 +402,7 @@ static void test_order_of_kept(void) {
 
 static void *call_often(void *seed) {
   fa_random random = random_stream((uint64_t)(uintptr_t)seed, 1);
-  setting s = mixed_setting(&random);
+  setting s = mixed_setting(FA_PASS_BACKWARD, &random);
   for (int i = 0; i < 30; i++) {
     setting_place(&s);
     fa_error error;
@@ -412,7 +419,7 @@ static void *call_often(void *seed) {
 static void test_many_callers(void) {
   enum { CALLERS = 16 };
   pthread_t threads[CALLERS];
-  fa_host_slicing = (fa_slicing){1, 1, 1};
+  fa_host_slicing = (fa_slicing){1, 1, 1, 1, 1};
   for (uintptr_t i = 0; i < CALLERS; i++)
     if (pthread_create(&threads[i], NULL, call_often, (void *)i)) exit(2);
   for (int i = 0; i < CALLERS; i++) {
@@ -532,7 +539,8 @@ int main(void) {
   test_places_and_slices();
   test_large();
   test_broadcast();
-  test_faults();
+  test_faults(FA_PASS_FORWARD);
+  test_faults(FA_PASS_BACKWARD);
   test_out_of_memory();
   test_order();
   test_order_of_kept();
