@@ -109,16 +109,9 @@ __global__ void __launch_bounds__(Shape::num_warps * 32, Shape::blocks_per_sm)
 
   float scale[MT][2], lse[MT][2];
   softmax.finish(scale, lse, a.score, a.sink + head, a.num_sinks, a.num_heads);
-#pragma unroll
-  for (int m = 0; m < MT; m++)
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-      const int row = rows.begin + warp_row + m * 16 + half * 8 + threadIdx.x % 32 / 4;
-      if (threadIdx.x % 4 == 0 && row < rows.end)
-        a.lse[(int64_t(batch) * a.num_heads + head) * a.window.seqlen_q + row] = lse[m][half];
-    }
-  using Io = typename Kind::Io;
   const int row = rows.begin + warp_row;
+  store_lse<MT>(a.lse + (int64_t(batch) * a.num_heads + head) * a.window.seqlen_q + row, lse, rows.end - row);
+  using Io = typename Kind::Io;
   store_accumulator<Io, MT, DT>(row_of<Io>(a.o, batch, head, row), a.o.stride_row, rows.end - row, a.head_dim,
                                 o, scale);
 }

@@ -14,12 +14,13 @@ namespace hopper {
 
 // A row of the table; none of it changes results by more than rounding. Registers are per thread.
 template <int HEAD_DIM, int BLOCK_K, int NUM_CONSUMERS, int Q_STAGES, int CONSUMER_REGISTERS,
-          int PRODUCER_REGISTERS>
+          int PRODUCER_REGISTERS, bool HOLDS_Q = false>
 struct ForwardShape {
   static constexpr int head_dim = HEAD_DIM, block_k = BLOCK_K, num_consumers = NUM_CONSUMERS,
                        q_stages = Q_STAGES;
   static constexpr int block_q = NUM_CONSUMERS * 64, num_threads = (NUM_CONSUMERS + 1) * WARPGROUP;
   static constexpr int consumer_registers = CONSUMER_REGISTERS, producer_registers = PRODUCER_REGISTERS;
+  static constexpr bool holds_q = HOLDS_Q;  // a consumer's rows of it, in registers
 };
 
 // Shared memory: the stages of q, of k and of v, then a barrier for each stage being full and one for its being
@@ -165,14 +166,12 @@ struct Turns {
 template <class T>
 __device__ inline void fetch_rows(const fa_cuda_arguments &a, const ForwardTile &tile, uint32_t to,
                                   int tile_row) {
-  const int row = tile_row + threadIdx.x % 16, first = threadIdx.x % 32 / 16;
-  const float *from = reinterpret_cast<const float *>(a.q.data) + tile.batch * a.q.stride_batch +
-                      tile.head * a.q.stride_head + (tile.rows.begin + row) * a.q.stride_row;
-  const int wanted = tile.rows.begin + row < tile.rows.end ? a.head_dim : 0;
+  const int row = tile_row + threadIdx.x % 16, q_row = tile.rows.begin + row;
+  const float *from = head_of<float>(a.q, tile.batch, tile.head) + q_row * a.q.stride_row;
 #pragma unroll 1
-  for (int eight = first; eight < T::COLS / 8; eight += 2) {
+  for (int eight = threadIdx.x % 32 / 16; eight < T::COLS / 8; eight += 2) {
     float x[8];
-    load_eight(x, from + eight * 8, wanted - eight * 8);
+    load_eight(x, from + eight * 8, q_row < tile.rows.end ? a.head_dim - eight * 8 : 0);
 #pragma unroll
     for (int half = 0; half < 2; half++)
       store_shared(to + T::offset(row, eight * 2 + half), reinterpret_cast<const uint4 *>(x)[half]);
@@ -191,11 +190,9 @@ __device__ inline int split_rows(uint32_t tile, int tile_row) {
 #pragma unroll
   for (int i = 0; i < EIGHTS; i++) {
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
-      const float4 four = load_shared_four(tile + T::offset(row, (i * 2 + first) * 2 + half));
-      x[i][half * 4] = four.x, x[i][half * 4 + 1] = four.y, x[i][half * 4 + 2] = four.z,
-                  x[i][half * 4 + 3] = four.w;
-    }
+    for (int half = 0; half < 2; half++)
+      reinterpret_cast<float4 *>(x[i])[half] =
+          load_shared_four(tile + T::offset(row, (i * 2 + first) * 2 + half));
     bits = largest_finite(x[i], bits);
   }
   const int exponent = scaling_exponent(__reduce_max_sync(~0u, bits));
@@ -245,7 +242,7 @@ __device__ inline void consume(const fa_cuda_arguments &a, const fa_cuda_maps &m
     // additions, into o: over a long sum, what the tensor cores cut off would add up.
     float o[1][DT][4], fresh[1][DT][4], scores[1][NT][4];
     float(&product)[DT][4] = SCALED ? fresh[0] : o[0];
-    uint32_t p[Kind::PARTS][PV_STEPS][4];
+    uint32_t p[Kind::PARTS][PV_STEPS][4], q_held[1][QK_STEPS][4];
     OnlineSoftmax<Kind, 1> softmax;
     const auto q = buffers.q(q_ring.stage);
     const BoxOperand<QTile, true> q_rows(q.tile, consumer * 64);
@@ -284,17 +281,18 @@ __device__ inline void consume(const fa_cuda_arguments &a, const fa_cuda_maps &m
     }
 
     auto start_scores = [&](typename Buffers::Stage k) {
-      multiply<Kind, QK_STEPS>(scores[0], q_rows, BoxOperand<KTile, true>(k.tile), false);
+      const BoxOperand<KTile, true> columns(k.tile);
+      if constexpr (Shape::holds_q)
+        multiply<Kind, QK_STEPS>(scores[0], q_held, columns, false);
+      else
+        multiply<Kind, QK_STEPS>(scores[0], q_rows, columns, false);
     };
     auto start_o = [&](typename Buffers::Stage v) {
       multiply<Kind, PV_STEPS>(product, p, BoxOperand<KTile, false>(v.tile), !SCALED);
     };
     // What to multiply products with; read ahead of them.
-    auto unscale_scores = [&](int block) {
-      return power_of_two(-exponent_q - exponent_of<Kind>(a.k, tile.batch, kv_head, block * Shape::block_k));
-    };
-    auto unscale_o = [&](int block) {
-      return power_of_two(-P_EXPONENT - exponent_of<Kind>(a.v, tile.batch, kv_head, block * Shape::block_k));
+    auto unscaling = [&](int exponent, const fa_cuda_operand &operand, int block) {
+      return power_of_two(-exponent - exponent_of<Kind>(operand, tile.batch, kv_head, block * Shape::block_k));
     };
     auto finish_o = [&](typename Buffers::Stage v, float unscale) {
       wgmma_wait<0>(product, p);
@@ -318,7 +316,11 @@ __device__ inline void consume(const fa_cuda_arguments &a, const fa_cuda_maps &m
       exponent_q = split_rows<Kind, QTile>(q.tile, warp_row);
       named_barrier_wait(SPLIT_BARRIER + consumer, WARPGROUP);
     }
-    float of_scores = unscale_scores(block), of_o = unscale_o(block);
+#pragma unroll
+    for (int k = 0; k < QK_STEPS && Shape::holds_q; k++)
+      load_matrices<false>(q_held[0][k],
+                           q.tile + QTile::offset(warp_row + threadIdx.x % 16, k * 2 + threadIdx.x % 32 / 16));
+    float of_scores = unscaling(exponent_q, a.k, block), of_o = unscaling(P_EXPONENT, a.v, block);
     set_zero<1, DT>(o);
     barrier_wait(buffers.k(ring.stage).full, ring.phase);
     start_scores(buffers.k(ring.stage));
@@ -333,8 +335,8 @@ __device__ inline void consume(const fa_cuda_arguments &a, const fa_cuda_maps &m
       Ring<Buffers::STAGES> next = ring;
       next.advance();
       const auto k = buffers.k(next.stage), v = buffers.v(ring.stage);
-      of_scores = unscale_scores(block);
-      const float of_next_o = unscale_o(block);
+      of_scores = unscaling(exponent_q, a.k, block);
+      const float of_next_o = unscaling(P_EXPONENT, a.v, block);
       barrier_wait(k.full, next.phase);
       turns.wait();
       start_scores(k);
@@ -357,12 +359,8 @@ __device__ inline void consume(const fa_cuda_arguments &a, const fa_cuda_maps &m
     next_tile.hear(buffers.next_tile(ring.stage));
     float scale[1][2], lse[1][2];
     softmax.finish(scale, lse, a.score, a.sink + tile.head, a.num_sinks, a.num_heads);
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-      const int own_row = first_row + half * 8 + threadIdx.x % 32 / 4;
-      if (threadIdx.x % 4 == 0 && own_row < a.window.seqlen_q)
-        a.lse[(int64_t(tile.batch) * a.num_heads + tile.head) * a.window.seqlen_q + own_row] = lse[0][half];
-    }
+    store_lse<1>(a.lse + (int64_t(tile.batch) * a.num_heads + tile.head) * a.window.seqlen_q + first_row, lse,
+                 a.window.seqlen_q - first_row);
     finish_o(v, of_o);
     ring.advance();
     if constexpr (SCALED) {
@@ -425,15 +423,16 @@ constexpr fa_cuda_kernel row(const char *name) {
 
 // Registers a consumer's thread needs for its arrays: (block_k * 1.5 + head_dim) / 2, and block_k + head_dim of
 // f32 in two parts. Three consumers at 64, which use each column block for 192 rows; at 256, and of f32, column
-// blocks are what fits beside q.
+// blocks are what fits beside q. At 128 there is room for q too, head_dim / 4: of what the products read from
+// shared memory, a fifth.
 const fa_cuda_kernel FA_JOIN(fa_hopper_forward_, FA_KIND)[] = {
-// bucket, block_k, consumers, stages of q, their registers, the producer's
+// bucket, block_k, consumers, stages of q, their registers, the producer's, whether they hold q
 #if FA_KIND_SCALED
     ROW("/d64", 64, 128, 2, 2, 240, 24),
     ROW("/d128", 128, 64, 2, 1, 240, 24),
 #else
     ROW("/d64", 64, 128, 3, 2, 160, 32),
-    ROW("/d128", 128, 128, 2, 2, 240, 24),
+    ROW("/d128", 128, 128, 2, 2, 240, 24, true),
     ROW("/d256", 256, 80, 2, 1, 240, 24),
 #endif
     {},

@@ -6,8 +6,9 @@
 
 namespace fa {
 
-__device__ inline const uint16_t *head_of(const fa_cuda_operand &operand, int batch, int head) {
-  return operand.data + batch * operand.stride_batch + head * operand.stride_head;
+template <class Io = uint16_t>
+__device__ inline const Io *head_of(const fa_cuda_operand &operand, int batch, int head) {
+  return reinterpret_cast<const Io *>(operand.data) + batch * operand.stride_batch + head * operand.stride_head;
 }
 
 // Starts the copy of the tile (its parts one after another) whose first row is `row` of the head; rows from

@@ -218,4 +218,16 @@ struct OnlineSoftmax {
   }
 };
 
+// Writes the lse of an accumulator's rows, of which num_rows are there.
+template <int MT>
+__device__ inline void store_lse(float *to, const float (&lse)[MT][2], int num_rows) {
+#pragma unroll
+  for (int m = 0; m < MT; m++)
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const int row = m * 16 + half * 8 + threadIdx.x % 32 / 4;
+      if (threadIdx.x % 4 == 0 && row < num_rows) to[row] = lse[m][half];
+    }
+}
+
 }  // namespace fa
