@@ -407,7 +407,7 @@ static fa_status fetch_slice(host_run *run, int number, fa_error *error) {
   const fa_memory_ops *memory = run->heap->backend->memory;
   fa_status status =
       memory->stream_wait(run->heap->index, run->lane->down, run->lane->slices[number].done, error);
-  if (!status && number == run->num_slices - 1)
+  if (!status && number > 0 && number == run->num_slices - 1)
     status = memory->record(run->heap->index, run->lane->last, run->lane->down, error);
   return status ? status : copy_slice(run, number, FA_ROLE_OUTPUT, error);
 }
@@ -434,7 +434,7 @@ static fa_status finish(host_run *run, fa_error *error) {
     run->transfers->kernel_seconds += seconds;
   }
   /* The longer a wait, the later it ends: so the last one is short. */
-  if (!status) status = memory->event_wait(index, run->lane->last, error);
+  if (!status && run->num_slices > 1) status = memory->event_wait(index, run->lane->last, error);
   return status ? status : memory->event_wait(index, run->lane->finished, error);
 }
 

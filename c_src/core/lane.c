@@ -69,7 +69,8 @@ enum { MOST_SLOT_BYTES = 4 << 20 };
 static void take_ring(fa_lane *lane, size_t pageable_bytes) {
   const size_t least = (size_t)64 << 10;
   size_t bytes = least;
-  lane->bytes_left = pageable_bytes;
+  lane->pageable_bytes = pageable_bytes;
+  lane->staged_bytes = 0;
   while (bytes < MOST_SLOT_BYTES && bytes * 8 < pageable_bytes) bytes *= 2;
   void *memory;
   if (!pageable_bytes || fa_pool_take(&lane->heap->pinned->staging, bytes * FA_RING_SLOTS, &memory, NULL))
@@ -106,14 +107,21 @@ void fa_lane_give(fa_lane *lane) {
 
 /* The threads stay awake from slice to slice: the bus reads at half the rate what a processor has written that
  * has gone to sleep since. */
-enum { COPY_THREADS = 10, PART_BYTES = 256 << 10, CACHE_BYTES = 2 << 20, AWAKE_MICROSECONDS = 600 };
+enum {
+  COPY_THREADS = 12,
+  PART_BYTES = 128 << 10,
+  EARLY_BYTES = 16 << 20,
+  CACHE_BYTES = 2 << 20,
+  AWAKE_MICROSECONDS = 600
+};
 
 /* Copies that several threads work on, piece by piece. */
 typedef struct staged_copies {
   fa_lane *lane;
   const fa_copy *copies;
   int num_copies;
-  bool download;
+  bool download, is_early;
+  size_t piece_bytes;
   long num_pieces;
   int num_parts; /* of each piece */
   atomic_bool failed;
@@ -121,12 +129,14 @@ typedef struct staged_copies {
 } staged_copies;
 
 /* How many bytes of a copy a piece has: whole rows, or a part of the only one. */
-static size_t piece_bytes(const fa_lane *lane, const fa_copy *copy) {
-  return copy->num_rows == 1 ? lane->slot_bytes : lane->slot_bytes / copy->row_bytes * copy->row_bytes;
+static size_t piece_bytes(const staged_copies *staged, const fa_copy *copy) {
+  const size_t most = staged->piece_bytes;
+  if (copy->num_rows == 1) return most;
+  return most < copy->row_bytes ? copy->row_bytes : most / copy->row_bytes * copy->row_bytes;
 }
 
-static long pieces_of(const fa_lane *lane, const fa_copy *copy) {
-  const size_t bytes = piece_bytes(lane, copy);
+static long pieces_of(const staged_copies *staged, const fa_copy *copy) {
+  const size_t bytes = piece_bytes(staged, copy);
   return (long)((copy->row_bytes * copy->num_rows + bytes - 1) / bytes);
 }
 
@@ -134,25 +144,27 @@ static fa_slot *slot_of(const staged_copies *staged, long piece) {
   return &staged->lane->ring[(staged->lane->first_slot + piece) % FA_RING_SLOTS];
 }
 
-/* Whether nothing that is copied later makes room in the caches of the processors that copy it: from there the
- * bus reads at half its rate. So much is copied before that the bus is behind, and there is time. */
-static bool is_among_last(const staged_copies *staged, long piece) {
+/* Whether nothing that is copied next makes room in the caches of the processors that copy it: from there the
+ * bus reads at half its rate. */
+static bool stays_in_caches(const staged_copies *staged, long piece) {
   const fa_lane *lane = staged->lane;
-  const size_t after = lane->bytes_left + (size_t)(staged->num_pieces - 1 - piece) * lane->slot_bytes;
-  return lane->slot_bytes == MOST_SLOT_BYTES && after < COPY_THREADS * CACHE_BYTES / 2;
+  const size_t after = (size_t)(staged->num_pieces - 1 - piece) * staged->piece_bytes;
+  return lane->slot_bytes == MOST_SLOT_BYTES &&
+         (staged->is_early ||
+          lane->pageable_bytes - lane->staged_bytes + after < COPY_THREADS * CACHE_BYTES / 2);
 }
 
 static void describe_piece(const staged_copies *staged, long piece, fa_slot *slot) {
   const fa_copy *copy = staged->copies;
   const long number = piece;
-  for (; piece >= pieces_of(staged->lane, copy); copy++) piece -= pieces_of(staged->lane, copy);
-  const size_t most = piece_bytes(staged->lane, copy), begin = (size_t)piece * most;
+  for (; piece >= pieces_of(staged, copy); copy++) piece -= pieces_of(staged, copy);
+  const size_t most = piece_bytes(staged, copy), begin = (size_t)piece * most;
   const size_t left = copy->row_bytes * copy->num_rows - begin;
   slot->download = staged->download;
   slot->copy = copy;
   slot->begin = begin;
   slot->bytes = left < most ? left : most;
-  slot->push_out = !slot->download && is_among_last(staged, number);
+  slot->push_out = !slot->download && stays_in_caches(staged, number);
 }
 
 /* The bus's part. */
@@ -268,19 +280,21 @@ static fa_status prepare_ring(staged_copies *staged, fa_error *error) {
 }
 
 static fa_status copy_staged(staged_copies *staged, fa_error *error) {
-  for (int i = 0; i < staged->num_copies; i++) {
-    const fa_copy *copy = &staged->copies[i];
-    staged->num_pieces += pieces_of(staged->lane, copy);
-    staged->lane->bytes_left -= copy->row_bytes * copy->num_rows;
-  }
-  const size_t num_parts = staged->lane->slot_bytes / PART_BYTES;
+  fa_lane *lane = staged->lane;
+  for (int i = 0; i < staged->num_copies; i++)
+    lane->staged_bytes += staged->copies[i].row_bytes * staged->copies[i].num_rows;
+  /* The first slice is waited for: the bus begins with half a slot. */
+  staged->is_early = lane->staged_bytes <= EARLY_BYTES && lane->slot_bytes == MOST_SLOT_BYTES;
+  staged->piece_bytes = staged->is_early ? lane->slot_bytes / 2 : lane->slot_bytes;
+  for (int i = 0; i < staged->num_copies; i++) staged->num_pieces += pieces_of(staged, &staged->copies[i]);
+  const size_t num_parts = staged->piece_bytes / PART_BYTES;
   staged->num_parts = num_parts > 1 ? (int)num_parts : 1;
   fa_status status = prepare_ring(staged, error);
   if (status) return status;
   const int processors = fa_num_processors();
   fa_parallel_for(processors < COPY_THREADS ? processors : COPY_THREADS, AWAKE_MICROSECONDS,
                   (int64_t)staged->num_pieces * staged->num_parts, copy_task, staged);
-  staged->lane->first_slot = (int)((staged->lane->first_slot + staged->num_pieces) % FA_RING_SLOTS);
+  lane->first_slot = (int)((lane->first_slot + staged->num_pieces) % FA_RING_SLOTS);
   for (int i = 0; i < COPY_THREADS; i++)
     if (staged->errors[i].status) {
       if (error) *error = staged->errors[i];

@@ -38,7 +38,7 @@ typedef struct fa_lane {
   fa_slot ring[FA_RING_SLOTS];
   int first_slot;    /* where the next copies begin: the one that was given to the bus first */
   size_t slot_bytes; /* 0: there is no ring, pageable memory is copied as it is */
-  size_t bytes_left; /* of pageable memory that a call still has to copy */
+  size_t pageable_bytes, staged_bytes; /* that a call has to copy, and that were */
   struct fa_lane *next;
 } fa_lane;
 
