@@ -105,14 +105,14 @@ void fa_lane_give(fa_lane *lane) {
 
 /* ---- copies through the ring ----------------------------------------------------------------------- */
 
-/* The threads stay awake from slice to slice: the bus reads at half the rate what a processor has written that
- * has gone to sleep since. */
+/* The threads stay awake from slice to slice, and from a forward to its backward: the bus reads at half the
+ * rate what a processor has written that has gone to sleep since. */
 enum {
   COPY_THREADS = 12,
-  PART_BYTES = 128 << 10,
-  EARLY_BYTES = 16 << 20,
-  CACHE_BYTES = 2 << 20,
-  AWAKE_MICROSECONDS = 600
+  PART_BYTES = 128 << 10, /* of a piece, at least, for a thread */
+  EARLY_BYTES = 16 << 20, /* what is copied first, and waited for */
+  CACHE_BYTES = 2 << 20,  /* of a processor's own; half of it is what was read */
+  AWAKE_MICROSECONDS = 1000
 };
 
 /* Copies that several threads work on, piece by piece. */
