@@ -228,18 +228,22 @@ static int32_t forward_heads_at_once(const fa_problem *p) {
   return (int32_t)(wanted < num_heads ? wanted : num_heads);
 }
 
-/* How many heads take turns at starting a column block of the backward. In any order, a few: their rows and
- * dq_sum stay in cache. One after the other, as many as half of the cache holds, in whole rounds of the
- * multiprocessors: the more heads lie between a column block and the one before it, the less it waits; at least
- * 8 or 16 where a mask makes them begin at the same rows. Measured. */
+/* How many heads take turns at starting a column block of the backward. In any order, a few, with a mask 8 if
+ * the cache holds them: their rows and dq_sum stay there. One after the other, the more heads lie between a
+ * column block and the one before it, the less it waits: without a mask as many as half of the cache holds, in
+ * whole rounds of the multiprocessors; with one, which makes column blocks begin at the same rows, at least 16
+ * or 32. Measured. */
 static int32_t backward_heads_at_once(const fa_problem *p, const fa_cuda_kernel *kernel, int64_t num_k_blocks,
                                       int64_t num_multiprocessors) {
   const int64_t num_heads = p->batch * p->num_kv_heads, group = p->num_heads / p->num_kv_heads;
   const int64_t head_bytes = p->seqlen_q * group * p->head_dim * 8;
-  int64_t wanted = sees_all(p) && !p->deterministic ? 3 : 4;
-  if (p->deterministic && kernel->persistent && !sees_all(p)) wanted = kernel->bucket == 128 ? 8 : 16;
   const int64_t cached = (INT64_C(24) << 20) / (head_bytes + 1);
-  if (p->deterministic && cached > wanted && num_k_blocks > 0) {
+  int64_t wanted = sees_all(p) && !p->deterministic ? 3 : 4;
+  if (!p->deterministic && !sees_all(p) && cached >= 8) wanted = 8;
+  if (p->deterministic && kernel->persistent && !sees_all(p)) {
+    wanted = kernel->bucket == 64 ? 32 : 16;
+    if (kernel->bucket == 64 && cached * 2 / 3 > wanted) wanted = cached * 2 / 3;
+  } else if (p->deterministic && cached > wanted && num_k_blocks > 0) {
     const int64_t rounds = (cached * num_k_blocks + num_multiprocessors / 2) / num_multiprocessors;
     const int64_t whole = (rounds > 0 ? rounds : 1) * num_multiprocessors / num_k_blocks;
     if (whole > wanted) wanted = whole;

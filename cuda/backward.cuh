@@ -32,6 +32,11 @@ __device__ inline Step next_step(Step step, Range q_blocks) {
   return step.q_block > q_blocks.begin ? Step{step.head, step.q_block - 1}
                                        : Step{step.head + 1, q_blocks.end - 1};
 }
+// The one that comes so many after a head's first.
+__device__ inline Step step_after(Step first, int count, Range q_blocks) {
+  const int num_q_blocks = q_blocks.end - q_blocks.begin;
+  return {first.head + count / num_q_blocks, first.q_block - count % num_q_blocks};
+}
 // The row block's place among all of them.
 __device__ inline int64_t position_of(const fa_cuda_arguments &a, int batch, Step step) {
   return (int64_t(batch) * a.num_heads + step.head) * a.num_q_blocks + step.q_block;
@@ -92,15 +97,28 @@ __device__ inline void add_four(float *to, const float (&x)[4]) {
 }
 
 // Deterministic: each row block is added to by one column block after the other. One thread waits for the turn,
-// and one passes it on when all additions have been made; so does who only wants to know that they are.
-__device__ inline void wait_for_turn(const int32_t *turns, int turn) {
+// and one passes it on when all additions have been made; so does who only wants to know that they are. RELAXED
+// is for who has a fence between the look and what it allows, or between the additions and the pass.
+template <bool RELAXED = false>
+__device__ inline int look_at_turn(const int32_t *turns) {
   int now;
-  do asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(turns) : "memory");
-  while (now < turn);
+  if (RELAXED)
+    asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(turns) : "memory");
+  else
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(turns) : "memory");
+  return now;
 }
+__device__ inline void wait_for_turn(const int32_t *turns, int turn) {
+  while (look_at_turn(turns) < turn) continue;
+}
+template <bool RELAXED = false>
 __device__ inline void pass_turn(int32_t *turns) {
-  asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(turns) : "memory");
+  if (RELAXED)
+    asm volatile("red.relaxed.gpu.global.add.s32 [%0], 1;" ::"l"(turns) : "memory");
+  else
+    asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(turns) : "memory");
 }
+__device__ inline void fence_turns() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
 // Writes what the threads of a row block have of dq.
 template <int ROWS, int COLUMNS, int NUM_WARPS, int DOWN, class Io, int MT, int NT>

@@ -224,48 +224,50 @@ __device__ inline void produce(const fa_cuda_arguments &a, const fa_cuda_maps &m
 
 // ---- dq to memory: one warp for each share -----------------------------------------------------------
 
+// A look at memory takes long, and so does a fence behind additions. So each lane looks for the turn of a step,
+// or for its sum, and again behind the step before; it shares that one's fence, as eight steps do in any order.
 template <class Buffers>
 __device__ inline void send_dq(const fa_cuda_arguments &a, const Buffers &buffers, int share) {
   using Shape = typename Buffers::Shape;
   constexpr int SHARES = Shape::dq_shares, THREADS = Shape::num_consumers / SHARES * WARPGROUP + 32;
-  const int lane = threadIdx.x % 32;
+  const int lane = threadIdx.x % 32, unpassed = a.deterministic ? 0 : Shape::num_writers > 0 ? 7 : 31;
   Work work;
   for (uint32_t blocks = 0; current_work(a, buffers, blocks, work); next_work(buffers, blocks)) {
-    const int num_q_blocks = work.q_blocks.end - work.q_blocks.begin;
-    // Not step by step: a look at memory takes as long as a third of a step.
-    for (int i = lane; i < work.num_steps; i += 32) {
-      const int position = position_of(
-          a, work.block.batch, {work.first.head + i / num_q_blocks, work.first.q_block - i % num_q_blocks});
-      if (position >= a.num_sums) wait_for_turn(a.dq_turns + position, 1);
-    }
-    __syncwarp();
-    if (lane == 0) fence_async_global();
-    Step step = work.first;
-    int32_t *added = nullptr;
-    for (int i = 0; i < work.num_steps; i++, step = next_step(step, work.q_blocks)) {
-      const int position = position_of(a, work.block.batch, step);
-      const Range rows = block_range(step.q_block, Shape::block_q, a.window.seqlen_q);
-      int32_t *turns = a.dq_turns + position;
+    for (int first = 0; first < work.num_steps; first += 32) {
+      const int num_steps = min(work.num_steps - first, 32);
+      const Step here = step_after(work.first, first + min(lane, num_steps - 1), work.q_blocks);
+      const int position = position_of(a, work.block.batch, here);
+      const Range rows = block_range(here.q_block, Shape::block_q, a.window.seqlen_q);
       float *sum = dq_sum_of<Shape>(a, position);
-      if (lane == 0 && a.deterministic)
-        wait_for_turn(turns, 1 + turn_of(a.window, rows, work.block.k_block, Shape::block_k) * SHARES + share);
-      named_barrier_wait(DQ_WRITTEN + share, THREADS);
-      if (lane != 0) continue;
-      add_bulk(sum, buffers.dq(share), Buffers::DQ_BYTES);
-      bulk_commit();
-      bulk_wait_read<0>();
-      barrier_arrive(buffers.barrier(DQ_SENT, share));
-      if (a.deterministic) {
-        bulk_wait_done<0>();
-        pass_turn(turns);
-      } else if (Shape::num_writers > 0) {  // of the addition before, which has long been made
-        bulk_wait_done<1>();
-        if (added) pass_turn(added);
-        added = turns;
+      int32_t *turns = a.dq_turns + position;
+      int turn = 1, now = look_at_turn(turns);
+      if (a.deterministic) turn += turn_of(a.window, rows, work.block.k_block, Shape::block_k) * SHARES + share;
+      fence_async_global();
+      for (int step = 0; step < num_steps; step++) {
+        if (lane == step && now < turn) {
+          wait_for_turn(turns, turn);
+          fence_async_global();
+        }
+        named_barrier_wait(DQ_WRITTEN + share, THREADS);
+        if (lane == step) {
+          add_bulk(sum, buffers.dq(share), Buffers::DQ_BYTES);
+          bulk_commit();
+          bulk_wait_read<0>();
+          barrier_arrive(buffers.barrier(DQ_SENT, share));
+        }
+        __syncwarp();
+        if (a.deterministic) {
+          if (lane == step + 1 && now < turn) now = look_at_turn<true>(turns);
+          __syncwarp();
+        }
+        if ((step & unpassed) == unpassed || step == num_steps - 1) {
+          bulk_wait_done<0>();
+          fence_turns();
+          fence_async_global();  // for the look; behind the pass it would wait for that
+          if ((step & ~unpassed) <= lane && lane <= step) pass_turn<true>(turns);
+        }
       }
     }
-    if (lane == 0) bulk_wait_done<0>();
-    if (added) pass_turn(added);
   }
 }
 
@@ -285,8 +287,7 @@ __device__ inline void write_dq(const fa_cuda_arguments &a, const fa_cuda_maps &
   const int num_positions = a.batch * a.num_heads * a.num_q_blocks;
   const uint32_t from = buffers.sum(writer), tile = buffers.part(writer);
   const uint32_t full = buffers.barrier(SUM_FULL, writer);
-  uint32_t phase = 0;
-  for (;;) {
+  for (uint32_t phase = 0;;) {
     const int index = uniform(lane == 0 ? atomicAdd(a.tickets + 1, 1) : 0);
     if (index >= num_positions) break;
     const BlockIndex block = block_of(a, index, a.num_q_blocks * group);
