@@ -228,6 +228,12 @@ static int32_t forward_heads_at_once(const fa_problem *p) {
   return (int32_t)(wanted < num_heads ? wanted : num_heads);
 }
 
+/* Whether column blocks add to dq one after the other: where that is asked for, and where a block of threads
+ * has two sums for the same row block, which hinder each other more than turns do. Measured. */
+static bool adds_in_turn(const fa_problem *p, const fa_cuda_kernel *kernel) {
+  return p->deterministic || (kernel->persistent && kernel->bucket == 128 && kinds[kind_of(p)].num_parts == 2);
+}
+
 /* How many heads take turns at starting a column block of the backward. In any order, a few, with a mask 8 if
  * the cache holds them: their rows and dq_sum stay there. One after the other, the more heads lie between a
  * column block and the one before it, the less it waits: without a mask as many as half of the cache holds, in
@@ -238,12 +244,13 @@ static int32_t backward_heads_at_once(const fa_problem *p, const fa_cuda_kernel 
   const int64_t num_heads = p->batch * p->num_kv_heads, group = p->num_heads / p->num_kv_heads;
   const int64_t head_bytes = p->seqlen_q * group * p->head_dim * 8;
   const int64_t cached = (INT64_C(24) << 20) / (head_bytes + 1);
-  int64_t wanted = sees_all(p) && !p->deterministic ? 3 : 4;
-  if (!p->deterministic && !sees_all(p) && cached >= 8) wanted = 8;
-  if (p->deterministic && kernel->persistent && !sees_all(p)) {
+  const bool in_turn = adds_in_turn(p, kernel);
+  int64_t wanted = sees_all(p) && !in_turn ? 3 : 4;
+  if (!in_turn && !sees_all(p) && cached >= 8) wanted = 8;
+  if (in_turn && kernel->persistent && !sees_all(p)) {
     wanted = kernel->bucket == 64 ? 32 : 16;
     if (kernel->bucket == 64 && cached * 2 / 3 > wanted) wanted = cached * 2 / 3;
-  } else if (p->deterministic && cached > wanted && num_k_blocks > 0) {
+  } else if (in_turn && cached > wanted && num_k_blocks > 0) {
     const int64_t rounds = (cached * num_k_blocks + num_multiprocessors / 2) / num_multiprocessors;
     const int64_t whole = (rounds > 0 ? rounds : 1) * num_multiprocessors / num_k_blocks;
     if (whole > wanted) wanted = whole;
@@ -279,7 +286,7 @@ static job lay_out(const fa_plan *plan, const fa_cuda_kernel *kernel, const fa_t
   a->num_kv_heads = (int32_t)p->num_kv_heads;
   a->head_dim = (int32_t)p->head_dim;
   a->num_sinks = (int32_t)p->num_sinks;
-  a->deterministic = p->deterministic;
+  a->deterministic = backward && adds_in_turn(p, kernel);
   a->num_q_blocks = (int32_t)divide_up(p->seqlen_q, kernel->block_q);
   a->num_k_blocks = (int32_t)divide_up(p->seqlen_k, kernel->block_k);
   a->padded_rows = a->num_q_blocks * kernel->block_q;
