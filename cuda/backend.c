@@ -229,9 +229,13 @@ static int32_t forward_heads_at_once(const fa_problem *p) {
 }
 
 /* Whether column blocks add to dq one after the other: where that is asked for, and where a block of threads
- * has two sums for the same row block, which hinder each other more than turns do. Measured. */
-static bool adds_in_turn(const fa_problem *p, const fa_cuda_kernel *kernel) {
-  return p->deterministic || (kernel->persistent && kernel->bucket == 128 && kinds[kind_of(p)].num_parts == 2);
+ * has two sums for the same row block, which hinder each other more than turns do. But column blocks that begin
+ * together wait for each other, so only where several follow on a multiprocessor. Measured. */
+static bool adds_in_turn(const fa_problem *p, const fa_cuda_kernel *kernel, int64_t num_k_blocks,
+                         int64_t num_multiprocessors) {
+  const bool has_two_sums = kernel->persistent && kernel->bucket == 128 && kinds[kind_of(p)].num_parts == 2;
+  return p->deterministic ||
+         (has_two_sums && p->batch * p->num_kv_heads * num_k_blocks >= 3 * num_multiprocessors);
 }
 
 /* How many heads take turns at starting a column block of the backward. In any order, a few, with a mask 8 if
@@ -244,7 +248,7 @@ static int32_t backward_heads_at_once(const fa_problem *p, const fa_cuda_kernel 
   const int64_t num_heads = p->batch * p->num_kv_heads, group = p->num_heads / p->num_kv_heads;
   const int64_t head_bytes = p->seqlen_q * group * p->head_dim * 8;
   const int64_t cached = (INT64_C(24) << 20) / (head_bytes + 1);
-  const bool in_turn = adds_in_turn(p, kernel);
+  const bool in_turn = adds_in_turn(p, kernel, num_k_blocks, num_multiprocessors);
   int64_t wanted = sees_all(p) && !in_turn ? 3 : 4;
   if (!in_turn && !sees_all(p) && cached >= 8) wanted = 8;
   if (in_turn && kernel->persistent && !sees_all(p)) {
@@ -286,9 +290,9 @@ static job lay_out(const fa_plan *plan, const fa_cuda_kernel *kernel, const fa_t
   a->num_kv_heads = (int32_t)p->num_kv_heads;
   a->head_dim = (int32_t)p->head_dim;
   a->num_sinks = (int32_t)p->num_sinks;
-  a->deterministic = backward && adds_in_turn(p, kernel);
   a->num_q_blocks = (int32_t)divide_up(p->seqlen_q, kernel->block_q);
   a->num_k_blocks = (int32_t)divide_up(p->seqlen_k, kernel->block_k);
+  a->deterministic = backward && adds_in_turn(p, kernel, a->num_k_blocks, job.num_multiprocessors);
   a->padded_rows = a->num_q_blocks * kernel->block_q;
   a->o = t->o, a->dq = t->dq, a->dk = t->dk, a->dv = t->dv, a->dout_rows = t->dout;
   a->lse = t->lse.data, a->sink = t->sink.data, a->dsink = t->dsink.data;
