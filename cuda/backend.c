@@ -243,20 +243,21 @@ static bool adds_in_turn(const fa_problem *p, const fa_cuda_kernel *kernel, int6
  * column block and the one before it, the less it waits: without a mask as many as half of the cache holds, in
  * whole rounds of the multiprocessors; with one, which makes column blocks begin at the same rows, at least 16
  * or 32. Measured. */
-static int32_t backward_heads_at_once(const fa_problem *p, const fa_cuda_kernel *kernel, int64_t num_k_blocks,
-                                      int64_t num_multiprocessors) {
+static int32_t backward_heads_at_once(const fa_problem *p, const fa_cuda_kernel *kernel,
+                                      const fa_cuda_arguments *a, int64_t num_multiprocessors) {
   const int64_t num_heads = p->batch * p->num_kv_heads, group = p->num_heads / p->num_kv_heads;
   const int64_t head_bytes = p->seqlen_q * group * p->head_dim * 8;
   const int64_t cached = (INT64_C(24) << 20) / (head_bytes + 1);
-  const bool in_turn = adds_in_turn(p, kernel, num_k_blocks, num_multiprocessors);
-  int64_t wanted = sees_all(p) && !in_turn ? 3 : 4;
-  if (!in_turn && !sees_all(p) && cached >= 8) wanted = 8;
-  if (in_turn && kernel->persistent && !sees_all(p)) {
+  int64_t wanted = 4;
+  if (!a->in_turn) {
+    if (sees_all(p)) wanted = 3;
+    if (!sees_all(p) && cached >= 8) wanted = 8;
+  } else if (kernel->persistent && !sees_all(p)) {
     wanted = kernel->bucket == 64 ? 32 : 16;
     if (kernel->bucket == 64 && cached * 2 / 3 > wanted) wanted = cached * 2 / 3;
-  } else if (in_turn && cached > wanted && num_k_blocks > 0) {
-    const int64_t rounds = (cached * num_k_blocks + num_multiprocessors / 2) / num_multiprocessors;
-    const int64_t whole = (rounds > 0 ? rounds : 1) * num_multiprocessors / num_k_blocks;
+  } else if (cached > wanted && a->num_k_blocks > 0) {
+    const int64_t rounds = (cached * a->num_k_blocks + num_multiprocessors / 2) / num_multiprocessors;
+    const int64_t whole = (rounds > 0 ? rounds : 1) * num_multiprocessors / a->num_k_blocks;
     if (whole > wanted) wanted = whole;
   }
   return (int32_t)(wanted < num_heads ? wanted : num_heads);
@@ -292,12 +293,12 @@ static job lay_out(const fa_plan *plan, const fa_cuda_kernel *kernel, const fa_t
   a->num_sinks = (int32_t)p->num_sinks;
   a->num_q_blocks = (int32_t)divide_up(p->seqlen_q, kernel->block_q);
   a->num_k_blocks = (int32_t)divide_up(p->seqlen_k, kernel->block_k);
-  a->deterministic = backward && adds_in_turn(p, kernel, a->num_k_blocks, job.num_multiprocessors);
+  a->in_turn = backward && adds_in_turn(p, kernel, a->num_k_blocks, job.num_multiprocessors);
   a->padded_rows = a->num_q_blocks * kernel->block_q;
   a->o = t->o, a->dq = t->dq, a->dk = t->dk, a->dv = t->dv, a->dout_rows = t->dout;
   a->lse = t->lse.data, a->sink = t->sink.data, a->dsink = t->dsink.data;
-  a->heads_at_once = backward ? backward_heads_at_once(p, kernel, a->num_k_blocks, job.num_multiprocessors)
-                              : forward_heads_at_once(p);
+  a->heads_at_once =
+      backward ? backward_heads_at_once(p, kernel, a, job.num_multiprocessors) : forward_heads_at_once(p);
 
   /* First what starts at 0. A forward needs tickets where its row blocks differ in length. */
   if (backward || (kernel->persistent && !sees_all(p) && rows * a->num_q_blocks > job.num_multiprocessors))

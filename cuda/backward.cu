@@ -128,11 +128,11 @@ __global__ void __launch_bounds__(Shape::num_warps * 32, Shape::blocks_per_sm)
 
   // Deterministic: numbers in the order in which blocks of threads really start. Who waits for the turn of a
   // lower one thus waits for one that runs or is done.
-  if (a.deterministic) {
+  if (a.in_turn) {
     if (threadIdx.x == 0) *words = atomicAdd(a.tickets, 1);
     __syncthreads();
   }
-  const BlockIndex index = block_of(a, a.deterministic ? *words : blockIdx.x, a.num_k_blocks);
+  const BlockIndex index = block_of(a, a.in_turn ? *words : blockIdx.x, a.num_k_blocks);
   __syncthreads();
   const int k_block = index.k_block, kv_head = index.kv_head, batch = index.batch;
   const int group = a.num_heads / a.num_kv_heads;
@@ -210,7 +210,7 @@ __global__ void __launch_bounds__(Shape::num_warps * 32, Shape::blocks_per_sm)
                                                     power_of_two(P_EXPONENT));
     store_tile<Kind, PTile, Scores::MT, Scores::NT>(ds_tile, Scores::row(), Scores::column(), ds,
                                                     power_of_two(exponent_ds));
-    if (a.deterministic) {
+    if (a.in_turn) {
       if (turns_to_pass) __threadfence();
       if (threadIdx.x == 0)
         wait_for_turn(a.dq_turns + position_of(a, batch, step),
@@ -218,7 +218,7 @@ __global__ void __launch_bounds__(Shape::num_warps * 32, Shape::blocks_per_sm)
     }
     __syncthreads();
     // The last step's turn: its additions have long been made.
-    if (a.deterministic && turns_to_pass && threadIdx.x == 0) pass_turn(turns_to_pass);
+    if (a.in_turn && turns_to_pass && threadIdx.x == 0) pass_turn(turns_to_pass);
 
     constexpr int DKV_CHUNK = Dkv::NT < 4 ? Dkv::NT : 4, DQ_CHUNK = Dq::NT < 4 ? Dq::NT : 4;
     multiply<Kind, Shape::block_q / 16, DKV_CHUNK>(dv, TileOperand<PTile, true, false>(p_tile, Dkv::row()),
@@ -243,7 +243,7 @@ __global__ void __launch_bounds__(Shape::num_warps * 32, Shape::blocks_per_sm)
       for (int n = 0; n < Dq::NT; n++) add_four(dq_sum + dq_offset<Dq>(m, n), dq[m][n]);
     turns_to_pass = a.dq_turns + position_of(a, batch, step);
   }
-  if (a.deterministic && turns_to_pass) {
+  if (a.in_turn && turns_to_pass) {
     __threadfence();
     __syncthreads();
     if (threadIdx.x == 0) pass_turn(turns_to_pass);

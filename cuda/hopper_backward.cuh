@@ -87,13 +87,13 @@ struct CommonBuffers {
 
 // By all threads of a block, first.
 template <class Buffers>
-__device__ inline Buffers set_up_buffers(bool deterministic) {
+__device__ inline Buffers set_up_buffers(bool in_turn) {
   extern __shared__ __align__(1024) uint8_t shared[];
   const Buffers buffers = {shared_address(shared)};
   if (threadIdx.x == 0) {
     for (int kind = 0; kind < Buffers::NUM_KINDS; kind++)
       for (int stage = 0; stage < Buffers::STAGES; stage++)
-        barrier_init(buffers.barrier(kind, stage), Buffers::arrivals(kind, deterministic));
+        barrier_init(buffers.barrier(kind, stage), Buffers::arrivals(kind, in_turn));
     barrier_init_done();
   }
   __syncthreads();
@@ -230,7 +230,7 @@ template <class Buffers>
 __device__ inline void send_dq(const fa_cuda_arguments &a, const Buffers &buffers, int share) {
   using Shape = typename Buffers::Shape;
   constexpr int SHARES = Shape::dq_shares, THREADS = Shape::num_consumers / SHARES * WARPGROUP + 32;
-  const int lane = threadIdx.x % 32, unpassed = a.deterministic ? 0 : Shape::num_writers > 0 ? 7 : 31;
+  const int lane = threadIdx.x % 32, unpassed = a.in_turn ? 0 : Shape::num_writers > 0 ? 7 : 31;
   Work work;
   for (uint32_t blocks = 0; current_work(a, buffers, blocks, work); next_work(buffers, blocks)) {
     for (int first = 0; first < work.num_steps; first += 32) {
@@ -241,7 +241,7 @@ __device__ inline void send_dq(const fa_cuda_arguments &a, const Buffers &buffer
       float *sum = dq_sum_of<Shape>(a, position);
       int32_t *turns = a.dq_turns + position;
       int turn = 1, now = look_at_turn(turns);
-      if (a.deterministic) turn += turn_of(a.window, rows, work.block.k_block, Shape::block_k) * SHARES + share;
+      if (a.in_turn) turn += turn_of(a.window, rows, work.block.k_block, Shape::block_k) * SHARES + share;
       fence_async_global();
       for (int step = 0; step < num_steps; step++) {
         if (lane == step && now < turn) {
@@ -256,7 +256,7 @@ __device__ inline void send_dq(const fa_cuda_arguments &a, const Buffers &buffer
           barrier_arrive(buffers.barrier(DQ_SENT, share));
         }
         __syncwarp();
-        if (a.deterministic) {
+        if (a.in_turn) {
           if (lane == step + 1 && now < turn) now = look_at_turn<true>(turns);
           __syncwarp();
         }
@@ -456,7 +456,7 @@ template <class Buffers>
 __global__ void __launch_bounds__(Buffers::Shape::num_threads, 1)
     backward(const __grid_constant__ fa_cuda_arguments a, const __grid_constant__ fa_cuda_maps maps) {
   using Shape = typename Buffers::Shape;
-  const Buffers buffers = set_up_buffers<Buffers>(a.deterministic);
+  const Buffers buffers = set_up_buffers<Buffers>(a.in_turn);
   const int warp = uniform(threadIdx.x / 32), share = warp - Shape::num_warps - 1;
   if (warp < Shape::num_warps) {
     take_registers<Shape::consumer_registers>();

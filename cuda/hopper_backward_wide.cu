@@ -45,12 +45,12 @@ struct WideBuffers : CommonBuffers<Kind, Shape, NUM_WIDE_BARRIER_KINDS> {
   }
 
   // Who arrives: mostly the warps of one group or of two; of the last group single threads.
-  __device__ static int arrivals(int kind, bool deterministic) {
+  __device__ static int arrivals(int kind, bool in_turn) {
     switch (kind) {
       case K_EMPTY:
       case Q_EMPTY:
       case DOUT_EMPTY: return ARRIVALS_OF_WARP * 8;
-      case BLOCK_EMPTY: return ARRIVALS_OF_WARP * 12 + (deterministic ? 3 : 1);
+      case BLOCK_EMPTY: return ARRIVALS_OF_WARP * 12 + (in_turn ? 3 : 1);
       case DQ_TURN: return 2;
       default: return kind < K_EMPTY ? 1 : ARRIVALS_OF_WARP * 4;
     }
@@ -222,7 +222,7 @@ __device__ inline void consume_dq(const fa_cuda_arguments &a, WideBuffers<Kind, 
       float *dq_sum = a.dq_sum + position * (Shape::block_q * Shape::head_dim) + dq_offset<Dq>(0, 0);
       barrier_wait(buffers.barrier(DS_FULL, stage), steps / 2 % 2);
       start_dq(0, buffers.ds(stage));
-      if (a.deterministic) barrier_wait(buffers.barrier(DQ_TURN), steps % 2);
+      if (a.in_turn) barrier_wait(buffers.barrier(DQ_TURN), steps % 2);
       for (int piece = 0;;) {
         wgmma_wait<0>(dq);
         if (++piece == NUM_PIECES) arrive_once(buffers.barrier(DS_EMPTY, stage));
@@ -232,7 +232,7 @@ __device__ inline void consume_dq(const fa_cuda_arguments &a, WideBuffers<Kind, 
         dq_sum += NT * 128;
         start_dq(piece, buffers.ds(stage));
       }
-      if (a.deterministic) arrive_once(buffers.barrier(DQ_ADDED));
+      if (a.in_turn) arrive_once(buffers.barrier(DQ_ADDED));
     }
     arrive_once(buffers.barrier(K_EMPTY));
   }
@@ -288,15 +288,15 @@ template <class Buffers>
 __global__ void __launch_bounds__(Buffers::Shape::num_threads, 1)
     backward_wide(const __grid_constant__ fa_cuda_arguments a, const __grid_constant__ fa_cuda_maps maps) {
   using Shape = typename Buffers::Shape;
-  const Buffers buffers = set_up_buffers<Buffers>(a.deterministic);
+  const Buffers buffers = set_up_buffers<Buffers>(a.in_turn);
   const int group = uniform(threadIdx.x / WARPGROUP);
   if (group == PRODUCER_GROUP) {
     give_registers<Shape::producer_registers>();
     const int thread = threadIdx.x % WARPGROUP;
     if (thread == 0) produce<V_SIDE>(a, maps, buffers);
     if (thread == 32) produce_dout(a, maps, buffers);
-    if (thread == 64 && a.deterministic) await_turns(a, buffers);
-    if (thread == 96 && a.deterministic) pass_turns(a, buffers);
+    if (thread == 64 && a.in_turn) await_turns(a, buffers);
+    if (thread == 96 && a.in_turn) pass_turns(a, buffers);
   } else if (group == DQ_GROUP) {
     give_registers<Shape::dq_registers>();
     consume_dq(a, buffers);

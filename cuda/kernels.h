@@ -50,7 +50,7 @@ typedef struct fa_cuda_arguments {
   int32_t batch, num_heads, num_kv_heads, head_dim, num_sinks;
   int32_t num_q_blocks, num_k_blocks; /* of block_q rows and block_k columns */
   int32_t padded_rows;                /* num_q_blocks * block_q */
-  int32_t deterministic;
+  int32_t in_turn;       /* column blocks add to dq one after the other, as a deterministic backward must */
   int32_t heads_at_once; /* so many heads take turns at starting a block */
   float scale;
   fa_cuda_operand q, k, v, dout;

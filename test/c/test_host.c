@@ -13,6 +13,7 @@
 #include "random.h"
 
 static const fa_device cpu = {FA_DEVICE_CPU, 0}, reference = {FA_DEVICE_REFERENCE, 0};
+static const fa_slicing finest = {1, 1, 1, 1, 1};
 
 static fa_heap *heap_of(int32_t index) {
   fa_heap *heap;
@@ -230,7 +231,7 @@ static void test_places_and_slices(void) {
 /* More than the ring holds, in one row and in many. */
 static void test_large(void) {
   fa_random random = random_stream(8, 0);
-  fa_host_slicing = (fa_slicing){1, 1, 1, 1, 1};
+  fa_host_slicing = finest;
   for (int64_t batch = 1; batch <= 2; batch++) {
     fa_problem problem;
     fa_problem_init(&problem);
@@ -281,7 +282,7 @@ static void test_broadcast(void) {
 /* Every operation fails once, in each of the ways. */
 static void test_faults(fa_pass pass) {
   fa_random random = random_stream(9, 0);
-  fa_host_slicing = (fa_slicing){1, 1, 1, 1, 1};
+  fa_host_slicing = finest;
   const fa_status failures[] = {FA_STATUS_OUT_OF_MEMORY, FA_STATUS_DEVICE_ERROR};
   for (int i = 0; i < 2; i++) {
     int num_failed = 0;
@@ -328,7 +329,7 @@ static void test_out_of_memory(void) {
 /* The bus reads pageable memory by itself then. */
 static void test_no_pinned_memory(fa_pass pass) {
   fa_random random = random_stream(15, 0);
-  fa_host_slicing = (fa_slicing){1, 1, 1, 1, 1};
+  fa_host_slicing = finest;
   setting s = mixed_setting(pass, &random);
   trim();
   for (int id = 0; id < FA_NUM_TENSORS; id++) s.where[id] = PAGEABLE;
@@ -353,7 +354,7 @@ static void copy_slowly(char *to, char *from, size_t bytes, void *stream) {
 /* q is written by work that the caller's stream does first. */
 static void test_order(void) {
   fa_random random = random_stream(11, 0);
-  fa_host_slicing = (fa_slicing){1, 1, 1, 1, 1};
+  fa_host_slicing = finest;
   const fa_memory_ops *memory = fake_gpu.memory;
   void *stream;
   if (memory->stream_new(0, &stream, NULL)) exit(2);
@@ -426,7 +427,7 @@ static void *call_often(void *seed) {
 static void test_many_callers(void) {
   enum { CALLERS = 16 };
   pthread_t threads[CALLERS];
-  fa_host_slicing = (fa_slicing){1, 1, 1, 1, 1};
+  fa_host_slicing = finest;
   for (uintptr_t i = 0; i < CALLERS; i++)
     if (pthread_create(&threads[i], NULL, call_often, (void *)i)) exit(2);
   for (int i = 0; i < CALLERS; i++) {
