@@ -130,7 +130,7 @@ FA_API size_t fa_dtype_bytes(fa_dtype dtype);
 typedef enum fa_precision {
   FA_PRECISION_HIGHEST = 0, /* as accurate as plain f32 arithmetic */
   FA_PRECISION_HIGH,
-  FA_PRECISION_DEFAULT,
+  FA_PRECISION_DEFAULT, /* CUDA: of numbers rounded to f16's 11 bits */
 } fa_precision;
 
 /* A window_left or window_right that bounds nothing. */
@@ -426,8 +426,11 @@ typedef struct fa_transfers {
  *
  * On a GPU, tensors of the device's memory are used where they lie, and never cross the bus. Tensors of the
  * host's memory must be contiguous. They are copied at the bus's full rate from and to memory of fa_host_alloc,
- * and through such memory, by several threads, otherwise. A large problem runs in slices of batch and heads,
- * so that one slice is copied while another is computed. transfers may be NULL. */
+ * and through such memory, by several threads, otherwise. A large problem runs in slices of batch, heads and
+ * rows, so that one slice is copied while another is computed. Those threads round the f32 q, k, v and dout of
+ * a large problem at FA_PRECISION_DEFAULT, as the kernels would, so that half as much crosses the bus:
+ * gradients are then those of the rounded dout, and on_device gets the rounded tensors. transfers may be NULL.
+ */
 FA_API fa_status fa_run_on_host(const fa_plan *plan, const fa_tensors *tensors, fa_transfers *transfers,
                                 fa_error *error);
 

@@ -50,6 +50,20 @@ __global__ void __launch_bounds__(THREADS) split_rows(const __grid_constant__ fa
   }
 }
 
+// f32 rows of heads from what c_src/core/pack.h made of them: a warp takes one; blockIdx.y and those a grid
+// apart are rows of them.
+__global__ void __launch_bounds__(THREADS) unpack(const __grid_constant__ fa_cuda_packed a) {
+  const int64_t head = int64_t(blockIdx.x) * (THREADS / 32) + threadIdx.x / 32;
+  if (head >= a.heads_a_row) return;
+  for (int64_t row = blockIdx.y; row < a.num_rows; row += gridDim.y) {
+    const __half *from =
+        reinterpret_cast<const __half *>(a.from + row * a.from_pitch) + head * (a.head_dim + 2);
+    float *to = reinterpret_cast<float *>(a.to + row * a.to_pitch) + head * a.head_dim;
+    const float unscale = *reinterpret_cast<const float *>(from + a.head_dim);
+    for (int d = threadIdx.x % 32; d < a.head_dim; d += 32) to[d] = __half2float(from[d]) * unscale;
+  }
+}
+
 // dsink = -sum over batch and rows of exp(sink - lse) * delta, in f64 and always in the same order.
 __global__ void __launch_bounds__(THREADS) sink_gradient(const __grid_constant__ fa_cuda_arguments a) {
   const int head = blockIdx.x % a.num_heads;
@@ -74,4 +88,5 @@ __global__ void __launch_bounds__(THREADS) sink_gradient(const __grid_constant__
 
 const void *const fa_cuda_split_kernels[] = {(const void *)fa::split_rows<8>, (const void *)fa::split_rows<16>,
                                              (const void *)fa::split_rows<32>};
+const void *const fa_cuda_unpack_kernel = (const void *)fa::unpack;
 const void *const fa_cuda_sink_kernel = (const void *)fa::sink_gradient;

@@ -91,6 +91,14 @@ typedef struct fa_cuda_splits {
   int32_t num_tensors, num_parts, batch, head_dim;
 } fa_cuda_splits;
 
+/* The unpack kernel's argument: [num_rows, heads_a_row] rows of heads, pitches in bytes. */
+typedef struct fa_cuda_packed {
+  char *to;
+  const char *from;
+  int64_t to_pitch, from_pitch, heads_a_row, num_rows;
+  int32_t head_dim;
+} fa_cuda_packed;
+
 /* How the elements of a problem meet the tensor cores. */
 typedef enum fa_cuda_kind {
   FA_CUDA_BF16,
@@ -133,6 +141,8 @@ enum { FA_CUDA_SMALL_KERNEL_THREADS = 256 };
 extern const void *const fa_cuda_split_kernels[]; /* fa_cuda_splits; head_dim to 64, 128, 256; a block a group
                                                     of rows, its y a tensor */
 extern const void *const fa_cuda_sink_kernel;     /* fa_cuda_arguments; a block a sink and head: writes dsink */
+extern const void *const fa_cuda_unpack_kernel; /* fa_cuda_packed; a warp a row of a head, a block's y a row of
+                                                  these */
 
 #ifdef __cplusplus
 }

@@ -62,7 +62,7 @@ defmodule FlashAttention do
   Calls run on dirty schedulers, use as many threads as there are processors (or as the environment variable
   `FLASH_ATTENTION_NUM_THREADS` says) and may be made by any number of processes at once, which share those
   threads. A call whose process is killed runs to its end, and then gives back its memory. Calls on a GPU hold a dirty
-  scheduler while it computes, and copy ordinary binaries with up to twelve threads.
+  scheduler while it computes, and copy ordinary binaries with up to sixteen threads.
 
   While a call keeps every processor busy, normal schedulers still answer within some 10 ms: its threads give way
   every 0.1 ms. Schedulers that do not spin before they sleep (`+sbwt none` among the VM's flags) answer within 5.

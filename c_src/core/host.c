@@ -7,6 +7,7 @@
 #include "clock.h"
 #include "error.h"
 #include "lane.h"
+#include "pack.h"
 #include "problem.h"
 
 /* A part of a problem that is a problem of its own: batches from first_batch on, and, of a single batch, key
@@ -26,8 +27,10 @@ typedef struct slice {
 typedef struct tensor_place {
   fa_tensor_role role; /* FA_ROLE_NONE also of an empty one */
   bool copied, staged; /* over the bus; through pinned memory */
+  bool packs;          /* as core/pack.h does, into the lane's ring and then to packed, on the device */
   size_t bytes;
   fa_tensor host, device;
+  char *packed;
 } tensor_place;
 
 typedef struct host_run {
@@ -46,6 +49,10 @@ typedef struct host_run {
 } host_run;
 
 static size_t round_up(size_t bytes) { return (bytes + 255) & ~(size_t)255; }
+
+static size_t packed_bytes(const fa_problem *p, size_t bytes) {
+  return bytes / ((size_t)p->head_dim * sizeof(float)) * fa_packed_bytes(p->head_dim);
+}
 
 static int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -138,19 +145,22 @@ static bool is_mostly_staged(const host_run *run) {
   return 2 * (int64_t)run->pageable_bytes > bytes_moved(run);
 }
 
-/* Where q is copied by the processor, a forward is cut by its rows: they are as long as in the whole. */
+/* Where q is copied by the processor, a forward is cut by its rows, which are as long as in the whole; and by
+ * heads as far as rows stay long. */
 static bool cuts_rows(const host_run *run) {
   const fa_problem *p = &run->plan->problem;
   return run->plan->pass == FA_PASS_FORWARD && is_mostly_staged(run) && p->seqlen_k >= p->seqlen_q;
 }
 
-/* In how many parts the heads of a batch are cut, or its rows of q. */
-static int64_t num_parts(const host_run *run, int64_t wanted) {
+/* In how many parts the heads of a batch are cut, of so many parts. */
+static int64_t num_head_parts(const host_run *run, int64_t parts) {
   const fa_problem *p = &run->plan->problem;
-  const int64_t most = wanted / p->batch;
-  if (most < 2 || cuts_rows(run)) return most < 1 ? 1 : most;
-  const int64_t heads_a_part = divide_up(p->num_kv_heads, most);
-  return p->num_sinks || heads_a_part * head_row_bytes(p) < fa_host_slicing.least_row_bytes
+  if (p->num_sinks || parts < 2) return 1;
+  const int64_t row_bytes = p->num_kv_heads * head_row_bytes(p);
+  if (cuts_rows(run)) parts = smaller(parts, row_bytes / fa_host_slicing.least_staged_row_bytes);
+  if (parts < 2) return 1;
+  const int64_t heads_a_part = divide_up(p->num_kv_heads, parts);
+  return heads_a_part * head_row_bytes(p) < fa_host_slicing.least_row_bytes
              ? 1
              : divide_up(p->num_kv_heads, heads_a_part);
 }
@@ -161,29 +171,38 @@ static int64_t rows_a_part(const fa_problem *p, int64_t num_rows, int64_t parts)
   return smaller(divide_up(divide_up(num_rows, parts), unit) * unit, p->seqlen_q);
 }
 
-/* Of the last batch's rows. */
-static int64_t num_last_parts(const fa_problem *p, int64_t parts) {
-  const int64_t most = 2 * p->num_heads * p->seqlen_q / fa_host_slicing.least_rows;
-  const int64_t wanted = smaller(most, LAST_PARTS);
+/* Of the last heads' rows, so many heads of a batch. */
+static int64_t num_last_parts(const fa_problem *p, int64_t kv_heads, int64_t parts) {
+  const int64_t heads = kv_heads * (p->num_heads / p->num_kv_heads);
+  const int64_t wanted = smaller(2 * heads * p->seqlen_q / fa_host_slicing.least_rows, LAST_PARTS);
   return wanted > parts ? wanted : parts;
+}
+
+/* Some heads of some batches. */
+static void cut_rows(host_run *run, extent heads, int64_t parts) {
+  const fa_problem *p = &run->plan->problem;
+  const int64_t rows = rows_a_part(p, p->seqlen_q, parts);
+  for (int64_t row = 0; row < p->seqlen_q; row += rows) {
+    heads.first_row = row, heads.num_rows = smaller(rows, p->seqlen_q - row);
+    run->slices[run->num_slices++].own = heads;
+  }
 }
 
 static void cut_equally(host_run *run, int64_t wanted) {
   const fa_problem *p = &run->plan->problem;
-  const int64_t parts = num_parts(run, wanted);
-  const int64_t batches = parts > 1 ? 1 : divide_up(p->batch, wanted);
-  const int64_t heads = cuts_rows(run) ? p->num_kv_heads : divide_up(p->num_kv_heads, parts);
-  for (int64_t batch = 0; batch < p->batch; batch += batches) {
-    const bool is_last = batch + batches >= p->batch;
-    const int64_t rows = cuts_rows(run) && batches == 1
-                             ? rows_a_part(p, p->seqlen_q, is_last ? num_last_parts(p, parts) : parts)
-                             : p->seqlen_q;
-    for (int64_t head = 0; head < p->num_kv_heads; head += heads)
-      for (int64_t row = 0; row < p->seqlen_q; row += rows)
-        run->slices[run->num_slices++].own =
-            (extent){batch, smaller(batches, p->batch - batch), head, smaller(heads, p->num_kv_heads - head),
-                     row,   smaller(rows, p->seqlen_q - row)};
-  }
+  const int64_t batches = divide_up(p->batch, wanted), parts = batches > 1 ? 1 : wanted / p->batch;
+  const int64_t head_parts = num_head_parts(run, parts), row_parts = cuts_rows(run) ? parts / head_parts : 1;
+  const int64_t heads = divide_up(p->num_kv_heads, head_parts);
+  for (int64_t batch = 0; batch < p->batch; batch += batches)
+    for (int64_t head = 0; head < p->num_kv_heads; head += heads) {
+      const extent own = {.first_batch = batch,
+                          .num_batches = smaller(batches, p->batch - batch),
+                          .first_head = head,
+                          .num_heads = smaller(heads, p->num_kv_heads - head)};
+      const bool is_last = batch + batches >= p->batch && head + heads >= p->num_kv_heads;
+      const bool cuts = cuts_rows(run) && own.num_batches == 1;
+      cut_rows(run, own, !cuts ? 1 : is_last ? num_last_parts(p, own.num_heads, row_parts) : row_parts);
+    }
 }
 
 /* Replaces a slice by its two halves, unless these were too small. */
@@ -215,9 +234,11 @@ static bool halve(host_run *run, int number) {
  * than three times what has come up, or the device waits; where all waits for what comes up, that does not
  * matter. */
 static bool comes_along(const host_run *run, const extent *before, const extent *next) {
+  const int64_t all_rows = run->plan->problem.seqlen_q;
   const bool is_soon = is_mostly_staged(run) || before->first_batch > 0 ||
                        before->num_heads + next->num_heads <= 3 * before->first_head;
-  return next->first_batch == before->first_batch && next->first_row == 0 && is_soon &&
+  return next->first_batch == before->first_batch && before->num_rows == all_rows &&
+         next->num_rows == all_rows && is_soon &&
          before->num_heads * head_row_bytes(&run->plan->problem) < fa_host_slicing.least_staged_row_bytes;
 }
 
@@ -335,34 +356,73 @@ static part part_of(const host_run *run, const extent *extent, int id, const fa_
 
 /* ---- one slice after the other, on three streams -------------------------------------------------------- */
 
-/* The slice's copies of tensors in that role, of pinned or of pageable memory. */
-static int list_copies(const host_run *run, int number, fa_tensor_role role, bool staged, fa_copy *copies) {
+/* With an earlier slice. */
+static bool is_there(const host_run *run, int number, int id) {
+  return (id == FA_TENSOR_SINK && number > 0) || (is_of_keys(id) && run->slices[number].own.first_row > 0);
+}
+
+/* In the packed tensor on the device. */
+static fa_rows packed_rows(const host_run *run, int id, const part *part) {
+  const fa_problem *p = &run->plan->problem;
+  return (fa_rows){run->tensors[id].packed + packed_bytes(p, part->offset), packed_bytes(p, part->pitch)};
+}
+
+static fa_copy copy_of(const host_run *run, int id, const part *part) {
+  const tensor_place *t = &run->tensors[id];
+  const fa_problem *p = &run->plan->problem;
+  fa_copy copy = {.device = {(char *)t->device.data + part->offset, part->pitch},
+                  .host = {(char *)t->host.data + part->offset, part->pitch},
+                  .row_bytes = part->row_bytes,
+                  .num_rows = part->num_rows};
+  if (t->packs) {
+    copy.device = packed_rows(run, id, part);
+    copy.row_bytes = packed_bytes(p, part->row_bytes);
+    copy.packed_dim = p->head_dim;
+  }
+  return copy;
+}
+
+/* The slice's copies of tensors in that role: those that go through the lane's ring, or the others. */
+static int list_copies(const host_run *run, int number, fa_tensor_role role, bool through_ring,
+                       fa_copy *copies) {
   int num_copies = 0;
   for (int id = 0; id < FA_NUM_TENSORS; id++) {
     const tensor_place *t = &run->tensors[id];
     const slice *slice = &run->slices[number];
-    const bool is_there = (id == FA_TENSOR_SINK && number > 0) || (is_of_keys(id) && slice->own.first_row > 0);
-    if (t->role != role || !t->copied || t->staged != staged || is_there) continue;
-    const extent *extent = staged && role == FA_ROLE_INPUT ? &slice->staged : &slice->own;
+    if (t->role != role || !t->copied || is_there(run, number, id)) continue;
+    const extent *extent = t->staged && role == FA_ROLE_INPUT ? &slice->staged : &slice->own;
     if (extent->num_heads == 0) continue;
     const part part = part_of(run, extent, id, &t->host);
-    copies[num_copies++] = (fa_copy){.device = {(char *)t->device.data + part.offset, part.pitch},
-                                     .host = {(char *)t->host.data + part.offset, part.pitch},
-                                     .row_bytes = part.row_bytes,
-                                     .num_rows = part.num_rows};
+    copies[num_copies] = copy_of(run, id, &part);
+    copies[num_copies].slice = number;
+    num_copies += (t->staged && fa_staging_fits(run->lane->staging, &copies[num_copies])) == through_ring;
   }
   return num_copies;
 }
 
-/* Pinned memory first: the bus is at it while the processor copies what is staged. */
-static fa_status copy_slice(host_run *run, int number, fa_tensor_role role, fa_error *error) {
+static fa_status copy_one(const host_run *run, const fa_copy *copy, bool download, fa_error *error) {
+  return run->heap->backend->memory->copy(run->heap->index, download ? copy->host : copy->device,
+                                          download ? copy->device : copy->host, copy->row_bytes, copy->num_rows,
+                                          download ? run->lane->down : run->lane->up, error);
+}
+
+static fa_status copy_directly(host_run *run, int number, fa_tensor_role role, int *num_copies,
+                               fa_error *error) {
+  fa_copy copies[FA_NUM_TENSORS];
+  *num_copies = list_copies(run, number, role, false, copies);
   fa_status status = FA_STATUS_OK;
-  for (int staged = 0; !status && staged <= 1; staged++) {
-    fa_copy copies[FA_NUM_TENSORS];
-    const int num_copies = list_copies(run, number, role, staged, copies);
-    if (num_copies) status = fa_lane_copy(run->lane, copies, num_copies, role == FA_ROLE_OUTPUT, staged, error);
-  }
+  for (int i = 0; !status && i < *num_copies; i++)
+    status = copy_one(run, &copies[i], role == FA_ROLE_OUTPUT, error);
   return status;
+}
+
+/* What goes through the ring, of slices from first on. */
+static fa_status begin_uploads(host_run *run, int first, int num_slices, fa_error *error) {
+  fa_copy copies[FA_MAX_SLICES * FA_NUM_TENSORS];
+  int num_copies = 0;
+  for (int i = first; i < first + num_slices; i++)
+    num_copies += list_copies(run, i, FA_ROLE_INPUT, true, copies + num_copies);
+  return num_copies ? fa_staging_begin_uploads(run->lane->staging, copies, num_copies, error) : FA_STATUS_OK;
 }
 
 /* That of rows lies apart in the whole. */
@@ -388,14 +448,42 @@ static fa_status put_lse(const host_run *run, const slice *slice, fa_error *erro
       (fa_rows){slice_lse(run), part.row_bytes}, part.row_bytes, part.num_rows, run->lane->compute, error);
 }
 
+static fa_status unpack_slice(const host_run *run, int number, fa_error *error) {
+  const int64_t head_dim = run->plan->problem.head_dim;
+  fa_status status = FA_STATUS_OK;
+  for (int id = 0; !status && id < FA_NUM_TENSORS; id++) {
+    const tensor_place *t = &run->tensors[id];
+    if (!t->packs || is_there(run, number, id)) continue;
+    const part part = part_of(run, &run->slices[number].own, id, &t->host);
+    status = run->heap->backend->memory->unpack(
+        run->heap->index, (fa_rows){(char *)t->device.data + part.offset, part.pitch},
+        packed_rows(run, id, &part), (int64_t)(part.row_bytes / sizeof(float)) / head_dim,
+        (int64_t)part.num_rows, head_dim, run->lane->compute, error);
+  }
+  return status;
+}
+
+/* The computing stream waits for the slice's inputs. Behind those that go directly may be later slices' that go
+ * through the ring: so an event only where there are any. */
+static fa_status upload_slice(host_run *run, int number, fa_error *error) {
+  const fa_memory_ops *memory = run->heap->backend->memory;
+  const int32_t index = run->heap->index;
+  fa_lane *lane = run->lane;
+  int num_copies;
+  fa_status status = copy_directly(run, number, FA_ROLE_INPUT, &num_copies, error);
+  if (!status && num_copies) status = memory->record(index, lane->slices[number].uploaded, lane->up, error);
+  if (!status && num_copies)
+    status = memory->stream_wait(index, lane->compute, lane->slices[number].uploaded, error);
+  return status ? status : fa_staging_await(lane->staging, number, lane->compute, error);
+}
+
 static fa_status start_slice(host_run *run, int number, fa_error *error) {
   const fa_memory_ops *memory = run->heap->backend->memory;
   const int32_t index = run->heap->index;
   fa_lane *lane = run->lane;
-  fa_status status = copy_slice(run, number, FA_ROLE_INPUT, error);
-  if (!status) status = memory->record(index, lane->slices[number].uploaded, lane->up, error);
-  if (!status) status = memory->stream_wait(index, lane->compute, lane->slices[number].uploaded, error);
+  fa_status status = upload_slice(run, number, error);
   if (!status) status = memory->record(index, lane->slices[number].begun, lane->compute, error);
+  if (!status) status = unpack_slice(run, number, error);
   if (status) return status;
   const fa_tensors tensors = slice_tensors(run, &run->slices[number]);
   status = fa_run(&run->slices[number].plan, &tensors, &run->execution, error);
@@ -405,11 +493,15 @@ static fa_status start_slice(host_run *run, int number, fa_error *error) {
 
 static fa_status fetch_slice(host_run *run, int number, fa_error *error) {
   const fa_memory_ops *memory = run->heap->backend->memory;
+  fa_copy staged[FA_NUM_TENSORS];
+  const int num_staged = list_copies(run, number, FA_ROLE_OUTPUT, true, staged);
   fa_status status =
       memory->stream_wait(run->heap->index, run->lane->down, run->lane->slices[number].done, error);
   if (!status && number > 0 && number == run->num_slices - 1)
     status = memory->record(run->heap->index, run->lane->last, run->lane->down, error);
-  return status ? status : copy_slice(run, number, FA_ROLE_OUTPUT, error);
+  int num_direct;
+  if (!status) status = copy_directly(run, number, FA_ROLE_OUTPUT, &num_direct, error);
+  return status || !num_staged ? status : fa_staging_download(run->lane->staging, staged, num_staged, error);
 }
 
 /* The caller's memory on a device belongs to work of the caller's stream. */
@@ -444,17 +536,36 @@ static bool has_staged_results(const host_run *run) {
   return false;
 }
 
-/* A slice's results go down while the next one's tensors come up: each direction of the bus has its stream.
- * What is staged down keeps the processor until the slice is done, so the next one starts before. */
+/* A slice's results go down while the next one's tensors come up: each direction of the bus has its stream. */
 static fa_status run_slices(host_run *run, fa_error *error) {
-  const bool fetch_last = has_staged_results(run);
-  fa_status status = wait_for_caller(run, error);
-  if (!status) status = start_slice(run, 0, error);
+  fa_status status = begin_uploads(run, 0, run->num_slices, error);
   for (int i = 0; !status && i < run->num_slices; i++) {
-    if (!fetch_last) status = fetch_slice(run, i, error);
-    if (!status && i + 1 < run->num_slices) status = start_slice(run, i + 1, error);
-    if (!status && fetch_last) status = fetch_slice(run, i, error);
+    status = start_slice(run, i, error);
+    if (!status) status = fetch_slice(run, i, error);
   }
+  return status ? status : fa_staging_end_uploads(run->lane->staging, error);
+}
+
+/* What is staged down has the ring to itself, and keeps the processor until the slice is done: so the next one
+ * starts before. */
+static fa_status start_alone(host_run *run, int number, fa_error *error) {
+  fa_status status = begin_uploads(run, number, 1, error);
+  if (!status) status = start_slice(run, number, error);
+  return status ? status : fa_staging_end_uploads(run->lane->staging, error);
+}
+
+static fa_status run_slices_and_stage_results(host_run *run, fa_error *error) {
+  fa_status status = start_alone(run, 0, error);
+  for (int i = 0; !status && i < run->num_slices; i++) {
+    if (i + 1 < run->num_slices) status = start_alone(run, i + 1, error);
+    if (!status) status = fetch_slice(run, i, error);
+  }
+  return status;
+}
+
+static fa_status run_all(host_run *run, fa_error *error) {
+  fa_status status = wait_for_caller(run, error);
+  if (!status) status = (has_staged_results(run) ? run_slices_and_stage_results : run_slices)(run, error);
   return status ? status : finish(run, error);
 }
 
@@ -462,10 +573,36 @@ static fa_status run_slices(host_run *run, fa_error *error) {
 
 static bool needs_room(const tensor_place *t) { return t->copied && !t->device.data; }
 
+/* Where there is enough to move, and a ring whose slots hold rows. */
+static bool can_pack(const host_run *run) {
+  const fa_problem *p = &run->plan->problem;
+  const fa_copy rows = {.row_bytes = (size_t)(p->num_heads * head_row_bytes(p)), .num_rows = 2};
+  return p->dtype == FA_DTYPE_F32 && p->precision == FA_PRECISION_DEFAULT && run->num_slices > 1 &&
+         fa_staging_fits(run->lane->staging, &rows) && run->heap->backend->memory->unpack &&
+         fa_can_pack(p->head_dim);
+}
+
+/* The operands of matrix products, which kernels round to f16. Gradients are those of the dout that was
+ * rounded. */
+static void choose_packed(host_run *run) {
+  const fa_problem *p = &run->plan->problem;
+  const int operands[] = {FA_TENSOR_Q, FA_TENSOR_K, FA_TENSOR_V, FA_TENSOR_DOUT};
+  for (int i = 0; i < 4 && can_pack(run); i++) {
+    tensor_place *t = &run->tensors[operands[i]];
+    t->packs = t->role == FA_ROLE_INPUT && t->staged;
+    if (!t->packs) continue;
+    run->transfers->bytes_to_device -= (int64_t)(t->bytes - packed_bytes(p, t->bytes));
+  }
+}
+
 static fa_status place(host_run *run, fa_error *error) {
+  const fa_problem *p = &run->plan->problem;
   size_t bytes = round_up(run->execution.workspace_bytes) + round_up(run->lse_bytes), used = bytes;
-  for (int id = 0; id < FA_NUM_TENSORS; id++)
-    if (needs_room(&run->tensors[id])) bytes += round_up(run->tensors[id].bytes);
+  for (int id = 0; id < FA_NUM_TENSORS; id++) {
+    const tensor_place *t = &run->tensors[id];
+    if (needs_room(t)) bytes += round_up(t->bytes);
+    if (t->packs) bytes += round_up(packed_bytes(p, t->bytes));
+  }
   if (bytes == 0) return FA_STATUS_OK;
   void *memory;
   fa_status status = fa_pool_take(&run->heap->pool, bytes, &memory, error);
@@ -473,9 +610,15 @@ static fa_status place(host_run *run, fa_error *error) {
   run->memory = memory;
   run->execution.workspace = memory;
   for (int id = 0; id < FA_NUM_TENSORS; id++) {
-    if (!needs_room(&run->tensors[id])) continue;
-    run->tensors[id].device.data = run->memory + used;
-    used += round_up(run->tensors[id].bytes);
+    tensor_place *t = &run->tensors[id];
+    if (needs_room(t)) {
+      t->device.data = run->memory + used;
+      used += round_up(t->bytes);
+    }
+    if (t->packs) {
+      t->packed = run->memory + used;
+      used += round_up(packed_bytes(p, t->bytes));
+    }
   }
   return FA_STATUS_OK;
 }
@@ -484,11 +627,12 @@ static fa_status run_on_device(host_run *run, const fa_tensors *given, fa_error 
   fa_status status = fa_heap_of(run->plan->backend, run->plan->device.index, &run->heap, error);
   if (!status) status = find_tensors(run, given, error);
   if (!status) status = cut(run, error);
-  if (!status) status = place(run, error);
   if (!status) status = fa_lane_take(run->heap, run->pageable_bytes, &run->lane, error);
   if (!status) {
     run->execution.stream = run->lane->compute;
-    status = run_slices(run, error);
+    choose_packed(run);
+    status = place(run, error);
+    if (!status) status = run_all(run, error);
     fa_lane_give(run->lane); /* after an error, too, the device must be done with the memory below */
   }
   if (run->memory) fa_pool_give(&run->heap->pool, run->memory);

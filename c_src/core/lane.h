@@ -3,29 +3,7 @@
 #ifndef FA_CORE_LANE_H
 #define FA_CORE_LANE_H
 
-#include <stdatomic.h>
-
-#include "memory.h"
-
-enum { FA_MAX_SLICES = 12, FA_RING_SLOTS = 6 };
-
-/* Rows in the host's memory and on the device, as many and as long here as there. */
-typedef struct fa_copy {
-  fa_rows device, host;
-  size_t row_bytes, num_rows;
-} fa_copy;
-
-/* A piece of a copy, the bytes from begin on, in pinned memory on its way. Several threads fill or empty it,
- * each a part. Pieces are numbered; every FA_RING_SLOTS-th takes the same slot. */
-typedef struct fa_slot {
-  char *memory;
-  void *event; /* the bus is done with it */
-  bool busy, download, push_out;
-  const fa_copy *copy;
-  size_t begin, bytes;
-  atomic_long sent, open; /* the piece that the bus was given last, and that threads may work on */
-  atomic_int parts_left;
-} fa_slot;
+#include "staging.h"
 
 typedef struct fa_lane {
   fa_heap *heap;
@@ -35,10 +13,7 @@ typedef struct fa_lane {
   struct {
     void *uploaded, *begun, *done;
   } slices[FA_MAX_SLICES];
-  fa_slot ring[FA_RING_SLOTS];
-  int first_slot;    /* where the next copies begin: the one that was given to the bus first */
-  size_t slot_bytes; /* 0: there is no ring, pageable memory is copied as it is */
-  size_t pageable_bytes, staged_bytes; /* that a call has to copy, and that were */
+  fa_staging *staging; /* between pageable memory and the streams up and down */
   struct fa_lane *next;
 } fa_lane;
 
@@ -47,10 +22,5 @@ fa_status fa_lane_take(fa_heap *heap, size_t pageable_bytes, fa_lane **lane, fa_
 
 /* Waits for whatever the lane still does. */
 void fa_lane_give(fa_lane *lane);
-
-/* Enqueues copies to the device on the stream up, or from there on the stream down. Staged ones go through the
- * ring, by several threads; what is staged down is there on return. */
-fa_status fa_lane_copy(fa_lane *lane, const fa_copy *copies, int num_copies, bool download, bool staged,
-                       fa_error *error);
 
 #endif

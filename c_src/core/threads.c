@@ -1,10 +1,7 @@
 #include "threads.h"
 
-#include <pthread.h>
 #include <sched.h>
 #include <signal.h>
-#include <stdatomic.h>
-#include <stdbool.h>
 #include <stddef.h>
 #include <unistd.h>
 
@@ -12,25 +9,11 @@
 
 #define MAX_THREADS 1024
 
-/* One fa_parallel_for that is under way; lives on its caller's stack. */
-typedef struct job {
-  void (*run_task)(void *context, int64_t task, int worker);
-  void *context;
-  int64_t num_tasks;
-  _Atomic int64_t next_task;
-  int awake_microseconds;
-  int num_wanted; /* threads of the pool that may still join */
-  int num_joined; /* that did, ever: the last one's worker number */
-  int num_active; /* that are at work now */
-  pthread_cond_t all_left;
-  struct job *next;
-} job;
-
 /* Guarded by mutex; jobs are those that may be joined. */
 static struct {
   pthread_mutex_t mutex;
   pthread_cond_t job_came;
-  job *jobs;
+  fa_parallel *jobs;
   int num_threads;
   atomic_long num_offered; /* jobs, ever; read without the mutex, too */
 } pool = {PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER, NULL, 0, 0};
@@ -44,15 +27,21 @@ int fa_num_processors(void) {
   return online > 0 ? (int)online : 1;
 }
 
-static void run_tasks(job *job, int worker) {
-  for (int64_t task; (task = atomic_fetch_add(&job->next_task, 1)) < job->num_tasks;)
-    job->run_task(job->context, task, worker);
+static bool run_next_task(fa_parallel *job, int worker) {
+  const int64_t task = atomic_fetch_add(&job->next_task, 1);
+  if (task >= job->num_tasks) return false;
+  job->run_task(job->context, task, worker);
+  return true;
+}
+
+static void run_tasks(fa_parallel *job, int worker) {
+  while (run_next_task(job, worker)) continue;
 }
 
 /* The job with the fewest threads of the pool among those that want more. */
-static job *find_job(void) {
-  job *found = NULL;
-  for (job *job = pool.jobs; job; job = job->next)
+static fa_parallel *find_job(void) {
+  fa_parallel *found = NULL;
+  for (fa_parallel *job = pool.jobs; job; job = job->next)
     if (job->num_wanted > 0 && (!found || job->num_active < found->num_active)) found = job;
   return found;
 }
@@ -71,10 +60,10 @@ static void wait_for_job(int awake_microseconds) {
 
 static void *thread_main(void *unused) {
   (void)unused;
-  int awake_microseconds = 0; /* after the last job */
+  int awake_microseconds = 0; /* after the last fa_parallel */
   pthread_mutex_lock(&pool.mutex);
   for (;;) {
-    job *job = find_job();
+    fa_parallel *job = find_job();
     if (!job) {
       wait_for_job(awake_microseconds);
       awake_microseconds = 0;
@@ -119,7 +108,7 @@ static void start_threads(int num_threads) {
   pthread_sigmask(SIG_SETMASK, &old, NULL);
 }
 
-static void offer(job *job) {
+static void offer(fa_parallel *job) {
   pthread_mutex_lock(&pool.mutex);
   if (pool.num_threads < job->num_wanted) start_threads(job->num_wanted);
   job->next = pool.jobs;
@@ -129,26 +118,38 @@ static void offer(job *job) {
   pthread_mutex_unlock(&pool.mutex);
 }
 
-static void withdraw(job *job) {
+static void withdraw(fa_parallel *job) {
   pthread_mutex_lock(&pool.mutex);
-  struct job **link = &pool.jobs;
+  fa_parallel **link = &pool.jobs;
   while (*link != job) link = &(*link)->next;
   *link = job->next;
   while (job->num_active > 0) pthread_cond_wait(&job->all_left, &pool.mutex);
   pthread_mutex_unlock(&pool.mutex);
 }
 
+void fa_parallel_begin(fa_parallel *parallel, int num_threads, int awake_microseconds, int64_t num_tasks,
+                       void (*run_task)(void *context, int64_t task, int worker), void *context) {
+  if (num_threads > num_tasks) num_threads = (int)num_tasks;
+  *parallel = (fa_parallel){.run_task = run_task,
+                            .context = context,
+                            .num_tasks = num_tasks,
+                            .awake_microseconds = awake_microseconds,
+                            .num_wanted = num_threads - 1,
+                            .is_shared = num_threads > 1,
+                            .all_left = PTHREAD_COND_INITIALIZER};
+  if (parallel->is_shared) offer(parallel);
+}
+
+bool fa_parallel_help(fa_parallel *parallel) { return run_next_task(parallel, 0); }
+
+void fa_parallel_end(fa_parallel *parallel) {
+  run_tasks(parallel, 0);
+  if (parallel->is_shared) withdraw(parallel);
+}
+
 void fa_parallel_for(int num_threads, int awake_microseconds, int64_t num_tasks,
                      void (*run_task)(void *context, int64_t task, int worker), void *context) {
-  if (num_threads > num_tasks) num_threads = (int)num_tasks;
-  job job = {.run_task = run_task,
-             .context = context,
-             .num_tasks = num_tasks,
-             .awake_microseconds = awake_microseconds,
-             .num_wanted = num_threads - 1,
-             .all_left = PTHREAD_COND_INITIALIZER};
-  bool shared = num_threads > 1;
-  if (shared) offer(&job);
-  run_tasks(&job, 0);
-  if (shared) withdraw(&job);
+  fa_parallel parallel;
+  fa_parallel_begin(&parallel, num_threads, awake_microseconds, num_tasks, run_task, context);
+  fa_parallel_end(&parallel);
 }

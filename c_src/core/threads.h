@@ -7,16 +7,44 @@
 #ifndef FA_CORE_THREADS_H
 #define FA_CORE_THREADS_H
 
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdbool.h>
 #include <stdint.h>
 
 /* The processors that this process may run on. */
 int fa_num_processors(void);
 
-/* Calls run_task(context, task, worker) for every task from 0 to num_tasks - 1, on the calling thread and up to
- * num_threads - 1 others, and returns when all have ended. Tasks start in order. worker, from 0 to num_threads
- * - 1, tells the threads of one call apart. Where a thread cannot be started, the others do its work. For
+/* Tasks under way; its caller keeps it where it is until they have ended. */
+typedef struct fa_parallel {
+  void (*run_task)(void *context, int64_t task, int worker);
+  void *context;
+  int64_t num_tasks;
+  _Atomic int64_t next_task;
+  int awake_microseconds;
+  int num_wanted; /* threads of the pool that may still join */
+  int num_joined; /* that did, ever: the last one's worker number */
+  int num_active; /* that are at work now */
+  bool is_shared; /* with threads of the pool */
+  pthread_cond_t all_left;
+  struct fa_parallel *next;
+} fa_parallel;
+
+/* Has run_task(context, task, worker) called for every task from 0 to num_tasks - 1 by up to num_threads - 1
+ * threads, while the caller does something else, or helps. Tasks start in order. worker, from 0 (the caller) to
+ * num_threads - 1, tells the threads apart. Where a thread cannot be started, the others do its work. For
  * awake_microseconds after it the others, giving way to whoever wants to run, look for a next call before they
  * sleep: where one comes soon, as a processor that sleeps takes some 0.1 ms to wake up. */
+void fa_parallel_begin(fa_parallel *parallel, int num_threads, int awake_microseconds, int64_t num_tasks,
+                       void (*run_task)(void *context, int64_t task, int worker), void *context);
+
+/* The caller runs the next task; false: all have started. */
+bool fa_parallel_help(fa_parallel *parallel);
+
+/* Returns when all tasks have ended; the caller helps. */
+void fa_parallel_end(fa_parallel *parallel);
+
+/* From beginning to end. */
 void fa_parallel_for(int num_threads, int awake_microseconds, int64_t num_tasks,
                      void (*run_task)(void *context, int64_t task, int worker), void *context);
 

@@ -5,6 +5,8 @@
 #include <string.h>
 
 #include "../../c_src/core/error.h"
+#include "../../c_src/core/pack.h"
+#include "../../c_src/cpu/half.h"
 
 struct fake_settings fake_settings = {SIZE_MAX, SIZE_MAX, -1, FA_STATUS_OK};
 
@@ -21,12 +23,13 @@ typedef struct fake_event {
   long recorded, done; /* how often: enqueued, and reached by its stream */
 } fake_event;
 
-typedef enum fake_kind { COPY, RUN, RECORD, WAIT } fake_kind;
+typedef enum fake_kind { COPY, UNPACK, RUN, RECORD, WAIT } fake_kind;
 
 typedef struct fake_work {
   fake_kind kind;
   fa_rows to, from;
   size_t row_bytes, num_rows;
+  int64_t head_dim;
   fa_plan plan;
   fa_tensors tensors;
   fa_execution execution;
@@ -150,10 +153,31 @@ static fake_stream *draw_stream(unsigned *seed) {
     if (can_go_on(stream) && drawn-- == 0) return stream;
 }
 
+/* A row of a head. */
+static void unpack_row(char *to, const char *from, int64_t head_dim) {
+  float unscale;
+  memcpy(&unscale, from + head_dim * 2, sizeof unscale);
+  for (int64_t d = 0; d < head_dim; d++, to += sizeof(float), from += 2) {
+    uint16_t half;
+    memcpy(&half, from, sizeof half);
+    const float number = fa_f16_to_f32(half) * unscale;
+    memcpy(to, &number, sizeof number);
+  }
+}
+
+static void unpack_rows(const fake_work *work) {
+  const size_t bytes = (size_t)work->head_dim * sizeof(float), packed_bytes = fa_packed_bytes(work->head_dim);
+  for (size_t row = 0; row < work->num_rows; row++)
+    for (size_t i = 0; i < work->row_bytes / bytes; i++)
+      unpack_row(work->to.data + row * work->to.pitch + i * bytes,
+                 work->from.data + row * work->from.pitch + i * packed_bytes, work->head_dim);
+}
+
 static void do_work(const fake_work *work) {
   if (work->kind == COPY)
     for (size_t row = 0; row < work->num_rows; row++)
       memcpy(work->to.data + row * work->to.pitch, work->from.data + row * work->from.pitch, work->row_bytes);
+  if (work->kind == UNPACK) unpack_rows(work);
   if (work->kind == RUN)
     fa_backend_of(FA_DEVICE_REFERENCE)->run(&work->plan, &work->tensors, &work->execution, NULL);
 }
@@ -268,6 +292,23 @@ static fa_status copy(int32_t index, fa_rows to, fa_rows from, size_t row_bytes,
   return FA_STATUS_OK;
 }
 
+static fa_status unpack(int32_t index, fa_rows to, fa_rows from, int64_t heads_a_row, int64_t num_rows,
+                        int64_t head_dim, void *stream, fa_error *error) {
+  (void)index;
+  fa_status status = may_fail(error);
+  if (status) return status;
+  pthread_mutex_lock(&mutex);
+  state.num_unpacked++;
+  pthread_mutex_unlock(&mutex);
+  enqueue(stream, (fake_work){.kind = UNPACK,
+                              .to = to,
+                              .from = from,
+                              .row_bytes = (size_t)(heads_a_row * head_dim) * sizeof(float),
+                              .num_rows = (size_t)num_rows,
+                              .head_dim = head_dim});
+  return FA_STATUS_OK;
+}
+
 static fa_status record(int32_t index, void *event, void *stream, fa_error *error) {
   (void)index;
   fa_status status = may_fail(error);
@@ -335,9 +376,9 @@ static fa_status run(const fa_plan *plan, const fa_tensors *tensors, const fa_ex
   return FA_STATUS_OK;
 }
 
-static const fa_memory_ops memory = {alloc,       release,     available, host_alloc, host_free, locate,
-                                     stream_new,  stream_free, event_new, event_free, copy,      record,
-                                     stream_wait, event_wait,  elapsed,   synchronize};
+static const fa_memory_ops memory = {alloc,      release,     available,  host_alloc, host_free,  locate,
+                                     stream_new, stream_free, event_new,  event_free, copy,       unpack,
+                                     record,     stream_wait, event_wait, elapsed,    synchronize};
 
 const fa_backend fake_gpu = {.kind = FA_DEVICE_CUDA,
                              .num_devices = num_devices,

@@ -25,7 +25,7 @@ typedef struct fake_state {
   size_t device_bytes, pinned_bytes; /* allocated now */
   long num_streams, num_events;      /* that are there now */
   long num_pageable_copies;          /* of memory that the bus cannot read by itself */
-  long num_copies, num_runs;
+  long num_copies, num_unpacked, num_runs;
 } fake_state;
 fake_state fake_get_state(void);
 

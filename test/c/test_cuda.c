@@ -461,6 +461,67 @@ static bool find_driver(void) {
   return driver.new_stream && driver.copy && driver.call_host;
 }
 
+/* As host_run, on tensors in the device's memory; outputs end up in that of the host. */
+static void run_on_device(host *host, fa_pass pass) {
+  fa_error error;
+  fa_plan plan;
+  fa_tensors tensors = {0};
+  for (int id = 0; id < FA_NUM_TENSORS; id++) {
+    if (!fa_tensor_role_in(&host->problem, pass, id)) continue;
+    void *memory;
+    must(fa_device_alloc(cuda, size_of(&host->problem, id), &memory, &error), &error);
+    must(fa_device_copy(cuda, memory, host->data[id], size_of(&host->problem, id), NULL, &error), &error);
+    *fa_tensor_at(&tensors, id) = fa_tensor_contiguous(&host->problem, id, memory);
+  }
+  must(fa_plan_init(&plan, &host->problem, pass, cuda, &error), &error);
+  must(fa_run_on_host(&plan, &tensors, NULL, &error), &error);
+  for (int id = 0; id < FA_NUM_TENSORS; id++) {
+    void *memory = fa_tensor_at(&tensors, id)->data;
+    if (!memory) continue;
+    must(fa_device_copy(cuda, host->data[id], memory, size_of(&host->problem, id), NULL, &error), &error);
+    fa_device_free(cuda, memory, NULL);
+  }
+}
+
+/* Of all elements' norm. */
+static double relative_error(const host *x, const host *expected, int id) {
+  double error = 0, norm = 0;
+  for (int64_t i = values_count(&expected->problem, id) - 1; i >= 0; i--) {
+    const double wanted = get(expected, id, i), difference = get(x, id, i) - wanted;
+    error += difference * difference, norm += wanted * wanted;
+  }
+  return sqrt(error / norm);
+}
+
+/* f32 at FA_PRECISION_DEFAULT, rounded before it crosses the bus or after: the same forward to the bit, as the
+ * rows of a head do not differ by more than f16's exponents, and gradients of a dout that was rounded. */
+static void test_rounded_on_the_way(void) {
+  fa_problem problem = problem_of(FA_DTYPE_F32, 2, 2053, 16, 72);
+  problem.num_kv_heads = 4, problem.window_right = 0;
+  problem.precision = FA_PRECISION_DEFAULT, problem.deterministic = 1;
+  host here = host_new(&problem), there = host_new(&problem);
+  host_fill(&here);
+  for (int id = FA_TENSOR_Q; id <= FA_TENSOR_V; id++)
+    for (int64_t i = values_count(&problem, id) - 1; i >= 0; i--)
+      set(&here, id, i, ldexp(get(&here, id, i), (int)(i / problem.head_dim % 7) - 4));
+  for (int id = 0; id < FA_NUM_TENSORS; id++)
+    if (here.data[id]) memcpy(there.data[id], here.data[id], size_of(&problem, id));
+  for (int pass = FA_PASS_FORWARD; pass <= FA_PASS_BACKWARD; pass++) {
+    host_must_run(&here, cuda, (fa_pass)pass);
+    run_on_device(&there, (fa_pass)pass);
+  }
+  for (int id = FA_TENSOR_O; id <= FA_TENSOR_LSE; id++)
+    CHECK(memcmp(here.data[id], there.data[id], size_of(&problem, id)) == 0,
+          "%s of ordinary memory differs from that of the device's", fa_tensor_name(id));
+  const int gradients[] = {FA_TENSOR_DQ, FA_TENSOR_DK, FA_TENSOR_DV};
+  for (int i = 0; i < 3; i++) {
+    const double error = relative_error(&here, &there, gradients[i]);
+    CHECK(error < 1e-3, "%s of ordinary memory differs by %g", fa_tensor_name(gradients[i]), error);
+  }
+  host_free(&here);
+  host_free(&there);
+}
+
 static void take_a_while(void *unused) {
   (void)unused;
   nanosleep(&(struct timespec){.tv_nsec = 50 * 1000 * 1000}, NULL);
@@ -591,6 +652,7 @@ int main(int argc, char **argv) {
   if (!quick) {
     test_repeats_often();
     test_repeats_of_long();
+    test_rounded_on_the_way();
     test_out_of_memory();
     test_elements();
     test_million_rows();

@@ -3,10 +3,14 @@
  * bit, bytes are counted, faults leave nothing behind, and memory is given back.
  */
 #include <pthread.h>
+#include <stdatomic.h>
 #include <stdlib.h>
 
 #include "../../c_src/core/host.h"
 #include "../../c_src/core/lane.h"
+#include "../../c_src/core/pack.h"
+#include "../../c_src/core/threads.h"
+#include "../../c_src/cpu/half.h"
 #include "check.h"
 #include "fake_gpu.h"
 #include "harness.h"
@@ -108,13 +112,16 @@ static void run_reference(setting *s, fa_pass pass) {
   }
 }
 
+/* A number that f16 holds, so that results are the same where kernels' operands are packed. */
+static double random_number(fa_random *random) { return round(random_normal(random) * 64) / 64; }
+
 static setting setting_new(const fa_problem *problem, fa_pass pass, fa_random *random) {
   setting s = {.problem = *problem, .pass = pass};
   for (int id = 0; id < FA_TENSOR_TANGENT_Q; id++) {
     const fa_dtype dtype = fa_tensor_shape(problem, id).dtype;
     s.host[id] = calloc(1, size_of(&s, id) + 64);
     for (size_t i = 0; i < size_of(&s, id) / fa_dtype_bytes(dtype); i++)
-      set_element(dtype, (unsigned char *)s.host[id] + i * fa_dtype_bytes(dtype), random_normal(random));
+      set_element(dtype, (unsigned char *)s.host[id] + i * fa_dtype_bytes(dtype), random_number(random));
   }
   run_reference(&s, FA_PASS_FORWARD);
   if (pass == FA_PASS_BACKWARD) run_reference(&s, pass);
@@ -164,7 +171,21 @@ static bool is_right(const setting *s, int id) {
   return right && (s->where[id] != KEPT || memcmp(s->on_device[id], s->host[id], bytes) == 0);
 }
 
+static int64_t bytes_packed_away(const setting *s) {
+  const int operands[] = {FA_TENSOR_Q, FA_TENSOR_K, FA_TENSOR_V, FA_TENSOR_DOUT};
+  int64_t bytes = 0;
+  for (int i = 0; i < 4; i++) {
+    const int id = operands[i];
+    const bool is_pageable = s->where[id] == PAGEABLE || s->where[id] == KEPT;
+    if (role_of(s, id) != FA_ROLE_INPUT || !is_pageable) continue;
+    const size_t rows = size_of(s, id) / ((size_t)s->problem.head_dim * sizeof(float));
+    bytes += (int64_t)(size_of(s, id) - rows * fa_packed_bytes(s->problem.head_dim));
+  }
+  return bytes;
+}
+
 static void check_run(setting *s) {
+  const long num_unpacked = fake_get_state().num_unpacked;
   char text[200];
   fa_transfers transfers = {0};
   fa_error error;
@@ -177,6 +198,7 @@ static void check_run(setting *s) {
     CHECK(is_right(s, id), "%s: %s is wrong where it lies at %d", text, fa_tensor_name(id), s->where[id]);
     if (s->where[id] != ON_DEVICE) bytes[role_of(s, id)] += (int64_t)size_of(s, id);
   }
+  if (fake_get_state().num_unpacked > num_unpacked) bytes[FA_ROLE_INPUT] -= bytes_packed_away(s);
   CHECK(
       transfers.bytes_to_device == bytes[FA_ROLE_INPUT] && transfers.bytes_from_device == bytes[FA_ROLE_OUTPUT],
       "%s: %lld bytes up, %lld down", text, (long long)transfers.bytes_to_device,
@@ -193,6 +215,7 @@ static fa_problem random_problem(fa_random *random) {
   problem.num_kv_heads = random_integer(random, 1, 9);
   problem.num_heads = problem.num_kv_heads * random_integer(random, 1, 3);
   problem.head_dim = random_integer(random, 1, 20);
+  if (random_integer(random, 0, 1)) problem.precision = FA_PRECISION_DEFAULT, problem.head_dim = 8;
   problem.num_sinks = random_integer(random, 0, 3) ? 0 : random_integer(random, 1, 2);
   if (random_integer(random, 0, 1)) problem.window_right = random_integer(random, 0, 3) * 3;
   if (random_integer(random, 0, 1)) problem.window_left = random_integer(random, 0, 12);
@@ -224,11 +247,12 @@ static void test_places_and_slices(void) {
     if (num_runs > most_runs) most_runs = num_runs;
   }
   CHECK(most_runs == FA_MAX_SLICES, "at most %ld slices", most_runs);
+  CHECK(!fa_can_pack(8) || fake_get_state().num_unpacked > 100, "%ld unpacked", fake_get_state().num_unpacked);
   CHECK(fake_get_state().num_pageable_copies == 0, "pageable memory was given to the bus");
   check_nothing_is_used("after runs");
 }
 
-/* More than the ring holds, in one row and in many. */
+/* More than the ring holds, in one row and in many; as it is and packed. */
 static void test_large(void) {
   fa_random random = random_stream(8, 0);
   fa_host_slicing = finest;
@@ -237,6 +261,7 @@ static void test_large(void) {
     fa_problem_init(&problem);
     problem.batch = batch, problem.num_heads = problem.num_kv_heads = 8, problem.head_dim = 64;
     problem.seqlen_q = 1999, problem.seqlen_k = 7, problem.window_left = 3;
+    if (batch == 2) problem.precision = FA_PRECISION_DEFAULT;
     setting s = setting_new(&problem, FA_PASS_BACKWARD, &random);
     for (int id = 0; id < FA_NUM_TENSORS; id++) s.where[id] = PAGEABLE;
     setting_place(&s);
@@ -248,11 +273,12 @@ static void test_large(void) {
 }
 
 /* A problem that is cut: a backward in ordinary and in pinned memory, at home on the device and kept there, a
- * forward, by rows, in ordinary memory. */
+ * forward, by rows, in ordinary memory. Packed, where processors can. */
 static setting mixed_setting(fa_pass pass, fa_random *random) {
   fa_problem problem;
   fa_problem_init(&problem);
-  problem.batch = 3, problem.num_heads = problem.num_kv_heads = 2, problem.head_dim = 5;
+  problem.batch = 3, problem.num_heads = problem.num_kv_heads = 2;
+  problem.head_dim = 8, problem.precision = FA_PRECISION_DEFAULT;
   problem.seqlen_q = problem.seqlen_k = 17;
   setting s = setting_new(&problem, pass, random);
   for (int id = 0; id < FA_NUM_TENSORS; id++)
@@ -487,6 +513,74 @@ static void test_pool(void) {
         pool->idle_bytes);
 }
 
+typedef struct counts {
+  int num_threads;
+  atomic_int of_task[100];
+  atomic_bool is_wrong;
+} counts;
+
+static void count_task(void *context, int64_t task, int worker) {
+  counts *counts = context;
+  atomic_fetch_add(&counts->of_task[task], 1);
+  if (worker < 0 || worker >= counts->num_threads) atomic_store(&counts->is_wrong, true);
+}
+
+/* Each task runs once, however much of it the caller does. */
+static void test_threads(void) {
+  fa_random random = random_stream(16, 0);
+  for (int i = 0; i < 1000; i++) {
+    counts counts = {.num_threads = (int)random_integer(&random, 1, 5)};
+    const int num_tasks = (int)random_integer(&random, 0, 100);
+    int64_t num_helped = 0;
+    fa_parallel parallel;
+    fa_parallel_begin(&parallel, counts.num_threads, i % 2, num_tasks, count_task, &counts);
+    for (int64_t most = random_integer(&random, 0, 120); num_helped < most; num_helped++)
+      if (!fa_parallel_help(&parallel)) break;
+    fa_parallel_end(&parallel);
+    bool right = num_helped <= num_tasks && !counts.is_wrong;
+    for (int task = 0; task < 100; task++) right = right && counts.of_task[task] == (task < num_tasks);
+    CHECK(right, "%d tasks of %d threads", num_tasks, counts.num_threads);
+  }
+}
+
+/* What packed numbers become again: nearest in f16's 11 bits, rows of zeros and of infinities and all. */
+static void test_pack(void) {
+  enum { ROWS = 40, DIM = 24 };
+  if (!fa_can_pack(DIM)) {
+    printf("# numbers are not packed on this processor\n");
+    return;
+  }
+  fa_random random = random_stream(14, 0);
+  float rows[ROWS][DIM];
+  char packed[ROWS * (DIM * 2 + 4) + 1], *at = packed;
+  for (int row = 0; row < ROWS; row++)
+    for (int d = 0; d < DIM; d++)
+      rows[row][d] =
+          (float)ldexp(random_normal(&random), (int)random_integer(&random, -20, 20) + (row - 20) * 5);
+  for (int d = 0; d < DIM; d++) rows[5][d] = 0;
+  rows[6][3] = INFINITY, rows[6][4] = -INFINITY, rows[7][20] = NAN;
+  packed[sizeof packed - 1] = 77;
+  CHECK(fa_packed_bytes(DIM) * ROWS + 1 == sizeof packed, "%zu bytes a row", fa_packed_bytes(DIM));
+  fa_pack(packed, (const char *)rows, ROWS, DIM);
+  CHECK(packed[sizeof packed - 1] == 77, "more than there is was written");
+  for (int row = 0; row < ROWS; row++, at += 4) {
+    float largest = 0, unscale;
+    memcpy(&unscale, at + DIM * 2, sizeof unscale);
+    for (int d = 0; d < DIM; d++)
+      if (isfinite(rows[row][d])) largest = fmaxf(largest, fabsf(rows[row][d]));
+    for (int d = 0; d < DIM; d++, at += 2) {
+      uint16_t half;
+      memcpy(&half, at, sizeof half);
+      const float x = rows[row][d], got = fa_f16_to_f32(half) * unscale;
+      const double bound = fmax(fabs((double)x) * 0x1p-11, largest * 0x1p-38);
+      CHECK(isfinite(x) ? fabs((double)got - x) <= bound
+            : isnan(x)  ? isnan(got)
+                        : got == x,
+            "%g became %g in row %d", x, got, row);
+    }
+  }
+}
+
 static fa_status exact_alloc(const void *context, size_t bytes, void **memory, fa_error *error) {
   (void)error;
   *(size_t *)context += bytes;
@@ -544,6 +638,8 @@ int main(void) {
   test_pool();
   test_pool_without_cache();
   test_host_devices();
+  test_threads();
+  test_pack();
   test_places_and_slices();
   test_large();
   test_broadcast();
