@@ -6,8 +6,7 @@
 #include <stdbool.h>
 
 #include "memory.h"
-
-enum { FA_MAX_SLICES = 12 };
+#include "slices.h"
 
 /* Rows in the host's memory and on the device, as many here as there, row_bytes long on the device. */
 typedef struct fa_copy {
