@@ -172,19 +172,14 @@ static int list_copies(const host_run *run, int number, fa_tensor_role role, boo
   return num_copies;
 }
 
-static fa_status copy_one(const host_run *run, const fa_copy *copy, bool download, fa_error *error) {
-  return run->heap->backend->memory->copy(run->heap->index, download ? copy->host : copy->device,
-                                          download ? copy->device : copy->host, copy->row_bytes, copy->num_rows,
-                                          download ? run->lane->down : run->lane->up, error);
-}
-
-static fa_status copy_directly(host_run *run, int number, fa_tensor_role role, int *num_copies,
+static fa_status copy_directly(const host_run *run, const fa_copy *copies, int num_copies, bool download,
                                fa_error *error) {
-  fa_copy copies[FA_NUM_TENSORS];
-  *num_copies = list_copies(run, number, role, false, copies);
+  const fa_memory_ops *memory = run->heap->backend->memory;
+  void *stream = download ? run->lane->down : run->lane->up;
   fa_status status = FA_STATUS_OK;
-  for (int i = 0; !status && i < *num_copies; i++)
-    status = copy_one(run, &copies[i], role == FA_ROLE_OUTPUT, error);
+  for (const fa_copy *copy = copies; !status && copy < copies + num_copies; copy++)
+    status = memory->copy(run->heap->index, download ? copy->host : copy->device,
+                          download ? copy->device : copy->host, copy->row_bytes, copy->num_rows, stream, error);
   return status;
 }
 
@@ -241,8 +236,9 @@ static fa_status upload_slice(host_run *run, int number, fa_error *error) {
   const fa_memory_ops *memory = run->heap->backend->memory;
   const int32_t index = run->heap->index;
   fa_lane *lane = run->lane;
-  int num_copies;
-  fa_status status = copy_directly(run, number, FA_ROLE_INPUT, &num_copies, error);
+  fa_copy copies[FA_NUM_TENSORS];
+  const int num_copies = list_copies(run, number, FA_ROLE_INPUT, false, copies);
+  fa_status status = copy_directly(run, copies, num_copies, false, error);
   if (!status && num_copies) status = memory->record(index, lane->slices[number].uploaded, lane->up, error);
   if (!status && num_copies)
     status = memory->stream_wait(index, lane->compute, lane->slices[number].uploaded, error);
@@ -266,14 +262,14 @@ static fa_status start_slice(host_run *run, int number, fa_error *error) {
 
 static fa_status fetch_slice(host_run *run, int number, fa_error *error) {
   const fa_memory_ops *memory = run->heap->backend->memory;
-  fa_copy staged[FA_NUM_TENSORS];
+  fa_copy direct[FA_NUM_TENSORS], staged[FA_NUM_TENSORS];
+  const int num_direct = list_copies(run, number, FA_ROLE_OUTPUT, false, direct);
   const int num_staged = list_copies(run, number, FA_ROLE_OUTPUT, true, staged);
   fa_status status =
       memory->stream_wait(run->heap->index, run->lane->down, run->lane->slices[number].done, error);
   if (!status && number > 0 && number == run->slices.count - 1)
     status = memory->record(run->heap->index, run->lane->last, run->lane->down, error);
-  int num_direct;
-  if (!status) status = copy_directly(run, number, FA_ROLE_OUTPUT, &num_direct, error);
+  if (!status) status = copy_directly(run, direct, num_direct, true, error);
   return status || !num_staged ? status : fa_staging_download(run->lane->staging, staged, num_staged, error);
 }
 
@@ -360,11 +356,11 @@ static bool can_pack(const host_run *run) {
 static void choose_packed(host_run *run) {
   const fa_problem *p = &run->plan->problem;
   const int operands[] = {FA_TENSOR_Q, FA_TENSOR_K, FA_TENSOR_V, FA_TENSOR_DOUT};
-  for (int i = 0; i < 4 && can_pack(run); i++) {
+  if (!can_pack(run)) return;
+  for (int i = 0; i < 4; i++) {
     tensor_place *t = &run->tensors[operands[i]];
     t->packs = t->role == FA_ROLE_INPUT && t->staged;
-    if (!t->packs) continue;
-    run->transfers->bytes_to_device -= (int64_t)(t->bytes - packed_bytes(p, t->bytes));
+    if (t->packs) run->transfers->bytes_to_device -= (int64_t)(t->bytes - packed_bytes(p, t->bytes));
   }
 }
 
