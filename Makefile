@@ -92,7 +92,7 @@ ISAS             := plain $(ISAS_$(firstword $(subst -, ,$(TARGET))))
 ISA_FLAGS_avx2   := -mavx2 -mfma
 ISA_FLAGS_avx512 := -mavx512f -mavx512dq -mavx512vl -mavx512bw -mfma -mprefer-vector-width=512
 
-SOURCES := $(filter-out $(KERNELS),$(wildcard c_src/core/*.c c_src/cpu/*.c))
+SOURCES := $(filter-out $(KERNELS),$(wildcard c_src/core/*.c c_src/host/*.c c_src/cpu/*.c))
 OBJECTS := $(SOURCES:c_src/%.c=$(BUILD)/%.o) $(if $(wildcard $(KERNELS)),$(ISAS:%=$(BUILD)/cpu/kernels_%.o))
 
 $(BUILD)/%.o: c_src/%.c $(FLAGS) Makefile

@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(THREADS) split_rows(const __grid_constant__ fa
   }
 }
 
-// f32 rows of heads from what c_src/core/pack.h made of them: a warp takes one; blockIdx.y and those a grid
+// f32 rows of heads from what c_src/host/pack.h made of them: a warp takes one; blockIdx.y and those a grid
 // apart are rows of them.
 __global__ void __launch_bounds__(THREADS) unpack(const __grid_constant__ fa_cuda_packed a) {
   const int64_t head = int64_t(blockIdx.x) * (THREADS / 32) + threadIdx.x / 32;

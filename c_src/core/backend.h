@@ -10,7 +10,7 @@ typedef struct fa_rows {
   size_t pitch;
 } fa_rows;
 
-/* Memory, streams and events of devices whose memory is not the host's: what core/memory.c and core/host.c are
+/* Memory, streams and events of devices whose memory is not the host's: what host/memory.c and host/host.c are
  * made of. Streams and events are the backend's own handles. Everything may be called from any thread. */
 typedef struct fa_memory_ops {
   /* Aligned to 256 bytes or more; both may wait for the device. */
@@ -34,7 +34,7 @@ typedef struct fa_memory_ops {
   /* Enqueues a copy of num_rows rows that begin pitch bytes apart, either way or within the device. */
   fa_status (*copy)(int32_t index, fa_rows to, fa_rows from, size_t row_bytes, size_t num_rows, void *stream,
                     fa_error *error);
-  /* Enqueues the way back of core/pack.h: f32 rows of heads, heads_a_row of them in each row. NULL where
+  /* Enqueues the way back of host/pack.h: f32 rows of heads, heads_a_row of them in each row. NULL where
    * kernels do not round f32 to f16 at FA_PRECISION_DEFAULT. */
   fa_status (*unpack)(int32_t index, fa_rows to, fa_rows from, int64_t heads_a_row, int64_t num_rows,
                       int64_t head_dim, void *stream, fa_error *error);

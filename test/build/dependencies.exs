@@ -2,7 +2,7 @@ defmodule Dependencies do
   @moduledoc """
   Checks that the arrows between the layers of this project point one way only:
 
-      FlashAttention (lib/) -> c_src/nif, c_src/xla -> public header -> c_src/core -> c_src/cpu | cuda/
+      FlashAttention (lib/) -> c_src/nif, c_src/xla -> public header -> c_src/host | c_src/cpu | cuda/ -> c_src/core
 
   `make check-deps` runs it. C is checked twice, by what the sources include and by what the objects link to;
   Elixir by the modules that its syntax trees name, so that documentation may name anything.
@@ -12,6 +12,7 @@ defmodule Dependencies do
   @layers %{
     "api" => ~w(api),
     "core" => ~w(core api),
+    "host" => ~w(host core api),
     "cpu" => ~w(cpu core api),
     "cuda" => ~w(cuda core api),
     "nif" => ~w(nif api),
@@ -21,13 +22,13 @@ defmodule Dependencies do
   # The one file that lists the backends.
   @backend_table "core/backends"
 
-  # Headers of others, and the one layer that may include them.
+  # Headers of others, and the layers that may include them.
   defp foreign_headers do
     [
-      {~r/^(erl_|ei\.h)/, "nif"},
-      {~r/^(cuda|cublas|cooperative_groups|mma\.h|nv)/, "cuda"},
-      {~r/^xla\//, "xla"},
-      {~r/^pthread\.h/, "core"}
+      {~r/^(erl_|ei\.h)/, ~w(nif)},
+      {~r/^(cuda|cublas|cooperative_groups|mma\.h|nv)/, ~w(cuda)},
+      {~r/^xla\//, ~w(xla)},
+      {~r/^pthread\.h/, ~w(core host)}
     ]
   end
 
@@ -89,8 +90,8 @@ defmodule Dependencies do
   end
 
   defp include_violation(root, file, :system, header) do
-    for {pattern, owner} <- foreign_headers(), header =~ pattern, layer(root, file) != owner do
-      "#{relative(root, file)} includes <#{header}>: only #{owner} may"
+    for {pattern, owners} <- foreign_headers(), header =~ pattern, layer(root, file) not in owners do
+      "#{relative(root, file)} includes <#{header}>: only #{Enum.join(owners, " and ")} may"
     end
   end
 
@@ -132,9 +133,9 @@ defmodule Dependencies do
     end
   end
 
-  # What nif and xla link to is the public header's functions, which core and xla define.
+  # What nif and xla link to is the public header's functions, which core, host and xla define.
   defp through_api?(object, owner),
-    do: object_layer(object) in ~w(nif xla) and object_layer(owner) in ~w(core xla)
+    do: object_layer(object) in ~w(nif xla) and object_layer(owner) in ~w(core host xla)
 
   defp library_violations(root, build, library) do
     declared = declared(root)
@@ -160,7 +161,7 @@ defmodule Dependencies do
     for [_, name] <- Regex.scan(~r/^FA_API\s[^;(]*\b(fa_\w+)\(/m, header), do: name
   end
 
-  defp objects(build), do: Path.wildcard(Path.join(build, "{core,cpu,cuda,nif,xla}/*.o"))
+  defp objects(build), do: Path.wildcard(Path.join(build, "{core,host,cpu,cuda,nif,xla}/*.o"))
 
   defp object_layer(object), do: object |> Path.dirname() |> Path.basename()
 

@@ -13,6 +13,10 @@ defmodule DependenciesTest do
         "int fa_backend(int); int fa_core(int x) { return x; }\n" <>
         "FA_API int fa_run(int x) { return fa_backend(x); }\n",
     "c_src/core/backends.c" => "int fa_cpu(int); int fa_backend(int x) { return fa_cpu(x); }\n",
+    "c_src/host/host.h" => "int fa_stage(int x);\n",
+    "c_src/host/host.c" =>
+      ~s(#include <pthread.h>\n#include "../core/core.h"\n#include "host.h"\n) <>
+        "int fa_stage(int x) { return fa_core(x); }\n",
     "c_src/cpu/cpu.c" => ~s(#include "../core/core.h"\nint fa_cpu(int x\) { return fa_core(x\); }\n),
     "cuda/kernel.cu" => "#include <cuda_runtime.h>\n",
     "c_src/nif/nif.c" => ~s(#include "../flash_attention.h"\nint load(void\) { return fa_run(1\); }\n),
@@ -30,6 +34,13 @@ defmodule DependenciesTest do
   for {name, file, extra, expected} <- [
         {"core that includes a backend", "c_src/core/dispatch.c", ~s(#if 0\n#include "../cpu/cpu.c"\n#endif\n),
          "c_src/core/dispatch.c includes ../cpu/cpu.c: core may not see it"},
+        {"core that includes what moves numbers", "c_src/core/dispatch.c", ~s(#include "../host/host.h"\n),
+         "c_src/core/dispatch.c includes ../host/host.h: core may not see it"},
+        {"a backend that includes what moves numbers", "c_src/cpu/cpu.c", ~s(#include "../host/host.h"\n),
+         "c_src/cpu/cpu.c includes ../host/host.h: cpu may not see it"},
+        {"core that calls what moves numbers", "c_src/core/dispatch.c",
+         "int fa_stage(int); int fa_push(int x) { return fa_stage(x); }\n",
+         "core/dispatch.o uses fa_stage of host"},
         {"a backend that includes another", "c_src/cpu/cpu.c",
          ~s(#if 0\n#  include "../../cuda/kernel.cu"\n#endif\n),
          "c_src/cpu/cpu.c includes ../../cuda/kernel.cu: cpu may not see it"},

@@ -5,7 +5,7 @@
 #include <string.h>
 
 #include "../../c_src/core/error.h"
-#include "../../c_src/core/pack.h"
+#include "../../c_src/host/pack.h"
 #include "../../c_src/cpu/half.h"
 
 struct fake_settings fake_settings = {SIZE_MAX, SIZE_MAX, -1, FA_STATUS_OK};

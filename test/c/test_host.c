@@ -6,9 +6,9 @@
 #include <stdatomic.h>
 #include <stdlib.h>
 
-#include "../../c_src/core/lane.h"
-#include "../../c_src/core/pack.h"
-#include "../../c_src/core/slices.h"
+#include "../../c_src/host/lane.h"
+#include "../../c_src/host/pack.h"
+#include "../../c_src/host/slices.h"
 #include "../../c_src/core/threads.h"
 #include "../../c_src/cpu/half.h"
 #include "check.h"

@@ -1,6 +1,6 @@
 /* How a call on a device is cut into slices, so that one is copied while another is computed. */
-#ifndef FA_CORE_SLICES_H
-#define FA_CORE_SLICES_H
+#ifndef FA_HOST_SLICES_H
+#define FA_HOST_SLICES_H
 
 #include <stdbool.h>
 

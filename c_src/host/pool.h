@@ -1,6 +1,6 @@
 /* Memory that is slow to take, kept at hand: a cache of blocks between callers and a source. */
-#ifndef FA_CORE_POOL_H
-#define FA_CORE_POOL_H
+#ifndef FA_HOST_POOL_H
+#define FA_HOST_POOL_H
 
 #include <pthread.h>
 

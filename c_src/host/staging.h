@@ -1,7 +1,7 @@
 /* Copies between pageable memory, which the bus reads slowly if at all, and a device: by several threads
  * through a ring of pinned memory, whose slots are on the bus while others are filled. */
-#ifndef FA_CORE_STAGING_H
-#define FA_CORE_STAGING_H
+#ifndef FA_HOST_STAGING_H
+#define FA_HOST_STAGING_H
 
 #include <stdbool.h>
 

@@ -5,9 +5,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "error.h"
+#include "../core/error.h"
 #include "pack.h"
-#include "threads.h"
+#include "../core/threads.h"
 
 /* The threads stay awake from a forward to its backward: the bus reads at half the rate what a processor has
  * written that has gone to sleep since. */

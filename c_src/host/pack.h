@@ -2,8 +2,8 @@
  * a head as head_dim numbers of f16, scaled by a power of two so that the largest finite one is in
  * [2^14, 2^15), and behind them the f32 that takes the scale away again. What comes back has f16's 11 bits,
  * but for numbers below 2^-28 of their row's largest, which lose some as they do in those kernels. */
-#ifndef FA_CORE_PACK_H
-#define FA_CORE_PACK_H
+#ifndef FA_HOST_PACK_H
+#define FA_HOST_PACK_H
 
 #include <stdbool.h>
 #include <stddef.h>

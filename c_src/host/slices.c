@@ -2,7 +2,7 @@
 
 #include <string.h>
 
-#include "problem.h"
+#include "../core/problem.h"
 
 /* What is cut, and how much of what it moves is in pageable memory. */
 typedef struct cutting {

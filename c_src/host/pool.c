@@ -3,7 +3,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "error.h"
+#include "../core/error.h"
 
 void fa_pool_init(fa_pool *pool, fa_source source, size_t limit, size_t idle_limit) {
   memset(pool, 0, sizeof *pool);

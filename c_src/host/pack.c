@@ -2,7 +2,7 @@
 
 #include <string.h>
 
-#include "backend.h"
+#include "../core/backend.h"
 
 size_t fa_packed_bytes(int64_t head_dim) { return (size_t)head_dim * 2 + sizeof(float); }
 

@@ -1,7 +1,7 @@
 /* What one call needs of a device to copy and compute at once: three streams, their events, and a ring of
  * pinned memory through which pageable memory is copied. Lanes are kept for later calls. */
-#ifndef FA_CORE_LANE_H
-#define FA_CORE_LANE_H
+#ifndef FA_HOST_LANE_H
+#define FA_HOST_LANE_H
 
 #include "staging.h"
 

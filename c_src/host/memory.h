@@ -1,8 +1,8 @@
 /* Memory of devices and for them: a heap a device, and pinned memory for all devices of a backend. */
-#ifndef FA_CORE_MEMORY_H
-#define FA_CORE_MEMORY_H
+#ifndef FA_HOST_MEMORY_H
+#define FA_HOST_MEMORY_H
 
-#include "backend.h"
+#include "../core/backend.h"
 #include "pool.h"
 
 /* Pinned memory is one cache for callers, under the limit that they set, and one for copies of pageable memory,

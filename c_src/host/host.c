@@ -1,17 +1,17 @@
 /* Running a plan on tensors in the host's memory, wherever the device keeps its own. */
-#include "backend.h"
-#include "clock.h"
-#include "error.h"
+#include "../core/backend.h"
+#include "../core/clock.h"
+#include "../core/error.h"
 #include "lane.h"
 #include "pack.h"
-#include "problem.h"
+#include "../core/problem.h"
 #include "slices.h"
 
 /* Where a tensor of the pass is. */
 typedef struct tensor_place {
   fa_tensor_role role; /* FA_ROLE_NONE also of an empty one */
   bool copied, staged; /* over the bus; through pinned memory */
-  bool packs;          /* as core/pack.h does, into the lane's ring and then to packed, on the device */
+  bool packs;          /* as host/pack.h does, into the lane's ring and then to packed, on the device */
   size_t bytes;
   fa_tensor host, device;
   char *packed;

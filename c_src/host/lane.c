@@ -2,7 +2,7 @@
 
 #include <stdlib.h>
 
-#include "error.h"
+#include "../core/error.h"
 
 static void free_lane(fa_lane *lane) {
   const fa_memory_ops *memory = lane->heap->backend->memory;

@@ -4,7 +4,7 @@
 #include <string.h>
 #include <unistd.h>
 
-#include "error.h"
+#include "../core/error.h"
 
 /* ---- heaps ------------------------------------------------------------------------------------------- */
 
