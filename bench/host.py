@@ -28,9 +28,8 @@ from c_library import CUDA
 HIDDEN = 2048
 TOKENS = {"f32": 8192, "bf16": 16384}
 ELEMENT = {"f32": 4, "bf16": 2}
-Transfers = c_library.structure((ctypes.c_void_p, "stream"), (c_library.Tensors, "on_device"),
-                                (ctypes.c_int64, "bytes_to_device bytes_from_device"),
-                                (ctypes.c_double, "kernel_seconds"))
+Measurements = c_library.structure((ctypes.c_int64, "bytes_to_device bytes_from_device"),
+                                   (ctypes.c_double, "kernel_seconds"))
 
 
 def median_seconds(run, times=7):
@@ -69,7 +68,7 @@ class Forward:
     def __init__(self, library, type_name, shape, memory):
         self.library = library
         self.plan = library.plan("forward", type_name, shape, shape)
-        self.tensors, self.transfers = c_library.Tensors(), Transfers()
+        self.tensors, self.measured = c_library.Tensors(), Measurements()
         self.pinned, self.kept = [], []
         batch, seqlen, num_heads, head_dim = shape
         element_bytes = ELEMENT[type_name]
@@ -93,15 +92,15 @@ class Forward:
         return ctypes.addressof(self.kept[-1])
 
     def run(self):
-        self.library.call("fa_run_on_host", self.plan, self.tensors, self.transfers)
+        self.library.call("fa_run_anywhere", self.plan, self.tensors, None, self.measured)
 
     def measure(self):
         """Seconds, seconds of kernels, bytes."""
         seconds = median_seconds(self.run)
         for address in self.pinned:
             self.library.call("fa_host_free", CUDA, address)
-        moved = self.transfers.bytes_to_device + self.transfers.bytes_from_device
-        return seconds, self.transfers.kernel_seconds, moved
+        moved = self.measured.bytes_to_device + self.measured.bytes_from_device
+        return seconds, self.measured.kernel_seconds, moved
 
 
 def transfers_table(page, library, rates, quick):

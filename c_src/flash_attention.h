@@ -408,31 +408,36 @@ FA_API fa_status fa_plan_init(fa_plan *plan, const fa_problem *problem, fa_pass 
 FA_API fa_status fa_run(const fa_plan *plan, const fa_tensors *tensors, const fa_execution *execution,
                         fa_error *error);
 
-/* What fa_run_on_host is told beside its tensors, and tells. Zero-initialise, then set what is wanted. */
-typedef struct fa_transfers {
+/* What fa_run_anywhere is told of memory beside its tensors. Zero-initialise, then set what is wanted. */
+typedef struct fa_placement {
   /* The caller's memory on the device is read and written after the work that this stream of it holds. CUDA: a
    * cudaStream_t; NULL: the default stream. What writes a tensor on another device must be done. */
   void *stream;
-  /* Where data is set: memory of the device in which that tensor, which lies in the host's, ends up as well,
-   * contiguous: for a later call, as the backward that follows the forward. */
+  /* Where data is set: memory of the device in which that tensor of the pass ends up as well, contiguous, for a
+   * later call, as the backward that follows the forward. The tensor must be contiguous, too. */
   fa_tensors on_device;
-  int64_t bytes_to_device, bytes_from_device; /* set by the call: what it moved over the bus, */
-  double kernel_seconds;                      /* and how long the kernels ran */
-} fa_transfers;
+} fa_placement;
+
+/* What fa_run_anywhere tells of a call: the bytes that it moved over the bus, and how long its kernels ran. */
+typedef struct fa_measurements {
+  int64_t bytes_to_device, bytes_from_device;
+  double kernel_seconds;
+} fa_measurements;
 
 /* Runs a plan on tensors wherever they lie, and waits for the results. Takes the memory that it needs (the
  * workspace; on a GPU room for tensors of the host's memory, too) and gives it back; calls from several threads
- * share the device.
+ * share the device. placement and measurements may be NULL.
  *
  * On a GPU, tensors of the device's memory are used where they lie, and never cross the bus. Tensors of the
  * host's memory must be contiguous. They are copied at the bus's full rate from and to memory of fa_host_alloc,
  * and through such memory, by several threads, otherwise. A large problem runs in slices of batch, heads and
  * rows, so that one slice is copied while another is computed. Those threads round the f32 q, k, v and dout of
  * a large problem at FA_PRECISION_DEFAULT, as the kernels would, so that half as much crosses the bus:
- * gradients are then those of the rounded dout, and on_device gets the rounded tensors. transfers may be NULL.
- */
-FA_API fa_status fa_run_on_host(const fa_plan *plan, const fa_tensors *tensors, fa_transfers *transfers,
-                                fa_error *error);
+ * gradients are then those of the rounded dout, and on_device gets the rounded tensors.
+ *
+ * Where the device's memory is the host's, tensors are used where they lie, too, and on_device gets copies. */
+FA_API fa_status fa_run_anywhere(const fa_plan *plan, const fa_tensors *tensors, const fa_placement *placement,
+                                 fa_measurements *measurements, fa_error *error);
 
 /* ---------------------------------------------------------------------------------------------------
  * XLA: the passes as custom calls

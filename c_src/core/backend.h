@@ -10,8 +10,8 @@ typedef struct fa_rows {
   size_t pitch;
 } fa_rows;
 
-/* Memory, streams and events of devices whose memory is not the host's: what host/memory.c and host/host.c are
- * made of. Streams and events are the backend's own handles. Everything may be called from any thread. */
+/* Memory, streams and events of devices whose memory is not the host's: what host/memory.c and host/anywhere.c
+ * are made of. Streams and events are the backend's own handles. Everything may be called from any thread. */
 typedef struct fa_memory_ops {
   /* Aligned to 256 bytes or more; both may wait for the device. */
   fa_status (*alloc)(int32_t index, size_t bytes, void **memory, fa_error *error);

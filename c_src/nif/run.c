@@ -14,7 +14,8 @@ typedef struct call {
   fa_problem problem;
   fa_plan plan;
   fa_tensors tensors;
-  fa_transfers transfers;
+  fa_placement placement;
+  fa_measurements measured;
   bool results_on_device, keep;
 
   const fa_shape *given[FA_NUM_TENSORS]; /* into shapes; NULL where there was no such tensor */
@@ -178,7 +179,7 @@ static bool allocate_output(call *call, int id) {
 static bool allocate_kept(call *call, int id) {
   if (!has_own_memory(call->plan.device) || call->on_device[id] || call->inputs[id].on_device) return true;
   if (!allocate_on_device(call, id)) return false;
-  fa_tensor_at(&call->transfers.on_device, id)->data = fa_memory_data(call->on_device[id]);
+  fa_tensor_at(&call->placement.on_device, id)->data = fa_memory_data(call->on_device[id]);
   return true;
 }
 
@@ -207,11 +208,10 @@ static ERL_NIF_TERM make_transfers(const call *call) {
   ErlNifEnv *env = call->env;
   fa_map map = {0};
   fa_map_put(&map, enif_make_atom(env, "bytes_to_device"),
-             enif_make_int64(env, call->transfers.bytes_to_device));
+             enif_make_int64(env, call->measured.bytes_to_device));
   fa_map_put(&map, enif_make_atom(env, "bytes_from_device"),
-             enif_make_int64(env, call->transfers.bytes_from_device));
-  fa_map_put(&map, enif_make_atom(env, "kernel_seconds"),
-             enif_make_double(env, call->transfers.kernel_seconds));
+             enif_make_int64(env, call->measured.bytes_from_device));
+  fa_map_put(&map, enif_make_atom(env, "kernel_seconds"), enif_make_double(env, call->measured.kernel_seconds));
   return fa_make_map(env, &map);
 }
 
@@ -244,8 +244,9 @@ static void release(call *call) {
 ERL_NIF_TERM fa_nif_call(ErlNifEnv *env, int argc, const ERL_NIF_TERM argv[]) {
   (void)argc;
   call call = {.env = env};
-  bool done = plan(&call, argv) && bind_inputs(&call) && allocate(&call) &&
-              fa_run_on_host(&call.plan, &call.tensors, &call.transfers, &call.error) == FA_STATUS_OK;
+  bool done =
+      plan(&call, argv) && bind_inputs(&call) && allocate(&call) &&
+      fa_run_anywhere(&call.plan, &call.tensors, &call.placement, &call.measured, &call.error) == FA_STATUS_OK;
   ERL_NIF_TERM result = done ? make_results(&call) : fa_make_error(env, &call.error);
   release(&call);
   return result;

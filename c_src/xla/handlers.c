@@ -228,7 +228,7 @@ static XLA_FFI_Error *find_stream(call *call) {
 static bool run(call *call) {
   fa_status status = call->device.kind == FA_DEVICE_CUDA
                          ? fa_run(&call->plan, &call->tensors, &call->execution, &call->error)
-                         : fa_run_on_host(&call->plan, &call->tensors, NULL, &call->error);
+                         : fa_run_anywhere(&call->plan, &call->tensors, NULL, NULL, &call->error);
   return status == FA_STATUS_OK;
 }
 

@@ -472,8 +472,8 @@ static void test_runs(void) {
   CHECK(fa_run(&plan, &tensors, &execution, &error) == FA_STATUS_OK, "%s", error.message);
   memcpy(o, tensors.o.data, bytes);
   memset(tensors.o.data, 0xff, bytes);
-  CHECK(fa_run_on_host(&plan, &tensors, NULL, &error) == FA_STATUS_OK, "%s", error.message);
-  CHECK(memcmp(o, tensors.o.data, bytes) == 0, "fa_run_on_host and fa_run disagree");
+  CHECK(fa_run_anywhere(&plan, &tensors, NULL, NULL, &error) == FA_STATUS_OK, "%s", error.message);
+  CHECK(memcmp(o, tensors.o.data, bytes) == 0, "fa_run_anywhere and fa_run disagree");
   free(o);
   for (int id = 0; id < FA_NUM_TENSORS; id++) free(buffers[id]);
   free(workspace);

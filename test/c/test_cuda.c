@@ -118,7 +118,7 @@ static fa_status host_run(host *host, fa_device device, fa_pass pass, fa_error *
   for (int id = 0; id < FA_NUM_TENSORS; id++)
     *fa_tensor_at(&tensors, id) = fa_tensor_contiguous(&host->problem, id, host->data[id]);
   fa_status status = fa_plan_init(&plan, &host->problem, pass, device, error);
-  return status ? status : fa_run_on_host(&plan, &tensors, NULL, error);
+  return status ? status : fa_run_anywhere(&plan, &tensors, NULL, NULL, error);
 }
 
 static void host_must_run(host *host, fa_device device, fa_pass pass) {
@@ -474,7 +474,7 @@ static void run_on_device(host *host, fa_pass pass) {
     *fa_tensor_at(&tensors, id) = fa_tensor_contiguous(&host->problem, id, memory);
   }
   must(fa_plan_init(&plan, &host->problem, pass, cuda, &error), &error);
-  must(fa_run_on_host(&plan, &tensors, NULL, &error), &error);
+  must(fa_run_anywhere(&plan, &tensors, NULL, NULL, &error), &error);
   for (int id = 0; id < FA_NUM_TENSORS; id++) {
     void *memory = fa_tensor_at(&tensors, id)->data;
     if (!memory) continue;
@@ -552,7 +552,7 @@ static void check_order(void *stream) {
   must(fa_plan_init(&plan, &problem, FA_PASS_FORWARD, cuda, &error), &error);
   driver.call_host(stream, take_a_while, NULL);
   driver.copy((uintptr_t)q, (uintptr_t)early, bytes, stream);
-  must(fa_run_on_host(&plan, &tensors, &(fa_transfers){.stream = stream}, &error), &error);
+  must(fa_run_anywhere(&plan, &tensors, &(fa_placement){.stream = stream}, NULL, &error), &error);
   CHECK(memcmp(o, host.data[FA_TENSOR_O], bytes) == 0, "the call did not wait for the caller's stream");
   fa_device_free(cuda, early, NULL);
   fa_device_free(cuda, q, NULL);

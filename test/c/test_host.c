@@ -50,7 +50,9 @@ static void trim(void) {
  * --------------------------------
  */
 
-typedef enum where { PAGEABLE, PINNED, ON_DEVICE, ON_OTHER_DEVICE, KEPT, NUM_WHERES } where;
+/* KEPT: in ordinary memory, and kept on the device; COPIED: on the device, and in other memory of it as well.
+ */
+typedef enum where { PAGEABLE, PINNED, ON_DEVICE, ON_OTHER_DEVICE, KEPT, COPIED, NUM_WHERES } where;
 
 typedef struct setting {
   fa_problem problem;
@@ -58,7 +60,7 @@ typedef struct setting {
   void *host[FA_NUM_TENSORS]; /* inputs, and the outputs that are right */
   where where[FA_NUM_TENSORS];
   void *given[FA_NUM_TENSORS];       /* as where says */
-  void *on_device[FA_NUM_TENSORS];   /* of KEPT */
+  void *on_device[FA_NUM_TENSORS];   /* of KEPT and COPIED */
   bool of_one_batch[FA_NUM_TENSORS]; /* the first one is there, and all others are it */
 } setting;
 
@@ -79,6 +81,7 @@ static void place_tensor(setting *s, int id) {
   void **given = &s->given[id];
   switch (s->where[id]) {
     case PINNED: take(&heap_of(0)->pinned->callers, bytes, given); break;
+    case COPIED: take(&heap_of(0)->pool, bytes, &s->on_device[id]); /* fall through */
     case ON_DEVICE: take(&heap_of(0)->pool, bytes, given); break;
     case ON_OTHER_DEVICE: take(&heap_of(1)->pool, bytes, given); break;
     case KEPT: take(&heap_of(0)->pool, bytes, &s->on_device[id]); /* fall through */
@@ -91,6 +94,7 @@ static void place_tensor(setting *s, int id) {
 static void remove_tensor(setting *s, int id) {
   switch (s->where[id]) {
     case PINNED: fa_pool_give(&heap_of(0)->pinned->callers, s->given[id]); break;
+    case COPIED: fa_pool_give(&heap_of(0)->pool, s->on_device[id]); /* fall through */
     case ON_DEVICE: fa_pool_give(&heap_of(0)->pool, s->given[id]); break;
     case ON_OTHER_DEVICE: fa_pool_give(&heap_of(1)->pool, s->given[id]); break;
     case KEPT: fa_pool_give(&heap_of(0)->pool, s->on_device[id]); /* fall through */
@@ -106,7 +110,7 @@ static void run_reference(setting *s, fa_pass pass) {
   for (int id = 0; id < FA_NUM_TENSORS; id++)
     *fa_tensor_at(&tensors, id) = fa_tensor_contiguous(&s->problem, id, s->host[id]);
   if (fa_plan_init(&plan, &s->problem, pass, reference, &error) ||
-      fa_run_on_host(&plan, &tensors, NULL, &error)) {
+      fa_run_anywhere(&plan, &tensors, NULL, NULL, &error)) {
     printf("FAILED: %s\n", error.message);
     exit(1);
   }
@@ -151,24 +155,25 @@ static fa_plan fake_plan(const setting *s) {
   return plan;
 }
 
-static fa_status setting_run(setting *s, fa_transfers *transfers, fa_error *error) {
+static fa_status setting_run(setting *s, void *stream, fa_measurements *measured, fa_error *error) {
   fa_tensors tensors = {0};
+  fa_placement placement = {.stream = stream};
   for (int id = 0; id < FA_NUM_TENSORS; id++) {
     if (!role_of(s, id)) continue;
     fa_tensor *tensor = fa_tensor_at(&tensors, id);
     *tensor = fa_tensor_contiguous(&s->problem, id, s->given[id]);
     if (fa_tensor_shape(&s->problem, id).rank != 4) tensor->stride_head = 12345; /* is ignored */
     if (s->of_one_batch[id]) tensor->stride_batch = 0;
-    fa_tensor_at(&transfers->on_device, id)->data = s->on_device[id];
+    fa_tensor_at(&placement.on_device, id)->data = s->on_device[id];
   }
   const fa_plan plan = fake_plan(s);
-  return fa_run_on_host(&plan, &tensors, transfers, error);
+  return fa_run_anywhere(&plan, &tensors, &placement, measured, error);
 }
 
 static bool is_right(const setting *s, int id) {
   const size_t bytes = placed_size(s, id);
   const bool right = memcmp(s->given[id], s->host[id], bytes) == 0;
-  return right && (s->where[id] != KEPT || memcmp(s->on_device[id], s->host[id], bytes) == 0);
+  return right && (!s->on_device[id] || memcmp(s->on_device[id], s->host[id], bytes) == 0);
 }
 
 static int64_t bytes_packed_away(const setting *s) {
@@ -187,23 +192,22 @@ static int64_t bytes_packed_away(const setting *s) {
 static void check_run(setting *s) {
   const long num_unpacked = fake_get_state().num_unpacked;
   char text[200];
-  fa_transfers transfers = {0};
+  fa_measurements measured;
   fa_error error;
   int64_t bytes[3] = {0};
   fa_problem_format(&s->problem, text, sizeof text);
-  const fa_status status = setting_run(s, &transfers, &error);
+  const fa_status status = setting_run(s, NULL, &measured, &error);
   CHECK(status == FA_STATUS_OK, "%s: %s", text, error.message);
   for (int id = 0; !status && id < FA_NUM_TENSORS; id++) {
     if (!role_of(s, id)) continue;
     CHECK(is_right(s, id), "%s: %s is wrong where it lies at %d", text, fa_tensor_name(id), s->where[id]);
-    if (s->where[id] != ON_DEVICE) bytes[role_of(s, id)] += (int64_t)size_of(s, id);
+    if (s->where[id] != ON_DEVICE && s->where[id] != COPIED) bytes[role_of(s, id)] += (int64_t)size_of(s, id);
   }
   if (fake_get_state().num_unpacked > num_unpacked) bytes[FA_ROLE_INPUT] -= bytes_packed_away(s);
-  CHECK(
-      transfers.bytes_to_device == bytes[FA_ROLE_INPUT] && transfers.bytes_from_device == bytes[FA_ROLE_OUTPUT],
-      "%s: %lld bytes up, %lld down", text, (long long)transfers.bytes_to_device,
-      (long long)transfers.bytes_from_device);
-  CHECK(transfers.kernel_seconds >= 1, "%s: kernels took no time", text);
+  CHECK(measured.bytes_to_device == bytes[FA_ROLE_INPUT] && measured.bytes_from_device == bytes[FA_ROLE_OUTPUT],
+        "%s: %lld bytes up, %lld down", text, (long long)measured.bytes_to_device,
+        (long long)measured.bytes_from_device);
+  CHECK(measured.kernel_seconds >= 1, "%s: kernels took no time", text);
 }
 
 static fa_problem random_problem(fa_random *random) {
@@ -318,7 +322,7 @@ static void test_faults(fa_pass pass) {
       setting_place(&s);
       fa_error error;
       fake_settings.fail_at = fail_at, fake_settings.failure = failures[i];
-      status = setting_run(&s, &(fa_transfers){0}, &error);
+      status = setting_run(&s, NULL, NULL, &error);
       const bool injected = fake_settings.fail_at < 0;
       fake_settings.fail_at = -1;
       /* Memory that runs out is asked for again when what is at hand is given back; a ring can be done without.
@@ -344,7 +348,7 @@ static void test_out_of_memory(void) {
   check_run(&s);
   trim();
   fake_settings.device_bytes = fake_get_state().device_bytes + 1000;
-  CHECK(setting_run(&s, &(fa_transfers){0}, &error) == FA_STATUS_OUT_OF_MEMORY, "no memory is no error");
+  CHECK(setting_run(&s, NULL, NULL, &error) == FA_STATUS_OUT_OF_MEMORY, "no memory is no error");
   CHECK(strstr(error.message, "bytes") != NULL, "%s", error.message);
   fake_settings.device_bytes = SIZE_MAX;
   check_run(&s);
@@ -395,7 +399,7 @@ static void test_order(void) {
     memset(q, 0xff, bytes);
     copy_slowly(q, early, bytes, i % 3 ? stream : NULL);
     fa_error error;
-    const fa_status status = setting_run(&s, &(fa_transfers){.stream = i % 3 ? stream : NULL}, &error);
+    const fa_status status = setting_run(&s, i % 3 ? stream : NULL, NULL, &error);
     CHECK(status == FA_STATUS_OK, "%s", error.message);
     CHECK(is_right(&s, FA_TENSOR_DQ) && is_right(&s, FA_TENSOR_DK),
           "the call did not wait for the caller's stream");
@@ -424,7 +428,7 @@ static void test_order_of_kept(void) {
     copy_slowly(s.on_device[FA_TENSOR_DK], late, bytes, stream);
   }
   fa_error error;
-  const fa_status status = setting_run(&s, &(fa_transfers){.stream = stream}, &error);
+  const fa_status status = setting_run(&s, stream, NULL, &error);
   CHECK(status == FA_STATUS_OK, "%s", error.message);
   fake_gpu.memory->synchronize(0, stream, NULL);
   CHECK(is_right(&s, FA_TENSOR_K) && is_right(&s, FA_TENSOR_DK), "the caller's stream wrote what was kept");
@@ -440,7 +444,7 @@ static void *call_often(void *seed) {
   for (int i = 0; i < 30; i++) {
     setting_place(&s);
     fa_error error;
-    const fa_status status = setting_run(&s, &(fa_transfers){0}, &error);
+    const fa_status status = setting_run(&s, NULL, NULL, &error);
     bool right = status == FA_STATUS_OK;
     for (int id = 0; id < FA_NUM_TENSORS; id++) right = right && (!role_of(&s, id) || is_right(&s, id));
     if (!right) return "wrong";
@@ -633,11 +637,46 @@ static void test_host_devices(void) {
   CHECK(fa_device_free(cpu, memory, &error) == FA_STATUS_OK, "%s", error.message);
 }
 
+/* What is kept for a later call is there on a CPU, too, whose device memory is the host's. */
+static void test_kept_on_cpu(void) {
+  fa_random random = random_stream(17, 0);
+  setting s = mixed_setting(FA_PASS_FORWARD, &random);
+  fa_tensors tensors = {0};
+  fa_placement placement = {0};
+  fa_plan plan;
+  fa_error error;
+  for (int id = 0; id < FA_NUM_TENSORS; id++) {
+    s.given[id] = role_of(&s, id) == FA_ROLE_OUTPUT ? calloc(1, size_of(&s, id) + 1) : s.host[id];
+    *fa_tensor_at(&tensors, id) = fa_tensor_contiguous(&s.problem, id, s.given[id]);
+    fa_tensor_at(&placement.on_device, id)->data = s.on_device[id] = calloc(1, size_of(&s, id) + 1);
+  }
+  tensors.dout.data = NULL; /* nobody asks for what is no tensor of the pass */
+  placement.on_device.v.data = tensors.v.data;
+  if (fa_plan_init(&plan, &s.problem, s.pass, reference, NULL)) exit(2);
+  CHECK(fa_run_anywhere(&plan, &tensors, &placement, NULL, &error) == FA_STATUS_OK, "%s", error.message);
+  for (int id = 0; id < FA_NUM_TENSORS; id++) {
+    if (!role_of(&s, id)) continue;
+    const bool is_kept = memcmp(s.on_device[id], s.host[id], size_of(&s, id)) == 0;
+    CHECK(is_kept == (id != FA_TENSOR_V) && memcmp(s.given[id], s.host[id], size_of(&s, id)) == 0, "%s",
+          fa_tensor_name(id));
+  }
+  tensors.q.stride_row++;
+  CHECK(fa_run_anywhere(&plan, &tensors, &placement, NULL, &error) == FA_STATUS_INVALID_ARGUMENT,
+        "a tensor with gaps was copied");
+  CHECK_TEXT(error.message, "q: expected a contiguous tensor, as it has to be copied");
+  for (int id = 0; id < FA_NUM_TENSORS; id++) {
+    if (role_of(&s, id) == FA_ROLE_OUTPUT) free(s.given[id]);
+    free(s.on_device[id]);
+  }
+  setting_free(&s);
+}
+
 int main(void) {
   test_first_use(); /* before any other */
   test_pool();
   test_pool_without_cache();
   test_host_devices();
+  test_kept_on_cpu();
   test_threads();
   test_pack();
   test_places_and_slices();

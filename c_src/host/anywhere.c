@@ -1,4 +1,7 @@
-/* Running a plan on tensors in the host's memory, wherever the device keeps its own. */
+/* fa_run_anywhere: a plan runs on tensors wherever they lie. Those that the device cannot use where they are
+ * go through its memory and back, slice by slice, while it computes. */
+#include <string.h>
+
 #include "../core/backend.h"
 #include "../core/clock.h"
 #include "../core/error.h"
@@ -15,11 +18,13 @@ typedef struct tensor_place {
   size_t bytes;
   fa_tensor host, device;
   char *packed;
+  void *kept; /* where a tensor of the device's memory is wanted as well */
 } tensor_place;
 
 typedef struct host_run {
   const fa_plan *plan;
-  fa_transfers *transfers;
+  const fa_placement *placement;
+  fa_measurements *measured;
   fa_heap *heap;
   fa_lane *lane;
   tensor_place tensors[FA_NUM_TENSORS];
@@ -59,6 +64,18 @@ static size_t bytes_spanned(const fa_problem *problem, int id, const fa_tensor *
   return (size_t)last * fa_dtype_bytes(shape.dtype);
 }
 
+static fa_status check_contiguous(const fa_problem *problem, int id, const fa_tensor *tensor, fa_error *error) {
+  return is_contiguous(problem, id, tensor)
+             ? FA_STATUS_OK
+             : fa_fail_message(error, FA_STATUS_INVALID_ARGUMENT, fa_tensor_name(id),
+                               "expected a contiguous tensor, as it has to be copied");
+}
+
+/* The device's memory in which the caller wants a tensor, or NULL. */
+static void *memory_wanted(const fa_placement *placement, int id) {
+  return fa_tensor_at((fa_tensors *)&placement->on_device, id)->data;
+}
+
 static fa_status find_tensor(host_run *run, const fa_tensors *given, int id, fa_error *error) {
   const fa_problem *problem = &run->plan->problem;
   tensor_place *t = &run->tensors[id];
@@ -70,20 +87,20 @@ static fa_status find_tensor(host_run *run, const fa_tensors *given, int id, fa_
   const fa_place place =
       run->heap->backend->memory->locate(run->heap->index, t->host.data, bytes_spanned(problem, id, &t->host));
   run->on_devices |= place == FA_PLACE_DEVICE || place == FA_PLACE_OTHER_DEVICE;
+  void *wanted = memory_wanted(run->placement, id);
+  run->on_devices |= wanted != NULL;
   if (place == FA_PLACE_DEVICE) {
     t->device = t->host;
-    return FA_STATUS_OK;
+    t->kept = wanted == t->host.data ? NULL : wanted;
+    return t->kept ? check_contiguous(problem, id, &t->host, error) : FA_STATUS_OK;
   }
-  if (!is_contiguous(problem, id, &t->host))
-    return fa_fail_message(error, FA_STATUS_INVALID_ARGUMENT, fa_tensor_name(id),
-                           "expected a contiguous tensor, as it has to be copied to the device");
+  fa_status status = check_contiguous(problem, id, &t->host, error);
+  if (status) return status;
   t->copied = true;
   t->staged = place == FA_PLACE_HOST;
   if (t->staged) run->pageable_bytes += t->bytes;
-  void *kept = fa_tensor_at(&run->transfers->on_device, id)->data;
-  t->device = fa_tensor_contiguous(problem, id, kept);
-  run->on_devices |= kept != NULL;
-  *(is_output(run, id) ? &run->transfers->bytes_from_device : &run->transfers->bytes_to_device) +=
+  t->device = fa_tensor_contiguous(problem, id, wanted);
+  *(is_output(run, id) ? &run->measured->bytes_from_device : &run->measured->bytes_to_device) +=
       (int64_t)t->bytes;
   return FA_STATUS_OK;
 }
@@ -113,7 +130,7 @@ static fa_status plan_slice(host_run *run, int number, fa_error *error) {
 }
 
 static fa_status cut(host_run *run, fa_error *error) {
-  const int64_t bytes_moved = run->transfers->bytes_to_device + run->transfers->bytes_from_device;
+  const int64_t bytes_moved = run->measured->bytes_to_device + run->measured->bytes_from_device;
   fa_cut(&run->plan->problem, run->plan->pass, bytes_moved, (int64_t)run->pageable_bytes, &run->slices);
   fa_status status = FA_STATUS_OK;
   for (int i = 0; !status && i < run->slices.count; i++) status = plan_slice(run, i, error);
@@ -279,20 +296,32 @@ static fa_status wait_for_caller(host_run *run, fa_error *error) {
   const int32_t index = run->heap->index;
   fa_lane *lane = run->lane;
   if (!run->on_devices) return FA_STATUS_OK;
-  fa_status status = memory->record(index, lane->ready, run->transfers->stream, error);
+  fa_status status = memory->record(index, lane->ready, run->placement->stream, error);
   if (!status) status = memory->stream_wait(index, lane->up, lane->ready, error);
   return status ? status : memory->stream_wait(index, lane->compute, lane->ready, error);
+}
+
+/* Behind the last slice, for which the stream that goes down has waited. */
+static fa_status copy_kept(const host_run *run, fa_error *error) {
+  fa_status status = FA_STATUS_OK;
+  for (const tensor_place *t = run->tensors; !status && t < run->tensors + FA_NUM_TENSORS; t++)
+    if (t->kept)
+      status = run->heap->backend->memory->copy(run->heap->index, (fa_rows){t->kept, t->bytes},
+                                                (fa_rows){t->device.data, t->bytes}, t->bytes, 1,
+                                                run->lane->down, error);
+  return status;
 }
 
 static fa_status finish(host_run *run, fa_error *error) {
   const fa_memory_ops *memory = run->heap->backend->memory;
   const int32_t index = run->heap->index;
-  fa_status status = memory->record(index, run->lane->finished, run->lane->down, error);
+  fa_status status = copy_kept(run, error);
+  if (!status) status = memory->record(index, run->lane->finished, run->lane->down, error);
   if (!status) status = memory->event_wait(index, run->lane->slices[run->slices.count - 1].done, error);
   for (int i = 0; !status && i < run->slices.count; i++) {
     double seconds = 0;
     status = memory->elapsed(index, run->lane->slices[i].begun, run->lane->slices[i].done, &seconds, error);
-    run->transfers->kernel_seconds += seconds;
+    run->measured->kernel_seconds += seconds;
   }
   /* The longer a wait, the later it ends: so the last one is short. */
   if (!status && run->slices.count > 1) status = memory->event_wait(index, run->lane->last, error);
@@ -360,7 +389,7 @@ static void choose_packed(host_run *run) {
   for (int i = 0; i < 4; i++) {
     tensor_place *t = &run->tensors[operands[i]];
     t->packs = t->role == FA_ROLE_INPUT && t->staged;
-    if (t->packs) run->transfers->bytes_to_device -= (int64_t)(t->bytes - packed_bytes(p, t->bytes));
+    if (t->packs) run->measured->bytes_to_device -= (int64_t)(t->bytes - packed_bytes(p, t->bytes));
   }
 }
 
@@ -408,25 +437,53 @@ static fa_status run_on_device(host_run *run, const fa_tensors *given, fa_error 
   return status ? status : fa_succeed(error);
 }
 
-static fa_status run_on_host(const fa_plan *plan, const fa_tensors *tensors, fa_transfers *transfers,
-                             fa_error *error) {
+/* ---- where the device's memory is the host's ----------------------------------------------------------- */
+
+/* Whether a tensor of the pass has numbers that are wanted in other memory as well. */
+static bool is_wanted_elsewhere(const host_run *run, const fa_tensors *given, int id) {
+  const fa_problem *problem = &run->plan->problem;
+  const void *wanted = memory_wanted(run->placement, id);
+  return wanted && wanted != fa_tensor_at((fa_tensors *)given, id)->data &&
+         fa_tensor_role_in(problem, run->plan->pass, id) != FA_ROLE_NONE &&
+         fa_tensor_shape(problem, id).size_bytes > 0;
+}
+
+static fa_status check_wanted(const host_run *run, const fa_tensors *given, fa_error *error) {
+  fa_status status = FA_STATUS_OK;
+  for (int id = 0; !status && id < FA_NUM_TENSORS; id++)
+    if (is_wanted_elsewhere(run, given, id))
+      status = check_contiguous(&run->plan->problem, id, fa_tensor_at((fa_tensors *)given, id), error);
+  return status;
+}
+
+static void copy_wanted(const host_run *run, const fa_tensors *given) {
+  for (int id = 0; id < FA_NUM_TENSORS; id++)
+    if (is_wanted_elsewhere(run, given, id))
+      memmove(memory_wanted(run->placement, id), fa_tensor_at((fa_tensors *)given, id)->data,
+              (size_t)fa_tensor_shape(&run->plan->problem, id).size_bytes);
+}
+
+static fa_status run_in_host_memory(host_run *run, const fa_tensors *given, fa_error *error) {
+  const fa_plan *plan = run->plan;
   fa_execution execution = {.workspace_bytes = plan->workspace_bytes};
-  fa_status status = fa_device_alloc(plan->device, plan->workspace_bytes, &execution.workspace, error);
+  fa_status status = check_wanted(run, given, error);
+  if (!status) status = fa_device_alloc(plan->device, plan->workspace_bytes, &execution.workspace, error);
   if (status) return status;
   const int64_t begin = fa_nanoseconds();
-  status = fa_run(plan, tensors, &execution, error);
-  transfers->kernel_seconds = (double)(fa_nanoseconds() - begin) * 1e-9;
+  status = fa_run(plan, given, &execution, error);
+  run->measured->kernel_seconds = (double)(fa_nanoseconds() - begin) * 1e-9;
+  if (!status) copy_wanted(run, given);
   fa_device_free(plan->device, execution.workspace, NULL);
   return status;
 }
 
-fa_status fa_run_on_host(const fa_plan *plan, const fa_tensors *tensors, fa_transfers *transfers,
-                         fa_error *error) {
-  fa_transfers unused = {0};
-  if (!transfers) transfers = &unused;
-  transfers->bytes_to_device = transfers->bytes_from_device = 0;
-  transfers->kernel_seconds = 0;
-  if (!((const fa_backend *)plan->backend)->memory) return run_on_host(plan, tensors, transfers, error);
-  host_run run = {.plan = plan, .transfers = transfers};
-  return run_on_device(&run, tensors, error);
+fa_status fa_run_anywhere(const fa_plan *plan, const fa_tensors *tensors, const fa_placement *placement,
+                          fa_measurements *measurements, fa_error *error) {
+  fa_measurements unread;
+  host_run run = {.plan = plan,
+                  .placement = placement ? placement : &(fa_placement){0},
+                  .measured = measurements ? measurements : &unread};
+  *run.measured = (fa_measurements){0};
+  const bool has_own_memory = ((const fa_backend *)plan->backend)->memory != NULL;
+  return (has_own_memory ? run_on_device : run_in_host_memory)(&run, tensors, error);
 }
