@@ -27,9 +27,14 @@
  *
  *     i + seqlen_k - seqlen_q - window_left <= j <= i + seqlen_k - seqlen_q + window_right
  *
- * Causal attention is window_right = 0. A row that sees nothing gives o = 0 and zero gradients; its lse is
- * -inf, or log(sum exp(sink)) where there are sinks. It never gives NaN. Non-finite inputs spread as IEEE
- * arithmetic says.
+ * Causal attention is window_right = 0.
+ *
+ * A column whose score is -inf is not there for the row, be it that the mask hides it or that an infinite q or
+ * k makes it so. Whatever k and v hold in it, NaN and infinities included, reaches neither the row's o, lse and
+ * dq, and whatever the row's q, dout, o and lse hold does not reach the column's dk and dv. So packed batches
+ * and caches may hold garbage where nobody looks. A row that so sees nothing gives o = 0 and zero gradients;
+ * its lse is -inf, or log(sum exp(sink)) where there are sinks. It never gives NaN. Everything else that is not
+ * finite spreads as IEEE arithmetic says.
  *
  * How to call it, in four steps:
  *
