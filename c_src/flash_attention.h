@@ -141,6 +141,11 @@ typedef enum fa_precision {
 /* A window_left or window_right that bounds nothing. */
 #define FA_UNBOUNDED INT64_MAX
 
+/* A batch, a query head and a row of q of a larger problem. */
+typedef struct fa_origin {
+  int64_t batch, head, row;
+} fa_origin;
+
 typedef struct fa_problem {
   size_t struct_size; /* sizeof(fa_problem): lets the struct grow */
   fa_dtype dtype;
@@ -154,6 +159,9 @@ typedef struct fa_problem {
   double softcap;                    /* 0: none */
   int32_t precision;                 /* fa_precision; f32 only */
   int32_t deterministic;             /* 1: the backward is bitwise repeatable */
+  /* Where this problem lies in the one that the caller asked about, of which fa_run_anywhere runs slices: its
+   * first batch, head and row there. Zeros for callers; no result depends on it. */
+  fa_origin origin;
 } fa_problem;
 
 /* Sizes 0, dtype f32, every option at its default (no window, no softcap, default scale). */

@@ -121,6 +121,9 @@ int fa_problem_format(const fa_problem *p, char *text, size_t text_bytes) {
   if (p->softcap != 0) APPEND(" softcap%g", p->softcap);
   if (p->precision) APPEND(" precision%d", p->precision);
   if (p->deterministic) APPEND(" deterministic");
+  if (p->origin.batch || p->origin.head || p->origin.row)
+    APPEND(" origin%lld,%lld,%lld", (long long)p->origin.batch, (long long)p->origin.head,
+           (long long)p->origin.row);
 #undef APPEND
   return snprintf(text, text_bytes, "%s b%lld sq%lld sk%lld h%lld kv%lld d%lld%s", fa_dtype_name(p->dtype),
                   (long long)p->batch, (long long)p->seqlen_q, (long long)p->seqlen_k, (long long)p->num_heads,

@@ -196,7 +196,11 @@ fa_problem fa_problem_of(const fa_problem *whole, const fa_extent *own) {
   fa_problem problem = *whole;
   problem.batch = own->num_batches;
   problem.num_kv_heads = own->num_heads;
-  problem.num_heads = own->num_heads * (whole->num_heads / whole->num_kv_heads);
+  const int64_t heads_per_kv = whole->num_heads / whole->num_kv_heads;
+  problem.num_heads = own->num_heads * heads_per_kv;
+  problem.origin.batch += own->first_batch;
+  problem.origin.head += own->first_head * heads_per_kv;
+  problem.origin.row += own->first_row;
   if (fa_is_of_rows(whole, own)) leave_rows(&problem, own);
   return problem;
 }

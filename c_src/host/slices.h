@@ -42,7 +42,7 @@ void fa_cut(const fa_problem *problem, fa_pass pass, int64_t bytes_moved, int64_
 /* Whether it is some rows of q of its heads. */
 bool fa_is_of_rows(const fa_problem *problem, const fa_extent *own);
 
-/* The extent as a problem, canonical. */
+/* The extent as a problem, canonical, whose origin says where it lies in the whole. */
 fa_problem fa_problem_of(const fa_problem *whole, const fa_extent *own);
 
 /* k, v, or their gradients. */

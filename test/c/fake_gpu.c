@@ -223,7 +223,7 @@ static void enqueue(fake_stream *stream, fake_work work) {
   pthread_mutex_lock(&mutex);
   if (work.kind == RECORD) work.event->recorded++;
   if (work.kind == WAIT) copy->target = work.event->recorded;
-  if (work.kind == RUN) state.num_runs++;
+  if (work.kind == RUN) state.problems[state.num_runs++ % FAKE_PROBLEMS] = work.plan.problem;
   *stream->last = copy;
   stream->last = &copy->next;
   pthread_cond_broadcast(&changed);

@@ -11,7 +11,7 @@
 
 extern const fa_backend fake_gpu;
 
-enum { FAKE_DEVICES = 2 };
+enum { FAKE_DEVICES = 2, FAKE_PROBLEMS = 16 };
 
 /* What tests set, between calls. */
 extern struct fake_settings {
@@ -26,6 +26,7 @@ typedef struct fake_state {
   long num_streams, num_events;      /* that are there now */
   long num_pageable_copies;          /* of memory that the bus cannot read by itself */
   long num_copies, num_unpacked, num_runs;
+  fa_problem problems[FAKE_PROBLEMS]; /* of the last runs: that of run n at n % FAKE_PROBLEMS */
 } fake_state;
 fake_state fake_get_state(void);
 

@@ -207,6 +207,9 @@ static void test_format(void) {
   CHECK_TEXT(text, all);
   CHECK(length == (int)strlen(all), "length %d", length);
   CHECK(fa_problem_format(&p, text, 8) == length && strcmp(text, "bf16 b2") == 0, "cut to \"%s\"", text);
+  p.origin = (fa_origin){1, 4, 128};
+  fa_problem_format(&p, text, sizeof text);
+  CHECK(strstr(text, " origin1,4,128") != NULL, "%s", text);
 }
 
 /* ---- shapes ----------------------------------------------------------------------------------------- */

@@ -6,6 +6,7 @@
 #include <stdatomic.h>
 #include <stdlib.h>
 
+#include "../../c_src/core/problem.h"
 #include "../../c_src/host/lane.h"
 #include "../../c_src/host/pack.h"
 #include "../../c_src/host/slices.h"
@@ -229,6 +230,43 @@ static fa_problem random_problem(fa_random *random) {
 /* ---- what is tested ---------------------------------------------------------------------------------------
  */
 
+static bool same_range(fa_range a, fa_range b) {
+  const bool empty_a = a.end <= a.begin, empty_b = b.end <= b.begin;
+  return empty_a || empty_b ? empty_a == empty_b : a.begin == b.begin && a.end == b.end;
+}
+
+/* Whether the problem's rows see what they see where it lies in the whole, each row the first time. */
+static bool lies_in(const fa_problem *problem, const fa_problem *whole, char *is_covered) {
+  const fa_origin *o = &problem->origin;
+  bool right = problem->num_heads * whole->num_kv_heads == problem->num_kv_heads * whole->num_heads;
+  for (int64_t batch = o->batch; batch < o->batch + problem->batch; batch++)
+    for (int64_t head = o->head; head < o->head + problem->num_heads; head++)
+      for (int64_t row = 0; row < problem->seqlen_q; row++) {
+        const int64_t there = o->row + row;
+        right = right && batch < whole->batch && head < whole->num_heads && there < whole->seqlen_q;
+        if (!right) return false;
+        char *covered = &is_covered[(batch * whole->num_heads + head) * whole->seqlen_q + there];
+        right = !*covered && same_range(fa_visible_columns(problem, row), fa_visible_columns(whole, there));
+        *covered = 1;
+      }
+  return right;
+}
+
+/* The problems of the last runs are the whole, cut. */
+static void check_origins(const fa_problem *problem, long num_runs) {
+  const fake_state state = fake_get_state();
+  fa_problem whole = *problem;
+  fa_problem_canonicalise(&whole);
+  const size_t num_rows = (size_t)(whole.batch * whole.num_heads * whole.seqlen_q);
+  char *is_covered = calloc(1, num_rows + 1), text[200];
+  fa_problem_format(&whole, text, sizeof text);
+  for (long run = state.num_runs - num_runs; run < state.num_runs; run++)
+    CHECK(lies_in(&state.problems[run % FAKE_PROBLEMS], &whole, is_covered), "%s: slice %ld of %ld", text,
+          run - state.num_runs + num_runs, num_runs);
+  CHECK(memchr(is_covered, 0, num_rows) == NULL, "%s: rows are missing", text);
+  free(is_covered);
+}
+
 static void test_places_and_slices(void) {
   fa_random random = random_stream(7, 0);
   long num_runs = 0, most_runs = 0;
@@ -248,6 +286,7 @@ static void test_places_and_slices(void) {
     setting_remove(&s);
     setting_free(&s);
     num_runs = fake_get_state().num_runs - before;
+    check_origins(&problem, num_runs);
     if (num_runs > most_runs) most_runs = num_runs;
   }
   CHECK(most_runs == FA_MAX_SLICES, "at most %ld slices", most_runs);

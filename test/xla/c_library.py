@@ -17,7 +17,8 @@ def structure(*fields):
 
 Problem = structure((ctypes.c_size_t, "struct_size"), (ctypes.c_int, "dtype"), (ctypes.c_int64, " ".join(SIZES)),
                     (ctypes.c_double, "scale"), (ctypes.c_int64, "window_left window_right"),
-                    (ctypes.c_double, "softcap"), (ctypes.c_int32, "precision deterministic"))
+                    (ctypes.c_double, "softcap"), (ctypes.c_int32, "precision deterministic"),
+                    (ctypes.c_int64, "origin_batch origin_head origin_row"))
 Tensor = structure((ctypes.c_void_p, "data"), (ctypes.c_int64, "stride_batch stride_row stride_head"))
 Tensors = structure((Tensor, " ".join(TENSORS)))
 Error = structure((ctypes.c_int, "status"), (ctypes.c_char * 32, "argument"), (ctypes.c_char * 160, "expected got"),
