@@ -5,6 +5,7 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "../c_src/core/problem.h"
 #include "kernels.h"
 #include "runtime.h"
 #include "tensor_map.h"
@@ -117,7 +118,7 @@ static fa_status check_problem(const fa_plan *plan, int major, fa_error *error) 
 
 /* Whether every row sees every column. */
 static bool sees_all(const fa_problem *p) {
-  return p->window_right >= p->seqlen_q - 1 && p->window_left >= p->seqlen_k - 1;
+  return fa_band_sees_all(fa_problem_band(p), (fa_range){0, p->seqlen_q}, (fa_range){0, p->seqlen_k});
 }
 
 /* Whether tensor maps can describe contiguous tensors of the problem: rows are multiples of 16 bytes. */

@@ -1,23 +1,23 @@
 // The mask: which columns a row sees, and which blocks are to be visited and need element tests.
 #pragma once
 
+#include "../c_src/core/mask.h"
 #include "kernels.h"
 #include "tile.cuh"
 
 namespace fa {
 
-struct Range {  // begin <= x < end; empty where end <= begin
-  int begin, end;
-};
+using Range = fa_range;
 
 // The columns that any of the rows sees; and the rows that see any of the columns.
+__device__ inline fa_band band_of(const fa_cuda_window &w) {
+  return {0, w.seqlen_q, 0, w.seqlen_k, w.left, w.right};
+}
 __device__ inline Range visible_columns(const fa_cuda_window &w, Range rows) {
-  const int diagonal = w.seqlen_k - w.seqlen_q;
-  return {max(rows.begin + diagonal - w.left, 0), min(rows.end + diagonal + w.right, w.seqlen_k)};
+  return fa_band_columns(band_of(w), rows);
 }
 __device__ inline Range visible_rows(const fa_cuda_window &w, Range columns) {
-  const int diagonal = w.seqlen_q - w.seqlen_k;
-  return {max(columns.begin + diagonal - w.right, 0), min(columns.end + diagonal + w.left, w.seqlen_q)};
+  return fa_band_rows(band_of(w), columns);
 }
 
 // The blocks of `size` that a range touches; {0, 0} where it is empty.
@@ -32,9 +32,7 @@ __device__ inline Range block_range(int block, int size, int length) {
 
 // Whether every row sees every column of the block, the columns past the end of the sequence included.
 __device__ inline bool is_fully_visible(const fa_cuda_window &w, Range rows, int column, int num_columns) {
-  const int diagonal = w.seqlen_k - w.seqlen_q;
-  return column + num_columns <= w.seqlen_k && column >= rows.end - 1 + diagonal - w.left &&
-         column + num_columns - 1 <= rows.begin + diagonal + w.right;
+  return fa_band_sees_all(band_of(w), rows, {column, column + num_columns});
 }
 
 // Scores of invisible elements become -inf, but for groups of columns from num_columns on. (row, column) is the

@@ -1,29 +1,25 @@
-/* What every backend asks of a problem. Plain C that nvcc compiles too. */
+/* What every backend asks of a problem. */
 #ifndef FA_CORE_PROBLEM_H
 #define FA_CORE_PROBLEM_H
 
 #include "../flash_attention.h"
-
-/* begin <= x < end; empty where end <= begin */
-typedef struct fa_range {
-  int64_t begin, end;
-} fa_range;
+#include "mask.h"
 
 /* Replaces every option that has several spellings by one: scale 0 by its default, windows by the smallest
  * that show the same columns, so that sums of positions and windows cannot overflow. */
 void fa_problem_canonicalise(fa_problem *problem);
 
-/* The columns that a row sees, and the rows that see a column. The problem must be canonical. */
+/* What the rows of a problem see. The problem must be canonical, or sums of positions and windows overflow. */
+static inline fa_band fa_problem_band(const fa_problem *problem) {
+  return (fa_band){0, problem->seqlen_q, 0, problem->seqlen_k, problem->window_left, problem->window_right};
+}
+
 static inline fa_range fa_visible_columns(const fa_problem *problem, int64_t row) {
-  int64_t diagonal = row + problem->seqlen_k - problem->seqlen_q;
-  int64_t begin = diagonal - problem->window_left, end = diagonal + problem->window_right + 1;
-  return (fa_range){begin < 0 ? 0 : begin, end > problem->seqlen_k ? problem->seqlen_k : end};
+  return fa_band_columns(fa_problem_band(problem), (fa_range){row, row + 1});
 }
 
 static inline fa_range fa_visible_rows(const fa_problem *problem, int64_t column) {
-  int64_t diagonal = column + problem->seqlen_q - problem->seqlen_k;
-  int64_t begin = diagonal - problem->window_right, end = diagonal + problem->window_left + 1;
-  return (fa_range){begin < 0 ? 0 : begin, end > problem->seqlen_q ? problem->seqlen_q : end};
+  return fa_band_rows(fa_problem_band(problem), (fa_range){column, column + 1});
 }
 
 /* The type of lse and delta. */

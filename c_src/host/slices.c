@@ -180,11 +180,10 @@ void fa_cut(const fa_problem *problem, fa_pass pass, int64_t bytes_moved, int64_
 /* As if there were no other rows, nor keys that these do not see, so that the last row is beside the last key
  * again, or as many keys before it as it sees. */
 static void leave_rows(fa_problem *p, const fa_extent *own) {
-  const int64_t rows_after = p->seqlen_q - own->first_row - own->num_rows;
-  const int64_t seen = smaller(p->window_right, rows_after);
-  p->seqlen_q = own->num_rows;
-  p->seqlen_k -= rows_after - seen;
-  p->window_right -= seen, p->window_left += seen;
+  const fa_range rows = {own->first_row, own->first_row + own->num_rows};
+  const fa_band band = fa_band_of_rows(fa_problem_band(p), rows);
+  p->seqlen_q = own->num_rows, p->seqlen_k = band.k_end;
+  p->window_left = band.left, p->window_right = band.right;
   fa_problem_canonicalise(p);
 }
 
