@@ -1,5 +1,5 @@
 defmodule FlashAttention do
-  alias FlashAttention.{DeviceMemory, Error, Native, Options, States, Telemetry, Tensor, TensorLike}
+  alias FlashAttention.{Defn, DeviceMemory, Error, Native, Options, States, Telemetry, Tensor, TensorLike}
 
   @options_doc "## Options\n\n#{Options.docs()}"
 
@@ -72,17 +72,13 @@ defmodule FlashAttention do
   @type tensor :: TensorLike.t()
 
   @typedoc "See the table of options in `forward/4`."
-  @type option ::
-          {:causal, boolean | nil}
-          | {:scale, number | nil}
-          | {:window, {non_neg_integer | :infinity, non_neg_integer | :infinity} | nil}
-          | {:softcap, number | nil}
-          | {:sink, tensor | nil}
-          | {:device, :auto | :cpu | :cuda | {:cuda, non_neg_integer} | nil}
-          | {:precision, :highest | :high | :default | nil}
-          | {:deterministic, boolean | nil}
-          | {:keep, :device | nil}
-          | {:results, :host | :device | nil}
+  @type option :: unquote(Options.option_typespec())
+
+  @typedoc "The gradients of the optional tensors, by the names of their options: `%{sink: dsink}`."
+  @type optional_gradients :: %{optional(atom) => tensor}
+
+  @typedoc "`:cpu`, or a kind of device and which one of them."
+  @type device :: :cpu | {atom, non_neg_integer}
 
   @doc """
   Attention: the output `o`, of `q`'s shape.
@@ -188,7 +184,7 @@ defmodule FlashAttention do
   """
   @spec backward(tensor, tensor, tensor, tensor, tensor, tensor, [option]) ::
           {:ok, tensor, tensor, tensor}
-          | {:ok, tensor, tensor, tensor, %{sink: tensor}}
+          | {:ok, tensor, tensor, tensor, optional_gradients}
           | {:error, Error.t()}
   def backward(dout, q, k, v, o, lse, opts \\ []) do
     with {:ok, options} <- Options.parse(opts, Options.keys() -- [:keep]),
@@ -209,31 +205,31 @@ defmodule FlashAttention do
       iex> error.message
       "dout: expected seqlen_q 1 as in q, got 2"
   """
-  @spec backward(tensor, States.t(), [{:results, :host | :device}]) ::
+  @spec backward(tensor, States.t(), [option]) ::
           {:ok, tensor, tensor, tensor}
-          | {:ok, tensor, tensor, tensor, %{sink: tensor}}
+          | {:ok, tensor, tensor, tensor, optional_gradients}
           | {:error, Error.t()}
   def backward(dout, states, opts \\ [])
 
   def backward(dout, %States{} = states, opts) do
     with {:ok, options} <- Options.parse(opts, [:results]),
          {:ok, tensors, names} <- to_native([dout: dout], states.device),
+         tensors = Map.merge(states.tensors, tensors),
          {:ok, outputs, _kept} <-
-           Telemetry.call(
-             :backward,
-             Map.merge(states.tensors, tensors),
-             states.native,
-             states.device,
-             how(options)
-           ),
+           Telemetry.run(:backward, tensors, states.native, states.device, placement(options)),
          do: outputs |> from_native(dout, Map.merge(states.names, names)) |> gradients()
   end
 
   def backward(_dout, states, _opts),
     do: {:error, Error.invalid(:states, "a FlashAttention.States", Error.show(states))}
 
-  defp gradients(%{dsink: dsink} = outputs), do: {:ok, outputs.dq, outputs.dk, outputs.dv, %{sink: dsink}}
-  defp gradients(outputs), do: {:ok, outputs.dq, outputs.dk, outputs.dv}
+  # Of the optional tensors that were given, those that have a gradient.
+  defp gradients(%{dq: dq, dk: dk, dv: dv} = outputs) do
+    case for name <- Options.tensors(), gradient = outputs[gradient_name(name)], into: %{}, do: {name, gradient} do
+      none when none == %{} -> {:ok, dq, dk, dv}
+      optional -> {:ok, dq, dk, dv, optional}
+    end
+  end
 
   @doc """
   As `backward/7`, but returns `{dq, dk, dv}` or `{dq, dk, dv, %{sink: dsink}}`, or raises.
@@ -245,13 +241,13 @@ defmodule FlashAttention do
       <<1.0::float-32-native>>
   """
   @spec backward!(tensor, tensor, tensor, tensor, tensor, tensor, [option]) ::
-          {tensor, tensor, tensor} | {tensor, tensor, tensor, %{sink: tensor}}
+          {tensor, tensor, tensor} | {tensor, tensor, tensor, optional_gradients}
   def backward!(dout, q, k, v, o, lse, opts \\ []),
     do: backward(dout, q, k, v, o, lse, opts) |> unwrap!()
 
   @doc "As `backward/3`, but returns `{dq, dk, dv}` or `{dq, dk, dv, %{sink: dsink}}`, or raises."
-  @spec backward!(tensor, States.t(), [{:results, :host | :device}]) ::
-          {tensor, tensor, tensor} | {tensor, tensor, tensor, %{sink: tensor}}
+  @spec backward!(tensor, States.t(), [option]) ::
+          {tensor, tensor, tensor} | {tensor, tensor, tensor, optional_gradients}
   def backward!(dout, states, opts \\ []), do: backward(dout, states, opts) |> unwrap!()
 
   @doc """
@@ -313,7 +309,7 @@ defmodule FlashAttention do
           version: String.t(),
           devices: [
             %{
-              device: :cpu | {:cuda, non_neg_integer},
+              device: device,
               name: String.t(),
               features: [String.t()],
               threads: pos_integer,
@@ -341,23 +337,24 @@ defmodule FlashAttention do
   @doc """
   Which device and kernels calls with these tensors and options would use.
 
-  `q`, `k`, `v` and `opts` as for `forward_with_states/4`; nothing is computed. `device` is the one that takes them, which with
-  `device: :auto` need not be the first. Kernels are named by the backend, the architecture or instruction set, the
+  `q`, `k`, `v` and `opts` as for `forward_with_states/4`; nothing is computed. `device` is the one that takes them,
+  which with `device: :auto` need not be the first. Kernels are named by the backend, the architecture or instruction set, the
   type and, on a GPU, the head_dim that they are made for: `"cuda/sm90/bf16/d128"`. Those for Hopper read 16-bit
   tensors whose memory begins at, and whose rows are, multiples of 16 bytes; others go to the portable ones when they come.
 
       iex> one = FlashAttention.Tensor.new(<<1.0::float-32-native>>, :f32, {1, 1, 1, 1})
-      iex> {:ok, %{device: :cpu, forward: forward}} = FlashAttention.backend_info(one, one, one, device: :cpu)
+      iex> {:ok, %{device: :cpu, forward: forward}} = FlashAttention.plan(one, one, one, device: :cpu)
       iex> String.ends_with?(forward, "/f32")
       true
   """
-  @spec backend_info(tensor, tensor, tensor, [option]) ::
-          {:ok, %{device: :cpu | {:cuda, non_neg_integer}, forward: String.t(), backward: String.t()}}
+  @spec plan(tensor, tensor, tensor, [option]) ::
+          {:ok, %{device: device, forward: String.t(), backward: String.t()}}
           | {:error, Error.t()}
-  def backend_info(q, k, v, opts \\ []) do
+  def plan(q, k, v, opts \\ []) do
     with {:ok, options} <- Options.parse(opts),
          # What lies on the first device is not copied from there.
-         {:ok, tensors, _names} <- [q: q, k: k, v: v] |> with_sink(options) |> to_native(hd(options.devices)) do
+         {:ok, tensors, _names} <-
+           [q: q, k: k, v: v] |> with_optional(options) |> to_native(hd(options.devices)) do
       shapes = Map.new(tensors, fn {name, {_data, type, shape}} -> {name, {type, shape}} end)
       kernels(shapes, options.native, options.devices)
     end
@@ -388,16 +385,46 @@ defmodule FlashAttention do
     }
   end
 
-  # ---- inside defn: attention/4 and attention_with_lse/4 ------------------------------------------------
+  # ---- inside defn ---------------------------------------------------------------------------------------
 
-  use FlashAttention.Defn
+  require Defn
+
+  @doc """
+  Attention inside `defn`: the output `o`, of `q`'s shape, differentiable in `q`, `k`, `v` and `sink`.
+
+  Tensors and options are those of `forward/4`, but for `:keep` and `:results`; errors are raised, as
+  `FlashAttention.Error`. It can be called inside `defn` and outside of it, and needs Nx 0.12 or later. Memory
+  grows linearly with the sequence, in the gradient too.
+
+  Vectorized axes count as part of the batch, with gradients from Nx 0.13 on; `sink` has none. `o` has the axis
+  names of `q`. The gradient has no gradient itself: asking for one raises.
+
+  On EXLA it is a custom call on the device that the computation runs on, see `FlashAttention.EXLA`. With a
+  `:device` other than `:auto`, the default, the library computes there, whatever compiles the rest.
+
+      defn loss(q, k, v), do: FlashAttention.attention(q, k, v, window: {127, 0}) |> Nx.sum()
+      defn gradients(q, k, v), do: grad({q, k, v}, fn {q, k, v} -> loss(q, k, v) end)
+  """
+  @spec attention(tensor, tensor, tensor, [option]) :: tensor
+  Defn.deftransform(attention(q, k, v, opts \\ []))
+  def attention(q, k, v, opts), do: q |> Defn.attention_with_lse(k, v, opts) |> elem(0)
+
+  @doc """
+  As `attention/4`, but returns `{o, lse}`.
+
+  `lse` has no gradient: where a loss depends on it, asking for the gradient raises, unless `stop_grad/1` is around
+  it.
+  """
+  @spec attention_with_lse(tensor, tensor, tensor, [option]) :: {tensor, tensor}
+  Defn.deftransform(attention_with_lse(q, k, v, opts \\ []))
+  def attention_with_lse(q, k, v, opts), do: Defn.attention_with_lse(q, k, v, opts)
 
   # ---- one path for every pass ---------------------------------------------------------------------------
 
   # The outputs, and the states of a forward that keeps them.
   defp run(pass, inputs, %{devices: [device | others]} = options) do
-    with {:ok, tensors, names} <- inputs |> with_sink(options) |> to_native(device),
-         {:ok, outputs, kept} <- Telemetry.call(pass, tensors, options.native, device, how(options)) do
+    with {:ok, tensors, names} <- inputs |> with_optional(options) |> to_native(device),
+         {:ok, outputs, kept} <- Telemetry.run(pass, tensors, options.native, device, placement(options)) do
       states = %States{tensors: kept, names: names, native: options.native, device: device}
       {:ok, from_native(outputs, inputs[:q], names), states}
     else
@@ -409,11 +436,9 @@ defmodule FlashAttention do
     end
   end
 
-  defp with_sink(inputs, %{sink: nil}), do: inputs
-  defp with_sink(inputs, %{sink: sink}), do: [sink: sink] ++ inputs
+  defp with_optional(inputs, options), do: inputs ++ Map.to_list(options.tensors)
 
-  defp how(options),
-    do: %{results: options.results, keep: options.keep == :device}
+  defp placement(options), do: %{results: options.results, keep: options.keep == :device}
 
   defp from_native(outputs, like, names) do
     Map.new(outputs, fn {name, output} ->
@@ -433,18 +458,31 @@ defmodule FlashAttention do
     end)
   end
 
+  # A tensor's own module reads it; what it raises says what is wrong with a forged one.
   defp native_tensor(tensor, device) do
     if TensorLike.impl_for(tensor),
       do: TensorLike.to_native(tensor, device),
       else: {:error, "a tensor (Nx.Tensor or FlashAttention.Tensor)", Error.show(tensor)}
+  rescue
+    error ->
+      {:error, "a tensor that can be read", "an error: " <> hd(String.split(Exception.message(error), "\n"))}
   end
 
-  defp axis_names(:lse, %{q: [batch, seqlen_q, num_heads, _head_dim]}), do: [batch, num_heads, seqlen_q]
-  defp axis_names(:lse, _names), do: nil
-  defp axis_names(name, names) when name in [:o, :dq], do: names.q
-  defp axis_names(:dk, names), do: names.k
-  defp axis_names(:dv, names), do: names.v
-  defp axis_names(:dsink, names), do: names.sink
+  # A gradient has the axes of its input. What is as long as q has q's, in the order of the tensor.
+  defp axis_names(:o, names), do: names.q
+
+  defp axis_names(:lse, %{q: q}) do
+    with [batch, seqlen_q, num_heads, _head_dim] <- q, do: [batch, num_heads, seqlen_q]
+  end
+
+  defp axis_names(gradient, names),
+    do: Enum.find_value(names, fn {input, names} -> gradient_name(input) == gradient && names end)
+
+  for name <- [:q, :k, :v | Options.tensors()] do
+    defp gradient_name(unquote(name)), do: unquote(:"d#{name}")
+  end
+
+  defp gradient_name(_input_without), do: nil
 
   defp unwrap!({:error, error}), do: raise(error)
   defp unwrap!({:ok, result}), do: result

@@ -1,4 +1,4 @@
-/* One pass of attention on terms: call(Pass, Tensors, Options, Device, How). */
+/* One pass of attention on terms: execute(Pass, Tensors, Options, Device, Placement). */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -54,22 +54,23 @@ static bool read_tensors(call *call, ERL_NIF_TERM term) {
   return read;
 }
 
-static bool read_choice(call *call, ERL_NIF_TERM how, const char *name, const char *first, const char *second,
-                        bool *is_second) {
+static bool read_choice(call *call, ERL_NIF_TERM placement, const char *name, const char *first,
+                        const char *second, bool *is_second) {
   ERL_NIF_TERM value;
   const ERL_NIF_TERM choices[] = {enif_make_atom(call->env, first), enif_make_atom(call->env, second)};
   int chosen = 0;
-  bool read = !enif_get_map_value(call->env, how, enif_make_atom(call->env, name), &value) ||
+  bool read = !enif_get_map_value(call->env, placement, enif_make_atom(call->env, name), &value) ||
               fa_get_choice(call->env, value, choices, 2, name, &chosen, &call->error);
   *is_second = chosen == 1;
   return read;
 }
 
 /* #{results => host | device, keep => false | true}, both optional. */
-static bool read_how(call *call, ERL_NIF_TERM how) {
-  if (!enif_is_map(call->env, how)) return fa_reject_term(call->env, &call->error, "how", "a map", how);
-  return read_choice(call, how, "results", "host", "device", &call->results_on_device) &&
-         read_choice(call, how, "keep", "false", "true", &call->keep);
+static bool read_placement(call *call, ERL_NIF_TERM placement) {
+  if (!enif_is_map(call->env, placement))
+    return fa_reject_term(call->env, &call->error, "placement", "a map", placement);
+  return read_choice(call, placement, "results", "host", "device", &call->results_on_device) &&
+         read_choice(call, placement, "keep", "false", "true", &call->keep);
 }
 
 static bool plan(call *call, const ERL_NIF_TERM argv[]) {
@@ -77,7 +78,7 @@ static bool plan(call *call, const ERL_NIF_TERM argv[]) {
   fa_problem_init(&call->problem);
   return fa_get_choice(call->env, argv[0], fa_atom.passes, FA_NUM_PASSES, "pass", &call->pass, &call->error) &&
          read_tensors(call, argv[1]) && fa_get_options(call->env, argv[2], &call->problem, &call->error) &&
-         fa_get_device(call->env, argv[3], &device, &call->error) && read_how(call, argv[4]) &&
+         fa_get_device(call->env, argv[3], &device, &call->error) && read_placement(call, argv[4]) &&
          fa_problem_set_shapes(&call->problem, call->pass, call->given, &call->error) == FA_STATUS_OK &&
          fa_plan_init(&call->plan, &call->problem, call->pass, device, &call->error) == FA_STATUS_OK;
 }
@@ -241,7 +242,7 @@ static void release(call *call) {
   }
 }
 
-ERL_NIF_TERM fa_nif_call(ErlNifEnv *env, int argc, const ERL_NIF_TERM argv[]) {
+ERL_NIF_TERM fa_nif_execute(ErlNifEnv *env, int argc, const ERL_NIF_TERM argv[]) {
   (void)argc;
   call call = {.env = env};
   bool done =

@@ -19,7 +19,8 @@ if Code.ensure_loaded?(Axon) do
     alias FlashAttention.{Error, Options}
 
     @layer_options [:name, :meta]
-    @options Options.keys() -- [:sink, :keep, :results]
+    @tensors Options.tensors()
+    @options Options.keys() -- [:keep, :results | @tensors]
 
     @doc """
     Attention of `query` to `key` and `value`.
@@ -39,7 +40,8 @@ if Code.ensure_loaded?(Axon) do
 
     ## Options
 
-    Those of `FlashAttention.attention/4` but `:sink`; attention is causal unless `causal: false` is given. And
+    Those of `FlashAttention.attention/4`; attention is causal unless `causal: false` is given. Those that are tensors
+    are what another layer gives. And
 
       * `:num_sinks` - how many attention sinks each head learns, 0 by default; they begin at 0
       * `:name`, `:meta` - as for every layer of Axon
@@ -48,30 +50,40 @@ if Code.ensure_loaded?(Axon) do
     def attention(%Axon{} = query, %Axon{} = key, %Axon{} = value, opts \\ []) do
       {layer_options, opts} = Keyword.split(opts, @layer_options)
       {num_sinks, opts} = Keyword.pop(opts, :num_sinks, 0)
+      {nodes, opts} = Enum.split_with(opts, fn {name, value} -> name in @tensors and is_struct(value, Axon) end)
       Options.parse!(opts, @options)
-      inputs = [query, key, value] ++ sinks(num_sinks)
+      {names, optional} = Enum.unzip(sinks(num_sinks) ++ nodes)
 
-      # The last argument, what Axon adds to the options of a layer, must not end up among attention's.
-      layer =
-        if length(inputs) == 3,
-          do: fn q, k, v, _ -> attend([q, k, v], opts) end,
-          else: fn q, k, v, sink, _ -> attend([q, k, v, sink], opts) end
-
-      Axon.layer(layer, inputs, [op_name: :flash_attention] ++ layer_options)
+      layer = layer(length(names), &attend(&1, Enum.zip(names, &2), opts))
+      Axon.layer(layer, [query, key, value | optional], [op_name: :flash_attention] ++ layer_options)
     end
 
     defp sinks(none) when none in [0, nil], do: []
 
     defp sinks(num_sinks) when is_integer(num_sinks) and num_sinks > 0 do
       shape = fn query, _key, _value -> {num_sinks, elem(query, 2)} end
-      [Axon.param("sink", shape, initializer: :zeros)]
+      [sink: Axon.param("sink", shape, initializer: :zeros)]
     end
 
     defp sinks(other), do: raise(Error.invalid(:num_sinks, "a whole number of at least 0", Error.show(other)))
 
-    defp attend([q, k, v], opts), do: FlashAttention.attention(q, k, v, opts)
+    # Axon wants a parameter for each input. The last argument, what Axon adds to the options of a layer, must not
+    # end up among attention's.
+    for count <- 0..length(@tensors) do
+      optional = Macro.generate_arguments(count, __MODULE__)
+
+      defp layer(unquote(count), attend),
+        do: fn q, k, v, unquote_splicing(optional), _ -> attend.([q, k, v], unquote(optional)) end
+    end
+
     # Mixed precision makes every parameter a narrow one; sinks are f32.
-    defp attend([q, k, v, sink], opts), do: attend([q, k, v], [sink: Nx.as_type(sink, :f32)] ++ opts)
+    defp attend([q, k, v], optional, opts) do
+      optional =
+        for {name, tensor} <- optional,
+            do: {name, if(name == :sink, do: Nx.as_type(tensor, :f32), else: tensor)}
+
+      FlashAttention.attention(q, k, v, optional ++ opts)
+    end
 
     @doc """
     Multi-head attention: projections to queries, keys and values, attention, and a projection of what comes out.

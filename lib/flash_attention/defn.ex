@@ -21,57 +21,29 @@ defmodule FlashAttention.Defn do
   def supported?, do: @supported
 
   @doc false
-  # Defines attention/4 and attention_with_lse/4 in FlashAttention: as transforms, which can be called inside defn too.
-  defmacro __using__(_opts) do
-    {import, define, implementation} =
-      if @supported,
-        do: {quote(do: import(Nx.Defn, only: [deftransform: 2])), :deftransform, FlashAttention.Defn.Attention},
-        else: {nil, :def, __MODULE__}
-
-    quote do
-      unquote(import)
-
-      @doc """
-      Attention inside `defn`: the output `o`, of `q`'s shape, differentiable in `q`, `k`, `v` and `sink`.
-
-      Tensors and options are those of `forward/4`, but for `:keep` and `:results`; errors are raised, as
-      `FlashAttention.Error`. It can be called inside `defn` and outside of it, and needs Nx 0.12 or later. Memory
-      grows linearly with the sequence, in the gradient too.
-
-      Vectorized axes count as part of the batch, with gradients from Nx 0.13 on; `sink` has none. `o` has the axis
-      names of `q`. The gradient has no gradient itself: asking for one raises.
-
-      On EXLA it is a custom call on the device that the computation runs on, see `FlashAttention.EXLA`. With a
-      `:device` other than `:auto`, the default, the library computes there, whatever compiles the rest.
-
-          defn loss(q, k, v), do: FlashAttention.attention(q, k, v, window: {127, 0}) |> Nx.sum()
-          defn gradients(q, k, v), do: grad({q, k, v}, fn {q, k, v} -> loss(q, k, v) end)
-      """
-      @spec attention(tensor, tensor, tensor, [option]) :: tensor
-      unquote(define)(attention(q, k, v, opts \\ [])) do
-        {o, _lse} = unquote(implementation).attention_with_lse(q, k, v, opts)
-        o
+  # The head of a function that can be called inside defn too; its body follows as an ordinary def.
+  defmacro deftransform(head) do
+    if @supported do
+      quote do
+        require Nx.Defn
+        Nx.Defn.deftransform(unquote(head))
       end
-
-      @doc """
-      As `attention/4`, but returns `{o, lse}`.
-
-      `lse` has no gradient: where a loss depends on it, asking for the gradient raises, unless `stop_grad/1` is around
-      it.
-      """
-      @spec attention_with_lse(tensor, tensor, tensor, [option]) :: {tensor, tensor}
-      unquote(define)(attention_with_lse(q, k, v, opts \\ [])) do
-        unquote(implementation).attention_with_lse(q, k, v, opts)
-      end
+    else
+      quote do: def(unquote(head))
     end
   end
 
   @doc false
-  # What stands in for FlashAttention.Defn.Attention without Nx.
-  def attention_with_lse(_q, _k, _v, _opts) do
-    message =
-      "FlashAttention.attention needs Nx 0.12 or later: it was not there when flash_attention was compiled"
+  def attention_with_lse(q, k, v, opts)
 
-    raise FlashAttention.Error.from_native({:unsupported, "", "", "", message})
+  if @supported do
+    defdelegate attention_with_lse(q, k, v, opts), to: FlashAttention.Defn.Attention
+  else
+    def attention_with_lse(_q, _k, _v, _opts) do
+      message =
+        "FlashAttention.attention needs Nx 0.12 or later: it was not there when flash_attention was compiled"
+
+      raise FlashAttention.Error.from_native({:unsupported, "", "", "", message})
+    end
   end
 end

@@ -27,7 +27,7 @@ defmodule FlashAttention.Native do
   @type tensor :: {data, type, tuple}
 
   @typedoc """
-  Where the elements are: in a binary; in memory of a device, to which the reference belongs (see `call/5`); or at
+  Where the elements are: in a binary; in memory of a device, to which the reference belongs (see `execute/5`); or at
   an address that the device can read, with the number of bytes there and a term that keeps them alive.
   """
   @type data :: binary | memory | {address :: non_neg_integer, bytes :: non_neg_integer, owner :: term}
@@ -48,16 +48,16 @@ defmodule FlashAttention.Native do
   @type device :: {:cpu | :cuda | :reference, non_neg_integer}
 
   @typedoc """
-  How to call, each of them optional: `results: :device` leaves outputs in the device's memory, `keep: true` keeps
-  there what the backward will want.
+  Where to leave what a pass makes, each of them optional: `results: :device` leaves outputs in the device's memory,
+  `keep: true` keeps there what the backward will want.
   """
-  @type how :: %{
+  @type placement :: %{
           optional(:results) => :host | :device,
           optional(:keep) => boolean
         }
 
-  @typedoc "What a call moved over the bus, and how long its kernels ran."
-  @type transfers :: %{
+  @typedoc "What a pass moved over the bus, and how long its kernels ran."
+  @type measurements :: %{
           bytes_to_device: non_neg_integer,
           bytes_from_device: non_neg_integer,
           kernel_seconds: float
@@ -85,28 +85,30 @@ defmodule FlashAttention.Native do
   """
   @spec run(pass, tensors, [option], device) :: {:ok, tensors} | {:error, error}
   def run(pass, tensors, options, device) do
-    with {:ok, outputs, _kept, _transfers} <- call(pass, tensors, options, device, %{}), do: {:ok, outputs}
+    with {:ok, outputs, _kept, _measurements} <- execute(pass, tensors, options, device, %{}),
+         do: {:ok, outputs}
   end
 
   @doc """
   As `run/4`, with a say in where results stay.
 
   Returns what the pass gave, with `keep: true` what it keeps for `:backward` (inputs and outputs by name, for a
-  call with `dout` beside them), and what was moved. On a CPU everything is a binary, whatever is asked for.
+  pass with `dout` beside them), and what was measured. On a CPU everything is a binary, whatever is asked for.
 
       iex> one = {<<1.0::float-32-native>>, {:f, 32}, {1, 1, 1, 1}}
-      iex> {:ok, _outputs, kept, transfers} =
-      ...>   FlashAttention.Native.call(:forward, %{q: one, k: one, v: one}, [], {:cpu, 0}, %{keep: true})
-      iex> {Enum.sort(Map.keys(kept)), kept.q == one, transfers.bytes_to_device}
+      iex> {:ok, _outputs, kept, measurements} =
+      ...>   FlashAttention.Native.execute(:forward, %{q: one, k: one, v: one}, [], {:cpu, 0}, %{keep: true})
+      iex> {Enum.sort(Map.keys(kept)), kept.q == one, measurements.bytes_to_device}
       {[:k, :lse, :o, :q, :v], true, 0}
   """
-  @spec call(pass, tensors, [option], device, how) ::
-          {:ok, tensors, kept :: tensors, transfers} | {:error, error}
-  def call(pass, tensors, options, device, how), do: once_loaded(:call, [pass, tensors, options, device, how])
+  @spec execute(pass, tensors, [option], device, placement) ::
+          {:ok, tensors, kept :: tensors, measurements} | {:error, error}
+  def execute(pass, tensors, options, device, placement),
+    do: once_loaded(:execute, [pass, tensors, options, device, placement])
 
   @doc """
   What a pass would write, from the types and shapes of its inputs, how many bytes of workspace it takes on the
-  device, and which kernel would run: whether `call/5` would take them, without data.
+  device, and which kernel would run: whether `execute/5` would take them, without data.
 
       iex> shapes = for name <- [:q, :k, :v], into: %{}, do: {name, {{:bf, 16}, {2, 9, 4, 64}}}
       iex> {:ok, outputs, _workspace_bytes, "cpu/" <> _} = FlashAttention.Native.plan(:forward, shapes, [], {:cpu, 0})

@@ -1,13 +1,15 @@
 defmodule FlashAttention.Options do
   @moduledoc """
-  The options of `FlashAttention`: one schema that checks them and writes their documentation.
+  The options of `FlashAttention`: one schema that checks them and writes their documentation and their typespec.
 
   `nil` as a value stands for the option's default, so that a wrapper can pass on what it was not given.
   """
 
   alias FlashAttention.Error
 
-  # One row an option. `default` is a value as a caller would write it; `doc` may lean on the table's columns.
+  # One row an option, in the words of NimbleOptions. `default` is a value as a caller would write it; `doc` may lean
+  # on the table's columns. An option of type `:tensor` is an input of every pass under its own name, and the backward
+  # returns its gradient where the library has one: the row is all that there is to such an option in lib/.
   @schema [
     causal: [
       type: :boolean,
@@ -48,7 +50,7 @@ defmodule FlashAttention.Options do
           "the CPU."
     ],
     precision: [
-      type: {:one_of, [:highest, :high, :default]},
+      type: {:in, [:highest, :high, :default]},
       default: :highest,
       doc:
         "Arithmetic of the matrix products of f32 tensors, on devices where there is a choice; `:highest` is as " <>
@@ -60,7 +62,7 @@ defmodule FlashAttention.Options do
       doc: "Whether the backward must be bitwise repeatable. On the CPU it always is."
     ],
     keep: [
-      type: {:one_of, [:device]},
+      type: {:in, [:device]},
       default: nil,
       default_doc: "none",
       doc:
@@ -68,17 +70,22 @@ defmodule FlashAttention.Options do
           "in place of `lse`."
     ],
     results: [
-      type: {:one_of, [:host, :device]},
+      type: {:in, [:host, :device]},
       default: :host,
       doc: "Where results lie. In a GPU's memory they are for later calls; a CPU's is the host's."
     ]
   ]
 
-  @typedoc "What `parse/1` returns: options as `FlashAttention.Native.run/4` takes them, devices in the order to try."
+  @tensors for {key, row} <- @schema, row[:type] == :tensor, do: key
+
+  @typedoc """
+  What `parse/2` returns: options as `FlashAttention.Native.run/4` takes them, devices in the order to try, and the
+  tensors that were given, by name.
+  """
   @type parsed :: %{
           native: [FlashAttention.Native.option()],
           devices: [FlashAttention.Native.device(), ...],
-          sink: FlashAttention.TensorLike.t() | nil,
+          tensors: %{optional(atom) => FlashAttention.TensorLike.t()},
           keep: :device | nil,
           results: :host | :device
         }
@@ -100,8 +107,9 @@ defmodule FlashAttention.Options do
   def parse(opts, keys \\ keys()) do
     with :ok <- check_keyword(opts), :ok <- check_values(opts, keys) do
       values = Map.new(@schema, fn {key, row} -> {key, value(opts, key, row)} end)
-      parsed = %{native: native(values), devices: devices(values.device)}
-      {:ok, values |> Map.take([:sink, :keep, :results]) |> Map.merge(parsed)}
+      tensors = for {key, tensor} when tensor != nil <- Map.take(values, @tensors), into: %{}, do: {key, tensor}
+      parsed = %{native: native(values), devices: devices(values.device), tensors: tensors}
+      {:ok, values |> Map.take([:keep, :results]) |> Map.merge(parsed)}
     end
   end
 
@@ -118,16 +126,31 @@ defmodule FlashAttention.Options do
   @spec keys() :: [atom]
   def keys, do: Keyword.keys(@schema)
 
+  @doc """
+  The names of the options that are tensors.
+
+      iex> :sink in FlashAttention.Options.tensors()
+      true
+  """
+  @spec tensors() :: [atom]
+  def tensors, do: @tensors
+
   @doc "The options as a Markdown table."
   @spec docs() :: String.t()
   def docs do
     rows =
       for {key, row} <- @schema do
         default = row[:default_doc] || "`#{inspect(row[:default])}`"
-        "| `:#{key}` | #{values_doc(row[:type])} | #{default} | #{row[:doc]} |\n"
+        "| `:#{key}` | #{describe(row[:type]).doc} | #{default} | #{row[:doc]} |\n"
       end
 
     "| option | values | default | meaning |\n|---|---|---|---|\n#{rows}"
+  end
+
+  @doc "The options as a typespec, for `unquote/1` inside of one: each may be `nil` too."
+  @spec option_typespec() :: Macro.t()
+  def option_typespec do
+    any_of(for {key, row} <- @schema, do: {key, {:|, [], [describe(row[:type]).spec, nil]}})
   end
 
   defp check_keyword(opts) do
@@ -143,7 +166,7 @@ defmodule FlashAttention.Options do
       cond do
         row == nil -> {:error, Error.invalid(:opts, "keys among #{Enum.join(keys, ", ")}", inspect(key))}
         value == nil or valid?(row[:type], value) -> nil
-        true -> {:error, Error.invalid(key, expected(row[:type]), Error.show(value))}
+        true -> {:error, Error.invalid(key, expected(row[:type], value), Error.show(value))}
       end
     end)
   end
@@ -155,7 +178,10 @@ defmodule FlashAttention.Options do
     end
   end
 
-  # ---- types: what is valid, and how errors and documentation put it -------------------------------------
+  # ---- types: what is valid, and how errors, documentation and typespecs put it ---------------------------
+
+  # As the C library names them; `:reference` is the naive implementation that tests measure the others against.
+  @kinds [:cpu, :cuda]
 
   defp valid?(:boolean, value), do: is_boolean(value)
   defp valid?(:scale, value), do: is_number(value) and value != 0
@@ -164,27 +190,54 @@ defmodule FlashAttention.Options do
   defp valid?(:window, _value), do: false
   # Whether it is a tensor is found out where tensors are.
   defp valid?(:tensor, _value), do: true
-  defp valid?({:one_of, choices}, value), do: value in choices
-  defp valid?(:device, {:cuda, index}), do: is_integer(index) and index >= 0
-  # :reference is the naive implementation that tests measure the others against.
-  defp valid?(:device, device), do: device in [:auto, :cpu, :cuda, :reference]
+  defp valid?({:in, choices}, value), do: value in choices
+  defp valid?(:device, {kind, index}), do: kind in @kinds and is_integer(index) and index >= 0
+  defp valid?(:device, device), do: device in [:auto, :reference | @kinds]
+
+  defp expected(:scale, %_{}),
+    do: describe(:scale).expected <> " (for a tensor: multiply q by it, with scale: 1)"
+
+  defp expected(type, _value), do: describe(type).expected
 
   defp window_side?(side), do: side == :infinity or (is_integer(side) and side >= 0)
 
-  defp expected(:boolean), do: "true or false"
-  defp expected(:scale), do: "a number other than 0"
-  defp expected(:softcap), do: "a number of at least 0"
-  defp expected(:window), do: "{left, right}, each a whole number of at least 0 or :infinity"
-  defp expected({:one_of, choices}), do: "one of " <> Enum.map_join(choices, ", ", &inspect/1)
-  defp expected(:device), do: ":auto, :cpu, :cuda or {:cuda, index}"
+  defp describe(:boolean), do: %{expected: "true or false", doc: "`true`, `false`", spec: quote(do: boolean)}
 
-  defp values_doc(:boolean), do: "`true`, `false`"
-  defp values_doc(:scale), do: "number, not 0"
-  defp values_doc(:softcap), do: "number ≥ 0"
-  defp values_doc(:window), do: "`{left, right}`, integers ≥ 0 or `:infinity`"
-  defp values_doc(:tensor), do: "tensor"
-  defp values_doc({:one_of, choices}), do: Enum.map_join(choices, ", ", &"`#{inspect(&1)}`")
-  defp values_doc(:device), do: "`:auto`, `:cpu`, `:cuda`, `{:cuda, index}`"
+  defp describe(:scale),
+    do: %{expected: "a number other than 0", doc: "number, not 0", spec: quote(do: number)}
+
+  defp describe(:softcap),
+    do: %{expected: "a number of at least 0", doc: "number ≥ 0", spec: quote(do: number)}
+
+  defp describe(:window) do
+    %{
+      expected: "{left, right}, each a whole number of at least 0 or :infinity",
+      doc: "`{left, right}`, integers ≥ 0 or `:infinity`",
+      spec: quote(do: {non_neg_integer | :infinity, non_neg_integer | :infinity})
+    }
+  end
+
+  defp describe(:tensor), do: %{doc: "tensor", spec: quote(do: FlashAttention.TensorLike.t())}
+
+  defp describe({:in, choices}) do
+    %{
+      expected: "one of " <> Enum.map_join(choices, ", ", &inspect/1),
+      doc: Enum.map_join(choices, ", ", &"`#{inspect(&1)}`"),
+      spec: any_of(choices)
+    }
+  end
+
+  defp describe(:device) do
+    names = Enum.map([:auto | @kinds], &inspect/1)
+
+    %{
+      expected: Enum.join(names, ", ") <> " or {kind, index}",
+      doc: Enum.map_join(names ++ ["{kind, index}"], ", ", &"`#{&1}`"),
+      spec: any_of([:auto | @kinds] ++ for(kind <- @kinds, do: {kind, quote(do: non_neg_integer)}))
+    }
+  end
+
+  defp any_of(specs), do: specs |> Enum.reverse() |> Enum.reduce(&{:|, [], [&1, &2]})
 
   # ---- translation to the C library's names --------------------------------------------------------------
 
@@ -194,13 +247,17 @@ defmodule FlashAttention.Options do
     [
       # 0 is C's word for the default.
       scale: values.scale || 0,
-      window_left: left,
-      window_right: if(values.causal, do: 0, else: right),
+      window_left: window_length(left),
+      window_right: if(values.causal, do: 0, else: window_length(right)),
       softcap: values.softcap,
       precision: values.precision,
       deterministic: values.deterministic
     ]
   end
+
+  # No sequence is that long, and C's integers are not either.
+  defp window_length(side) when is_integer(side) and side > 0x4000_0000_0000_0000, do: :infinity
+  defp window_length(side), do: side
 
   defp devices({kind, index}), do: [{kind, index}]
   defp devices(:auto), do: :persistent_term.get({__MODULE__, :auto}, nil) || find_auto()

@@ -22,23 +22,23 @@ defmodule FlashAttention.Telemetry do
   alias FlashAttention.{Error, Native}
 
   @compile {:no_warn_undefined, :telemetry}
-  @no_transfers %{bytes_to_device: 0, bytes_from_device: 0, kernel_seconds: 0.0}
+  @nothing_measured %{bytes_to_device: 0, bytes_from_device: 0, kernel_seconds: 0.0}
 
   @doc false
-  @spec call(Native.pass(), Native.tensors(), [Native.option()], Native.device(), Native.how()) ::
+  @spec run(Native.pass(), Native.tensors(), [Native.option()], Native.device(), Native.placement()) ::
           {:ok, Native.tensors(), Native.tensors()} | {:error, Error.t()}
-  def call(pass, tensors, options, device, how) do
+  def run(pass, tensors, options, device, placement) do
     metadata = metadata(pass, tensors, device)
     begin = start(metadata)
 
-    case Native.call(pass, tensors, options, device, how) do
-      {:ok, outputs, kept, transfers} ->
-        stop(begin, transfers, metadata, nil)
+    case Native.execute(pass, tensors, options, device, placement) do
+      {:ok, outputs, kept, measurements} ->
+        stop(begin, measurements, metadata, nil)
         {:ok, outputs, kept}
 
       {:error, error} ->
         error = Error.from_native(error)
-        stop(begin, @no_transfers, metadata, error)
+        stop(begin, @nothing_measured, metadata, error)
         {:error, error}
     end
   end
@@ -54,15 +54,15 @@ defmodule FlashAttention.Telemetry do
     now
   end
 
-  defp stop(begin, transfers, metadata, error) do
+  defp stop(begin, measured, metadata, error) do
     now = System.monotonic_time()
 
     measurements = %{
       monotonic_time: now,
       duration: now - begin,
-      kernel_time: System.convert_time_unit(round(transfers.kernel_seconds * 1.0e9), :nanosecond, :native),
-      bytes_to_device: transfers.bytes_to_device,
-      bytes_from_device: transfers.bytes_from_device
+      kernel_time: System.convert_time_unit(round(measured.kernel_seconds * 1.0e9), :nanosecond, :native),
+      bytes_to_device: measured.bytes_to_device,
+      bytes_from_device: measured.bytes_from_device
     }
 
     execute(:stop, measurements, Map.put(metadata, :error, error))

@@ -130,7 +130,7 @@ defmodule FlashAttention.NxTest do
     assert_received :copied
 
     # There is no such GPU, or a vector is no q; to say so takes no values.
-    assert {:error, _} = FlashAttention.backend_info(tensor, tensor, tensor, device: {:cuda, 1})
+    assert {:error, _} = FlashAttention.plan(tensor, tensor, tensor, device: {:cuda, 1})
     refute_received :copied
   end
 end

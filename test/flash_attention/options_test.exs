@@ -29,6 +29,32 @@ defmodule FlashAttention.OptionsTest do
     end
   end
 
+  test "kinds of devices are those of the C library" do
+    %{devices: devices, missing: missing} = Native.backend_info()
+    kinds = Enum.uniq(Enum.map(devices, & &1.kind) ++ Map.keys(missing)) -- [:reference]
+
+    for kind <- kinds do
+      assert {:ok, %{devices: [{^kind, 0}]}} = Options.parse(device: kind)
+      assert {:ok, %{devices: [{^kind, 3}]}} = Options.parse(device: {kind, 3})
+      assert Options.docs() =~ "`#{inspect(kind)}`"
+    end
+
+    assert {:error, error} = Options.parse(device: :none_of_them)
+    assert error.expected == Enum.map_join([:auto | Enum.sort(kinds)], ", ", &inspect/1) <> " or {kind, index}"
+  end
+
+  test "the typespec has every option, with the choices that it takes" do
+    {:ok, types} = Code.Typespec.fetch_types(FlashAttention)
+
+    [spec] =
+      for {:type, {:option, _, []} = type} <- types,
+          do: type |> Code.Typespec.type_to_quoted() |> Macro.to_string()
+
+    for key <- Options.keys(), do: assert(spec =~ ~r/{:#{key},\s/)
+    assert spec =~ ":highest | :high | :default"
+    assert spec =~ "{:cuda, non_neg_integer()}"
+  end
+
   test "of repeated options the first one counts, as in Keyword" do
     assert {:ok, %{native: native}} = Options.parse(scale: 1, scale: 2)
     assert native[:scale] == 1

@@ -78,16 +78,16 @@ defmodule FlashAttention.StatesTest do
                    end
     end
 
-    test "name how to call" do
+    test "name where to leave results" do
       one = {<<1.0::float-32-native>>, {:f, 32}, {1, 1, 1, 1}}
 
-      for {how, expected} <- [
-            {:device, "how: expected a map, got device"},
+      for {placement, expected} <- [
+            {:device, "placement: expected a map, got device"},
             {%{results: :gpu}, "results: expected one of host, device, got gpu"},
             {%{keep: 1}, "keep: expected one of false, true, got 1"}
           ] do
         assert {:error, {:invalid_argument, _, _, _, ^expected}} =
-                 Native.call(:forward, %{q: one, k: one, v: one}, [], {:cpu, 0}, how)
+                 Native.execute(:forward, %{q: one, k: one, v: one}, [], {:cpu, 0}, placement)
       end
 
       for data <- [1, {1}, {-1, 4, nil}, {1, 2 ** 70, nil}, {0, 4, nil}, make_ref()] do

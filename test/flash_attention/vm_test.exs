@@ -70,7 +70,7 @@ defmodule FlashAttention.VMTest do
         computing = Process.info(caller, :current_function)
         Process.exit(caller, :kill)
         assert_receive {:DOWN, ^monitor, :process, ^caller, :killed}, 5_000
-        computing == {:current_function, {FlashAttention.Native, :call, 5}}
+        computing == {:current_function, {FlashAttention.Native, :execute, 5}}
       end
 
     # The calls of the killed end on their schedulers: wait until each of those is free.

@@ -13,7 +13,8 @@ if FlashAttention.Defn.supported?() do
 
       # Every vectorized axis is a part of the batch.
       [q | _] = tensors = Nx.broadcast_vectors([inputs[:q], inputs[:k], inputs[:v]])
-      tensors = Enum.map(tensors ++ List.wrap(inputs[:sink]), &flatten/1)
+      {_q_k_v, optional} = Enum.split(inputs, 3)
+      tensors = Enum.map(tensors ++ Keyword.values(optional), &flatten/1)
       {o, lse} = inputs |> Keyword.keys() |> Enum.zip(tensors) |> forward(opts)
 
       [batch, seqlen_q, num_heads, _head_dim] = q.names
@@ -26,17 +27,19 @@ if FlashAttention.Defn.supported?() do
        )}
     end
 
-    # ---- what is given: tensors by name, in the order of the C header, and options without the sink ---------
+    # ---- what is given: tensors by name, those of options last, and the other options -------------------------
+
+    @optional Options.tensors()
 
     # Where results lie, and what is kept, is the compiler's choice.
     defp check!(inputs, opts) do
-      keys = Options.keys() -- [:keep, :results]
-      inputs = if sink = Options.parse!(opts, keys).sink, do: inputs ++ [sink: sink], else: inputs
-      {for({name, tensor} <- inputs, do: {name, tensor!(name, tensor)}), Keyword.delete(opts, :sink)}
+      tensors = Options.parse!(opts, Options.keys() -- [:keep, :results]).tensors
+      inputs = inputs ++ for name <- @optional, tensor = tensors[name], do: {name, tensor}
+      {for({name, tensor} <- inputs, do: {name, tensor!(name, tensor)}), Keyword.drop(opts, @optional)}
     end
 
-    defp tensor!(:sink, %Nx.Tensor{vectorized_axes: [_ | _] = axes}),
-      do: raise(Error.invalid(:sink, "a tensor without vectorized axes", inspect(axes)))
+    defp tensor!(name, %Nx.Tensor{vectorized_axes: [_ | _] = axes}) when name in @optional,
+      do: raise(Error.invalid(name, "a tensor without vectorized axes", inspect(axes)))
 
     defp tensor!(_name, %Nx.Tensor{} = tensor), do: tensor
     defp tensor!(name, other), do: raise(Error.invalid(name, "an Nx tensor", Error.show(other)))
@@ -49,7 +52,8 @@ if FlashAttention.Defn.supported?() do
 
     # ---- what the library says of a pass -----------------------------------------------------------------
 
-    @outputs [:o, :lse, :dq, :dk, :dv, :dsink]
+    # In this order where they are one after another.
+    @outputs [:o, :lse, :dq, :dk, :dv] ++ for(name <- @optional, do: :"d#{name}")
 
     # Templates of what a pass writes, and the bytes of workspace that it takes on a GPU; or the library's own error.
     defp plan!(pass, inputs, opts) do
@@ -88,10 +92,10 @@ if FlashAttention.Defn.supported?() do
     end
 
     defp backward(dout, inputs, o, lse, opts) do
-      {sink, inputs} = Keyword.split(inputs, [:sink])
+      {q_k_v, optional} = Enum.split(inputs, 3)
       # The cotangent has the type of the loss, and of an output that is not used it may be a scalar.
       dout = dout |> Nx.as_type(o.type) |> Nx.broadcast(o.shape)
-      inputs = [dout: dout] ++ inputs ++ [o: o, lse: lse] ++ sink
+      inputs = [dout: dout] ++ q_k_v ++ [o: o, lse: lse] ++ optional
 
       for gradient <- block(%Backward{opts: opts}, inputs) do
         without_gradient(gradient, Keyword.values(inputs), "the gradient of attention has no gradient itself")
@@ -135,11 +139,11 @@ if FlashAttention.Defn.supported?() do
 
     defp for_tuple(tuple, fun), do: tuple |> Tuple.to_list() |> Enum.map(fun) |> List.to_tuple()
 
-    # The default function has one parameter for each input.
-    defp default(3, call), do: fn _, q, k, v -> call.([q, k, v]) end
-    defp default(4, call), do: fn _, q, k, v, sink -> call.([q, k, v, sink]) end
-    defp default(6, call), do: fn _, dout, q, k, v, o, lse -> call.([dout, q, k, v, o, lse]) end
-    defp default(7, call), do: fn _, dout, q, k, v, o, lse, sink -> call.([dout, q, k, v, o, lse, sink]) end
+    # The default function has a parameter for the block, and one for each input.
+    for count <- 3..(6 + length(@optional)) do
+      inputs = Macro.generate_arguments(count, __MODULE__)
+      defp default(unquote(count), call), do: fn _block, unquote_splicing(inputs) -> call.(unquote(inputs)) end
+    end
 
     # What it returns is what the block returns. An expression may become a custom call of XLA, which allocates
     # outputs and nothing else: there the workspace is one more output, which nobody reads.
@@ -153,15 +157,20 @@ if FlashAttention.Defn.supported?() do
 
     @doc false
     # The callback of Nx.runtime_call/4: the eager API, on tensors with values.
-    def run(tensors, block: %{pass: pass, opts: opts}),
-      do: run_pass(pass, tensors, if(tensors[:sink], do: [sink: tensors.sink] ++ opts, else: opts))
+    def run(tensors, block: %{pass: pass, opts: opts}) do
+      {optional, tensors} = Map.split(tensors, @optional)
+      run_pass(pass, tensors, Map.to_list(optional) ++ opts)
+    end
 
     defp run_pass(:forward, %{q: q, k: k, v: v}, opts), do: FlashAttention.forward_with_states!(q, k, v, opts)
 
     defp run_pass(:backward, %{dout: dout, q: q, k: k, v: v, o: o, lse: lse}, opts) do
       case FlashAttention.backward!(dout, q, k, v, o, lse, opts) do
-        {dq, dk, dv, %{sink: dsink}} -> {dq, dk, dv, dsink}
-        gradients -> gradients
+        {dq, dk, dv, optional} ->
+          List.to_tuple([dq, dk, dv] ++ for(name <- @optional, gradient = optional[name], do: gradient))
+
+        gradients ->
+          gradients
       end
     end
   end
