@@ -23,7 +23,7 @@ defmodule FlashAttention.MixProject do
   @optional [:nx, :exla, :axon, :bumblebee, :telemetry]
   def application do
     [
-      extra_applications: [:logger] ++ Enum.map(@optional, &{&1, :optional}),
+      extra_applications: [:logger, :crypto] ++ Enum.map(@optional, &{&1, :optional}),
       mod: {FlashAttention.Application, []}
     ]
   end

@@ -11,7 +11,7 @@ defmodule FlashAttention.Training.TextRun do
       FlashAttention.Training.TextRun.write(run, "a.checkpoint")
   """
 
-  alias FlashAttention.Training
+  alias FlashAttention.{Error, Tensor, Training}
   alias FlashAttention.Training.{ByteModel, Checkpoint, Optimizer, State}
 
   @enforce_keys [:settings, :text, :model, :stages, :state]
@@ -43,7 +43,12 @@ defmodule FlashAttention.Training.TextRun do
   @spec new(text :: binary, keyword) :: t
   def new(text, opts \\ []) do
     {device, opts} = Keyword.pop(opts, :device, :auto)
-    settings = @defaults |> Keyword.merge(opts) |> Map.new()
+    settings = opts |> Keyword.validate!(@defaults) |> Map.new()
+    # As a checkpoint holds it.
+    if settings.seed not in -(2 ** 63)..(2 ** 63 - 1),
+      do: raise(Error.invalid(:seed, "an integer of 64 bits", Error.show(settings.seed)))
+
+    settings = Map.update!(settings, :learning_rate, &(&1 / 1))
 
     model =
       ByteModel.new([device: device] ++ Keyword.take(Map.to_list(settings), [:num_heads, :head_dim, :seqlen]))
@@ -93,19 +98,22 @@ defmodule FlashAttention.Training.TextRun do
 
   @doc "Saves the run."
   @spec write(t, Path.t()) :: :ok | {:error, message :: String.t()}
-  def write(run, path), do: Checkpoint.write(path, Map.take(run, [:settings, :state, :losses]))
+  def write(run, path), do: Checkpoint.write(path, arrays(run))
 
   @doc """
   The run as it was saved; `:none` where there is no file. `run` is a new run of the same settings and text, and
   another one's checkpoint is an error.
+
+  Of the file, numbers alone are taken, under the names and in the types and shapes that this run has them in.
   """
   @spec read(t, Path.t()) :: {:ok, t} | :none | {:error, message :: String.t()}
   def read(run, path) do
-    with {:ok, saved} <- Checkpoint.read(path) do
-      case Enum.filter(run.settings, fn {key, value} -> saved.settings[key] != value end) do
-        [] -> {:ok, struct!(run, saved)}
-        [{:text, _hash} | _] -> {:error, "#{path} is of a run on another text"}
-        [{key, value} | _] -> {:error, "#{path} is of a run with #{key} #{saved.settings[key]}, not #{value}"}
+    with {:ok, arrays} <- Checkpoint.read(path) do
+      with :ok <- same_settings(run, arrays), {:ok, restored} <- restore(run, arrays) do
+        {:ok, restored}
+      else
+        {:other, how} -> {:error, "#{path} is of a run #{how}"}
+        :error -> {:error, "#{path} does not hold a run of this model"}
       end
     end
   end
@@ -124,4 +132,90 @@ defmodule FlashAttention.Training.TextRun do
         reduce: 0.0,
         do: (sum -> sum - count / byte_size(text) * :math.log(count / byte_size(text)))
   end
+
+  # ---- the run as arrays ---------------------------------------------------------------------------------
+
+  defp arrays(%{state: %{params: params, slots: slots, step: step}} = run) do
+    losses = for loss <- run.losses, into: <<>>, do: <<loss::float-64-native>>
+    settings = for {key, value} <- run.settings, do: {"settings/#{key}", array(value)}
+    params = for {path, tensor} <- leaves(params), do: {name("params", path), array(tensor)}
+
+    slots =
+      for {path, data} <- leaves(slots) do
+        {type, shape, _data} = slot_like(run, path)
+        {name("slots", path), {type, shape, data}}
+      end
+
+    Map.new([{"step", array(step)}, {"losses", {:f64, {step}, losses}}] ++ settings ++ params ++ slots)
+  end
+
+  defp array(%Tensor{type: {:f, bits}, shape: shape, data: data}), do: {:"f#{bits}", shape, data}
+  defp array(number) when is_integer(number), do: {:s64, {}, <<number::64-native>>}
+  defp array(number) when is_float(number), do: {:f64, {}, <<number::float-64-native>>}
+  defp array(bytes) when is_binary(bytes), do: {:u8, {byte_size(bytes)}, bytes}
+
+  # Adam remembers two numbers of every element.
+  defp slot_like(run, path) do
+    {type, shape, data} = array(get_in(run.state.params, path))
+    {type, Tuple.append(shape, 2), data <> data}
+  end
+
+  defp leaves(node) when is_struct(node) or is_binary(node), do: [{[], node}]
+  defp leaves(node), do: for({key, value} <- node, {path, leaf} <- leaves(value), do: {[key | path], leaf})
+
+  defp name(kind, path), do: Enum.join([kind | path], "/")
+
+  defp same_settings(run, arrays) do
+    Enum.find_value(run.settings, :ok, fn {key, value} ->
+      saved = arrays["settings/#{key}"]
+      if saved != array(value), do: difference(key, saved, value)
+    end)
+  end
+
+  defp difference(:text, {:u8, {16}, _hash}, _value), do: {:other, "on another text"}
+
+  defp difference(key, {:s64, {}, <<saved::64-signed-native>>}, value),
+    do: {:other, "with #{key} #{saved}, not #{value}"}
+
+  defp difference(key, {:f64, {}, <<saved::float-64-native>>}, value),
+    do: {:other, "with #{key} #{saved}, not #{value}"}
+
+  defp difference(_key, _no_setting, _value), do: :error
+
+  defp restore(run, arrays) do
+    with {:s64, {}, <<step::64-signed-native>>} when step >= 0 <- arrays["step"],
+         {:f64, {^step}, data} <- arrays["losses"],
+         losses = for(<<loss::float-64-native <- data>>, do: loss),
+         # A number that is not finite ends the list.
+         true <- length(losses) == step,
+         paths = for({path, _tensor} <- leaves(run.state.params), do: path),
+         {:ok, params} <- restore_params(run, arrays, paths),
+         {:ok, slots} <- restore_slots(arrays, if(step > 0, do: paths, else: []), run) do
+      {:ok, %{run | state: %{run.state | step: step, params: params, slots: slots}, losses: losses}}
+    else
+      _other -> :error
+    end
+  end
+
+  defp restore_params(run, arrays, paths) do
+    restore(arrays, "params", paths, run.state.params, fn path, array ->
+      tensor = get_in(run.state.params, path)
+      with {:ok, data} <- data_like(array, array(tensor)), do: {:ok, %{tensor | data: data}}
+    end)
+  end
+
+  defp restore_slots(arrays, paths, run),
+    do: restore(arrays, "slots", paths, %{}, fn path, array -> data_like(array, slot_like(run, path)) end)
+
+  defp restore(arrays, kind, paths, into, decode) do
+    Enum.reduce_while(paths, {:ok, into}, fn path, {:ok, done} ->
+      case decode.(path, arrays[name(kind, path)]) do
+        {:ok, leaf} -> {:cont, {:ok, put_in(done, Enum.map(path, &Access.key(&1, %{})), leaf)}}
+        :error -> {:halt, :error}
+      end
+    end)
+  end
+
+  defp data_like({type, shape, data}, {type, shape, _data}), do: {:ok, data}
+  defp data_like(_array, _like), do: :error
 end

@@ -202,10 +202,14 @@ defmodule Mix.Tasks.FlashAttention.Train do
 
   defp first_line(text), do: text |> binary_part(0, min(byte_size(text), 64)) |> String.split("\n") |> hd()
 
-  # Bytes need not be characters, and control characters must not reach a terminal.
+  # Bytes need not be characters, and what drives a terminal must not reach it: neither its control characters (Cc), nor
+  # those that turn the writing around or break lines where none end (Cf, Zl, Zp).
   defp printable(text) do
     for character <- String.codepoints(text), into: "" do
-      if character in ["\n", "\t"] or String.printable?(character), do: character, else: "?"
+      if character in ["\n", "\t"] or
+           (String.valid?(character) and character =~ ~r/[^\p{Cc}\p{Cf}\p{Zl}\p{Zp}]/u),
+         do: character,
+         else: "?"
     end
   end
 end
