@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <unistd.h>
 
+#include "../core/arena.h"
 #include "../core/error.h"
 #include "../core/threads.h"
 #include "kernels.h"
@@ -65,7 +66,20 @@ static fa_status device_info(int32_t index, fa_device_info *info, fa_error *erro
   return fa_succeed(error);
 }
 
-static size_t round_up_64(size_t bytes) { return (bytes + 63) / 64 * 64; }
+/* The parts of a workspace. */
+typedef struct workspace_parts {
+  char *shared;         /* what all threads share, */
+  char *scratch;        /* and what each has for itself: */
+  size_t scratch_bytes; /* so much */
+} workspace_parts;
+
+static workspace_parts lay_out(fa_arena *arena, const fa_cpu_kernel *kernel, const fa_problem *problem,
+                               int32_t num_threads) {
+  workspace_parts parts = {.scratch_bytes = kernel->scratch_bytes(problem)};
+  parts.shared = fa_take(arena, 1, kernel->shared_bytes ? kernel->shared_bytes(problem) : 0);
+  parts.scratch = fa_take(arena, num_threads, parts.scratch_bytes);
+  return parts;
+}
 
 static int64_t most_tasks(const fa_cpu_kernel *kernel, const fa_problem *problem) {
   int64_t most = 1;
@@ -92,45 +106,43 @@ static fa_status plan_cpu(fa_plan *plan, fa_error *error) {
   plan->kernel = kernel->name;
   plan->config = kernel;
   plan->num_threads = tasks < threads ? (int32_t)tasks : threads;
-  plan->workspace_bytes = (kernel->shared_bytes ? round_up_64(kernel->shared_bytes(&plan->problem)) : 0) +
-                          round_up_64(kernel->scratch_bytes(&plan->problem)) * (size_t)plan->num_threads;
+  fa_arena sizes = {0};
+  lay_out(&sizes, kernel, &plan->problem, plan->num_threads);
+  plan->workspace_bytes = sizes.used;
   return FA_STATUS_OK;
 }
 
 /* Calls that are running now: they share the processor's threads instead of each taking all of them. */
 static atomic_int num_calls;
 
-/* A phase under way. */
-typedef struct phase_run {
+/* A phase that is under way. */
+typedef struct phase_work {
   const fa_cpu_job *job;
   const fa_cpu_phase *phase;
-  char *scratch;
-  size_t scratch_bytes;
-} phase_run;
+  workspace_parts parts;
+} phase_work;
 
 static void run_task(void *context, int64_t task, int worker) {
-  const phase_run *run = context;
-  run->phase->run_task(run->job, task, run->scratch + run->scratch_bytes * (size_t)worker);
+  const phase_work *work = context;
+  work->phase->run_task(work->job, task, work->parts.scratch + work->parts.scratch_bytes * (size_t)worker);
 }
 
-static fa_status run(const fa_plan *plan, const fa_tensors *tensors, const fa_execution *execution,
-                     fa_error *error) {
+static fa_status run_cpu(const fa_plan *plan, const fa_tensors *tensors, const fa_execution *execution,
+                         fa_error *error) {
   (void)error;
   const fa_cpu_kernel *kernel = plan->config;
-  const fa_problem *problem = &plan->problem;
-  fa_cpu_job job = {problem, tensors, execution->workspace};
-  size_t shared_bytes = kernel->shared_bytes ? round_up_64(kernel->shared_bytes(problem)) : 0;
-  phase_run run = {.job = &job,
-                   .scratch = (char *)execution->workspace + shared_bytes,
-                   .scratch_bytes = round_up_64(kernel->scratch_bytes(problem))};
+  phase_work work = {
+      .parts = lay_out(&(fa_arena){.base = execution->workspace}, kernel, &plan->problem, plan->num_threads)};
+  fa_cpu_job job = {&plan->problem, tensors, work.parts.shared};
+  work.job = &job;
 
   int calls = atomic_fetch_add(&num_calls, 1) + 1;
   int threads = plan->num_threads / calls;
   if (execution->num_threads > 0 && execution->num_threads < threads) threads = execution->num_threads;
   if (threads < 1) threads = 1;
   for (int i = 0; i < FA_CPU_MAX_PHASES && kernel->phases[i].run_task; i++) {
-    run.phase = &kernel->phases[i];
-    fa_parallel_for(threads, 0, run.phase->num_tasks(problem), run_task, &run);
+    work.phase = &kernel->phases[i];
+    fa_parallel_for(threads, 0, work.phase->num_tasks(&plan->problem), run_task, &work);
   }
   atomic_fetch_sub(&num_calls, 1);
   return FA_STATUS_OK;
@@ -140,4 +152,4 @@ const fa_backend fa_cpu_backend = {.kind = FA_DEVICE_CPU,
                                    .num_devices = num_devices,
                                    .device_info = device_info,
                                    .plan = plan_cpu,
-                                   .run = run};
+                                   .run = run_cpu};

@@ -16,8 +16,11 @@
 #include <stdatomic.h>
 #include <string.h>
 
+#include "../core/arena.h"
+#include "../core/integers.h"
 #include "../core/problem.h"
 #include "half.h"
+#include "sequence.h"
 
 #ifndef CMPLX /* clang before 16 has the builtin, and no macro */
 #define CMPLX(x, y) __builtin_complex((double)(x), (double)(y))
@@ -59,22 +62,6 @@
 #define TEXT(x)     TEXT_(x)
 #define INLINE      static inline __attribute__((always_inline))
 
-static inline int64_t round_up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
-static inline int64_t ceil_div(int64_t x, int64_t y) { return (x + y - 1) / y; }
-static inline int64_t min_of(int64_t x, int64_t y) { return x < y ? x : y; }
-
-/* Hands out aligned pieces of a thread's scratch memory; with base NULL it only adds up their sizes. */
-typedef struct carver {
-  char *base;
-  size_t used;
-} carver;
-
-static inline void *carve(carver *carver, int64_t bytes) {
-  void *piece = carver->base ? carver->base + carver->used : NULL;
-  carver->used += (size_t)round_up(bytes, 64);
-  return piece;
-}
-
 /* Between blocks of some 70 microseconds. Linux puts a thread that yields behind those that never do, for 100
  * ms and more in the end; a VM's schedulers yield while they look for work. Yielding too, and as often, keeps
  * them level: they get a processor within 10 ms while every one is computing (of two yields, 16 schedulers:
@@ -97,11 +84,12 @@ static inline void wait_until(atomic_int *value, int at_least) {
 #define IS_F32      1
 #define IS_COMPLEX  0
 #define LANES       ((int)(VECTOR_BYTES / sizeof(REAL)))
-#include "vector.h"
-#include "rows.h"
-#include "product.h"
-#include "forward.h"
-#include "backward.h"
+#include "vector_template.h"
+#include "rows_template.h"
+#include "product_template.h"
+#include "scores_template.h"
+#include "forward_template.h"
+#include "backward_template.h"
 #undef REAL
 #undef T
 #undef INT
@@ -117,11 +105,12 @@ static inline void wait_until(atomic_int *value, int at_least) {
 #define LOWEST      (-DBL_MAX)
 #define EXP_HIGHEST 710
 #define IS_F32      0
-#include "vector.h"
-#include "rows.h"
-#include "product.h"
-#include "forward.h"
-#include "backward.h"
+#include "vector_template.h"
+#include "rows_template.h"
+#include "product_template.h"
+#include "scores_template.h"
+#include "forward_template.h"
+#include "backward_template.h"
 #undef REAL
 #undef T
 #undef LOG
@@ -134,10 +123,11 @@ static inline void wait_until(atomic_int *value, int at_least) {
 #define LOG        clog
 #define IS_COMPLEX 1
 #define LANES      1
-#include "vector.h"
-#include "rows.h"
-#include "product.h"
-#include "forward.h"
+#include "vector_template.h"
+#include "rows_template.h"
+#include "product_template.h"
+#include "scores_template.h"
+#include "forward_template.h"
 
 #define FORWARD(label, type)                                                                          \
   {                                                                                                   \
@@ -150,7 +140,7 @@ static inline void wait_until(atomic_int *value, int at_least) {
   {                                                                                      \
     .name = "cpu/" TEXT(FA_ISA) "/" label, .shared_bytes = backward_shared_bytes_##type, \
     .scratch_bytes = backward_scratch_bytes_##type, .phases = {                          \
-      {num_runs_##type, prepare_task_##type},                                            \
+      {num_chunks_##type, prepare_task_##type},                                          \
       {num_cells_##type, cell_task_##type},                                              \
       {num_finish_tasks_##type, finish_task_##type}                                      \
     }                                                                                    \

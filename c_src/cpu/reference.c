@@ -10,10 +10,11 @@
 #include <stdio.h>
 #include <tgmath.h>
 
+#include "../core/arena.h"
 #include "../core/backend.h"
 #include "../core/error.h"
-#include "../core/problem.h"
 #include "half.h"
+#include "sequence.h"
 
 static double element(fa_dtype dtype, const void *data, int64_t index) {
   switch (dtype) {
@@ -43,17 +44,17 @@ static double stored(fa_dtype dtype, double value) {
   }
 }
 
-#define real     double
-#define NAMED(x) x##_f64
-#include "reference_body.h"
-#undef real
-#undef NAMED
+#define REAL    double
+#define T(name) name##_f64
+#include "reference_template.h"
+#undef REAL
+#undef T
 
-#define real     float
-#define NAMED(x) x##_f32
-#include "reference_body.h"
-#undef real
-#undef NAMED
+#define REAL    float
+#define T(name) name##_f32
+#include "reference_template.h"
+#undef REAL
+#undef T
 
 static int32_t num_devices(fa_error *error) {
   fa_succeed(error);
@@ -73,14 +74,13 @@ static fa_status plan_reference(fa_plan *plan, fa_error *error) {
     return fa_fail(error, FA_STATUS_UNSUPPORTED, "pass", "forward or backward on the reference",
                    fa_pass_name(plan->pass));
   plan->kernel = kernels[plan->problem.dtype];
-  plan->workspace_bytes = plan->problem.dtype == FA_DTYPE_F64
-                              ? cut_f64(&(scratch_f64){0}, &plan->problem, NULL)
-                              : cut_f32(&(scratch_f32){0}, &plan->problem, NULL);
+  plan->workspace_bytes = plan->problem.dtype == FA_DTYPE_F64 ? workspace_bytes_f64(&plan->problem)
+                                                              : workspace_bytes_f32(&plan->problem);
   return fa_succeed(error);
 }
 
-static fa_status run(const fa_plan *plan, const fa_tensors *tensors, const fa_execution *execution,
-                     fa_error *error) {
+static fa_status run_reference(const fa_plan *plan, const fa_tensors *tensors, const fa_execution *execution,
+                               fa_error *error) {
   const bool forward = plan->pass == FA_PASS_FORWARD, f64 = plan->problem.dtype == FA_DTYPE_F64;
   void (*const pass)(const fa_problem *, const fa_tensors *, void *) =
       forward ? (f64 ? forward_f64 : forward_f32) : (f64 ? backward_f64 : backward_f32);
@@ -92,4 +92,4 @@ const fa_backend fa_reference_backend = {.kind = FA_DEVICE_REFERENCE,
                                          .num_devices = num_devices,
                                          .device_info = device_info,
                                          .plan = plan_reference,
-                                         .run = run};
+                                         .run = run_reference};

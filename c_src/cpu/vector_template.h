@@ -1,4 +1,9 @@
-/* Template: vectors of REAL and the functions that attention needs of them. */
+/*
+ * Template: vectors of REAL, and the functions that attention needs of them.
+ *
+ * Parameters: REAL, T(name), INT (the integer as wide as REAL), VECTOR_BYTES, IS_F32, IS_COMPLEX; see
+ * kernels.c.
+ */
 
 #if !IS_COMPLEX
 
@@ -11,7 +16,7 @@ INLINE T(vec) T(select)(T(mask) mask, T(vec) yes, T(vec) no) {
   return (T(vec))((mask & (T(mask))yes) | (~mask & (T(mask))no));
 }
 
-/* Of a NaN and a number, b. */
+/* Where one of the two is a NaN, the result is b. */
 INLINE T(vec) T(max)(T(vec) a, T(vec) b) { return T(select)(a > b, a, b); }
 INLINE T(vec) T(min)(T(vec) a, T(vec) b) { return T(select)(a < b, a, b); }
 

@@ -1,6 +1,8 @@
 /*
  * Template: the one matrix product that every pass is made of.
  *
+ * Parameters: REAL, T(name), LANES, MR, NV, NR, STRIP, BLOCK (see kernels.c); T(vec) of vector_template.h.
+ *
  *     c[rows, columns]  =  factor * a[rows, depth] . b[depth, columns]           STORE
  *     c[rows, columns] +=           a[rows, depth] . b[depth, columns]           ADD
  *     c[r, columns]     =  factors[r] * c[r, columns] + a[r, depth] . b[...]     RESCALE

@@ -1,0 +1,320 @@
+/*
+ * Template: the backward pass, FlashAttention-2's (Dao 2023, algorithm 2), without atomic additions and with
+ * the same bits for any number of threads.
+ *
+ *     q, o, dout, dq [batch, seqlen_q, num_heads, head_dim]     lse [batch, num_heads, seqlen_q]
+ *     k, v, dk, dv [batch, seqlen_k, num_kv_heads, head_dim]    sink, dsink [num_sinks, num_heads]
+ *
+ * Three phases: delta = rowsum(o * dout), and gradients cleared; the cells; 16-bit gradients rounded, and
+ * dsink.
+ *
+ * Cells. For every pair of a sequence and a key/value head, the blocks of rows and those of columns are dealt
+ * out to num_hands hands each. Cell (t, step) multiplies the blocks of columns of hand t with the blocks of
+ * rows of hand (t + step) mod num_hands. The cells of one step share no hand, so they may run at the same time
+ * and still add to dq, dk and dv directly; a cell waits for the two cells of the step before that held its
+ * hands. Tasks are numbered by step, so a cell waits only for lower numbers, which have started: it cannot wait
+ * for ever. Dealing out blocks in turn, rather than in stretches, keeps the cells of a causal mask equally
+ * large.
+ *
+ * Parameters: REAL, T(name), EXP_HIGHEST, BLOCK, NR (see kernels.c), and the templates before this one.
+ */
+
+#define PREPARE_ROWS 128 /* rows of a task of the first and the last phase */
+
+typedef struct T(backward_scratch) {
+  REAL *k_transposed, *v_transposed; /* [BLOCK / NR][head_dim][NR] */
+  REAL *k_panels;                    /* [head_dim / NR][BLOCK][NR] */
+  REAL *q_rows, *dout_rows;          /* [BLOCK][head_dim] */
+  REAL *q_panels, *dout_panels;      /* [head_dim / NR][BLOCK][NR] */
+  REAL *p, *ds;                      /* [BLOCK][BLOCK] */
+  REAL *dq, *dk, *dv;                /* [BLOCK][padded head_dim] */
+  REAL *buffer;                      /* [head_dim] */
+} T(backward_scratch);
+
+static T(backward_scratch) T(lay_out_backward)(fa_arena *arena, const fa_problem *problem) {
+  int64_t rows = BLOCK * problem->head_dim, panels = BLOCK * fa_round_up(problem->head_dim, NR);
+  T(backward_scratch) s;
+  s.k_transposed = fa_take(arena, rows, sizeof(REAL));
+  s.v_transposed = fa_take(arena, rows, sizeof(REAL));
+  s.k_panels = fa_take(arena, panels, sizeof(REAL));
+  s.q_rows = fa_take(arena, rows, sizeof(REAL));
+  s.dout_rows = fa_take(arena, rows, sizeof(REAL));
+  s.q_panels = fa_take(arena, panels, sizeof(REAL));
+  s.dout_panels = fa_take(arena, panels, sizeof(REAL));
+  s.p = fa_take(arena, BLOCK * BLOCK, sizeof(REAL));
+  s.ds = fa_take(arena, BLOCK * BLOCK, sizeof(REAL));
+  s.dq = fa_take(arena, panels, sizeof(REAL));
+  s.dk = fa_take(arena, panels, sizeof(REAL));
+  s.dv = fa_take(arena, panels, sizeof(REAL));
+  s.buffer = fa_take(arena, problem->head_dim, sizeof(REAL));
+  return s;
+}
+
+static size_t T(backward_scratch_bytes)(const fa_problem *problem) {
+  fa_arena sizes = {0};
+  T(lay_out_backward)(&sizes, problem);
+  return sizes.used;
+}
+
+/* Memory that all tasks share. Gradients of 16-bit types are summed here in f32. */
+typedef struct T(backward_shared) {
+  REAL *delta;        /* [batch, num_heads, seqlen_q] */
+  atomic_int *steps;  /* [pairs][hands]: how many steps a hand of columns has behind it */
+  REAL *dq, *dk, *dv; /* as the tensors, contiguous; NULL where REAL is the tensors' own type */
+} T(backward_shared);
+
+/* Pairs of a sequence and a key/value head. */
+static int64_t T(num_pairs)(const fa_problem *problem) { return problem->batch * problem->num_kv_heads; }
+
+/* As many hands as keep some 32 cells of a step for the threads to share, but two blocks in a hand, so that
+ * packing k pays. A choice by the problem alone: the order of summation must not depend on the threads. */
+static int64_t T(num_hands)(const fa_problem *problem) {
+  int64_t blocks = fa_divide_up(fa_max(problem->seqlen_q, problem->seqlen_k), BLOCK);
+  return fa_max(fa_min(fa_divide_up(32, T(num_pairs)(problem) + 1), fa_divide_up(blocks, 2)), 1);
+}
+
+/* Whether gradients are summed in shared memory, and rounded into the tensors at the end. */
+static bool T(sums_apart)(const fa_problem *problem) { return fa_dtype_bytes(problem->dtype) < sizeof(REAL); }
+
+static T(backward_shared) T(lay_out_shared)(fa_arena *arena, const fa_problem *problem) {
+  T(backward_shared) s = {0};
+  s.delta = fa_take(arena, problem->batch * problem->num_heads * problem->seqlen_q, sizeof(REAL));
+  s.steps = fa_take(arena, T(num_pairs)(problem) * T(num_hands)(problem), sizeof(atomic_int));
+  if (T(sums_apart)(problem)) {
+    int64_t queries = problem->batch * problem->seqlen_q * problem->num_heads * problem->head_dim;
+    int64_t keys = problem->batch * problem->seqlen_k * problem->num_kv_heads * problem->head_dim;
+    s.dq = fa_take(arena, queries, sizeof(REAL));
+    s.dk = fa_take(arena, keys, sizeof(REAL));
+    s.dv = fa_take(arena, keys, sizeof(REAL));
+  }
+  return s;
+}
+
+static size_t T(backward_shared_bytes)(const fa_problem *problem) {
+  fa_arena sizes = {0};
+  T(lay_out_shared)(&sizes, problem);
+  return sizes.used;
+}
+
+/* Where the rows of a gradient are summed: in the tensor itself, or in shared memory. */
+typedef struct T(sum_rows) {
+  REAL *data;
+  int64_t stride;
+} T(sum_rows);
+
+static T(sum_rows) T(sum_rows_of)(const fa_cpu_job *job, fa_tensor_id id, REAL *sums,
+                                  const fa_sequence *sequence, int64_t head) {
+  fa_tensor tensor = *fa_tensor_at((fa_tensors *)job->tensors, id);
+  if (sums) tensor = fa_tensor_contiguous(job->problem, id, sums);
+  return (T(sum_rows)){(REAL *)T(first_row)(&tensor, sizeof(REAL), sequence, head), tensor.stride_row};
+}
+
+/* Adds from [rows, padded columns] to the rows of a gradient. */
+static void T(add_rows)(T(sum_rows) to, fa_range rows, int64_t columns, const REAL *from) {
+  for (int64_t r = rows.begin; r < rows.end; r++, from += fa_round_up(columns, NR)) {
+    REAL *row = to.data + r * to.stride;
+    for (int64_t x = 0; x < columns; x++) row[x] += from[x];
+  }
+}
+
+/* ---- the first phase ------------------------------------------------------------------------------ */
+
+/* Some rows of one head of dq or, in the tasks after those, of dk and dv. */
+typedef struct T(task_rows) {
+  bool of_queries;
+  fa_sequence sequence;
+  int64_t head;
+  fa_range rows;
+} T(task_rows);
+
+static int64_t T(num_query_chunks)(const fa_problem *problem) {
+  return fa_divide_up(problem->seqlen_q, PREPARE_ROWS) * problem->batch * problem->num_heads;
+}
+
+static int64_t T(num_chunks)(const fa_problem *problem) {
+  return T(num_query_chunks)(problem) + fa_divide_up(problem->seqlen_k, PREPARE_ROWS) * T(num_pairs)(problem);
+}
+
+static T(task_rows) T(chunk_of)(const fa_problem *problem, int64_t task) {
+  int64_t num_query_chunks = T(num_query_chunks)(problem);
+  bool of_queries = task < num_query_chunks;
+  if (!of_queries) task -= num_query_chunks;
+  int64_t heads = of_queries ? problem->num_heads : problem->num_kv_heads;
+  fa_sequence sequence = fa_sequence_of(problem, task / heads % problem->batch);
+  int64_t begin = task / heads / problem->batch * PREPARE_ROWS;
+  int64_t end = fa_min(begin + PREPARE_ROWS, of_queries ? sequence.seqlen_q : sequence.seqlen_k);
+  return (T(task_rows)){of_queries, sequence, task % heads, {begin, end}};
+}
+
+static void T(clear_rows)(const fa_cpu_job *job, fa_tensor_id id, REAL *sums, const T(task_rows) * chunk) {
+  T(sum_rows) to = T(sum_rows_of)(job, id, sums, &chunk->sequence, chunk->head);
+  for (int64_t r = chunk->rows.begin; r < chunk->rows.end; r++)
+    memset(to.data + r * to.stride, 0, (size_t)job->problem->head_dim * sizeof(REAL));
+}
+
+/* delta [rows] = rowsum(o * dout) */
+static void T(find_delta)(const fa_cpu_job *job, const T(task_rows) * chunk, T(backward_scratch) s,
+                          REAL *delta) {
+  T(rows) o = T(rows_of)(job, FA_TENSOR_O, &chunk->sequence, chunk->head);
+  T(rows) dout = T(rows_of)(job, FA_TENSOR_DOUT, &chunk->sequence, chunk->head);
+  int64_t d = job->problem->head_dim;
+  for (int64_t r = chunk->rows.begin; r < chunk->rows.end; r++) {
+    const REAL *o_row = T(load_row)(o, r, d, s.q_rows), *dout_row = T(load_row)(dout, r, d, s.dout_rows);
+    REAL sum = 0;
+    for (int64_t p = 0; p < d; p++) sum += o_row[p] * dout_row[p];
+    delta[fa_first_stat(&chunk->sequence, chunk->head) + r] = sum;
+  }
+}
+
+static void T(prepare_task)(const fa_cpu_job *job, int64_t task, void *scratch) {
+  const fa_problem *problem = job->problem;
+  T(backward_shared) shared = T(lay_out_shared)(&(fa_arena){.base = job->shared}, problem);
+  T(task_rows) chunk = T(chunk_of)(problem, task);
+  for (int64_t i = 0; task == 0 && i < T(num_pairs)(problem) * T(num_hands)(problem); i++)
+    atomic_init(&shared.steps[i], 0);
+  if (chunk.of_queries) {
+    T(clear_rows)(job, FA_TENSOR_DQ, shared.dq, &chunk);
+    T(find_delta)(job, &chunk, T(lay_out_backward)(&(fa_arena){.base = scratch}, problem), shared.delta);
+  } else {
+    T(clear_rows)(job, FA_TENSOR_DK, shared.dk, &chunk);
+    T(clear_rows)(job, FA_TENSOR_DV, shared.dv, &chunk);
+  }
+}
+
+/* ---- the cells ------------------------------------------------------------------------------------- */
+
+/* One tile, whose columns of k and v are packed: adds to dq in memory, and to dk and dv in s. */
+static void T(backward_tile)(const fa_cpu_job *job, const T(backward_shared) * shared, T(backward_scratch) s,
+                             const fa_tile *tile) {
+  const fa_problem *problem = job->problem;
+  int64_t d = problem->head_dim, padded = fa_round_up(d, NR), panel = BLOCK * NR;
+  int64_t num_rows = tile->rows.end - tile->rows.begin, num_columns = tile->columns.end - tile->columns.begin;
+  int64_t stats = fa_first_stat(tile->sequence, tile->head) + tile->rows.begin;
+  const REAL *lse = (const REAL *)job->tensors->lse.data + stats, *delta = shared->delta + stats;
+  T(rows) q = T(rows_of)(job, FA_TENSOR_Q, tile->sequence, tile->head);
+  T(rows) dout = T(rows_of)(job, FA_TENSOR_DOUT, tile->sequence, tile->head);
+  T(sum_rows) dq = T(sum_rows_of)(job, FA_TENSOR_DQ, shared->dq, tile->sequence, tile->head);
+  give_way();
+
+  T(pack_rows)(q, tile->rows, d, s.q_rows);
+  T(pack_rows)(dout, tile->rows, d, s.dout_rows);
+  T(pack_panels)(q, tile->rows, d, s.q_panels, s.buffer);
+  T(pack_panels)(dout, tile->rows, d, s.dout_panels, s.buffer);
+
+  /* scale * q . k^T and dp = dout . v^T, then p and ds in their places */
+  T(product)
+  (num_rows, num_columns, d, s.q_rows, d, 1, s.k_transposed, d * NR, s.p, BLOCK, STORE, (REAL)problem->scale,
+   NULL);
+  T(product)(num_rows, num_columns, d, s.dout_rows, d, 1, s.v_transposed, d * NR, s.ds, BLOCK, STORE, 1, NULL);
+  T(differentiate_scores)(problem, tile, lse, delta, s.p, s.ds);
+
+  /* dv += p^T . dout,  dk += ds^T . q,  dq += ds . k */
+  T(product)(num_columns, d, num_rows, s.p, 1, BLOCK, s.dout_panels, panel, s.dv, padded, ADD, 0, NULL);
+  T(product)(num_columns, d, num_rows, s.ds, 1, BLOCK, s.q_panels, panel, s.dk, padded, ADD, 0, NULL);
+  T(product)(num_rows, d, num_columns, s.ds, BLOCK, 1, s.k_panels, panel, s.dq, padded, STORE, 1, NULL);
+  T(add_rows)(dq, tile->rows, d, s.dq);
+}
+
+/* One block of columns, with one hand's blocks of rows of every head that shares the columns. */
+static void T(backward_columns)(const fa_cpu_job *job, const T(backward_shared) * shared, T(backward_scratch) s,
+                                const fa_sequence *sequence, int64_t kv_head, fa_range columns, int64_t hand) {
+  const fa_problem *problem = job->problem;
+  fa_blocks blocks =
+      fa_blocks_in_hand(fa_blocks_that_see(sequence, columns, BLOCK), hand, T(num_hands)(problem));
+  if (blocks.count == 0) return;
+
+  int64_t d = problem->head_dim, heads_per_kv = problem->num_heads / problem->num_kv_heads;
+  size_t gradient_bytes = (size_t)(BLOCK * fa_round_up(d, NR)) * sizeof(REAL);
+  T(rows) k = T(rows_of)(job, FA_TENSOR_K, sequence, kv_head);
+  T(rows) v = T(rows_of)(job, FA_TENSOR_V, sequence, kv_head);
+  T(pack_transposed)(k, columns, d, s.k_transposed, s.buffer);
+  T(pack_transposed)(v, columns, d, s.v_transposed, s.buffer);
+  T(pack_panels)(k, columns, d, s.k_panels, s.buffer);
+  memset(s.dk, 0, gradient_bytes);
+  memset(s.dv, 0, gradient_bytes);
+  for (int64_t head = kv_head * heads_per_kv; head < (kv_head + 1) * heads_per_kv; head++)
+    for (int64_t i = 0; i < blocks.count; i++) {
+      fa_tile tile = {sequence, head, fa_block_at(blocks, i), columns};
+      T(backward_tile)(job, shared, s, &tile);
+    }
+  T(add_rows)(T(sum_rows_of)(job, FA_TENSOR_DK, shared->dk, sequence, kv_head), columns, d, s.dk);
+  T(add_rows)(T(sum_rows_of)(job, FA_TENSOR_DV, shared->dv, sequence, kv_head), columns, d, s.dv);
+}
+
+static int64_t T(num_cells)(const fa_problem *problem) {
+  if (problem->seqlen_q == 0 || problem->seqlen_k == 0) return 0; /* nor has the first phase a task then */
+  return T(num_pairs)(problem) * T(num_hands)(problem) * T(num_hands)(problem);
+}
+
+static void T(cell_task)(const fa_cpu_job *job, int64_t task, void *scratch) {
+  const fa_problem *problem = job->problem;
+  int64_t num_hands = T(num_hands)(problem), num_pairs = T(num_pairs)(problem);
+  int64_t step = task / (num_pairs * num_hands), pair = task / num_hands % num_pairs, t = task % num_hands;
+  T(backward_shared) shared = T(lay_out_shared)(&(fa_arena){.base = job->shared}, problem);
+  T(backward_scratch) s = T(lay_out_backward)(&(fa_arena){.base = scratch}, problem);
+  fa_sequence sequence = fa_sequence_of(problem, pair / problem->num_kv_heads);
+  fa_blocks blocks = fa_blocks_in_hand(fa_blocks_of_columns(&sequence, BLOCK), t, num_hands);
+
+  /* The hand of rows was with hand t + 1 of columns in the step before. */
+  atomic_int *steps = shared.steps + pair * num_hands;
+  wait_until(&steps[t], (int)step);
+  wait_until(&steps[(t + 1) % num_hands], (int)step);
+  for (int64_t i = 0; i < blocks.count; i++) T(backward_columns)
+  (job, &shared, s, &sequence, pair % problem->num_kv_heads, fa_block_at(blocks, i), (t + step) % num_hands);
+  atomic_store_explicit(&steps[t], (int)step + 1, memory_order_release);
+}
+
+/* ---- the last phase -------------------------------------------------------------------------------- */
+
+static int64_t T(num_finish_tasks)(const fa_problem *problem) {
+  return (problem->num_sinks ? problem->num_heads : 0) + (T(sums_apart)(problem) ? T(num_chunks)(problem) : 0);
+}
+
+/* sum with what one sequence adds to sum_{b,i} exp(sink[t, head] - lse[i]) * delta[i] = -dsink[t, head] */
+static double T(add_sink)(const fa_cpu_job *job, const REAL *delta, const fa_sequence *sequence, int64_t head,
+                          REAL sink, double sum) {
+  const REAL *lse = (const REAL *)job->tensors->lse.data + fa_first_stat(sequence, head);
+  delta += fa_first_stat(sequence, head);
+  for (int64_t i = 0; i < sequence->seqlen_q; i++) {
+    REAL p = sink == -INFINITY ? 0 : T(first)(T(exp)(T(min)(T(splat)(EXP_HIGHEST), T(splat)(sink - lse[i]))));
+    sum += (double)(p * delta[i]);
+  }
+  return sum;
+}
+
+static void T(finish_sinks)(const fa_cpu_job *job, const REAL *delta, int64_t head) {
+  const fa_problem *problem = job->problem;
+  float *dsink = job->tensors->dsink.data;
+  for (int64_t t = 0; t < problem->num_sinks; t++) {
+    double sum = 0;
+    for (int64_t batch = 0; batch < problem->batch; batch++) {
+      fa_sequence sequence = fa_sequence_of(problem, batch);
+      sum = T(add_sink)(job, delta, &sequence, head, T(load_sink)(job, t, head), sum);
+    }
+    dsink[t * problem->num_heads + head] = (float)-sum;
+  }
+}
+
+static void T(finish_rows)(const fa_cpu_job *job, fa_tensor_id id, REAL *sums, const T(task_rows) * chunk) {
+  T(sum_rows) from = T(sum_rows_of)(job, id, sums, &chunk->sequence, chunk->head);
+  T(rows) to = T(rows_of)(job, id, &chunk->sequence, chunk->head);
+  for (int64_t r = chunk->rows.begin; r < chunk->rows.end; r++)
+    T(store_row)(to, r, job->problem->head_dim, from.data + r * from.stride);
+}
+
+static void T(finish_task)(const fa_cpu_job *job, int64_t task, void *scratch) {
+  (void)scratch;
+  const fa_problem *problem = job->problem;
+  T(backward_shared) shared = T(lay_out_shared)(&(fa_arena){.base = job->shared}, problem);
+  if (problem->num_sinks && task < problem->num_heads) {
+    T(finish_sinks)(job, shared.delta, task);
+    return;
+  }
+  T(task_rows) chunk = T(chunk_of)(problem, task - (problem->num_sinks ? problem->num_heads : 0));
+  if (chunk.of_queries) {
+    T(finish_rows)(job, FA_TENSOR_DQ, shared.dq, &chunk);
+  } else {
+    T(finish_rows)(job, FA_TENSOR_DK, shared.dk, &chunk);
+    T(finish_rows)(job, FA_TENSOR_DV, shared.dv, &chunk);
+  }
+}

@@ -1,0 +1,134 @@
+/*
+ * Template: the forward pass, FlashAttention-2's (Dao 2023, algorithm 1) with the scores transposed.
+ *
+ *     q, o [batch, seqlen_q, num_heads, head_dim]   k, v [batch, seqlen_k, num_kv_heads, head_dim]
+ *     lse [batch, num_heads, seqlen_q]              sink [num_sinks, num_heads]
+ *
+ * A task is up to FORWARD_ROWS query rows of one (batch, head). It walks over the blocks of k and v that its
+ * rows see; for each block and each strip of rows it computes
+ *
+ *     st[BLOCK, STRIP]     = scale * k . q^T          rows of q lie along the vectors, so that maxima and
+ *     m', p = exp(st - m')                            sums over k need no step across lanes
+ *     o[STRIP, head_dim]   = exp(m - m') * o + p^T . v
+ *
+ * What a row gets depends neither on the rows of its task nor on the threads.
+ *
+ * Parameters: REAL, T(name), LOG, STRIP, BLOCK, LANES, NR (see kernels.c), and the templates before this one.
+ */
+
+#define FORWARD_ROWS (4 * STRIP)
+
+typedef struct T(forward_scratch) {
+  REAL *q;      /* [FORWARD_ROWS / NR][head_dim][NR] */
+  REAL *k;      /* [BLOCK][head_dim] */
+  REAL *v;      /* [head_dim / NR][BLOCK][NR] */
+  REAL *scores; /* [BLOCK][STRIP] */
+  REAL *o;      /* [FORWARD_ROWS][padded head_dim] */
+  REAL *m, *l;  /* [FORWARD_ROWS]: the largest score so far, and the sum of exp(score - m) */
+  REAL *decay;  /* [STRIP] */
+  REAL *buffer; /* [head_dim] */
+} T(forward_scratch);
+
+static T(forward_scratch) T(lay_out_forward)(fa_arena *arena, const fa_problem *problem) {
+  int64_t d = problem->head_dim, padded = fa_round_up(d, NR);
+  T(forward_scratch) s;
+  s.q = fa_take(arena, FORWARD_ROWS * d, sizeof(REAL));
+  s.k = fa_take(arena, BLOCK * d, sizeof(REAL));
+  s.v = fa_take(arena, BLOCK * padded, sizeof(REAL));
+  s.scores = fa_take(arena, BLOCK * STRIP, sizeof(REAL));
+  s.o = fa_take(arena, FORWARD_ROWS * padded, sizeof(REAL));
+  s.m = fa_take(arena, FORWARD_ROWS, sizeof(REAL));
+  s.l = fa_take(arena, FORWARD_ROWS, sizeof(REAL));
+  s.decay = fa_take(arena, STRIP, sizeof(REAL));
+  s.buffer = fa_take(arena, d, sizeof(REAL));
+  return s;
+}
+
+static size_t T(forward_scratch_bytes)(const fa_problem *problem) {
+  fa_arena sizes = {0};
+  T(lay_out_forward)(&sizes, problem);
+  return sizes.used;
+}
+
+/* Fewer rows a task where there would be too few tasks to share out. */
+static int64_t T(forward_task_rows)(const fa_problem *problem) {
+  int64_t tasks = fa_divide_up(problem->seqlen_q, FORWARD_ROWS) * problem->batch * problem->num_heads;
+  return tasks < 64 ? FORWARD_ROWS / 2 : FORWARD_ROWS;
+}
+
+static int64_t T(forward_num_tasks)(const fa_problem *problem) {
+  return fa_divide_up(problem->seqlen_q, T(forward_task_rows)(problem)) * problem->batch * problem->num_heads;
+}
+
+/* The last step of a row: sinks join the sum, o is divided by it, o and lse are written. */
+static void T(finish_row)(const fa_cpu_job *job, const fa_sequence *sequence, int64_t head, int64_t row,
+                          REAL *o, REAL m, REAL l) {
+  const fa_problem *problem = job->problem;
+  if (problem->num_sinks) {
+    T(vec) origin = T(max)(T(splat)(m), T(splat)(LOWEST));
+    for (int64_t t = 0; t < problem->num_sinks; t++)
+      origin = T(max)(T(splat)(T(load_sink)(job, t, head)), origin);
+    T(vec) decay = T(exp)(m - origin), sum = l * decay;
+    for (int64_t t = 0; t < problem->num_sinks; t++) sum += T(exp)(T(load_sink)(job, t, head) - origin);
+    REAL factor = T(first)(decay);
+    for (int64_t p = 0; p < problem->head_dim; p++) o[p] *= factor;
+    m = T(first)(origin), l = T(first)(sum);
+  }
+  /* l is 0 only where the row saw nothing: o is 0 then, and lse = -inf. */
+  if (l != 0)
+    for (int64_t p = 0; p < problem->head_dim; p++) o[p] /= l;
+  T(store_row)(T(rows_of)(job, FA_TENSOR_O, sequence, head), row, problem->head_dim, o);
+  T(store_lse)(job, fa_first_stat(sequence, head) + row, l != 0 ? m + LOG(l) : -INFINITY);
+}
+
+/* Takes one tile, whose q, k and v are packed, into the sums o, m and l of its rows. */
+static void T(forward_tile)(const fa_problem *problem, const fa_tile *tile, T(forward_scratch) s, const REAL *q,
+                            REAL *o, REAL *m, REAL *l) {
+  int64_t d = problem->head_dim, padded = fa_round_up(d, NR);
+  int64_t num_rows = tile->rows.end - tile->rows.begin, num_columns = tile->columns.end - tile->columns.begin;
+  T(product)
+  (num_columns, num_rows, d, s.k, d, 1, q, d * NR, s.scores, STRIP, STORE, (REAL)problem->scale, NULL);
+  T(make_scores)(problem, tile, s.scores);
+  T(soften_scores)(tile, s.scores, m, l, s.decay);
+  T(product)(num_rows, d, num_columns, s.scores, 1, STRIP, s.v, BLOCK * NR, o, padded, RESCALE, 0, s.decay);
+}
+
+/* All tiles of a task's rows, block of columns by block of columns. */
+static void T(forward_rows)(const fa_cpu_job *job, const fa_sequence *sequence, int64_t head, fa_range rows,
+                            T(forward_scratch) s) {
+  const fa_problem *problem = job->problem;
+  int64_t d = problem->head_dim, padded = fa_round_up(d, NR);
+  int64_t kv_head = head / (problem->num_heads / problem->num_kv_heads);
+  T(rows) k = T(rows_of)(job, FA_TENSOR_K, sequence, kv_head);
+  T(rows) v = T(rows_of)(job, FA_TENSOR_V, sequence, kv_head);
+  T(pack_transposed)(T(rows_of)(job, FA_TENSOR_Q, sequence, head), rows, d, s.q, s.buffer);
+  memset(s.o, 0, (size_t)(FORWARD_ROWS * padded) * sizeof *s.o);
+  for (int64_t i = 0; i < FORWARD_ROWS; i++) s.m[i] = -INFINITY, s.l[i] = 0;
+
+  fa_blocks blocks = fa_blocks_seen_by(sequence, rows, BLOCK);
+  for (int64_t i = 0; i < blocks.count; i++) {
+    fa_range columns = fa_block_at(blocks, i);
+    give_way();
+    T(pack_rows)(k, columns, d, s.k);
+    T(pack_panels)(v, columns, d, s.v, s.buffer);
+    for (int64_t x = 0; x < rows.end - rows.begin; x += STRIP) {
+      fa_range strip = {rows.begin + x, fa_min(rows.begin + x + STRIP, rows.end)};
+      fa_tile tile = {sequence, head, strip, columns};
+      if (fa_tile_sees_any(&tile))
+        T(forward_tile)(problem, &tile, s, s.q + x * d, s.o + x * padded, s.m + x, s.l + x);
+    }
+  }
+  for (int64_t i = 0; i < rows.end - rows.begin; i++)
+    T(finish_row)(job, sequence, head, rows.begin + i, s.o + i * padded, s.m[i], s.l[i]);
+}
+
+static void T(forward_task)(const fa_cpu_job *job, int64_t task, void *scratch) {
+  const fa_problem *problem = job->problem;
+  int64_t task_rows = T(forward_task_rows)(problem), pairs = problem->batch * problem->num_heads;
+  fa_sequence sequence = fa_sequence_of(problem, task % pairs / problem->num_heads);
+  /* The last rows first: under a causal mask they see the most, and the longest tasks should start first. */
+  int64_t first = (fa_divide_up(problem->seqlen_q, task_rows) - 1 - task / pairs) * task_rows;
+  fa_range rows = {first, fa_min(first + task_rows, sequence.seqlen_q)};
+  if (rows.begin < rows.end) T(forward_rows)
+  (job, &sequence, task % problem->num_heads, rows, T(lay_out_forward)(&(fa_arena){.base = scratch}, problem));
+}

@@ -1,0 +1,195 @@
+/*
+ * Template: attention as the formulas of flash_attention.h read, one row at a time. Sums run in the order of
+ * their index.
+ *
+ * Parameters: REAL, the type of every product, sum and statistic, and T(name), name with the type's suffix. lse
+ * has the type REAL whatever the tensors' type; stored() of reference.c rounds what unfused attention would
+ * keep in a tensor of its own (s, p, dp, ds) to the tensors' type.
+ */
+
+/* Where the workspace's parts are. */
+typedef struct T(scratch) {
+  REAL *k, *v, *dk, *dv;   /* [seqlen_k, head_dim] */
+  REAL *q, *o, *dout, *dq; /* [head_dim] */
+  REAL *s;                 /* [seqlen_k] */
+  REAL *dsink;             /* [num_sinks, num_heads] */
+} T(scratch);
+
+static T(scratch) T(lay_out)(fa_arena *arena, const fa_problem *p) {
+  const int64_t keys = p->seqlen_k * p->head_dim;
+  T(scratch) x;
+  x.k = fa_take(arena, keys, sizeof(REAL));
+  x.v = fa_take(arena, keys, sizeof(REAL));
+  x.dk = fa_take(arena, keys, sizeof(REAL));
+  x.dv = fa_take(arena, keys, sizeof(REAL));
+  x.q = fa_take(arena, p->head_dim, sizeof(REAL));
+  x.o = fa_take(arena, p->head_dim, sizeof(REAL));
+  x.dout = fa_take(arena, p->head_dim, sizeof(REAL));
+  x.dq = fa_take(arena, p->head_dim, sizeof(REAL));
+  x.s = fa_take(arena, p->seqlen_k, sizeof(REAL));
+  x.dsink = fa_take(arena, p->num_sinks * p->num_heads, sizeof(REAL));
+  return x;
+}
+
+static size_t T(workspace_bytes)(const fa_problem *p) {
+  fa_arena sizes = {0};
+  T(lay_out)(&sizes, p);
+  return sizes.used;
+}
+
+static REAL T(dot)(const REAL *x, const REAL *y, int64_t length) {
+  REAL sum = 0;
+  for (int64_t c = 0; c < length; c++) sum += x[c] * y[c];
+  return sum;
+}
+
+/* y += factor * x */
+static void T(add_scaled)(REAL *y, REAL factor, const REAL *x, int64_t length) {
+  for (int64_t c = 0; c < length; c++) y[c] += factor * x[c];
+}
+
+static void T(fill_zero)(REAL *x, int64_t length) {
+  for (int64_t c = 0; c < length; c++) x[c] = 0;
+}
+
+/* to [head_dim]: one row of one head of a tensor */
+static void T(load)(REAL *to, const fa_problem *p, const fa_tensor *x, const fa_sequence *sequence, int64_t row,
+                    int64_t head) {
+  const int64_t begin = sequence->batch * x->stride_batch + row * x->stride_row + head * x->stride_head;
+  for (int64_t c = 0; c < p->head_dim; c++) to[c] = (REAL)element(p->dtype, x->data, begin + c);
+}
+
+/* The row of the tensor becomes factor * from [head_dim]. */
+static void T(save)(const fa_tensor *x, const fa_problem *p, const fa_sequence *sequence, int64_t row,
+                    int64_t head, REAL factor, const REAL *from) {
+  const int64_t begin = sequence->batch * x->stride_batch + row * x->stride_row + head * x->stride_head;
+  for (int64_t c = 0; c < p->head_dim; c++) set_element(p->dtype, x->data, begin + c, factor * from[c]);
+}
+
+/* k, v [seqlen_k, head_dim] of one key/value head */
+static void T(load_keys)(T(scratch) * x, const fa_problem *p, const fa_tensors *t, const fa_sequence *sequence,
+                         int64_t kv) {
+  for (int64_t j = 0; j < sequence->seqlen_k; j++) {
+    T(load)(x->k + j * p->head_dim, p, &t->k, sequence, j, kv);
+    T(load)(x->v + j * p->head_dim, p, &t->v, sequence, j, kv);
+  }
+}
+
+/* ---- from products to scores and probabilities, and back ----------------------------------------------- */
+
+/* The place of a row's scores. */
+typedef struct T(place) {
+  const fa_sequence *sequence;
+  int64_t head, row;
+} T(place);
+
+/* s[i,j] of q[i] and k[j], both [head_dim]; -inf where row i does not see column j. */
+static REAL T(score)(const fa_problem *p, const T(place) * at, int64_t column, const REAL *q, const REAL *k) {
+  if (!fa_sees(at->sequence, at->row, column)) return -INFINITY;
+  const REAL s = stored(p->dtype, (REAL)p->scale * T(dot)(q, k, p->head_dim));
+  if (p->softcap == 0) return s;
+  const REAL softcap = (REAL)p->softcap;
+  return stored(p->dtype, softcap * tanh(s / softcap));
+}
+
+/* d(s)/d(scaled dot product), from s itself: tanh' = 1 - tanh^2 */
+static REAL T(score_slope)(const fa_problem *p, REAL s) {
+  if (p->softcap == 0) return 1;
+  const REAL tanh_value = s / (REAL)p->softcap;
+  return 1 - tanh_value * tanh_value;
+}
+
+/* ---- forward ------------------------------------------------------------------------------------------- */
+
+/* o [head_dim] and, as the result, lse of one row: q [head_dim], sink [num_sinks, num_heads] */
+static REAL T(forward_row)(T(scratch) * x, const fa_problem *p, const float *sink, const T(place) * at) {
+  const int64_t num_columns = at->sequence->seqlen_k, d = p->head_dim;
+  REAL maximum = -INFINITY, sum = 0;
+  for (int64_t t = 0; t < p->num_sinks; t++) maximum = fmax(maximum, (REAL)sink[t * p->num_heads + at->head]);
+  for (int64_t j = 0; j < num_columns; j++) {
+    x->s[j] = T(score)(p, at, j, x->q, x->k + j * d);
+    maximum = fmax(maximum, x->s[j]);
+  }
+  if (maximum == -INFINITY) maximum = 0; /* nothing to see: sum stays 0, lse becomes log(0) */
+  for (int64_t t = 0; t < p->num_sinks; t++) sum += exp((REAL)sink[t * p->num_heads + at->head] - maximum);
+  for (int64_t j = 0; j < num_columns; j++)
+    if (x->s[j] != -INFINITY) sum += exp(x->s[j] - maximum);
+  T(fill_zero)(x->o, d);
+  for (int64_t j = 0; j < num_columns; j++)
+    if (x->s[j] != -INFINITY)
+      T(add_scaled)(x->o, stored(p->dtype, exp(x->s[j] - maximum) / sum), x->v + j * d, d);
+  return maximum + log(sum);
+}
+
+static void T(forward)(const fa_problem *p, const fa_tensors *t, void *workspace) {
+  T(scratch) x = T(lay_out)(&(fa_arena){.base = workspace}, p);
+  const int64_t heads_per_kv = p->num_heads / p->num_kv_heads;
+  for (int64_t b = 0; b < p->batch; b++) {
+    const fa_sequence sequence = fa_sequence_of(p, b);
+    for (int64_t h = 0; h < p->num_heads; h++) {
+      if (h % heads_per_kv == 0) T(load_keys)(&x, p, t, &sequence, h / heads_per_kv);
+      for (int64_t i = 0; i < sequence.seqlen_q; i++) {
+        T(load)(x.q, p, &t->q, &sequence, i, h);
+        ((REAL *)t->lse.data)[fa_first_stat(&sequence, h) + i] =
+            T(forward_row)(&x, p, t->sink.data, &(T(place)){&sequence, h, i});
+        T(save)(&t->o, p, &sequence, i, h, 1, x.o);
+      }
+    }
+  }
+}
+
+/* ---- backward ------------------------------------------------------------------------------------------ */
+
+/* dq [head_dim] of one row without its factor scale, and what the row adds to dk, dv [seqlen_k, head_dim]
+ * and dsink [num_sinks, num_heads]: q, o, dout [head_dim] */
+static void T(backward_row)(T(scratch) * x, const fa_problem *p, const float *sink, REAL lse,
+                            const T(place) * at) {
+  const int64_t d = p->head_dim;
+  const REAL delta = T(dot)(x->o, x->dout, d);
+  bool sees_any = false;
+  T(fill_zero)(x->dq, d);
+  for (int64_t j = 0; j < at->sequence->seqlen_k; j++) {
+    const REAL *k = x->k + j * d, *v = x->v + j * d;
+    const REAL s = T(score)(p, at, j, x->q, k);
+    if (s == -INFINITY) continue;
+    const REAL weight = stored(p->dtype, exp(s - lse));
+    const REAL dweight = stored(p->dtype, T(dot)(x->dout, v, d));
+    const REAL ds = stored(p->dtype, weight * (dweight - delta) * T(score_slope)(p, s));
+    T(add_scaled)(x->dv + j * d, weight, x->dout, d);
+    T(add_scaled)(x->dq, ds, k, d);
+    T(add_scaled)(x->dk + j * d, ds, x->q, d);
+    sees_any = true;
+  }
+  for (int64_t t = 0; t < p->num_sinks && sees_any; t++)
+    x->dsink[t * p->num_heads + at->head] -= exp((REAL)sink[t * p->num_heads + at->head] - lse) * delta;
+}
+
+static void T(backward)(const fa_problem *p, const fa_tensors *t, void *workspace) {
+  T(scratch) x = T(lay_out)(&(fa_arena){.base = workspace}, p);
+  const int64_t heads_per_kv = p->num_heads / p->num_kv_heads, num_sinks = p->num_sinks * p->num_heads;
+  const REAL scale = (REAL)p->scale;
+  T(fill_zero)(x.dsink, num_sinks);
+  for (int64_t b = 0; b < p->batch; b++) {
+    const fa_sequence sequence = fa_sequence_of(p, b);
+    for (int64_t kv = 0; kv < p->num_kv_heads; kv++) {
+      T(load_keys)(&x, p, t, &sequence, kv);
+      T(fill_zero)(x.dk, sequence.seqlen_k * p->head_dim);
+      T(fill_zero)(x.dv, sequence.seqlen_k * p->head_dim);
+      for (int64_t h = kv * heads_per_kv; h < (kv + 1) * heads_per_kv; h++) {
+        for (int64_t i = 0; i < sequence.seqlen_q; i++) {
+          const REAL lse = ((const REAL *)t->lse.data)[fa_first_stat(&sequence, h) + i];
+          T(load)(x.q, p, &t->q, &sequence, i, h);
+          T(load)(x.o, p, &t->o, &sequence, i, h);
+          T(load)(x.dout, p, &t->dout, &sequence, i, h);
+          T(backward_row)(&x, p, t->sink.data, lse, &(T(place)){&sequence, h, i});
+          T(save)(&t->dq, p, &sequence, i, h, scale, x.dq);
+        }
+      }
+      for (int64_t j = 0; j < sequence.seqlen_k; j++) {
+        T(save)(&t->dk, p, &sequence, j, kv, scale, x.dk + j * p->head_dim);
+        T(save)(&t->dv, p, &sequence, j, kv, 1, x.dv + j * p->head_dim);
+      }
+    }
+  }
+  for (int64_t i = 0; i < num_sinks; i++) ((float *)t->dsink.data)[i] = (float)x.dsink[i];
+}

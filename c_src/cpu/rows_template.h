@@ -1,0 +1,141 @@
+/*
+ * Template: rows of tensors, in and out, as REAL, and the layouts that products read them in.
+ *
+ * Parameters: REAL, T(name), IS_COMPLEX, MR, NR, BLOCK; see kernels.c.
+ */
+
+/* The rows of one head of a sequence, in one tensor. */
+typedef struct T(rows) {
+  char *data;
+  int64_t stride_bytes;
+  fa_dtype dtype;
+#if IS_COMPLEX
+  char *tangent;
+  int64_t tangent_stride_bytes;
+#endif
+} T(rows);
+
+INLINE char *T(first_row)(const fa_tensor *tensor, size_t element_bytes, const fa_sequence *sequence,
+                          int64_t head) {
+  return (char *)tensor->data +
+         (sequence->batch * tensor->stride_batch + head * tensor->stride_head) * (int64_t)element_bytes;
+}
+
+#if IS_COMPLEX
+
+/* A direction is followed for a step so small that its square vanishes beside 1, and the imaginary part,
+ * divided by the step, is the derivative to full precision (Squire and Trapp 1998). A power of two: exact. */
+#define STEP 0x1p-330
+
+static T(rows) T(rows_of)(const fa_cpu_job *job, fa_tensor_id id, const fa_sequence *sequence, int64_t head) {
+  const fa_tensor_id tangents[FA_NUM_TENSORS] = {[FA_TENSOR_Q] = FA_TENSOR_TANGENT_Q,
+                                                 [FA_TENSOR_K] = FA_TENSOR_TANGENT_K,
+                                                 [FA_TENSOR_V] = FA_TENSOR_TANGENT_V,
+                                                 [FA_TENSOR_O] = FA_TENSOR_O_TANGENT};
+  const fa_tensor *value = fa_tensor_at((fa_tensors *)job->tensors, id);
+  const fa_tensor *tangent = fa_tensor_at((fa_tensors *)job->tensors, tangents[id]);
+  return (T(rows)){T(first_row)(value, 8, sequence, head), value->stride_row * 8, job->problem->dtype,
+                   T(first_row)(tangent, 8, sequence, head), tangent->stride_row * 8};
+}
+
+INLINE const REAL *T(load_row)(T(rows) from, int64_t row, int64_t count, REAL *buffer) {
+  const double *value = (const double *)(from.data + row * from.stride_bytes);
+  const double *tangent = (const double *)(from.tangent + row * from.tangent_stride_bytes);
+  for (int64_t i = 0; i < count; i++) buffer[i] = CMPLX(value[i], tangent[i] * STEP);
+  return buffer;
+}
+
+INLINE void T(store_row)(T(rows) to, int64_t row, int64_t count, const REAL *values) {
+  double *value = (double *)(to.data + row * to.stride_bytes);
+  double *tangent = (double *)(to.tangent + row * to.tangent_stride_bytes);
+  for (int64_t i = 0; i < count; i++) value[i] = creal(values[i]), tangent[i] = cimag(values[i]) / STEP;
+}
+
+INLINE REAL T(load_sink)(const fa_cpu_job *job, int64_t t, int64_t head) {
+  int64_t i = t * job->problem->num_heads + head;
+  return CMPLX(((const float *)job->tensors->sink.data)[i],
+               (double)((const float *)job->tensors->tangent_sink.data)[i] * STEP);
+}
+
+INLINE void T(store_lse)(const fa_cpu_job *job, int64_t i, REAL lse) {
+  ((double *)job->tensors->lse.data)[i] = creal(lse);
+  ((double *)job->tensors->lse_tangent.data)[i] = cimag(lse) / STEP;
+}
+
+#else
+
+static T(rows) T(rows_of)(const fa_cpu_job *job, fa_tensor_id id, const fa_sequence *sequence, int64_t head) {
+  const fa_tensor *tensor = fa_tensor_at((fa_tensors *)job->tensors, id);
+  size_t element_bytes = fa_dtype_bytes(job->problem->dtype);
+  return (T(rows)){T(first_row)(tensor, element_bytes, sequence, head),
+                   tensor->stride_row * (int64_t)element_bytes, job->problem->dtype};
+}
+
+/* The row as REAL: in place where it is that already, else in buffer. */
+INLINE const REAL *T(load_row)(T(rows) from, int64_t row, int64_t count, REAL *buffer) {
+  const char *data = from.data + row * from.stride_bytes;
+  const uint16_t *half = (const uint16_t *)data;
+  if (from.dtype == FA_DTYPE_BF16) {
+    for (int64_t i = 0; i < count; i++) buffer[i] = fa_bf16_to_f32(half[i]);
+  } else if (from.dtype == FA_DTYPE_F16) {
+    for (int64_t i = 0; i < count; i++) buffer[i] = fa_f16_to_f32(half[i]);
+  } else {
+    return (const REAL *)data;
+  }
+  return buffer;
+}
+
+INLINE void T(store_row)(T(rows) to, int64_t row, int64_t count, const REAL *values) {
+  char *data = to.data + row * to.stride_bytes;
+  uint16_t *half = (uint16_t *)data;
+  if (to.dtype == FA_DTYPE_BF16) {
+    for (int64_t i = 0; i < count; i++) half[i] = fa_f32_to_bf16((float)values[i]);
+  } else if (to.dtype == FA_DTYPE_F16) {
+    for (int64_t i = 0; i < count; i++) half[i] = fa_f32_to_f16((float)values[i]);
+  } else {
+    memcpy(data, values, (size_t)count * sizeof *values);
+  }
+}
+
+INLINE REAL T(load_sink)(const fa_cpu_job *job, int64_t t, int64_t head) {
+  return ((const float *)job->tensors->sink.data)[t * job->problem->num_heads + head];
+}
+
+INLINE void T(store_lse)(const fa_cpu_job *job, int64_t i, REAL lse) {
+  ((REAL *)job->tensors->lse.data)[i] = lse;
+}
+
+#endif
+
+/* The three layouts below hold a block of rows, `count` of them, of `columns` elements. */
+
+/* to[count rounded up to MR][columns], zeros past the last row. */
+static void T(pack_rows)(T(rows) from, fa_range block, int64_t columns, REAL *to) {
+  int64_t count = block.end - block.begin;
+  for (int64_t r = 0; r < count; r++, to += columns) {
+    const REAL *row = T(load_row)(from, block.begin + r, columns, to);
+    if (row != to) memcpy(to, row, (size_t)columns * sizeof *to);
+  }
+  memset(to, 0, (size_t)((fa_round_up(count, MR) - count) * columns) * sizeof *to);
+}
+
+/* to[columns / NR][BLOCK][NR]: panels whose columns are the tensor's columns, zeros past the last one. */
+static void T(pack_panels)(T(rows) from, fa_range block, int64_t columns, REAL *to, REAL *buffer) {
+  for (int64_t r = 0; r < block.end - block.begin; r++) {
+    const REAL *row = T(load_row)(from, block.begin + r, columns, buffer);
+    int64_t x = 0;
+    for (; x + NR <= columns; x += NR) memcpy(to + x * BLOCK + r * NR, row + x, NR * sizeof *to);
+    for (int64_t i = 0; x < columns && i < NR; i++)
+      to[x * BLOCK + r * NR + i] = x + i < columns ? row[x + i] : 0;
+  }
+}
+
+/* to[count / NR][columns][NR]: panels whose columns are the tensor's rows, zeros past the last one. */
+static void T(pack_transposed)(T(rows) from, fa_range block, int64_t columns, REAL *to, REAL *buffer) {
+  int64_t count = block.end - block.begin;
+  for (int64_t r = 0; r < fa_round_up(count, NR); r++) {
+    const REAL *row = r < count ? T(load_row)(from, block.begin + r, columns, buffer) : NULL;
+    REAL *lane = to + r / NR * columns * NR + r % NR;
+    for (int64_t p = 0; p < columns; p++) lane[p * NR] = row ? row[p] : 0;
+  }
+}

@@ -1,0 +1,140 @@
+/*
+ * Template: the one way from the product of q and k to a score and on to a probability, and back to the
+ * gradient of the product. Every pass goes through here, so whatever acts on scores is added here. A tile says
+ * where the scores are: which sequence, head, rows and columns.
+ *
+ * Parameters: REAL, T(name), INT, LANES, LOWEST, EXP_HIGHEST, STRIP, BLOCK (see kernels.c); T(vec), T(mask) and
+ * the functions of vector_template.h.
+ */
+
+/* ---- what a score is ------------------------------------------------------------------------------- */
+
+/* What scores are made with, in REAL. */
+typedef struct T(score_terms) {
+  REAL scale, softcap; /* softcap 0: none */
+} T(score_terms);
+
+INLINE T(score_terms) T(scoring_of)(const fa_problem *problem) {
+  return (T(score_terms)){(REAL)problem->scale, (REAL)problem->softcap};
+}
+
+/* Whether scores are the scaled products themselves. */
+INLINE bool T(is_plain)(T(score_terms) scoring) { return scoring.softcap == 0; }
+
+/* The scores of scaled products; slope becomes scale * d(score) / d(scaled product). Whoever calls it for many
+ * asks is_plain once and passes a constant. */
+INLINE T(vec) T(score)(T(score_terms) scoring, bool plain, T(vec) s, T(vec) * slope) {
+  *slope = T(splat)(scoring.scale);
+  if (!plain) {
+    T(vec) t = T(tanh)(s / scoring.softcap);
+    s = scoring.softcap * t;
+    *slope *= 1 - t * t;
+  }
+  return s;
+}
+
+/* ---- what a row sees ------------------------------------------------------------------------------- */
+
+/* Of each row of a tile the columns that it sees: those from begin to end, counted from the tile's first. */
+typedef struct T(seen_columns) {
+  INT begin[BLOCK], end[BLOCK];
+} T(seen_columns);
+
+/* The rows are rounded up to whole vectors. */
+static void T(find_seen)(const fa_tile *tile, T(seen_columns) * seen) {
+  for (int64_t i = 0; i < fa_round_up(tile->rows.end - tile->rows.begin, LANES); i++) {
+    fa_range columns = fa_tile_columns(tile, tile->rows.begin + i);
+    seen->begin[i] = (INT)columns.begin;
+    seen->end[i] = (INT)columns.end;
+  }
+}
+
+/* ---- forward: rows lie along the vectors ------------------------------------------------------------ */
+
+/* st[BLOCK of columns, STRIP of rows]: scaled products become scores. */
+static void T(make_scores)(const fa_problem *problem, const fa_tile *tile, REAL *st) {
+  int64_t num_rows = tile->rows.end - tile->rows.begin, num_columns = tile->columns.end - tile->columns.begin;
+  T(score_terms) scoring = T(scoring_of)(problem);
+  for (int64_t x = 0; x < num_columns * STRIP && !T(is_plain)(scoring); x += LANES) {
+    T(vec) *s = (T(vec) *)(st + x), slope;
+    *s = T(score)(scoring, false, *s, &slope);
+  }
+  if (fa_tile_sees_all(tile)) return;
+  T(seen_columns) seen;
+  T(find_seen)(tile, &seen);
+  for (int64_t i = 0; i < num_rows; i += LANES) {
+    T(mask) begin, end;
+    memcpy(&begin, seen.begin + i, sizeof begin);
+    memcpy(&end, seen.end + i, sizeof end);
+    for (int64_t j = 0; j < num_columns; j++) {
+      T(vec) *s = (T(vec) *)(st + j * STRIP + i);
+      *s = T(hide_outside)(*s, (INT)j - (T(mask)){0}, begin, end);
+    }
+  }
+}
+
+/* The online softmax: scores become exp(score - m); m and l, the largest score so far and the sum of exp(score
+ * - m), take the tile in; decay is what earlier sums are worth now. */
+static void T(soften_scores)(const fa_tile *tile, REAL *st, REAL *m, REAL *l, REAL *decay) {
+  int64_t num_rows = tile->rows.end - tile->rows.begin, num_columns = tile->columns.end - tile->columns.begin;
+  for (int64_t i = 0; i < num_rows; i += LANES) {
+    T(vec) old_max = *(T(vec) *)(m + i), max = old_max;
+    for (int64_t j = 0; j < num_columns; j++) max = T(max)(*(T(vec) *)(st + j * STRIP + i), max);
+    /* A row that has seen nothing keeps m = -inf; 0 in its place lets exp(-inf - 0) be 0 and not NaN. */
+    T(vec) origin = T(max)(max, T(splat)(LOWEST));
+    T(vec) kept = T(exp)(old_max - origin), sum = kept * *(T(vec) *)(l + i);
+    for (int64_t j = 0; j < num_columns; j++) {
+      T(vec) *s = (T(vec) *)(st + j * STRIP + i);
+      *s = T(exp)(*s - origin);
+      sum += *s;
+    }
+    *(T(vec) *)(m + i) = max;
+    *(T(vec) *)(l + i) = sum;
+    *(T(vec) *)(decay + i) = kept;
+  }
+}
+
+/* ---- backward: columns lie along the vectors ---------------------------------------------------------- */
+
+#if !IS_COMPLEX
+
+/* p and ds [BLOCK, BLOCK] hold the scaled products of q and k, and dp = dout . v; they become
+ *     p = exp(score - lse),   ds = slope * p * (dp - delta),
+ * the gradient of the product of q and k. */
+INLINE void T(differentiate_tile)(T(score_terms) scoring, const fa_tile *tile, const REAL *lse,
+                                  const REAL *delta, REAL *p, REAL *ds, bool plain, bool masked) {
+  int64_t num_rows = tile->rows.end - tile->rows.begin, num_columns = tile->columns.end - tile->columns.begin;
+  T(seen_columns) seen;
+  if (masked) T(find_seen)(tile, &seen);
+  T(mask) lanes;
+  for (int v = 0; v < LANES; v++) lanes[v] = v;
+  for (int64_t i = 0; i < num_rows; i++) {
+    /* A row that sees nothing has lse = -inf, and exp(-inf - -inf) would be NaN. */
+    REAL origin = lse[i] < LOWEST ? 0 : lse[i];
+    for (int64_t j = 0; j < num_columns; j += LANES) {
+      T(vec) *p_ij = (T(vec) *)(p + i * BLOCK + j), *ds_ij = (T(vec) *)(ds + i * BLOCK + j);
+      T(vec) slope, s = T(score)(scoring, plain, *p_ij, &slope);
+      /* s exceeds lse by rounding only, unless lse is not this problem's: inf then, as exp has it. */
+      *p_ij = T(exp)(T(min)(T(splat)(EXP_HIGHEST), s - origin));
+      *ds_ij = *p_ij * (*ds_ij - delta[i]) * slope;
+      if (masked) {
+        T(mask) index = lanes + (INT)j, inside = (index >= seen.begin[i]) & (index < seen.end[i]);
+        *p_ij = T(select)(inside, *p_ij, T(splat)(0));
+        *ds_ij = T(select)(inside, *ds_ij, T(splat)(0));
+      }
+    }
+  }
+}
+
+static void T(differentiate_scores)(const fa_problem *problem, const fa_tile *tile, const REAL *lse,
+                                    const REAL *delta, REAL *p, REAL *ds) {
+  T(score_terms) scoring = T(scoring_of)(problem);
+  if (!T(is_plain)(scoring))
+    T(differentiate_tile)(scoring, tile, lse, delta, p, ds, false, true);
+  else if (fa_tile_sees_all(tile))
+    T(differentiate_tile)(scoring, tile, lse, delta, p, ds, true, false);
+  else
+    T(differentiate_tile)(scoring, tile, lse, delta, p, ds, true, true);
+}
+
+#endif

@@ -1,0 +1,113 @@
+/*
+ * A sequence is what one batch of a problem holds. It alone knows how many rows of q and columns of k there
+ * are, where their lse and delta lie, and what the rows see: whoever computes asks the functions here. A plan,
+ * which is made before there are tensors, reckons with the problem's seqlen_q and seqlen_k, the most that a
+ * sequence can have.
+ *
+ *     rows are those of q, o, dout, dq and lse; columns are the rows of k, v, dk and dv
+ */
+#ifndef FA_CPU_SEQUENCE_H
+#define FA_CPU_SEQUENCE_H
+
+#include "../core/integers.h"
+#include "../core/problem.h"
+
+typedef struct fa_sequence {
+  int64_t batch;
+  int64_t seqlen_q, seqlen_k;
+  int64_t first_stat, stats_a_head; /* where lse and delta of head 0 begin, and how many a head has */
+  fa_band band;
+} fa_sequence;
+
+static inline fa_sequence fa_sequence_of(const fa_problem *problem, int64_t batch) {
+  return (fa_sequence){.batch = batch,
+                       .seqlen_q = problem->seqlen_q,
+                       .seqlen_k = problem->seqlen_k,
+                       .first_stat = batch * problem->num_heads * problem->seqlen_q,
+                       .stats_a_head = problem->seqlen_q,
+                       .band = fa_problem_band(problem)};
+}
+
+/* Where the lse and the delta of a head's row 0 lie; those of its other rows follow. */
+static inline int64_t fa_first_stat(const fa_sequence *sequence, int64_t head) {
+  return sequence->first_stat + head * sequence->stats_a_head;
+}
+
+static inline bool fa_sees(const fa_sequence *sequence, int64_t row, int64_t column) {
+  fa_range seen = fa_band_columns(sequence->band, (fa_range){row, row + 1});
+  return seen.begin <= column && column < seen.end;
+}
+
+/* ---- blocks ---------------------------------------------------------------------------------------- */
+
+/* The blocks of rows or of columns that a loop visits, in its order. */
+typedef struct fa_blocks {
+  int64_t count;
+  int64_t first, step; /* numbers of blocks */
+  int64_t size, end;   /* of a block, and where the last one ends */
+} fa_blocks;
+
+static inline fa_range fa_block_at(fa_blocks blocks, int64_t i) {
+  int64_t begin = (blocks.first + i * blocks.step) * blocks.size;
+  return (fa_range){begin, fa_min(begin + blocks.size, blocks.end)};
+}
+
+/* The blocks that share something with the range. */
+static inline fa_blocks fa_blocks_that_meet(fa_range range, int64_t size, int64_t end) {
+  int64_t first = range.begin / size,
+          count = range.end > range.begin ? fa_divide_up(range.end, size) - first : 0;
+  return (fa_blocks){count, first, 1, size, end};
+}
+
+/* All blocks of columns. */
+static inline fa_blocks fa_blocks_of_columns(const fa_sequence *sequence, int64_t size) {
+  return fa_blocks_that_meet((fa_range){0, sequence->seqlen_k}, size, sequence->seqlen_k);
+}
+
+/* The blocks of columns that these rows see something of. */
+static inline fa_blocks fa_blocks_seen_by(const fa_sequence *sequence, fa_range rows, int64_t size) {
+  return fa_blocks_that_meet(fa_band_columns(sequence->band, rows), size, sequence->seqlen_k);
+}
+
+/* The blocks of rows that see something of these columns. */
+static inline fa_blocks fa_blocks_that_see(const fa_sequence *sequence, fa_range columns, int64_t size) {
+  return fa_blocks_that_meet(fa_band_rows(sequence->band, columns), size, sequence->seqlen_q);
+}
+
+/* The blocks that one hand gets where they are dealt out by their number, one to each of num_hands in turn. */
+static inline fa_blocks fa_blocks_in_hand(fa_blocks blocks, int64_t hand, int64_t num_hands) {
+  int64_t skipped = (hand + num_hands - blocks.first % num_hands) % num_hands;
+  blocks.count = blocks.count > skipped ? fa_divide_up(blocks.count - skipped, num_hands) : 0;
+  blocks.first += skipped;
+  blocks.step = num_hands;
+  return blocks;
+}
+
+/* ---- tiles ----------------------------------------------------------------------------------------- */
+
+/* The place of a tile of scores: some rows of one head of a sequence, by some columns. */
+typedef struct fa_tile {
+  const fa_sequence *sequence;
+  int64_t head;
+  fa_range rows, columns;
+} fa_tile;
+
+/* Whether any row of the tile sees any column of it, and whether every one sees all of them. */
+static inline bool fa_tile_sees_any(const fa_tile *tile) {
+  fa_range seen = fa_band_columns(tile->sequence->band, tile->rows);
+  return fa_max(seen.begin, tile->columns.begin) < fa_min(seen.end, tile->columns.end);
+}
+
+static inline bool fa_tile_sees_all(const fa_tile *tile) {
+  return fa_band_sees_all(tile->sequence->band, tile->rows, tile->columns);
+}
+
+/* The columns of the tile that one of its rows sees, counted from the tile's first. Empty where end <= begin.
+ */
+static inline fa_range fa_tile_columns(const fa_tile *tile, int64_t row) {
+  fa_range seen = fa_band_columns(tile->sequence->band, (fa_range){row, row + 1});
+  int64_t first = tile->columns.begin, count = tile->columns.end - first;
+  return (fa_range){fa_min(fa_max(seen.begin - first, 0), count), fa_min(fa_max(seen.end - first, 0), count)};
+}
+
+#endif
