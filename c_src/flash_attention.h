@@ -124,10 +124,14 @@ typedef enum fa_dtype {
   FA_DTYPE_F64, /* CPU only */
   FA_DTYPE_BF16,
   FA_DTYPE_F16,
+  FA_NUM_FLOATS, /* those above are types to compute in, those below types of indices and flags */
+  FA_DTYPE_S32 = FA_NUM_FLOATS,
+  FA_DTYPE_U32,
+  FA_DTYPE_U8,
   FA_NUM_DTYPES,
 } fa_dtype;
 
-/* "f32", "f64", "bf16", "f16"; and the size of one element in bytes. */
+/* "f32", "f64", "bf16", "f16", "s32", "u32", "u8"; and the size of one element in bytes. */
 FA_API const char *fa_dtype_name(fa_dtype dtype);
 FA_API size_t fa_dtype_bytes(fa_dtype dtype);
 
@@ -147,8 +151,8 @@ typedef struct fa_origin {
 } fa_origin;
 
 typedef struct fa_problem {
-  size_t struct_size; /* sizeof(fa_problem): lets the struct grow */
-  fa_dtype dtype;
+  size_t struct_size;                /* sizeof(fa_problem): lets the struct grow */
+  fa_dtype dtype;                    /* one of the FA_NUM_FLOATS */
   int64_t batch, seqlen_q, seqlen_k; /* 0 is allowed */
   int64_t num_heads, num_kv_heads;   /* num_kv_heads divides num_heads */
   int64_t head_dim;
@@ -219,12 +223,20 @@ FA_API fa_status fa_option_set_choice(fa_problem *problem, const fa_option *opti
  *     sink, dsink           [num_sinks, num_heads]                      f32
  *     tangent_x, o_tangent, lse_tangent: as x, o and lse
  *
- * Strides are in elements. The last axis of a tensor is always contiguous; lse, sink and dsink are
+ * Strides are in elements, one for each axis but the last, which is always contiguous, in the order of the
+ * shape's axes. Those of [batch, row, head, head_dim] have names, too. Tensors that do not end in head_dim are
  * contiguous as a whole and their strides are ignored. Tensors that are written must not overlap.
  */
+#define FA_MAX_RANK 4
+
 typedef struct fa_tensor {
   void *data;
-  int64_t stride_batch, stride_row, stride_head;
+  union {
+    int64_t strides[FA_MAX_RANK - 1];
+    struct {
+      int64_t stride_batch, stride_row, stride_head;
+    };
+  };
 } fa_tensor;
 
 typedef struct fa_tensors {
@@ -271,8 +283,6 @@ typedef enum fa_tensor_role {
   FA_ROLE_OUTPUT,
 } fa_tensor_role;
 
-#define FA_MAX_RANK 4
-
 /* What a tensor says of itself. */
 typedef struct fa_shape {
   fa_dtype dtype;
@@ -286,6 +296,9 @@ FA_API const char *fa_pass_name(fa_pass pass);
 
 /* What a pass of this problem does with a tensor. FA_ROLE_NONE for sink and dsink where num_sinks is 0. */
 FA_API fa_tensor_role fa_tensor_role_in(const fa_problem *problem, fa_pass pass, fa_tensor_id id);
+
+/* The tensor that holds the gradient by this one (q: dq; o: dout), or -1 where nothing is derived by it. */
+FA_API int fa_tensor_gradient(fa_tensor_id id);
 
 /* The shape that the problem gives a tensor, size_bytes included. The problem must be valid. */
 FA_API fa_shape fa_tensor_shape(const fa_problem *problem, fa_tensor_id id);

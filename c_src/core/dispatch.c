@@ -4,6 +4,7 @@
 #include "backend.h"
 #include "error.h"
 #include "problem.h"
+#include "tensors.h"
 
 static const char *const kind_names[FA_NUM_DEVICE_KINDS] = {"cpu", "cuda", "reference"};
 
@@ -63,7 +64,7 @@ fa_status fa_run(const fa_plan *plan, const fa_tensors *tensors, const fa_execut
   for (int id = 0; id < FA_NUM_TENSORS; id++) {
     bool used = fa_tensor_role_in(&plan->problem, plan->pass, id) != FA_ROLE_NONE;
     bool empty = fa_tensor_shape(&plan->problem, id).size_bytes == 0;
-    if (used && !empty && !fa_tensor_at((fa_tensors *)tensors, id)->data)
+    if (used && !empty && !fa_tensor_get(tensors, id)->data)
       return fa_fail(error, FA_STATUS_INVALID_ARGUMENT, fa_tensor_name(id), "a pointer", "NULL");
   }
   if (execution->workspace_bytes < plan->workspace_bytes)

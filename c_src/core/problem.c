@@ -1,3 +1,4 @@
+/* The problem: its types, its defaults, what is refused, and how it reads on one line. */
 #include "problem.h"
 
 #include <math.h>
@@ -5,9 +6,10 @@
 #include <string.h>
 
 #include "error.h"
+#include "tensors.h"
 
-static const char *const dtype_names[FA_NUM_DTYPES] = {"f32", "f64", "bf16", "f16"};
-static const size_t dtype_bytes[FA_NUM_DTYPES] = {4, 8, 2, 2};
+static const char *const dtype_names[FA_NUM_DTYPES] = {"f32", "f64", "bf16", "f16", "s32", "u32", "u8"};
+static const size_t dtype_bytes[FA_NUM_DTYPES] = {4, 8, 2, 2, 4, 4, 1};
 
 static bool dtype_known(fa_dtype dtype) { return (unsigned)dtype < FA_NUM_DTYPES; }
 
@@ -24,31 +26,14 @@ void fa_problem_init(fa_problem *problem) {
     fa_option_set_number(problem, &options[i], options[i].default_value, NULL);
 }
 
-/* Sizes in the order in which errors name them. */
-static const struct {
-  const char *name;
-  size_t offset;
-  int64_t minimum;
-} sizes[] = {
-    {"batch", offsetof(fa_problem, batch), 0},
-    {"seqlen_q", offsetof(fa_problem, seqlen_q), 0},
-    {"seqlen_k", offsetof(fa_problem, seqlen_k), 0},
-    {"num_heads", offsetof(fa_problem, num_heads), 1},
-    {"num_kv_heads", offsetof(fa_problem, num_kv_heads), 1},
-    {"head_dim", offsetof(fa_problem, head_dim), 1},
-    {"num_sinks", offsetof(fa_problem, num_sinks), 0},
-};
-
-/* Every tensor must be addressable in bytes, with room to spare for padding and workspaces. */
-static bool product_fits(const int64_t *factors, int num_factors) {
-  const int64_t limit = INT64_C(1) << 56;
-  int64_t product = 1;
-  for (int i = 0; i < num_factors; i++) {
-    int64_t factor = factors[i] ? factors[i] : 1; /* strides and lse of an empty tensor must fit too */
-    if (product > limit / factor) return false;
-    product *= factor;
+/* Every tensor must be addressable in bytes of f64, with room to spare for padding and workspaces. */
+static bool tensor_fits(const fa_problem *problem, int id) {
+  int64_t limit = (INT64_C(1) << 56) / 8;
+  for (int i = 0; fa_axis_at(id, i); i++) {
+    const int64_t size = fa_axis_size(problem, fa_axis_at(id, i));
+    limit /= size ? size : 1; /* strides and lse of an empty tensor must fit too */
   }
-  return true;
+  return limit > 0;
 }
 
 fa_status fa_problem_validate(const fa_problem *problem, fa_error *error) {
@@ -56,26 +41,29 @@ fa_status fa_problem_validate(const fa_problem *problem, fa_error *error) {
     return fa_fail(error, FA_STATUS_INVALID_ARGUMENT, "problem",
                    FA_TEXT("struct_size %zu (fa_problem_init sets it)", sizeof *problem),
                    FA_TEXT("%zu", problem->struct_size));
-  if (!dtype_known(problem->dtype))
+  if ((unsigned)problem->dtype >= FA_NUM_FLOATS)
     return fa_fail(error, FA_STATUS_INVALID_ARGUMENT, "dtype", "f32, f64, bf16 or f16",
                    FA_TEXT("%d", (int)problem->dtype));
-  for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
-    int64_t value;
-    memcpy(&value, (const char *)problem + sizes[i].offset, sizeof value);
-    if (value < sizes[i].minimum)
-      return fa_fail(error, FA_STATUS_INVALID_ARGUMENT, sizes[i].name,
-                     FA_TEXT("at least %lld", (long long)sizes[i].minimum), FA_TEXT("%lld", (long long)value));
+  for (fa_axis axis = FA_AXIS_NONE + 1; axis < FA_NUM_AXES; axis++) {
+    const int64_t size = fa_axis_size(problem, axis);
+    if (size < fa_axes[axis].minimum)
+      return fa_fail(error, FA_STATUS_INVALID_ARGUMENT, fa_axes[axis].name,
+                     FA_TEXT("at least %lld", (long long)fa_axes[axis].minimum),
+                     FA_TEXT("%lld", (long long)size));
+    if (fa_axes[axis].along && size > 1 && size != fa_axis_size(problem, fa_axes[axis].along))
+      return fa_fail(error, FA_STATUS_INVALID_ARGUMENT, fa_axes[axis].name,
+                     FA_TEXT("1 or %s %lld", fa_axes[fa_axes[axis].along].name,
+                             (long long)fa_axis_size(problem, fa_axes[axis].along)),
+                     FA_TEXT("%lld", (long long)size));
   }
   if (problem->num_heads % problem->num_kv_heads != 0)
     return fa_fail(error, FA_STATUS_INVALID_ARGUMENT, "num_kv_heads",
                    FA_TEXT("a divisor of num_heads %lld", (long long)problem->num_heads),
                    FA_TEXT("%lld", (long long)problem->num_kv_heads));
-  const fa_problem *p = problem;
-  if (!product_fits((int64_t[]){p->batch, p->seqlen_q, p->num_heads, p->head_dim, 8}, 5) ||
-      !product_fits((int64_t[]){p->batch, p->seqlen_k, p->num_kv_heads, p->head_dim, 8}, 5) ||
-      !product_fits((int64_t[]){p->num_sinks, p->num_heads, 8}, 3))
-    return fa_fail_message(error, FA_STATUS_INVALID_ARGUMENT, "problem",
-                           "the product of the sizes of a tensor overflows");
+  for (int id = 0; id < FA_NUM_TENSORS; id++)
+    if (!tensor_fits(problem, id))
+      return fa_fail_message(error, FA_STATUS_INVALID_ARGUMENT, "problem",
+                             "the product of the sizes of a tensor overflows");
   size_t num_options;
   const fa_option *options = fa_options(&num_options);
   for (size_t i = 0; i < num_options; i++) {

@@ -1,59 +1,71 @@
+/* The axis table and the tensor table, and everything that is derived from them alone. */
+#include "tensors.h"
+
 #include <string.h>
 
 #include "error.h"
 #include "problem.h"
 
-/* The axes that shapes are made of. */
-typedef enum axis { BATCH, SEQLEN_Q, SEQLEN_K, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, NUM_SINKS, NUM_AXES } axis;
-
-static const struct {
-  const char *name;
-  size_t offset;
-} axes[NUM_AXES] = {
-    [BATCH] = {"batch", offsetof(fa_problem, batch)},
-    [SEQLEN_Q] = {"seqlen_q", offsetof(fa_problem, seqlen_q)},
-    [SEQLEN_K] = {"seqlen_k", offsetof(fa_problem, seqlen_k)},
-    [NUM_HEADS] = {"num_heads", offsetof(fa_problem, num_heads)},
-    [NUM_KV_HEADS] = {"num_kv_heads", offsetof(fa_problem, num_kv_heads)},
-    [HEAD_DIM] = {"head_dim", offsetof(fa_problem, head_dim)},
-    [NUM_SINKS] = {"num_sinks", offsetof(fa_problem, num_sinks)},
+#define SIZE(field, ...) \
+  { #field, offsetof(fa_problem, field), __VA_ARGS__ }
+const fa_axis_row fa_axes[FA_NUM_AXES] = {
+    [FA_AXIS_BATCH] = SIZE(batch, 0),
+    [FA_AXIS_SEQLEN_Q] = SIZE(seqlen_q, 0),
+    [FA_AXIS_SEQLEN_K] = SIZE(seqlen_k, 0),
+    [FA_AXIS_NUM_HEADS] = SIZE(num_heads, 1),
+    [FA_AXIS_NUM_KV_HEADS] = SIZE(num_kv_heads, 1),
+    [FA_AXIS_HEAD_DIM] = SIZE(head_dim, 1),
+    [FA_AXIS_NUM_SINKS] = SIZE(num_sinks, 0),
 };
+#undef SIZE
 
-typedef enum type_rule { AS_Q, STAT, F32 } type_rule; /* STAT: f32, or f64 where q is f64 */
+/* The types that a tensor may have: a set of these, and of types by name. */
+#define AS_Q       (1u << 30)
+#define STAT       (1u << 31) /* f32, or f64 where q is f64 */
+#define TYPE(name) (1u << FA_DTYPE_##name)
 
-#define QUERY_SHAPE 4, {BATCH, SEQLEN_Q, NUM_HEADS, HEAD_DIM}, AS_Q
-#define KEY_SHAPE   4, {BATCH, SEQLEN_K, NUM_KV_HEADS, HEAD_DIM}, AS_Q
-#define ROW_SHAPE   3, {BATCH, NUM_HEADS, SEQLEN_Q}, STAT
-#define SINK_SHAPE  2, {NUM_SINKS, NUM_HEADS}, F32
+#define QUERY_SHAPE {FA_AXIS_BATCH, FA_AXIS_SEQLEN_Q, FA_AXIS_NUM_HEADS, FA_AXIS_HEAD_DIM}, AS_Q
+#define KEY_SHAPE   {FA_AXIS_BATCH, FA_AXIS_SEQLEN_K, FA_AXIS_NUM_KV_HEADS, FA_AXIS_HEAD_DIM}, AS_Q
+#define ROW_SHAPE   {FA_AXIS_BATCH, FA_AXIS_NUM_HEADS, FA_AXIS_SEQLEN_Q}, STAT
+#define SINK_SHAPE  {FA_AXIS_NUM_SINKS, FA_AXIS_NUM_HEADS}, TYPE(F32)
+#define IF_SINKS    .only_if = FA_AXIS_NUM_SINKS
 
-/* One row a tensor: its shape, its type, and what each pass does with it. */
+/* One row a tensor. A new one that users may leave out has a field in fa_problem for each size that is its own,
+ * a row in fa_axes for each of these (an axis that may broadcast is one of its own, `along` another), and names
+ * one of them in only_if. */
 static const struct tensor_row {
   const char *name;
-  size_t offset;
-  int32_t rank;
-  axis dims[FA_MAX_RANK];
-  type_rule type;
+  size_t offset;             /* in fa_tensors */
+  fa_axis axes[FA_MAX_RANK]; /* its shape; as many as there are make the rank */
+  unsigned types;            /* where there are several, dtype_offset says where the problem keeps it */
   fa_tensor_role roles[FA_NUM_PASSES]; /* forward, backward, tangent */
+  fa_axis only_if;                     /* left out where this axis is 0 */
+  fa_tensor_id gradient, tangent;      /* what holds them; 0, which is q and neither, stands for none */
+  size_t dtype_offset;                 /* of a fa_dtype in fa_problem */
 } rows[FA_NUM_TENSORS] = {
-#define IN  FA_ROLE_INPUT
-#define OUT FA_ROLE_OUTPUT
-    [FA_TENSOR_Q] = {"q", offsetof(fa_tensors, q), QUERY_SHAPE, {IN, IN, IN}},
-    [FA_TENSOR_K] = {"k", offsetof(fa_tensors, k), KEY_SHAPE, {IN, IN, IN}},
-    [FA_TENSOR_V] = {"v", offsetof(fa_tensors, v), KEY_SHAPE, {IN, IN, IN}},
-    [FA_TENSOR_SINK] = {"sink", offsetof(fa_tensors, sink), SINK_SHAPE, {IN, IN, IN}},
-    [FA_TENSOR_O] = {"o", offsetof(fa_tensors, o), QUERY_SHAPE, {OUT, IN, OUT}},
-    [FA_TENSOR_LSE] = {"lse", offsetof(fa_tensors, lse), ROW_SHAPE, {OUT, IN, OUT}},
-    [FA_TENSOR_DOUT] = {"dout", offsetof(fa_tensors, dout), QUERY_SHAPE, {0, IN, 0}},
-    [FA_TENSOR_DQ] = {"dq", offsetof(fa_tensors, dq), QUERY_SHAPE, {0, OUT, 0}},
-    [FA_TENSOR_DK] = {"dk", offsetof(fa_tensors, dk), KEY_SHAPE, {0, OUT, 0}},
-    [FA_TENSOR_DV] = {"dv", offsetof(fa_tensors, dv), KEY_SHAPE, {0, OUT, 0}},
-    [FA_TENSOR_DSINK] = {"dsink", offsetof(fa_tensors, dsink), SINK_SHAPE, {0, OUT, 0}},
-    [FA_TENSOR_TANGENT_Q] = {"tangent_q", offsetof(fa_tensors, tangent_q), QUERY_SHAPE, {0, 0, IN}},
-    [FA_TENSOR_TANGENT_K] = {"tangent_k", offsetof(fa_tensors, tangent_k), KEY_SHAPE, {0, 0, IN}},
-    [FA_TENSOR_TANGENT_V] = {"tangent_v", offsetof(fa_tensors, tangent_v), KEY_SHAPE, {0, 0, IN}},
-    [FA_TENSOR_TANGENT_SINK] = {"tangent_sink", offsetof(fa_tensors, tangent_sink), SINK_SHAPE, {0, 0, IN}},
-    [FA_TENSOR_O_TANGENT] = {"o_tangent", offsetof(fa_tensors, o_tangent), QUERY_SHAPE, {0, 0, OUT}},
-    [FA_TENSOR_LSE_TANGENT] = {"lse_tangent", offsetof(fa_tensors, lse_tangent), ROW_SHAPE, {0, 0, OUT}},
+#define ROW(id, name, ...) [FA_TENSOR_##id] = {#name, offsetof(fa_tensors, name), __VA_ARGS__}
+#define DERIVATIVES(id)    .gradient = FA_TENSOR_D##id, .tangent = FA_TENSOR_TANGENT_##id
+#define IN                 FA_ROLE_INPUT
+#define OUT                FA_ROLE_OUTPUT
+    ROW(Q, q, QUERY_SHAPE, {IN, IN, IN}, DERIVATIVES(Q)),
+    ROW(K, k, KEY_SHAPE, {IN, IN, IN}, DERIVATIVES(K)),
+    ROW(V, v, KEY_SHAPE, {IN, IN, IN}, DERIVATIVES(V)),
+    ROW(SINK, sink, SINK_SHAPE, {IN, IN, IN}, IF_SINKS, DERIVATIVES(SINK)),
+    ROW(O, o, QUERY_SHAPE, {OUT, IN, OUT}, .gradient = FA_TENSOR_DOUT, .tangent = FA_TENSOR_O_TANGENT),
+    ROW(LSE, lse, ROW_SHAPE, {OUT, IN, OUT}, .tangent = FA_TENSOR_LSE_TANGENT),
+    ROW(DOUT, dout, QUERY_SHAPE, {0, IN, 0}),
+    ROW(DQ, dq, QUERY_SHAPE, {0, OUT, 0}),
+    ROW(DK, dk, KEY_SHAPE, {0, OUT, 0}),
+    ROW(DV, dv, KEY_SHAPE, {0, OUT, 0}),
+    ROW(DSINK, dsink, SINK_SHAPE, {0, OUT, 0}, IF_SINKS),
+    ROW(TANGENT_Q, tangent_q, QUERY_SHAPE, {0, 0, IN}),
+    ROW(TANGENT_K, tangent_k, KEY_SHAPE, {0, 0, IN}),
+    ROW(TANGENT_V, tangent_v, KEY_SHAPE, {0, 0, IN}),
+    ROW(TANGENT_SINK, tangent_sink, SINK_SHAPE, {0, 0, IN}, IF_SINKS),
+    ROW(O_TANGENT, o_tangent, QUERY_SHAPE, {0, 0, OUT}),
+    ROW(LSE_TANGENT, lse_tangent, ROW_SHAPE, {0, 0, OUT}),
+#undef ROW
+#undef DERIVATIVES
 #undef IN
 #undef OUT
 };
@@ -64,113 +76,241 @@ const char *fa_tensor_name(fa_tensor_id id) { return (unsigned)id < FA_NUM_TENSO
 
 const char *fa_pass_name(fa_pass pass) { return (unsigned)pass < FA_NUM_PASSES ? pass_names[pass] : ""; }
 
-static bool is_sink_shaped(fa_tensor_id id) { return rows[id].dims[0] == NUM_SINKS; }
+/* ---- axes ------------------------------------------------------------------------------------------------ */
 
-fa_tensor_role fa_tensor_role_in(const fa_problem *problem, fa_pass pass, fa_tensor_id id) {
-  return is_sink_shaped(id) && problem->num_sinks == 0 ? FA_ROLE_NONE : rows[id].roles[pass];
-}
-
-static int64_t axis_size(const fa_problem *problem, axis axis) {
-  int64_t size;
-  memcpy(&size, (const char *)problem + axes[axis].offset, sizeof size);
+int64_t fa_axis_size(const fa_problem *problem, fa_axis axis) {
+  int64_t size = fa_axes[axis].minimum;
+  if (fa_axes[axis].offset) memcpy(&size, (const char *)problem + fa_axes[axis].offset, sizeof size);
   return size;
 }
 
-static fa_dtype dtype_of(const fa_problem *problem, type_rule rule) {
-  return rule == AS_Q ? problem->dtype : rule == STAT ? fa_problem_stat_dtype(problem) : FA_DTYPE_F32;
+static void set_axis_size(fa_problem *problem, fa_axis axis, int64_t size) {
+  if (fa_axes[axis].offset) memcpy((char *)problem + fa_axes[axis].offset, &size, sizeof size);
+}
+
+static fa_axis axis_run_along(fa_axis axis) { return fa_axes[axis].along ? fa_axes[axis].along : axis; }
+
+fa_axis fa_axis_at(int id, int i) { return i < FA_MAX_RANK ? axis_run_along(rows[id].axes[i]) : FA_AXIS_NONE; }
+
+int fa_axis_of(int id, fa_axis axis) {
+  for (int i = 0; i < FA_MAX_RANK; i++)
+    if (fa_axis_at(id, i) == axis) return i;
+  return -1;
+}
+
+static bool broadcasts(const fa_problem *problem, fa_axis axis) {
+  return fa_axes[axis].along && fa_axis_size(problem, axis) == 1;
+}
+
+bool fa_varies_along(const fa_problem *problem, int id, fa_axis axis) {
+  const int i = fa_axis_of(id, axis);
+  return i >= 0 && !broadcasts(problem, rows[id].axes[i]);
+}
+
+/* ---- tensors --------------------------------------------------------------------------------------------- */
+
+fa_axis fa_tensor_only_if(int id) { return rows[id].only_if; }
+
+int fa_tensor_gradient(fa_tensor_id id) { return rows[id].gradient ? (int)rows[id].gradient : -1; }
+
+int fa_tensor_tangent(int id) { return rows[id].tangent ? (int)rows[id].tangent : -1; }
+
+fa_tensor_role fa_tensor_role_in(const fa_problem *problem, fa_pass pass, fa_tensor_id id) {
+  const fa_axis only_if = rows[id].only_if;
+  return only_if && fa_axis_size(problem, only_if) == 0 ? FA_ROLE_NONE : rows[id].roles[pass];
+}
+
+static int rank_of(const struct tensor_row *row) {
+  int rank = 0;
+  while (rank < FA_MAX_RANK && row->axes[rank]) rank++;
+  return rank;
+}
+
+static bool may_have(const fa_problem *problem, const struct tensor_row *row, fa_dtype dtype) {
+  return (row->types & AS_Q && dtype == problem->dtype) ||
+         (row->types & STAT && dtype == fa_problem_stat_dtype(problem)) || (row->types >> dtype & 1);
+}
+
+static fa_dtype dtype_of(const fa_problem *problem, const struct tensor_row *row) {
+  fa_dtype dtype = 0;
+  if (row->dtype_offset)
+    memcpy(&dtype, (const char *)problem + row->dtype_offset, sizeof dtype);
+  else
+    while (dtype < FA_NUM_DTYPES && !may_have(problem, row, dtype)) dtype++;
+  return dtype;
 }
 
 fa_shape fa_tensor_shape(const fa_problem *problem, fa_tensor_id id) {
   const struct tensor_row *row = &rows[id];
-  fa_shape shape = {.dtype = dtype_of(problem, row->type), .rank = row->rank};
+  fa_shape shape = {.dtype = dtype_of(problem, row), .rank = rank_of(row)};
   shape.size_bytes = (int64_t)fa_dtype_bytes(shape.dtype);
-  for (int i = 0; i < row->rank; i++) {
-    shape.dims[i] = axis_size(problem, row->dims[i]);
+  for (int i = 0; i < shape.rank; i++) {
+    shape.dims[i] = fa_axis_size(problem, row->axes[i]);
     shape.size_bytes *= shape.dims[i];
   }
   return shape;
 }
 
+const fa_tensor *fa_tensor_get(const fa_tensors *tensors, int id) {
+  return (const fa_tensor *)((const char *)tensors + rows[id].offset);
+}
+
 fa_tensor *fa_tensor_at(fa_tensors *tensors, fa_tensor_id id) {
-  return (fa_tensor *)((char *)tensors + rows[id].offset);
+  return (fa_tensor *)fa_tensor_get(tensors, id);
 }
 
 fa_tensor fa_tensor_contiguous(const fa_problem *problem, fa_tensor_id id, void *data) {
   fa_tensor tensor = {.data = data};
-  fa_shape shape = fa_tensor_shape(problem, id);
-  if (shape.rank == 4) {
-    tensor.stride_head = shape.dims[3];
-    tensor.stride_row = shape.dims[2] * tensor.stride_head;
-    tensor.stride_batch = shape.dims[1] * tensor.stride_row;
+  const fa_shape shape = fa_tensor_shape(problem, id);
+  int64_t stride = 1;
+  for (int i = shape.rank - 1; i >= 0; i--) {
+    if (i < shape.rank - 1) tensor.strides[i] = broadcasts(problem, rows[id].axes[i]) ? 0 : stride;
+    stride *= shape.dims[i];
   }
   return tensor;
 }
 
+bool fa_is_strided(int id) { return fa_axis_of(id, FA_AXIS_HEAD_DIM) >= 0; }
+
+fa_tensor fa_tensor_strides(const fa_problem *problem, int id, const fa_tensor *tensor) {
+  return fa_is_strided(id) ? *tensor : fa_tensor_contiguous(problem, id, tensor->data);
+}
+
+bool fa_is_contiguous(const fa_problem *problem, int id, const fa_tensor *tensor) {
+  const fa_tensor wanted = fa_tensor_contiguous(problem, id, NULL);
+  return !fa_is_strided(id) || memcmp(tensor->strides, wanted.strides, sizeof wanted.strides) == 0;
+}
+
+size_t fa_bytes_spanned(const fa_problem *problem, int id, const fa_tensor *tensor) {
+  const fa_shape shape = fa_tensor_shape(problem, id);
+  const fa_tensor strides = fa_tensor_strides(problem, id, tensor);
+  if (shape.size_bytes == 0) return 0;
+  int64_t end = shape.dims[shape.rank - 1];
+  for (int i = 0; i < shape.rank - 1; i++) end += (shape.dims[i] - 1) * strides.strides[i];
+  return (size_t)end * fa_dtype_bytes(shape.dtype);
+}
+
+/* ---- shapes that are given ------------------------------------------------------------------------------- */
+
 /* "[batch, seqlen_q, num_heads, head_dim]" */
 static const char *axes_text(char *text, size_t text_bytes, const struct tensor_row *row) {
   size_t used = 0;
-  for (int i = 0; i < row->rank && used < text_bytes; i++)
-    used += strlen(fa_text(text + used, text_bytes - used, "%s%s", i ? ", " : "[", axes[row->dims[i]].name));
+  for (int i = 0; i < rank_of(row) && used < text_bytes; i++) {
+    const fa_axis_row *axis = &fa_axes[row->axes[i]];
+    used += strlen(axis->offset ? fa_text(text + used, text_bytes - used, "%s%s%s", i ? ", " : "[", axis->name,
+                                          axis->along ? " or 1" : "")
+                                : fa_text(text + used, text_bytes - used, "%s%lld", i ? ", " : "[",
+                                          (long long)axis->minimum));
+  }
   fa_text(text + used, text_bytes - used, "]");
   return text;
 }
 
+/* "type f32 as in q", "type f32 or u8" */
+static const char *types_text(char *text, size_t text_bytes, const fa_problem *problem,
+                              const struct tensor_row *row) {
+  size_t used = strlen(fa_text(text, text_bytes, "type"));
+  for (int dtype = 0, count = 0; dtype < FA_NUM_DTYPES && used < text_bytes; dtype++)
+    if (may_have(problem, row, dtype))
+      used +=
+          strlen(fa_text(text + used, text_bytes - used, "%s %s", count++ ? " or" : "", fa_dtype_name(dtype)));
+  fa_text(text + used, text_bytes - used, "%s",
+          row->types == AS_Q   ? " as in q"
+          : row->types == STAT ? " beside q of its type"
+                               : "");
+  return text;
+}
+
+static fa_status fail_missing(const struct tensor_row *row, fa_error *error) {
+  return fa_fail(error, FA_STATUS_INVALID_ARGUMENT, row->name,
+                 FA_TEXT("a tensor of shape %s", axes_text((char[96]){0}, 96, row)), "none");
+}
+
+/* Shapes on their way into a problem. */
+typedef struct reading {
+  fa_problem *problem;
+  int axis_source[FA_NUM_AXES], dtype_source; /* the tensor that a size or the type came from, or -1 */
+  fa_error *error;
+} reading;
+
+static fa_status read_dtype(reading *r, int id, fa_dtype dtype) {
+  const struct tensor_row *row = &rows[id];
+  if (row->types & AS_Q && r->dtype_source < 0) {
+    r->dtype_source = id, r->problem->dtype = dtype;
+    if (dtype >= FA_NUM_FLOATS)
+      return fa_fail(r->error, FA_STATUS_INVALID_ARGUMENT, row->name, "type f32, f64, bf16 or f16",
+                     fa_dtype_name(dtype));
+  }
+  if ((unsigned)dtype >= FA_NUM_DTYPES || !may_have(r->problem, row, dtype))
+    return fa_fail(r->error, FA_STATUS_INVALID_ARGUMENT, row->name,
+                   types_text((char[96]){0}, 96, r->problem, row), fa_dtype_name(dtype));
+  if (row->dtype_offset) memcpy((char *)r->problem + row->dtype_offset, &dtype, sizeof dtype);
+  return FA_STATUS_OK;
+}
+
+/* An axis agrees with itself in another tensor, and one that may broadcast, unless it is 1, with what it runs
+ * along. */
+static fa_status read_size(reading *r, int id, fa_axis axis, int64_t size) {
+  const bool is_known = r->axis_source[axis] >= 0;
+  const fa_axis other = is_known ? axis : axis_run_along(axis);
+  const bool is_bound = r->axis_source[other] >= 0 && (is_known || size != 1);
+  if (is_bound && size != fa_axis_size(r->problem, other))
+    return fa_fail(r->error, FA_STATUS_INVALID_ARGUMENT, rows[id].name,
+                   FA_TEXT("%s %lld as in %s%s", fa_axes[axis].name, (long long)fa_axis_size(r->problem, other),
+                           rows[r->axis_source[other]].name, is_known ? "" : ", or 1"),
+                   FA_TEXT("%lld", (long long)size));
+  if (!fa_axes[axis].offset && size != fa_axes[axis].minimum)
+    return fa_fail(r->error, FA_STATUS_INVALID_ARGUMENT, rows[id].name,
+                   FA_TEXT("%s %lld", fa_axes[axis].name, (long long)fa_axes[axis].minimum),
+                   FA_TEXT("%lld", (long long)size));
+  if (!is_known) r->axis_source[axis] = id;
+  set_axis_size(r->problem, axis, size);
+  return FA_STATUS_OK;
+}
+
+static fa_status read_shape(reading *r, int id, const fa_shape *shape) {
+  const struct tensor_row *row = &rows[id];
+  if (shape->rank != rank_of(row))
+    return fa_fail(r->error, FA_STATUS_INVALID_ARGUMENT, row->name,
+                   FA_TEXT("rank %d, %s", rank_of(row), axes_text((char[96]){0}, 96, row)),
+                   FA_TEXT("rank %d", shape->rank));
+  fa_status status = read_dtype(r, id, shape->dtype);
+  for (int i = 0; !status && i < shape->rank; i++) status = read_size(r, id, row->axes[i], shape->dims[i]);
+  return status;
+}
+
+static fa_status check_bytes(const fa_problem *problem, int id, const fa_shape *given, fa_error *error) {
+  const int64_t bytes = fa_tensor_shape(problem, id).size_bytes;
+  if (given->size_bytes < 0 || given->size_bytes == bytes) return FA_STATUS_OK;
+  return fa_fail(error, FA_STATUS_INVALID_ARGUMENT, rows[id].name,
+                 FA_TEXT("%lld bytes for its shape and type", (long long)bytes),
+                 FA_TEXT("%lld", (long long)given->size_bytes));
+}
+
 fa_status fa_problem_set_shapes(fa_problem *problem, fa_pass pass, const fa_shape *const shapes[FA_NUM_TENSORS],
                                 fa_error *error) {
-  int sources[NUM_AXES]; /* the tensor that an axis has its size from */
-  for (int i = 0; i < NUM_AXES; i++) sources[i] = -1;
-  problem->num_sinks =
-      shapes[FA_TENSOR_SINK] && shapes[FA_TENSOR_SINK]->rank == 2 ? shapes[FA_TENSOR_SINK]->dims[0] : 0;
-
-  for (int id = 0; id < FA_NUM_TENSORS; id++) {
-    const struct tensor_row *row = &rows[id];
-    const fa_shape *shape = shapes[id];
-    bool wanted = row->roles[pass] == FA_ROLE_INPUT;
-    bool optional = id == FA_TENSOR_SINK || (is_sink_shaped(id) && problem->num_sinks == 0);
-    if (!shape) {
-      if (wanted && !optional)
-        return fa_fail(error, FA_STATUS_INVALID_ARGUMENT, row->name,
-                       FA_TEXT("a tensor of shape %s", axes_text((char[96]){0}, 96, row)), "none");
-      continue;
-    }
-    if (!wanted)
-      return fa_fail(error, FA_STATUS_INVALID_ARGUMENT, row->name,
-                     FA_TEXT("none, as it is no input of the %s", fa_pass_name(pass)), "a tensor");
-    if (shape->rank != row->rank)
-      return fa_fail(error, FA_STATUS_INVALID_ARGUMENT, row->name,
-                     FA_TEXT("rank %d, %s", row->rank, axes_text((char[96]){0}, 96, row)),
-                     FA_TEXT("rank %d", shape->rank));
-    if (id == FA_TENSOR_Q) problem->dtype = shape->dtype;
-    fa_dtype dtype = dtype_of(problem, row->type);
-    if (shape->dtype != dtype)
-      return fa_fail(error, FA_STATUS_INVALID_ARGUMENT, row->name,
-                     FA_TEXT(row->type == AS_Q   ? "type %s as in q"
-                             : row->type == STAT ? "type %s beside q of its type"
-                                                 : "type %s",
-                             fa_dtype_name(dtype)),
-                     fa_dtype_name(shape->dtype));
-    for (int i = 0; i < row->rank; i++) {
-      axis axis = row->dims[i];
-      if (sources[axis] < 0) {
-        sources[axis] = id;
-        memcpy((char *)problem + axes[axis].offset, &shape->dims[i], sizeof shape->dims[i]);
-      } else if (shape->dims[i] != axis_size(problem, axis)) {
-        return fa_fail(error, FA_STATUS_INVALID_ARGUMENT, row->name,
-                       FA_TEXT("%s %lld as in %s", axes[axis].name, (long long)axis_size(problem, axis),
-                               rows[sources[axis]].name),
-                       FA_TEXT("%lld", (long long)shape->dims[i]));
-      }
-    }
+  reading r = {.problem = problem, .dtype_source = -1, .error = error};
+  for (int axis = 0; axis < FA_NUM_AXES; axis++) {
+    r.axis_source[axis] = -1;
+    set_axis_size(problem, axis, 0);
   }
-  fa_status status = fa_problem_validate(problem, error);
-  if (status) return status;
-  for (int id = 0; id < FA_NUM_TENSORS; id++) {
-    if (!shapes[id] || shapes[id]->size_bytes < 0) continue;
-    fa_shape shape = fa_tensor_shape(problem, id);
-    if (shapes[id]->size_bytes != shape.size_bytes)
-      return fa_fail(error, FA_STATUS_INVALID_ARGUMENT, rows[id].name,
-                     FA_TEXT("%lld bytes for its shape and type", (long long)shape.size_bytes),
-                     FA_TEXT("%lld", (long long)shapes[id]->size_bytes));
+  fa_status status = FA_STATUS_OK;
+  for (int id = 0; !status && id < FA_NUM_TENSORS; id++) {
+    const bool is_wanted = rows[id].roles[pass] == FA_ROLE_INPUT;
+    if (shapes[id] && !is_wanted)
+      status = fa_fail(error, FA_STATUS_INVALID_ARGUMENT, rows[id].name,
+                       FA_TEXT("none, as it is no input of the %s", fa_pass_name(pass)), "a tensor");
+    else if (shapes[id])
+      status = read_shape(&r, id, shapes[id]);
+    else if (is_wanted && !rows[id].only_if)
+      status = fail_missing(&rows[id], error);
   }
-  return fa_succeed(error);
+  /* A tensor that may be left out is needed where another has brought its axis along. */
+  for (int id = 0; !status && id < FA_NUM_TENSORS; id++)
+    if (!shapes[id] && fa_tensor_role_in(problem, pass, id) == FA_ROLE_INPUT)
+      status = fail_missing(&rows[id], error);
+  if (!status) status = fa_problem_validate(problem, error);
+  for (int id = 0; !status && id < FA_NUM_TENSORS; id++)
+    if (shapes[id]) status = check_bytes(problem, id, shapes[id], error);
+  return status ? status : fa_succeed(error);
 }

@@ -104,7 +104,7 @@ typedef struct T(sum_rows) {
 
 static T(sum_rows) T(sum_rows_of)(const fa_cpu_job *job, fa_tensor_id id, REAL *sums,
                                   const fa_sequence *sequence, int64_t head) {
-  fa_tensor tensor = *fa_tensor_at((fa_tensors *)job->tensors, id);
+  fa_tensor tensor = *fa_tensor_get(job->tensors, id);
   if (sums) tensor = fa_tensor_contiguous(job->problem, id, sums);
   return (T(sum_rows)){(REAL *)T(first_row)(&tensor, sizeof(REAL), sequence, head), tensor.stride_row};
 }

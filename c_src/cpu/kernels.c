@@ -19,6 +19,7 @@
 #include "../core/arena.h"
 #include "../core/integers.h"
 #include "../core/problem.h"
+#include "../core/tensors.h"
 #include "half.h"
 #include "sequence.h"
 

@@ -68,7 +68,7 @@ static fa_status device_info(int32_t index, fa_device_info *info, fa_error *erro
 }
 
 static fa_status plan_reference(fa_plan *plan, fa_error *error) {
-  static const char *const kernels[FA_NUM_DTYPES] = {"reference/f32", "reference/f64", "reference/bf16",
+  static const char *const kernels[FA_NUM_FLOATS] = {"reference/f32", "reference/f64", "reference/bf16",
                                                      "reference/f16"};
   if (plan->pass == FA_PASS_TANGENT)
     return fa_fail(error, FA_STATUS_UNSUPPORTED, "pass", "forward or backward on the reference",

@@ -32,8 +32,8 @@ static T(rows) T(rows_of)(const fa_cpu_job *job, fa_tensor_id id, const fa_seque
                                                  [FA_TENSOR_K] = FA_TENSOR_TANGENT_K,
                                                  [FA_TENSOR_V] = FA_TENSOR_TANGENT_V,
                                                  [FA_TENSOR_O] = FA_TENSOR_O_TANGENT};
-  const fa_tensor *value = fa_tensor_at((fa_tensors *)job->tensors, id);
-  const fa_tensor *tangent = fa_tensor_at((fa_tensors *)job->tensors, tangents[id]);
+  const fa_tensor *value = fa_tensor_get(job->tensors, id);
+  const fa_tensor *tangent = fa_tensor_get(job->tensors, fa_tensor_tangent(id));
   return (T(rows)){T(first_row)(value, 8, sequence, head), value->stride_row * 8, job->problem->dtype,
                    T(first_row)(tangent, 8, sequence, head), tangent->stride_row * 8};
 }
@@ -65,7 +65,7 @@ INLINE void T(store_lse)(const fa_cpu_job *job, int64_t i, REAL lse) {
 #else
 
 static T(rows) T(rows_of)(const fa_cpu_job *job, fa_tensor_id id, const fa_sequence *sequence, int64_t head) {
-  const fa_tensor *tensor = fa_tensor_at((fa_tensors *)job->tensors, id);
+  const fa_tensor *tensor = fa_tensor_get(job->tensors, id);
   size_t element_bytes = fa_dtype_bytes(job->problem->dtype);
   return (T(rows)){T(first_row)(tensor, element_bytes, sequence, head),
                    tensor->stride_row * (int64_t)element_bytes, job->problem->dtype};

@@ -8,6 +8,7 @@
 #include "lane.h"
 #include "pack.h"
 #include "../core/problem.h"
+#include "../core/tensors.h"
 #include "slices.h"
 
 /* Where a tensor of the pass is. */
@@ -82,7 +83,7 @@ static fa_status find_tensor(host_run *run, const fa_tensors *given, int id, fa_
   t->bytes = (size_t)fa_tensor_shape(problem, id).size_bytes;
   t->role = t->bytes ? fa_tensor_role_in(problem, run->plan->pass, id) : FA_ROLE_NONE;
   if (t->role == FA_ROLE_NONE) return FA_STATUS_OK;
-  t->host = *fa_tensor_at((fa_tensors *)given, id);
+  t->host = *fa_tensor_get(given, id);
   if (!t->host.data) return fa_fail(error, FA_STATUS_INVALID_ARGUMENT, fa_tensor_name(id), "a pointer", "NULL");
   const fa_place place =
       run->heap->backend->memory->locate(run->heap->index, t->host.data, bytes_spanned(problem, id, &t->host));

@@ -25,10 +25,10 @@ static const struct {
 };
 
 static const XLA_FFI_DataType data_types[FA_NUM_DTYPES] = {
-    [FA_DTYPE_F32] = XLA_FFI_DataType_F32,
-    [FA_DTYPE_F64] = XLA_FFI_DataType_F64,
-    [FA_DTYPE_BF16] = XLA_FFI_DataType_BF16,
-    [FA_DTYPE_F16] = XLA_FFI_DataType_F16,
+    [FA_DTYPE_F32] = XLA_FFI_DataType_F32,   [FA_DTYPE_F64] = XLA_FFI_DataType_F64,
+    [FA_DTYPE_BF16] = XLA_FFI_DataType_BF16, [FA_DTYPE_F16] = XLA_FFI_DataType_F16,
+    [FA_DTYPE_S32] = XLA_FFI_DataType_S32,   [FA_DTYPE_U32] = XLA_FFI_DataType_U32,
+    [FA_DTYPE_U8] = XLA_FFI_DataType_U8,
 };
 
 typedef struct call {

@@ -237,7 +237,7 @@ fa_case fa_case_random(uint64_t seed, uint64_t index) {
   fa_case result = {.name = "random"};
   fa_problem *p = &result.problem;
   fa_problem_init(p);
-  p->dtype = (fa_dtype)random_integer(random, 0, FA_NUM_DTYPES - 1);
+  p->dtype = (fa_dtype)random_integer(random, 0, FA_NUM_FLOATS - 1);
   p->batch = random_uniform(random) < 0.01 ? 0 : random_integer(random, 1, 3);
   p->seqlen_q = random_length(random);
   p->seqlen_k = random_uniform(random) < 0.3 ? p->seqlen_q : random_length(random);

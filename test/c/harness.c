@@ -5,6 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "../../c_src/core/tensors.h"
 #include "../../c_src/cpu/half.h"
 #include "random.h"
 
@@ -87,16 +88,22 @@ static void fill_grid(double *data, int64_t count, double step, fa_random *rando
   for (int64_t i = 0; i < count; i++) data[i] = step * rint(random_normal(random) / step);
 }
 
+static bool is_input_alone(const fa_problem *problem, int id) {
+  bool is_input = false;
+  for (int pass = 0; pass < FA_NUM_PASSES; pass++) {
+    if (fa_tensor_role_in(problem, pass, id) == FA_ROLE_OUTPUT) return false;
+    is_input |= fa_tensor_role_in(problem, pass, id) == FA_ROLE_INPUT;
+  }
+  return is_input;
+}
+
 void values_fill(fa_values *values, const fa_problem *problem, fa_dtype round_to, fa_fill fill, uint64_t seed) {
-  static const fa_tensor_id filled[] = {FA_TENSOR_Q,         FA_TENSOR_K,         FA_TENSOR_V,
-                                        FA_TENSOR_SINK,      FA_TENSOR_DOUT,      FA_TENSOR_TANGENT_Q,
-                                        FA_TENSOR_TANGENT_K, FA_TENSOR_TANGENT_V, FA_TENSOR_TANGENT_SINK};
-  for (size_t i = 0; i < sizeof filled / sizeof *filled; i++) {
-    const fa_tensor_id id = filled[i];
+  for (int id = 0; id < FA_NUM_TENSORS; id++) {
+    if (!is_input_alone(problem, id)) continue;
     const int64_t count = values_count(problem, id);
     fa_random random = random_stream(seed, id);
-    if (id == FA_TENSOR_SINK || id == FA_TENSOR_TANGENT_SINK) {
-      fill_grid(values->data[id], count, id == FA_TENSOR_SINK ? 0x1p-10 : 0x1p-6, &random);
+    if (fa_axis_of(id, FA_AXIS_HEAD_DIM) < 0) {
+      fill_grid(values->data[id], count, fa_tensor_tangent(id) < 0 ? 0x1p-6 : 0x1p-10, &random);
     } else {
       fill_rows(values->data[id], count, problem->head_dim, amplitude(id, round_to, fill), fill, &random);
       for (int64_t j = 0; j < count; j++) values->data[id][j] = round_to_type(round_to, values->data[id][j]);
@@ -108,7 +115,7 @@ void values_rotate(fa_values *values, const fa_problem *problem, int64_t first) 
   const size_t d = (size_t)problem->head_dim, head = (size_t)(first % problem->head_dim);
   double *row = allocate(d * sizeof *row);
   for (int id = 0; id < FA_NUM_TENSORS && head; id++) {
-    if (fa_tensor_shape(problem, id).rank != 4) continue;
+    if (fa_axis_of(id, FA_AXIS_HEAD_DIM) < 0) continue;
     double *end = values->data[id] + values_count(problem, id);
     for (double *x = values->data[id]; x < end; x += d) {
       memcpy(row, x, d * sizeof *row);
@@ -149,15 +156,16 @@ static void fetch(fa_device device, void *host, void *memory, size_t bytes) {
 typedef struct image {
   fa_tensor_role role;
   fa_shape shape;
-  fa_tensor strides;
+  fa_tensor tensor; /* with the strides that the device is told */
   size_t front, size;
   unsigned char *host, *device;
 } image;
 
-static fa_tensor strides_of(const fa_problem *problem, fa_tensor_id id, fa_layout layout) {
+/* Of what may have strides of its own, heads lie apart and rows within them, with gaps between all of them. */
+static fa_tensor laid_out(const fa_problem *problem, fa_tensor_id id, fa_layout layout) {
   fa_tensor tensor = fa_tensor_contiguous(problem, id, NULL);
   fa_shape shape = fa_tensor_shape(problem, id);
-  if (layout & LAYOUT_STRIDED && shape.rank == 4) {
+  if (layout & LAYOUT_STRIDED && fa_is_strided(id)) {
     const int64_t unit = layout & LAYOUT_ALIGNED ? 16 / (int64_t)fa_dtype_bytes(shape.dtype) : 1;
     tensor.stride_row = shape.dims[3] + 3 * unit;
     tensor.stride_head = shape.dims[1] * tensor.stride_row + 5 * unit;
@@ -169,14 +177,11 @@ static fa_tensor strides_of(const fa_problem *problem, fa_tensor_id id, fa_layou
 /* Where the element of that index in contiguous order lies, in bytes. */
 static size_t element_at(const image *image, int64_t index) {
   const fa_shape *shape = &image->shape;
-  int64_t offset = index;
-  if (shape->rank == 4) {
-    int64_t column = index % shape->dims[3], rest = index / shape->dims[3];
-    int64_t head = rest % shape->dims[2];
-    rest /= shape->dims[2];
-    int64_t row = rest % shape->dims[1], batch = rest / shape->dims[1];
-    offset = batch * image->strides.stride_batch + row * image->strides.stride_row +
-             head * image->strides.stride_head + column;
+  const int last = shape->rank - 1;
+  int64_t offset = index % shape->dims[last], rest = index / shape->dims[last];
+  for (int i = last - 1; i >= 0; i--) {
+    offset += rest % shape->dims[i] * image->tensor.strides[i];
+    rest /= shape->dims[i];
   }
   return image->front + (size_t)offset * fa_dtype_bytes(shape->dtype);
 }
@@ -185,7 +190,7 @@ static image image_new(const fa_problem *problem, fa_pass pass, fa_tensor_id id,
                        const double *values) {
   image image = {.role = fa_tensor_role_in(problem, pass, id),
                  .shape = fa_tensor_shape(problem, id),
-                 .strides = strides_of(problem, id, setup->layout)};
+                 .tensor = laid_out(problem, id, setup->layout)};
   if (image.role == FA_ROLE_NONE) return image;
   const size_t element = fa_dtype_bytes(image.shape.dtype);
   const int64_t count = values_count(problem, id);
@@ -273,7 +278,7 @@ fa_outcome run_pass(const fa_setup *setup, const fa_problem *problem, fa_pass pa
   fa_tensors tensors = {0};
   for (int id = 0; id < FA_NUM_TENSORS; id++) {
     images[id] = image_new(problem, pass, id, setup, values->data[id]);
-    *fa_tensor_at(&tensors, id) = images[id].strides;
+    *fa_tensor_at(&tensors, id) = images[id].tensor;
     fa_tensor_at(&tensors, id)->data = images[id].device ? images[id].device + images[id].front : NULL;
   }
   bool guarded;
@@ -352,7 +357,7 @@ static double cancelling(const fa_problem *problem, fa_tensor_id id, const fa_va
 }
 
 double values_tiny(const fa_problem *problem, fa_tensor_id id, const fa_values *expected) {
-  static const double roundoff[FA_NUM_DTYPES] = {0x1p-24, 0x1p-53, 0x1p-8, 0x1p-11};
+  static const double roundoff[FA_NUM_FLOATS] = {0x1p-24, 0x1p-53, 0x1p-8, 0x1p-11};
   const double arithmetic = roundoff[fa_tensor_shape(problem, FA_TENSOR_LSE).dtype];
   const double size = largest(problem, id, expected);
   return (roundoff[fa_tensor_shape(problem, id).dtype] + 4 * arithmetic) * size +

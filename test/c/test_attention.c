@@ -24,7 +24,7 @@ static struct {
 static const fa_device_kind kinds[] = {FA_DEVICE_CPU, FA_DEVICE_CUDA, FA_DEVICE_REFERENCE};
 
 /* The largest error, in tolerances, that any case had. */
-static double worst[FA_NUM_DTYPES][FA_NUM_TENSORS];
+static double worst[FA_NUM_FLOATS][FA_NUM_TENSORS];
 
 /* ---- one case ---------------------------------------------------------------------------------------- */
 
@@ -122,7 +122,7 @@ static void test_table(void) {
   const fa_case *cases = fa_cases(&num_cases);
   for (size_t i = 0; i < num_cases; i++) {
     if (cases[i].tags & CASE_SPEED || (options.quick && !(cases[i].tags & CASE_QUICK))) continue;
-    for (int dtype = 0; dtype < FA_NUM_DTYPES; dtype++) {
+    for (int dtype = 0; dtype < FA_NUM_FLOATS; dtype++) {
       if (options.dtype >= 0 && options.dtype != dtype) continue;
       fa_case c = cases[i];
       c.problem.dtype = (fa_dtype)dtype;
@@ -228,7 +228,7 @@ static void check_not_finite(fa_dtype dtype, fa_tensor_id id, double bad, fa_lay
 static void test_not_finite(void) {
   static const fa_tensor_id ids[] = {FA_TENSOR_Q, FA_TENSOR_K, FA_TENSOR_V, FA_TENSOR_DOUT};
   static const double bads[] = {NAN, INFINITY, -INFINITY};
-  for (int dtype = 0; dtype < FA_NUM_DTYPES; dtype++)
+  for (int dtype = 0; dtype < FA_NUM_FLOATS; dtype++)
     for (size_t i = 0; i < sizeof ids / sizeof *ids; i++)
       for (size_t j = 0; j < sizeof bads / sizeof *bads; j++)
         if (options.dtype < 0 || options.dtype == dtype) {
@@ -255,7 +255,7 @@ static size_t workspace_at(int64_t seqlen, fa_dtype dtype, fa_pass pass) {
 
 /* O(seqlen): twice the length needs at most twice the workspace, and 65,536 fit into 200 MiB. */
 static void test_workspace(void) {
-  for (int dtype = 0; dtype < FA_NUM_DTYPES; dtype++)
+  for (int dtype = 0; dtype < FA_NUM_FLOATS; dtype++)
     for (fa_pass pass = FA_PASS_FORWARD; pass <= FA_PASS_BACKWARD; pass++) {
       const size_t half = workspace_at(32768, (fa_dtype)dtype, pass);
       const size_t full = workspace_at(65536, (fa_dtype)dtype, pass);
@@ -271,7 +271,7 @@ static void test_workspace(void) {
 static void print_worst(void) {
   printf("largest error, in tolerances:");
   for (size_t i = 0; i < NUM_OUTPUTS; i++) printf(" %8s", fa_tensor_name(outputs[i]));
-  for (int dtype = 0; dtype < FA_NUM_DTYPES; dtype++) {
+  for (int dtype = 0; dtype < FA_NUM_FLOATS; dtype++) {
     if (options.dtype >= 0 && options.dtype != dtype) continue;
     printf("\n%29s", fa_dtype_name(dtype));
     for (size_t i = 0; i < NUM_OUTPUTS; i++) printf(" %8.2f", worst[dtype][outputs[i]]);
@@ -303,7 +303,7 @@ static void parse(int argc, char **argv) {
     } else if (strcmp(option, "--device") == 0) {
       options.device.kind = kinds[choice(option, argv[++i], kind_name, sizeof kinds / sizeof *kinds)];
     } else if (strcmp(option, "--dtype") == 0) {
-      options.dtype = choice(option, argv[++i], dtype_name, FA_NUM_DTYPES);
+      options.dtype = choice(option, argv[++i], dtype_name, FA_NUM_FLOATS);
     } else if (strcmp(option, "--sweep") == 0) {
       options.sweep = strtoll(argv[++i], NULL, 10);
     } else if (strcmp(option, "--seed") == 0) {

@@ -3,6 +3,7 @@
 #include <stdlib.h>
 
 #include "../../c_src/core/problem.h"
+#include "../../c_src/core/tensors.h"
 #include "check.h"
 
 static const fa_device reference = {FA_DEVICE_REFERENCE, 0};
@@ -26,8 +27,8 @@ static void test_names(void) {
   CHECK_TEXT(fa_status_name(FA_STATUS_DEVICE_ERROR), "device_error");
   CHECK_TEXT(fa_status_name((fa_status)99), "unknown");
 
-  static const char *const dtypes[FA_NUM_DTYPES] = {"f32", "f64", "bf16", "f16"};
-  static const size_t bytes[FA_NUM_DTYPES] = {4, 8, 2, 2};
+  static const char *const dtypes[FA_NUM_DTYPES] = {"f32", "f64", "bf16", "f16", "s32", "u32", "u8"};
+  static const size_t bytes[FA_NUM_DTYPES] = {4, 8, 2, 2, 4, 4, 1};
   for (int i = 0; i < FA_NUM_DTYPES; i++) {
     CHECK_TEXT(fa_dtype_name((fa_dtype)i), dtypes[i]);
     CHECK(fa_dtype_bytes((fa_dtype)i) == bytes[i], "bytes of %s", dtypes[i]);
@@ -263,7 +264,10 @@ static void test_set_shapes(void) {
     fa_problem_format(&p, text, sizeof text);
     CHECK_TEXT(text, "f32 b2 sq5 sk7 h4 kv2 d8 sinks3 softcap2");
   }
-  s.given[FA_TENSOR_SINK] = s.given[FA_TENSOR_TANGENT_SINK] = NULL;
+  s.given[FA_TENSOR_SINK] = NULL;
+  CHECK(fa_problem_set_shapes(&p, FA_PASS_TANGENT, s.given, &error), "a direction of no sink passes");
+  CHECK_TEXT(error.message, "sink: expected a tensor of shape [num_sinks, num_heads], got none");
+  s.given[FA_TENSOR_TANGENT_SINK] = NULL;
   CHECK(fa_problem_set_shapes(&p, FA_PASS_TANGENT, s.given, &error) == FA_STATUS_OK && p.num_sinks == 0,
         "without sinks: %s", error.message);
 
@@ -275,6 +279,9 @@ static void test_set_shapes(void) {
   CHECK_SHAPE(forward, FA_TENSOR_V, "v: expected seqlen_k 7 as in k, got 9", FA_DTYPE_F32, 4, 2, 9, 2, 8);
   CHECK_SHAPE(forward, FA_TENSOR_V, "v: expected num_kv_heads 2 as in k, got 4", FA_DTYPE_F32, 4, 2, 7, 4, 8);
   CHECK_SHAPE(forward, FA_TENSOR_V, "v: expected type f32 as in q, got f16", FA_DTYPE_F16, 4, 2, 7, 2, 8);
+  CHECK_SHAPE(forward, FA_TENSOR_Q, "q: expected type f32, f64, bf16 or f16, got s32", FA_DTYPE_S32, 4, 2, 5, 4,
+              8);
+  CHECK_SHAPE(forward, FA_TENSOR_K, "k: expected type f32 as in q, got u8", FA_DTYPE_U8, 4, 2, 7, 2, 8);
   CHECK_SHAPE(forward, FA_TENSOR_SINK, "sink: expected num_heads 4 as in q, got 5", FA_DTYPE_F32, 2, 3, 5);
   CHECK_SHAPE(forward, FA_TENSOR_SINK, "sink: expected type f32, got f64", FA_DTYPE_F64, 2, 3, 4);
   CHECK_SHAPE(forward, FA_TENSOR_SINK, "sink: expected rank 2, [num_sinks, num_heads], got rank 1",
@@ -337,6 +344,67 @@ static void test_tensors(void) {
   CHECK(fa_tensor_role_in(&p, FA_PASS_BACKWARD, FA_TENSOR_DQ) == FA_ROLE_OUTPUT, "dq");
   CHECK(fa_tensor_role_in(&p, FA_PASS_BACKWARD, FA_TENSOR_LSE) == FA_ROLE_INPUT, "lse of the backward");
   CHECK(fa_tensor_role_in(&p, FA_PASS_FORWARD, FA_TENSOR_DOUT) == FA_ROLE_NONE, "dout of the forward");
+}
+
+/* ---- the table ----------------------------------------------------------------------------------------- */
+
+static void test_axes(void) {
+  CHECK(fa_axis_of(FA_TENSOR_K, FA_AXIS_SEQLEN_K) == 1 && fa_axis_of(FA_TENSOR_K, FA_AXIS_SEQLEN_Q) == -1, "k");
+  CHECK(fa_axis_of(FA_TENSOR_LSE, FA_AXIS_SEQLEN_Q) == 2 && fa_axis_of(FA_TENSOR_SINK, FA_AXIS_BATCH) == -1,
+        "lse");
+  fa_problem p = valid_problem();
+  p.num_sinks = 3;
+  for (int id = 0; id < FA_NUM_TENSORS; id++) {
+    const fa_shape shape = fa_tensor_shape(&p, id);
+    const char *name = fa_tensor_name(id);
+    for (int i = 0; i < shape.rank; i++) {
+      const fa_axis axis = fa_axis_at(id, i);
+      CHECK(fa_axis_of(id, axis) == i && fa_axis_size(&p, axis) == shape.dims[i], "%s: axis %d", name, i);
+      CHECK(fa_varies_along(&p, id, axis), "%s does not vary along %s", name, fa_axes[axis].name);
+    }
+    CHECK(fa_axis_at(id, shape.rank) == FA_AXIS_NONE, "%s: an axis behind the last", name);
+    CHECK(fa_is_strided(id) == (shape.dims[shape.rank - 1] == p.head_dim), "%s is strided", name);
+  }
+  CHECK(!fa_varies_along(&p, FA_TENSOR_DSINK, FA_AXIS_BATCH), "dsink is a sum over the batch");
+}
+
+static void test_partners(void) {
+  fa_problem p = valid_problem();
+  p.num_sinks = 3;
+  for (int id = 0; id < FA_NUM_TENSORS; id++) {
+    const int partners[] = {fa_tensor_gradient(id), fa_tensor_tangent(id)};
+    const fa_shape shape = fa_tensor_shape(&p, id);
+    for (int i = 0; i < 2; i++) {
+      if (partners[i] < 0) continue;
+      const fa_shape partner = fa_tensor_shape(&p, partners[i]);
+      CHECK(memcmp(&shape, &partner, sizeof shape) == 0, "%s has not the shape of %s",
+            fa_tensor_name(partners[i]), fa_tensor_name(id));
+      CHECK(fa_tensor_only_if(partners[i]) == fa_tensor_only_if(id), "%s without %s",
+            fa_tensor_name(partners[i]), fa_tensor_name(id));
+    }
+  }
+  CHECK(fa_tensor_gradient(FA_TENSOR_Q) == FA_TENSOR_DQ && fa_tensor_gradient(FA_TENSOR_O) == FA_TENSOR_DOUT &&
+            fa_tensor_gradient(FA_TENSOR_SINK) == FA_TENSOR_DSINK && fa_tensor_gradient(FA_TENSOR_LSE) == -1 &&
+            fa_tensor_gradient(FA_TENSOR_DQ) == -1,
+        "gradients");
+  CHECK(fa_tensor_only_if(FA_TENSOR_SINK) == FA_AXIS_NUM_SINKS && !fa_tensor_only_if(FA_TENSOR_Q), "only_if");
+}
+
+static void test_strides(void) {
+  fa_problem p = valid_problem();
+  fa_tensor q = fa_tensor_contiguous(&p, FA_TENSOR_Q, &p);
+  CHECK(q.strides[0] == 160 && q.strides[1] == 32 && q.strides[2] == 8, "strides of q");
+  CHECK(fa_is_contiguous(&p, FA_TENSOR_Q, &q) && fa_bytes_spanned(&p, FA_TENSOR_Q, &q) == 2 * 160 * 4, "q");
+  q.stride_row = 40; /* 2 batches 160 apart, 5 rows 40 apart, 4 heads 8 apart, of 8 */
+  CHECK(!fa_is_contiguous(&p, FA_TENSOR_Q, &q), "q with gaps is contiguous");
+  CHECK(fa_bytes_spanned(&p, FA_TENSOR_Q, &q) == (160 + 4 * 40 + 3 * 8 + 8) * 4, "q with gaps");
+  fa_tensor lse = {.data = &p, .strides = {12345, 12345, 12345}};
+  const fa_tensor strides = fa_tensor_strides(&p, FA_TENSOR_LSE, &lse);
+  CHECK(strides.data == &p && strides.strides[0] == 20 && strides.strides[1] == 5, "strides of lse");
+  CHECK(fa_is_contiguous(&p, FA_TENSOR_LSE, &lse) && fa_bytes_spanned(&p, FA_TENSOR_LSE, &lse) == 2 * 20 * 4,
+        "lse");
+  p.batch = 0;
+  CHECK(fa_bytes_spanned(&p, FA_TENSOR_Q, &q) == 0, "an empty q");
 }
 
 /* ---- windows ---------------------------------------------------------------------------------------- */
@@ -504,6 +572,9 @@ int main(void) {
   test_format();
   test_set_shapes();
   test_tensors();
+  test_axes();
+  test_partners();
+  test_strides();
   test_windows();
   test_plans();
   test_devices();

@@ -14,6 +14,7 @@
 #include <stdlib.h>
 #include <time.h>
 
+#include "../../c_src/core/tensors.h"
 #include "check.h"
 #include "harness.h"
 #include "random.h"
@@ -202,21 +203,25 @@ typedef struct position {
 
 enum { SLICE = 4 }; /* rows or keys */
 
+static int axis_of_either(int id, fa_axis axis, fa_axis other) {
+  return fa_axis_of(id, axis) >= 0 ? fa_axis_of(id, axis) : fa_axis_of(id, other);
+}
+
 /* Rows from first on of a head of the tensor become the slice's tensor of one batch and head. */
 static void fetch(host *slice, const device_memory *memory, int id, position at, int64_t first) {
   const fa_shape shape = fa_tensor_shape(&slice->problem, id);
-  const fa_tensor *tensor = fa_tensor_at((fa_tensors *)&memory->tensors, id);
-  const bool vector = shape.rank == 3; /* lse: [batch, num_heads, seqlen_q] */
-  const int64_t rows = vector ? shape.dims[2] : shape.dims[1], row_elements = vector ? 1 : shape.dims[3];
-  const int64_t stride = vector ? 1 : tensor->stride_row;
-  const int64_t begin = vector ? (at.batch * memory->problem.num_heads + at.head) * memory->problem.seqlen_q
-                               : at.batch * tensor->stride_batch + at.head * tensor->stride_head;
+  const fa_tensor tensor = fa_tensor_strides(&memory->problem, id, fa_tensor_get(&memory->tensors, id));
+  const int row_axis = axis_of_either(id, FA_AXIS_SEQLEN_Q, FA_AXIS_SEQLEN_K);
+  const int head_axis = axis_of_either(id, FA_AXIS_NUM_HEADS, FA_AXIS_NUM_KV_HEADS), last = shape.rank - 1;
+  const int64_t rows = shape.dims[row_axis], row_elements = row_axis == last ? 1 : shape.dims[last];
+  const int64_t stride = row_axis == last ? 1 : tensor.strides[row_axis];
+  const int64_t begin = at.batch * tensor.strides[0] + at.head * tensor.strides[head_axis];
   const size_t element = fa_dtype_bytes(shape.dtype);
   const int64_t at_once = stride == row_elements ? rows : 1;
   fa_error error;
   for (int64_t row = 0; row < rows; row += at_once)
     must(fa_device_copy(cuda, slice->data[id] + (size_t)(row * row_elements) * element,
-                        (char *)tensor->data + (size_t)(begin + (first + row) * stride) * element,
+                        (char *)tensor.data + (size_t)(begin + (first + row) * stride) * element,
                         (size_t)(at_once * row_elements) * element, NULL, &error),
          &error);
 }
