@@ -26,38 +26,38 @@ typedef struct fa_axis_row {
 } fa_axis_row;
 
 /* In the order in which errors name them. fa_axes[FA_AXIS_NONE] is no axis. */
-FA_API extern const fa_axis_row fa_axes[FA_NUM_AXES];
+extern const fa_axis_row fa_axes[FA_NUM_AXES];
 
-FA_API int64_t fa_axis_size(const fa_problem *problem, fa_axis axis);
+int64_t fa_axis_size(const fa_problem *problem, fa_axis axis);
 
 /* Which axis of the problem a tensor's axis number i runs along, FA_AXIS_NONE from its rank on; and the number
  * of the axis that runs along one, -1 where there is none. An axis that may broadcast runs along its own. */
-FA_API fa_axis fa_axis_at(int id, int i);
-FA_API int fa_axis_of(int id, fa_axis axis);
+fa_axis fa_axis_at(int id, int i);
+int fa_axis_of(int id, fa_axis axis);
 
 /* Whether the tensor has elements of its own for every place along the axis: not where it lacks the axis, nor
  * where it broadcasts. An output that does not vary along an axis is a sum over it. */
-FA_API bool fa_varies_along(const fa_problem *problem, int id, fa_axis axis);
+bool fa_varies_along(const fa_problem *problem, int id, fa_axis axis);
 
 /* Whether the tensor's strides are the caller's choice, as those of rows of heads are. All others lie
  * contiguously as a whole, whatever their strides say. */
-FA_API bool fa_is_strided(int id);
+bool fa_is_strided(int id);
 
 /* The strides that count: those of fa_tensor_contiguous unless the tensor is strided. */
-FA_API fa_tensor fa_tensor_strides(const fa_problem *problem, int id, const fa_tensor *tensor);
+fa_tensor fa_tensor_strides(const fa_problem *problem, int id, const fa_tensor *tensor);
 
-FA_API bool fa_is_contiguous(const fa_problem *problem, int id, const fa_tensor *tensor);
+bool fa_is_contiguous(const fa_problem *problem, int id, const fa_tensor *tensor);
 
 /* From the first element to the end of the last; rows may lie anywhere between them. 0 of an empty tensor. */
-FA_API size_t fa_bytes_spanned(const fa_problem *problem, int id, const fa_tensor *tensor);
+size_t fa_bytes_spanned(const fa_problem *problem, int id, const fa_tensor *tensor);
 
 /* The axis whose size of 0 means that the tensor is left out, or FA_AXIS_NONE where it never is. */
-FA_API fa_axis fa_tensor_only_if(int id);
+fa_axis fa_tensor_only_if(int id);
 
 /* The tensor that holds the derivative of this one along the tangents (q: tangent_q; o: o_tangent), or -1. */
-FA_API int fa_tensor_tangent(int id);
+int fa_tensor_tangent(int id);
 
 /* fa_tensor_at for those who only look. */
-FA_API const fa_tensor *fa_tensor_get(const fa_tensors *tensors, int id);
+const fa_tensor *fa_tensor_get(const fa_tensors *tensors, int id);
 
 #endif

@@ -7,13 +7,12 @@ $(BUILD)/test/%.o: test/c/%.c $(FLAGS) Makefile
 	@mkdir -p $(@D)
 	$(CC) $(FA_CFLAGS) -MMD -MP -c -o $@ $<
 
-# The library is found where it was built, wherever that is.
-$(BUILD)/test/test_%: $(BUILD)/test/test_%.o $(TEST_SHARED) $(LIBRARY)
-	$(CC) -o $@ $< $(TEST_SHARED) $(FA_LDFLAGS) -L$(PRIV) -Wl,-rpath,$(abspath $(PRIV)) -lflash_attention -lm
-
-# Made of the library's objects: it looks behind the public header.
-$(BUILD)/test/test_host: $(BUILD)/test/test_host.o $(BUILD)/test/fake_gpu.o $(TEST_SHARED) $(OBJECTS)
+# Made of the library's objects: they look behind the public header. What the library exports is the examples' to
+# test, and check-deps'.
+$(BUILD)/test/test_%: $(BUILD)/test/test_%.o $(TEST_SHARED) $(OBJECTS)
 	$(CC) -o $@ $^ $(FA_LDFLAGS) $(CUDA_LIBS) -lm
+
+$(BUILD)/test/test_host: $(BUILD)/test/fake_gpu.o
 
 .SECONDARY: $(TEST_NAMES:%=$(BUILD)/test/test_%.o) $(TEST_SHARED)
 

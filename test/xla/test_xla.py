@@ -245,7 +245,7 @@ class Tests:
                 ("q: expected rank 4, [batch, seqlen_q, num_heads, head_dim], got rank 5",
                  FORWARD, [q[None], k, k], o_and_lse, {}),
                 ("k: expected type f32 as in q, got f16", FORWARD, [q, k.astype(np.float16), k], o_and_lse, {}),
-                ("q: expected type f32, f64, bf16 or f16, got XLA's type 4",
+                ("q: expected type f32, f64, bf16 or f16, got s32",
                  FORWARD, [q.astype(np.int32), k, k], o_and_lse, {}),
                 ("sink: expected num_heads 4 as in q, got 5", FORWARD, [q, k, k, np.zeros((3, 5), np.float32)],
                  o_and_lse, {}),

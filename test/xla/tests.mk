@@ -2,17 +2,17 @@
 
 HARNESS := $(BUILD)/test/libharness.so
 
-$(HARNESS): test/c/harness.c test/c/cases.c test/c/tolerance.c $(wildcard test/c/*.h) $(LIBRARY)
+# With the library's objects, as it looks behind the public header.
+$(HARNESS): test/c/harness.c test/c/cases.c test/c/tolerance.c $(wildcard test/c/*.h) $(OBJECTS)
 	@mkdir -p $(@D)
-	$(CC) $(FA_CFLAGS) -fvisibility=default -shared -o $@ $(filter %.c,$^) $(FA_LDFLAGS) -L$(PRIV) \
-	  -Wl,-rpath,$(abspath $(PRIV)) -lflash_attention -lm
+	$(CC) $(FA_CFLAGS) -fvisibility=default -shared -o $@ $(filter %.c %.o,$^) $(FA_LDFLAGS) $(CUDA_LIBS) -lm
 
 # The sanitizer's runtime must be there first, and the C++ library under it, for Python to load what is built with it.
 XLA_ENVIRONMENT := $(TEST_ENVIRONMENT) $(if $(SANITIZE),ASAN_OPTIONS=detect_leaks=0:detect_odr_violation=0 \
   LD_PRELOAD='$(foreach library,libasan.so libstdc++.so.6,$(shell $(CC) -print-file-name=$(library)))')
 
 .PHONY: test-xla test-xla-sanitize
-test-xla: $(HARNESS)
+test-xla: $(HARNESS) $(LIBRARY)
 	$(XLA_ENVIRONMENT) $(PYTHON) test/xla/test_xla.py --library $(LIBRARY) --harness $(HARNESS) $(XLA_ARGS)
 
 test-xla-sanitize:
