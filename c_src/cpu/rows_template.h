@@ -28,10 +28,6 @@ INLINE char *T(first_row)(const fa_tensor *tensor, size_t element_bytes, const f
 #define STEP 0x1p-330
 
 static T(rows) T(rows_of)(const fa_cpu_job *job, fa_tensor_id id, const fa_sequence *sequence, int64_t head) {
-  const fa_tensor_id tangents[FA_NUM_TENSORS] = {[FA_TENSOR_Q] = FA_TENSOR_TANGENT_Q,
-                                                 [FA_TENSOR_K] = FA_TENSOR_TANGENT_K,
-                                                 [FA_TENSOR_V] = FA_TENSOR_TANGENT_V,
-                                                 [FA_TENSOR_O] = FA_TENSOR_O_TANGENT};
   const fa_tensor *value = fa_tensor_get(job->tensors, id);
   const fa_tensor *tangent = fa_tensor_get(job->tensors, fa_tensor_tangent(id));
   return (T(rows)){T(first_row)(value, 8, sequence, head), value->stride_row * 8, job->problem->dtype,
