@@ -57,7 +57,9 @@
  *
  * Thread safety: every function may be called from any thread at any time; between calls the library keeps
  * memory and streams of GPUs at hand, and nothing that changes a result. A plan is immutable once initialised
- * and may be run by several threads at once, each with its own workspace.
+ * and may be run by several threads at once, each with its own workspace. The library's own threads run on the
+ * processors of the process's first thread, as many as its control group's quota is worth, and take no signals.
+ * After a fork() the child begins anew: what was allocated on a GPU, and for one, is its parent's alone.
  *
  * Errors: functions return FA_STATUS_OK (0) or another status, and describe what went wrong in the
  * fa_error that the caller passes (NULL where the text is not wanted). Outputs are unspecified after an

@@ -1,31 +1,30 @@
+/* The pool: threads that wait for jobs, and the jobs that they may join. */
 #include "threads.h"
 
 #include <sched.h>
 #include <signal.h>
 #include <stddef.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include "clock.h"
+#include "processors.h"
 
 #define MAX_THREADS 1024
 
-/* Guarded by mutex; jobs are those that may be joined. */
+pthread_mutex_t fa_threads_mutex = PTHREAD_MUTEX_INITIALIZER;
+
+/* Guarded by the mutex; jobs are those that may be joined. */
 static struct {
-  pthread_mutex_t mutex;
   pthread_cond_t job_came;
   fa_parallel *jobs;
+  pthread_t threads[MAX_THREADS];
   int num_threads;
   atomic_long num_offered; /* jobs, ever; read without the mutex, too */
-} pool = {PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER, NULL, 0, 0};
-
-int fa_num_processors(void) {
 #if defined(__linux__)
-  cpu_set_t processors;
-  if (sched_getaffinity(0, sizeof processors, &processors) == 0) return CPU_COUNT(&processors);
+  cpu_set_t processors; /* of all threads */
 #endif
-  long online = sysconf(_SC_NPROCESSORS_ONLN);
-  return online > 0 ? (int)online : 1;
-}
+} pool = {.job_came = PTHREAD_COND_INITIALIZER};
 
 static bool run_next_task(fa_parallel *job, int worker) {
   const int64_t task = atomic_fetch_add(&job->next_task, 1);
@@ -51,17 +50,29 @@ static void wait_for_job(int awake_microseconds) {
   const long seen = atomic_load(&pool.num_offered);
   if (awake_microseconds > 0) {
     const int64_t until = fa_nanoseconds() + awake_microseconds * INT64_C(1000);
-    pthread_mutex_unlock(&pool.mutex);
+    pthread_mutex_unlock(&fa_threads_mutex);
     while (atomic_load(&pool.num_offered) == seen && fa_nanoseconds() < until) sched_yield();
-    pthread_mutex_lock(&pool.mutex);
+    pthread_mutex_lock(&fa_threads_mutex);
   }
-  if (atomic_load(&pool.num_offered) == seen) pthread_cond_wait(&pool.job_came, &pool.mutex);
+  if (atomic_load(&pool.num_offered) == seen) pthread_cond_wait(&pool.job_came, &fa_threads_mutex);
+}
+
+/* A thread begins with the priority of the caller that started it. Where this may not be raised again, it
+ * stays. */
+static void take_process_priority(void) {
+#if defined(__linux__)
+  const int policy = sched_getscheduler(getpid());
+  const bool is_ordinary = policy == SCHED_OTHER || policy == SCHED_BATCH || policy == SCHED_IDLE;
+  sched_setscheduler(0, is_ordinary ? policy : SCHED_OTHER, &(struct sched_param){0});
+  setpriority(PRIO_PROCESS, 0, getpriority(PRIO_PROCESS, (id_t)getpid()));
+#endif
 }
 
 static void *thread_main(void *unused) {
   (void)unused;
+  take_process_priority();
   int awake_microseconds = 0; /* after the last fa_parallel */
-  pthread_mutex_lock(&pool.mutex);
+  pthread_mutex_lock(&fa_threads_mutex);
   for (;;) {
     fa_parallel *job = find_job();
     if (!job) {
@@ -73,29 +84,47 @@ static void *thread_main(void *unused) {
     job->num_wanted--;
     job->num_active++;
     int worker = ++job->num_joined;
-    pthread_mutex_unlock(&pool.mutex);
+    pthread_mutex_unlock(&fa_threads_mutex);
     run_tasks(job, worker);
-    pthread_mutex_lock(&pool.mutex);
+    pthread_mutex_lock(&fa_threads_mutex);
     if (--job->num_active == 0) pthread_cond_signal(&job->all_left);
   }
   return NULL;
 }
 
-/* After a fork the child has the memory of the threads, but not the threads. */
+/* After a fork the child has the memory of the threads, but not the threads, and of the mutex, which another
+ * thread may have held. */
 static void forget_threads(void) {
-  pthread_mutex_init(&pool.mutex, NULL);
+  pthread_mutex_init(&fa_threads_mutex, NULL);
   pthread_cond_init(&pool.job_came, NULL);
   pool.jobs = NULL;
   pool.num_threads = 0;
 }
 
-static void watch_forks(void) { pthread_atfork(NULL, NULL, forget_threads); }
+/* When the library is loaded: later, a fork could come first. */
+__attribute__((constructor)) static void watch_forks(void) { pthread_atfork(NULL, NULL, forget_threads); }
+
+/* A thread would run for good where the caller that started it may: it runs where the process may. */
+static void set_processors(pthread_t thread) {
+#if defined(__linux__)
+  if (CPU_COUNT(&pool.processors) > 0) pthread_setaffinity_np(thread, sizeof pool.processors, &pool.processors);
+#else
+  (void)thread;
+#endif
+}
+
+static void follow_process(void) {
+#if defined(__linux__)
+  cpu_set_t now;
+  if (!fa_get_processors(&now) || CPU_EQUAL(&now, &pool.processors)) return;
+  pool.processors = now;
+  for (int i = 0; i < pool.num_threads; i++) set_processors(pool.threads[i]);
+#endif
+}
 
 /* Grows the pool; a thread that cannot be started is done without. Signals are for the host program's threads.
  */
 static void start_threads(int num_threads) {
-  static pthread_once_t once = PTHREAD_ONCE_INIT;
-  pthread_once(&once, watch_forks);
   sigset_t all, old;
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &old);
@@ -103,28 +132,30 @@ static void start_threads(int num_threads) {
     pthread_t thread;
     if (pthread_create(&thread, NULL, thread_main, NULL) != 0) break;
     pthread_detach(thread);
-    pool.num_threads++;
+    set_processors(thread);
+    pool.threads[pool.num_threads++] = thread;
   }
   pthread_sigmask(SIG_SETMASK, &old, NULL);
 }
 
 static void offer(fa_parallel *job) {
-  pthread_mutex_lock(&pool.mutex);
+  pthread_mutex_lock(&fa_threads_mutex);
+  follow_process();
   if (pool.num_threads < job->num_wanted) start_threads(job->num_wanted);
   job->next = pool.jobs;
   pool.jobs = job;
   atomic_fetch_add(&pool.num_offered, 1);
   for (int i = 0; i < job->num_wanted; i++) pthread_cond_signal(&pool.job_came);
-  pthread_mutex_unlock(&pool.mutex);
+  pthread_mutex_unlock(&fa_threads_mutex);
 }
 
 static void withdraw(fa_parallel *job) {
-  pthread_mutex_lock(&pool.mutex);
+  pthread_mutex_lock(&fa_threads_mutex);
   fa_parallel **link = &pool.jobs;
   while (*link != job) link = &(*link)->next;
   *link = job->next;
-  while (job->num_active > 0) pthread_cond_wait(&job->all_left, &pool.mutex);
-  pthread_mutex_unlock(&pool.mutex);
+  while (job->num_active > 0) pthread_cond_wait(&job->all_left, &fa_threads_mutex);
+  pthread_mutex_unlock(&fa_threads_mutex);
 }
 
 void fa_parallel_begin(fa_parallel *parallel, int num_threads, int awake_microseconds, int64_t num_tasks,

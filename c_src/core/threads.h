@@ -3,6 +3,9 @@
  *
  * Not OpenMP, whose run-time library ends the process where it cannot start a thread, keeps a team of threads
  * for every thread that ever called (a VM has many), and lets idle ones spin.
+ *
+ * They are the process's, not the first caller's: they run on the processors of its first thread, at its
+ * priority, and take no signals.
  */
 #ifndef FA_CORE_THREADS_H
 #define FA_CORE_THREADS_H
@@ -12,8 +15,8 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-/* The processors that this process may run on. */
-int fa_num_processors(void);
+/* Guards the pool. It is here for a test that forks while it is held. */
+extern pthread_mutex_t fa_threads_mutex;
 
 /* Tasks under way; its caller keeps it where it is until they have ended. */
 typedef struct fa_parallel {

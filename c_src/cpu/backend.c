@@ -8,6 +8,7 @@
 
 #include "../core/arena.h"
 #include "../core/error.h"
+#include "../core/processors.h"
 #include "../core/threads.h"
 #include "kernels.h"
 

@@ -11,8 +11,9 @@
 enum { MAX_BACKENDS = 4 };
 static const size_t most_staging_bytes = (size_t)512 << 20;
 
-/* Guarded by mutex; what they point to is there for good. */
-static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
+pthread_mutex_t fa_heaps_mutex = PTHREAD_MUTEX_INITIALIZER;
+
+/* Guarded by that mutex; what they point to is there for good. */
 static fa_heap *heaps;
 static fa_pinned pinned[MAX_BACKENDS];
 static size_t pinned_limit; /* 0: the default */
@@ -72,9 +73,9 @@ static fa_heap *new_heap(const fa_backend *backend, int32_t index, size_t total_
 
 /* The heap of a device that was used before, or NULL. */
 static fa_heap *used_heap(const fa_backend *backend, int32_t index) {
-  pthread_mutex_lock(&mutex);
+  pthread_mutex_lock(&fa_heaps_mutex);
   fa_heap *heap = known_heap(backend, index);
-  pthread_mutex_unlock(&mutex);
+  pthread_mutex_unlock(&fa_heaps_mutex);
   return heap;
 }
 
@@ -84,12 +85,21 @@ fa_status fa_heap_of(const fa_backend *backend, int32_t index, fa_heap **heap, f
   size_t free_bytes, total_bytes; /* may have to wake the device up: not under the mutex */
   fa_status status = backend->memory->available(index, &free_bytes, &total_bytes, error);
   if (status) return status;
-  pthread_mutex_lock(&mutex);
+  pthread_mutex_lock(&fa_heaps_mutex);
   *heap = known_heap(backend, index);
   if (!*heap) *heap = new_heap(backend, index, total_bytes);
-  pthread_mutex_unlock(&mutex);
+  pthread_mutex_unlock(&fa_heaps_mutex);
   return *heap ? FA_STATUS_OK : fa_fail_message(error, FA_STATUS_OUT_OF_MEMORY, "", "no memory for a heap");
 }
+
+/* After a fork the child has none of what its parent took of devices, nor threads that hold locks. */
+static void forget_heaps(void) {
+  pthread_mutex_init(&fa_heaps_mutex, NULL);
+  heaps = NULL;
+  memset(pinned, 0, sizeof pinned);
+}
+
+__attribute__((constructor)) static void watch_forks(void) { pthread_atfork(NULL, NULL, forget_heaps); }
 
 /* ---- the public functions ---------------------------------------------------------------------------- */
 
@@ -151,11 +161,11 @@ fa_status fa_host_free(fa_device device, void *memory, fa_error *error) {
 
 void fa_set_pinned_limit(size_t bytes) {
   const size_t limit = bytes ? bytes : 1; /* 0 stands for the default */
-  pthread_mutex_lock(&mutex);
+  pthread_mutex_lock(&fa_heaps_mutex);
   pinned_limit = limit;
   fa_pinned *end = pinned;
   while (end < pinned + MAX_BACKENDS && end->backend) end++;
-  pthread_mutex_unlock(&mutex);
+  pthread_mutex_unlock(&fa_heaps_mutex);
   for (fa_pinned *each = pinned; each < end; each++) fa_pool_set_limit(&each->callers, limit);
 }
 

@@ -22,6 +22,9 @@ typedef struct fa_heap {
   struct fa_heap *next;
 } fa_heap;
 
+/* Guards the list of heaps. It is here for a test that forks while it is held. */
+extern pthread_mutex_t fa_heaps_mutex;
+
 /* The device's heap, which lives as long as the process. The backend has memory operations. */
 fa_status fa_heap_of(const fa_backend *backend, int32_t index, fa_heap **heap, fa_error *error);
 

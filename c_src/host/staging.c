@@ -7,6 +7,7 @@
 
 #include "../core/error.h"
 #include "pack.h"
+#include "../core/processors.h"
 #include "../core/threads.h"
 
 /* The threads stay awake from a forward to its backward: the bus reads at half the rate what a processor has

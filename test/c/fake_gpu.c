@@ -182,6 +182,17 @@ static void do_work(const fake_work *work) {
     fa_backend_of(FA_DEVICE_REFERENCE)->run(&work->plan, &work->tensors, &work->execution, NULL);
 }
 
+static bool is_started;
+
+/* A child of fork() has no such thread. Nothing is under way where tests fork. */
+static void forget_thread(void) {
+  pthread_mutex_init(&mutex, NULL);
+  pthread_cond_init(&changed, NULL);
+  is_started = false;
+}
+
+__attribute__((constructor)) static void watch_forks(void) { pthread_atfork(NULL, NULL, forget_thread); }
+
 static void *work_on(void *unused) {
   (void)unused;
   unsigned seed = 1;
@@ -207,20 +218,22 @@ static void *work_on(void *unused) {
   return NULL;
 }
 
+/* Under the mutex. */
 static void start(void) {
   pthread_t thread;
+  if (is_started) return;
   if (pthread_create(&thread, NULL, work_on, NULL)) abort();
   pthread_detach(thread);
+  is_started = true;
 }
 
 static void enqueue(fake_stream *stream, fake_work work) {
-  static pthread_once_t once = PTHREAD_ONCE_INIT;
-  pthread_once(&once, start);
   if (!stream) stream = &default_stream;
   fake_work *copy = malloc(sizeof *copy);
   *copy = work;
   copy->next = NULL;
   pthread_mutex_lock(&mutex);
+  start();
   if (work.kind == RECORD) work.event->recorded++;
   if (work.kind == WAIT) copy->target = work.event->recorded;
   if (work.kind == RUN) state.problems[state.num_runs++ % FAKE_PROBLEMS] = work.plan.problem;

@@ -2,14 +2,21 @@
  * Heaps, transfers and slices, on the fake GPU: whatever lies where, results are those of the reference bit for
  * bit, bytes are counted, faults leave nothing behind, and memory is given back.
  */
+#include <limits.h>
 #include <pthread.h>
+#include <sched.h>
+#include <signal.h>
 #include <stdatomic.h>
 #include <stdlib.h>
+#include <sys/resource.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include "../../c_src/core/problem.h"
 #include "../../c_src/host/lane.h"
 #include "../../c_src/host/pack.h"
 #include "../../c_src/host/slices.h"
+#include "../../c_src/core/processors.h"
 #include "../../c_src/core/threads.h"
 #include "../../c_src/cpu/half.h"
 #include "check.h"
@@ -586,6 +593,182 @@ static void test_threads(void) {
   }
 }
 
+/* ---- whose threads the pool's are ------------------------------------------------------------------------ */
+
+/* So many threads, each with a task that lasts until all have one: none of them has two. */
+typedef struct meeting {
+  int num_threads;
+  atomic_int num_there;
+  atomic_int num_pinned, num_interruptible, num_of_priority; /* of the pool's threads */
+} meeting;
+
+static int first_thread_policy(void) { return sched_getscheduler(getpid()); }
+
+static void look_at_thread(meeting *m) {
+  cpu_set_t own, wanted;
+  sigset_t blocked;
+  sched_getaffinity(0, sizeof own, &own);
+  fa_get_processors(&wanted);
+  if (!CPU_EQUAL(&own, &wanted)) atomic_fetch_add(&m->num_pinned, 1);
+  if (sched_getscheduler(0) != first_thread_policy()) atomic_fetch_add(&m->num_of_priority, 1);
+  pthread_sigmask(SIG_BLOCK, NULL, &blocked);
+  for (int number = 1; number <= SIGRTMAX; number++) {
+    const bool is_systems = number == SIGKILL || number == SIGSTOP || (number > 31 && number < SIGRTMIN);
+    if (!is_systems && !sigismember(&blocked, number)) atomic_fetch_add(&m->num_interruptible, 1);
+  }
+}
+
+static void attend(void *context, int64_t task, int worker) {
+  (void)task;
+  meeting *m = context;
+  atomic_fetch_add(&m->num_there, 1);
+  while (atomic_load(&m->num_there) < m->num_threads) sched_yield();
+  if (worker > 0) look_at_thread(m);
+}
+
+static void check_meeting(int num_threads, const char *when) {
+  meeting m = {.num_threads = num_threads};
+  fa_parallel_for(num_threads, 0, num_threads, attend, &m);
+  CHECK(m.num_there == num_threads, "%s: %d threads met", when, m.num_there);
+  CHECK(m.num_pinned == 0, "%s: %d threads run where one caller may", when, m.num_pinned);
+  CHECK(m.num_of_priority == 0, "%s: %d threads have one caller's priority", when, m.num_of_priority);
+  CHECK(m.num_interruptible == 0, "%s: %d signals may reach threads of the library", when, m.num_interruptible);
+}
+
+static cpu_set_t one_of(const cpu_set_t *processors) {
+  cpu_set_t one;
+  int number = 0;
+  while (!CPU_ISSET(number, processors)) number++;
+  CPU_ZERO(&one);
+  CPU_SET(number, &one);
+  return one;
+}
+
+/* The pool grows while it calls. */
+static void *call_pinned(void *unused) {
+  cpu_set_t all;
+  fa_get_processors(&all);
+  const int num_processors = fa_num_processors();
+  const cpu_set_t one = one_of(&all);
+  sched_setaffinity(0, sizeof one, &one);
+  sched_setscheduler(0, SCHED_BATCH, &(struct sched_param){0});
+  CHECK(fa_num_processors() == num_processors, "a caller that is pinned counts %d", fa_num_processors());
+  check_meeting(13, "called by a pinned thread");
+  return unused;
+}
+
+static void test_whose_threads(void) {
+  pthread_t caller;
+  cpu_set_t all;
+  if (pthread_create(&caller, NULL, call_pinned, NULL) || pthread_join(caller, NULL)) exit(2);
+  check_meeting(13, "after that");
+  check_meeting(14, "with one thread more");
+  fa_get_processors(&all);
+  const cpu_set_t one = one_of(&all);
+  sched_setaffinity(getpid(), sizeof one, &one);
+  CHECK(fa_num_processors() == 1, "the process may use one processor and counts %d", fa_num_processors());
+  check_meeting(14, "in a process on one processor");
+  sched_setaffinity(getpid(), sizeof all, &all);
+  check_meeting(14, "in a process on all again");
+}
+
+static void test_quota(void) {
+  const struct {
+    const char *text;
+    int processors;
+  } quotas[] = {{"max 100000\n", INT_MAX},
+                {"200000 100000\n", 2},
+                {"200001 100000", 3},
+                {"1000 100000", 1},
+                {"50000\n 100000\n", 1},
+                {"-1\n 100000\n", INT_MAX},
+                {"0 100000", INT_MAX},
+                {"5 0", INT_MAX},
+                {" ", INT_MAX},
+                {"9223372036854775807 1", INT_MAX}};
+  for (size_t i = 0; i < sizeof quotas / sizeof *quotas; i++)
+    CHECK(fa_quota_processors(quotas[i].text) == quotas[i].processors, "\"%s\" is worth %d processors",
+          quotas[i].text, fa_quota_processors(quotas[i].text));
+  const struct {
+    const char *line;
+    int version;
+    const char *path;
+  } groups[] = {{"0::/user.slice/a:b\n", 2, "/user.slice/a:b"},
+                {"0::/\n", 2, "/"},
+                {"4:cpuacct,cpu:/docker/1f\n", 1, "/docker/1f"},
+                {"1:cpu:/\n", 1, "/"},
+                {"3:cpuset:/\n", 0, ""},
+                {"12:name=systemd:/cpu\n", 0, ""},
+                {"", 0, ""}};
+  for (size_t i = 0; i < sizeof groups / sizeof *groups; i++) {
+    char path[FA_MAX_GROUP_PATH] = "";
+    CHECK(fa_read_group(groups[i].line, path) == groups[i].version, "\"%s\" is of another version",
+          groups[i].line);
+    if (groups[i].version) CHECK_TEXT(path, groups[i].path);
+  }
+}
+
+/* ---- fork ------------------------------------------------------------------------------------------------ */
+
+/* The child has no other threads, and may start some, under the thread sanitizer too. */
+#if defined(__SANITIZE_THREAD__)
+const char *__tsan_default_options(void);
+__attribute__((visibility("default"))) const char *__tsan_default_options(void) { return "die_after_fork=0"; }
+#endif
+
+typedef struct holder {
+  pthread_mutex_t *mutex;
+  pthread_barrier_t is_held, may_go;
+} holder;
+
+static void *hold(void *context) {
+  holder *h = context;
+  pthread_mutex_lock(h->mutex);
+  pthread_barrier_wait(&h->is_held);
+  pthread_barrier_wait(&h->may_go);
+  pthread_mutex_unlock(h->mutex);
+  return NULL;
+}
+
+/* Uses whatever is locked. A child that waits for a thread that it does not have ends by the alarm. */
+static void live_on(void) {
+  alarm(60);
+  counts counts = {.num_threads = 3};
+  fa_heap *heap;
+  void *memory;
+  fa_parallel_for(3, 0, 100, count_task, &counts);
+  bool right = !fa_heap_of(&fake_gpu, 0, &heap, NULL) && !fa_pool_take(&heap->pool, 100, &memory, NULL) &&
+               fa_pool_give(&heap->pool, memory) && !fa_pool_take(&heap->pinned->staging, 100, &memory, NULL) &&
+               !counts.is_wrong;
+  for (int task = 0; task < 100; task++) right = right && counts.of_task[task] == 1;
+  _exit(right ? 0 : 1);
+}
+
+static void test_fork(pthread_mutex_t *mutex, const char *name) {
+  holder h = {.mutex = mutex};
+  pthread_t thread;
+  int result;
+  pthread_barrier_init(&h.is_held, NULL, 2);
+  pthread_barrier_init(&h.may_go, NULL, 2);
+  if (pthread_create(&thread, NULL, hold, &h)) exit(2);
+  pthread_barrier_wait(&h.is_held);
+  const pid_t child = fork();
+  if (child == 0) live_on();
+  CHECK(child > 0 && waitpid(child, &result, 0) == child && WIFEXITED(result) && WEXITSTATUS(result) == 0,
+        "a child of a process that held %s cannot use the library", name);
+  pthread_barrier_wait(&h.may_go);
+  pthread_join(thread, NULL);
+}
+
+static void test_forks(void) {
+  fa_heap *heap = heap_of(0);
+  test_fork(&fa_threads_mutex, "the threads' lock");
+  test_fork(&fa_heaps_mutex, "the heaps' lock");
+  test_fork(&heap->mutex, "a heap's lock");
+  test_fork(&heap->pool.mutex, "a pool's lock");
+  test_fork(&heap->pinned->staging.mutex, "the lock of pinned memory");
+}
+
 /* What packed numbers become again: nearest in f16's 11 bits, rows of zeros and of infinities and all. */
 static void test_pack(void) {
   enum { ROWS = 40, DIM = 24 };
@@ -717,6 +900,9 @@ int main(void) {
   test_host_devices();
   test_kept_on_cpu();
   test_threads();
+  test_whose_threads();
+  test_quota();
+  test_forks();
   test_pack();
   test_places_and_slices();
   test_large();
