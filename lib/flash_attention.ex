@@ -209,19 +209,15 @@ defmodule FlashAttention do
           {:ok, tensor, tensor, tensor}
           | {:ok, tensor, tensor, tensor, optional_gradients}
           | {:error, Error.t()}
-  def backward(dout, states, opts \\ [])
-
-  def backward(dout, %States{} = states, opts) do
-    with {:ok, options} <- Options.parse(opts, [:results]),
+  def backward(dout, states, opts \\ []) do
+    with :ok <- States.check(states),
+         {:ok, options} <- Options.parse(opts, [:results]),
          {:ok, tensors, names} <- to_native([dout: dout], states.device),
          tensors = Map.merge(states.tensors, tensors),
          {:ok, outputs, _kept} <-
            Telemetry.run(:backward, tensors, states.native, states.device, placement(options)),
          do: outputs |> from_native(dout, Map.merge(states.names, names)) |> gradients()
   end
-
-  def backward(_dout, states, _opts),
-    do: {:error, Error.invalid(:states, "a FlashAttention.States", Error.show(states))}
 
   # Of the optional tensors that were given, those that have a gradient.
   defp gradients(%{dq: dq, dk: dk, dv: dv} = outputs) do
@@ -259,16 +255,27 @@ defmodule FlashAttention do
       iex> FlashAttention.release(one)
       :ok
   """
-  @spec release(States.t() | Tensor.t() | DeviceMemory.t()) :: :ok
-  def release(%States{} = states), do: states |> States.memories() |> Enum.each(&Native.release/1)
-
-  def release(%DeviceMemory{ref: ref}) do
-    Native.release(ref)
-    :ok
+  @spec release(States.t() | Tensor.t() | DeviceMemory.t()) :: :ok | {:error, Error.t()}
+  def release(%States{} = states) do
+    with {:ok, memories} <- States.memories(states), do: release_all(memories)
   end
 
+  def release(%DeviceMemory{ref: ref}), do: release_all([ref])
   def release(%Tensor{data: %DeviceMemory{} = memory}), do: release(memory)
   def release(%Tensor{}), do: :ok
+
+  def release(other) do
+    expected = "a FlashAttention.States, FlashAttention.Tensor or FlashAttention.DeviceMemory"
+    {:error, Error.invalid(:memory, expected, Error.show(other))}
+  end
+
+  defp release_all(memories) do
+    Enum.find_value(memories, :ok, fn memory ->
+      with {:error, error} <- Native.release(memory),
+           do: {:error, Error.from_native(error)},
+           else: (_held -> nil)
+    end)
+  end
 
   @doc """
   Returns the memory that is at hand for later calls to the GPUs' drivers and the system.
@@ -460,9 +467,13 @@ defmodule FlashAttention do
 
   # A tensor's own module reads it; what it raises says what is wrong with a forged one.
   defp native_tensor(tensor, device) do
-    if TensorLike.impl_for(tensor),
-      do: TensorLike.to_native(tensor, device),
-      else: {:error, "a tensor (Nx.Tensor or FlashAttention.Tensor)", Error.show(tensor)}
+    with implementation when implementation != nil <- TensorLike.impl_for(tensor),
+         {:ok, {_data, _type, shape}, names} = native <- implementation.to_native(tensor, device) do
+      if Tensor.names?(names, shape), do: native, else: {:error, "a name for every axis", Error.show(names)}
+    else
+      nil -> {:error, "a tensor (Nx.Tensor or FlashAttention.Tensor)", Error.show(tensor)}
+      {:error, expected, got} -> {:error, expected, got}
+    end
   rescue
     error ->
       {:error, "a tensor that can be read", "an error: " <> hd(String.split(Exception.message(error), "\n"))}

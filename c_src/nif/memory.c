@@ -4,6 +4,10 @@
 #include <stdatomic.h>
 #include <stdio.h>
 #include <string.h>
+#ifdef __linux__
+#include <sys/uio.h>
+#include <unistd.h>
+#endif
 
 #include "nif.h"
 
@@ -167,14 +171,36 @@ void fa_data_drop(fa_data *data) {
   *data = (fa_data){0};
 }
 
+bool fa_data_read(void *to, const fa_data *data) {
+#ifdef __linux__
+  for (size_t done = 0; done < data->bytes;) {
+    struct iovec local = {(char *)to + done, data->bytes - done},
+                 remote = {(char *)data->data + done, local.iov_len};
+    ssize_t got = process_vm_readv(getpid(), &local, 1, &remote, 1, 0);
+    if (got <= 0) return false;
+    done += (size_t)got;
+  }
+  return true;
+#else
+  (void)to;
+  return data->bytes == 0;
+#endif
+}
+
 /* ---- functions of FlashAttention.Native --------------------------------------------------------------------
  */
+
+static ERL_NIF_TERM reject_reference(ErlNifEnv *env, ERL_NIF_TERM term) {
+  fa_error error;
+  fa_reject_term(env, &error, "memory", "a reference to a device's memory", term);
+  return fa_make_error(env, &error);
+}
 
 /* memory_info(Reference): {Device, Address, Bytes} */
 ERL_NIF_TERM fa_nif_memory_info(ErlNifEnv *env, int argc, const ERL_NIF_TERM argv[]) {
   (void)argc;
   fa_memory *memory;
-  if (!enif_get_resource(env, argv[0], memory_type, (void **)&memory)) return enif_make_badarg(env);
+  if (!enif_get_resource(env, argv[0], memory_type, (void **)&memory)) return reject_reference(env, argv[0]);
   ERL_NIF_TERM device = enif_make_tuple2(env, fa_atom.device_kinds[memory->device.kind],
                                          enif_make_int(env, memory->device.index));
   return enif_make_tuple3(env, device, enif_make_uint64(env, (uintptr_t)memory->data),
@@ -185,7 +211,7 @@ ERL_NIF_TERM fa_nif_memory_info(ErlNifEnv *env, int argc, const ERL_NIF_TERM arg
 ERL_NIF_TERM fa_nif_release(ErlNifEnv *env, int argc, const ERL_NIF_TERM argv[]) {
   (void)argc;
   fa_memory *memory;
-  if (!enif_get_resource(env, argv[0], memory_type, (void **)&memory)) return enif_make_badarg(env);
+  if (!enif_get_resource(env, argv[0], memory_type, (void **)&memory)) return reject_reference(env, argv[0]);
   return enif_make_atom(env, release(memory) ? "true" : "false");
 }
 

@@ -39,6 +39,10 @@ typedef struct fa_data {
 bool fa_get_data(ErlNifEnv *env, ERL_NIF_TERM term, const char *argument, fa_data *data, fa_error *error);
 void fa_data_drop(fa_data *data);
 
+/* Copies what lies at an address of the host's that somebody named. Where nothing can be read there it says so,
+ * instead of taking the VM down. */
+bool fa_data_read(void *to, const fa_data *data);
+
 /* {Data, {class, bits}, {dims…}}; a binary lives as long as env. */
 bool fa_get_tensor(ErlNifEnv *env, ERL_NIF_TERM term, const char *argument, fa_data *data, fa_shape *shape,
                    fa_error *error);

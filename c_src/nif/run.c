@@ -91,13 +91,16 @@ static bool reject_memory(call *call, const char *argument, size_t bytes) {
   return fa_reject(&call->error, FA_STATUS_OUT_OF_MEMORY, argument, expected, "none");
 }
 
-/* An address that the device does not know would be read as the host's memory. */
-static bool check_address(call *call, int id) {
+/* An address that the device does not know is one of the host's, or of nobody's. */
+static bool is_host_address(const call *call, int id) {
+  const fa_data *data = &call->inputs[id];
+  return data->on_device && data->bytes != 0 &&
+         fa_memory_locate(call->plan.device, data->data, data->bytes) == FA_PLACE_HOST;
+}
+
+static bool reject_address(call *call, int id) {
   const fa_data *data = &call->inputs[id];
   const fa_device device = call->plan.device;
-  if (!data->on_device || data->bytes == 0 ||
-      fa_memory_locate(device, data->data, data->bytes) != FA_PLACE_HOST)
-    return true;
   char expected[128], got[64];
   snprintf(expected, sizeof expected, "a binary, or memory that %s %d can read",
            fa_device_kind_name(device.kind), device.index);
@@ -112,13 +115,25 @@ static bool is_aligned(const call *call, int id) {
   return (uintptr_t)call->inputs[id].data % fa_dtype_bytes(call->shapes[id].dtype) == 0;
 }
 
+static bool is_copied(const call *call, int id) { return is_host_address(call, id) || !is_aligned(call, id); }
+
+static bool copy_input(call *call, int id, void *to) {
+  fa_data *input = &call->inputs[id];
+  if (!input->on_device)
+    memcpy(to, input->data, input->bytes);
+  else if (!fa_data_read(to, input))
+    return reject_address(call, id);
+  input->data = to;
+  input->on_device = false;
+  return true;
+}
+
 static bool bind_inputs(call *call) {
   size_t bytes = 0, used = 0;
   for (int id = 0; id < FA_NUM_TENSORS; id++) {
-    if (!call->given[id]) continue;
-    if (!check_address(call, id)) return false;
-    if (is_aligned(call, id)) continue;
-    if (call->inputs[id].on_device)
+    if (!call->given[id] || !is_copied(call, id)) continue;
+    if (call->inputs[id].memory) return reject_address(call, id);
+    if (call->inputs[id].on_device && !is_host_address(call, id))
       return fa_reject(&call->error, FA_STATUS_INVALID_ARGUMENT, fa_tensor_name(id), "an aligned address",
                        "one between elements");
     bytes += round_up(call->inputs[id].bytes);
@@ -128,12 +143,11 @@ static bool bind_inputs(call *call) {
 
   for (int id = 0; id < FA_NUM_TENSORS; id++) {
     if (!call->given[id]) continue;
-    void *data = call->inputs[id].data;
-    if (!is_aligned(call, id)) {
-      data = memcpy((char *)call->copies + used, data, call->inputs[id].bytes);
+    if (is_copied(call, id)) {
+      if (!copy_input(call, id, (char *)call->copies + used)) return false;
       used += round_up(call->inputs[id].bytes);
     }
-    *fa_tensor_at(&call->tensors, id) = fa_tensor_contiguous(&call->problem, id, data);
+    *fa_tensor_at(&call->tensors, id) = fa_tensor_contiguous(&call->problem, id, call->inputs[id].data);
   }
   return true;
 }

@@ -25,6 +25,8 @@ defmodule FlashAttention.DeviceMemory do
     with {:error, error} <- Native.read(ref), do: {:error, Error.from_native(error)}
   end
 
+  def to_binary(other), do: {:error, Error.invalid(:memory, "a FlashAttention.DeviceMemory", Error.show(other))}
+
   @doc false
   @spec from_native(Native.memory()) :: t
   def from_native(ref) do

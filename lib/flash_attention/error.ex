@@ -55,7 +55,17 @@ defmodule FlashAttention.Error do
       "{:window, [1, 2, 3, 4, 5, 6, ...]}"
   """
   @spec show(term) :: String.t()
-  def show(term), do: inspect(term, limit: 8, printable_limit: 64, width: :infinity)
+  def show(term) do
+    shown(term, safe: false)
+  rescue
+    # A struct without its fields, for one.
+    _error -> shown(term, structs: false)
+  end
+
+  defp shown(term, opts) do
+    text = inspect(term, [limit: 8, printable_limit: 64, width: :infinity] ++ opts)
+    if String.length(text) > 200, do: String.slice(text, 0, 200) <> "...", else: text
+  end
 
   @doc false
   @spec from_native(FlashAttention.Native.error()) :: t

@@ -142,17 +142,23 @@ defmodule FlashAttention.Native do
     end
   end
 
-  @doc "The device, address and size in bytes of a device's memory, also of what was released."
-  @spec memory_info(memory) :: {device, address :: non_neg_integer, bytes :: non_neg_integer}
-  def memory_info(memory), do: :erlang.nif_error({:not_loaded, memory})
+  @doc """
+  The device, address and size in bytes of a device's memory, also of what was released.
+
+      iex> FlashAttention.Native.memory_info(:none)
+      {:error, {:invalid_argument, "memory", "a reference to a device's memory", "none",
+        "memory: expected a reference to a device's memory, got none"}}
+  """
+  @spec memory_info(memory) :: {device, address :: non_neg_integer, bytes :: non_neg_integer} | {:error, error}
+  def memory_info(memory), do: once_loaded(:memory_info, [memory])
 
   @doc "Gives a device's memory back, once the calls that use it are done. False where that was done before."
-  @spec release(memory) :: boolean
-  def release(memory), do: :erlang.nif_error({:not_loaded, memory})
+  @spec release(memory) :: boolean | {:error, error}
+  def release(memory), do: once_loaded(:release, [memory])
 
   @doc "What a device's memory holds."
   @spec read(memory) :: {:ok, binary} | {:error, error}
-  def read(memory), do: :erlang.nif_error({:not_loaded, memory})
+  def read(memory), do: once_loaded(:read, [memory])
 
   @doc """
   Returns memory that is at hand for later calls to the device's driver and to the system.
@@ -161,7 +167,7 @@ defmodule FlashAttention.Native do
       :ok
   """
   @spec trim(device) :: :ok | {:error, error}
-  def trim(device), do: :erlang.nif_error({:not_loaded, device})
+  def trim(device), do: once_loaded(:trim, [device])
 
   @doc """
   Lets the memory of binaries that the GPU reads and writes at full rate be at most so much.

@@ -5,7 +5,8 @@ defmodule FlashAttention.Tensor do
   Elements lie contiguously, the last axis fastest, in the machine's byte order, as in `Nx.to_binary/1`.
 
   In place of a binary there may be memory of a GPU: `FlashAttention.DeviceMemory`, which `results: :device` gives,
-  or the `%Nx.Pointer{kind: :local}` of a tensor that somebody else keeps there for as long as this one is used.
+  or the `%Nx.Pointer{kind: :local}` of a tensor that somebody else keeps, there or in the host's memory, for as long
+  as this one is used.
   """
 
   alias FlashAttention.{DeviceMemory, Error}
@@ -61,12 +62,20 @@ defmodule FlashAttention.Tensor do
   defp type!(type), do: raise(Error.invalid(:type, "f32, f64, bf16 or f16", Error.show(type)))
 
   defp size(data) when is_binary(data), do: byte_size(data)
-  defp size(%DeviceMemory{bytes: bytes}), do: bytes
-  defp size(%{kind: :local, address: _, data_size: bytes}), do: bytes
+  defp size(%DeviceMemory{bytes: bytes}) when is_integer(bytes), do: bytes
+  defp size(%{kind: :local, address: _, data_size: bytes}) when is_integer(bytes), do: bytes
   defp size(data), do: raise(Error.invalid(:data, "a binary", Error.show(data)))
 
   defp shape?(shape),
     do: is_tuple(shape) and Enum.all?(Tuple.to_list(shape), &(is_integer(&1) and &1 >= 0))
+
+  @doc false
+  # Whether these can be the names of that shape's axes.
+  @spec names?(term, term) :: boolean
+  def names?(nil, _shape), do: true
+
+  def names?(names, shape) when length(names) == tuple_size(shape), do: Enum.all?(names, &is_atom/1)
+  def names?(_names, _shape), do: false
 
   defimpl FlashAttention.TensorLike do
     def to_native(%{data: data, type: type, shape: shape}, _device), do: {:ok, {native(data), type, shape}, nil}
