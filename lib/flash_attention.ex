@@ -404,7 +404,8 @@ defmodule FlashAttention do
   grows linearly with the sequence, in the gradient too.
 
   Vectorized axes count as part of the batch, with gradients from Nx 0.13 on; `sink` has none. `o` has the axis
-  names of `q`. The gradient has no gradient itself: asking for one raises.
+  names of `q`. The gradient is linear in that of `o`, and has a gradient by it, which is computed in f64 on the CPU;
+  by `q`, `k`, `v` and `sink` it has none: asking for that raises.
 
   On EXLA it is a custom call on the device that the computation runs on, see `FlashAttention.EXLA`. With a
   `:device` other than `:auto`, the default, the library computes there, whatever compiles the rest.

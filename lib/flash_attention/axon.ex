@@ -120,10 +120,15 @@ if Code.ensure_loaded?(Axon) do
     def multi_head_attention(%Axon{} = input, opts) do
       {dense, opts} = Keyword.split(opts, [:use_bias, :kernel_initializer, :bias_initializer])
       {own, opts} = Keyword.split(opts, [:name, :num_heads, :num_kv_heads, :head_dim, :units, :memory])
-      num_heads = Keyword.fetch!(own, :num_heads)
-      head_dim = Keyword.fetch!(own, :head_dim)
-      num_kv_heads = own[:num_kv_heads] || num_heads
-      memory = own[:memory] || input
+      num_heads = size!(own, :num_heads, nil)
+      head_dim = size!(own, :head_dim, nil)
+      num_kv_heads = size!(own, :num_kv_heads, num_heads)
+      units = size!(own, :units, num_heads * head_dim)
+      memory = memory!(own[:memory] || input)
+
+      if rem(num_heads, num_kv_heads) != 0,
+        do: raise(Error.invalid(:num_kv_heads, "a divisor of num_heads #{num_heads}", "#{num_kv_heads}"))
+
       name = &if(own[:name], do: "#{own[:name]}.#{&1}")
 
       [query, key, value] =
@@ -140,8 +145,19 @@ if Code.ensure_loaded?(Axon) do
       query
       |> attention(key, value, [name: name.("attention")] ++ opts)
       |> Axon.nx(&join_heads/1)
-      |> Axon.dense(own[:units] || num_heads * head_dim, [name: name.("output")] ++ dense)
+      |> Axon.dense(units, [name: name.("output")] ++ dense)
     end
+
+    defp size!(opts, name, default) do
+      case opts[name] || default do
+        size when is_integer(size) and size > 0 -> size
+        nil -> raise(Error.invalid(name, "a whole number of at least 1", "none"))
+        other -> raise(Error.invalid(name, "a whole number of at least 1", Error.show(other)))
+      end
+    end
+
+    defp memory!(%Axon{} = memory), do: memory
+    defp memory!(other), do: raise(Error.invalid(:memory, "an Axon layer", Error.show(other)))
 
     defp split_heads(tensor, heads, head_dim),
       do: Nx.reshape(tensor, {Nx.axis_size(tensor, 0), Nx.axis_size(tensor, 1), heads, head_dim})

@@ -71,7 +71,7 @@ defmodule FlashAttention.EXLA do
     typed = for {{name, shape}, tensor} <- Enum.zip(shapes, inputs), into: %{}, do: {name, {tensor.type, shape}}
 
     with :ok <- register(),
-         {:ok, device} <- device(client.platform),
+         {:ok, device} <- device(client),
          {:ok, _outputs, _workspace_bytes, _kernel} <- Native.plan(pass, typed, options.native, device) do
       {"flash_attention_#{pass}", attributes(shapes ++ options.native)}
     else
@@ -80,9 +80,14 @@ defmodule FlashAttention.EXLA do
     end
   end
 
-  defp device(:host), do: {:ok, {:cpu, 0}}
-  defp device(:cuda), do: {:ok, {:cuda, 0}}
-  defp device(platform), do: missing("a client of platform :host or :cuda", inspect(platform))
+  # The device that the client computes on unless it is told otherwise.
+  defp device(%{platform: :host}), do: {:ok, {:cpu, 0}}
+
+  defp device(%{platform: platform, default_device_id: index}) do
+    if platform in Options.device_kinds(),
+      do: {:ok, {platform, index}},
+      else: missing("a client of platform :host or :cuda", inspect(platform))
+  end
 
   defp elsewhere(error),
     do: %{error | message: "#{error.message} (device: :cpu computes outside of EXLA, on copies of the tensors)"}

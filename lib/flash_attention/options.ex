@@ -76,6 +76,7 @@ defmodule FlashAttention.Options do
     ]
   ]
 
+  @kinds [:cpu, :cuda]
   @tensors for {key, row} <- @schema, row[:type] == :tensor, do: key
 
   @typedoc """
@@ -135,6 +136,10 @@ defmodule FlashAttention.Options do
   @spec tensors() :: [atom]
   def tensors, do: @tensors
 
+  @doc "The kinds of devices, as the C library names them."
+  @spec device_kinds() :: [atom]
+  def device_kinds, do: @kinds
+
   @doc "The options as a Markdown table."
   @spec docs() :: String.t()
   def docs do
@@ -180,9 +185,6 @@ defmodule FlashAttention.Options do
 
   # ---- types: what is valid, and how errors, documentation and typespecs put it ---------------------------
 
-  # As the C library names them; `:reference` is the naive implementation that tests measure the others against.
-  @kinds [:cpu, :cuda]
-
   defp valid?(:boolean, value), do: is_boolean(value)
   defp valid?(:scale, value), do: is_number(value) and value != 0
   defp valid?(:softcap, value), do: is_number(value) and value >= 0
@@ -192,6 +194,7 @@ defmodule FlashAttention.Options do
   defp valid?(:tensor, _value), do: true
   defp valid?({:in, choices}, value), do: value in choices
   defp valid?(:device, {kind, index}), do: kind in @kinds and is_integer(index) and index >= 0
+  # The reference is the naive implementation that tests measure the others against.
   defp valid?(:device, device), do: device in [:auto, :reference | @kinds]
 
   defp expected(:scale, %_{}),

@@ -108,7 +108,18 @@ defmodule FlashAttention.AxonTest do
 
   test "what is missing or wrong is said" do
     x = Axon.input("x")
-    assert_raise KeyError, ~r/:num_heads/, fn -> FlashAttention.Axon.multi_head_attention(x, head_dim: 4) end
+
+    for {name, got, opts} <- [
+          {:num_heads, "none", [head_dim: 4]},
+          {:head_dim, "none", [num_heads: 4]},
+          {:num_heads, "0", [num_heads: 0, head_dim: 4]},
+          {:head_dim, "2.5", [num_heads: 1, head_dim: 2.5]},
+          {:num_kv_heads, "-1", [num_heads: 1, head_dim: 4, num_kv_heads: -1]},
+          {:units, ":all", [num_heads: 1, head_dim: 4, units: :all]}
+        ] do
+      error = assert_raise FlashAttention.Error, fn -> FlashAttention.Axon.multi_head_attention(x, opts) end
+      assert Exception.message(error) == "#{name}: expected a whole number of at least 1, got #{got}"
+    end
 
     # Where results lie is the compiler's choice, and a sink that is given would not be learned.
     for {opts, message} <- [
@@ -116,6 +127,8 @@ defmodule FlashAttention.AxonTest do
           {[sink: Nx.iota({1, 2})], "opts: expected keys among causal, "},
           {[results: :device], "opts: expected keys among causal, "},
           {[window: 3], "window: expected {left, right}"},
+          {[num_kv_heads: 3], "num_kv_heads: expected a divisor of num_heads 2, got 3"},
+          {[memory: Nx.iota({1, 2, 3})], "memory: expected an Axon layer, got "},
           {[num_sinks: -1], "num_sinks: expected a whole number of at least 0, got -1"}
         ] do
       build = fn -> FlashAttention.Axon.multi_head_attention(x, [num_heads: 2, head_dim: 4] ++ opts) end

@@ -251,6 +251,32 @@ defmodule FlashAttention.DefnTest do
              Nx.shape(q)
   end
 
+  test "the gradient has a gradient by that of the output, as attention written in Nx has" do
+    for index <- [0, 4], type <- [:f64, :f32] do
+      {tensors, dout, opts} = problem(index, type)
+      weights = for tensor <- tensors, do: Nx.sin(Nx.iota(Nx.shape(tensor), type: Nx.type(tensor)))
+      arguments = [List.to_tuple(tensors), List.to_tuple(weights), dout]
+
+      # How much each gradient adds to a loss, and the gradient of that by the cotangent of o.
+      [ours, plain] =
+        for module <- [FlashAttention, NxAttention] do
+          Nx.Defn.jit_apply(&by_dout(module, &1, &2, &3, opts), arguments)
+        end
+
+      assert Nx.type(ours) == Nx.type(dout)
+      assert_close(ours, plain, if(type == :f64, do: 1.0e-6, else: 1.0e-5))
+    end
+  end
+
+  defp by_dout(module, tensors, weights, dout, opts) do
+    Nx.Defn.grad(dout, fn dout ->
+      Nx.Defn.grad(tensors, &loss(module, Tuple.to_list(&1), dout, opts))
+      |> Tuple.to_list()
+      |> Enum.zip_with(Tuple.to_list(weights), &Nx.sum(Nx.multiply(&1, &2)))
+      |> Enum.reduce(&Nx.add/2)
+    end)
+  end
+
   test "lse has no gradient, and says so" do
     {[q, k, v], _dout, opts} = problem(0)
     loss = fn q, f -> FlashAttention.attention_with_lse(q, k, v, opts) |> f.() end

@@ -154,6 +154,17 @@ defmodule FlashAttention.EXLATest do
     assert error.message =~ "(device: :cpu computes outside of EXLA, on copies of the tensors)"
   end
 
+  test "it is the client's own device that is asked" do
+    block = %FlashAttention.Defn.Forward{opts: [], shapes: for(name <- [:q, :k, :v], do: {name, {1, 8, 1, 8}})}
+    inputs = for _ <- 1..3, do: template({64})
+    call = &EXLA.CustomCall.call(block, nil, inputs, %{platform: &1, default_device_id: &2})
+
+    assert {:ok, %{call_target_name: "flash_attention_forward"}} = call.(:host, 0)
+    error = assert_raise FlashAttention.Error, fn -> call.(:cuda, 4097) end
+    assert error.message =~ "4097" or error.reason == :no_device
+    assert assert_raise(FlashAttention.Error, fn -> call.(:rocm, 0) end).message =~ "platform :host or :cuda"
+  end
+
   test "a device that is asked for by name is no custom call, in either pass" do
     q = template({1, 8, 1, 8}, :f64)
 

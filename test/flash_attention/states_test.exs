@@ -64,12 +64,17 @@ defmodule FlashAttention.StatesTest do
                "opts: expected keys among results, got :causal"
     end
 
-    test "say that an address means nothing to a CPU" do
+    test "say that nothing can be read at an address" do
       pointer = %{kind: :local, address: 0x1000, data_size: 24}
-      tensor = Tensor.new(pointer, :f32, {1, 3, 1, 2})
 
-      assert message(FlashAttention.forward(tensor, tensor, tensor, device: :cpu)) ==
-               "q: expected a binary, or memory that cpu 0 can read, got 24 bytes at 0x1000"
+      # Nobody has memory at the first ones. Of a page and what follows it, the page alone is there.
+      for address <- [0x1000, 2 ** 63, 2 ** 64 - 24, last_address() - 8] do
+        tensor = Tensor.new(%{pointer | address: address}, :f32, {1, 3, 1, 2})
+
+        assert message(FlashAttention.forward(tensor, tensor, tensor, device: :cpu)) ==
+                 "q: expected a binary, or memory that cpu 0 can read, got 24 bytes at 0x" <>
+                   String.downcase(Integer.to_string(address, 16))
+      end
 
       assert_raise FlashAttention.Error,
                    "data: expected 24 bytes for shape {1, 3, 1, 2} of type f32, got 8",
@@ -97,6 +102,55 @@ defmodule FlashAttention.StatesTest do
                  Native.run(:forward, %{q: one, k: bad, v: one}, [], {:cpu, 0})
       end
     end
+  end
+
+  # /proc/self/maps, a region of memory a row: addresses, whether it can be read, and the file that lies there.
+  defp maps do
+    for line <- String.split(File.read!("/proc/self/maps"), "\n", trim: true) do
+      [_, from, to, access, offset, file] = Regex.run(~r/^(\w+)-(\w+) (....) (\w+) \S+ \d+ *(.*)$/, line)
+      {String.to_integer(from, 16), String.to_integer(to, 16), access, String.to_integer(offset, 16), file}
+    end
+  end
+
+  # Where a region ends that no other one follows.
+  defp last_address do
+    maps = maps()
+    starts = MapSet.new(maps, &elem(&1, 0))
+
+    Enum.find_value(maps, fn
+      {_, to, "r" <> _, _, _} -> to not in starts && to
+      _ -> nil
+    end)
+  end
+
+  test "of the host's memory, an address is as good as a binary" do
+    # The library itself lies there as it lies in its file.
+    {address, _to, _access, 0, file} =
+      Enum.find(maps(), fn {_, _, access, offset, file} ->
+        String.ends_with?(file, "/flash_attention_nif.so") and offset == 0 and access =~ "r"
+      end)
+
+    bytes = binary_part(File.read!(file), 0, 512)
+
+    [there, here] =
+      for data <- [%{kind: :local, address: address, data_size: 512}, bytes],
+          do: Tensor.new(data, :bf16, {2, 8, 2, 8})
+
+    {o, lse} = FlashAttention.forward_with_states!(here, here, here, device: :cpu)
+    assert FlashAttention.forward_with_states!(there, there, there, device: :cpu) == {o, lse}
+
+    {^o, states} = FlashAttention.forward_with_states!(there, here, there, device: :cpu, keep: :device)
+    gradients = FlashAttention.backward!(here, here, here, here, o, lse, device: :cpu)
+
+    assert FlashAttention.backward!(there, states) |> Tuple.to_list() |> Enum.map(& &1.data) ==
+             gradients |> Tuple.to_list() |> Enum.map(& &1.data)
+
+    # Between elements, too.
+    shifted = Tensor.new(%{kind: :local, address: address + 1, data_size: 256}, :bf16, {1, 8, 2, 8})
+    same = Tensor.new(binary_part(bytes, 1, 256), :bf16, {1, 8, 2, 8})
+
+    assert FlashAttention.forward!(shifted, shifted, shifted, device: :cpu).data ==
+             FlashAttention.forward!(same, same, same, device: :cpu).data
   end
 
   # The package where it is there, and else one that only tells this process.

@@ -95,11 +95,61 @@ if FlashAttention.Defn.supported?() do
       {q_k_v, optional} = Enum.split(inputs, 3)
       # The cotangent has the type of the loss, and of an output that is not used it may be a scalar.
       dout = dout |> Nx.as_type(o.type) |> Nx.broadcast(o.shape)
-      inputs = [dout: dout] ++ q_k_v ++ [o: o, lse: lse] ++ optional
+      gradients = block(%Backward{opts: opts}, [dout: dout] ++ q_k_v ++ [o: o, lse: lse] ++ optional)
 
-      for gradient <- block(%Backward{opts: opts}, inputs) do
-        without_gradient(gradient, Keyword.values(inputs), "the gradient of attention has no gradient itself")
+      for {{name, _input}, gradient} <- Enum.zip(inputs, gradients),
+          do: linear(gradient, name, dout, inputs, opts)
+    end
+
+    # A gradient is linear in dout, and what that adds to it is the derivative of o along the direction in which the
+    # gradient's input moves. In the inputs it is not, and their gradient is not there: should it be asked for, the
+    # way to it leads through their stand-ins.
+    defp linear(gradient, name, dout, inputs, opts) do
+      stand_ins =
+        for {_name, input} <- inputs,
+            do:
+              without_gradient(
+                input,
+                [input],
+                "the gradient of attention has no gradient itself, but by that of o"
+              )
+
+      Kernel.custom_grad(gradient, [dout | stand_ins], fn cotangent ->
+        direction = cotangent |> Nx.as_type(gradient.type) |> Nx.broadcast(gradient.shape)
+        tensors = Map.new([direction: direction] ++ inputs)
+
+        derivative =
+          Nx.runtime_call(Nx.template(dout.shape, dout.type), tensors, [along: name, opts: opts], &derivative/2)
+
+        [without_gradient(derivative, [direction], "its third derivative is not there")] ++
+          for(input <- stand_ins, do: Nx.broadcast(Expr.tensor(Nx.u8(0)), input.shape))
+      end)
+    end
+
+    @doc false
+    # The callback: the derivative of o where one input moves. The library has it in f64 on the CPU.
+    def derivative(%{direction: direction, q: %{type: type}} = tensors, along: along, opts: opts) do
+      inputs =
+        tensors |> Map.delete(:direction) |> Map.new(fn {name, tensor} -> {name, in_f64(name, tensor)} end)
+
+      directions =
+        for {name, {data, type, shape}} <- inputs, into: %{} do
+          still = {:binary.copy(<<0>>, byte_size(data)), type, shape}
+          {:"tangent_#{name}", if(name == along, do: in_f64(name, direction), else: still)}
+        end
+
+      case Native.run(:tangent, Map.merge(inputs, directions), Options.parse!(opts).native, {:cpu, 0}) do
+        {:ok, %{o_tangent: {data, f64, shape}}} ->
+          data |> Nx.from_binary(f64) |> Nx.reshape(shape) |> Nx.as_type(type)
+
+        {:error, error} ->
+          raise Error.from_native(error)
       end
+    end
+
+    defp in_f64(name, tensor) do
+      tensor = if name in @optional, do: tensor, else: Nx.as_type(tensor, :f64)
+      {Nx.to_binary(tensor), tensor.type, tensor.shape}
     end
 
     # Differentiating through the call of a function would give 0 without a word.
