@@ -25,8 +25,10 @@
 #   FA_INSTALL=0     install nothing, say what is missing
 #   WERROR=1         warnings are errors, in C and in Elixir
 #   SANITIZE=...     build with -fsanitize=...; give it its own BUILD and PRIV
-#   BUILD, PRIV      where objects (build) and libraries (priv) go
+#   BUILD, PRIV      where everything is built (build), and where the finished libraries go (priv)
 #   V=1              show whole commands
+#
+# Paths may have spaces, but for BUILD, which is a part of the names of make's targets.
 
 MAKEFLAGS += --no-builtin-rules
 
@@ -38,8 +40,15 @@ PREFIX  ?= /usr/local
 BUILD   ?= build
 PRIV    ?= $(if $(MIX_APP_PATH),$(MIX_APP_PATH)/priv,priv)
 
-LIBRARY := $(PRIV)/libflash_attention.so
-NIF     := $(PRIV)/flash_attention_nif.so
+ifneq ($(words $(BUILD)),1)
+$(error BUILD: expected a path without spaces, got '$(BUILD)')
+endif
+
+LIBRARY := $(BUILD)/libflash_attention.so
+NIF     := $(BUILD)/flash_attention_nif.so
+
+# $(call quote,text) is one word to the shell.
+quote = '$(subst ','\'',$(1))'
 
 # Elixir prints Unicode only where the locale says that it may.
 ifeq ($(LC_ALL)$(LC_CTYPE)$(LANG),)
@@ -72,14 +81,15 @@ FA_LDFLAGS = -pthread -undefined dynamic_lookup -Wl,-rpath,@loader_path $(SANITI
 else
 FA_LDFLAGS = -pthread -Wl,-z,nodelete -Wl,-rpath,'$$ORIGIN' $(SANITIZE_FLAGS) $(LDFLAGS)
 NO_UNDEFINED := $(if $(SANITIZE),,-Wl,-z,defs)
+BIND_OWN     := -Wl,-Bsymbolic
 endif
 
 # Objects are made again when the compiler or the flags change, not only when a source does.
-FLAGS := $(BUILD)/flags
-$(FLAGS): FORCE
-	@mkdir -p $(@D)
-	@printf '%s\n' "$(CC) $(FA_CFLAGS) $(FA_LDFLAGS) $(FA_CUDA) $(XLA_FFI_INCLUDE)" | cmp -s - $@ || \
-	  printf '%s\n' "$(CC) $(FA_CFLAGS) $(FA_LDFLAGS) $(FA_CUDA) $(XLA_FFI_INCLUDE)" > $@
+FLAGS      := $(BUILD)/c.flags
+FLAGS_c     = $(CC) $(FA_CFLAGS) $(FA_LDFLAGS) $(FA_CUDA) $(XLA_FFI_INCLUDE)
+FLAGS_nif   = $(ERTS_INCLUDE_DIR)
+FLAGS_cuda  = $(NVCC) $(CUDA_CFLAGS) $(CUDA_ARCHS) $(CUDA_HOME)
+
 .PHONY: FORCE
 FORCE:
 
@@ -95,14 +105,6 @@ ISA_FLAGS_avx512 := -mavx512f -mavx512dq -mavx512vl -mavx512bw -mfma -mprefer-ve
 SOURCES := $(filter-out $(KERNELS),$(wildcard c_src/core/*.c c_src/host/*.c c_src/cpu/*.c))
 OBJECTS := $(SOURCES:c_src/%.c=$(BUILD)/%.o) $(if $(wildcard $(KERNELS)),$(ISAS:%=$(BUILD)/cpu/kernels_%.o))
 
-$(BUILD)/%.o: c_src/%.c $(FLAGS) Makefile
-	@mkdir -p $(@D)
-	$(call show,CC $<$(NOTE))$(CC) $(FA_CFLAGS) $(EXTRA_CFLAGS) -MMD -MP -c -o $@ $<
-
-$(ISAS:%=$(BUILD)/cpu/kernels_%.o): $(BUILD)/cpu/kernels_%.o: $(KERNELS) $(FLAGS) Makefile
-	@mkdir -p $(@D)
-	$(call show,CC $< for $*)$(CC) $(FA_CFLAGS) -O3 -ffp-contract=fast $(ISA_FLAGS_$*) -DFA_ISA=$* -DFA_ISA_$* -MMD -MP -c -o $@ $<
-
 -include $(wildcard $(BUILD)/*.d $(BUILD)/*/*.d)
 
 # ---- objects of CUDA, where nvcc is ----------------------------------------------------------------
@@ -113,10 +115,12 @@ ifeq ($(FA_CUDA),1)
 # One binary for every GPU from sm_80 on: code for Ampere and Hopper, and PTX for what came later. The CUDA
 # runtime is linked statically, and C++ needs no library of its own, so that it loads where neither is.
 CUDA_ARCHS  ?= -gencode arch=compute_80,code=sm_80 -gencode arch=compute_90,code=[sm_90,compute_90]
-CUDA_HOME   ?= $(patsubst %/bin/,%,$(dir $(realpath $(shell command -v $(NVCC)))))
+ifndef CUDA_HOME
+CUDA_HOME   := $(shell dirname "$$(dirname "$$(readlink -f "$$(command -v $(NVCC))")")")
+endif
 CUDA_CFLAGS := -O3 -std=c++17 -Xcompiler -fPIC,-fvisibility=hidden,-Wall,-fno-exceptions,-fno-threadsafe-statics \
                $(NVCCFLAGS)
-CUDA_LIBS   := -L$(CUDA_HOME)/lib64 -lcudart_static -ldl -lrt -lpthread
+CUDA_LIBS   := -L$(call quote,$(CUDA_HOME)/lib64) -lcudart_static -ldl -lrt -lpthread
 
 # The passes are one source each, compiled once for every kind of cuda/kinds.cuh.
 CUDA_KINDS   := bf16 f16 f32 f32_as_f16
@@ -135,70 +139,119 @@ CUDA_KERNELS  += $(foreach pass,$(HOPPER_PASSES),$(HOPPER_KINDS_$(pass):%=$(BUIL
 CUDA_HOST     := $(patsubst cuda/%.c,$(BUILD)/cuda/%.o,$(wildcard cuda/*.c))
 OBJECTS       += $(CUDA_HOST) $(BUILD)/cuda/auxiliary.o $(CUDA_KERNELS)
 $(BUILD)/core/backends.o: EXTRA_CFLAGS := -DFA_CUDA
-
-$(CUDA_HOST): $(BUILD)/cuda/%.o: cuda/%.c $(FLAGS) Makefile
-	@mkdir -p $(@D)
-	$(call show,CC $<)$(CC) $(FA_CFLAGS) -I$(CUDA_HOME)/include -MMD -MP -c -o $@ $<
-
-$(BUILD)/cuda/auxiliary.o: cuda/auxiliary.cu Makefile
-	@mkdir -p $(@D)
-	$(call show,NVCC $<)$(NVCC) $(CUDA_CFLAGS) $(CUDA_ARCHS) -MMD -MP -c -o $@ $<
-
-# $(1): pass, $(2): kinds, $(3): architectures
-define CUDA_PASS
-$(2:%=$$(BUILD)/cuda/$(1)_%.o): $$(BUILD)/cuda/$(1)_%.o: cuda/$(1).cu Makefile
-	@mkdir -p $$(@D)
-	$$(call show,NVCC $$< for $$*)$$(NVCC) $$(CUDA_CFLAGS) $(3) -DFA_KIND=$$* -MMD -MP -c -o $$@ $$<
-endef
-$(foreach pass,$(CUDA_PASSES),$(eval $(call CUDA_PASS,$(pass),$(CUDA_KINDS),$(CUDA_ARCHS))))
-$(foreach pass,$(HOPPER_PASSES),$(eval $(call CUDA_PASS,hopper_$(pass),$(HOPPER_KINDS_$(pass)),$(HOPPER_ARCH))))
 endif
 
 # ---- objects of the XLA custom calls, where XLA's header is ----------------------------------------
 
 # EXLA unpacks it where it is built: below deps, or beside this project where both are dependencies.
 ifeq ($(origin XLA_FFI_INCLUDE),undefined)
-XLA_FFI_PLACES  := $(addsuffix /exla/cache/xla_extension/include,deps .. $(MIX_DEPS_PATH)) $(shell \
-  $(PYTHON) -c 'from importlib.util import find_spec; print(find_spec("jaxlib").submodule_search_locations[0])' 2>/dev/null)/include
-XLA_FFI_INCLUDE := $(firstword $(foreach place,$(XLA_FFI_PLACES),$(if $(wildcard $(place)/xla/ffi/api/c_api.h),$(place))))
+XLA_FFI_INCLUDE := $(shell \
+  jaxlib=$$($(PYTHON) -c 'from importlib.util import find_spec; print(find_spec("jaxlib").submodule_search_locations[0])' 2>/dev/null); \
+  for place in deps/exla/cache/xla_extension ../exla/cache/xla_extension \
+    $(call quote,$(MIX_DEPS_PATH))/exla/cache/xla_extension "$$jaxlib"; do \
+    if [ -f "$$place/include/xla/ffi/api/c_api.h" ]; then echo "$$place/include"; break; fi; \
+  done)
 endif
 
 OBJECTS += $(BUILD)/xla/registry.o
 ifneq ($(XLA_FFI_INCLUDE),)
 OBJECTS += $(BUILD)/xla/handlers.o
-$(BUILD)/xla/%.o: EXTRA_CFLAGS := -DFA_XLA -isystem $(XLA_FFI_INCLUDE)
+$(BUILD)/xla/%.o: EXTRA_CFLAGS := -DFA_XLA -isystem $(call quote,$(XLA_FFI_INCLUDE))
 else
 $(BUILD)/xla/registry.o: NOTE := , without the XLA custom calls: xla/ffi/api/c_api.h is not there (XLA_FFI_INCLUDE)
 endif
 
 # ---- the library, and the NIF where Erlang's headers are -------------------------------------------
 
-native: $(LIBRARY)
-
-$(LIBRARY): $(OBJECTS)
-	@mkdir -p $(@D)
-	$(call show,LD $@)$(CC) -shared -o $@ $(OBJECTS) $(FA_LDFLAGS) $(NO_UNDEFINED) $(CUDA_LIBS) -lm
-
 # elixir_make passes ERTS_INCLUDE_DIR too.
 ifndef ERTS_INCLUDE_DIR
 ERTS_INCLUDE_DIR := $(shell erl -noshell -eval 'io:format("~ts/erts-~ts/include", [code:root_dir(), erlang:system_info(version)]), halt().' 2>/dev/null)
 endif
+HAS_ERTS    := $(shell test -f $(call quote,$(ERTS_INCLUDE_DIR)/erl_nif.h) && echo yes)
 NIF_OBJECTS := $(patsubst c_src/%.c,$(BUILD)/%.o,$(wildcard c_src/nif/*.c))
+LIBRARIES   := $(LIBRARY) $(if $(HAS_ERTS),$(NIF))
 
-ifneq ($(wildcard $(ERTS_INCLUDE_DIR)/erl_nif.h),)
-native: $(NIF)
+# One make at a time builds them: Mix's environments share what is built, and an editor may compile beside a shell.
+ifndef FA_LOCKED
+LOCK := $(if $(shell command -v flock),flock $(BUILD)/lock)
+
+native:
+	@mkdir -p $(BUILD)
+	$(if $(LOCK),@flock -n $(BUILD)/lock true || echo "  waiting for another make that builds in $(BUILD)")
+	+@$(LOCK) $(MAKE) --no-print-directory native FA_LOCKED=1 FA_CUDA=$(FA_CUDA) CUDA_HOME=$(call quote,$(CUDA_HOME)) \
+	  XLA_FFI_INCLUDE=$(call quote,$(XLA_FFI_INCLUDE)) ERTS_INCLUDE_DIR=$(call quote,$(ERTS_INCLUDE_DIR))
+
+$(LIBRARY) $(NIF) $(OBJECTS) $(FLAGS): native
+	@:
+else
+
+# The finished libraries replace those of before as whole files: programs that run keep theirs.
+native: $(LIBRARIES)
+	@mkdir -p $(call quote,$(PRIV))
+	@for library in $(LIBRARIES); do \
+	  finished=$(call quote,$(PRIV))/$$(basename $$library); \
+	  cmp -s $$library "$$finished" || \
+	    { cp $$library "$$finished.new" && mv -f "$$finished.new" "$$finished"; } || exit 1; \
+	done
+
+$(BUILD)/%.flags: FORCE
+	@mkdir -p $(@D)
+	@printf '%s\n' $(call quote,$(FLAGS_$*)) | cmp -s - $@ || printf '%s\n' $(call quote,$(FLAGS_$*)) > $@
+
+$(BUILD)/%.o: c_src/%.c $(FLAGS) Makefile
+	@mkdir -p $(@D)
+	$(call show,CC $<$(NOTE))$(CC) $(FA_CFLAGS) $(EXTRA_CFLAGS) -MMD -MP -c -o $@ $<
+
+$(ISAS:%=$(BUILD)/cpu/kernels_%.o): $(BUILD)/cpu/kernels_%.o: $(KERNELS) $(FLAGS) Makefile
+	@mkdir -p $(@D)
+	$(call show,CC $< for $*)$(CC) $(FA_CFLAGS) -O3 -ffp-contract=fast $(ISA_FLAGS_$*) -DFA_ISA=$* -DFA_ISA_$* -MMD -MP -c -o $@ $<
+
+$(CUDA_HOST): $(BUILD)/cuda/%.o: cuda/%.c $(FLAGS) $(BUILD)/cuda.flags Makefile
+	@mkdir -p $(@D)
+	$(call show,CC $<)$(CC) $(FA_CFLAGS) -I$(call quote,$(CUDA_HOME)/include) -MMD -MP -c -o $@ $<
+
+$(BUILD)/cuda/auxiliary.o: cuda/auxiliary.cu $(BUILD)/cuda.flags Makefile
+	@mkdir -p $(@D)
+	$(call show,NVCC $<)$(NVCC) $(CUDA_CFLAGS) $(CUDA_ARCHS) -MMD -MP -c -o $@ $<
+
+# $(1): pass, $(2): kinds, $(3): architectures
+define CUDA_PASS
+$(2:%=$$(BUILD)/cuda/$(1)_%.o): $$(BUILD)/cuda/$(1)_%.o: cuda/$(1).cu $$(BUILD)/cuda.flags Makefile
+	@mkdir -p $$(@D)
+	$$(call show,NVCC $$< for $$*)$$(NVCC) $$(CUDA_CFLAGS) $(3) -DFA_KIND=$$* -MMD -MP -c -o $$@ $$<
+endef
+$(foreach pass,$(CUDA_PASSES),$(eval $(call CUDA_PASS,$(pass),$(CUDA_KINDS),$(CUDA_ARCHS))))
+$(foreach pass,$(HOPPER_PASSES),$(eval $(call CUDA_PASS,hopper_$(pass),$(HOPPER_KINDS_$(pass)),$(HOPPER_ARCH))))
+
+$(LIBRARY): $(OBJECTS)
+	$(call show,LD $@)$(CC) -shared -o $@ $(OBJECTS) $(FA_LDFLAGS) $(NO_UNDEFINED) $(CUDA_LIBS) -lm
+
+$(NIF_OBJECTS): $(BUILD)/nif.flags
+$(NIF_OBJECTS): EXTRA_CFLAGS := -I$(call quote,$(ERTS_INCLUDE_DIR))
+
+# The NIF holds the library's objects and calls those (-Bsymbolic). Were it linked to the library, new code that is
+# loaded into a running VM would call the old library, whose name the loader knows already.
+$(NIF): $(NIF_OBJECTS) $(OBJECTS)
+	$(call show,LD $@)$(CC) -shared -o $@ $^ $(FA_LDFLAGS) $(BIND_OWN) $(CUDA_LIBS) -lm
 endif
 
-$(NIF_OBJECTS): EXTRA_CFLAGS := -I$(ERTS_INCLUDE_DIR)
-
-$(NIF): $(NIF_OBJECTS) $(LIBRARY)
-	$(call show,LD $@)$(CC) -shared -o $@ $(NIF_OBJECTS) $(FA_LDFLAGS) -L$(PRIV) -lflash_attention
+# Where Hex is installed, mix.exs names packages, and Mix compiles only where they are there.
+define get_packages
+@$(MIX) deps.loadpaths --no-compile >/dev/null 2>&1 || \
+if [ "$(FA_INSTALL)" != 0 ]; then \
+  echo "make $@ fetches the packages that mix.exs names, with mix deps.get (FA_INSTALL=0 to forbid that)"; \
+  $(MIX) deps.get; \
+else \
+  echo "make $@ needs the packages that mix.exs names. To fetch them: mix deps.get" >&2; \
+  exit 1; \
+fi
+endef
 
 elixir: native
 ifeq ($(HAS_MIX),)
 	@echo "Elixir is not installed: built the C library only"
 else
-	@$(MIX) deps.loadpaths --no-compile >/dev/null 2>&1 || $(MIX) deps.get # with Hex installed, Nx is one
+	$(get_packages)
 	$(MIX) compile $(if $(WERROR),--warnings-as-errors)
 endif
 
@@ -208,7 +261,7 @@ endif
 # that uses its C library: an installed compiler may lack that.
 COMPILES = $(shell { echo 'int main(void) { return 0; }' | $(CC) -include stdlib.h -x c - -o /dev/null; } 2>&1 && echo yes || true)
 NEEDED   = $(if $(filter yes,$(COMPILES)),,$(if $(findstring clang,$(CC)),clang,gcc) libc6-dev) \
-            $(if $(HAS_MIX),,elixir) $(if $(wildcard $(ERTS_INCLUDE_DIR)/erl_nif.h),,erlang-dev)
+            $(if $(HAS_MIX),,elixir) $(if $(HAS_ERTS),,erlang-dev)
 
 # Installs what is NEEDED where that is possible without a password, and says so first.
 define install_missing
@@ -254,7 +307,7 @@ test-isas: test-c-isas
 
 # The NIF in the VM under the sanitizers, in a copy of the tree, so that priv is its own. +Mea min hands the VM's
 # allocations on to malloc, where AddressSanitizer sees them. What times calls or counts memory stays out.
-SANITIZED := $(abspath $(BUILD))/sanitized
+SANITIZED := $(BUILD)/sanitized
 test-sanitize: test-c-sanitize
 	@mkdir -p $(SANITIZED)
 	rm -rf $(SANITIZED)/c_src $(SANITIZED)/lib $(SANITIZED)/test
@@ -287,23 +340,24 @@ check-format:
 	$(MIX) format --check-formatted
 
 check-deps: native
-	@elixir -r test/build/dependencies.exs -e 'Dependencies.main([".", "$(BUILD)", "$(PRIV)"])'
+	@elixir -r test/build/dependencies.exs -e 'Dependencies.main([".", "$(BUILD)"])'
 
 # ---- install, clean --------------------------------------------------------------------------------
 
 VERSION = $(shell sed -n 's/.*FA_VERSION "\(.*\)"/\1/p' c_src/flash_attention.h)
 
 .PHONY: install clean help
+install: INSTALLED := $(DESTDIR)$(PREFIX)
 install: $(LIBRARY)
-	install -d $(DESTDIR)$(PREFIX)/include $(DESTDIR)$(PREFIX)/lib/pkgconfig
-	install -m 644 c_src/flash_attention.h $(DESTDIR)$(PREFIX)/include/
-	install -m 755 $(LIBRARY) $(DESTDIR)$(PREFIX)/lib/
-	printf '%s\n' 'Name: flash_attention' 'Description: Exact attention, forward and backward' \
-	  'Version: $(VERSION)' 'Cflags: -I$(PREFIX)/include' 'Libs: -L$(PREFIX)/lib -lflash_attention' \
-	  > $(DESTDIR)$(PREFIX)/lib/pkgconfig/flash_attention.pc
+	@printf '%s\n' 'Name: flash_attention' 'Description: Exact attention, forward and backward' 'Version: $(VERSION)' \
+	  $(call quote,Cflags: -I"$(PREFIX)/include") $(call quote,Libs: -L"$(PREFIX)/lib" -lflash_attention) > $(BUILD)/flash_attention.pc
+	install -d $(call quote,$(INSTALLED)/include) $(call quote,$(INSTALLED)/lib/pkgconfig)
+	install -m 644 c_src/flash_attention.h $(call quote,$(INSTALLED)/include/)
+	install -m 755 $(LIBRARY) $(call quote,$(INSTALLED)/lib/)
+	install -m 644 $(BUILD)/flash_attention.pc $(call quote,$(INSTALLED)/lib/pkgconfig/)
 
 clean:
-	rm -rf $(BUILD) $(PRIV) _build tmp
+	rm -rf $(BUILD) $(call quote,$(PRIV)) _build tmp
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile

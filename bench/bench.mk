@@ -5,7 +5,7 @@ OPENBLAS := $(shell printf '\043include <cblas.h>\nint main(void){return 0;}' | 
 
 $(BUILD)/bench_cpu: bench/cpu.c $(LIBRARY)
 	$(CC) $(FA_CFLAGS) -O3 -ffp-contract=fast -fopenmp $(if $(OPENBLAS),-DHAVE_OPENBLAS) -o $@ $< $(FA_LDFLAGS) \
-	  -L$(PRIV) -lflash_attention -Wl,-rpath,$(abspath $(PRIV)) $(if $(OPENBLAS),-lopenblas) -lm
+	  -L$(BUILD) -lflash_attention $(if $(OPENBLAS),-lopenblas) -lm
 
 .PHONY: bench
 bench: $(BUILD)/bench_cpu

@@ -57,10 +57,19 @@ static void pinned_collected(ErlNifEnv *env, void *memory) {
   if (pinned->data) fa_host_free(pinned->device, pinned->data, NULL);
 }
 
+static ErlNifResourceType *open_type(ErlNifEnv *env, const char *name, ErlNifResourceDtor *collected) {
+  char own[64];
+  snprintf(own, sizeof own, "%s of %p", name, (void *)&memory_type);
+  return enif_open_resource_type(env, NULL, own, collected, ERL_NIF_RT_CREATE | ERL_NIF_RT_TAKEOVER, NULL);
+}
+
+/* After a hot upgrade two versions of this library can be loaded, each with its own pools and its own layout of
+ * what is in them. So the types bear the address of this one: memory is given back by the version that
+ * allocated it, and a reference to it is none to the other. A module that is loaded again with the same library
+ * takes its types over. */
 bool fa_memory_open_types(ErlNifEnv *env) {
-  const ErlNifResourceFlags flags = ERL_NIF_RT_CREATE | ERL_NIF_RT_TAKEOVER;
-  memory_type = enif_open_resource_type(env, NULL, "device_memory", memory_collected, flags, NULL);
-  pinned_type = enif_open_resource_type(env, NULL, "pinned_memory", pinned_collected, flags, NULL);
+  memory_type = open_type(env, "device_memory", memory_collected);
+  pinned_type = open_type(env, "pinned_memory", pinned_collected);
   return memory_type && pinned_type;
 }
 

@@ -47,9 +47,9 @@ defmodule Dependencies do
   end
 
   @doc "The whole check, as a command: prints what is wrong, and exits with 1 if something is."
-  def main([root, build, priv]) do
+  def main([root, build]) do
     root = Path.expand(root)
-    library = Path.join(priv, "libflash_attention.so")
+    library = Path.join(build, "libflash_attention.so")
 
     case violations(root, build, library) do
       [] ->

@@ -30,7 +30,7 @@ $(TEST_NAMES:%=test-c-%): test-c-%: $(BUILD)/test/test_%
 # The examples, on every kind of device: what they print is known, or why they are skipped.
 $(BUILD)/test/on_device: examples/on_device.c $(LIBRARY) $(FLAGS)
 	@mkdir -p $(@D)
-	$(CC) $(FA_CFLAGS) -Ic_src -o $@ $< $(FA_LDFLAGS) -L$(PRIV) -Wl,-rpath,$(abspath $(PRIV)) -lflash_attention
+	$(CC) $(FA_CFLAGS) -Ic_src -o $@ $< $(FA_LDFLAGS) -L$(BUILD) -Wl,-rpath,'$$ORIGIN/..' -lflash_attention
 
 ON_DEVICE := forward: 0 bytes up, 0 down;backward: 0 bytes up, 0 down;dv: 2 1;
 test-c-examples: $(BUILD)/test/on_device
