@@ -294,6 +294,10 @@ typedef struct fa_shape {
 } fa_shape;
 
 FA_API const char *fa_tensor_name(fa_tensor_id id);
+
+/* The tensor of that name, or -1. */
+FA_API int fa_tensor_find(const char *name);
+
 FA_API const char *fa_pass_name(fa_pass pass);
 
 /* What a pass of this problem does with a tensor. FA_ROLE_NONE for sink and dsink where num_sinks is 0. */
@@ -474,13 +478,16 @@ FA_API fa_status fa_run_anywhere(const fa_plan *plan, const fa_tensors *tensors,
 /*
  * Calls of XLA's typed FFI (stablehlo.custom_call with api_version 4), on the platforms "Host" and "CUDA":
  *
- *     flash_attention_forward     q, k, v, [sink]                  -> o, lse, [workspace]
- *     flash_attention_backward    dout, q, k, v, o, lse, [sink]    -> dq, dk, dv, [dsink], [workspace]
+ *     flash_attention_forward     q, k, v, ...                  -> o, lse, [workspace]
+ *     flash_attention_backward    dout, q, k, v, o, lse, ...    -> dq, dk, dv, [dsink], [workspace]
  *
- * Shapes and types are those of fa_tensors, in row-major layout; sink, and with it dsink, may be left out. A
- * compiler that cannot tell XLA which layout a call wants (EXLA's) gives and takes them flat, of rank 1, which
- * is the one rank that leaves XLA no choice: results are taken flat as they are, and an operand of another rank
- * than its own comes with an attribute of its name that says its shape: q = array<i64: 2, 128, 8, 64>.
+ * Operands come in any order, which the attribute operands says, a string of their names: "q,k,v,sink". Those
+ * of fa_tensors that the pass reads must be there, but for those that may be left out, and so must results that
+ * go with them (dsink with sink); results come in the order of fa_tensor_id. Shapes and types are those of
+ * fa_tensors, in row-major layout. A compiler that cannot tell XLA which layout a call wants (EXLA's) gives and
+ * takes them flat, of rank 1, which is the one rank that leaves XLA no choice: results are taken flat as they
+ * are, and an operand of another rank than its own comes with an attribute of its name that says its shape:
+ * q = array<i64: 2, 128, 8, 64>.
  *
  * workspace is a result that nobody reads, u8[n], where n is at least workspace_bytes of the plan
  * (fa_plan_init) that the device makes of the problem. On CUDA it may be left out only where that is 0: memory

@@ -74,6 +74,12 @@ static const char *const pass_names[FA_NUM_PASSES] = {"forward", "backward", "ta
 
 const char *fa_tensor_name(fa_tensor_id id) { return (unsigned)id < FA_NUM_TENSORS ? rows[id].name : ""; }
 
+int fa_tensor_find(const char *name) {
+  for (int id = 0; id < FA_NUM_TENSORS; id++)
+    if (strcmp(rows[id].name, name) == 0) return id;
+  return -1;
+}
+
 const char *fa_pass_name(fa_pass pass) { return (unsigned)pass < FA_NUM_PASSES ? pass_names[pass] : ""; }
 
 /* ---- axes ------------------------------------------------------------------------------------------------ */

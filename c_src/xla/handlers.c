@@ -7,23 +7,6 @@
 
 #include "../flash_attention.h"
 
-/* What a pass takes and returns, in the order of the call. What the problem does not have is left out. */
-enum { MAX_OPERANDS = 7, MAX_RESULTS = 4 };
-static const struct {
-  int num_operands, num_results;
-  fa_tensor_id operands[MAX_OPERANDS], results[MAX_RESULTS];
-} signatures[] = {
-    [FA_PASS_FORWARD] = {4,
-                         2,
-                         {FA_TENSOR_Q, FA_TENSOR_K, FA_TENSOR_V, FA_TENSOR_SINK},
-                         {FA_TENSOR_O, FA_TENSOR_LSE}},
-    [FA_PASS_BACKWARD] = {7,
-                          4,
-                          {FA_TENSOR_DOUT, FA_TENSOR_Q, FA_TENSOR_K, FA_TENSOR_V, FA_TENSOR_O, FA_TENSOR_LSE,
-                           FA_TENSOR_SINK},
-                          {FA_TENSOR_DQ, FA_TENSOR_DK, FA_TENSOR_DV, FA_TENSOR_DSINK}},
-};
-
 static const XLA_FFI_DataType data_types[FA_NUM_DTYPES] = {
     [FA_DTYPE_F32] = XLA_FFI_DataType_F32,   [FA_DTYPE_F64] = XLA_FFI_DataType_F64,
     [FA_DTYPE_BF16] = XLA_FFI_DataType_BF16, [FA_DTYPE_F16] = XLA_FFI_DataType_F16,
@@ -31,19 +14,21 @@ static const XLA_FFI_DataType data_types[FA_NUM_DTYPES] = {
     [FA_DTYPE_U8] = XLA_FFI_DataType_U8,
 };
 
-typedef struct call {
+typedef struct xla_call {
   const XLA_FFI_CallFrame *frame;
   fa_pass pass;
   fa_device device;
   fa_problem problem;
+  fa_tensor_id operands[FA_NUM_TENSORS];
+  int num_operands;
   const XLA_FFI_Array *shapes[FA_NUM_TENSORS]; /* from attributes; NULL: as the operand has it */
   fa_plan plan;
   fa_tensors tensors;
   fa_execution execution;
   fa_error error;
-} call;
+} xla_call;
 
-static bool reject(call *call, const char *argument, const char *expected, const char *got) {
+static bool reject(xla_call *call, const char *argument, const char *expected, const char *got) {
   fa_fail(&call->error, FA_STATUS_INVALID_ARGUMENT, argument, expected, got);
   return false;
 }
@@ -71,7 +56,7 @@ static const char *span_text(char text[64], const XLA_FFI_ByteSpan *span) {
   return text;
 }
 
-static bool read_option(call *call, const char *name, XLA_FFI_AttrType type, const void *value) {
+static bool read_option(xla_call *call, const char *name, XLA_FFI_AttrType type, const void *value) {
   char choice[64];
   double number;
   const fa_option *option = fa_option_find(name);
@@ -83,20 +68,42 @@ static bool read_option(call *call, const char *name, XLA_FFI_AttrType type, con
   return reject(call, name, "an f64, f32, i64, i32, i1 or a string", "an attribute of another type");
 }
 
-static bool read_attribute(call *call, XLA_FFI_AttrType type, const XLA_FFI_ByteSpan *span, const void *value) {
-  char name[64];
-  span_text(name, span);
-  for (int i = 0; i < signatures[call->pass].num_operands; i++) {
-    const fa_tensor_id id = signatures[call->pass].operands[i];
-    if (strcmp(fa_tensor_name(id), name) != 0) continue;
-    call->shapes[id] = value;
-    return (type == XLA_FFI_AttrType_ARRAY && call->shapes[id]->dtype == XLA_FFI_DataType_S64) ||
-           reject(call, name, "a shape, an array of i64", "an attribute of another type");
-  }
-  return read_option(call, name, type, value);
+static bool add_operand(xla_call *call, const char *name) {
+  const int id = fa_tensor_find(name);
+  if (id < 0) return reject(call, "operands", "names of tensors", name);
+  for (int i = 0; i < call->num_operands; i++)
+    if ((int)call->operands[i] == id) return reject(call, "operands", "every name once", name);
+  call->operands[call->num_operands++] = (fa_tensor_id)id;
+  return true;
 }
 
-static bool read_attributes(call *call) {
+/* "q,k,v,sink" */
+static bool read_names(xla_call *call, const XLA_FFI_ByteSpan *names) {
+  const char *end = names->ptr + names->len;
+  for (const char *at = names->ptr, *next; at <= end; at = next + 1) {
+    const char *comma = memchr(at, ',', (size_t)(end - at));
+    char name[64];
+    next = comma ? comma : end;
+    if (!add_operand(call, span_text(name, &(XLA_FFI_ByteSpan){at, (size_t)(next - at)}))) return false;
+  }
+  return true;
+}
+
+static bool read_attribute(xla_call *call, XLA_FFI_AttrType type, const XLA_FFI_ByteSpan *span,
+                           const void *value) {
+  char name[64];
+  span_text(name, span);
+  if (strcmp(name, "operands") == 0)
+    return type == XLA_FFI_AttrType_STRING ? read_names(call, value)
+                                           : reject(call, name, "a string", "an attribute of another type");
+  const int id = fa_tensor_find(name);
+  if (id < 0) return read_option(call, name, type, value);
+  call->shapes[id] = value;
+  return (type == XLA_FFI_AttrType_ARRAY && call->shapes[id]->dtype == XLA_FFI_DataType_S64) ||
+         reject(call, name, "a shape, an array of i64", "an attribute of another type");
+}
+
+static bool read_attributes(xla_call *call) {
   const XLA_FFI_Attrs *attrs = &call->frame->attrs;
   fa_problem_init(&call->problem);
   for (int64_t i = 0; i < attrs->size; i++)
@@ -108,13 +115,13 @@ static bool read_attributes(call *call) {
 
 /* The operand's own shape, or the one that it is to be read in. Which of them fit the problem says the library,
  * the number of bytes included. */
-static bool read_shape(call *call, fa_tensor_id id, const XLA_FFI_Buffer *buffer, fa_shape *shape) {
+static bool read_shape(xla_call *call, fa_tensor_id id, const XLA_FFI_Buffer *buffer, fa_shape *shape) {
   int dtype = 0;
   while (dtype < FA_NUM_DTYPES && data_types[dtype] != buffer->dtype) dtype++;
   if (dtype == FA_NUM_DTYPES) {
     char got[32];
     snprintf(got, sizeof got, "XLA's type %d", (int)buffer->dtype);
-    return reject(call, fa_tensor_name(id), "type f32, f64, bf16 or f16", got);
+    return reject(call, fa_tensor_name(id), "a type of the library's", got);
   }
   const XLA_FFI_Array *array = call->shapes[id];
   const int64_t *dims = array ? array->data : buffer->dims;
@@ -125,29 +132,35 @@ static bool read_shape(call *call, fa_tensor_id id, const XLA_FFI_Buffer *buffer
   return true;
 }
 
-static bool check_count(call *call, const char *what, int64_t count, int64_t most) {
-  char expected[32], got[32];
-  if (count <= most) return true;
-  snprintf(expected, sizeof expected, "at most %lld", (long long)most);
+static bool reject_count(xla_call *call, const char *what, int64_t count, const char *bound, int64_t wanted) {
+  char expected[64], got[32];
+  snprintf(expected, sizeof expected, "%s%lld", bound, (long long)wanted);
   snprintf(got, sizeof got, "%lld", (long long)count);
   return reject(call, what, expected, got);
 }
 
 /* The problem's sizes come from the operands. */
-static bool read_operands(call *call) {
+static bool read_operands(xla_call *call) {
   const XLA_FFI_Args *args = &call->frame->args;
-  const fa_tensor_id *ids = signatures[call->pass].operands;
   fa_shape shapes[FA_NUM_TENSORS];
   const fa_shape *given[FA_NUM_TENSORS] = {0};
-  if (!check_count(call, "operands", args->size, signatures[call->pass].num_operands)) return false;
+  if (call->num_operands == 0) return reject(call, "operands", "their names, as \"q,k,v\"", "none");
+  if (args->size != call->num_operands)
+    return reject_count(call, "operands", args->size, "as many as there are names, ", call->num_operands);
   for (int64_t i = 0; i < args->size; i++) {
-    if (!read_shape(call, ids[i], args->args[i], &shapes[ids[i]])) return false;
-    given[ids[i]] = &shapes[ids[i]];
+    const fa_tensor_id id = call->operands[i];
+    if (!read_shape(call, id, args->args[i], &shapes[id])) return false;
+    given[id] = &shapes[id];
   }
+  for (int id = 0; id < FA_NUM_TENSORS; id++)
+    if (call->shapes[id] && !given[id])
+      return reject(call, fa_tensor_name(id), "an operand of that name", "a shape alone");
   if (fa_problem_set_shapes(&call->problem, call->pass, given, &call->error)) return false;
-  for (int64_t i = 0; i < args->size; i++)
-    *fa_tensor_at(&call->tensors, ids[i]) =
-        fa_tensor_contiguous(&call->problem, ids[i], ((const XLA_FFI_Buffer *)args->args[i])->data);
+  for (int64_t i = 0; i < args->size; i++) {
+    const fa_tensor_id id = call->operands[i];
+    *fa_tensor_at(&call->tensors, id) =
+        fa_tensor_contiguous(&call->problem, id, ((const XLA_FFI_Buffer *)args->args[i])->data);
+  }
   return true;
 }
 
@@ -162,7 +175,7 @@ static const char *shape_text(char text[128], const fa_shape *shape) {
   return text;
 }
 
-static bool bind_result(call *call, fa_tensor_id id, const XLA_FFI_Buffer *buffer) {
+static bool bind_result(xla_call *call, fa_tensor_id id, const XLA_FFI_Buffer *buffer) {
   const fa_shape wanted = fa_tensor_shape(&call->problem, id);
   char expected[128], got[128];
   fa_shape shape;
@@ -175,7 +188,7 @@ static bool bind_result(call *call, fa_tensor_id id, const XLA_FFI_Buffer *buffe
   return true;
 }
 
-static bool bind_workspace(call *call, const XLA_FFI_Buffer *buffer) {
+static bool bind_workspace(xla_call *call, const XLA_FFI_Buffer *buffer) {
   if (buffer->dtype != XLA_FFI_DataType_U8 || buffer->rank != 1)
     return reject(call, "workspace", "u8[n]", "another type or rank");
   call->execution.workspace = buffer->data;
@@ -183,17 +196,17 @@ static bool bind_workspace(call *call, const XLA_FFI_Buffer *buffer) {
   return true;
 }
 
-static bool bind_results(call *call) {
+/* The outputs of the pass, in the order of the tensor table, then the workspace. */
+static bool bind_results(xla_call *call) {
   const XLA_FFI_Rets *rets = &call->frame->rets;
   int64_t used = 0;
-  for (int i = 0; i < signatures[call->pass].num_results; i++) {
-    const fa_tensor_id id = signatures[call->pass].results[i];
+  for (int id = 0; id < FA_NUM_TENSORS; id++) {
     if (fa_tensor_role_in(&call->problem, call->pass, id) != FA_ROLE_OUTPUT) continue;
     if (!bind_result(call, id, used < rets->size ? rets->rets[used] : NULL)) return false;
     used++;
   }
-  return check_count(call, "results", rets->size, used + 1) &&
-         (used == rets->size || bind_workspace(call, rets->rets[used]));
+  if (rets->size > used + 1) return reject_count(call, "results", rets->size, "at most ", used + 1);
+  return used == rets->size || bind_workspace(call, rets->rets[used]);
 }
 
 /* ---- running --------------------------------------------------------------------------------------- */
@@ -212,7 +225,7 @@ static bool answer_metadata(const XLA_FFI_CallFrame *frame) {
 }
 
 /* The device and the stream that XLA wants the call on. */
-static XLA_FFI_Error *find_stream(call *call) {
+static XLA_FFI_Error *find_stream(xla_call *call) {
   const XLA_FFI_Api *api = call->frame->api;
   XLA_FFI_DeviceOrdinal_Get_Args ordinal = {.struct_size = XLA_FFI_DeviceOrdinal_Get_Args_STRUCT_SIZE,
                                             .ctx = call->frame->ctx};
@@ -225,7 +238,7 @@ static XLA_FFI_Error *find_stream(call *call) {
   return error;
 }
 
-static bool run(call *call) {
+static bool run(xla_call *call) {
   fa_status status = call->device.kind == FA_DEVICE_CUDA
                          ? fa_run(&call->plan, &call->tensors, &call->execution, &call->error)
                          : fa_run_anywhere(&call->plan, &call->tensors, NULL, NULL, &call->error);
@@ -244,7 +257,7 @@ static XLA_FFI_Error_Code error_code(fa_status status) {
   return XLA_FFI_Error_Code_UNKNOWN;
 }
 
-static XLA_FFI_Error *make_error(const call *call) {
+static XLA_FFI_Error *make_error(const xla_call *call) {
   char message[512];
   snprintf(message, sizeof message, "flash_attention_%s: %s", fa_pass_name(call->pass), call->error.message);
   return call->frame->api->XLA_FFI_Error_Create(
@@ -255,7 +268,7 @@ static XLA_FFI_Error *make_error(const call *call) {
 
 static XLA_FFI_Error *handle(const XLA_FFI_CallFrame *frame, fa_pass pass, fa_device_kind kind) {
   if (answer_metadata(frame)) return NULL;
-  call call = {.frame = frame, .pass = pass, .device.kind = kind};
+  xla_call call = {.frame = frame, .pass = pass, .device.kind = kind};
   XLA_FFI_Error *error = kind == FA_DEVICE_CUDA ? find_stream(&call) : NULL;
   if (error) return error;
   bool done = read_attributes(&call) && read_operands(&call) && bind_results(&call) &&

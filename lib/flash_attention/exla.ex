@@ -73,7 +73,7 @@ defmodule FlashAttention.EXLA do
     with :ok <- register(),
          {:ok, device} <- device(client),
          {:ok, _outputs, _workspace_bytes, _kernel} <- Native.plan(pass, typed, options.native, device) do
-      {"flash_attention_#{pass}", attributes(shapes ++ options.native)}
+      {"flash_attention_#{pass}", [{"operands", operands(shapes)} | attributes(shapes ++ options.native)]}
     else
       {:error, %Error{} = error} -> raise elsewhere(error)
       {:error, error} -> raise error |> Error.from_native() |> elsewhere()
@@ -91,6 +91,8 @@ defmodule FlashAttention.EXLA do
 
   defp elsewhere(error),
     do: %{error | message: "#{error.message} (device: :cpu computes outside of EXLA, on copies of the tensors)"}
+
+  defp operands(shapes), do: ~s("#{Enum.map_join(shapes, ",", &elem(&1, 0))}")
 
   # The shapes that the flat inputs stand for, and the options. An option that is not there has its default; a
   # length, no bound.

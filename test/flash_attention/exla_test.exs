@@ -72,7 +72,7 @@ defmodule FlashAttention.EXLATest do
 
       assert line =~ "api_version = 4 : i32"
       [config] = Regex.run(~r/backend_config = \{([^}]*)\}/, line, capture: :all_but_first)
-      pairs = Regex.scan(~r/(\w+) = (array<[^>]*>|[^,]*)/, config, capture: :all_but_first)
+      pairs = Regex.scan(~r/(\w+) = (array<[^>]*>|"[^"]*"|[^,]*)/, config, capture: :all_but_first)
       [operands, results] = Regex.run(~r/ : \((.*)\) -> \(?(.*?)\)?$/, line, capture: :all_but_first)
 
       attributes = Map.new(pairs, &List.to_tuple/1)
@@ -88,6 +88,7 @@ defmodule FlashAttention.EXLATest do
     assert [{"flash_attention_forward", attributes, operands, results}] = calls(stablehlo(attention, [q, k, k]))
 
     assert attributes == %{
+             "operands" => ~s("q,k,v"),
              "q" => "array<i64: 2, 16, 4, 8>",
              "k" => "array<i64: 2, 20, 2, 8>",
              "v" => "array<i64: 2, 20, 2, 8>",
@@ -117,7 +118,9 @@ defmodule FlashAttention.EXLATest do
     assert attributes["precision"] == ~s("default") and attributes["deterministic"] == ~s("true")
     options = for option <- FlashAttention.Native.options(), do: Atom.to_string(option.name)
     inputs = ["q", "k", "v"]
-    assert Enum.sort(Map.keys(attributes)) == Enum.sort(inputs ++ (options -- ["window_left", "window_right"]))
+
+    assert Enum.sort(Map.keys(attributes)) ==
+             Enum.sort(["operands" | inputs] ++ (options -- ["window_left", "window_right"]))
   end
 
   test "the gradient is a second custom call, and nothing else sees the scores" do

@@ -1,12 +1,11 @@
-"""libflash_attention through ctypes, for tests and benchmarks: c_src/flash_attention.h in Python."""
+"""libflash_attention through ctypes, for tests and benchmarks. Its types are read from c_src/flash_attention.h, so
+that a new tensor, size or option needs nothing here."""
 import ctypes
 import os
+import re
 
-PASSES = {"forward": 0, "backward": 1}
-DTYPES = {"f32": 0, "f64": 1, "bf16": 2, "f16": 3}
-SIZES = "batch seqlen_q seqlen_k num_heads num_kv_heads head_dim num_sinks".split()
-TENSORS = ("q k v sink o lse dout dq dk dv dsink tangent_q tangent_k tangent_v tangent_sink o_tangent "
-           "lse_tangent").split()
+with open(os.path.join(os.path.dirname(os.path.abspath(__file__)), "../../c_src/flash_attention.h")) as file:
+    HEADER = re.sub(r"/\*.*?\*/", "", file.read(), flags=re.S)
 
 
 def structure(*fields):
@@ -15,20 +14,47 @@ def structure(*fields):
     return type("Structure", (ctypes.Structure,), {"_fields_": members})
 
 
-Problem = structure((ctypes.c_size_t, "struct_size"), (ctypes.c_int, "dtype"), (ctypes.c_int64, " ".join(SIZES)),
-                    (ctypes.c_double, "scale"), (ctypes.c_int64, "window_left window_right"),
-                    (ctypes.c_double, "softcap"), (ctypes.c_int32, "precision deterministic"),
-                    (ctypes.c_int64, "origin_batch origin_head origin_row"))
+def body(keyword, name):
+    return re.search(rf"typedef {keyword} {name} {{(.*?)\n}} {name};", HEADER, re.S)[1]
+
+
+def names_of(enum, prefix):
+    """{name: value} of an enum's members with that prefix: {"f32": 0, "f64": 1, ...} of FA_DTYPE_."""
+    values, following = {}, 0
+    for name, value in re.findall(r"(\w+)(?: = (\w+))?,", body("enum", enum)):
+        values[name] = following if not value else values[value] if value in values else int(value)
+        following = values[name] + (0 if name.startswith("FA_NUM_") else 1)
+    return {name[len(prefix):].lower(): value for name, value in values.items() if name.startswith(prefix)}
+
+
 Tensor = structure((ctypes.c_void_p, "data"), (ctypes.c_int64, "stride_batch stride_row stride_head"))
-Tensors = structure((Tensor, " ".join(TENSORS)))
-Error = structure((ctypes.c_int, "status"), (ctypes.c_char * 32, "argument"), (ctypes.c_char * 160, "expected got"),
-                  (ctypes.c_char * 384, "message"))
-Device = structure((ctypes.c_int, "kind"), (ctypes.c_int32, "index"))
-Execution = structure((ctypes.c_void_p, "workspace"), (ctypes.c_size_t, "workspace_bytes"),
-                      (ctypes.c_int32, "num_threads"), (ctypes.c_void_p, "stream"))
-Plan = structure((Problem, "problem"), (ctypes.c_int, "which"), (Device, "device"), (ctypes.c_char_p, "kernel"),
-                 (ctypes.c_size_t, "workspace_bytes"), (ctypes.c_int32, "num_threads"),
-                 (ctypes.c_void_p, "backend config"))
+TYPES = dict(size_t=ctypes.c_size_t, int64_t=ctypes.c_int64, int32_t=ctypes.c_int32, double=ctypes.c_double,
+             char=ctypes.c_char, fa_tensor=Tensor)
+
+
+def length_of(text):
+    return int(text) if text.isdigit() else int(re.search(rf"#define {text} (\d+)", HEADER)[1])
+
+
+def read_type(name):
+    """The header's type of that name: a structure, or else an enum."""
+    if name not in TYPES and f"typedef struct {name} {{" in HEADER:
+        members = []
+        for kind, declarators in re.findall(r"(?:const )?(\w+) ([^;]+);", body("struct", name)):
+            for declarator in declarators.split(","):
+                star, member, length = re.match(r"\s*(\*?)(\w+)(?:\[(\w+)\])?", declarator).groups()
+                pointer = ctypes.c_char_p if kind == "char" else ctypes.c_void_p
+                member_type = pointer if star else read_type(kind)
+                members.append((member, member_type * length_of(length) if length else member_type))
+        TYPES[name] = type(name, (ctypes.Structure,), {"_fields_": members})
+    return TYPES.get(name, ctypes.c_int)
+
+
+PASSES = {name: value for name, value in names_of("fa_pass", "FA_PASS_").items() if name != "tangent"}
+DTYPES = names_of("fa_dtype", "FA_DTYPE_")
+TENSORS = list(names_of("fa_tensor_id", "FA_TENSOR_"))
+Problem, Tensors, Shape, Error, Device, Execution, Plan = map(
+    read_type, "fa_problem fa_tensors fa_shape fa_error fa_device fa_execution fa_plan".split())
 CPU, CUDA = Device(0, 0), Device(1, 0)
 UNBOUNDED = 2**63 - 1
 
@@ -38,16 +64,32 @@ class Library:
         self.path, self.functions = path, ctypes.CDLL(os.path.abspath(path))
         self.functions.fa_option_find.restype = ctypes.c_void_p
 
-    def plan(self, which, type_name, q_shape, k_shape, device=CUDA, num_sinks=0, **options):
-        """The plan of a pass; options are those of fa_options()."""
-        problem, plan = Problem(), Plan()
+    def problem(self, **options):
+        problem = Problem()
         self.functions.fa_problem_init(ctypes.byref(problem))
+        for name, value in options.items():
+            self.set_option(problem, name, value)
+        return problem
+
+    def plan(self, which, type_name, q_shape, k_shape, device=CUDA, **options):
+        """The plan of a pass without optional tensors; options are those of fa_options()."""
+        problem = self.problem(**options)
         problem.dtype = DTYPES[type_name]
         problem.batch, problem.seqlen_q, problem.num_heads, problem.head_dim = q_shape
         _, problem.seqlen_k, problem.num_kv_heads, _ = k_shape
-        problem.num_sinks = num_sinks
-        for name, value in options.items():
-            self.set_option(problem, name, value)
+        return self.plan_problem(which, problem, device)
+
+    def plan_inputs(self, which, inputs, device=CUDA, **options):
+        """The plan of a pass on its inputs, {name: (type_name, shape)}."""
+        problem, given = self.problem(**options), (ctypes.POINTER(Shape) * len(TENSORS))()
+        for name, (type_name, dims) in inputs.items():
+            shape = Shape(DTYPES[type_name], len(dims), type(Shape().dims)(*dims), -1)
+            given[TENSORS.index(name)] = ctypes.pointer(shape)
+        self.call("fa_problem_set_shapes", problem, PASSES[which], given)
+        return self.plan_problem(which, problem, device)
+
+    def plan_problem(self, which, problem, device):
+        plan = Plan()
         self.call("fa_plan_init", plan, problem, PASSES[which], device)
         return plan
 

@@ -55,20 +55,18 @@ class Attention:
             register(target, handler(library, target, platform), platform)
 
     def call(self, which, operands, results, options):
-        q, k = (operands[name] for name in ("q", "k"))
-        given = [x for x in operands.values() if x is not None]
-        results = [*results, *self.workspace(which, q, k, operands["sink"], options)]
+        operands = {name: x for name, x in operands.items() if x is not None}
+        results = [*results, *self.workspace(which, operands, options)]
         attributes = {name: attribute(value) for name, value in options.items()}
         target = f"flash_attention_{which}{self.suffix}"
-        return jax.ffi.ffi_call(target, results, vmap_method="sequential")(*given, **attributes)
+        return jax.ffi.ffi_call(target, results, vmap_method="sequential")(*operands.values(), operands=",".join(operands), **attributes)
 
-    def workspace(self, which, q, k, sink, options):
+    def workspace(self, which, operands, options):
         """The result that is the call's workspace, on CUDA, where it needs one."""
         if self.platform != "cuda":
             return []
-        num_sinks = 0 if sink is None else sink.shape[0]
-        num_bytes = self.library.plan(which, type_name(q), q.shape, k.shape, num_sinks=num_sinks,
-                                      **options).workspace_bytes
+        inputs = {name: (type_name(x), x.shape) for name, x in operands.items()}
+        num_bytes = self.library.plan_inputs(which, inputs, **options).workspace_bytes
         return [jax.ShapeDtypeStruct((num_bytes,), np.uint8)] if num_bytes else []
 
     def forward(self, q, k, v, sink=None, **options):

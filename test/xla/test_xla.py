@@ -241,7 +241,21 @@ class Tests:
                 ("k: expected head_dim 8 as in q, got 7", FORWARD, [q, k[..., :7], k], o_and_lse, {}),
                 ("v: expected a tensor of shape [batch, seqlen_k, num_kv_heads, head_dim], got none",
                  FORWARD, [q, k], o_and_lse, {}),
-                ("operands: expected at most 4, got 5", FORWARD, [q, k, k, sink, sink], o_and_lse, {}),
+                ("operands: expected as many as there are names, 3, got 4", FORWARD, [q, k, k, sink], o_and_lse,
+                 dict(operands="q,k,v")),
+                ("operands: expected their names, as \"q,k,v\", got none", FORWARD, [q, k, k], o_and_lse,
+                 dict(operands=None)),
+                ("operands: expected names of tensors, got w", FORWARD, [q, k, k], o_and_lse, dict(operands="q,k,w")),
+                ("operands: expected names of tensors", FORWARD, [q, k, k], o_and_lse, dict(operands="q,k,")),
+                ("operands: expected names of tensors, got q" + 62 * "x", FORWARD, [q, k, k], o_and_lse,
+                 dict(operands="q" + 90 * "x")),
+                ("operands: expected every name once, got k", FORWARD, [q, k, k], o_and_lse, dict(operands="q,k,k")),
+                ("operands: expected a string, got an attribute of another type", FORWARD, [q, k, k], o_and_lse,
+                 dict(operands=3)),
+                ("dout: expected none, as it is no input of the forward, got a tensor", FORWARD, [q, k, k, q], o_and_lse,
+                 dict(operands="q,k,v,dout")),
+                ("sink: expected an operand of that name, got a shape alone", FORWARD, [q, k, k], o_and_lse,
+                 dict(sink=np.array([3, 4]))),
                 ("q: expected rank 4, [batch, seqlen_q, num_heads, head_dim], got rank 5",
                  FORWARD, [q[None], k, k], o_and_lse, {}),
                 ("k: expected type f32 as in q, got f16", FORWARD, [q, k.astype(np.float16), k], o_and_lse, {}),
@@ -283,8 +297,11 @@ class Tests:
                               [x.astype(np.float64) for x in (q, k, k)], [x.astype(np.float64) for x in o_and_lse], {})
 
     def expect_error(self, expected, which, operands, results, options):
+        """Operands have the names of the pass's, in the order of the header, unless the options say so."""
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results]
-        attributes = {name: attribute(value) for name, value in options.items()}
+        names = {FORWARD: "q,k,v,sink", BACKWARD: "dout,q,k,v,o,lse,sink"}[which].split(",")[:len(operands)]
+        attributes = {name: attribute(value) for name, value in {"operands": ",".join(names), **options}.items()
+                      if value is not None}
         got = "no error"
         try:
             operands = [self.put(x, x.dtype) for x in operands]
@@ -311,6 +328,10 @@ class Tests:
             for options in same:
                 check(np.array_equal(run(**options), expected), f"attributes: {options} changes the result")
         check(not np.array_equal(run(window_right=0), unbounded), "attributes: window_right changes nothing")
+        shapes = [jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct((1, 2, 6), q.dtype)]
+        shapes += self.attention.workspace("forward", dict(q=q, k=k, v=v), {})
+        turned = jax.jit(lambda *x: jax.ffi.ffi_call(FORWARD, shapes)(*x, operands="v,q,k")[0])(v, q, k)
+        check(np.array_equal(turned, unbounded), "attributes: the order of operands changes the result")
 
     # Command buffers. A call that one has recorded is replayed without its handler.
 
@@ -423,9 +444,11 @@ class Tests:
 
     def with_workspaces(self, text, inputs):
         """The text is that of a machine without a GPU. On CUDA each call has one more result."""
-        q, k, _, sink, _ = (x.transpose(0, 2, 1, 3) if x.ndim == 4 else x for x in inputs)
-        for which in c_library.PASSES:
-            for result in self.attention.workspace(which, q, k, sink, {}):
+        q, k, v, sink, dout = (x.transpose(0, 2, 1, 3) if x.ndim == 4 else x for x in inputs)
+        lse = jax.ShapeDtypeStruct((q.shape[0], q.shape[2], q.shape[1]), np.float32)
+        forward = dict(q=q, k=k, v=v, sink=sink)
+        for which, operands in dict(forward=forward, backward=dict(**forward, dout=dout, o=q, lse=lse)).items():
+            for result in self.attention.workspace(which, operands, {}):
                 text = re.sub(rf'(%[^=]*) = (.*"flash_attention_{which}".*)\)', rf"\1, %{which} = \2, "
                               rf"tensor<{result.shape[0]}xui8>)", text)
         return text
