@@ -22,3 +22,9 @@ bench-gpu: $(LIBRARY)
 .PHONY: bench-xla
 bench-xla: $(LIBRARY)
 	$(PYTHON) bench/xla.py --library $(LIBRARY) $(BENCH_ARGS)
+
+# Normal schedulers of the VM beside calls that keep every processor busy. BENCH_ARGS: the number of calls, 200.
+.PHONY: bench-responsiveness
+bench-responsiveness: RESULT := bench/results/responsiveness.md
+bench-responsiveness: elixir
+	$(MIX) run bench/responsiveness.exs $(BENCH_ARGS) | tee $(RESULT)

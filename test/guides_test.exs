@@ -5,7 +5,6 @@ defmodule GuidesTest do
   alias FlashAttention.Test.Document
 
   @moduletag :capture_log
-  @moduletag timeout: 180_000
 
   @needs %{"training" => :nx, "axon_and_exla" => :axon, "bumblebee" => :bumblebee}
 

@@ -3,8 +3,6 @@ defmodule BuildTest do
   # runs, with the installed library in a C program.
   use ExUnit.Case, async: true
 
-  @moduletag timeout: 600_000
-
   # Without what this VM was started with.
   @bare "env -u MIX_ENV -u MIX_BUILD_PATH -u MAKEFLAGS"
 
@@ -186,15 +184,15 @@ defmodule BuildTest do
       lock = Path.join(System.get_env("BUILD", "build"), "lock")
       sh("make --silent native PRIV='#{path}/priv'")
       holder = open("exec flock #{lock} sh -c 'echo held; read line'")
-      assert_receive {^holder, {:data, "held\n"}}, 600_000
+      assert_receive {^holder, {:data, "held\n"}}
 
       builder = open("make --silent native PRIV='#{path}/priv'")
-      assert_receive {^builder, said}, 600_000
+      assert_receive {^builder, said}
       assert {:data, "  waiting for another make that builds in" <> _} = said
 
       Port.command(holder, "\n")
-      assert_receive {^holder, {:exit_status, 0}}, 600_000
-      assert_receive {^builder, {:exit_status, 0}}, 600_000
+      assert_receive {^holder, {:exit_status, 0}}
+      assert_receive {^builder, {:exit_status, 0}}
     end
 
     defp open(command),

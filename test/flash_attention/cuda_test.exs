@@ -64,7 +64,7 @@ defmodule FlashAttention.CUDATest do
     |> Enum.map(fn {problem, opts, expected} ->
       Task.async(fn -> for _ <- 1..5, do: assert(both_passes(problem, opts) == expected) end)
     end)
-    |> Task.await_many(60_000)
+    |> Task.await_many(:infinity)
   end
 
   test "backend_info lists the GPU" do

@@ -125,13 +125,15 @@ defmodule FlashAttention.NativeTest do
 
   test "a huge wrong term is neither walked through nor shown" do
     huge = :binary.copy(<<0>>, 50_000_000)
+    # A list of 2^200 lists, for whoever walks through it.
+    endless = Enum.reduce(1..200, [], fn _, list -> [list, list] end)
 
-    {microseconds, result} =
-      :timer.tc(fn -> Native.run(:forward, %{q: {[huge, huge], 1, 1}}, [], {:cpu, 0}) end)
+    for term <- [[huge, huge], endless, {endless, 1}] do
+      assert {:error, {:invalid_argument, "q", _, got, _}} =
+               Native.run(:forward, %{q: {term, 1, 1}}, [], {:cpu, 0})
 
-    assert {:error, {:invalid_argument, "q", _, got, _}} = result
-    assert byte_size(got) < 200
-    assert microseconds < 1_000_000
+      assert byte_size(got) < 200
+    end
   end
 
   describe "fuzz" do
@@ -290,11 +292,11 @@ defmodule FlashAttention.NativeTest do
 
       for version <- 1..3 do
         running = Task.async(fn -> Native.run(:forward, long, [], {:reference, 0}) end)
-        Process.sleep(5)
+        wait_until_computing(running.pid)
         assert {:module, Native} = load_version(version)
         assert apply(Native, :version, []) == version
         assert apply(Native, :run, good) == expected
-        assert Task.await(running) == expected_long
+        assert Task.await(running, :infinity) == expected_long
         assert :code.soft_purge(Native)
         assert apply(Native, :run, good) == expected
       end
@@ -302,6 +304,13 @@ defmodule FlashAttention.NativeTest do
       {Native, beam, file} = :code.get_object_code(Native)
       :code.purge(Native)
       {:module, Native} = :code.load_binary(Native, file, beam)
+    end
+
+    defp wait_until_computing(process) do
+      if Process.info(process, :current_function) != {:current_function, {Native, :execute, 5}} do
+        :erlang.yield()
+        wait_until_computing(process)
+      end
     end
 
     # The module as a new release would bring it: its code with one more function.

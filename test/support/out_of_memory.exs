@@ -1,8 +1,8 @@
 # A script for a VM of its own: takes the memory for a large result away and asks for that result.
 one = FlashAttention.Tensor.new(<<1.0::float-32-native>>, :f32, {1, 1, 1, 1})
 good_call = fn -> FlashAttention.forward!(one, one, one).data == <<1.0::float-32-native>> end
-# On every dirty scheduler, so that none has threads to start later.
-for _ <- 1..50, do: Task.async(good_call)
+# What starts at the first call is there.
+true = good_call.()
 
 seqlen = 2 ** 20
 q = FlashAttention.Tensor.new(:binary.copy(<<0>>, 4 * 64 * seqlen), :f32, {1, seqlen, 1, 64})

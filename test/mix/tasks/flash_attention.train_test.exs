@@ -73,7 +73,7 @@ defmodule Mix.Tasks.FlashAttention.TrainTest do
       ])
 
     {:os_pid, pid} = Port.info(port, :os_pid)
-    wait_for_file(checkpoint, 600)
+    wait_for_file(checkpoint)
     System.cmd("kill", ["-9", "#{pid}"])
 
     {:ok, %{"step" => {:s64, {}, <<step::64-native>>}}} = FlashAttention.Training.Checkpoint.read(checkpoint)
@@ -83,10 +83,10 @@ defmodule Mix.Tasks.FlashAttention.TrainTest do
     assert output =~ "Going on from step #{step}"
   end
 
-  defp wait_for_file(path, tenths) when tenths > 0 do
+  defp wait_for_file(path) do
     if !File.exists?(path) do
-      Process.sleep(100)
-      wait_for_file(path, tenths - 1)
+      Process.sleep(20)
+      wait_for_file(path)
     end
   end
 
