@@ -27,6 +27,7 @@ typedef struct T(backward_scratch) {
   REAL *q_rows, *dout_rows;          /* [BLOCK][head_dim] */
   REAL *q_panels, *dout_panels;      /* [head_dim / NR][BLOCK][NR] */
   REAL *p, *ds;                      /* [BLOCK][BLOCK] */
+  INT *hidden;                       /* [BLOCK][BLOCK]: which scores are -inf */
   REAL *dq, *dk, *dv;                /* [BLOCK][padded head_dim] */
   REAL *buffer;                      /* [head_dim] */
 } T(backward_scratch);
@@ -43,6 +44,7 @@ static T(backward_scratch) T(lay_out_backward)(fa_arena *arena, const fa_problem
   s.dout_panels = fa_take(arena, panels, sizeof(REAL));
   s.p = fa_take(arena, BLOCK * BLOCK, sizeof(REAL));
   s.ds = fa_take(arena, BLOCK * BLOCK, sizeof(REAL));
+  s.hidden = fa_take(arena, BLOCK * BLOCK, sizeof(INT));
   s.dq = fa_take(arena, panels, sizeof(REAL));
   s.dk = fa_take(arena, panels, sizeof(REAL));
   s.dv = fa_take(arena, panels, sizeof(REAL));
@@ -185,7 +187,7 @@ static void T(prepare_task)(const fa_cpu_job *job, int64_t task, void *scratch) 
 
 /* One tile, whose columns of k and v are packed: adds to dq in memory, and to dk and dv in s. */
 static void T(backward_tile)(const fa_cpu_job *job, const T(backward_shared) * shared, T(backward_scratch) s,
-                             const fa_tile *tile) {
+                             const fa_tile *tile, bool finite_k) {
   const fa_problem *problem = job->problem;
   int64_t d = problem->head_dim, padded = fa_round_up(d, NR), panel = BLOCK * NR;
   int64_t num_rows = tile->rows.end - tile->rows.begin, num_columns = tile->columns.end - tile->columns.begin;
@@ -206,12 +208,17 @@ static void T(backward_tile)(const fa_cpu_job *job, const T(backward_shared) * s
   (num_rows, num_columns, d, s.q_rows, d, 1, s.k_transposed, d * NR, s.p, BLOCK, STORE, (REAL)problem->scale,
    NULL);
   T(product)(num_rows, num_columns, d, s.dout_rows, d, 1, s.v_transposed, d * NR, s.ds, BLOCK, STORE, 1, NULL);
-  T(differentiate_scores)(problem, tile, lse, delta, s.p, s.ds);
+  bool finite = finite_k && T(all_finite)(s.q_rows, num_rows * d) && T(all_finite)(s.dout_rows, num_rows * d);
+  bool hides = T(differentiate_scores)(problem, tile, lse, delta, s.p, s.ds, finite ? NULL : s.hidden);
+  const INT *hidden = hides ? s.hidden : NULL;
 
   /* dv += p^T . dout,  dk += ds^T . q,  dq += ds . k */
-  T(product)(num_columns, d, num_rows, s.p, 1, BLOCK, s.dout_panels, panel, s.dv, padded, ADD, 0, NULL);
-  T(product)(num_columns, d, num_rows, s.ds, 1, BLOCK, s.q_panels, panel, s.dk, padded, ADD, 0, NULL);
-  T(product)(num_rows, d, num_columns, s.ds, BLOCK, 1, s.k_panels, panel, s.dq, padded, STORE, 1, NULL);
+  T(product_where_seen)
+  (num_columns, d, num_rows, s.p, hidden, 1, BLOCK, s.dout_panels, panel, s.dv, padded, ADD, 0, NULL);
+  T(product_where_seen)
+  (num_columns, d, num_rows, s.ds, hidden, 1, BLOCK, s.q_panels, panel, s.dk, padded, ADD, 0, NULL);
+  T(product_where_seen)
+  (num_rows, d, num_columns, s.ds, hidden, BLOCK, 1, s.k_panels, panel, s.dq, padded, STORE, 1, NULL);
   T(add_rows)(dq, tile->rows, d, s.dq);
 }
 
@@ -230,12 +237,13 @@ static void T(backward_columns)(const fa_cpu_job *job, const T(backward_shared) 
   T(pack_transposed)(k, columns, d, s.k_transposed, s.buffer);
   T(pack_transposed)(v, columns, d, s.v_transposed, s.buffer);
   T(pack_panels)(k, columns, d, s.k_panels, s.buffer);
+  bool finite_k = T(panels_finite)(columns.end - columns.begin, d, s.k_panels, BLOCK * NR);
   memset(s.dk, 0, gradient_bytes);
   memset(s.dv, 0, gradient_bytes);
   for (int64_t head = kv_head * heads_per_kv; head < (kv_head + 1) * heads_per_kv; head++)
     for (int64_t i = 0; i < blocks.count; i++) {
       fa_tile tile = {sequence, head, fa_block_at(blocks, i), columns};
-      T(backward_tile)(job, shared, s, &tile);
+      T(backward_tile)(job, shared, s, &tile, finite_k);
     }
   T(add_rows)(T(sum_rows_of)(job, FA_TENSOR_DK, shared->dk, sequence, kv_head), columns, d, s.dk);
   T(add_rows)(T(sum_rows_of)(job, FA_TENSOR_DV, shared->dv, sequence, kv_head), columns, d, s.dv);
@@ -276,6 +284,7 @@ static double T(add_sink)(const fa_cpu_job *job, const REAL *delta, const fa_seq
   const REAL *lse = (const REAL *)job->tensors->lse.data + fa_first_stat(sequence, head);
   delta += fa_first_stat(sequence, head);
   for (int64_t i = 0; i < sequence->seqlen_q; i++) {
+    if (fa_sees_nothing(sequence, i)) continue; /* its o is 0 whatever the sinks are */
     REAL p = sink == -INFINITY ? 0 : T(first)(T(exp)(T(min)(T(splat)(EXP_HIGHEST), T(splat)(sink - lse[i]))));
     sum += (double)(p * delta[i]);
   }

@@ -38,6 +38,11 @@ static inline bool fa_sees(const fa_sequence *sequence, int64_t row, int64_t col
   return seen.begin <= column && column < seen.end;
 }
 
+static inline bool fa_sees_nothing(const fa_sequence *sequence, int64_t row) {
+  fa_range seen = fa_band_columns(sequence->band, (fa_range){row, row + 1});
+  return seen.end <= seen.begin;
+}
+
 /* ---- blocks ---------------------------------------------------------------------------------------- */
 
 /* The blocks of rows or of columns that a loop visits, in its order. */
