@@ -1,3 +1,4 @@
+/* The pool: who uses which block, which blocks are idle, and how much of both there may be. */
 #include "pool.h"
 
 #include <stdlib.h>
@@ -20,10 +21,20 @@ static size_t block_bytes(size_t bytes) {
   return (bytes + step - 1) & ~(step - 1);
 }
 
+/* The largest of those sizes that a block holds, numbered. */
+static int size_class(size_t bytes) {
+  if (bytes < 4096) return (int)(bytes / 256);
+  const int exponent = 63 - __builtin_clzll(bytes);
+  return 16 + (exponent - 12) * 8 + (int)(bytes >> (exponent - 3) & 7);
+}
+
 /* ---- lists, under the mutex ------------------------------------------------------------------------ */
 
+/* Addresses of a device's blocks differ in few bits, none of them low: the product's upper bits depend on all.
+ */
 static fa_block **bucket_of(fa_pool *pool, const void *memory) {
-  return &pool->used[((uintptr_t)memory >> 8) % FA_POOL_BUCKETS];
+  const uint64_t mixed = (uint64_t)(uintptr_t)memory * UINT64_C(0x9e3779b97f4a7c15);
+  return &pool->used[mixed >> (64 - FA_POOL_BUCKET_BITS)];
 }
 
 static void add_used(fa_pool *pool, fa_block *block) {
@@ -41,32 +52,47 @@ static fa_block *remove_used(fa_pool *pool, const void *memory) {
 }
 
 static void add_idle(fa_pool *pool, fa_block *block) {
+  fa_block **first = &pool->idle[size_class(block->bytes)];
   block->next = pool->newest;
-  block->previous = NULL;
+  block->next_of_size = *first;
+  block->previous = block->prior_of_size = NULL;
   *(pool->newest ? &pool->newest->previous : &pool->oldest) = block;
-  pool->newest = block;
+  if (*first) (*first)->prior_of_size = block;
+  pool->newest = *first = block;
   pool->idle_bytes += block->bytes;
 }
 
 static void remove_idle(fa_pool *pool, fa_block *block) {
+  fa_block **first = &pool->idle[size_class(block->bytes)];
   *(block->previous ? &block->previous->next : &pool->newest) = block->next;
   *(block->next ? &block->next->previous : &pool->oldest) = block->previous;
+  *(block->prior_of_size ? &block->prior_of_size->next_of_size : first) = block->next_of_size;
+  if (block->next_of_size) block->next_of_size->prior_of_size = block->prior_of_size;
   pool->idle_bytes -= block->bytes;
 }
 
-/* The smallest idle block that wastes no more than a quarter. */
+/* An idle block of the smallest class that wastes no more than a quarter. */
 static fa_block *find_idle(const fa_pool *pool, size_t bytes) {
-  fa_block *best = NULL;
-  for (fa_block *block = pool->newest; block; block = block->next)
-    if (block->bytes >= bytes && block->bytes - bytes <= bytes / 4 && (!best || block->bytes < best->bytes))
-      best = block;
-  return best;
+  const size_t most = bytes <= SIZE_MAX / 2 ? bytes + bytes / 4 : bytes;
+  for (int class = size_class(bytes); class <= size_class(most); class ++) {
+    fa_block *block = pool->idle[class];
+    if (block && block->bytes >= bytes && block->bytes <= most) return block;
+  }
+  return NULL;
 }
 
-/* Takes the oldest idle blocks off their list until at most so many bytes are left there. */
-static fa_block *detach_idle(fa_pool *pool, size_t idle_bytes) {
+/* What used blocks leave of the limit. */
+static size_t bytes_left(const fa_pool *pool) {
+  return pool->limit > pool->used_bytes ? pool->limit - pool->used_bytes : 0;
+}
+
+/* The oldest idle blocks, off their lists, but no more of them than may keep others waiting, nor than leave so
+ * many bytes idle, or as many as the limit allows. */
+static fa_block *detach_some(fa_pool *pool, size_t idle_bytes) {
+  enum { MOST = 64 };
   fa_block *detached = NULL;
-  while (pool->idle_bytes > idle_bytes) {
+  const size_t left = bytes_left(pool), most_idle = idle_bytes < left ? idle_bytes : left;
+  for (int i = 0; i < MOST && pool->idle_bytes > most_idle; i++) {
     fa_block *block = pool->oldest;
     remove_idle(pool, block);
     block->next = detached;
@@ -77,20 +103,26 @@ static fa_block *detach_idle(fa_pool *pool, size_t idle_bytes) {
 
 /* ---- outside the mutex, as the source may take its time -------------------------------------------- */
 
-static void free_blocks(fa_pool *pool, fa_block *block) {
+static bool free_blocks(fa_pool *pool, fa_block *block) {
+  const bool are_there = block != NULL;
   while (block) {
     fa_block *next = block->next;
     pool->source.free(pool->source.context, block->memory);
     free(block);
     block = next;
   }
+  return are_there;
+}
+
+static bool trim_some(fa_pool *pool, size_t idle_bytes) {
+  pthread_mutex_lock(&pool->mutex);
+  fa_block *detached = detach_some(pool, idle_bytes);
+  pthread_mutex_unlock(&pool->mutex);
+  return free_blocks(pool, detached);
 }
 
 void fa_pool_trim(fa_pool *pool, size_t idle_bytes) {
-  pthread_mutex_lock(&pool->mutex);
-  fa_block *detached = detach_idle(pool, idle_bytes);
-  pthread_mutex_unlock(&pool->mutex);
-  free_blocks(pool, detached);
+  while (trim_some(pool, idle_bytes)) continue;
 }
 
 /* Where the source has too little for the block, once more without idle blocks, and for no more than was asked.
@@ -103,47 +135,52 @@ static fa_status ask_source(fa_pool *pool, fa_block *block, size_t bytes, fa_err
   return pool->source.alloc(pool->source.context, block->bytes, &block->memory, error);
 }
 
-/* What idle blocks leave of a limit. */
-static size_t left_of(size_t limit, size_t used_bytes) { return limit > used_bytes ? limit - used_bytes : 0; }
-
-static size_t smaller(size_t a, size_t b) { return a < b ? a : b; }
-
-fa_status fa_pool_take(fa_pool *pool, size_t bytes, void **memory, fa_error *error) {
-  const bool caches = pool->idle_limit > 0;
-  const size_t wanted = caches && bytes <= SIZE_MAX / 2 ? block_bytes(bytes) : bytes;
+/* An idle block for so many bytes, now used; or NULL, with *left what was left of the limit for a block of the
+ * source, which has its place under the limit before it is there. */
+static fa_block *take_idle(fa_pool *pool, size_t bytes, size_t *left) {
   pthread_mutex_lock(&pool->mutex);
-  fa_block *block = caches ? find_idle(pool, wanted) : NULL, *detached = NULL;
-  const bool found = block != NULL;
-  const size_t left = left_of(pool->limit, pool->used_bytes);
-  const bool fits = found || wanted <= left;
-  if (found) {
+  fa_block *block = pool->idle_limit > 0 ? find_idle(pool, bytes) : NULL;
+  *left = bytes_left(pool);
+  if (block) {
     remove_idle(pool, block);
     add_used(pool, block);
     pool->used_bytes += block->bytes;
-  } else if (fits) {
-    detached = detach_idle(pool, smaller(pool->idle_limit, left - wanted));
-    pool->used_bytes += wanted; /* its place under the limit, before it is there */
+  } else if (bytes <= *left) {
+    pool->used_bytes += bytes;
   }
   pthread_mutex_unlock(&pool->mutex);
-  free_blocks(pool, detached);
-  if (found) return *memory = block->memory, fa_succeed(error);
-  if (!fits)
-    return fa_fail(error, FA_STATUS_OUT_OF_MEMORY, "device", FA_TEXT("%zu bytes of memory", bytes),
-                   FA_TEXT("%zu left of a limit of %zu", left, pool->limit));
+  return block;
+}
 
+/* A block of the source, whose place under the limit was taken for so many bytes. */
+static fa_status take_new(fa_pool *pool, size_t place_bytes, size_t bytes, fa_block **taken, fa_error *error) {
+  fa_pool_trim(pool, pool->idle_limit);
+  fa_block *block = malloc(sizeof *block);
   fa_status status = FA_STATUS_OUT_OF_MEMORY;
-  block = malloc(sizeof *block);
   if (block) {
-    block->bytes = wanted;
+    block->bytes = place_bytes;
     status = ask_source(pool, block, bytes, error);
   } else {
     fa_fail_message(error, status, "", "the host's memory is used up");
   }
   pthread_mutex_lock(&pool->mutex);
-  pool->used_bytes -= status ? wanted : wanted - block->bytes;
+  pool->used_bytes -= status ? place_bytes : place_bytes - block->bytes;
   if (!status) add_used(pool, block);
   pthread_mutex_unlock(&pool->mutex);
-  if (status) return free(block), status;
+  *taken = block;
+  if (status) free(block);
+  return status;
+}
+
+fa_status fa_pool_take(fa_pool *pool, size_t bytes, void **memory, fa_error *error) {
+  const size_t wanted = pool->idle_limit > 0 && bytes <= SIZE_MAX / 2 ? block_bytes(bytes) : bytes;
+  size_t left;
+  fa_block *block = take_idle(pool, wanted, &left);
+  if (!block && wanted > left)
+    return fa_fail(error, FA_STATUS_OUT_OF_MEMORY, "device", FA_TEXT("%zu bytes of memory", bytes),
+                   FA_TEXT("%zu left of a limit of %zu", left, pool->limit));
+  const fa_status status = block ? FA_STATUS_OK : take_new(pool, wanted, bytes, &block, error);
+  if (status) return status;
   *memory = block->memory;
   return fa_succeed(error);
 }
@@ -162,9 +199,8 @@ bool fa_pool_give(fa_pool *pool, void *memory) {
 void fa_pool_set_limit(fa_pool *pool, size_t limit) {
   pthread_mutex_lock(&pool->mutex);
   pool->limit = limit;
-  fa_block *detached = detach_idle(pool, left_of(limit, pool->used_bytes));
   pthread_mutex_unlock(&pool->mutex);
-  free_blocks(pool, detached);
+  fa_pool_trim(pool, SIZE_MAX);
 }
 
 void fa_pool_sizes(fa_pool *pool, size_t *used_bytes, size_t *idle_bytes, size_t *limit) {

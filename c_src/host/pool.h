@@ -1,4 +1,8 @@
-/* Memory that is slow to take, kept at hand: a cache of blocks between callers and a source. */
+/* Memory that is slow to take, kept at hand: a cache of blocks between callers and a source.
+ *
+ * Callers give blocks back where nothing may wait, as in destructors of a VM. So whatever holds the mutex does
+ * a bounded number of steps: used blocks are found by a hash of their address, idle ones by their size, and
+ * blocks on their way to the source leave the pool a few at a time. */
 #ifndef FA_HOST_POOL_H
 #define FA_HOST_POOL_H
 
@@ -6,12 +10,17 @@
 
 #include "../flash_attention.h"
 
-enum { FA_POOL_BUCKETS = 256 };
+enum {
+  FA_POOL_BUCKET_BITS = 12, /* 32,768 blocks are 8 a bucket */
+  FA_POOL_BUCKETS = 1 << FA_POOL_BUCKET_BITS,
+  FA_POOL_SIZE_CLASSES = 432 /* of idle blocks: eight in every power of two */
+};
 
 typedef struct fa_block {
   void *memory;
   size_t bytes;
-  struct fa_block *next, *previous; /* in its bucket of used blocks, or in the list of idle ones */
+  struct fa_block *next, *previous;              /* in its bucket of used blocks, or in the list of idle ones */
+  struct fa_block *next_of_size, *prior_of_size; /* in the list of idle ones of its size class */
 } fa_block;
 
 /* Where the memory comes from: slow, and thread-safe. */
@@ -30,6 +39,7 @@ typedef struct fa_pool {
   size_t used_bytes, idle_bytes;
   fa_block *used[FA_POOL_BUCKETS];
   fa_block *newest, *oldest; /* idle */
+  fa_block *idle[FA_POOL_SIZE_CLASSES];
 } fa_pool;
 
 void fa_pool_init(fa_pool *pool, fa_source source, size_t limit, size_t idle_limit);

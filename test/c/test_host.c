@@ -563,6 +563,54 @@ static void test_pool(void) {
         pool->idle_bytes);
 }
 
+/* A source of addresses: nobody reads what is there. */
+static fa_status address_alloc(const void *context, size_t bytes, void **memory, fa_error *error) {
+  (void)bytes, (void)error;
+  uintptr_t *next = (uintptr_t *)context;
+  *memory = (void *)next[0];
+  next[0] += next[1];
+  return FA_STATUS_OK;
+}
+
+static void address_free(const void *context, void *memory) { (void)context, (void)memory; }
+
+static int longest_chain(const fa_pool *pool) {
+  int longest = 0;
+  for (int i = 0; i < FA_POOL_BUCKETS; i++) {
+    int length = 0;
+    for (const fa_block *block = pool->used[i]; block; block = block->next) length++;
+    if (length > longest) longest = length;
+  }
+  return longest;
+}
+
+/* Blocks as a GPU's allocator hands them out share most bits of their addresses. Finding one among 32,768 takes
+ * about as many steps as if they were spread evenly, 8 a bucket. */
+static void test_pool_of_many(uintptr_t distance) {
+  enum { BLOCKS = 32768 };
+  static fa_pool pool;
+  uintptr_t addresses[2] = {(uintptr_t)0x7f1200000000, distance};
+  void **memory = malloc(BLOCKS * sizeof *memory);
+  if (!memory) exit(2);
+  fa_pool_init(&pool, (fa_source){address_alloc, address_free, addresses}, SIZE_MAX, SIZE_MAX);
+  for (int i = 0; i < BLOCKS; i++) take(&pool, 256 * (size_t)(i % 97 + 1), &memory[i]);
+  CHECK(longest_chain(&pool) <= 32, "%d of %d blocks %zu bytes apart are in one bucket", longest_chain(&pool),
+        BLOCKS, (size_t)distance);
+  bool are_given = true;
+  for (int i = 0; i < BLOCKS; i++) are_given = fa_pool_give(&pool, memory[i]) && are_given;
+  CHECK(are_given && pool.used_bytes == 0, "%zu bytes are still used", pool.used_bytes);
+  const uintptr_t none_new = addresses[0];
+  for (int i = 0; i < BLOCKS; i++) take(&pool, 256 * (size_t)(i % 97 + 1), &memory[i]);
+  CHECK(addresses[0] == none_new && pool.idle_bytes == 0, "idle blocks of the size were not found");
+  for (int i = 0; i < BLOCKS; i++) fa_pool_give(&pool, memory[i]);
+  fa_pool_trim(&pool, 256 * 1000);
+  CHECK(pool.idle_bytes <= 256 * 1000 && pool.idle_bytes > 256 * 900, "%zu bytes are idle", pool.idle_bytes);
+  fa_pool_trim(&pool, 0);
+  CHECK(pool.idle_bytes == 0 && !pool.newest && !pool.oldest, "idle blocks are left");
+  for (int i = 0; i < FA_POOL_SIZE_CLASSES; i++) CHECK(!pool.idle[i], "idle blocks of class %d are left", i);
+  free(memory);
+}
+
 typedef struct counts {
   int num_threads;
   atomic_int of_task[100];
@@ -898,6 +946,8 @@ int main(void) {
   test_first_use(); /* before any other */
   test_pool();
   test_pool_without_cache();
+  for (int bits = 8; bits <= 32; bits++) test_pool_of_many((uintptr_t)1 << bits);
+  test_pool_of_many((uintptr_t)20 << 20);
   test_host_devices();
   test_kept_on_cpu();
   test_threads();
