@@ -10,7 +10,7 @@ defmodule FlashAttention.MixProject do
       elixir: "~> 1.14",
       # The native library is built after the task that builds it.
       compilers: Mix.compilers() ++ [:flash_attention],
-      elixirc_paths: if(Mix.env() == :test, do: ["lib", "test/support"], else: ["lib"]),
+      elixirc_paths: ["lib" | if(Mix.env() == :test, do: ["examples", "test/support"], else: [])],
       deps: deps(),
       name: "FlashAttention",
       description: "Exact attention, forward and backward, as a C library with an Elixir API",
@@ -23,7 +23,8 @@ defmodule FlashAttention.MixProject do
   @optional [:nx, :exla, :axon, :bumblebee, :telemetry]
   def application do
     [
-      extra_applications: [:logger, :crypto] ++ Enum.map(@optional, &{&1, :optional}),
+      extra_applications:
+        [:logger] ++ if(Mix.env() == :test, do: [:crypto], else: []) ++ Enum.map(@optional, &{&1, :optional}),
       mod: {FlashAttention.Application, []}
     ]
   end

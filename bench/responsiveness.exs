@@ -32,7 +32,7 @@ defmodule Responsiveness do
   end
 
   defp cpu do
-    %{name: name, features: features, num_threads: threads} = hd(FlashAttention.backend_info().devices)
+    %{name: name, features: features, threads: threads} = hd(FlashAttention.backend_info().devices)
 
     "#{name}, #{Enum.join(List.wrap(features), " ")}, #{threads} threads, #{System.schedulers_online()} schedulers, OTP #{System.otp_release()}"
   end

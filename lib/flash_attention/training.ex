@@ -11,11 +11,9 @@ defmodule FlashAttention.Training do
   A stage returns its output and a *pullback*: a function from the gradient of the loss by that output to the
   gradients of the loss by what went in. `FlashAttention.Training.Model` says what the stages look like. They
   can come from anywhere: `FlashAttention.Training.Nx` makes them of Nx functions by automatic differentiation,
-  and `FlashAttention.Training.ByteModel` is a language model in plain Elixir.
+  and `examples/byte_model` is a language model in plain Elixir.
 
-      config = FlashAttention.Training.ByteModel.new()
-      model = FlashAttention.Training.ByteModel.stages(config)
-      params = FlashAttention.Training.ByteModel.init(config, seed)
+      model = %FlashAttention.Training.Model{embed: embed, head: head, attention: [window: {255, 0}]}
 
       # Plain gradient descent has no state: parameters in, parameters out.
       {params, loss} = FlashAttention.Training.train_step(params, batch, model: model, learning_rate: 0.1)

@@ -41,7 +41,8 @@ defmodule Dependencies do
       {:Bumblebee, ~r{/bumblebee(\.ex$|/)}},
       {:Mix, ~r{^mix/}},
       {:Native, ~r{^flash_attention(\.ex$|/(?!training))}},
-      {:Training, ~r{^(flash_attention/training(\.ex$|/)|mix/)}},
+      {:Training, ~r{^flash_attention/training(\.ex$|/)}},
+      {:Examples, ~r{^mix/}},
       {:Check, ~r{^(flash_attention/check(\.ex$|/)|mix/)}}
     ]
   end

@@ -11,7 +11,7 @@ if Code.ensure_loaded?(Nx) do
         model = FlashAttention.Training.Nx.model(embed, head, causal: true)
         {params, loss} = FlashAttention.Training.train_step(params, batch, model: model, learning_rate: 0.1)
 
-    `FlashAttention.Training.Nx.Policy` is an example. Parameters are nested maps of `Nx.Tensor`; batches are
+    `examples/policy.ex` is an example. Parameters are nested maps of `Nx.Tensor`; batches are
     tensors, or maps or tuples of tensors. `Nx.Defn`'s default compiler compiles the functions.
     """
 

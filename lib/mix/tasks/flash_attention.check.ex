@@ -21,7 +21,6 @@ defmodule Mix.Tasks.FlashAttention.Check do
   use Mix.Task
 
   alias FlashAttention.Check
-  alias FlashAttention.CommandLine
 
   @switches [device: :string, seed: :integer]
   @titles [
@@ -35,9 +34,9 @@ defmodule Mix.Tasks.FlashAttention.Check do
   @impl true
   def run(args) do
     Mix.Task.run("app.start")
-    {opts, []} = CommandLine.parse!(args, @switches, 0)
-    device = CommandLine.device!(opts[:device])
-    results = CommandLine.run!(fn -> Check.run(device: device, seed: opts[:seed] || 0) end)
+    {opts, []} = Mix.FlashAttention.parse!(args, @switches, 0)
+    device = Mix.FlashAttention.device!(opts[:device])
+    results = Mix.FlashAttention.run!(fn -> Check.run(device: device, seed: opts[:seed] || 0) end)
 
     Mix.shell().info(table(results))
     for result <- results, result.outcome == :failed, do: Mix.shell().error(failure(result))

@@ -3,7 +3,7 @@ if Code.ensure_loaded?(Nx) do
     use ExUnit.Case, async: true
 
     alias FlashAttention.{Tensor, Training}
-    alias FlashAttention.Training.Nx.Policy
+    alias FlashAttention.Examples.Policy
     alias FlashAttention.Training.{Optimizer, Parameter}
 
     @moduletag :nx

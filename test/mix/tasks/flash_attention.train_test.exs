@@ -76,7 +76,9 @@ defmodule Mix.Tasks.FlashAttention.TrainTest do
     wait_for_file(checkpoint)
     System.cmd("kill", ["-9", "#{pid}"])
 
-    {:ok, %{"step" => {:s64, {}, <<step::64-native>>}}} = FlashAttention.Training.Checkpoint.read(checkpoint)
+    {:ok, %{"step" => {:s64, {}, <<step::64-native>>}}} =
+      FlashAttention.Examples.ByteModel.Checkpoint.read(checkpoint)
+
     assert step >= 3 and rem(step, 3) == 0
 
     output = train([file | @small] ++ ~w(--steps #{step + 2} --sample 0 --checkpoint #{checkpoint}))

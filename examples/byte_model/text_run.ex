@@ -1,18 +1,20 @@
-defmodule FlashAttention.Training.TextRun do
+defmodule FlashAttention.Examples.ByteModel.TextRun do
   @moduledoc """
-  The training of a `FlashAttention.Training.ByteModel` on a text, from first step to last, with checkpoints.
+  The training of a `FlashAttention.Examples.ByteModel` on a text, from first step to last, with checkpoints.
 
   A run is determined by its settings and the text. Step `n` draws its batch and its learning rate from the
   settings and `n` alone, so that a run which was saved and resumed goes on as if nothing had happened, to the
   last bit.
 
-      run = FlashAttention.Training.TextRun.new(text, seqlen: 128, seed: 1)
-      run = Enum.reduce(1..100, run, fn _, run -> FlashAttention.Training.TextRun.step(run) end)
-      FlashAttention.Training.TextRun.write(run, "a.checkpoint")
+      run = FlashAttention.Examples.ByteModel.TextRun.new(text, seqlen: 128, seed: 1)
+      run = Enum.reduce(1..100, run, fn _, run -> FlashAttention.Examples.ByteModel.TextRun.step(run) end)
+      FlashAttention.Examples.ByteModel.TextRun.write(run, "a.checkpoint")
   """
 
   alias FlashAttention.{Error, Tensor, Training}
-  alias FlashAttention.Training.{ByteModel, Checkpoint, Optimizer, State}
+  alias FlashAttention.Examples.ByteModel
+  alias FlashAttention.Examples.ByteModel.Checkpoint
+  alias FlashAttention.Training.{Optimizer, State}
 
   @enforce_keys [:settings, :text, :model, :stages, :state]
   defstruct @enforce_keys ++ [losses: []]
@@ -36,7 +38,7 @@ defmodule FlashAttention.Training.TextRun do
   A run before its first step. Options: `:num_heads`, `:head_dim` and `:seqlen` of the model, `:batch_size`,
   `:learning_rate`, `:seed`, and `:device`. Raises `FlashAttention.Error`.
 
-      iex> run = FlashAttention.Training.TextRun.new("A text of a few bytes.", seqlen: 8, num_heads: 4)
+      iex> run = FlashAttention.Examples.ByteModel.TextRun.new("A text of a few bytes.", seqlen: 8, num_heads: 4)
       iex> {run.state.step, run.losses, run.settings.batch_size}
       {0, [], 4}
   """
@@ -91,7 +93,7 @@ defmodule FlashAttention.Training.TextRun do
     Enum.sum(recent) / length(recent)
   end
 
-  @doc "Text that the model writes, as `FlashAttention.Training.ByteModel.generate/5`."
+  @doc "Text that the model writes, as `FlashAttention.Examples.ByteModel.generate/5`."
   @spec sample(t, prompt :: binary, count :: non_neg_integer, keyword) :: binary
   def sample(run, prompt, count, opts \\ []),
     do: ByteModel.generate(run.model, run.state.params, prompt, count, opts)
@@ -121,7 +123,7 @@ defmodule FlashAttention.Training.TextRun do
   @doc """
   The entropy of single bytes in a text, in nats: the least loss that frequencies alone can give.
 
-      iex> Float.round(FlashAttention.Training.TextRun.entropy("abababab"), 6) == Float.round(:math.log(2), 6)
+      iex> Float.round(FlashAttention.Examples.ByteModel.TextRun.entropy("abababab"), 6) == Float.round(:math.log(2), 6)
       true
   """
   @spec entropy(binary) :: float

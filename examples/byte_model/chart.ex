@@ -1,4 +1,4 @@
-defmodule FlashAttention.Training.Chart do
+defmodule FlashAttention.Examples.ByteModel.Chart do
   @moduledoc """
   A curve drawn with characters.
   """
@@ -15,7 +15,7 @@ defmodule FlashAttention.Training.Chart do
   Where there are more numbers than columns, each column shows the mean of its share. Options: `:width` (default
   80), `:height` (12), and `:style` (`:braille`, with a grid of 2 by 4 dots in each character, or `:plain`).
 
-      iex> chart = FlashAttention.Training.Chart.render([4.0, 2.0, 1.0, 1.0], width: 15, height: 3, style: :plain)
+      iex> chart = FlashAttention.Examples.ByteModel.Chart.render([4.0, 2.0, 1.0, 1.0], width: 15, height: 3, style: :plain)
       iex> String.split(chart, "\\n")
       [
         " 4.00 |**",

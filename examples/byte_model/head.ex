@@ -1,12 +1,11 @@
-defmodule FlashAttention.Training.ByteModel.Head do
+defmodule FlashAttention.Examples.ByteModel.Head do
   @moduledoc false
 
-  # o -> loss: the heads side by side are sets of 256 logits. See FlashAttention.Training.ByteModel.
+  # o -> loss: the heads side by side are sets of 256 logits. See FlashAttention.Examples.ByteModel.
 
   alias FlashAttention.Tensor
-  alias FlashAttention.Training.ByteModel
-  alias FlashAttention.Training.ByteModel.{Embed, OneHot}
-  alias FlashAttention.Training.Elements
+  alias FlashAttention.Examples.ByteModel
+  alias FlashAttention.Examples.ByteModel.{Elements, Embed, OneHot}
 
   # loss = mean over positions of lse - logit[target]; its gradient by the logits is softmax - one_hot(target),
   # divided by the number of positions.

@@ -1,11 +1,11 @@
-defmodule FlashAttention.Training.TextRunTest do
+defmodule FlashAttention.Examples.ByteModel.TextRunTest do
   use ExUnit.Case, async: true
 
-  alias FlashAttention.Training.{Chart, Checkpoint, TextRun}
+  alias FlashAttention.Examples.ByteModel.{Chart, Checkpoint, TextRun}
 
-  doctest FlashAttention.Training.TextRun
-  doctest FlashAttention.Training.Checkpoint
-  doctest FlashAttention.Training.Chart
+  doctest FlashAttention.Examples.ByteModel.TextRun
+  doctest FlashAttention.Examples.ByteModel.Checkpoint
+  doctest FlashAttention.Examples.ByteModel.Chart
 
   @moduletag :tmp_dir
 

@@ -1,4 +1,4 @@
-defmodule FlashAttention.Training.Elements do
+defmodule FlashAttention.Examples.ByteModel.Elements do
   @moduledoc false
 
   # Binaries of floats, in the machine's byte order, for the types that training computes in. Offsets are in

@@ -1,5 +1,5 @@
 if Code.ensure_loaded?(Nx) do
-  defmodule FlashAttention.Training.Nx.Policy do
+  defmodule FlashAttention.Examples.Policy do
     @moduledoc """
     An example of a model made of Nx functions: a policy that attends to the states so far.
 
@@ -9,7 +9,7 @@ if Code.ensure_loaded?(Nx) do
     of the action taken in each, of shape `{batch, seqlen}`.
 
         alias FlashAttention.Training
-        alias FlashAttention.Training.Nx.Policy
+        alias FlashAttention.Examples.Policy
 
         params = Policy.init(Nx.Random.key(0), state_size: 10, num_actions: 5)
         state = Training.init(params, Training.Optimizer.adam(learning_rate: 0.01))
@@ -76,7 +76,9 @@ if Code.ensure_loaded?(Nx) do
       logits = logits(params, o)
       largest = stop_grad(Nx.reduce_max(logits, axes: [2], keep_axes: true))
       normaliser = Nx.log(Nx.sum(Nx.exp(logits - largest), axes: [2], keep_axes: true)) + largest
-      Nx.mean(normaliser - Nx.take_along_axis(logits, Nx.new_axis(batch.actions, 2), axis: 2))
+      # A product with one-hot rows, as Nx 0.12 and 0.13 refuse a batch that is closed over in take_along_axis.
+      taken = Nx.new_axis(batch.actions, 2) == Nx.iota({1, 1, Nx.axis_size(logits, 2)}, axis: 2)
+      Nx.mean(normaliser - Nx.sum(logits * taken, axes: [2], keep_axes: true))
     end
   end
 end

@@ -1,4 +1,4 @@
-defmodule FlashAttention.Training.Progress do
+defmodule FlashAttention.Examples.ByteModel.Progress do
   @moduledoc false
 
   # How far a run has come: one line that is drawn over in a terminal, and now and then a line elsewhere.

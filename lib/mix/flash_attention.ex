@@ -1,7 +1,7 @@
-defmodule FlashAttention.CommandLine do
+defmodule Mix.FlashAttention do
   @moduledoc false
 
-  # What the command-line tasks share. Whatever is wrong ends the task with one line and exit status 1.
+  # What the tasks on the command line share. Whatever is wrong ends the task with one line and exit status 1.
 
   def parse!(args, switches, max_arguments) do
     case OptionParser.parse(args, strict: switches) do

@@ -1,10 +1,11 @@
-defmodule FlashAttention.Training.ByteModelTest do
+defmodule FlashAttention.Examples.ByteModelTest do
   use ExUnit.Case, async: true
 
   alias FlashAttention.{Tensor, Training}
-  alias FlashAttention.Training.{ByteModel, Optimizer, Parameter, Params}
+  alias FlashAttention.Examples.ByteModel
+  alias FlashAttention.Training.{Optimizer, Parameter, Params}
 
-  doctest FlashAttention.Training.ByteModel
+  doctest FlashAttention.Examples.ByteModel
 
   @f64 {:f, 64}
 

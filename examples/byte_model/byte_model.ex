@@ -1,4 +1,4 @@
-defmodule FlashAttention.Training.ByteModel do
+defmodule FlashAttention.Examples.ByteModel do
   @moduledoc """
   A language model over bytes that is nothing but attention, in plain Elixir.
 
@@ -35,8 +35,8 @@ defmodule FlashAttention.Training.ByteModel do
   """
 
   alias FlashAttention.{Error, Tensor}
-  alias FlashAttention.Training.ByteModel.{Embed, Head}
-  alias FlashAttention.Training.{Elements, Model}
+  alias FlashAttention.Examples.ByteModel.{Elements, Embed, Head, Writer}
+  alias FlashAttention.Training.Model
 
   @enforce_keys [:num_heads, :head_dim, :seqlen, :type, :device]
   defstruct @enforce_keys
@@ -70,9 +70,9 @@ defmodule FlashAttention.Training.ByteModel do
 
   Raises `FlashAttention.Error`.
 
-      iex> FlashAttention.Training.ByteModel.new(num_heads: 4).head_dim
+      iex> FlashAttention.Examples.ByteModel.new(num_heads: 4).head_dim
       64
-      iex> FlashAttention.Training.ByteModel.new(num_heads: 3)
+      iex> FlashAttention.Examples.ByteModel.new(num_heads: 3)
       ** (FlashAttention.Error) num_heads: expected a multiple of 4, for 256 logits of head_dim 64, got 3
   """
   @spec new(keyword) :: t
@@ -98,7 +98,7 @@ defmodule FlashAttention.Training.ByteModel do
 
   The same seed gives the same parameters.
 
-      iex> alias FlashAttention.Training.ByteModel
+      iex> alias FlashAttention.Examples.ByteModel
       iex> params = ByteModel.init(ByteModel.new(), 1)
       iex> {params.value.shape, params.query.byte.shape, params.sink.shape}
       {{256, 8, 64}, {256, 8, 24}, {1, 8}}
@@ -146,8 +146,8 @@ defmodule FlashAttention.Training.ByteModel do
   The windows of text that step number `step` trains on: drawn at random, and the same whenever text, seed and
   step are the same.
 
-      iex> model = FlashAttention.Training.ByteModel.new(seqlen: 5)
-      iex> [window] = FlashAttention.Training.ByteModel.batch(model, "abcdefgh", 1, 0, 1)
+      iex> model = FlashAttention.Examples.ByteModel.new(seqlen: 5)
+      iex> [window] = FlashAttention.Examples.ByteModel.batch(model, "abcdefgh", 1, 0, 1)
       iex> window
       "abcdefgh"
   """
@@ -176,7 +176,7 @@ defmodule FlashAttention.Training.ByteModel do
   """
   @spec generate(t, FlashAttention.Training.Params.t(), prompt :: binary, count :: non_neg_integer, keyword) ::
           binary
-  defdelegate generate(model, params, prompt, count, opts \\ []), to: FlashAttention.Training.ByteModel.Writer
+  defdelegate generate(model, params, prompt, count, opts \\ []), to: Writer
 
   # ---- how a head is laid out ----------------------------------------------------------------------------
 

@@ -1,10 +1,10 @@
-defmodule FlashAttention.Training.ByteModel.Writer do
+defmodule FlashAttention.Examples.ByteModel.Writer do
   @moduledoc false
 
-  # Text from a trained model, byte by byte. See FlashAttention.Training.ByteModel.generate/5.
+  # Text from a trained model, byte by byte. See FlashAttention.Examples.ByteModel.generate/5.
 
   alias FlashAttention.Tensor
-  alias FlashAttention.Training.ByteModel.{Embed, Head}
+  alias FlashAttention.Examples.ByteModel.{Embed, Head}
 
   # The next position, the query of the last one, and keys and values, newest first, of all that are kept.
   defstruct position: 0, q: nil, keys: [], values: []

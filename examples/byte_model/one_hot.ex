@@ -1,4 +1,4 @@
-defmodule FlashAttention.Training.ByteModel.OneHot do
+defmodule FlashAttention.Examples.ByteModel.OneHot do
   @moduledoc false
 
   # Attention to one-hot rows: arithmetic over 256 bytes that would be slow as loops in Elixir.
@@ -6,7 +6,7 @@ defmodule FlashAttention.Training.ByteModel.OneHot do
   # A row may hold several sets of 256 elements; a one-hot row repeats itself for each set.
 
   alias FlashAttention.Tensor
-  alias FlashAttention.Training.Elements
+  alias FlashAttention.Examples.ByteModel.Elements
 
   @num_bytes 256
 

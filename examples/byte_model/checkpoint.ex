@@ -1,4 +1,4 @@
-defmodule FlashAttention.Training.Checkpoint do
+defmodule FlashAttention.Examples.ByteModel.Checkpoint do
   @moduledoc """
   Named arrays of numbers in files that are either whole or refused.
 
@@ -80,14 +80,14 @@ defmodule FlashAttention.Training.Checkpoint do
   The arrays in a file; `:none` where there is no file.
 
       iex> path = Path.join(System.tmp_dir!(), "doctest-#{System.pid()}.checkpoint")
-      iex> FlashAttention.Training.Checkpoint.read(path)
+      iex> FlashAttention.Examples.ByteModel.Checkpoint.read(path)
       :none
-      iex> FlashAttention.Training.Checkpoint.write(path, %{"step" => {:s64, {}, <<7::64-native>>}})
+      iex> FlashAttention.Examples.ByteModel.Checkpoint.write(path, %{"step" => {:s64, {}, <<7::64-native>>}})
       :ok
-      iex> FlashAttention.Training.Checkpoint.read(path)
+      iex> FlashAttention.Examples.ByteModel.Checkpoint.read(path)
       {:ok, %{"step" => {:s64, {}, <<7::64-native>>}}}
       iex> File.write!(path, "something else")
-      iex> {:error, message} = FlashAttention.Training.Checkpoint.read(path)
+      iex> {:error, message} = FlashAttention.Examples.ByteModel.Checkpoint.read(path)
       iex> message == path <> " is not a checkpoint of this version"
       true
       iex> File.rm!(path)

@@ -1,12 +1,11 @@
-defmodule FlashAttention.Training.ByteModel.Embed do
+defmodule FlashAttention.Examples.ByteModel.Embed do
   @moduledoc false
 
-  # Bytes -> q, k, v: rows of tables, put side by side. See FlashAttention.Training.ByteModel.
+  # Bytes -> q, k, v: rows of tables, put side by side. See FlashAttention.Examples.ByteModel.
 
   alias FlashAttention.Tensor
-  alias FlashAttention.Training.ByteModel
-  alias FlashAttention.Training.ByteModel.OneHot
-  alias FlashAttention.Training.Elements
+  alias FlashAttention.Examples.ByteModel
+  alias FlashAttention.Examples.ByteModel.{Elements, OneHot}
 
   # The score that a head's position of interest has over others before anything is learned: exp(6) = 403 is
   # heard among a few hundred positions, and a learned match can outbid it.
