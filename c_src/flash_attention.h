@@ -350,6 +350,10 @@ typedef struct fa_device_info {
 /* "cpu", "cuda", "reference". */
 FA_API const char *fa_device_kind_name(fa_device_kind kind);
 
+/* Whether devices of that kind compute in memory of their own, so that tensors have to be brought there and
+ * calls are enqueued on a stream; false of a kind that was not built. */
+FA_API bool fa_has_own_memory(fa_device_kind kind);
+
 /* How many devices of that kind there are; 0 with a reason in error where a backend was not built, or
  * finds no driver. */
 FA_API int32_t fa_num_devices(fa_device_kind kind, fa_error *error);

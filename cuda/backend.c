@@ -463,9 +463,32 @@ static fa_status run(const fa_plan *plan, const fa_tensors *tensors, const fa_ex
   return status;
 }
 
+static fa_status unpack(int32_t index, fa_rows to, fa_rows from, int64_t heads_a_row, int64_t num_rows,
+                        int64_t head_dim, void *stream, fa_error *error) {
+  enum { HEADS_A_BLOCK = FA_CUDA_SMALL_KERNEL_THREADS / 32, MOST_BLOCKS_Y = 65535 };
+  fa_cuda_packed packed = {.to = to.data,
+                           .from = from.data,
+                           .to_pitch = (int64_t)to.pitch,
+                           .from_pitch = (int64_t)from.pitch,
+                           .heads_a_row = heads_a_row,
+                           .num_rows = num_rows,
+                           .head_dim = (int32_t)head_dim};
+  const dim3 blocks = {(unsigned)((heads_a_row + HEADS_A_BLOCK - 1) / HEADS_A_BLOCK),
+                       (unsigned)(num_rows < MOST_BLOCKS_Y ? num_rows : MOST_BLOCKS_Y), 1};
+  device_scope scope;
+  fa_status status = enter_device(&scope, index, error);
+  if (status) return status;
+  status = check(cudaLaunchKernel(fa_cuda_unpack_kernel, blocks, (dim3){FA_CUDA_SMALL_KERNEL_THREADS, 1, 1},
+                                  (void *[]){&packed}, 0, stream),
+                 "unpacking f32", error);
+  leave_device(&scope);
+  return status;
+}
+
 const fa_backend fa_cuda_backend = {.kind = FA_DEVICE_CUDA,
                                     .num_devices = num_devices,
                                     .device_info = device_info,
                                     .plan = plan_cuda,
                                     .run = run,
+                                    .unpack = unpack,
                                     .memory = &fa_cuda_memory};

@@ -5,6 +5,8 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include "../c_src/core/packed.h"
+
 // forward.cu and backward.cu are compiled once for every kind, with FA_KIND naming it. For #if: its PARTS,
 // SCALED.
 #define FA_PARTS_bf16        1
@@ -54,9 +56,7 @@ struct f32_as_f16 {  // x rounded to f16's 11 bits
 };
 }  // namespace kinds
 
-// Scaled operands have their largest element in [2^14, 2^15): far from f16's largest number, and with the low
-// part of all but the smallest elements still normal.
-constexpr int SCALED_EXPONENT = 14;
+constexpr int SCALED_EXPONENT = FA_SCALED_EXPONENT;
 
 __device__ inline float power_of_two(int exponent) {
   return __int_as_float((min(max(exponent, -126), 127) + 127) << 23);
@@ -64,7 +64,9 @@ __device__ inline float power_of_two(int exponent) {
 
 // The exponent by which to scale numbers whose largest magnitude has these bits.
 __device__ inline int scaling_exponent(uint32_t magnitude_bits) {
-  return magnitude_bits == 0 ? 0 : min(max(SCALED_EXPONENT + 127 - int(magnitude_bits >> 23), -100), 100);
+  return magnitude_bits == 0 ? 0
+                             : min(max(SCALED_EXPONENT + 127 - int(magnitude_bits >> 23), -FA_MOST_EXPONENT),
+                                   int(FA_MOST_EXPONENT));
 }
 
 __device__ inline uint32_t pack(__half, float a, float b) {

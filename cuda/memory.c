@@ -107,23 +107,6 @@ static fa_status copy(int32_t index, fa_rows to, fa_rows from, size_t row_bytes,
                               stream));
 }
 
-static fa_status unpack(int32_t index, fa_rows to, fa_rows from, int64_t heads_a_row, int64_t num_rows,
-                        int64_t head_dim, void *stream, fa_error *error) {
-  enum { HEADS_A_BLOCK = FA_CUDA_SMALL_KERNEL_THREADS / 32, MOST_BLOCKS_Y = 65535 };
-  fa_cuda_packed packed = {.to = to.data,
-                           .from = from.data,
-                           .to_pitch = (int64_t)to.pitch,
-                           .from_pitch = (int64_t)from.pitch,
-                           .heads_a_row = heads_a_row,
-                           .num_rows = num_rows,
-                           .head_dim = (int32_t)head_dim};
-  const dim3 blocks = {(unsigned)((heads_a_row + HEADS_A_BLOCK - 1) / HEADS_A_BLOCK),
-                       (unsigned)(num_rows < MOST_BLOCKS_Y ? num_rows : MOST_BLOCKS_Y), 1};
-  ON_DEVICE(index, "unpacking f32",
-            cudaLaunchKernel(fa_cuda_unpack_kernel, blocks, (dim3){FA_CUDA_SMALL_KERNEL_THREADS, 1, 1},
-                             (void *[]){&packed}, 0, stream));
-}
-
 static fa_status record(int32_t index, void *event, void *stream, fa_error *error) {
   ON_DEVICE(index, "cudaEventRecord", cudaEventRecord(event, stream));
 }
@@ -172,7 +155,6 @@ const fa_memory_ops fa_cuda_memory = {.alloc = allocate,
                                       .event_new = event_new,
                                       .event_free = event_free,
                                       .copy = copy,
-                                      .unpack = unpack,
                                       .record = record,
                                       .stream_wait = stream_wait,
                                       .event_wait = event_wait,

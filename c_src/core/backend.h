@@ -34,10 +34,6 @@ typedef struct fa_memory_ops {
   /* Enqueues a copy of num_rows rows that begin pitch bytes apart, either way or within the device. */
   fa_status (*copy)(int32_t index, fa_rows to, fa_rows from, size_t row_bytes, size_t num_rows, void *stream,
                     fa_error *error);
-  /* Enqueues the way back of host/pack.h: f32 rows of heads, heads_a_row of them in each row. NULL where
-   * kernels do not round f32 to f16 at FA_PRECISION_DEFAULT. */
-  fa_status (*unpack)(int32_t index, fa_rows to, fa_rows from, int64_t heads_a_row, int64_t num_rows,
-                      int64_t head_dim, void *stream, fa_error *error);
   fa_status (*record)(int32_t index, void *event, void *stream, fa_error *error);
   fa_status (*stream_wait)(int32_t index, void *stream, void *event, fa_error *error);
   fa_status (*event_wait)(int32_t index, void *event, fa_error *error); /* lets others have the processor */
@@ -59,6 +55,11 @@ typedef struct fa_backend {
   /* Runs what the selector chose. Pointers and the workspace's size have been checked. */
   fa_status (*run)(const fa_plan *plan, const fa_tensors *tensors, const fa_execution *execution,
                    fa_error *error);
+
+  /* Enqueues the way back of host/pack.h: f32 rows of heads, heads_a_row of them in each row. NULL where
+   * kernels do not round f32 to f16 at FA_PRECISION_DEFAULT. */
+  fa_status (*unpack)(int32_t index, fa_rows to, fa_rows from, int64_t heads_a_row, int64_t num_rows,
+                      int64_t head_dim, void *stream, fa_error *error);
 
   /* NULL where the device's memory is the host's. */
   const fa_memory_ops *memory;

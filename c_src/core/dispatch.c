@@ -6,12 +6,6 @@
 #include "problem.h"
 #include "tensors.h"
 
-static const char *const kind_names[FA_NUM_DEVICE_KINDS] = {"cpu", "cuda", "reference"};
-
-const char *fa_device_kind_name(fa_device_kind kind) {
-  return (unsigned)kind < FA_NUM_DEVICE_KINDS ? kind_names[kind] : "unknown";
-}
-
 int32_t fa_num_devices(fa_device_kind kind, fa_error *error) {
   const fa_backend *backend = fa_backend_of(kind);
   if (backend) return backend->num_devices(error);

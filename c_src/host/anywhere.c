@@ -240,7 +240,7 @@ static fa_status unpack_slice(const host_run *run, int number, fa_error *error) 
     const tensor_place *t = &run->tensors[id];
     if (!t->packs || is_there(run, number, id)) continue;
     const fa_part part = part_of(run, &run->slices.at[number].own, id, &t->host);
-    status = run->heap->backend->memory->unpack(
+    status = run->heap->backend->unpack(
         run->heap->index, (fa_rows){(char *)t->device.data + part.offset, part.pitch},
         packed_rows(run, id, &part), (int64_t)(part.row_bytes / sizeof(float)) / head_dim,
         (int64_t)part.num_rows, head_dim, run->lane->compute, error);
@@ -377,8 +377,7 @@ static bool can_pack(const host_run *run) {
   const fa_problem *p = &run->plan->problem;
   const fa_copy rows = {.row_bytes = (size_t)(p->num_heads * p->head_dim) * sizeof(float), .num_rows = 2};
   return p->dtype == FA_DTYPE_F32 && p->precision == FA_PRECISION_DEFAULT && run->slices.count > 1 &&
-         fa_staging_fits(run->lane->staging, &rows) && run->heap->backend->memory->unpack &&
-         fa_can_pack(p->head_dim);
+         fa_staging_fits(run->lane->staging, &rows) && run->heap->backend->unpack && fa_can_pack(p->head_dim);
 }
 
 /* The operands of matrix products, which kernels round to f16. Gradients are those of the dout that was

@@ -3,6 +3,7 @@
 #include <string.h>
 
 #include "../core/backend.h"
+#include "../core/packed.h"
 
 size_t fa_packed_bytes(int64_t head_dim) { return (size_t)head_dim * 2 + sizeof(float); }
 
@@ -14,8 +15,7 @@ size_t fa_packed_bytes(int64_t head_dim) { return (size_t)head_dim * 2 + sizeof(
 
 enum { LANES = 8, AHEAD_BYTES = 1024, FAR_AHEAD_BYTES = 8192 };
 
-/* As the kernels' own scaling, cuda/kinds.cuh. */
-enum { SCALED_EXPONENT = 14, MOST_EXPONENT = 100, F32_BIAS = 127 };
+enum { F32_BIAS = 127 };
 
 /* Clang's __builtin_cpu_supports does not know it. */
 static bool has_f16c(void) {
@@ -53,9 +53,8 @@ static float power_of_two(int exponent) {
 
 WITH_F16C void fa_pack(char *to, const char *from, size_t num_rows, int64_t head_dim) {
   for (; num_rows > 0; num_rows--) {
-    const int wanted = SCALED_EXPONENT + F32_BIAS - (int)(largest_finite(from, head_dim) >> 23);
-    /* More of zeros, and of rows that f32 has few bits for. */
-    const int exponent = wanted < MOST_EXPONENT ? wanted : MOST_EXPONENT;
+    const int wanted = FA_SCALED_EXPONENT + F32_BIAS - (int)(largest_finite(from, head_dim) >> 23);
+    const int exponent = wanted < FA_MOST_EXPONENT ? wanted : FA_MOST_EXPONENT;
     const __m256 scale = _mm256_set1_ps(power_of_two(exponent));
     for (int64_t i = 0; i < head_dim; i += LANES, from += LANES * sizeof(float), to += LANES * 2) {
       const __m256 x = _mm256_mul_ps(_mm256_loadu_ps((const float *)from), scale);

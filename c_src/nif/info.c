@@ -31,13 +31,22 @@ static ERL_NIF_TERM make_device(ErlNifEnv *env, fa_device device) {
   return fa_make_map(env, &map);
 }
 
-/* #{version => Text, devices => [Device], missing => #{Kind => Why}} */
+static ERL_NIF_TERM make_kind(ErlNifEnv *env, fa_device_kind kind) {
+  fa_map map = {0};
+  fa_map_put(&map, enif_make_atom(env, "kind"), fa_atom.device_kinds[kind]);
+  fa_map_put(&map, enif_make_atom(env, "has_own_memory"),
+             enif_make_atom(env, fa_has_own_memory(kind) ? "true" : "false"));
+  return fa_make_map(env, &map);
+}
+
+/* #{version => Text, kinds => [#{kind, has_own_memory}], devices => [Device], missing => #{Kind => Why}} */
 ERL_NIF_TERM fa_nif_backend_info(ErlNifEnv *env, int argc, const ERL_NIF_TERM argv[]) {
   (void)argc, (void)argv;
-  ERL_NIF_TERM devices = enif_make_list(env, 0);
+  ERL_NIF_TERM devices = enif_make_list(env, 0), kinds = devices;
   fa_map missing = {0}, map = {0};
   for (int kind = 0; kind < FA_NUM_DEVICE_KINDS; kind++) {
     fa_error why;
+    kinds = enif_make_list_cell(env, make_kind(env, kind), kinds);
     int num_devices = fa_num_devices(kind, &why);
     if (num_devices == 0) fa_map_put(&missing, fa_atom.device_kinds[kind], fa_make_text(env, why.message));
     for (int i = 0; i < num_devices; i++) {
@@ -46,6 +55,8 @@ ERL_NIF_TERM fa_nif_backend_info(ErlNifEnv *env, int argc, const ERL_NIF_TERM ar
     }
   }
   enif_make_reverse_list(env, devices, &devices);
+  enif_make_reverse_list(env, kinds, &kinds);
+  fa_map_put(&map, enif_make_atom(env, "kinds"), kinds);
   fa_map_put(&map, enif_make_atom(env, "version"), fa_make_text(env, FA_VERSION));
   fa_map_put(&map, enif_make_atom(env, "devices"), devices);
   fa_map_put(&map, enif_make_atom(env, "missing"), fa_make_map(env, &missing));

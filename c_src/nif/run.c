@@ -169,8 +169,6 @@ static size_t bytes_of(const call *call, int id) {
   return (size_t)fa_tensor_shape(&call->problem, id).size_bytes;
 }
 
-static bool has_own_memory(fa_device device) { return device.kind == FA_DEVICE_CUDA; }
-
 static bool allocate_on_device(call *call, int id) {
   call->on_device[id] = fa_memory_new(call->plan.device, bytes_of(call, id), &call->error);
   return call->on_device[id] != NULL;
@@ -180,7 +178,7 @@ static bool allocate_output(call *call, int id) {
   fa_tensor *tensor = fa_tensor_at(&call->tensors, id);
   /* Only the backward asks for lse. */
   const bool stays = call->results_on_device || (id == FA_TENSOR_LSE && is_kept(call, id));
-  if (stays && has_own_memory(call->plan.device)) {
+  if (stays && fa_has_own_memory(call->plan.device.kind)) {
     if (!allocate_on_device(call, id)) return false;
     *tensor = fa_tensor_contiguous(&call->problem, id, fa_memory_data(call->on_device[id]));
     return true;
@@ -192,7 +190,8 @@ static bool allocate_output(call *call, int id) {
 }
 
 static bool allocate_kept(call *call, int id) {
-  if (!has_own_memory(call->plan.device) || call->on_device[id] || call->inputs[id].on_device) return true;
+  if (!fa_has_own_memory(call->plan.device.kind) || call->on_device[id] || call->inputs[id].on_device)
+    return true;
   if (!allocate_on_device(call, id)) return false;
   fa_tensor_at(&call->placement.on_device, id)->data = fa_memory_data(call->on_device[id]);
   return true;

@@ -239,7 +239,7 @@ static XLA_FFI_Error *find_stream(xla_call *call) {
 }
 
 static bool run(xla_call *call) {
-  fa_status status = call->device.kind == FA_DEVICE_CUDA
+  fa_status status = fa_has_own_memory(call->device.kind)
                          ? fa_run(&call->plan, &call->tensors, &call->execution, &call->error)
                          : fa_run_anywhere(&call->plan, &call->tensors, NULL, NULL, &call->error);
   return status == FA_STATUS_OK;
@@ -269,7 +269,7 @@ static XLA_FFI_Error *make_error(const xla_call *call) {
 static XLA_FFI_Error *handle(const XLA_FFI_CallFrame *frame, fa_pass pass, fa_device_kind kind) {
   if (answer_metadata(frame)) return NULL;
   xla_call call = {.frame = frame, .pass = pass, .device.kind = kind};
-  XLA_FFI_Error *error = kind == FA_DEVICE_CUDA ? find_stream(&call) : NULL;
+  XLA_FFI_Error *error = fa_has_own_memory(kind) ? find_stream(&call) : NULL;
   if (error) return error;
   bool done = read_attributes(&call) && read_operands(&call) && bind_results(&call) &&
               fa_plan_init(&call.plan, &call.problem, pass, call.device, &call.error) == FA_STATUS_OK &&

@@ -119,12 +119,17 @@ defmodule FlashAttention.Native do
           {:ok, shapes, workspace_bytes :: non_neg_integer, kernel :: String.t()} | {:error, error}
   def plan(pass, shapes, options, device), do: once_loaded(:plan, [pass, shapes, options, device])
 
-  @doc "The library's version, the devices that it finds, and why it finds none of the other kinds."
-  @spec backend_info() :: %{version: String.t(), devices: [map], missing: %{optional(atom) => String.t()}}
+  @doc "The library's version, the kinds of devices, the devices that it finds, and why it finds none of the others."
+  @spec backend_info() :: %{
+          version: String.t(),
+          kinds: [map],
+          devices: [map],
+          missing: %{optional(atom) => String.t()}
+        }
   def backend_info do
     case load_nif() do
       :ok -> apply(__MODULE__, :backend_info, [])
-      {:error, message} -> %{version: "", devices: [], missing: %{cpu: message, cuda: message}}
+      {:error, message} -> %{version: "", kinds: [], devices: [], missing: %{cpu: message, cuda: message}}
     end
   end
 

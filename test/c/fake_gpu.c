@@ -389,13 +389,14 @@ static fa_status run(const fa_plan *plan, const fa_tensors *tensors, const fa_ex
   return FA_STATUS_OK;
 }
 
-static const fa_memory_ops memory = {alloc,      release,     available,  host_alloc, host_free,  locate,
-                                     stream_new, stream_free, event_new,  event_free, copy,       unpack,
-                                     record,     stream_wait, event_wait, elapsed,    synchronize};
+static const fa_memory_ops memory = {alloc,       release,     available, host_alloc, host_free, locate,
+                                     stream_new,  stream_free, event_new, event_free, copy,      record,
+                                     stream_wait, event_wait,  elapsed,   synchronize};
 
 const fa_backend fake_gpu = {.kind = FA_DEVICE_CUDA,
                              .num_devices = num_devices,
                              .device_info = device_info,
                              .plan = plan,
                              .run = run,
+                             .unpack = unpack,
                              .memory = &memory};

@@ -38,6 +38,8 @@ static void test_names(void) {
 
   static const char *const kinds[FA_NUM_DEVICE_KINDS] = {"cpu", "cuda", "reference"};
   for (int i = 0; i < FA_NUM_DEVICE_KINDS; i++) CHECK_TEXT(fa_device_kind_name((fa_device_kind)i), kinds[i]);
+  CHECK(!fa_has_own_memory(FA_DEVICE_CPU) && !fa_has_own_memory(FA_NUM_DEVICE_KINDS), "own memory");
+  CHECK_TEXT(fa_device_kind_name(FA_NUM_DEVICE_KINDS), "unknown");
   static const char *const passes[FA_NUM_PASSES] = {"forward", "backward", "tangent"};
   for (int i = 0; i < FA_NUM_PASSES; i++) CHECK_TEXT(fa_pass_name((fa_pass)i), passes[i]);
   static const char *const tensors[FA_NUM_TENSORS] = {

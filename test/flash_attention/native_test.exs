@@ -24,6 +24,16 @@ defmodule FlashAttention.NativeTest do
     {status, message}
   end
 
+  test "kinds of devices say whether their memory is their own" do
+    assert [
+             %{kind: :cpu, has_own_memory: false},
+             %{kind: :cuda, has_own_memory: cuda?},
+             %{kind: :reference, has_own_memory: false}
+           ] = Native.backend_info().kinds
+
+    assert is_boolean(cuda?)
+  end
+
   test "outputs are those of the pass, sinks or none" do
     sinks = %{sink: native(4, {3, 4})}
     {:ok, forward} = Native.run(:forward, Map.merge(inputs(), sinks), [window_right: 0], {:cpu, 0})
