@@ -1,6 +1,7 @@
 /* The problem: its types, its defaults, what is refused, and how it reads on one line. */
 #include "problem.h"
 
+#include <float.h>
 #include <math.h>
 #include <stdio.h>
 #include <string.h>
@@ -89,6 +90,9 @@ fa_status fa_problem_validate(const fa_problem *problem, fa_error *error) {
 
 void fa_problem_canonicalise(fa_problem *problem) {
   if (problem->scale == 0) problem->scale = 1 / sqrt((double)problem->head_dim);
+  /* In f32 a smaller softcap would be 0, which stands for none. Either leaves scores that are 0 beside 1. */
+  if (problem->softcap > 0 && problem->softcap < FLT_MIN && problem->dtype != FA_DTYPE_F64)
+    problem->softcap = FLT_MIN;
   /* No row is further than seqlen_k from the first column, nor than seqlen_q from the last. */
   if (problem->window_left > problem->seqlen_k) problem->window_left = problem->seqlen_k;
   if (problem->window_right > problem->seqlen_q) problem->window_right = problem->seqlen_q;

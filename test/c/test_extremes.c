@@ -1,0 +1,147 @@
+/*
+ * Numbers at the edge of what types hold, on the CPU and in the reference: finite inputs never give NaN,
+ * whatever scale, softcap and sinks are, and lse carries the rounding error that flash_attention.h admits, and
+ * no more.
+ */
+#include <float.h>
+#include <math.h>
+#include <stdlib.h>
+
+#include "check.h"
+#include "harness.h"
+
+static const fa_setup oracle = {.device = {FA_DEVICE_REFERENCE, 0}};
+static const fa_device devices[] = {{FA_DEVICE_CPU, 0}, {FA_DEVICE_REFERENCE, 0}};
+enum { NUM_DEVICES = sizeof devices / sizeof *devices };
+
+/* ---- options and sinks -------------------------------------------------------------------------------- */
+
+/* steep: scores are so far apart that an error of their rounding decides everything; only NaN is looked for. */
+static const struct extreme {
+  double scale, softcap;
+  double sinks[2]; /* NaN: no sinks */
+  bool steep;
+} extremes[] = {
+    {.softcap = 1e-300, .sinks = {NAN}},
+    {.softcap = 1e-45, .sinks = {NAN}},
+    {.softcap = 1e-40, .sinks = {NAN}},
+    {.softcap = FLT_MIN, .sinks = {NAN}},
+    {.softcap = 1e-30, .sinks = {NAN}},
+    {.softcap = 1e30, .sinks = {NAN}},
+    {.scale = 1e-300, .sinks = {NAN}},
+    {.scale = -1e-40, .sinks = {NAN}},
+    {.scale = 1e-30, .softcap = 1e-30, .sinks = {NAN}},
+    {.scale = 1e30, .softcap = 1e-38, .sinks = {NAN}, .steep = true},
+    {.scale = 1e30, .softcap = 1e30, .sinks = {NAN}, .steep = true},
+    {.scale = 1e30, .sinks = {NAN}, .steep = true},
+    {.scale = -1e30, .sinks = {FLT_MAX, 1}, .steep = true},
+    {.sinks = {FLT_MAX, FLT_MAX}},
+    {.sinks = {FLT_MAX, -FLT_MAX}},
+    {.sinks = {-FLT_MAX, -FLT_MAX}},
+    {.sinks = {1e-45, -1e-45}},
+    {.sinks = {-INFINITY, 0.5}},
+    {.sinks = {-INFINITY, -INFINITY}},
+    {.sinks = {-INFINITY, FLT_MAX}, .softcap = 1e-300},
+};
+
+static void check_numbers(const fa_problem *p, fa_tensor_id id, const fa_values *got, const fa_values *expected,
+                          bool steep, const char *device) {
+  char text[200];
+  double size = 1, worst = 0;
+  long nans = 0;
+  fa_problem_format(p, text, sizeof text);
+  for (int64_t i = 0; i < values_count(p, id); i++)
+    if (isfinite(expected->data[id][i])) size = fmax(size, fabs(expected->data[id][i]));
+  for (int64_t i = 0; i < values_count(p, id); i++) {
+    const double x = got->data[id][i], y = expected->data[id][i];
+    nans += isnan(x);
+    worst = x == y ? worst : fmax(worst, fabs(x - y));
+  }
+  CHECK(nans == 0, "%s, %s: %ld NaN in %s", text, device, nans, fa_tensor_name(id));
+  CHECK(steep || worst <= (p->dtype == FA_DTYPE_F64 ? 1e-6 : 1e-4) * size, "%s, %s: error %g in %s of size %g",
+        text, device, worst, fa_tensor_name(id), size);
+}
+
+/* Causal with more queries than keys: the first rows see the sinks alone. */
+static fa_problem problem_of(const struct extreme *e, fa_dtype dtype) {
+  fa_problem p;
+  fa_problem_init(&p);
+  p.dtype = dtype, p.batch = 1, p.seqlen_q = 70, p.seqlen_k = 61, p.num_heads = 2, p.num_kv_heads = 1;
+  p.head_dim = 20, p.window_right = 0;
+  p.scale = e->scale, p.softcap = e->softcap, p.num_sinks = isnan(e->sinks[0]) ? 0 : 2;
+  return p;
+}
+
+static fa_values inputs_of(const struct extreme *e, const fa_problem *p, fa_dtype round_to) {
+  fa_values x = values_new(p);
+  values_fill(&x, p, round_to, FILL_NORMAL, 3);
+  for (int64_t i = 0; i < values_count(p, FA_TENSOR_SINK); i++)
+    x.data[FA_TENSOR_SINK][i] = (float)e->sinks[i / p->num_heads];
+  return x;
+}
+
+static void test_extreme(const struct extreme *e, fa_dtype dtype, fa_device device) {
+  const fa_setup setup = {.device = device, .num_threads = 2};
+  const fa_problem p = problem_of(e, dtype), exact = problem_of(e, FA_DTYPE_F64);
+  fa_error error;
+  const fa_status refused = fa_problem_validate(&p, &error);
+  if (refused) {
+    CHECK(error.argument[0] && error.expected[0], "a refusal without a reason: %s", error.message);
+    return;
+  }
+  fa_values got = inputs_of(e, &p, dtype), expected = inputs_of(e, &p, dtype);
+  for (fa_pass pass = FA_PASS_FORWARD; pass <= FA_PASS_BACKWARD; pass++) {
+    must_run(&setup, &p, pass, &got);
+    must_run(&oracle, &exact, pass, &expected);
+    for (int id = 0; id < FA_NUM_TENSORS; id++)
+      if (fa_tensor_role_in(&p, pass, id) == FA_ROLE_OUTPUT)
+        check_numbers(&p, id, &got, &expected, e->steep, fa_device_kind_name(device.kind));
+  }
+  values_free(&got);
+  values_free(&expected);
+}
+
+/* ---- lse where logits are large and tie ------------------------------------------------------------------ */
+
+/* One query and 64 equal keys, of that logit: every p is 1/64, and the sum of dv is dout. */
+static double error_of_ties(fa_device device, double logit, double *lse) {
+  const fa_setup setup = {.device = device};
+  fa_problem p;
+  fa_problem_init(&p);
+  p.batch = 1, p.seqlen_q = 1, p.seqlen_k = 64, p.num_heads = 1, p.num_kv_heads = 1, p.head_dim = 3,
+  p.scale = 1;
+  fa_values x = values_new(&p);
+  x.data[FA_TENSOR_Q][0] = (float)logit;
+  for (int64_t j = 0; j < p.seqlen_k; j++) x.data[FA_TENSOR_K][j * p.head_dim] = 1;
+  x.data[FA_TENSOR_DOUT][0] = 1;
+  must_run(&setup, &p, FA_PASS_FORWARD, &x);
+  must_run(&setup, &p, FA_PASS_BACKWARD, &x);
+  double sum = 0;
+  for (int64_t j = 0; j < p.seqlen_k; j++) sum += x.data[FA_TENSOR_DV][j * p.head_dim];
+  *lse = x.data[FA_TENSOR_LSE][0];
+  values_free(&x);
+  return fabs(sum - 1);
+}
+
+/* The bound is the one beside lse in flash_attention.h; exp itself adds a unit or two in the last place. */
+static void test_ties(fa_device device) {
+  for (double logit = 77; logit < 2e6; logit *= 1.37)
+    for (int sign = -1; sign <= 1; sign += 2) {
+      double lse;
+      const double error = error_of_ties(device, sign * logit, &lse);
+      const double bound = expm1(fabs(lse) * 0x1p-24) + 4 * 0x1p-24;
+      CHECK(error <= bound, "%s: dv of equal keys at a logit of %g errs by %.3g, more than %.3g",
+            fa_device_kind_name(device.kind), sign * logit, error, bound);
+    }
+}
+
+int main(void) {
+  for (int i = 0; i < NUM_DEVICES; i++) {
+    for (size_t e = 0; e < sizeof extremes / sizeof *extremes; e++) {
+      test_extreme(&extremes[e], FA_DTYPE_F32, devices[i]);
+      test_extreme(&extremes[e], FA_DTYPE_F64, devices[i]);
+    }
+    test_ties(devices[i]);
+  }
+  return report();
+}
