@@ -1,3 +1,38 @@
+# Not a file of lib/: it runs before those are compiled.
+defmodule Mix.Tasks.Compile.OptionalPackages do
+  @moduledoc false
+  use Mix.Task.Compiler
+
+  # Without Hex this project lists no dependencies, and Mix shows it none of those that the project has which depends
+  # on this one. They are in the same build. With others than the last time everything is compiled anew.
+  @impl true
+  def run(_args) do
+    libraries = Path.join(Mix.Project.build_path(), "lib")
+
+    with {:ok, names} <- File.ls(libraries),
+         do: for(name <- names, do: Code.append_path(Path.join([libraries, name, "ebin"])))
+
+    manifest = Path.join(Mix.Project.manifest_path(), "compile.optional_packages")
+    found = inspect(for name <- FlashAttention.MixProject.optional(), do: {name, version(name)})
+    if File.read(manifest) == {:ok, found}, do: {:noop, []}, else: compile_anew(manifest, found)
+  end
+
+  defp compile_anew(manifest, found) do
+    Mix.Tasks.Compile.Elixir.clean()
+    Enum.each(Mix.Tasks.Compile.Elixir.manifests(), &File.rm/1)
+    File.mkdir_p!(Path.dirname(manifest))
+    File.write!(manifest, found)
+    {:ok, []}
+  end
+
+  defp version(name) do
+    with file when is_list(file) <- :code.where_is_file(to_charlist("#{name}.app")),
+         {:ok, [{:application, ^name, properties}]} <- :file.consult(file),
+         do: "#{properties[:vsn]}",
+         else: (_ -> nil)
+  end
+end
+
 defmodule FlashAttention.MixProject do
   use Mix.Project
 
@@ -9,7 +44,7 @@ defmodule FlashAttention.MixProject do
       version: @version,
       elixir: "~> 1.14",
       # The native library is built after the task that builds it.
-      compilers: Mix.compilers() ++ [:flash_attention],
+      compilers: [:optional_packages] ++ Mix.compilers() ++ [:flash_attention],
       elixirc_paths: ["lib" | if(Mix.env() == :test, do: ["examples", "test/support"], else: [])],
       deps: deps(),
       name: "FlashAttention",
@@ -21,6 +56,8 @@ defmodule FlashAttention.MixProject do
 
   # These are used where they are there, be they dependencies or on ERL_LIBS.
   @optional [:nx, :exla, :axon, :bumblebee, :telemetry]
+  def optional, do: @optional
+
   def application do
     [
       extra_applications:

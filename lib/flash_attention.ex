@@ -1,5 +1,16 @@
 defmodule FlashAttention do
-  alias FlashAttention.{Defn, DeviceMemory, Error, Native, Options, States, Telemetry, Tensor, TensorLike}
+  alias FlashAttention.{
+    Defn,
+    DeviceMemory,
+    Error,
+    Native,
+    Options,
+    Packages,
+    States,
+    Telemetry,
+    Tensor,
+    TensorLike
+  }
 
   @options_doc "## Options\n\n#{Options.docs()}"
 
@@ -472,12 +483,19 @@ defmodule FlashAttention do
          {:ok, {_data, _type, shape}, names} = native <- implementation.to_native(tensor, device) do
       if Tensor.names?(names, shape), do: native, else: {:error, "a name for every axis", Error.show(names)}
     else
-      nil -> {:error, "a tensor (Nx.Tensor or FlashAttention.Tensor)", Error.show(tensor)}
+      nil -> {:error, "a tensor (Nx.Tensor or FlashAttention.Tensor)", Error.show(tensor) <> if_nx_came_later()}
       {:error, expected, got} -> {:error, expected, got}
     end
   rescue
     error ->
       {:error, "a tensor that can be read", "an error: " <> hd(String.split(Exception.message(error), "\n"))}
+  end
+
+  defp if_nx_came_later do
+    case Packages.came_later(:nx) do
+      nil -> ""
+      what_to_run -> " (#{what_to_run})"
+    end
   end
 
   # A gradient has the axes of its input. What is as long as q has q's, in the order of the tensor.

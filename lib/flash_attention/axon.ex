@@ -1,3 +1,5 @@
+require FlashAttention.Packages
+
 if Code.ensure_loaded?(Axon) do
   defmodule FlashAttention.Axon do
     @moduledoc """
@@ -167,4 +169,6 @@ if Code.ensure_loaded?(Axon) do
       Nx.reshape(tensor, {batch, seqlen, heads * head_dim})
     end
   end
+else
+  FlashAttention.Packages.stand_in(FlashAttention.Axon, "Axon", [:axon])
 end

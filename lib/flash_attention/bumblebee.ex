@@ -1,3 +1,5 @@
+require FlashAttention.Packages
+
 if Code.ensure_loaded?(Axon) and FlashAttention.Defn.supported?() do
   defmodule FlashAttention.Bumblebee do
     @moduledoc """
@@ -247,4 +249,9 @@ if Code.ensure_loaded?(Axon) and FlashAttention.Defn.supported?() do
       Nx.subtract(Nx.take(sums, until, axis: 1), Nx.take(sums, from, axis: 1))
     end
   end
+else
+  FlashAttention.Packages.stand_in(FlashAttention.Bumblebee, "Axon, Bumblebee and Nx 0.12 or later", [
+    :nx,
+    :axon
+  ])
 end

@@ -39,11 +39,7 @@ defmodule FlashAttention.Defn do
   if @supported do
     defdelegate attention_with_lse(q, k, v, opts), to: FlashAttention.Defn.Attention
   else
-    def attention_with_lse(_q, _k, _v, _opts) do
-      message =
-        "FlashAttention.attention needs Nx 0.12 or later: it was not there when flash_attention was compiled"
-
-      raise FlashAttention.Error.from_native({:unsupported, "", "", "", message})
-    end
+    def attention_with_lse(_q, _k, _v, _opts),
+      do: raise(FlashAttention.Packages.missing("FlashAttention.attention", "Nx 0.12 or later", [:nx]))
   end
 end

@@ -14,7 +14,7 @@ defmodule FlashAttention.EXLA do
   that is named and on copies of the tensors.
   """
 
-  alias FlashAttention.{Error, Native, Options}
+  alias FlashAttention.{Error, Native, Options, Packages}
 
   # As EXLA loads it.
   @library if(match?({:unix, :darwin}, :os.type()), do: "libxla_extension.dylib", else: "libxla_extension.so")
@@ -55,6 +55,9 @@ defmodule FlashAttention.EXLA do
 
       not Code.ensure_loaded?(EXLA.NIF) ->
         missing("an EXLA whose NIF is loaded", "one whose NIF is not")
+
+      what_to_run = Packages.came_later(:exla) ->
+        {:error, {:unsupported, "exla", "", "", what_to_run}}
 
       true ->
         :ok

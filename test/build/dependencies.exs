@@ -35,10 +35,10 @@ defmodule Dependencies do
   # Elixir modules, and the files of lib/ that may name them.
   defp modules do
     [
-      {:Nx, ~r{(^|[/_])(nx|defn|exla|axon|bumblebee)(\.ex$|/)}},
-      {:EXLA, ~r{/exla(\.ex$|/)}},
-      {:Axon, ~r{/(axon|bumblebee)(\.ex$|/)}},
-      {:Bumblebee, ~r{/bumblebee(\.ex$|/)}},
+      {:Nx, ~r{(^|[/_])(nx|defn|exla|axon|bumblebee|packages)(\.ex$|/)}},
+      {:EXLA, ~r{/(exla|packages|defn/attention)(\.ex$|/)}},
+      {:Axon, ~r{/(axon|bumblebee|packages)(\.ex$|/)}},
+      {:Bumblebee, ~r{/(bumblebee|packages)(\.ex$|/)}},
       {:Mix, ~r{^mix/}},
       {:Native, ~r{^flash_attention(\.ex$|/(?!training))}},
       {:Training, ~r{^flash_attention/training(\.ex$|/)}},

@@ -3,7 +3,9 @@ if FlashAttention.Defn.supported?() do
     @moduledoc false
 
     alias FlashAttention.Defn.{Backward, Forward}
-    alias FlashAttention.{Error, Native, Options}
+    require Logger
+
+    alias FlashAttention.{Error, Native, Options, Packages}
     alias Nx.Defn.{Expr, Kernel}
 
     @doc false
@@ -182,9 +184,20 @@ if FlashAttention.Defn.supported?() do
         for_tuple(call(block, inputs, plan), &Nx.flatten/1)
       end
 
+      warn_if_exla_came_later()
       templates = for_tuple(List.to_tuple(outputs), &Nx.template({Nx.size(&1)}, &1.type))
       tensors = Enum.map(Keyword.values(inputs), &Nx.flatten/1)
       Nx.block(%{block | shapes: shapes}, tensors, templates, default(length(inputs), default))
+    end
+
+    # EXLA would run the default function, on copies of the tensors, and nobody would know.
+    defp warn_if_exla_came_later do
+      with true <- :erlang.module_loaded(EXLA),
+           what_to_run when what_to_run != nil <- Packages.came_later(:exla),
+           false <- :persistent_term.get({__MODULE__, :warned}, false) do
+        :persistent_term.put({__MODULE__, :warned}, true)
+        Logger.warning(what_to_run <> "; until then EXLA does not know the custom calls of attention")
+      end
     end
 
     defp for_tuple(tuple, fun), do: tuple |> Tuple.to_list() |> Enum.map(fun) |> List.to_tuple()

@@ -1,3 +1,5 @@
+require FlashAttention.Packages
+
 if Code.ensure_loaded?(Nx) do
   defmodule FlashAttention.Training.Nx do
     @moduledoc """
@@ -61,4 +63,6 @@ if Code.ensure_loaded?(Nx) do
     defp scale(%Nx.Tensor{} = tensor, factor), do: Nx.multiply(tensor, factor)
     defp scale(gradients, factor), do: Map.new(gradients, fn {key, value} -> {key, scale(value, factor)} end)
   end
+else
+  FlashAttention.Packages.stand_in(FlashAttention.Training.Nx, "Nx", [:nx])
 end
