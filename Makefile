@@ -295,6 +295,7 @@ run-tests:
 	$(MAKE) all
 	$(MAKE) check-deps
 	$(MAKE) test-c
+	$(MAKE) test-truth
 	$(MIX) flash_attention.check
 	$(MAKE) test-elixir
 
@@ -317,11 +318,11 @@ test-sanitize: test-c-sanitize
 	  UBSAN_OPTIONS=print_stacktrace=1 LD_PRELOAD=$$($(CC) -print-file-name=libasan.so) ERL_FLAGS='+Mea min' \
 	  mix test test/flash_attention_test.exs test/flash_attention/native_test.exs
 
--include test/c/tests.mk test/xla/tests.mk bench/bench.mk
+-include test/c/tests.mk test/truth/tests.mk test/xla/tests.mk bench/bench.mk
 
 # ---- style -----------------------------------------------------------------------------------------
 
-C_FILES := $(wildcard c_src/*.h examples/*.c c_src/*/*.[ch] cuda/*.cu cuda/*.cuh cuda/*.[ch] test/*/*.[ch] bench/*.[ch])
+C_FILES := $(wildcard c_src/*.h examples/*.c examples/truth/* test/truth/*.cpp c_src/*/*.[ch] cuda/*.cu cuda/*.cuh cuda/*.[ch] test/*/*.[ch] bench/*.[ch])
 
 # clang-format's taste changes from version to version; Debian 12's is the house's.
 CLANG_FORMAT ?= clang-format
@@ -352,7 +353,7 @@ install: $(LIBRARY)
 	@printf '%s\n' 'Name: flash_attention' 'Description: Exact attention, forward and backward' 'Version: $(VERSION)' \
 	  $(call quote,Cflags: -I"$(PREFIX)/include") $(call quote,Libs: -L"$(PREFIX)/lib" -lflash_attention) > $(BUILD)/flash_attention.pc
 	install -d $(call quote,$(INSTALLED)/include) $(call quote,$(INSTALLED)/lib/pkgconfig)
-	install -m 644 c_src/flash_attention.h $(call quote,$(INSTALLED)/include/)
+	install -m 644 c_src/flash_attention.h c_src/flash_attention_truth.h $(call quote,$(INSTALLED)/include/)
 	install -m 755 $(LIBRARY) $(call quote,$(INSTALLED)/lib/)
 	install -m 644 $(BUILD)/flash_attention.pc $(call quote,$(INSTALLED)/lib/pkgconfig/)
 

@@ -105,6 +105,7 @@ struct settings {
   enum { f64, f32 } arithmetic = f64; /* what every computed value is rounded to */
   bool round_halves = true;           /* whether half and bf16 round their values */
   bool allow_early_return = false;    /* whether threads may leave a kernel before barriers of others */
+  FILE *out = stdout;                 /* where report() prints */
 };
 
 inline settings &options() {
@@ -386,10 +387,10 @@ inline void add_finding(const char *kind, const std::string &array, const std::s
 }
 
 /* Prints every finding. 0 where there is none, as a program may return it, and else 1. */
-inline int report(FILE *out = stdout) {
+inline int report() {
   for (const finding &f : findings()) {
-    std::fprintf(out, "%s: %s\n", f.kind.c_str(), f.text.c_str());
-    if (f.more) std::fprintf(out, "  and %ld more of these\n", f.more);
+    std::fprintf(options().out, "%s: %s\n", f.kind.c_str(), f.text.c_str());
+    if (f.more) std::fprintf(options().out, "  and %ld more of these\n", f.more);
   }
   return findings().empty() ? 0 : 1;
 }
@@ -727,6 +728,9 @@ class array {
   array(const std::string &name, const std::vector<double> &values) : array(name, values.size()) {
     fill(values);
   }
+
+  array(const std::string &name, std::initializer_list<double> values)
+      : array(name, std::vector<double>(values)) {}
 
   array(array &&other) = delete;
   array(const array &other) = delete;
@@ -1473,29 +1477,33 @@ namespace truth {
 TRUTH_WITH_F(exp)
 TRUTH_WITH_F(exp2)
 TRUTH_WITH_F(exp10)
-TRUTH_WITH_F(expm1) TRUTH_WITH_F(log) TRUTH_WITH_F(log2) TRUTH_WITH_F(log10) TRUTH_WITH_F(log1p) TRUTH_WITH_F(
-    sqrt) TRUTH_WITH_F(rsqrt) TRUTH_WITH_F(cbrt) TRUTH_WITH_F(sin) TRUTH_WITH_F(cos) TRUTH_WITH_F(tan)
-    TRUTH_WITH_F(atan) TRUTH_WITH_F(asin) TRUTH_WITH_F(acos) TRUTH_WITH_F(sinh) TRUTH_WITH_F(cosh)
-        TRUTH_WITH_F(tanh) TRUTH_WITH_F(erf) TRUTH_WITH_F(erfc) TRUTH_WITH_F(floor) TRUTH_WITH_F(ceil)
-            TRUTH_WITH_F(trunc) TRUTH_WITH_F(round) TRUTH_WITH_F(rint) TRUTH_ALIAS_1(fabsf, fabs)
-                TRUTH_ALIAS_1(nearbyintf, rint) TRUTH_ALIAS_1(__expf, exp) TRUTH_ALIAS_1(__exp10f, exp10)
-                    TRUTH_ALIAS_1(__logf, log) TRUTH_ALIAS_1(__log2f, log2) TRUTH_ALIAS_1(__log10f, log10)
-                        TRUTH_ALIAS_1(__sinf, sin) TRUTH_ALIAS_1(__cosf, cos) TRUTH_ALIAS_1(__tanf, tan)
-                            TRUTH_ALIAS_1(__saturatef, saturate) TRUTH_ALIAS_1(__frcp_rn, reciprocal)
-                                TRUTH_ALIAS_1(__fsqrt_rn, sqrt) TRUTH_ALIAS_1(__frsqrt_rn, rsqrt)
+TRUTH_WITH_F(expm1)
+TRUTH_WITH_F(log)
+TRUTH_WITH_F(log2)
+TRUTH_WITH_F(log10) TRUTH_WITH_F(log1p) TRUTH_WITH_F(sqrt) TRUTH_WITH_F(rsqrt) TRUTH_WITH_F(cbrt)
+    TRUTH_WITH_F(sin) TRUTH_WITH_F(cos) TRUTH_WITH_F(tan) TRUTH_WITH_F(atan) TRUTH_WITH_F(asin)
+        TRUTH_WITH_F(acos) TRUTH_WITH_F(sinh) TRUTH_WITH_F(cosh) TRUTH_WITH_F(tanh) TRUTH_WITH_F(erf)
+            TRUTH_WITH_F(erfc) TRUTH_WITH_F(floor) TRUTH_WITH_F(ceil) TRUTH_WITH_F(trunc) TRUTH_WITH_F(round)
+                TRUTH_WITH_F(rint) TRUTH_ALIAS_1(fabsf, fabs) TRUTH_ALIAS_1(nearbyintf, rint)
+                    TRUTH_ALIAS_1(__expf, exp) TRUTH_ALIAS_1(__exp10f, exp10) TRUTH_ALIAS_1(__logf, log)
+                        TRUTH_ALIAS_1(__log2f, log2) TRUTH_ALIAS_1(__log10f, log10) TRUTH_ALIAS_1(__sinf, sin)
+                            TRUTH_ALIAS_1(__cosf, cos) TRUTH_ALIAS_1(__tanf, tan)
+                                TRUTH_ALIAS_1(__saturatef, saturate) TRUTH_ALIAS_1(__frcp_rn, reciprocal)
+                                    TRUTH_ALIAS_1(__fsqrt_rn, sqrt) TRUTH_ALIAS_1(__frsqrt_rn, rsqrt)
 
-                                    TRUTH_ALIAS_2(fmaxf, fmax) TRUTH_ALIAS_2(fminf, fmin)
-                                        TRUTH_ALIAS_2(powf, pow) TRUTH_ALIAS_2(__powf, pow)
-                                            TRUTH_ALIAS_2(atan2f, atan2) TRUTH_ALIAS_2(hypotf, hypot)
-                                                TRUTH_ALIAS_2(fmodf, fmod) TRUTH_ALIAS_2(copysignf, copysign)
-                                                    TRUTH_ALIAS_2(__fdividef, operator/)
-                                                        TRUTH_ALIAS_2(fdividef, operator/)
-                                                            TRUTH_ALIAS_2(__fadd_rn, operator+)
-                                                                TRUTH_ALIAS_2(__fsub_rn, operator-)
-                                                                    TRUTH_ALIAS_2(__fmul_rn, operator*)
-                                                                        TRUTH_ALIAS_2(__fdiv_rn, operator/)
+                                        TRUTH_ALIAS_2(fmaxf, fmax) TRUTH_ALIAS_2(fminf, fmin)
+                                            TRUTH_ALIAS_2(powf, pow) TRUTH_ALIAS_2(__powf, pow)
+                                                TRUTH_ALIAS_2(atan2f, atan2) TRUTH_ALIAS_2(hypotf, hypot)
+                                                    TRUTH_ALIAS_2(fmodf, fmod) TRUTH_ALIAS_2(copysignf,
+                                                                                             copysign)
+                                                        TRUTH_ALIAS_2(__fdividef, operator/)
+                                                            TRUTH_ALIAS_2(fdividef, operator/)
+                                                                TRUTH_ALIAS_2(__fadd_rn, operator+)
+                                                                    TRUTH_ALIAS_2(__fsub_rn, operator-)
+                                                                        TRUTH_ALIAS_2(__fmul_rn, operator*)
+                                                                            TRUTH_ALIAS_2(__fdiv_rn, operator/)
 
-                                                                            inline real
+                                                                                inline real
     fmaf(const real &a, const real &b, const real &c) {
   return fma(a, b, c);
 }

@@ -10,7 +10,7 @@ __device__ float sum_over_block(float x) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, num_warps = blockDim.x / 32;
   for (int step = 16; step > 0; step /= 2) x += __shfl_down_sync(0xffffffff, x, step);
   if (lane == 0) of_warp[warp] = x;
-  __syncthreads();
+  __syncthreads();  // every warp's sum is there
   x = 0.f;
   for (int w = 0; w < num_warps; w++) x += of_warp[w];
   __syncthreads();  // before the next sum takes this one's place

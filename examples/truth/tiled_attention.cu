@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(32 * ROWS)
       *(float4 *)(k_tile + i) = is_there ? *(const float4 *)(k + there) : nothing;
       *(float4 *)(v_tile + i) = is_there ? *(const float4 *)(v + there) : nothing;
     }
-    __syncthreads();
+    __syncthreads();  // the tile is there
 
     float s = 0.f;
     for (int p = 0; p < HEAD_DIM; p++) s += q_tile[warp][p] * k_tile[lane * HEAD_DIM + p];
