@@ -1474,37 +1474,26 @@ namespace truth {
   inline real alias(const real &a, const real &b) { return function(a, b); }
 #define TRUTH_WITH_F(function) TRUTH_ALIAS_1(function##f, function)
 
-TRUTH_WITH_F(exp)
-TRUTH_WITH_F(exp2)
-TRUTH_WITH_F(exp10)
-TRUTH_WITH_F(expm1)
-TRUTH_WITH_F(log)
-TRUTH_WITH_F(log2)
-TRUTH_WITH_F(log10) TRUTH_WITH_F(log1p) TRUTH_WITH_F(sqrt) TRUTH_WITH_F(rsqrt) TRUTH_WITH_F(cbrt)
-    TRUTH_WITH_F(sin) TRUTH_WITH_F(cos) TRUTH_WITH_F(tan) TRUTH_WITH_F(atan) TRUTH_WITH_F(asin)
-        TRUTH_WITH_F(acos) TRUTH_WITH_F(sinh) TRUTH_WITH_F(cosh) TRUTH_WITH_F(tanh) TRUTH_WITH_F(erf)
-            TRUTH_WITH_F(erfc) TRUTH_WITH_F(floor) TRUTH_WITH_F(ceil) TRUTH_WITH_F(trunc) TRUTH_WITH_F(round)
-                TRUTH_WITH_F(rint) TRUTH_ALIAS_1(fabsf, fabs) TRUTH_ALIAS_1(nearbyintf, rint)
-                    TRUTH_ALIAS_1(__expf, exp) TRUTH_ALIAS_1(__exp10f, exp10) TRUTH_ALIAS_1(__logf, log)
-                        TRUTH_ALIAS_1(__log2f, log2) TRUTH_ALIAS_1(__log10f, log10) TRUTH_ALIAS_1(__sinf, sin)
-                            TRUTH_ALIAS_1(__cosf, cos) TRUTH_ALIAS_1(__tanf, tan)
-                                TRUTH_ALIAS_1(__saturatef, saturate) TRUTH_ALIAS_1(__frcp_rn, reciprocal)
-                                    TRUTH_ALIAS_1(__fsqrt_rn, sqrt) TRUTH_ALIAS_1(__frsqrt_rn, rsqrt)
+/* clang-format takes a list of macros for one declaration. */
+/* clang-format off */
+TRUTH_WITH_F(exp) TRUTH_WITH_F(exp2) TRUTH_WITH_F(exp10) TRUTH_WITH_F(expm1) TRUTH_WITH_F(log)
+TRUTH_WITH_F(log2) TRUTH_WITH_F(log10) TRUTH_WITH_F( log1p) TRUTH_WITH_F(sqrt) TRUTH_WITH_F(rsqrt)
+TRUTH_WITH_F(cbrt) TRUTH_WITH_F(sin) TRUTH_WITH_F(cos) TRUTH_WITH_F(tan) TRUTH_WITH_F(atan) TRUTH_WITH_F(asin)
+TRUTH_WITH_F(acos) TRUTH_WITH_F(sinh) TRUTH_WITH_F(cosh) TRUTH_WITH_F(tanh) TRUTH_WITH_F(erf) TRUTH_WITH_F(erfc)
+TRUTH_WITH_F(floor) TRUTH_WITH_F(ceil) TRUTH_WITH_F(trunc) TRUTH_WITH_F(round) TRUTH_WITH_F(rint)
+TRUTH_ALIAS_1(fabsf, fabs) TRUTH_ALIAS_1(nearbyintf, rint) TRUTH_ALIAS_1(__expf, exp)
+TRUTH_ALIAS_1(__exp10f, exp10) TRUTH_ALIAS_1(__logf, log) TRUTH_ALIAS_1(__log2f, log2)
+TRUTH_ALIAS_1(__log10f, log10) TRUTH_ALIAS_1(__sinf, sin) TRUTH_ALIAS_1(__cosf, cos) TRUTH_ALIAS_1(__tanf, tan)
+TRUTH_ALIAS_1(__saturatef, saturate) TRUTH_ALIAS_1(__frcp_rn, reciprocal) TRUTH_ALIAS_1(__fsqrt_rn, sqrt)
+TRUTH_ALIAS_1(__frsqrt_rn, rsqrt)
+TRUTH_ALIAS_2(fmaxf, fmax) TRUTH_ALIAS_2(fminf, fmin) TRUTH_ALIAS_2(powf, pow) TRUTH_ALIAS_2(__powf, pow)
+TRUTH_ALIAS_2(atan2f, atan2) TRUTH_ALIAS_2(hypotf, hypot) TRUTH_ALIAS_2(fmodf, fmod)
+TRUTH_ALIAS_2(copysignf, copysign) TRUTH_ALIAS_2(__fdividef, operator/) TRUTH_ALIAS_2(fdividef, operator/)
+TRUTH_ALIAS_2(__fadd_rn, operator+) TRUTH_ALIAS_2(__fsub_rn, operator-) TRUTH_ALIAS_2(__fmul_rn, operator*)
+TRUTH_ALIAS_2(__fdiv_rn, operator/)
+    /* clang-format on */
 
-                                        TRUTH_ALIAS_2(fmaxf, fmax) TRUTH_ALIAS_2(fminf, fmin)
-                                            TRUTH_ALIAS_2(powf, pow) TRUTH_ALIAS_2(__powf, pow)
-                                                TRUTH_ALIAS_2(atan2f, atan2) TRUTH_ALIAS_2(hypotf, hypot)
-                                                    TRUTH_ALIAS_2(fmodf, fmod) TRUTH_ALIAS_2(copysignf,
-                                                                                             copysign)
-                                                        TRUTH_ALIAS_2(__fdividef, operator/)
-                                                            TRUTH_ALIAS_2(fdividef, operator/)
-                                                                TRUTH_ALIAS_2(__fadd_rn, operator+)
-                                                                    TRUTH_ALIAS_2(__fsub_rn, operator-)
-                                                                        TRUTH_ALIAS_2(__fmul_rn, operator*)
-                                                                            TRUTH_ALIAS_2(__fdiv_rn, operator/)
-
-                                                                                inline real
-    fmaf(const real &a, const real &b, const real &c) {
+    inline real fmaf(const real &a, const real &b, const real &c) {
   return fma(a, b, c);
 }
 inline real __fmaf_rn(const real &a, const real &b, const real &c) { return fma(a, b, c); }
