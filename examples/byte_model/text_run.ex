@@ -159,7 +159,7 @@ defmodule FlashAttention.Examples.ByteModel.TextRun do
   # Adam remembers two numbers of every element.
   defp slot_like(run, path) do
     {type, shape, data} = array(get_in(run.state.params, path))
-    {type, Tuple.append(shape, 2), data <> data}
+    {type, Tuple.insert_at(shape, tuple_size(shape), 2), data <> data}
   end
 
   defp leaves(node) when is_struct(node) or is_binary(node), do: [{[], node}]

@@ -27,6 +27,7 @@ defmodule FlashAttention.Training do
   `FlashAttention.Tensor`, and `Nx.Tensor` where Nx is there.
   """
 
+  alias FlashAttention.Error
   alias FlashAttention.Training.{Model, Optimizer, Params, State}
 
   @doc """
@@ -58,7 +59,7 @@ defmodule FlashAttention.Training do
   def train_step(params_or_state, batch, opts)
 
   def train_step(%State{} = state, batch, opts) do
-    {loss, gradients} = opts |> Keyword.fetch!(:model) |> value_and_gradients(state.params, batch)
+    {loss, gradients} = value_and_gradients(opts[:model], state.params, batch)
     step = state.step + 1
     optimizer = struct!(state.optimizer, Keyword.take(opts, [:learning_rate]))
     {params, slots} = Optimizer.update(optimizer, step, state.params, gradients, state.slots)
@@ -77,11 +78,12 @@ defmodule FlashAttention.Training do
   """
   @spec value_and_gradients(Model.t(), Params.t(), term) :: {loss :: term, gradients :: Params.t()}
   def value_and_gradients(%Model{} = model, params, batch) do
-    {inputs, embed_pullback} = model.embed.(params, batch)
+    {inputs, embed_pullback} = model.embed.(params, batch) |> stage!(:embed)
     {o, states} = forward(inputs, model.attention)
 
     try do
-      {loss, head_pullback} = model.head.(params, o, batch)
+      {loss, head_pullback} = model.head.(params, o, batch) |> stage!(:head)
+      check_loss!(loss)
       {head_gradients, dout} = head_pullback.(1.0)
       embed_gradients = dout |> FlashAttention.backward!(states) |> embed_pullback.()
       {loss, Params.add(embed_gradients, head_gradients)}
@@ -90,6 +92,24 @@ defmodule FlashAttention.Training do
       FlashAttention.release(states)
     end
   end
+
+  def value_and_gradients(model, _params, _batch),
+    do: raise(Error.invalid(:model, "a FlashAttention.Training.Model", Error.show(model)))
+
+  defp stage!({_output, pullback} = stage, _name) when is_function(pullback, 1), do: stage
+
+  defp stage!(other, name),
+    do:
+      raise(Error.invalid(name, "to return {output, pullback}, a function of one argument", Error.show(other)))
+
+  # Whatever kind of tensor it is, it has a shape.
+  defp check_loss!(loss) when is_number(loss), do: :ok
+  defp check_loss!(%{shape: {}}), do: :ok
+
+  defp check_loss!(%{shape: shape}),
+    do: raise(Error.invalid(:loss, "a number or a scalar", "a tensor of shape #{Error.show(shape)}"))
+
+  defp check_loss!(loss), do: raise(Error.invalid(:loss, "a number or a scalar", Error.show(loss)))
 
   @doc """
   Attention as a stage: `{q, k, v}` or `{q, k, v, %{sink: sink}}` to `{o, pullback}`.
@@ -114,5 +134,12 @@ defmodule FlashAttention.Training do
   defp forward({q, k, v}, opts),
     do: FlashAttention.forward_with_states!(q, k, v, Keyword.put(opts, :keep, :device))
 
-  defp forward({q, k, v, %{sink: sink}}, opts), do: forward({q, k, v}, [sink: sink] ++ opts)
+  defp forward({q, k, v, optional}, opts) when is_map(optional) and not is_struct(optional),
+    do: forward({q, k, v}, Map.to_list(optional) ++ opts)
+
+  defp forward(other, _opts),
+    do:
+      raise(
+        Error.invalid(:embed, "attention's inputs {q, k, v} or {q, k, v, %{sink: sink}}", Error.show(other))
+      )
 end

@@ -100,6 +100,33 @@ defmodule FlashAttention.TrainingTest do
       assert_close(list(gradients.v), Enum.zip_with(list(without.v), list(params.v), &(&1 + &2)), 1.0e-15)
     end
 
+    test "names the stage that returns what it should not" do
+      {params, dout} = bare_problem()
+      model = bare_model()
+      q = params.q
+      pullback = fn _ -> %{} end
+
+      for {model, message} <- [
+            {nil, "model: expected a FlashAttention.Training.Model, got nil"},
+            {%{model | embed: fn _, _ -> {{q, q}, pullback} end},
+             ~r/^embed: expected attention's inputs {q, k, v} or {q, k, v, %{sink: sink}}, got {%/},
+            {%{model | embed: fn _, _ -> {q, pullback} end},
+             ~r/^embed: expected attention's inputs {q, k, v} or .*, got %FlashAttention.Tensor{/},
+            {%{model | embed: fn _, _ -> {{q, q, q, q}, pullback} end},
+             ~r/^embed: expected attention's inputs/},
+            {%{model | embed: fn _, _ -> {q, q, q} end},
+             ~r/^embed: expected to return {output, pullback}, a function of one argument, got {%/},
+            {%{model | head: fn _, _, _ -> 1.0 end},
+             "head: expected to return {output, pullback}, a function of one argument, got 1.0"},
+            {%{model | head: fn _, o, _ -> {o, pullback} end},
+             "loss: expected a number or a scalar, got a tensor of shape {1, 3, 2, 5}"},
+            {%{model | head: fn _, _, _ -> {:small, pullback} end},
+             "loss: expected a number or a scalar, got :small"}
+          ] do
+        assert_raise FlashAttention.Error, message, fn -> Training.value_and_gradients(model, params, dout) end
+      end
+    end
+
     test "raises attention's errors" do
       {params, dout} = bare_problem()
       wrong = %{params | k: %{params.k | shape: {1, 3, 5, 2}}}

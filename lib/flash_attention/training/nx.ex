@@ -17,6 +17,7 @@ if Code.ensure_loaded?(Nx) do
     tensors, or maps or tuples of tensors. `Nx.Defn`'s default compiler compiles the functions.
     """
 
+    alias FlashAttention.Error
     alias FlashAttention.Training.Model
     alias Nx.Defn
 
@@ -43,7 +44,7 @@ if Code.ensure_loaded?(Nx) do
 
     defp head(head) do
       value_and_grad = fn params, o, batch ->
-        Defn.value_and_grad({params, o}, fn {params, o} -> head.(params, o, batch) end)
+        Defn.value_and_grad({params, o}, fn {params, o} -> params |> head.(o, batch) |> check_loss!() end)
       end
 
       fn params, o, batch ->
@@ -52,10 +53,20 @@ if Code.ensure_loaded?(Nx) do
       end
     end
 
+    defp check_loss!(loss) do
+      if !is_number(loss) and Nx.shape(loss) != {},
+        do: raise(Error.invalid(:loss, "a scalar", "a tensor of shape #{Error.show(Nx.shape(loss))}"))
+
+      loss
+    end
+
     defp dot({q, k, v}, {dq, dk, dv}), do: dot(q, dq) |> Nx.add(dot(k, dk)) |> Nx.add(dot(v, dv))
 
-    defp dot({q, k, v, %{sink: sink}}, {dq, dk, dv, %{sink: dsink}}),
-      do: dot({q, k, v}, {dq, dk, dv}) |> Nx.add(dot(sink, dsink))
+    defp dot({q, k, v, optional}, {dq, dk, dv, gradients}) do
+      Enum.reduce(gradients, dot({q, k, v}, {dq, dk, dv}), fn {name, gradient}, sum ->
+        Nx.add(sum, dot(optional[name], gradient))
+      end)
+    end
 
     defp dot(x, y), do: Nx.sum(Nx.multiply(x, y))
 

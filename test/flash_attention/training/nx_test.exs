@@ -79,6 +79,21 @@ if Code.ensure_loaded?(Nx) do
       assert_close(gradients.sink, plain.sink, 1.0e-8)
     end
 
+    test "a loss that is no scalar and inputs that are no triple are named" do
+      {params, batch} = problem()
+      loss = fn params, o, batch -> Nx.broadcast(Policy.loss(params, o, batch), {2, 1}) end
+      embed = fn params, batch -> elem(Policy.embed(params, batch), 0) end
+
+      for {model, message} <- [
+            {FlashAttention.Training.Nx.model(&Policy.embed/2, loss),
+             "loss: expected a scalar, got a tensor of shape {2, 1}"},
+            {FlashAttention.Training.Nx.model(embed, &Policy.loss/3),
+             ~r/^embed: expected attention's inputs {q, k, v}/}
+          ] do
+        assert_raise FlashAttention.Error, message, fn -> Training.value_and_gradients(model, params, batch) end
+      end
+    end
+
     test "a pullback is linear in its cotangent" do
       {params, batch} = problem()
       model = Policy.model()
