@@ -5,8 +5,8 @@ if Code.ensure_loaded?(Axon) and FlashAttention.Defn.supported?() do
     @moduledoc """
     FlashAttention in the models of Bumblebee: their attention is replaced in the graph, and nothing else.
 
-        {:ok, model_info} = Bumblebee.load_model({:hf, "openai-community/gpt2"})
-        model_info = FlashAttention.Bumblebee.swap_attention(model_info)
+        {:ok, model_info} =
+          {:hf, "openai-community/gpt2"} |> Bumblebee.load_model() |> FlashAttention.Bumblebee.swap_attention()
 
     Parameters, inputs and outputs stay as they are: servings, generation with a cache and training work on the
     swapped model as on the original, and give the same numbers but for rounding, in memory that grows linearly with
@@ -26,16 +26,18 @@ if Code.ensure_loaded?(Axon) and FlashAttention.Defn.supported?() do
 
     Where the same numbers are not to be had, Bumblebee's own layers compute:
 
-      * with a relative attention bias (T5) or masks of single scores (`{batch, num_heads, seqlen_q, seqlen_k}`)
+      * with a relative attention bias (T5, MPNet, Swin) or masks of single scores (`{batch, num_heads, seqlen_q, seqlen_k}`)
       * with a window that looks ahead and a sequence that is not aligned with its keys
       * in training mode, where attention weights are dropped out; configure the model with
         `attention_dropout_rate: 0.0` to train with FlashAttention
       * with tensors of different types, or a head_dim that does not fit 256 with the columns of the mask
 
+    `explain/3` tells of each attention which of the two computes it, and why.
+
     Attention weights that a model is asked for (`output_attentions`) are computed by Bumblebee, beside.
     """
 
-    alias FlashAttention.Options
+    alias FlashAttention.{Error, Options}
 
     # A masked key's score is 2^20 times scale below what it would be: exp of it is 0 exactly, and the numbers
     # themselves are exact in every type and small enough to cost other columns no precision.
@@ -43,13 +45,27 @@ if Code.ensure_loaded?(Axon) and FlashAttention.Defn.supported?() do
 
     @max_head_dim 256
 
+    @typedoc "An `Axon` model built by Bumblebee, or what `Bumblebee.load_model/2` returned."
+    @type model :: Axon.t() | %{model: Axon.t()} | {:ok, %{model: Axon.t()}}
+
+    @typedoc """
+    What became of an attention: its `name` in the model; whether it was `swapped`; who computes it, `nil` where nobody
+    does, as the model makes no use of it with such inputs; and why the library does not, where it does not.
+    """
+    @type attention :: %{
+            name: String.t(),
+            swapped: boolean,
+            computed_by: :flash_attention | :bumblebee | nil,
+            reason: String.t() | nil
+          }
+
     @doc """
-    Replaces attention in an `Axon` model built by Bumblebee, or in what `Bumblebee.load_model/2` returned.
+    Replaces attention in a model of Bumblebee; what comes in decides what comes out.
 
     Options are `:device`, `:precision` and `:deterministic` of `FlashAttention.attention/4`; the model says the rest.
     A model without attention comes back as it is.
     """
-    @spec swap_attention(Axon.t() | %{model: Axon.t()}, keyword) :: Axon.t() | map
+    @spec swap_attention(model, keyword) :: model
     def swap_attention(model, opts \\ [])
 
     def swap_attention(%Axon{nodes: nodes} = model, opts) do
@@ -63,8 +79,94 @@ if Code.ensure_loaded?(Axon) and FlashAttention.Defn.supported?() do
       end)
     end
 
+    def swap_attention({:ok, model_info}, opts), do: {:ok, swap_attention(model_info, opts)}
+
     def swap_attention(%{model: %Axon{} = model} = model_info, opts),
       do: %{model_info | model: swap_attention(model, opts)}
+
+    def swap_attention(other, _opts),
+      do: raise(Error.invalid(:model, "a model of Bumblebee's", Error.show(other)))
+
+    @doc """
+    What `swap_attention/2` makes of a model, for inputs of such shapes: every attention in it, in the order of the layers.
+
+    `inputs` are the model's by name, as tensors or templates; nothing is computed. With `mode: :train` it is training that
+    is asked about, in which weights may be dropped out. The model may have been swapped or not.
+
+        FlashAttention.Bumblebee.explain(model_info, %{"input_ids" => Nx.template({1, 512}, :s64)})
+        #=> [%{name: "decoder.blocks.0.self_attention", swapped: true, computed_by: :flash_attention, reason: nil}, ...]
+    """
+    @spec explain(model, %{String.t() => Nx.Tensor.t()}, keyword) :: [attention]
+    def explain(model, inputs, opts \\ [])
+    def explain({:ok, model_info}, inputs, opts), do: explain(model_info, inputs, opts)
+    def explain(%{model: %Axon{} = model}, inputs, opts), do: explain(model, inputs, opts)
+
+    def explain(%Axon{} = model, inputs, opts) do
+      opts = Keyword.validate!(opts, mode: :inference)
+      swapped = swap_attention(model)
+      decisions = decisions(fn -> Axon.get_output_shape(swapped, inputs, opts) end)
+
+      swapped
+      |> Axon.reduce_nodes([], &[&1 | &2])
+      |> Enum.filter(&(&1.op_name == :flash_attention or bumblebee?(&1, "attention_output_impl", 3)))
+      |> Enum.with_index(&attention(&1, &2, swapped.nodes, decisions))
+    end
+
+    def explain(other, _inputs, _opts),
+      do: raise(Error.invalid(:model, "a model of Bumblebee's", Error.show(other)))
+
+    defp attention(%{op_name: :flash_attention, id: id} = node, index, nodes, decisions) do
+      {computed_by, reason} =
+        case decisions do
+          %{^id => nil} -> {:flash_attention, nil}
+          %{^id => reason} -> {:bumblebee, reason}
+          _ -> {nil, "the model makes no use of it with these inputs"}
+        end
+
+      %{name: name(node, index, nodes), swapped: true, computed_by: computed_by, reason: reason}
+    end
+
+    defp attention(node, index, nodes, _decisions) do
+      reason = "its layers are not connected as Bumblebee's attention is known to be"
+      %{name: name(node, index, nodes), swapped: false, computed_by: :bumblebee, reason: reason}
+    end
+
+    # Bumblebee names the projections: what is before ".query" is the attention's name.
+    defp name(node, index, nodes) do
+      projection = Enum.find_value(ancestors([node], nodes), &projection/1)
+      projection || "attention #{index}"
+    end
+
+    defp projection(%{op_name: op_name, name: name}) do
+      name = if is_function(name, 2), do: name.(op_name, %{}), else: name
+      with [_, name] <- Regex.run(~r/^(.+)\.(?:query|key|value)\b/, "#{name}"), do: name
+    end
+
+    # Nearest first.
+    defp ancestors(nodes, all) do
+      Stream.unfold({nodes, MapSet.new()}, fn
+        {[], _seen} ->
+          nil
+
+        {[node | rest], seen} ->
+          parents = Enum.reject(node.parent, &(&1 in seen))
+          {node, {rest ++ Enum.map(parents, &all[&1]), MapSet.union(seen, MapSet.new(parents))}}
+      end)
+    end
+
+    # Why a layer does not compute, or nil, by its node: layers note it when the model is traced, which is in this process.
+    defp decisions(trace) do
+      Process.put(__MODULE__, %{})
+      trace.()
+      Process.get(__MODULE__)
+    after
+      Process.delete(__MODULE__)
+    end
+
+    defp note(reason, node) do
+      if noted = Process.get(__MODULE__), do: Process.put(__MODULE__, Map.put(noted, node.id, reason))
+      reason
+    end
 
     # ---- the graph: weights (query, key, masks) -> dropout -> output (weights, value) ------------------------
 
@@ -111,9 +213,9 @@ if Code.ensure_loaded?(Axon) and FlashAttention.Defn.supported?() do
               offset: offset
             }
 
-            drops? = layer_opts[:mode] == :train and dropout_rate > 0
+            dropout_rate = if layer_opts[:mode] == :train, do: dropout_rate, else: 0
 
-            if drops? or not exact?(tensors, model),
+            if tensors |> obstacle(model, dropout_rate) |> note(node),
               do: node.op.(weights, value, layer_opts),
               else: tensors |> given() |> attend(model, opts)
           end,
@@ -126,12 +228,33 @@ if Code.ensure_loaded?(Axon) and FlashAttention.Defn.supported?() do
 
     # ---- what can be done exactly ------------------------------------------------------------------------
 
-    defp exact?(%{q: q, k: k, v: v, key_mask: key_mask, bias: bias} = tensors, model) do
-      head_dim = Nx.axis_size(q, 3) + if(none?(key_mask) and aligned?(tensors), do: 0, else: columns(q))
+    # Why Bumblebee's layers must compute; nil where they need not.
+    defp obstacle(%{q: q, k: k, v: v, key_mask: key_mask} = tensors, model, dropout_rate) do
+      columns = if none?(key_mask) and aligned?(tensors), do: 0, else: columns(q)
+      types = Enum.map([q, k, v], &Nx.type/1)
 
-      none?(bias) and key_mask_of_keys?(key_mask) and placed?(tensors, window(model)) and
-        match?({class, _} when class in [:f, :bf], q.type) and q.type == k.type and q.type == v.type and
-        head_dim <= @max_head_dim
+      cond do
+        dropout_rate > 0 ->
+          "its weights are dropped out in training, at a rate of #{dropout_rate}"
+
+        not none?(tensors.bias) ->
+          "a bias is added to its scores, #{inspect(Nx.shape(tensors.bias))}"
+
+        not key_mask_of_keys?(key_mask) ->
+          "its mask is one of single scores, #{inspect(Nx.shape(key_mask))}"
+
+        not placed?(tensors, window(model)) ->
+          "its window looks ahead where rows are not aligned with keys"
+
+        match?([_, _ | _], Enum.uniq(types)) or not match?([{class, _} | _] when class in [:f, :bf], types) ->
+          "q, k and v are of types #{Enum.map_join(types, ", ", &Nx.Type.to_string/1)}"
+
+        Nx.axis_size(q, 3) + columns > @max_head_dim ->
+          "head_dim is #{Nx.axis_size(q, 3)}, with #{columns} more for a mask; #{@max_head_dim} is the most"
+
+        true ->
+          nil
+      end
     end
 
     # See place/2.

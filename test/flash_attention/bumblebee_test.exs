@@ -44,6 +44,15 @@ defmodule FlashAttention.BumblebeeTest do
     intermediate_size: 16
   ]
 
+  @swin [
+    image_size: 8,
+    patch_size: 1,
+    embedding_size: 12,
+    window_size: 4,
+    num_blocks: [1, 1],
+    num_attention_heads: [3, 3]
+  ]
+
   @specs %{
     gpt2: {Bumblebee.Text.Gpt2, @text},
     bert: {Bumblebee.Text.Bert, @text},
@@ -55,7 +64,9 @@ defmodule FlashAttention.BumblebeeTest do
     clip_text: {Bumblebee.Text.ClipText, @text},
     t5: {Bumblebee.Text.T5, @encoder_decoder},
     bart: {Bumblebee.Text.Bart, @encoder_decoder},
-    vit: {Bumblebee.Vision.Vit, @image}
+    vit: {Bumblebee.Vision.Vit, @image},
+    mpnet: {Bumblebee.Text.MpNet, Keyword.put(@text, :num_blocks, 1)},
+    swin: {Bumblebee.Vision.Swin, @swin}
   }
 
   defp spec(name, more \\ []) do
@@ -176,7 +187,7 @@ defmodule FlashAttention.BumblebeeTest do
       inputs =
         Map.merge(tokens, %{
           "attention_mask" => Nx.tensor([[0, 1, 1, 1], [1, 1, 1, 1]]),
-          "seed" => Nx.tensor([1, 2])
+          "seed" => Nx.tensor([1, 2], type: :s64)
         })
 
       [original, swapped] =
@@ -254,6 +265,94 @@ defmodule FlashAttention.BumblebeeTest do
     assert count(Flash.swap_attention(model)) == 0
   end
 
+  describe "explain" do
+    @ids Nx.template({2, 7}, :s64)
+    @head_mask Nx.template({2, 3}, :f32)
+
+    defp explain(name, inputs, opts \\ []),
+      do:
+        name
+        |> spec(opts[:spec] || [])
+        |> Bumblebee.build_model()
+        |> Flash.explain(inputs, Keyword.delete(opts, :spec))
+
+    test "names every attention that the library computes" do
+      for {name, names} <- [
+            gpt2: ~w(decoder.blocks.0.self_attention decoder.blocks.1.self_attention),
+            bert: ~w(encoder.blocks.0.self_attention encoder.blocks.1.self_attention),
+            llama: ~w(decoder.blocks.0.self_attention decoder.blocks.1.self_attention)
+          ] do
+        explained = explain(name, %{"input_ids" => @ids})
+
+        assert explained ==
+                 for(
+                   name <- names,
+                   do: %{name: name, swapped: true, computed_by: :flash_attention, reason: nil}
+                 )
+
+        assert length(explained) == forwards(spec(name), %{"input_ids" => Nx.tensor(@tokens)})
+      end
+    end
+
+    test "says why the library does not compute one" do
+      decoder = %{"input_ids" => @ids, "decoder_input_ids" => Nx.template({2, 3}, :s64)}
+      biased = "a bias is added to its scores, {1, 3, 7, 7}"
+
+      assert [
+               %{
+                 name: "encoder.blocks.0.self_attention",
+                 swapped: true,
+                 computed_by: :bumblebee,
+                 reason: ^biased
+               },
+               %{
+                 name: "decoder.blocks.0.self_attention",
+                 computed_by: :bumblebee,
+                 reason: "a bias is added" <> _
+               },
+               %{name: "decoder.blocks.0.cross_attention", computed_by: :flash_attention, reason: nil}
+             ] = explain(:t5, decoder)
+
+      assert [%{computed_by: :bumblebee, reason: ^biased}] = explain(:mpnet, %{"input_ids" => @ids})
+      swin = explain(:swin, %{"pixel_values" => Nx.template({1, 8, 8, 3}, :f32)})
+      assert swin != []
+
+      assert Enum.all?(
+               swin,
+               &(&1.swapped and &1.computed_by == :bumblebee and &1.reason =~ "a bias is added to its")
+             )
+
+      assert [%{reason: "its weights are dropped out in training, at a rate of 0.5"}, _] =
+               explain(:bert, %{"input_ids" => @ids}, mode: :train, spec: [attention_dropout_rate: 0.5])
+
+      assert [%{reason: nil}, _] = explain(:bert, %{"input_ids" => @ids}, spec: [attention_dropout_rate: 0.5])
+
+      for {head_dim, columns, mask} <- [{300, 0, %{}}, {256, 8, %{"attention_mask" => @ids}}] do
+        reason = "head_dim is #{head_dim}, with #{columns} more for a mask; 256 is the most"
+        wide = [hidden_size: head_dim, num_attention_heads: 1]
+        assert [%{reason: ^reason}, _] = explain(:bert, Map.put(mask, "input_ids", @ids), spec: wide)
+      end
+    end
+
+    test "takes what swap_attention takes, swapped or not, and leaves nothing behind" do
+      model = Bumblebee.build_model(spec(:bert))
+      inputs = %{"input_ids" => @ids, "attention_head_mask" => @head_mask}
+      explained = Flash.explain(model, inputs)
+
+      for same <- [%{model: model, params: 1}, {:ok, %{model: model}}, Flash.swap_attention(model)],
+          do: assert(Flash.explain(same, inputs) == explained)
+
+      assert Process.get(Flash) == nil
+      assert Flash.explain(Axon.input("x") |> Axon.dense(3), %{"x" => Nx.template({1, 2}, :f32)}) == []
+
+      for {function, arguments} <- [swap_attention: [:gpt2], explain: [{:error, "no such model"}, inputs]] do
+        assert_raise FlashAttention.Error, ~r/^model: expected a model of Bumblebee's, got /, fn ->
+          apply(Flash, function, arguments)
+        end
+      end
+    end
+  end
+
   test "weights that are asked for come from Bumblebee" do
     model = Bumblebee.build_model(spec(:bert))
     inputs = %{"input_ids" => Nx.tensor(@tokens), "attention_mask" => Nx.tensor(@behind)}
@@ -300,6 +399,9 @@ defmodule FlashAttention.BumblebeeTest do
 
     assert %{model: swapped, params: :params, spec: :spec} =
              Flash.swap_attention(%{model: model, params: :params, spec: :spec}, precision: :default)
+
+    assert {:ok, %{model: %Axon{}, params: :params}} =
+             Flash.swap_attention({:ok, %{model: model, params: :params}})
 
     inputs = %{"input_ids" => Nx.tensor(@tokens), "attention_mask" => Nx.tensor(@behind)}
     {state, predict} = init(model, inputs)
