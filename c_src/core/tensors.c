@@ -104,6 +104,14 @@ int fa_axis_of(int id, fa_axis axis) {
   return -1;
 }
 
+void fa_axes_follow(fa_problem *part, const fa_problem *whole) {
+  for (fa_axis axis = 0; axis < FA_NUM_AXES; axis++) {
+    const fa_axis along = fa_axes[axis].along;
+    if (along && fa_axis_size(whole, axis) == fa_axis_size(whole, along))
+      set_axis_size(part, axis, fa_axis_size(part, along));
+  }
+}
+
 static bool broadcasts(const fa_problem *problem, fa_axis axis) {
   return fa_axes[axis].along && fa_axis_size(problem, axis) == 1;
 }

@@ -30,6 +30,10 @@ extern const fa_axis_row fa_axes[FA_NUM_AXES];
 
 int64_t fa_axis_size(const fa_problem *problem, fa_axis axis);
 
+/* Gives every axis of a part of a problem that runs along another axis, and is as long in the whole, the size
+ * that the other axis has in the part. */
+void fa_axes_follow(fa_problem *part, const fa_problem *whole);
+
 /* Which axis of the problem a tensor's axis number i runs along, FA_AXIS_NONE from its rank on; and the number
  * of the axis that runs along one, -1 where there is none. An axis that may broadcast runs along its own. */
 fa_axis fa_axis_at(int id, int i);

@@ -2,24 +2,28 @@
  * go through its memory and back, slice by slice, while it computes. */
 #include <string.h>
 
+#include "../core/arena.h"
 #include "../core/backend.h"
 #include "../core/clock.h"
 #include "../core/error.h"
-#include "lane.h"
-#include "pack.h"
 #include "../core/problem.h"
 #include "../core/tensors.h"
+#include "lane.h"
+#include "pack.h"
 #include "slices.h"
 
-/* Where a tensor of the pass is. */
+/* Where a tensor of the pass is. Memory of the device's that only the call needs comes from one arena. */
 typedef struct tensor_place {
-  fa_tensor_role role; /* FA_ROLE_NONE also of an empty one */
-  bool copied, staged; /* over the bus; through pinned memory */
-  bool packs;          /* as host/pack.h does, into the lane's ring and then to packed, on the device */
+  fa_tensor_role role; /* FA_ROLE_NONE also where the tensor is empty */
+  bool copied;         /* the tensor crosses the bus, */
+  bool staged;         /* through pinned memory, */
+  bool packs;          /* as rows of host/pack.h, which become f32 again on the device */
   size_t bytes;
-  fa_tensor host, device;
-  char *packed;
-  void *kept; /* where a tensor of the device's memory is wanted as well */
+  fa_tensor given, device; /* the caller's, and what slices read or write on the device */
+  char *packed;            /* on the device */
+  void *kept;              /* where the caller wants a tensor of the device's memory as well */
+  size_t apart_bytes; /* of the largest slice's results that lie apart in the whole: they are computed in */
+  void *apart;        /* this memory and then put in place */
 } tensor_place;
 
 typedef struct host_run {
@@ -30,15 +34,12 @@ typedef struct host_run {
   fa_lane *lane;
   tensor_place tensors[FA_NUM_TENSORS];
   size_t pageable_bytes;
-  bool on_devices; /* some tensor is on a device already, or the caller's memory there takes one */
+  bool on_devices; /* the call reads or writes the caller's memory on a device */
   fa_slices slices;
   fa_plan plans[FA_MAX_SLICES];
   fa_execution execution;
-  size_t lse_bytes; /* of a slice of some rows, whose lse is computed apart */
-  char *memory;     /* the workspace, that lse, then every tensor that is on the device only during the call */
+  void *memory; /* the arena's */
 } host_run;
-
-static size_t round_up(size_t bytes) { return (bytes + 255) & ~(size_t)255; }
 
 static size_t packed_bytes(const fa_problem *p, size_t bytes) {
   return bytes / ((size_t)p->head_dim * sizeof(float)) * fa_packed_bytes(p->head_dim);
@@ -48,25 +49,8 @@ static bool is_output(const host_run *run, int id) { return run->tensors[id].rol
 
 /* ---- where tensors are --------------------------------------------------------------------------------- */
 
-/* Tensors of another rank are contiguous as a whole, whatever their strides say. */
-static bool is_contiguous(const fa_problem *problem, int id, const fa_tensor *tensor) {
-  const fa_tensor wanted = fa_tensor_contiguous(problem, id, NULL);
-  return fa_tensor_shape(problem, id).rank != 4 ||
-         (tensor->stride_batch == wanted.stride_batch && tensor->stride_row == wanted.stride_row &&
-          tensor->stride_head == wanted.stride_head);
-}
-
-/* From the first element to the last; rows may lie anywhere between them. */
-static size_t bytes_spanned(const fa_problem *problem, int id, const fa_tensor *tensor) {
-  const fa_shape shape = fa_tensor_shape(problem, id);
-  if (shape.rank != 4) return (size_t)shape.size_bytes;
-  const int64_t last = (shape.dims[0] - 1) * tensor->stride_batch + (shape.dims[1] - 1) * tensor->stride_row +
-                       (shape.dims[2] - 1) * tensor->stride_head + shape.dims[3];
-  return (size_t)last * fa_dtype_bytes(shape.dtype);
-}
-
 static fa_status check_contiguous(const fa_problem *problem, int id, const fa_tensor *tensor, fa_error *error) {
-  return is_contiguous(problem, id, tensor)
+  return fa_is_contiguous(problem, id, tensor)
              ? FA_STATUS_OK
              : fa_fail_message(error, FA_STATUS_INVALID_ARGUMENT, fa_tensor_name(id),
                                "expected a contiguous tensor, as it has to be copied");
@@ -74,7 +58,7 @@ static fa_status check_contiguous(const fa_problem *problem, int id, const fa_te
 
 /* The device's memory in which the caller wants a tensor, or NULL. */
 static void *memory_wanted(const fa_placement *placement, int id) {
-  return fa_tensor_at((fa_tensors *)&placement->on_device, id)->data;
+  return fa_tensor_get(&placement->on_device, id)->data;
 }
 
 static fa_status find_tensor(host_run *run, const fa_tensors *given, int id, fa_error *error) {
@@ -83,19 +67,20 @@ static fa_status find_tensor(host_run *run, const fa_tensors *given, int id, fa_
   t->bytes = (size_t)fa_tensor_shape(problem, id).size_bytes;
   t->role = t->bytes ? fa_tensor_role_in(problem, run->plan->pass, id) : FA_ROLE_NONE;
   if (t->role == FA_ROLE_NONE) return FA_STATUS_OK;
-  t->host = *fa_tensor_get(given, id);
-  if (!t->host.data) return fa_fail(error, FA_STATUS_INVALID_ARGUMENT, fa_tensor_name(id), "a pointer", "NULL");
-  const fa_place place =
-      run->heap->backend->memory->locate(run->heap->index, t->host.data, bytes_spanned(problem, id, &t->host));
+  t->given = *fa_tensor_get(given, id);
+  if (!t->given.data)
+    return fa_fail(error, FA_STATUS_INVALID_ARGUMENT, fa_tensor_name(id), "a pointer", "NULL");
+  const fa_place place = run->heap->backend->memory->locate(run->heap->index, t->given.data,
+                                                            fa_bytes_spanned(problem, id, &t->given));
   run->on_devices |= place == FA_PLACE_DEVICE || place == FA_PLACE_OTHER_DEVICE;
   void *wanted = memory_wanted(run->placement, id);
   run->on_devices |= wanted != NULL;
   if (place == FA_PLACE_DEVICE) {
-    t->device = t->host;
-    t->kept = wanted == t->host.data ? NULL : wanted;
-    return t->kept ? check_contiguous(problem, id, &t->host, error) : FA_STATUS_OK;
+    t->device = t->given;
+    t->kept = wanted == t->given.data ? NULL : wanted;
+    return t->kept ? check_contiguous(problem, id, &t->given, error) : FA_STATUS_OK;
   }
-  fa_status status = check_contiguous(problem, id, &t->host, error);
+  fa_status status = check_contiguous(problem, id, &t->given, error);
   if (status) return status;
   t->copied = true;
   t->staged = place == FA_PLACE_HOST;
@@ -114,15 +99,21 @@ static fa_status find_tensors(host_run *run, const fa_tensors *given, fa_error *
 
 /* ---- slices -------------------------------------------------------------------------------------------- */
 
+/* Whether a slice's results have gaps in the whole that its own problem does not have. */
+static bool computes_apart(const host_run *run, const fa_extent *own, int id) {
+  return is_output(run, id) && fa_lies_apart(&run->plan->problem, own, id);
+}
+
 static fa_status plan_slice(host_run *run, int number, fa_error *error) {
   const fa_problem *whole = &run->plan->problem;
   const fa_extent *own = &run->slices.at[number].own;
   fa_plan *plan = &run->plans[number];
   *plan = *run->plan;
   plan->problem = fa_problem_of(whole, own);
-  if (fa_is_of_rows(whole, own)) {
-    const size_t lse_bytes = (size_t)fa_tensor_shape(&plan->problem, FA_TENSOR_LSE).size_bytes;
-    if (lse_bytes > run->lse_bytes) run->lse_bytes = lse_bytes;
+  for (int id = 0; id < FA_NUM_TENSORS; id++) {
+    const size_t bytes = (size_t)fa_tensor_shape(&plan->problem, id).size_bytes;
+    if (computes_apart(run, own, id) && bytes > run->tensors[id].apart_bytes)
+      run->tensors[id].apart_bytes = bytes;
   }
   fa_status status = ((const fa_backend *)plan->backend)->plan(plan, error);
   if (plan->workspace_bytes > run->execution.workspace_bytes)
@@ -138,41 +129,45 @@ static fa_status cut(host_run *run, fa_error *error) {
   return status;
 }
 
-/* The extent's part of a tensor that lies like this one. */
-static fa_part part_of(const host_run *run, const fa_extent *extent, int id, const fa_tensor *tensor) {
-  return fa_part_of(&run->plan->problem, extent, id, tensor);
+/* The extent's region of a tensor that lies like this one. */
+static fa_region region_of(const host_run *run, const fa_extent *extent, int id, const fa_tensor *tensor) {
+  return fa_region_of(&run->plan->problem, extent, id, tensor);
 }
 
 /* ---- one slice after the other, on three streams -------------------------------------------------------- */
 
-/* With an earlier slice. */
+/* Whether an earlier slice has brought this one's elements of the tensor. */
 static bool is_there(const host_run *run, int number, int id) {
-  return (id == FA_TENSOR_SINK && number > 0) ||
-         (fa_is_of_keys(id) && run->slices.at[number].own.first_row > 0);
+  return fa_is_there_before(&run->plan->problem, &run->slices.at[number].own, id);
 }
 
-/* In the packed tensor on the device. */
-static fa_rows packed_rows(const host_run *run, int id, const fa_part *part) {
+static fa_rows rows_in(const fa_tensor *tensor, const fa_region *region) {
+  return (fa_rows){(char *)tensor->data + region->offset, region->pitch};
+}
+
+/* The same region of the tensor that is packed. */
+static fa_rows packed_rows(const host_run *run, int id, const fa_region *region) {
   const fa_problem *p = &run->plan->problem;
-  return (fa_rows){run->tensors[id].packed + packed_bytes(p, part->offset), packed_bytes(p, part->pitch)};
+  return (fa_rows){run->tensors[id].packed + packed_bytes(p, region->offset), packed_bytes(p, region->pitch)};
 }
 
-static fa_copy copy_of(const host_run *run, int id, const fa_part *part) {
+static fa_copy copy_of(const host_run *run, int id, const fa_region *region) {
   const tensor_place *t = &run->tensors[id];
   const fa_problem *p = &run->plan->problem;
-  fa_copy copy = {.device = {(char *)t->device.data + part->offset, part->pitch},
-                  .host = {(char *)t->host.data + part->offset, part->pitch},
-                  .row_bytes = part->row_bytes,
-                  .num_rows = part->num_rows};
+  fa_copy copy = {.device = rows_in(&t->device, region),
+                  .host = rows_in(&t->given, region),
+                  .row_bytes = region->row_bytes,
+                  .num_rows = region->num_rows};
   if (t->packs) {
-    copy.device = packed_rows(run, id, part);
-    copy.row_bytes = packed_bytes(p, part->row_bytes);
+    copy.device = packed_rows(run, id, region);
+    copy.row_bytes = packed_bytes(p, region->row_bytes);
     copy.packed_dim = p->head_dim;
   }
   return copy;
 }
 
-/* The slice's copies of tensors in that role: those that go through the lane's ring, or the others. */
+/* Lists the slice's copies of tensors in a role: either those that go through the lane's ring, or the others.
+ */
 static int list_copies(const host_run *run, int number, fa_tensor_role role, bool through_ring,
                        fa_copy *copies) {
   int num_copies = 0;
@@ -182,8 +177,8 @@ static int list_copies(const host_run *run, int number, fa_tensor_role role, boo
     if (t->role != role || !t->copied || is_there(run, number, id)) continue;
     const fa_extent *extent = t->staged && role == FA_ROLE_INPUT ? &slice->staged : &slice->own;
     if (extent->num_heads == 0) continue;
-    const fa_part part = part_of(run, extent, id, &t->host);
-    copies[num_copies] = copy_of(run, id, &part);
+    const fa_region region = region_of(run, extent, id, &t->given);
+    copies[num_copies] = copy_of(run, id, &region);
     copies[num_copies].slice = number;
     num_copies += (t->staged && fa_staging_fits(run->lane->staging, &copies[num_copies])) == through_ring;
   }
@@ -201,7 +196,7 @@ static fa_status copy_directly(const host_run *run, const fa_copy *copies, int n
   return status;
 }
 
-/* What goes through the ring, of slices from first on. */
+/* Begins the uploads through the ring of so many slices. */
 static fa_status begin_uploads(host_run *run, int first, int num_slices, fa_error *error) {
   fa_copy copies[FA_MAX_SLICES * FA_NUM_TENSORS];
   int num_copies = 0;
@@ -210,27 +205,29 @@ static fa_status begin_uploads(host_run *run, int first, int num_slices, fa_erro
   return num_copies ? fa_staging_begin_uploads(run->lane->staging, copies, num_copies, error) : FA_STATUS_OK;
 }
 
-/* That of rows lies apart in the whole. */
-static char *slice_lse(const host_run *run) { return run->memory + round_up(run->execution.workspace_bytes); }
-
 static fa_tensors slice_tensors(const host_run *run, const fa_extent *own) {
   fa_tensors tensors = {0};
   for (int id = 0; id < FA_NUM_TENSORS; id++) {
     if (run->tensors[id].role == FA_ROLE_NONE) continue;
     fa_tensor tensor = run->tensors[id].device;
-    tensor.data = (char *)tensor.data + part_of(run, own, id, &tensor).offset;
+    const fa_region region = region_of(run, own, id, &tensor);
+    tensor.data = computes_apart(run, own, id) ? run->tensors[id].apart : rows_in(&tensor, &region).data;
     *fa_tensor_at(&tensors, id) = tensor;
   }
-  if (fa_is_of_rows(&run->plan->problem, own)) tensors.lse.data = slice_lse(run);
   return tensors;
 }
 
-static fa_status put_lse(const host_run *run, const fa_extent *own, fa_error *error) {
-  const fa_tensor *lse = &run->tensors[FA_TENSOR_LSE].device;
-  const fa_part part = part_of(run, own, FA_TENSOR_LSE, lse);
-  return run->heap->backend->memory->copy(
-      run->heap->index, (fa_rows){(char *)lse->data + part.offset, part.pitch},
-      (fa_rows){slice_lse(run), part.row_bytes}, part.row_bytes, part.num_rows, run->lane->compute, error);
+static fa_status put_in_place(const host_run *run, const fa_extent *own, fa_error *error) {
+  fa_status status = FA_STATUS_OK;
+  for (int id = 0; !status && id < FA_NUM_TENSORS; id++) {
+    const tensor_place *t = &run->tensors[id];
+    if (!computes_apart(run, own, id)) continue;
+    const fa_region region = region_of(run, own, id, &t->device);
+    status = run->heap->backend->memory->copy(run->heap->index, rows_in(&t->device, &region),
+                                              (fa_rows){t->apart, region.row_bytes}, region.row_bytes,
+                                              region.num_rows, run->lane->compute, error);
+  }
+  return status;
 }
 
 static fa_status unpack_slice(const host_run *run, int number, fa_error *error) {
@@ -239,17 +236,17 @@ static fa_status unpack_slice(const host_run *run, int number, fa_error *error) 
   for (int id = 0; !status && id < FA_NUM_TENSORS; id++) {
     const tensor_place *t = &run->tensors[id];
     if (!t->packs || is_there(run, number, id)) continue;
-    const fa_part part = part_of(run, &run->slices.at[number].own, id, &t->host);
-    status = run->heap->backend->unpack(
-        run->heap->index, (fa_rows){(char *)t->device.data + part.offset, part.pitch},
-        packed_rows(run, id, &part), (int64_t)(part.row_bytes / sizeof(float)) / head_dim,
-        (int64_t)part.num_rows, head_dim, run->lane->compute, error);
+    const fa_region region = region_of(run, &run->slices.at[number].own, id, &t->given);
+    status = run->heap->backend->unpack(run->heap->index, rows_in(&t->device, &region),
+                                        packed_rows(run, id, &region),
+                                        (int64_t)(region.row_bytes / sizeof(float)) / head_dim,
+                                        (int64_t)region.num_rows, head_dim, run->lane->compute, error);
   }
   return status;
 }
 
-/* The computing stream waits for the slice's inputs. Behind those that go directly may be later slices' that go
- * through the ring: so an event only where there are any. */
+/* The stream that computes waits for the slice's inputs. Where none is copied directly there is nothing to
+ * record: an event would stand behind what later slices send through the ring. */
 static fa_status upload_slice(host_run *run, int number, fa_error *error) {
   const fa_memory_ops *memory = run->heap->backend->memory;
   const int32_t index = run->heap->index;
@@ -274,7 +271,7 @@ static fa_status start_slice(host_run *run, int number, fa_error *error) {
   const fa_extent *own = &run->slices.at[number].own;
   const fa_tensors tensors = slice_tensors(run, own);
   status = fa_run(&run->plans[number], &tensors, &run->execution, error);
-  if (!status && fa_is_of_rows(&run->plan->problem, own)) status = put_lse(run, own, error);
+  if (!status) status = put_in_place(run, own, error);
   return status ? status : memory->record(index, lane->slices[number].done, lane->compute, error);
 }
 
@@ -291,7 +288,7 @@ static fa_status fetch_slice(host_run *run, int number, fa_error *error) {
   return status || !num_staged ? status : fa_staging_download(run->lane->staging, staged, num_staged, error);
 }
 
-/* The caller's memory on a device belongs to work of the caller's stream. */
+/* Work of the caller's stream may still read or write the caller's memory on a device. */
 static fa_status wait_for_caller(host_run *run, fa_error *error) {
   const fa_memory_ops *memory = run->heap->backend->memory;
   const int32_t index = run->heap->index;
@@ -302,7 +299,7 @@ static fa_status wait_for_caller(host_run *run, fa_error *error) {
   return status ? status : memory->stream_wait(index, lane->compute, lane->ready, error);
 }
 
-/* Behind the last slice, for which the stream that goes down has waited. */
+/* The stream that goes down has waited for the last slice. */
 static fa_status copy_kept(const host_run *run, fa_error *error) {
   fa_status status = FA_STATUS_OK;
   for (const tensor_place *t = run->tensors; !status && t < run->tensors + FA_NUM_TENSORS; t++)
@@ -324,7 +321,8 @@ static fa_status finish(host_run *run, fa_error *error) {
     status = memory->elapsed(index, run->lane->slices[i].begun, run->lane->slices[i].done, &seconds, error);
     run->measured->kernel_seconds += seconds;
   }
-  /* The longer a wait, the later it ends: so the last one is short. */
+  /* The longer a wait, the later it ends: a wait for all but the last slice's results makes the last one short.
+   */
   if (!status && run->slices.count > 1) status = memory->event_wait(index, run->lane->last, error);
   return status ? status : memory->event_wait(index, run->lane->finished, error);
 }
@@ -335,7 +333,8 @@ static bool has_staged_results(const host_run *run) {
   return false;
 }
 
-/* A slice's results go down while the next one's tensors come up: each direction of the bus has its stream. */
+/* A slice's results go down while the next one's tensors come up, as each direction of the bus has its stream.
+ */
 static fa_status run_slices(host_run *run, fa_error *error) {
   fa_status status = begin_uploads(run, 0, run->slices.count, error);
   for (int i = 0; !status && i < run->slices.count; i++) {
@@ -345,8 +344,8 @@ static fa_status run_slices(host_run *run, fa_error *error) {
   return status ? status : fa_staging_end_uploads(run->lane->staging, error);
 }
 
-/* What is staged down has the ring to itself, and keeps the processor until the slice is done: so the next one
- * starts before. */
+/* Results that are staged take the whole ring, and the calling thread until their slice is done: the next slice
+ * starts before that. */
 static fa_status start_alone(host_run *run, int number, fa_error *error) {
   fa_status status = begin_uploads(run, number, 1, error);
   if (!status) status = start_slice(run, number, error);
@@ -372,7 +371,7 @@ static fa_status run_all(host_run *run, fa_error *error) {
 
 static bool needs_room(const tensor_place *t) { return t->copied && !t->device.data; }
 
-/* Where there is enough to move, and a ring whose slots hold rows. */
+/* Packing pays where there is enough to move, and needs a ring whose slots hold rows. */
 static bool can_pack(const host_run *run) {
   const fa_problem *p = &run->plan->problem;
   const fa_copy rows = {.row_bytes = (size_t)(p->num_heads * p->head_dim) * sizeof(float), .num_rows = 2};
@@ -380,7 +379,7 @@ static bool can_pack(const host_run *run) {
          fa_staging_fits(run->lane->staging, &rows) && run->heap->backend->unpack && fa_can_pack(p->head_dim);
 }
 
-/* The operands of matrix products, which kernels round to f16. Gradients are those of the dout that was
+/* Packs the operands of matrix products, which kernels round to f16. Gradients are those of the dout that was
  * rounded. */
 static void choose_packed(host_run *run) {
   const fa_problem *p = &run->plan->problem;
@@ -393,31 +392,25 @@ static void choose_packed(host_run *run) {
   }
 }
 
-static fa_status place(host_run *run, fa_error *error) {
-  const fa_problem *p = &run->plan->problem;
-  size_t bytes = round_up(run->execution.workspace_bytes) + round_up(run->lse_bytes), used = bytes;
-  for (int id = 0; id < FA_NUM_TENSORS; id++) {
-    const tensor_place *t = &run->tensors[id];
-    if (needs_room(t)) bytes += round_up(t->bytes);
-    if (t->packs) bytes += round_up(packed_bytes(p, t->bytes));
-  }
-  if (bytes == 0) return FA_STATUS_OK;
-  void *memory;
-  fa_status status = fa_pool_take(&run->heap->pool, bytes, &memory, error);
-  if (status) return status;
-  run->memory = memory;
-  run->execution.workspace = memory;
+/* Takes what only the call needs on the device. */
+static void lay_out(host_run *run, fa_arena *arena) {
+  run->execution.workspace = fa_take(arena, (int64_t)run->execution.workspace_bytes, 1);
   for (int id = 0; id < FA_NUM_TENSORS; id++) {
     tensor_place *t = &run->tensors[id];
-    if (needs_room(t)) {
-      t->device.data = run->memory + used;
-      used += round_up(t->bytes);
-    }
-    if (t->packs) {
-      t->packed = run->memory + used;
-      used += round_up(packed_bytes(p, t->bytes));
-    }
+    t->apart = fa_take(arena, (int64_t)t->apart_bytes, 1);
+    if (needs_room(t)) t->device.data = fa_take(arena, (int64_t)t->bytes, 1);
+    if (t->packs) t->packed = fa_take(arena, (int64_t)packed_bytes(&run->plan->problem, t->bytes), 1);
   }
+}
+
+static fa_status place_all(host_run *run, fa_error *error) {
+  fa_arena arena = {0};
+  lay_out(run, &arena);
+  if (arena.used == 0) return FA_STATUS_OK;
+  fa_status status = fa_pool_take(&run->heap->pool, arena.used, &run->memory, error);
+  if (status) return status;
+  arena = (fa_arena){.base = run->memory};
+  lay_out(run, &arena);
   return FA_STATUS_OK;
 }
 
@@ -429,7 +422,7 @@ static fa_status run_on_device(host_run *run, const fa_tensors *given, fa_error 
   if (!status) {
     run->execution.stream = run->lane->compute;
     choose_packed(run);
-    status = place(run, error);
+    status = place_all(run, error);
     if (!status) status = run_all(run, error);
     fa_lane_give(run->lane); /* after an error, too, the device must be done with the memory below */
   }
@@ -443,7 +436,7 @@ static fa_status run_on_device(host_run *run, const fa_tensors *given, fa_error 
 static bool is_wanted_elsewhere(const host_run *run, const fa_tensors *given, int id) {
   const fa_problem *problem = &run->plan->problem;
   const void *wanted = memory_wanted(run->placement, id);
-  return wanted && wanted != fa_tensor_at((fa_tensors *)given, id)->data &&
+  return wanted && wanted != fa_tensor_get(given, id)->data &&
          fa_tensor_role_in(problem, run->plan->pass, id) != FA_ROLE_NONE &&
          fa_tensor_shape(problem, id).size_bytes > 0;
 }
@@ -452,14 +445,14 @@ static fa_status check_wanted(const host_run *run, const fa_tensors *given, fa_e
   fa_status status = FA_STATUS_OK;
   for (int id = 0; !status && id < FA_NUM_TENSORS; id++)
     if (is_wanted_elsewhere(run, given, id))
-      status = check_contiguous(&run->plan->problem, id, fa_tensor_at((fa_tensors *)given, id), error);
+      status = check_contiguous(&run->plan->problem, id, fa_tensor_get(given, id), error);
   return status;
 }
 
 static void copy_wanted(const host_run *run, const fa_tensors *given) {
   for (int id = 0; id < FA_NUM_TENSORS; id++)
     if (is_wanted_elsewhere(run, given, id))
-      memmove(memory_wanted(run->placement, id), fa_tensor_at((fa_tensors *)given, id)->data,
+      memmove(memory_wanted(run->placement, id), fa_tensor_get(given, id)->data,
               (size_t)fa_tensor_shape(&run->plan->problem, id).size_bytes);
 }
 

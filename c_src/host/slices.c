@@ -1,112 +1,155 @@
+/* Where a call is cut: policy first, then what a cut makes of problems and tensors. Measurements behind the
+ * policy are in bench/results/host_log.md. */
 #include "slices.h"
 
 #include <string.h>
 
+#include "../core/integers.h"
 #include "../core/problem.h"
+#include "../core/tensors.h"
 
-/* What is cut, and how much of what it moves is in pageable memory. */
+/* ---- what can be cut ------------------------------------------------------------------------------------- */
+
+static const fa_axis head_axes[] = {FA_AXIS_NUM_HEADS, FA_AXIS_NUM_KV_HEADS};
+
+static bool varies_with_heads(const fa_problem *problem, int id) {
+  return fa_varies_along(problem, id, head_axes[0]) || fa_varies_along(problem, id, head_axes[1]);
+}
+
+static bool varies_with_rows(const fa_problem *problem, int id) {
+  return fa_varies_along(problem, id, FA_AXIS_SEQLEN_Q);
+}
+
+/* Whether a part of the tensor along an axis, of one batch, has gaps, though nobody chooses its strides. */
+static bool comes_apart(const fa_problem *problem, int id, fa_axis axis) {
+  if (fa_is_strided(id) || !fa_varies_along(problem, id, axis)) return false;
+  const fa_shape shape = fa_tensor_shape(problem, id);
+  bool has_gaps = false;
+  for (int i = 0; fa_axis_at(id, i) != axis; i++)
+    has_gaps |= fa_axis_at(id, i) != FA_AXIS_BATCH && shape.dims[i] > 1;
+  return has_gaps;
+}
+
+static bool comes_apart_by_heads(const fa_problem *problem, int id) {
+  return comes_apart(problem, id, head_axes[0]) || comes_apart(problem, id, head_axes[1]);
+}
+
+/* With rows of q go the last keys, which they do not see. */
+static bool comes_apart_by_rows(const fa_problem *problem, int id) {
+  return comes_apart(problem, id, FA_AXIS_SEQLEN_Q) || comes_apart(problem, id, FA_AXIS_SEQLEN_K);
+}
+
+/* What is cut, along what it can be, and how much of what it moves is in pageable memory. */
 typedef struct cutting {
   const fa_problem *problem;
-  fa_pass pass;
   int64_t bytes_moved, pageable_bytes;
+  bool batches, heads, rows;
 } cutting;
 
-static int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-
-/* ---- how a problem is cut -------------------------------------------------------------------------------- */
-
-enum { EQUAL_SLICES = 8, LAST_PARTS = 4 }; /* at most; the first and the last are cut further */
-
-fa_slicing fa_host_slicing = {.least_bytes = 4 << 20,
-                              .least_rows = 1 << 15,
-                              .least_row_bytes = 256,
-                              .least_staged_row_bytes = 4096,
-                              .row_unit = 384};
-
-static int64_t num_slices_wanted(const cutting *cutting) {
-  const fa_problem *p = cutting->problem;
-  const int64_t rows = p->batch * p->num_heads * p->seqlen_q;
-  if (fa_tensor_role_in(p, cutting->pass, FA_TENSOR_DSINK) == FA_ROLE_OUTPUT) return 1; /* a sum over batches */
-  const int64_t wanted =
-      smaller(cutting->bytes_moved / fa_host_slicing.least_bytes, rows / fa_host_slicing.least_rows);
-  return wanted < 1 ? 1 : smaller(wanted, EQUAL_SLICES);
+/* An output that does not vary along an axis is a sum over it, which slices cannot share. Results of rows that
+ * come apart are computed elsewhere and put in place; that is not done for anything else. */
+static void find_cuts(cutting *c, fa_pass pass) {
+  const fa_problem *p = c->problem;
+  c->batches = c->heads = c->rows = true;
+  for (int id = 0; id < FA_NUM_TENSORS; id++) {
+    const fa_tensor_role role = fa_tensor_role_in(p, pass, id);
+    if (role == FA_ROLE_NONE) continue;
+    const bool is_output = role == FA_ROLE_OUTPUT;
+    c->batches &= !is_output || fa_varies_along(p, id, FA_AXIS_BATCH);
+    c->heads &= (!is_output || varies_with_heads(p, id)) && !comes_apart_by_heads(p, id);
+    c->rows &= is_output ? varies_with_rows(p, id) : !comes_apart_by_rows(p, id);
+  }
 }
 
-/* Of one head. */
+/* ---- policy ---------------------------------------------------------------------------------------------- */
+
+enum {
+  EQUAL_SLICES = 8, /* eight, not four: half a slice less at each end is what nothing hides */
+  LAST_PARTS = 4    /* of the last heads' rows: of halves the last results begin to go down too late */
+};
+
+fa_slicing fa_host_slicing = {
+    .least_bytes = 4 << 20,         /* 75 us of the bus, which pauses 6 us after each copy */
+    .least_rows = 1 << 15,          /* the first and the last slice are halved down to 1 << 14 */
+    .least_row_bytes = 256,         /* 54 GB/s; rows of 128 bytes: 50 */
+    .least_staged_row_bytes = 4096, /* copied at 46 GB/s as the whole; of 2048: 30 */
+    .row_unit = 384};               /* a multiple of all kernels' tiles of rows */
+
+static bool is_mostly_staged(const cutting *c) { return 2 * c->pageable_bytes > c->bytes_moved; }
+
+/* Rows are as long as in the whole, which is what counts where the processor copies q. */
+static bool cuts_rows(const cutting *c) {
+  return c->rows && is_mostly_staged(c) && c->problem->seqlen_k >= c->problem->seqlen_q;
+}
+
+static int64_t num_slices_wanted(const cutting *c) {
+  const fa_problem *p = c->problem;
+  const int64_t rows = p->batch * p->num_heads * p->seqlen_q;
+  if (p->batch > 1 && !c->batches) return 1;
+  const int64_t wanted =
+      fa_min(c->bytes_moved / fa_host_slicing.least_bytes, rows / fa_host_slicing.least_rows);
+  return fa_max(1, fa_min(wanted, EQUAL_SLICES));
+}
+
 static int64_t head_row_bytes(const fa_problem *p) { return p->head_dim * (int64_t)fa_dtype_bytes(p->dtype); }
 
-static bool is_mostly_staged(const cutting *cutting) {
-  return 2 * cutting->pageable_bytes > cutting->bytes_moved;
-}
-
-/* Where q is copied by the processor, a forward is cut by its rows, which are as long as in the whole; and by
- * heads as far as rows stay long. */
-static bool cuts_rows(const cutting *cutting) {
-  const fa_problem *p = cutting->problem;
-  return cutting->pass == FA_PASS_FORWARD && is_mostly_staged(cutting) && p->seqlen_k >= p->seqlen_q;
-}
-
-/* In how many parts the heads of a batch are cut, of so many parts. */
-static int64_t num_head_parts(const cutting *cutting, int64_t parts) {
-  const fa_problem *p = cutting->problem;
-  if (p->num_sinks || parts < 2) return 1;
+/* How many parts the heads of a batch are divided into where so many are wanted. */
+static int64_t num_head_parts(const cutting *c, int64_t parts) {
+  const fa_problem *p = c->problem;
+  if (!c->heads || parts < 2) return 1;
   const int64_t row_bytes = p->num_kv_heads * head_row_bytes(p);
-  if (cuts_rows(cutting)) parts = smaller(parts, row_bytes / fa_host_slicing.least_staged_row_bytes);
+  if (cuts_rows(c)) parts = fa_min(parts, row_bytes / fa_host_slicing.least_staged_row_bytes);
   if (parts < 2) return 1;
-  const int64_t heads_a_part = divide_up(p->num_kv_heads, parts);
+  const int64_t heads_a_part = fa_divide_up(p->num_kv_heads, parts);
   return heads_a_part * head_row_bytes(p) < fa_host_slicing.least_row_bytes
              ? 1
-             : divide_up(p->num_kv_heads, heads_a_part);
+             : fa_divide_up(p->num_kv_heads, heads_a_part);
 }
 
-/* So many that tiles of kernels are full, and the same as in the whole. */
+/* So many that a kernel's tiles are full, and are the same as in the whole. */
 static int64_t rows_a_part(const fa_problem *p, int64_t num_rows, int64_t parts) {
-  const int64_t unit = fa_host_slicing.row_unit;
-  return smaller(divide_up(divide_up(num_rows, parts), unit) * unit, p->seqlen_q);
+  return fa_min(fa_round_up(fa_divide_up(num_rows, parts), fa_host_slicing.row_unit), p->seqlen_q);
 }
 
-/* Of the last heads' rows, so many heads of a batch. */
+/* How many parts the rows of the last heads are divided into: more than those of other heads. */
 static int64_t num_last_parts(const fa_problem *p, int64_t kv_heads, int64_t parts) {
   const int64_t heads = kv_heads * (p->num_heads / p->num_kv_heads);
-  const int64_t wanted = smaller(2 * heads * p->seqlen_q / fa_host_slicing.least_rows, LAST_PARTS);
-  return wanted > parts ? wanted : parts;
+  const int64_t wanted = fa_min(2 * heads * p->seqlen_q / fa_host_slicing.least_rows, LAST_PARTS);
+  return fa_max(wanted, parts);
 }
 
-/* Some heads of some batches. */
-static void cut_rows(const cutting *cutting, fa_extent heads, int64_t parts, fa_slices *slices) {
-  const fa_problem *p = cutting->problem;
+/* Divides the rows of some heads of some batches into slices. */
+static void cut_rows(const cutting *c, fa_extent heads, int64_t parts, fa_slices *slices) {
+  const fa_problem *p = c->problem;
   const int64_t rows = rows_a_part(p, p->seqlen_q, parts);
   for (int64_t row = 0; row < p->seqlen_q; row += rows) {
-    heads.first_row = row, heads.num_rows = smaller(rows, p->seqlen_q - row);
+    heads.first_row = row, heads.num_rows = fa_min(rows, p->seqlen_q - row);
     slices->at[slices->count++].own = heads;
   }
 }
 
-static void cut_equally(const cutting *cutting, int64_t wanted, fa_slices *slices) {
-  const fa_problem *p = cutting->problem;
-  const int64_t batches = divide_up(p->batch, wanted), parts = batches > 1 ? 1 : wanted / p->batch;
-  const int64_t head_parts = num_head_parts(cutting, parts),
-                row_parts = cuts_rows(cutting) ? parts / head_parts : 1;
-  const int64_t heads = divide_up(p->num_kv_heads, head_parts);
+static void cut_equally(const cutting *c, int64_t wanted, fa_slices *slices) {
+  const fa_problem *p = c->problem;
+  const int64_t batches = fa_divide_up(p->batch, wanted), parts = batches > 1 ? 1 : wanted / p->batch;
+  const int64_t head_parts = num_head_parts(c, parts), row_parts = cuts_rows(c) ? parts / head_parts : 1;
+  const int64_t heads = fa_divide_up(p->num_kv_heads, head_parts);
   for (int64_t batch = 0; batch < p->batch; batch += batches)
     for (int64_t head = 0; head < p->num_kv_heads; head += heads) {
       const fa_extent own = {.first_batch = batch,
-                             .num_batches = smaller(batches, p->batch - batch),
+                             .num_batches = fa_min(batches, p->batch - batch),
                              .first_head = head,
-                             .num_heads = smaller(heads, p->num_kv_heads - head)};
+                             .num_heads = fa_min(heads, p->num_kv_heads - head)};
       const bool is_last = batch + batches >= p->batch && head + heads >= p->num_kv_heads;
       int64_t num_parts = own.num_batches == 1 ? row_parts : 1;
-      if (cuts_rows(cutting) && own.num_batches == 1 && is_last)
+      if (cuts_rows(c) && own.num_batches == 1 && is_last)
         num_parts = num_last_parts(p, own.num_heads, row_parts);
-      cut_rows(cutting, own, num_parts, slices);
+      cut_rows(c, own, num_parts, slices);
     }
 }
 
 /* Replaces a slice by its two halves, unless these were too small. */
-static bool halve(const cutting *cutting, int number, fa_slices *slices) {
-  const fa_problem *p = cutting->problem;
+static bool halve(const cutting *c, int number, fa_slices *slices) {
+  const fa_problem *p = c->problem;
   fa_extent first = slices->at[number].own, second = first;
   const int64_t heads = first.num_heads * (p->num_heads / p->num_kv_heads);
   if (slices->count == FA_MAX_SLICES || first.num_batches * heads * first.num_rows < fa_host_slicing.least_rows)
@@ -114,13 +157,13 @@ static bool halve(const cutting *cutting, int number, fa_slices *slices) {
   if (first.num_batches > 1) {
     first.num_batches /= 2;
     second.first_batch += first.num_batches, second.num_batches -= first.num_batches;
-  } else if (cuts_rows(cutting)) {
+  } else if (cuts_rows(c)) {
     first.num_rows = rows_a_part(p, first.num_rows, 2);
     if (first.num_rows >= second.num_rows) return false;
     second.first_row += first.num_rows, second.num_rows -= first.num_rows;
   } else {
     first.num_heads /= 2;
-    if (p->num_sinks || first.num_heads * head_row_bytes(p) < fa_host_slicing.least_row_bytes) return false;
+    if (!c->heads || first.num_heads * head_row_bytes(p) < fa_host_slicing.least_row_bytes) return false;
     second.first_head += first.num_heads, second.num_heads -= first.num_heads;
   }
   memmove(&slices->at[number + 1], &slices->at[number], (size_t)(slices->count++ - number) * sizeof(fa_slice));
@@ -129,24 +172,24 @@ static bool halve(const cutting *cutting, int number, fa_slices *slices) {
 }
 
 /* Whether a slice of the same batch comes up with those before it, so that rows are longer. At first no more
- * than three times what has come up, or the device waits; where all waits for what comes up, that does not
+ * than three times what has come up may, or the device waits; where all wait for what comes up, that does not
  * matter. */
-static bool comes_along(const cutting *cutting, const fa_extent *before, const fa_extent *next) {
-  const int64_t all_rows = cutting->problem->seqlen_q;
-  const bool is_soon = is_mostly_staged(cutting) || before->first_batch > 0 ||
+static bool comes_along(const cutting *c, const fa_extent *before, const fa_extent *next) {
+  const int64_t all_rows = c->problem->seqlen_q;
+  const bool is_soon = is_mostly_staged(c) || before->first_batch > 0 ||
                        before->num_heads + next->num_heads <= 3 * before->first_head;
   return next->first_batch == before->first_batch && before->num_rows == all_rows &&
          next->num_rows == all_rows && is_soon &&
-         before->num_heads * head_row_bytes(cutting->problem) < fa_host_slicing.least_staged_row_bytes;
+         before->num_heads * head_row_bytes(c->problem) < fa_host_slicing.least_staged_row_bytes;
 }
 
 /* The processor copies short rows that lie apart at half the rate. */
-static void stage_together(const cutting *cutting, fa_slices *slices) {
+static void stage_together(const cutting *c, fa_slices *slices) {
   fa_extent *before = &slices->at[0].staged;
   *before = slices->at[0].own;
   for (fa_slice *slice = slices->at + 1; slice < slices->at + slices->count; slice++) {
     slice->staged = slice->own;
-    if (comes_along(cutting, before, &slice->own)) {
+    if (comes_along(c, before, &slice->own)) {
       before->num_heads += slice->own.num_heads;
       slice->staged.num_heads = 0;
     } else {
@@ -155,87 +198,102 @@ static void stage_together(const cutting *cutting, fa_slices *slices) {
   }
 }
 
-/* Nothing hides the last slice's kernel and way down, and the first one's way up and kernel: these are smaller.
- * The first one's matter where the way down takes longest, which is not so where the processor copies what
- * comes up. */
+/* Nothing hides the last slice's kernel and way down, nor the first one's way up and kernel: these slices are
+ * smaller. The first one's matter where the way down takes longest, which is not so where the processor copies
+ * what comes up. */
 void fa_cut(const fa_problem *problem, fa_pass pass, int64_t bytes_moved, int64_t pageable_bytes,
             fa_slices *slices) {
-  const cutting cut = {problem, pass, bytes_moved, pageable_bytes}, *cutting = &cut;
+  cutting c = {.problem = problem, .bytes_moved = bytes_moved, .pageable_bytes = pageable_bytes};
+  find_cuts(&c, pass);
   slices->count = 0;
-  const int64_t wanted = num_slices_wanted(cutting);
+  const int64_t wanted = num_slices_wanted(&c);
   if (wanted > 1)
-    cut_equally(cutting, wanted, slices);
+    cut_equally(&c, wanted, slices);
   else
     slices->at[slices->count++].own = (fa_extent){
         .num_batches = problem->batch, .num_heads = problem->num_kv_heads, .num_rows = problem->seqlen_q};
   for (bool halved = wanted > 1; halved;) {
-    halved = halve(cutting, slices->count - 1, slices);
-    if (!is_mostly_staged(cutting)) halved |= halve(cutting, 0, slices);
+    halved = halve(&c, slices->count - 1, slices);
+    if (!is_mostly_staged(&c)) halved |= halve(&c, 0, slices);
   }
-  stage_together(cutting, slices);
+  stage_together(&c, slices);
 }
 
-/* ---- a slice as a problem, and its parts of tensors --------------------------------------------------- */
+/* ---- an extent as a problem ------------------------------------------------------------------------------ */
 
-/* As if there were no other rows, nor keys that these do not see, so that the last row is beside the last key
- * again, or as many keys before it as it sees. */
+/* The problem's last row stands beside its last key. So keys that no row of the extent sees are left out, and
+ * where the last row sees keys beyond its own, the window moves by as many. */
 static void leave_rows(fa_problem *p, const fa_extent *own) {
-  const fa_range rows = {own->first_row, own->first_row + own->num_rows};
-  const fa_band band = fa_band_of_rows(fa_problem_band(p), rows);
-  p->seqlen_q = own->num_rows, p->seqlen_k = band.k_end;
-  p->window_left = band.left, p->window_right = band.right;
+  const int64_t rows_after = p->seqlen_q - own->first_row - own->num_rows;
+  const int64_t seen = fa_min(p->window_right, rows_after);
+  p->seqlen_q = own->num_rows;
+  p->seqlen_k -= rows_after - seen;
+  p->window_right -= seen, p->window_left += seen;
   fa_problem_canonicalise(p);
 }
 
-bool fa_is_of_rows(const fa_problem *problem, const fa_extent *own) {
-  return own->num_rows < problem->seqlen_q;
-}
-
 fa_problem fa_problem_of(const fa_problem *whole, const fa_extent *own) {
+  const int64_t heads_per_kv = whole->num_heads / whole->num_kv_heads;
   fa_problem problem = *whole;
   problem.batch = own->num_batches;
   problem.num_kv_heads = own->num_heads;
-  const int64_t heads_per_kv = whole->num_heads / whole->num_kv_heads;
   problem.num_heads = own->num_heads * heads_per_kv;
   problem.origin.batch += own->first_batch;
   problem.origin.head += own->first_head * heads_per_kv;
   problem.origin.row += own->first_row;
-  if (fa_is_of_rows(whole, own)) leave_rows(&problem, own);
+  if (own->num_rows < whole->seqlen_q) leave_rows(&problem, own);
+  fa_axes_follow(&problem, whole);
   return problem;
 }
 
-bool fa_is_of_keys(int id) {
-  return id == FA_TENSOR_K || id == FA_TENSOR_V || id == FA_TENSOR_DK || id == FA_TENSOR_DV;
+/* ---- an extent's regions of tensors ---------------------------------------------------------------------- */
+
+typedef struct place {
+  int64_t first, count;
+} place;
+
+/* The extent's places along one axis of a tensor. Keys are every extent's. */
+static place places_along(const fa_problem *problem, const fa_extent *e, int id, fa_axis axis, int64_t size) {
+  const int64_t heads_per_kv = problem->num_heads / problem->num_kv_heads;
+  if (!fa_varies_along(problem, id, axis)) return (place){0, size};
+  switch (axis) {
+    case FA_AXIS_BATCH: return (place){e->first_batch, e->num_batches};
+    case FA_AXIS_NUM_HEADS: return (place){e->first_head * heads_per_kv, e->num_heads * heads_per_kv};
+    case FA_AXIS_NUM_KV_HEADS: return (place){e->first_head, e->num_heads};
+    case FA_AXIS_SEQLEN_Q: return (place){e->first_row, e->num_rows};
+    default: return (place){0, size};
+  }
 }
 
-fa_part fa_part_of(const fa_problem *problem, const fa_extent *extent, int id, const fa_tensor *tensor) {
-  const fa_shape all = fa_tensor_shape(problem, id);
-  if (all.rank == 2)
-    return (fa_part){.row_bytes = (size_t)all.size_bytes, .num_rows = 1}; /* sinks are every slice's */
-  const bool rows_of_heads = all.rank == 4; /* lse: [batch, num_heads, seqlen_q] */
-  const bool all_rows = fa_is_of_keys(id) || extent->num_rows == problem->seqlen_q;
-  const int64_t all_heads = all.dims[rows_of_heads ? 2 : 1], share = all_heads / problem->num_kv_heads;
-  const int64_t first_head = extent->first_head * share, num_heads = extent->num_heads * share;
-  const int64_t first_row = all_rows ? 0 : extent->first_row;
-  const int64_t num_rows = all_rows ? all.dims[rows_of_heads ? 1 : 2] : extent->num_rows;
-  const size_t element = fa_dtype_bytes(all.dtype);
-  const size_t whole =
-      (size_t)(extent->num_batches * num_heads * num_rows * (rows_of_heads ? all.dims[3] : 1)) * element;
-  if (!rows_of_heads) {
-    const size_t offset =
-        (size_t)((extent->first_batch * all_heads + first_head) * all.dims[2] + first_row) * element;
-    if (all_rows) return (fa_part){.offset = offset, .row_bytes = whole, .num_rows = 1};
-    return (fa_part){.offset = offset,
-                     .row_bytes = (size_t)num_rows * element,
-                     .pitch = (size_t)all.dims[2] * element,
-                     .num_rows = (size_t)num_heads};
+/* A row reaches from the last axis to the first one outwards of which the extent has only a part. What is
+ * further out is the rows' number, as an extent of several batches has all of each. */
+fa_region fa_region_of(const fa_problem *problem, const fa_extent *extent, int id, const fa_tensor *tensor) {
+  const fa_shape shape = fa_tensor_shape(problem, id);
+  const fa_tensor strides = fa_tensor_strides(problem, id, tensor);
+  const size_t element = fa_dtype_bytes(shape.dtype);
+  fa_region region = {.row_bytes = element, .num_rows = 1};
+  bool is_whole = true;
+  for (int i = shape.rank - 1; i >= 0; i--) {
+    const place at = places_along(problem, extent, id, fa_axis_at(id, i), shape.dims[i]);
+    const size_t stride = element * (size_t)(i == shape.rank - 1 ? 1 : strides.strides[i]);
+    region.offset += (size_t)at.first * stride;
+    if (is_whole) {
+      region.row_bytes *= (size_t)at.count;
+    } else if (at.count > 1) {
+      region.pitch = stride;
+      region.num_rows = (size_t)at.count;
+    }
+    is_whole &= at.count == shape.dims[i];
   }
-  const size_t offset = (size_t)(extent->first_batch * tensor->stride_batch + first_row * tensor->stride_row +
-                                 first_head * tensor->stride_head) *
-                        element;
-  if (num_heads == all_heads) return (fa_part){.offset = offset, .row_bytes = whole, .num_rows = 1};
-  return (fa_part){.offset = offset,
-                   .row_bytes = (size_t)(num_heads * all.dims[3]) * element,
-                   .pitch = (size_t)tensor->stride_row * element,
-                   .num_rows = (size_t)num_rows};
+  return region;
+}
+
+bool fa_lies_apart(const fa_problem *problem, const fa_extent *extent, int id) {
+  return !fa_is_strided(id) && fa_region_of(problem, extent, id, &(fa_tensor){0}).num_rows > 1;
+}
+
+bool fa_is_there_before(const fa_problem *problem, const fa_extent *extent, int id) {
+  return (extent->first_batch > 0 && !fa_varies_along(problem, id, FA_AXIS_BATCH)) ||
+         (extent->first_head > 0 && !varies_with_heads(problem, id)) ||
+         (extent->first_row > 0 && !varies_with_rows(problem, id));
 }

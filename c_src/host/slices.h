@@ -1,4 +1,7 @@
-/* How a call on a device is cut into slices, so that one is copied while another is computed. */
+/* How a call on a device is cut into slices, so that one is copied while another is computed.
+ *
+ * A slice is what is computed at once. An extent is a range of batches, heads and rows; a region is where an
+ * extent's elements lie in a tensor. Parts are what heads, or rows of q, are divided into. */
 #ifndef FA_HOST_SLICES_H
 #define FA_HOST_SLICES_H
 
@@ -8,51 +11,55 @@
 
 enum { FA_MAX_SLICES = 12 };
 
-/* A slice must move so many bytes and compute so many rows of heads, or handing it over costs more than it
- * saves and the device is not full. Rows of a slice of heads lie apart: the bus wants them to be of some
- * length, and the processor where it copies them. Slices of rows of q have a multiple of row_unit. Variables,
- * so that tests can cut small problems. */
+/* How small slices may be; variables, so that tests can cut small problems. */
 typedef struct fa_slicing {
-  int64_t least_bytes, least_rows, least_row_bytes, least_staged_row_bytes, row_unit;
+  int64_t least_bytes;     /* that a slice moves: handing it over costs more than less of them would save */
+  int64_t least_rows;      /* of heads, that a slice computes: fewer leave processors of the device idle */
+  int64_t least_row_bytes; /* of rows that lie apart, for the bus */
+  int64_t least_staged_row_bytes; /* of such rows, for the processor that copies them */
+  int64_t row_unit;               /* slices of rows of q have a multiple of it, as tiles of kernels have */
 } fa_slicing;
 
 extern fa_slicing fa_host_slicing;
 
 /* A part of a problem that is a problem of its own: batches from first_batch on, and, of a single batch, key
- * and value heads from first_head on with the query heads that share them, and, of a forward, rows of q from
- * first_row on. Keys and values come with the first of these. */
+ * and value heads from first_head on with the query heads that share them, and rows of q from first_row on with
+ * the keys that they see. */
 typedef struct fa_extent {
   int64_t first_batch, num_batches, first_head, num_heads, first_row, num_rows;
 } fa_extent;
 
-/* What is computed at once, with what the processor copies for it: slices may come up together. */
 typedef struct fa_slice {
-  fa_extent own, staged;
+  fa_extent own;    /* what it computes */
+  fa_extent staged; /* what the processor copies for it, which may be later slices' as well; or no heads */
 } fa_slice;
 
+/* In the order of batches, heads and rows; together they are the whole problem. */
 typedef struct fa_slices {
   fa_slice at[FA_MAX_SLICES];
   int count;
 } fa_slices;
 
-/* Of a call that moves so many bytes, some of them from or to pageable memory. */
+/* Cuts a call that moves so many bytes, some of them from or to pageable memory. */
 void fa_cut(const fa_problem *problem, fa_pass pass, int64_t bytes_moved, int64_t pageable_bytes,
             fa_slices *slices);
-
-/* Whether it is some rows of q of its heads. */
-bool fa_is_of_rows(const fa_problem *problem, const fa_extent *own);
 
 /* The extent as a problem, canonical, whose origin says where it lies in the whole. */
 fa_problem fa_problem_of(const fa_problem *whole, const fa_extent *own);
 
-/* k, v, or their gradients. */
-bool fa_is_of_keys(int id);
-
-/* How an extent's part of a tensor lies in all of it, in bytes. */
-typedef struct fa_part {
+/* Where an extent's elements lie in a tensor: rows of bytes that begin pitch bytes apart. */
+typedef struct fa_region {
   size_t offset, row_bytes, pitch, num_rows;
-} fa_part;
+} fa_region;
 
-fa_part fa_part_of(const fa_problem *problem, const fa_extent *extent, int id, const fa_tensor *tensor);
+fa_region fa_region_of(const fa_problem *problem, const fa_extent *extent, int id, const fa_tensor *tensor);
+
+/* Whether the extent's region of a tensor whose strides nobody chooses has gaps, so that the extent's problem
+ * cannot take it where it lies. */
+bool fa_lies_apart(const fa_problem *problem, const fa_extent *extent, int id);
+
+/* Whether slices before this extent's have had all of its elements of a tensor already, as where the tensor
+ * does not vary from one batch, head or row to the next. */
+bool fa_is_there_before(const fa_problem *problem, const fa_extent *extent, int id);
 
 #endif

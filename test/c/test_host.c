@@ -13,6 +13,7 @@
 #include <unistd.h>
 
 #include "../../c_src/core/problem.h"
+#include "../../c_src/core/tensors.h"
 #include "../../c_src/host/lane.h"
 #include "../../c_src/host/pack.h"
 #include "../../c_src/host/slices.h"
@@ -170,7 +171,7 @@ static fa_status setting_run(setting *s, void *stream, fa_measurements *measured
     if (!role_of(s, id)) continue;
     fa_tensor *tensor = fa_tensor_at(&tensors, id);
     *tensor = fa_tensor_contiguous(&s->problem, id, s->given[id]);
-    if (fa_tensor_shape(&s->problem, id).rank != 4) tensor->stride_head = 12345; /* is ignored */
+    if (!fa_is_strided(id)) tensor->stride_head = 12345; /* is ignored */
     if (s->of_one_batch[id]) tensor->stride_batch = 0;
     fa_tensor_at(&placement.on_device, id)->data = s->on_device[id];
   }
