@@ -260,6 +260,9 @@ typedef enum fa_pass {
   FA_PASS_BACKWARD, /* dout, q, k, v, o, lse, sink -> dq, dk, dv, dsink */
   FA_PASS_TANGENT,  /* q, k, v, sink and a direction for each -> o, lse and their derivatives along it.
                        f64, CPU: the derivative of the forward algorithm itself, to check backwards by */
+  FA_PASS_BOUND, /* dout, q, k, v, sink -> o, lse, dq, dk, dv, dsink, which hold no results but how far rounding
+                    may take each of their elements, in that type, on any device. Reference: what devices are
+                    checked by (c_src/cpu/reference_bound.h) */
   FA_NUM_PASSES,
 } fa_pass;
 

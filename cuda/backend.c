@@ -106,8 +106,9 @@ static fa_status check_sizes(const fa_problem *p, const fa_cuda_kernel *kernel, 
 }
 
 static fa_status check_problem(const fa_plan *plan, int major, fa_error *error) {
-  if (plan->pass == FA_PASS_TANGENT)
-    return fa_fail(error, FA_STATUS_UNSUPPORTED, "pass", "forward or backward on CUDA", "tangent");
+  if (plan->pass != FA_PASS_FORWARD && plan->pass != FA_PASS_BACKWARD)
+    return fa_fail(error, FA_STATUS_UNSUPPORTED, "pass", "forward or backward on CUDA",
+                   fa_pass_name(plan->pass));
   if (plan->problem.dtype == FA_DTYPE_F64)
     return fa_fail(error, FA_STATUS_UNSUPPORTED, "dtype", "f32, bf16 or f16 on CUDA", "f64");
   if (major < 8)

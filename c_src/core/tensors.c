@@ -38,7 +38,7 @@ static const struct tensor_row {
   size_t offset;             /* in fa_tensors */
   fa_axis axes[FA_MAX_RANK]; /* its shape; as many as there are make the rank */
   unsigned types;            /* where there are several, dtype_offset says where the problem keeps it */
-  fa_tensor_role roles[FA_NUM_PASSES]; /* forward, backward, tangent */
+  fa_tensor_role roles[FA_PASS_BOUND]; /* forward, backward, tangent */
   fa_axis only_if;                     /* left out where this axis is 0 */
   fa_tensor_id gradient, tangent;      /* what holds them; 0, which is q and neither, stands for none */
   size_t dtype_offset;                 /* of a fa_dtype in fa_problem */
@@ -70,7 +70,7 @@ static const struct tensor_row {
 #undef OUT
 };
 
-static const char *const pass_names[FA_NUM_PASSES] = {"forward", "backward", "tangent"};
+static const char *const pass_names[FA_NUM_PASSES] = {"forward", "backward", "tangent", "bound"};
 
 const char *fa_tensor_name(fa_tensor_id id) { return (unsigned)id < FA_NUM_TENSORS ? rows[id].name : ""; }
 
@@ -129,9 +129,15 @@ int fa_tensor_gradient(fa_tensor_id id) { return rows[id].gradient ? (int)rows[i
 
 int fa_tensor_tangent(int id) { return rows[id].tangent ? (int)rows[id].tangent : -1; }
 
+/* The bound is of the forward and the backward at once. */
+static fa_tensor_role role_of(const struct tensor_row *row, fa_pass pass) {
+  if (pass != FA_PASS_BOUND) return row->roles[pass];
+  return row->roles[FA_PASS_FORWARD] ? row->roles[FA_PASS_FORWARD] : row->roles[FA_PASS_BACKWARD];
+}
+
 fa_tensor_role fa_tensor_role_in(const fa_problem *problem, fa_pass pass, fa_tensor_id id) {
   const fa_axis only_if = rows[id].only_if;
-  return only_if && fa_axis_size(problem, only_if) == 0 ? FA_ROLE_NONE : rows[id].roles[pass];
+  return only_if && fa_axis_size(problem, only_if) == 0 ? FA_ROLE_NONE : role_of(&rows[id], pass);
 }
 
 static int rank_of(const struct tensor_row *row) {
@@ -310,7 +316,7 @@ fa_status fa_problem_set_shapes(fa_problem *problem, fa_pass pass, const fa_shap
   }
   fa_status status = FA_STATUS_OK;
   for (int id = 0; !status && id < FA_NUM_TENSORS; id++) {
-    const bool is_wanted = rows[id].roles[pass] == FA_ROLE_INPUT;
+    const bool is_wanted = role_of(&rows[id], pass) == FA_ROLE_INPUT;
     if (shapes[id] && !is_wanted)
       status = fa_fail(error, FA_STATUS_INVALID_ARGUMENT, rows[id].name,
                        FA_TEXT("none, as it is no input of the %s", fa_pass_name(pass)), "a tensor");

@@ -95,6 +95,9 @@ static fa_status plan_cpu(fa_plan *plan, fa_error *error) {
   const char *isa;
   const fa_cpu_kernels *kernels = kernels_here(&isa);
   bool f64 = plan->problem.dtype == FA_DTYPE_F64;
+  if (plan->pass == FA_PASS_BOUND)
+    return fa_fail(error, FA_STATUS_UNSUPPORTED, "pass", "forward, backward or tangent on the CPU",
+                   fa_pass_name(plan->pass));
   if (plan->pass == FA_PASS_TANGENT && !f64)
     return fa_fail(error, FA_STATUS_UNSUPPORTED, "q", "type f64 for the tangent pass",
                    fa_dtype_name(plan->problem.dtype));

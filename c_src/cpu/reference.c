@@ -56,6 +56,8 @@ static double stored(fa_dtype dtype, double value) {
 #undef REAL
 #undef T
 
+#include "reference_bound.h"
+
 static int32_t num_devices(fa_error *error) {
   fa_succeed(error);
   return 1;
@@ -71,11 +73,12 @@ static fa_status plan_reference(fa_plan *plan, fa_error *error) {
   static const char *const kernels[FA_NUM_FLOATS] = {"reference/f32", "reference/f64", "reference/bf16",
                                                      "reference/f16"};
   if (plan->pass == FA_PASS_TANGENT)
-    return fa_fail(error, FA_STATUS_UNSUPPORTED, "pass", "forward or backward on the reference",
+    return fa_fail(error, FA_STATUS_UNSUPPORTED, "pass", "forward, backward or bound on the reference",
                    fa_pass_name(plan->pass));
   plan->kernel = kernels[plan->problem.dtype];
-  plan->workspace_bytes = plan->problem.dtype == FA_DTYPE_F64 ? workspace_bytes_f64(&plan->problem)
-                                                              : workspace_bytes_f32(&plan->problem);
+  plan->workspace_bytes = plan->pass == FA_PASS_BOUND           ? workspace_bytes_bound(&plan->problem)
+                          : plan->problem.dtype == FA_DTYPE_F64 ? workspace_bytes_f64(&plan->problem)
+                                                                : workspace_bytes_f32(&plan->problem);
   return fa_succeed(error);
 }
 
@@ -83,7 +86,9 @@ static fa_status run_reference(const fa_plan *plan, const fa_tensors *tensors, c
                                fa_error *error) {
   const bool forward = plan->pass == FA_PASS_FORWARD, f64 = plan->problem.dtype == FA_DTYPE_F64;
   void (*const pass)(const fa_problem *, const fa_tensors *, void *) =
-      forward ? (f64 ? forward_f64 : forward_f32) : (f64 ? backward_f64 : backward_f32);
+      plan->pass == FA_PASS_BOUND ? bound
+      : forward                   ? (f64 ? forward_f64 : forward_f32)
+                                  : (f64 ? backward_f64 : backward_f32);
   pass(&plan->problem, tensors, execution->workspace);
   return fa_succeed(error);
 }

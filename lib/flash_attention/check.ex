@@ -5,7 +5,8 @@ defmodule FlashAttention.Check do
   Each kind of evidence stands on something that the code under test did not make:
 
     * `:forward`, `:backward` - every output against the naive float64 implementation. Allowed is twice the
-      error that the naive implementation has in the type itself, plus a few roundings of the type.
+      error that the naive implementation has in the type itself, plus what rounding may do to that number in any
+      correct program (`:bound` of `FlashAttention.Native`; derived in `c_src/cpu/reference_bound.h`).
     * `:differences` - gradients against central differences of the forward in float64, along random
       directions, for each input by itself.
     * `:tangent` - gradients against the derivative of the tiled forward algorithm itself, which the CPU takes
@@ -21,9 +22,6 @@ defmodule FlashAttention.Check do
   @types [{:f, 32}, {:f, 64}, {:bf, 16}, {:f, 16}]
   @reference {:reference, 0}
   @f64 {:f, 64}
-
-  # So many errors of the naive implementation say what is usual for a tensor.
-  @enough_errors 100
 
   # For the fourth-order central difference: its own error is of the order of the step's fourth power, and what
   # rounding adds of the order of 2^-53 / step. Sinks are f32; they and their directions are multiples of 1/16,
@@ -102,16 +100,16 @@ defmodule FlashAttention.Check do
     case compute(c, inputs, type, device, runner) do
       {:ok, tested} ->
         {:ok, exact} = compute(c, inputs, @f64, @reference, &Native.run/4)
-
-        naive_errors = naive_errors(c, type)
+        {:ok, naive} = compute(c, inputs, type, @reference, &Native.run/4)
+        {:ok, bounds} = pass(:bound, c, encode(c, inputs, type), @reference, &Native.run/4)
+        bounds = decode(bounds)
 
         for {check, tensors} <- [forward: [:o, :lse], backward: [:dq, :dk, :dv, :dsink]],
             tensor <- tensors,
             Map.has_key?(exact, tensor) do
-          error = Values.max_difference(tested[tensor], exact[tensor])
-          few_roundings = roundings(c, tensor, type, Map.merge(inputs, exact))
-          draws = 1 + div(@enough_errors, length(exact[tensor]))
-          allowed = allowed(c, type, tensor, error, few_roundings, naive_errors[tensor], draws)
+          naive_error = Values.max_difference(naive[tensor], exact[tensor])
+          allowed = for bound <- bounds[tensor], do: 2 * naive_error + bound
+          {error, allowed} = Values.worst_difference(tested[tensor], exact[tensor], allowed)
           result(c, check, type, device, tensor, error, allowed)
         end
 
@@ -123,61 +121,6 @@ defmodule FlashAttention.Check do
   defp rounded_inputs(c, type) do
     for {name, numbers} <- inputs(c), into: %{} do
       {name, Values.round_to(numbers, input_type(name, type))}
-    end
-  end
-
-  # Twice the naive implementation's error and a few roundings. Few numbers may err little by luck: before an
-  # error is too large, more of them are drawn.
-  defp allowed(c, type, tensor, error, few_roundings, naive_error, draws) do
-    allowed = 2 * naive_error + few_roundings
-
-    if error <= allowed or draws == 1 do
-      allowed
-    else
-      c = %{c | seed: c.seed + 1}
-      naive_error = max(naive_error, naive_errors(c, type)[tensor])
-      allowed(c, type, tensor, error, few_roundings, naive_error, draws - 1)
-    end
-  end
-
-  # There is nothing more exact to measure float64 by: its errors are those of f32, by the ratio of their units,
-  # and half as much again because what it is held against errs as well.
-  defp naive_errors(c, @f64) do
-    for {name, error} <- naive_errors(c, {:f, 32}), into: %{}, do: {name, 1.5 * :math.pow(2, -29) * error}
-  end
-
-  defp naive_errors(c, type) do
-    inputs = rounded_inputs(c, type)
-    {:ok, naive} = compute(c, inputs, type, @reference, &Native.run/4)
-    {:ok, exact} = compute(c, inputs, @f64, @reference, &Native.run/4)
-    for {name, numbers} <- exact, into: %{}, do: {name, Values.max_difference(naive[name], numbers)}
-  end
-
-  # What a few roundings can do: one of the result to its own type, and some of the arithmetic, which is f32 for
-  # 16-bit types, of the numbers that the result is the difference of.
-  defp roundings(c, tensor, type, values) do
-    arithmetic = Values.roundoff(state_type(type))
-    size = Values.largest(values[tensor])
-    own = Values.roundoff(output_type(tensor, type))
-    own * size + 4 * arithmetic * (size + cancelling(c, tensor, values))
-  end
-
-  # lse is a score and the logarithm of a sum from 1 on; ds is the difference of two dot products, of v and of o
-  # with dout, and dq, dk and dsink are sums of it. The dot product of unrelated rows of length a and b has the
-  # size a * b / sqrt(head_dim).
-  defp cancelling(c, tensor, values) do
-    head_dim = elem(c.q, 3)
-    root = :math.sqrt(head_dim)
-    scale = abs(Keyword.get(c.options, :scale, 1 / root))
-    length = &Values.longest(values[&1], head_dim)
-    ds = length.(:dout) * length.(:v) / root
-
-    case tensor do
-      :lse -> 1 + scale * length.(:q) * length.(:k) / root
-      :dq -> scale * ds * Values.largest(values.k)
-      :dk -> scale * ds * Values.largest(values.q)
-      :dsink -> ds
-      _product -> 0.0
     end
   end
 
@@ -276,13 +219,6 @@ defmodule FlashAttention.Check do
 
   defp input_type(:sink, _type), do: {:f, 32}
   defp input_type(_name, type), do: type
-
-  defp output_type(:dsink, _type), do: {:f, 32}
-  defp output_type(:lse, type), do: state_type(type)
-  defp output_type(_name, type), do: type
-
-  defp state_type(@f64), do: @f64
-  defp state_type(_type), do: {:f, 32}
 
   defp result(c, check, type, device, tensor, error, allowed) do
     %{

@@ -17,8 +17,11 @@ defmodule FlashAttention.Native do
 
   @on_load :load
 
-  @typedoc "`:forward`, `:backward`, or `:tangent`: the derivative of the forward along a direction."
-  @type pass :: :forward | :backward | :tangent
+  @typedoc """
+  `:forward`, `:backward`, `:tangent`, the derivative of the forward along a direction, or `:bound`, how far rounding may
+  take results.
+  """
+  @type pass :: :forward | :backward | :tangent | :bound
 
   @typedoc "`{:f, 32}`, `{:f, 64}`, `{:bf, 16}` or `{:f, 16}`, as Nx writes types."
   @type type :: {:f | :bf, 16 | 32 | 64}
@@ -76,6 +79,10 @@ defmodule FlashAttention.Native do
   | `:forward`  | q, k, v, and sink if any                     | o, lse                        |
   | `:backward` | dout, q, k, v, o, lse, and sink if any       | dq, dk, dv, and dsink if any  |
   | `:tangent`  | q, k, v, sink if any, and tangent_* of each  | o, lse, o_tangent, lse_tangent|
+  | `:bound`    | dout, q, k, v, and sink if any               | those of forward and backward |
+
+  What `:bound` writes is no result but how far rounding may take each of its numbers, on any device; it runs on
+  `{:reference, 0}` alone.
 
   Whatever is passed, the result is `{:ok, outputs}` or `{:error, error}`.
 

@@ -111,21 +111,6 @@ void values_fill(fa_values *values, const fa_problem *problem, fa_dtype round_to
   }
 }
 
-void values_rotate(fa_values *values, const fa_problem *problem, int64_t first) {
-  const size_t d = (size_t)problem->head_dim, head = (size_t)(first % problem->head_dim);
-  double *row = allocate(d * sizeof *row);
-  for (int id = 0; id < FA_NUM_TENSORS && head; id++) {
-    if (fa_axis_of(id, FA_AXIS_HEAD_DIM) < 0) continue;
-    double *end = values->data[id] + values_count(problem, id);
-    for (double *x = values->data[id]; x < end; x += d) {
-      memcpy(row, x, d * sizeof *row);
-      memcpy(x, row + head, (d - head) * sizeof *row);
-      memcpy(x + d - head, row, head * sizeof *row);
-    }
-  }
-  free(row);
-}
-
 /* ---- placement: the device's memory ------------------------------------------------------------------- */
 
 /* Memory of the device, aligned to 64 bytes or more and of that size, with a copy of what is at host. */
@@ -317,49 +302,4 @@ double values_error(const fa_problem *problem, fa_tensor_id id, const fa_values 
 
 bool values_equal(const fa_problem *problem, fa_tensor_id id, const fa_values *x, const fa_values *y) {
   return memcmp(x->data[id], y->data[id], (size_t)values_count(problem, id) * sizeof(double)) == 0;
-}
-
-/* max |x|, of what is finite */
-static double largest(const fa_problem *problem, fa_tensor_id id, const fa_values *x) {
-  double worst = 0;
-  for (int64_t i = values_count(problem, id) - 1; i >= 0; i--)
-    if (isfinite(x->data[id][i])) worst = fmax(worst, fabs(x->data[id][i]));
-  return worst;
-}
-
-/* The length of the longest row of head_dim elements. */
-static double longest(const fa_problem *problem, fa_tensor_id id, const fa_values *x) {
-  double worst = 0;
-  for (int64_t i = 0; i < values_count(problem, id); i += problem->head_dim) {
-    double sum = 0;
-    for (int64_t c = 0; c < problem->head_dim; c++) sum += x->data[id][i + c] * x->data[id][i + c];
-    worst = fmax(worst, sum);
-  }
-  return sqrt(worst);
-}
-
-/* The size of the rounding errors of what cancels, in units of roundoff. A dot product of rows of length a and
- * b errs by some a * b units. lse is a score and the log of a sum from 1 on. ds is the difference of two dot
- * products, of v and of o with dout, that may be all but equal; dq, dk and dsink are sums of it. dk sums more
- * rows than there are keys: their errors add up as a random walk. */
-static double cancelling(const fa_problem *problem, fa_tensor_id id, const fa_values *x) {
-  const double scale = problem->scale == 0 ? 1 / sqrt((double)problem->head_dim) : fabs(problem->scale);
-  const double ds = 2 * longest(problem, FA_TENSOR_DOUT, x) * longest(problem, FA_TENSOR_V, x);
-  const double rows_per_key = (double)(problem->seqlen_q * (problem->num_heads / problem->num_kv_heads)) /
-                              fmax(1, (double)problem->seqlen_k);
-  switch (id) {
-    case FA_TENSOR_LSE: return 1 + scale * longest(problem, FA_TENSOR_Q, x) * longest(problem, FA_TENSOR_K, x);
-    case FA_TENSOR_DQ: return scale * ds * largest(problem, FA_TENSOR_K, x);
-    case FA_TENSOR_DK: return scale * ds * largest(problem, FA_TENSOR_Q, x) * sqrt(fmax(1, rows_per_key));
-    case FA_TENSOR_DSINK: return ds;
-    default: return 0;
-  }
-}
-
-double values_tiny(const fa_problem *problem, fa_tensor_id id, const fa_values *expected) {
-  static const double roundoff[FA_NUM_FLOATS] = {0x1p-24, 0x1p-53, 0x1p-8, 0x1p-11};
-  const double arithmetic = roundoff[fa_tensor_shape(problem, FA_TENSOR_LSE).dtype];
-  const double size = largest(problem, id, expected);
-  return (roundoff[fa_tensor_shape(problem, id).dtype] + 4 * arithmetic) * size +
-         arithmetic * cancelling(problem, id, expected);
 }

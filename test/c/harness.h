@@ -24,9 +24,6 @@ int64_t values_count(const fa_problem *problem, fa_tensor_id id);
  * and their tangents also lie on a coarse grid, so that f32 can hold sink + step * tangent exactly. */
 void values_fill(fa_values *values, const fa_problem *problem, fa_dtype round_to, fa_fill fill, uint64_t seed);
 
-/* Rotates the columns of every row so that column first comes first. */
-void values_rotate(fa_values *values, const fa_problem *problem, int64_t first);
-
 typedef struct fa_setup {
   fa_device device;
   fa_layout layout;
@@ -48,10 +45,6 @@ void must_run(const fa_setup *setup, const fa_problem *problem, fa_pass pass, fa
 
 /* max |x - expected|; infinity where one is NaN or infinite and the other is something else. */
 double values_error(const fa_problem *problem, fa_tensor_id id, const fa_values *x, const fa_values *expected);
-
-/* An error that luck alone may keep out of a naive run: the tensor's own rounding to its type, two units in
- * the last place of f32 (of f64, where that is the type), and one rounding of each dot product that cancels. */
-double values_tiny(const fa_problem *problem, fa_tensor_id id, const fa_values *expected);
 
 bool values_equal(const fa_problem *problem, fa_tensor_id id, const fa_values *x, const fa_values *y);
 

@@ -40,7 +40,7 @@ static void test_names(void) {
   for (int i = 0; i < FA_NUM_DEVICE_KINDS; i++) CHECK_TEXT(fa_device_kind_name((fa_device_kind)i), kinds[i]);
   CHECK(!fa_has_own_memory(FA_DEVICE_CPU) && !fa_has_own_memory(FA_NUM_DEVICE_KINDS), "own memory");
   CHECK_TEXT(fa_device_kind_name(FA_NUM_DEVICE_KINDS), "unknown");
-  static const char *const passes[FA_NUM_PASSES] = {"forward", "backward", "tangent"};
+  static const char *const passes[FA_NUM_PASSES] = {"forward", "backward", "tangent", "bound"};
   for (int i = 0; i < FA_NUM_PASSES; i++) CHECK_TEXT(fa_pass_name((fa_pass)i), passes[i]);
   static const char *const tensors[FA_NUM_TENSORS] = {
       "q",  "k",     "v",         "sink",      "o",         "lse",          "dout",      "dq",         "dk",
@@ -266,6 +266,7 @@ static void test_set_shapes(void) {
     fa_problem_format(&p, text, sizeof text);
     CHECK_TEXT(text, "f32 b2 sq5 sk7 h4 kv2 d8 sinks3 softcap2");
   }
+  valid_shapes(&s, FA_PASS_TANGENT);
   s.given[FA_TENSOR_SINK] = NULL;
   CHECK(fa_problem_set_shapes(&p, FA_PASS_TANGENT, s.given, &error), "a direction of no sink passes");
   CHECK_TEXT(error.message, "sink: expected a tensor of shape [num_sinks, num_heads], got none");

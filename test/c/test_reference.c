@@ -157,7 +157,7 @@ static void test_tangent_unsupported(void) {
   problem.num_heads = 1, problem.num_kv_heads = 1, problem.head_dim = 1;
   CHECK(fa_plan_init(&plan, &problem, FA_PASS_TANGENT, reference.device, &error) == FA_STATUS_UNSUPPORTED,
         "the reference plans a tangent");
-  CHECK_TEXT(error.message, "pass: expected forward or backward on the reference, got tangent");
+  CHECK_TEXT(error.message, "pass: expected forward, backward or bound on the reference, got tangent");
 }
 
 int main(void) {

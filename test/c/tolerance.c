@@ -5,45 +5,42 @@
 const fa_tensor_id outputs[NUM_OUTPUTS] = {FA_TENSOR_O,  FA_TENSOR_LSE, FA_TENSOR_DQ,
                                            FA_TENSOR_DK, FA_TENSOR_DV,  FA_TENSOR_DSINK};
 
-fa_values run_reference(const fa_case *c, fa_dtype dtype, fa_dtype round_to, uint64_t seed, int64_t first) {
+/* Inputs that tensors of the case's type hold, and in their places what the passes make of them in dtype. */
+static fa_values run_reference(const fa_case *c, fa_dtype dtype, const fa_pass *passes, size_t num_passes,
+                               uint64_t seed) {
   fa_problem problem = c->problem;
-  problem.dtype = dtype;
   const fa_setup setup = {.device = {FA_DEVICE_REFERENCE, 0}};
   fa_values values = values_new(&problem);
-  values_fill(&values, &problem, round_to, c->fill, seed);
-  values_rotate(&values, &problem, first);
-  must_run(&setup, &problem, FA_PASS_FORWARD, &values);
-  must_run(&setup, &problem, FA_PASS_BACKWARD, &values);
-  values_rotate(&values, &problem, problem.head_dim - first);
+  values_fill(&values, &problem, problem.dtype, c->fill, seed);
+  problem.dtype = dtype;
+  for (size_t i = 0; i < num_passes; i++) must_run(&setup, &problem, passes[i], &values);
   return values;
 }
 
-void raise_naive_errors(const fa_case *c, uint64_t seed, int64_t first, double errors[FA_NUM_TENSORS]) {
-  const bool f64 = c->problem.dtype == FA_DTYPE_F64;
-  const fa_dtype dtype = f64 ? FA_DTYPE_F32 : c->problem.dtype;
-  fa_values naive = run_reference(c, dtype, dtype, seed, first);
-  fa_values exact = run_reference(c, FA_DTYPE_F64, dtype, seed, 0);
-  for (size_t i = 0; i < NUM_OUTPUTS; i++) {
-    const double error = values_error(&c->problem, outputs[i], &naive, &exact) * (f64 ? 1.5 * 0x1p-29 : 1);
-    errors[outputs[i]] = fmax(errors[outputs[i]], error);
-  }
+fa_tolerance tolerance_new(const fa_case *c, uint64_t seed) {
+  static const fa_pass both[] = {FA_PASS_FORWARD, FA_PASS_BACKWARD}, bound = FA_PASS_BOUND;
+  fa_tolerance tolerance = {.exact = run_reference(c, FA_DTYPE_F64, both, 2, seed),
+                            .bound = run_reference(c, c->problem.dtype, &bound, 1, seed)};
+  fa_values naive = run_reference(c, c->problem.dtype, both, 2, seed);
+  for (size_t i = 0; i < NUM_OUTPUTS; i++)
+    tolerance.naive[outputs[i]] = values_error(&c->problem, outputs[i], &naive, &tolerance.exact);
   values_free(&naive);
-  values_free(&exact);
+  return tolerance;
 }
 
-/* The largest of a few errors says little about how large errors are: a tensor of fewer elements than this is
- * measured by more runs, so many elements in all, of other data and of the same data summed in another order.
- * Where rows are not alike, the errors of every tensor stand in the few rows where scores are near each other,
- * or that are large. */
-enum { ENOUGH_ERRORS = 64, ERRORS_OF_UNEVEN = 8 };
+void tolerance_free(fa_tolerance *tolerance) {
+  values_free(&tolerance->exact);
+  values_free(&tolerance->bound);
+}
 
-double tolerance_of(const fa_case *c, fa_tensor_id id, uint64_t seed, double error, double tiny,
-                    double errors[FA_NUM_TENSORS]) {
-  int64_t count = values_count(&c->problem, id);
-  if (c->fill != FILL_NORMAL && count > ERRORS_OF_UNEVEN) count = ERRORS_OF_UNEVEN;
-  for (int64_t draw = 1; error > 2 * errors[id] + tiny && draw * count < ENOUGH_ERRORS; draw++) {
-    raise_naive_errors(c, seed, draw % c->problem.head_dim, errors);
-    raise_naive_errors(c, seed + (uint64_t)draw, 0, errors);
+double tolerance_share(const fa_tolerance *tolerance, const fa_problem *problem, fa_tensor_id id,
+                       const fa_values *x) {
+  double worst = 0;
+  for (int64_t i = values_count(problem, id) - 1; i >= 0; i--) {
+    const double got = x->data[id][i], exact = tolerance->exact.data[id][i];
+    const double allowed = 2 * tolerance->naive[id] + tolerance->bound.data[id][i];
+    const double share = got == exact ? 0 : fabs(got - exact) / allowed;
+    worst = share <= worst ? worst : isnan(share) ? INFINITY : share;
   }
-  return 2 * errors[id] + tiny;
+  return worst;
 }

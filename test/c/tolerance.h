@@ -1,6 +1,8 @@
 /*
- * The tolerance is what the type can do: max |x - oracle| <= 2 * max |naive - oracle| + tiny, where naive is
- * unfused attention in the same type.
+ * The tolerance: |x - exact| <= 2 * max |naive - exact| + bound, element by element. naive is unfused attention
+ * in the same type, which is what the type can do with these data. bound is what rounding may do to that
+ * element in any correct program, whatever luck the naive run had: FA_PASS_BOUND, derived in
+ * c_src/cpu/reference_bound.h. In f64 the oracle and the naive run are the same, and the bound stands alone.
  */
 #ifndef FA_TEST_TOLERANCE_H
 #define FA_TEST_TOLERANCE_H
@@ -11,18 +13,18 @@
 enum { NUM_OUTPUTS = 6 };
 extern const fa_tensor_id outputs[NUM_OUTPUTS];
 
-/* Forward and backward of inputs that tensors of type round_to hold, in arithmetic of dtype. Sums over head_dim
- * begin at column first; that changes their rounding and nothing else. */
-fa_values run_reference(const fa_case *c, fa_dtype dtype, fa_dtype round_to, uint64_t seed, int64_t first);
+typedef struct fa_tolerance {
+  fa_values exact; /* inputs and outputs, from the oracle in f64 */
+  fa_values bound;
+  double naive[FA_NUM_TENSORS]; /* max |naive - exact| */
+} fa_tolerance;
 
-/* The error of naive attention in the problem's type, tensor by tensor, where that is more than errors says.
- * f64 has no better arithmetic to be measured by: its error is that of f32 by the ratio of their units, and
- * half as much again for the oracle's own. */
-void raise_naive_errors(const fa_case *c, uint64_t seed, int64_t first, double errors[FA_NUM_TENSORS]);
+/* Of the case with the inputs that values_fill draws with that seed. */
+fa_tolerance tolerance_new(const fa_case *c, uint64_t seed);
+void tolerance_free(fa_tolerance *tolerance);
 
-/* What an error of that tensor may be. tiny: values_tiny. errors: what raise_naive_errors found with that seed;
- * it is raised further where error is larger and the tensor small. */
-double tolerance_of(const fa_case *c, fa_tensor_id id, uint64_t seed, double error, double tiny,
-                    double errors[FA_NUM_TENSORS]);
+/* The largest error of that tensor, as a part of what is allowed: what is above 1 is wrong. */
+double tolerance_share(const fa_tolerance *tolerance, const fa_problem *problem, fa_tensor_id id,
+                       const fa_values *x);
 
 #endif

@@ -81,9 +81,10 @@ defmodule FlashAttention.NativeTest do
     device = {:cpu, 0}
 
     for {arguments, message} <- [
-          {[:sideways, tensors, [], device], "pass: expected one of forward, backward, tangent, got sideways"},
+          {[:sideways, tensors, [], device],
+           "pass: expected one of forward, backward, tangent, bound, got sideways"},
           {["forward", tensors, [], device],
-           "pass: expected one of forward, backward, tangent, got a binary of 7 bytes"},
+           "pass: expected one of forward, backward, tangent, bound, got a binary of 7 bytes"},
           {[:forward, [], [], device], "tensors: expected a map, got []"},
           {[:forward, %{tensors | q: 1}, [], device], "q: expected {binary, type, shape}, got 1"},
           {[:forward, Map.put(tensors, :x, 1), [], device], "tensors: expected the name of a tensor, got x"},

@@ -63,14 +63,16 @@ defmodule FlashAttention.Check.Values do
   defp difference(x, x) when x != :nan, do: 0.0
   defp difference(_x, _y), do: :infinity
 
-  def largest(xs), do: for(x <- xs, is_float(x), do: abs(x)) |> Enum.max(fn -> 0.0 end)
-
-  # The Euclidean length of the longest of rows of `width` numbers.
-  def longest(xs, width) do
-    for(row <- Enum.chunk_every(xs, width), do: row |> Enum.map(&(&1 * &1)) |> Enum.sum())
-    |> Enum.max(fn -> 0.0 end)
-    |> :math.sqrt()
+  # Of the number whose difference is the largest part of what is allowed there: both.
+  def worst_difference(xs, ys, allowed) do
+    [xs, ys, allowed]
+    |> Enum.zip_with(fn [x, y, allowed] -> {difference(x, y), allowed} end)
+    |> Enum.max_by(&share/1, fn -> {0.0, 0.0} end)
   end
+
+  defp share({:infinity, _allowed}), do: :infinity
+  defp share({difference, _allowed}) when difference == 0, do: 0.0
+  defp share({difference, allowed}), do: difference / allowed
 
   def dot(xs, ys), do: Enum.zip_with(xs, ys, &(&1 * &2)) |> Enum.sum()
 

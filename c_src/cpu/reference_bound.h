@@ -1,0 +1,364 @@
+/*
+ * FA_PASS_BOUND, a part of reference.c: how far rounding may take each element of a result from its exact
+ * value, whichever device computed it. A running error analysis (Higham 2002, section 3.3): what every
+ * operation can add is carried through to the result, to first order. It is carried in two ways, and the lesser
+ * is the bound:
+ *
+ *     most      the sum of all sizes, which no order and no luck exceeds;
+ *     square    the sum of their squares. A rounding lies anywhere in +-size, so that its variance is size^2 /
+ * 3 at most; the sum of independent ones is beyond 6 sqrt(square / 3) once in 500 million times.
+ *
+ * u is the unit roundoff of the arithmetic (f32's for 16-bit types), w that of the tensors' type. An error r(x)
+ * is one rounding of size x, `+` adds errors, a factor scales them. dot(x, y) is the error of a dot product,
+ * sum(t) of a sum of terms t, in any order. With p, s, dp, delta and ds as in flash_attention.h, m the row's
+ * largest score, and slope the derivative of a score by the product that it is made of:
+ *
+ *     e(s)     = slope scale dot(q, k) + r(8 u (|product| + |s| + softcap))
+ *     x(s, m)  = e(s) + r(2 u (|s| + |m|) + 4 u)       of exp(s - m), relative to it: rounded arguments, and
+ * exp e(lse)   = Sum_j p x(s, m) + sum(p) + r(2 u (|lse| + |m|) + 8 u) e(o)     = Sum_j p (x(s, m) (v - o) +
+ * r(w v)) + own(o),     own(o) = sum(p v) + sum(p) o + r(w o) e(delta) = Sum_j p (x(s, m) (dp - delta) + r(w
+ * dp)) + Sum_c own(o) dout + dot(o, dout) e(ds)    = p slope (dp - delta) x(s, lse) + p slope (dot(dout, v) +
+ * r(u (|dp| + |delta|))) + p (dp - delta) e(slope) + r((w + 4 u) ds) e(dq)    = scale (Sum_j e(ds) k + e(lse)
+ * Sum_j (ds k) + e(delta) Sum_j (p slope k) + sum(ds k)) + r((w + 4 u) dq) e(dk)    = scale (Sum_i (e(ds) +
+ * e(lse) ds + e(delta) p slope) q + sum(ds q)) + r((w + 4 u) dk) e(dv)    = Sum_i (x(s, lse) + e(lse) + r(w)) p
+ * dout + sum(p dout) + r((w + 4 u) dv) e(dsink) = Sum_bi exp(sink - lse) ((x(sink, lse) + e(lse)) delta +
+ * e(delta)) + sum(exp(sink - lse) delta) + r(2 w dsink)
+ *
+ * An error that is the same for all of a row multiplies a sum that has signs: that of lse moves every p alike,
+ * that of delta every dp, and what moves all p leaves o where it is. r(w v), r(w dp) and r(w ds) are there for
+ * kernels that round p and ds to 16 bits before they multiply. `least` is added wherever a number may fall
+ * below the type's smallest normal one.
+ */
+
+/* f64 is held against f64, which errs as much: its units are twice the roundoff. */
+static const struct unit {
+  double arithmetic, stored, least;
+} units[FA_NUM_DTYPES] = {
+    [FA_DTYPE_F32] = {0x1p-24, 0x1p-24, 0x1p-126},
+    [FA_DTYPE_F64] = {0x1p-52, 0x1p-52, 0x1p-1022},
+    [FA_DTYPE_BF16] = {0x1p-24, 0x1p-8, 0x1p-126},
+    [FA_DTYPE_F16] = {0x1p-24, 0x1p-11, 0x1p-25},
+};
+
+/* ---- errors ------------------------------------------------------------------------------------------ */
+
+typedef struct error {
+  double most, square;
+} error;
+
+static error rounding(double size) { return (error){fabs(size), size * size}; }
+
+static error scaled(error e, double factor) {
+  return (error){e.most * fabs(factor), e.square * factor * factor};
+}
+
+static void add_error(error *to, error e) { to->most += e.most, to->square += e.square; }
+
+/* Squares of the smallest numbers are lost: they would make the bound of such a result 0. */
+static double bound_of(error e) { return e.square < 0x1p-960 ? e.most : fmin(e.most, 6 * sqrt(e.square / 3)); }
+
+/* sum(t) for each term t of a sum of n products, beside one for the sum itself, which is what partial sums are
+ * like. A term meets n additions at most, less than half as many factors that rescale an online sum, and four
+ * of quotients and scales; a product whose operands are split in two parts of f16 each errs by three times 4 u.
+ */
+static error error_of_term(int64_t n, double u) {
+  const double num_roundings = 1.5 * (double)n + 4;
+  return (error){(num_roundings + 12) * u, (num_roundings + 3 * 4 * 4) * u * u};
+}
+
+static error error_of_sum(int64_t n, double u) { return (error){0, error_of_term(n, u).square}; }
+
+/* dot(x, y) */
+static error error_of_dot(const double *x, const double *y, int64_t length, double u) {
+  double sum = 0, size = 0, square = 0;
+  for (int64_t c = 0; c < length; c++) {
+    const double term = x[c] * y[c];
+    sum += term, size += fabs(term), square += term * term;
+  }
+  const error e = error_of_term(length, u);
+  return (error){e.most * size, e.square * (square + sum * sum)};
+}
+
+/* x(s, origin) where s errs by e; exp overflows where it says nothing, and no p is over 1. */
+static error error_of_exponential(double p, double s, error e, double origin, double u) {
+  if (p == 0) return (error){0, 0};
+  add_error(&e, rounding(2 * u * (fabs(s) + fabs(origin)) + 4 * u));
+  return (error){fmin(expm1(e.most), 1 / p), fmin(e.square, 1 / (p * p))};
+}
+
+/* ---- workspace --------------------------------------------------------------------------------------- */
+
+typedef struct bound_scratch {
+  scratch_f64 exact;
+  double *slope, *p;     /* [seqlen_k] */
+  double *sum_p_slope_k; /* [head_dim] */
+  error *o, *own_o, *dq; /* [head_dim] */
+  error *s, *dk, *dv;    /* [seqlen_k], [seqlen_k, head_dim] */
+  error *dsink;          /* [num_sinks, num_heads] */
+} bound_scratch;
+
+static bound_scratch lay_out_bound(fa_arena *arena, const fa_problem *p) {
+  const int64_t d = p->head_dim;
+  bound_scratch x = {.exact = lay_out_f64(arena, p)};
+  x.slope = fa_take(arena, p->seqlen_k, sizeof(double));
+  x.p = fa_take(arena, p->seqlen_k, sizeof(double));
+  x.sum_p_slope_k = fa_take(arena, d, sizeof(double));
+  x.o = fa_take(arena, d, sizeof(error));
+  x.own_o = fa_take(arena, d, sizeof(error));
+  x.dq = fa_take(arena, d, sizeof(error));
+  x.s = fa_take(arena, p->seqlen_k, sizeof(error));
+  x.dk = fa_take(arena, p->seqlen_k * d, sizeof(error));
+  x.dv = fa_take(arena, p->seqlen_k * d, sizeof(error));
+  x.dsink = fa_take(arena, p->num_sinks * p->num_heads, sizeof(error));
+  return x;
+}
+
+static size_t workspace_bytes_bound(const fa_problem *p) {
+  fa_arena sizes = {0};
+  lay_out_bound(&sizes, p);
+  return sizes.used;
+}
+
+static void clear_errors(error *e, int64_t count) {
+  for (int64_t i = 0; i < count; i++) e[i] = (error){0, 0};
+}
+
+/* ---- a row ------------------------------------------------------------------------------------------- */
+
+typedef struct bound_row {
+  const fa_problem *problem; /* in f64 */
+  struct unit unit;
+  const float *sink; /* [num_sinks, num_heads] */
+  place_f64 at;
+  int64_t num_columns; /* that it sees */
+  double maximum, lse;
+  error e_lse;
+} bound_row;
+
+static bool is_seen(const bound_scratch *x, int64_t column) { return x->exact.s[column] != -INFINITY; }
+
+/* The scores, their slopes and errors, and the maximum. */
+static void bound_scores(bound_scratch *x, bound_row *row) {
+  const fa_problem *p = row->problem;
+  const double u = row->unit.arithmetic;
+  row->maximum = -INFINITY;
+  for (int64_t t = 0; t < p->num_sinks; t++)
+    row->maximum = fmax(row->maximum, row->sink[t * p->num_heads + row->at.head]);
+  row->num_columns = 0;
+  for (int64_t j = 0; j < row->at.sequence->seqlen_k; j++) {
+    const double *k = x->exact.k + j * p->head_dim, s = score_f64(p, &row->at, j, x->exact.q, k);
+    x->exact.s[j] = s;
+    if (!is_seen(x, j)) continue;
+    x->slope[j] = score_slope_f64(p, s);
+    x->s[j] = scaled(error_of_dot(x->exact.q, k, p->head_dim, u), x->slope[j] * p->scale);
+    const double product = p->scale * dot_f64(x->exact.q, k, p->head_dim);
+    add_error(&x->s[j], rounding(8 * u * (fabs(product) + fabs(s) + p->softcap)));
+    row->maximum = fmax(row->maximum, s);
+    row->num_columns++;
+  }
+}
+
+/* p, o, lse and their errors, of a row that sees something. */
+static void bound_forward(bound_scratch *x, bound_row *row) {
+  const fa_problem *p = row->problem;
+  const struct unit unit = row->unit;
+  const int64_t d = p->head_dim;
+  const error term = error_of_term(row->num_columns + p->num_sinks, unit.arithmetic);
+  double sum = 0;
+  for (int64_t t = 0; t < p->num_sinks; t++)
+    sum += exp(row->sink[t * p->num_heads + row->at.head] - row->maximum);
+  for (int64_t j = 0; j < row->at.sequence->seqlen_k; j++)
+    if (is_seen(x, j)) sum += exp(x->exact.s[j] - row->maximum);
+  row->lse = row->maximum + log(sum);
+  row->e_lse = rounding(unit.arithmetic * (2 * (fabs(row->lse) + fabs(row->maximum)) + 8));
+  add_error(&row->e_lse, term);
+  error e_sinks = {0, 0};
+  for (int64_t t = 0; t < p->num_sinks; t++) {
+    const double s = row->sink[t * p->num_heads + row->at.head], weight = exp(s - row->lse);
+    const error e = error_of_exponential(weight, s, (error){0, 0}, row->maximum, unit.arithmetic);
+    add_error(&e_sinks, scaled(e, weight));
+  }
+  add_error(&row->e_lse, e_sinks);
+  for (int64_t j = 0; j < row->at.sequence->seqlen_k; j++) {
+    x->p[j] = is_seen(x, j) ? exp(x->exact.s[j] - row->lse) : 0;
+    if (is_seen(x, j)) add_scaled_f64(x->exact.o, x->p[j], x->exact.v + j * d, d);
+  }
+  for (int64_t c = 0; c < d; c++) {
+    x->o[c] = scaled(e_sinks, x->exact.o[c]);
+    x->own_o[c] = rounding(unit.stored * fabs(x->exact.o[c]) + unit.least);
+    add_error(&x->own_o[c], scaled(term, x->exact.o[c])); /* the sum that it is divided by */
+    add_error(&x->own_o[c], scaled(error_of_sum(row->num_columns, unit.arithmetic), x->exact.o[c]));
+  }
+  for (int64_t j = 0; j < row->at.sequence->seqlen_k; j++) {
+    if (!is_seen(x, j)) continue;
+    const double *v = x->exact.v + j * d, weight = x->p[j];
+    error e_p = error_of_exponential(weight, x->exact.s[j], x->s[j], row->maximum, unit.arithmetic);
+    e_p = scaled(e_p, weight);
+    add_error(&row->e_lse, e_p);
+    const error stored = rounding(unit.stored * weight + unit.least);
+    for (int64_t c = 0; c < d; c++) {
+      add_error(&x->o[c], scaled(e_p, v[c] - x->exact.o[c]));
+      add_error(&x->o[c], scaled(stored, v[c]));
+      add_error(&x->own_o[c], scaled(term, weight * v[c]));
+    }
+  }
+  for (int64_t c = 0; c < d; c++) add_error(&x->o[c], x->own_o[c]);
+}
+
+/* own_o: the part of o's error that has nothing to do with p. */
+static error error_of_delta(const bound_scratch *x, const bound_row *row, double delta) {
+  const int64_t d = row->problem->head_dim;
+  const double u = row->unit.arithmetic;
+  error e = error_of_dot(x->exact.o, x->exact.dout, d, u);
+  for (int64_t c = 0; c < d; c++) add_error(&e, scaled(x->own_o[c], x->exact.dout[c]));
+  for (int64_t j = 0; j < row->at.sequence->seqlen_k; j++) {
+    if (!is_seen(x, j)) continue;
+    const double dp = dot_f64(x->exact.dout, x->exact.v + j * d, d), weight = x->p[j];
+    const error e_p = error_of_exponential(weight, x->exact.s[j], x->s[j], row->maximum, u);
+    add_error(&e, scaled(e_p, weight * (dp - delta)));
+    add_error(&e, rounding((row->unit.stored * weight + row->unit.least) * dp));
+  }
+  return e;
+}
+
+/* What column j adds to dq and the row to dk[j] and dv[j], without scale, and to their errors. */
+static void bound_column(bound_scratch *x, const bound_row *row, int64_t j, double delta, error e_delta) {
+  const fa_problem *p = row->problem;
+  const struct unit unit = row->unit;
+  const int64_t d = p->head_dim,
+                rows_per_column = row->at.sequence->seqlen_q * (p->num_heads / p->num_kv_heads);
+  const double *k = x->exact.k + j * d, *v = x->exact.v + j * d, *q = x->exact.q, *dout = x->exact.dout;
+  const double u = unit.arithmetic, weight = x->p[j], slope = x->slope[j];
+  const double dp = dot_f64(dout, v, d), ds = weight * slope * (dp - delta);
+  const error in_row = error_of_term(row->num_columns, u), in_column = error_of_term(rows_per_column, u);
+  const error e_p = error_of_exponential(weight, x->exact.s[j], x->s[j], row->lse, u);
+
+  error e_ds = scaled(e_p, ds);
+  add_error(&e_ds, rounding(unit.least * (slope * (dp - delta) + 1 + 1 / fabs(p->scale))));
+  add_error(&e_ds, scaled(error_of_dot(dout, v, d, u), weight * slope));
+  add_error(&e_ds, rounding(weight * slope * u * (fabs(dp) + fabs(delta))));
+  add_error(&e_ds, rounding((unit.stored + 4 * u) * ds));
+  if (p->softcap != 0) { /* slope is 1 - (s / softcap)^2 */
+    add_error(&e_ds, scaled(x->s[j], 2 * weight * (dp - delta) / p->softcap));
+    add_error(&e_ds, rounding(4 * u * weight * (dp - delta)));
+  }
+
+  error to_dq = e_ds, to_dk = e_ds, to_dv = scaled(e_p, weight);
+  add_error(&to_dq, scaled(in_row, ds));
+  add_error(&to_dk, scaled(row->e_lse, ds));
+  add_error(&to_dk, scaled(e_delta, weight * slope));
+  add_error(&to_dk, scaled(in_column, ds));
+  add_error(&to_dv, scaled(row->e_lse, weight));
+  add_error(&to_dv, rounding(unit.stored * weight + unit.least));
+  add_error(&to_dv, scaled(in_column, weight));
+  for (int64_t c = 0; c < d; c++) {
+    x->exact.dq[c] += ds * k[c];
+    x->sum_p_slope_k[c] += weight * slope * k[c];
+    x->exact.dk[j * d + c] += ds * q[c];
+    x->exact.dv[j * d + c] += weight * dout[c];
+    add_error(&x->dq[c], scaled(to_dq, k[c]));
+    add_error(&x->dk[j * d + c], scaled(to_dk, q[c]));
+    add_error(&x->dv[j * d + c], scaled(to_dv, dout[c]));
+  }
+}
+
+static void bound_backward(bound_scratch *x, const bound_row *row) {
+  const fa_problem *p = row->problem;
+  const double u = row->unit.arithmetic, delta = dot_f64(x->exact.o, x->exact.dout, p->head_dim);
+  const error e_delta = error_of_delta(x, row, delta);
+  for (int64_t j = 0; j < row->at.sequence->seqlen_k; j++)
+    if (is_seen(x, j)) bound_column(x, row, j, delta, e_delta);
+  for (int64_t c = 0; c < p->head_dim; c++) {
+    add_error(&x->dq[c], scaled(row->e_lse, x->exact.dq[c]));
+    add_error(&x->dq[c], scaled(e_delta, x->sum_p_slope_k[c]));
+  }
+  for (int64_t t = 0; t < p->num_sinks; t++) {
+    const int64_t i = t * p->num_heads + row->at.head;
+    const double weight = exp(row->sink[i] - row->lse);
+    error e = error_of_exponential(weight, row->sink[i], (error){0, 0}, row->lse, u);
+    add_error(&e, row->e_lse);
+    add_error(&e, error_of_term(p->batch * p->seqlen_q, u));
+    x->exact.dsink[i] -= weight * delta;
+    add_error(&x->dsink[i], scaled(e, weight * delta));
+    add_error(&x->dsink[i], scaled(e_delta, weight));
+  }
+}
+
+/* ---- results ----------------------------------------------------------------------------------------- */
+
+/* A gradient's own: that it is a sum of num_terms terms, multiplied with scale and rounded to its type. */
+static void add_own_errors(error *e, const double *gradient, const fa_problem *p, double scale,
+                           int64_t num_terms) {
+  const struct unit unit = units[p->dtype];
+  for (int64_t c = 0; c < p->head_dim; c++) {
+    add_error(&e[c], scaled(error_of_sum(num_terms, unit.arithmetic), gradient[c]));
+    add_error(&e[c],
+              rounding((unit.stored + 4 * unit.arithmetic) * fabs(gradient[c]) + unit.least / fabs(scale)));
+  }
+}
+
+/* The row of the tensor becomes scale times the bounds [head_dim], rounded up; they pass through buffer. */
+static void save_bounds(const fa_tensor *to, const fa_problem *p, const fa_sequence *sequence, int64_t row,
+                        int64_t head, double scale, const error *e, double *buffer) {
+  const struct unit unit = units[p->dtype];
+  for (int64_t c = 0; c < p->head_dim; c++)
+    buffer[c] = fabs(scale) * bound_of(e[c]) * (1 + 2 * unit.stored) + 2 * unit.least;
+  save_f64(to, p, sequence, row, head, 1, buffer);
+}
+
+static void save_lse_bound(const fa_problem *p, const fa_tensor *to, int64_t index, double bound) {
+  if (p->dtype == FA_DTYPE_F64)
+    ((double *)to->data)[index] = bound;
+  else
+    ((float *)to->data)[index] = (float)bound;
+}
+
+static void bound_one_row(bound_scratch *x, const fa_problem *p, const fa_problem *exact, const fa_tensors *t,
+                          place_f64 at) {
+  const int64_t d = p->head_dim, i = at.row, h = at.head;
+  bound_row row = {.problem = exact, .unit = units[p->dtype], .sink = t->sink.data, .at = at};
+  double *const sums[] = {x->exact.o, x->exact.dq, x->sum_p_slope_k};
+  for (int n = 0; n < 3; n++) fill_zero_f64(sums[n], d);
+  clear_errors(x->o, d), clear_errors(x->dq, d);
+  load_f64(x->exact.q, p, &t->q, at.sequence, i, h);
+  load_f64(x->exact.dout, p, &t->dout, at.sequence, i, h);
+  bound_scores(x, &row);
+  if (row.maximum != -INFINITY) bound_forward(x, &row);
+  if (row.num_columns) bound_backward(x, &row);
+  add_own_errors(x->dq, x->exact.dq, p, p->scale, row.num_columns);
+  save_lse_bound(p, &t->lse, fa_first_stat(at.sequence, h) + i, bound_of(row.e_lse));
+  save_bounds(&t->o, p, at.sequence, i, h, 1, x->o, x->exact.o);
+  save_bounds(&t->dq, p, at.sequence, i, h, p->scale, x->dq, x->exact.dq);
+}
+
+static void bound(const fa_problem *p, const fa_tensors *t, void *workspace) {
+  bound_scratch x = lay_out_bound(&(fa_arena){.base = workspace}, p);
+  fa_problem exact = *p;
+  exact.dtype = FA_DTYPE_F64;
+  const int64_t d = p->head_dim, heads_per_kv = p->num_heads / p->num_kv_heads;
+  const int64_t num_sinks = p->num_sinks * p->num_heads;
+  fill_zero_f64(x.exact.dsink, num_sinks), clear_errors(x.dsink, num_sinks);
+  for (int64_t b = 0; b < p->batch; b++) {
+    const fa_sequence sequence = fa_sequence_of(p, b);
+    const int64_t num_columns = sequence.seqlen_k;
+    for (int64_t kv = 0; kv < p->num_kv_heads; kv++) {
+      load_keys_f64(&x.exact, p, t, &sequence, kv);
+      fill_zero_f64(x.exact.dk, num_columns * d), clear_errors(x.dk, num_columns * d);
+      fill_zero_f64(x.exact.dv, num_columns * d), clear_errors(x.dv, num_columns * d);
+      for (int64_t h = kv * heads_per_kv; h < (kv + 1) * heads_per_kv; h++)
+        for (int64_t i = 0; i < sequence.seqlen_q; i++)
+          bound_one_row(&x, p, &exact, t, (place_f64){&sequence, h, i});
+      for (int64_t j = 0; j < num_columns; j++) {
+        add_own_errors(x.dk + j * d, x.exact.dk + j * d, p, p->scale, sequence.seqlen_q * heads_per_kv);
+        add_own_errors(x.dv + j * d, x.exact.dv + j * d, p, 1, sequence.seqlen_q * heads_per_kv);
+        save_bounds(&t->dk, p, &sequence, j, kv, p->scale, x.dk + j * d, x.exact.dk + j * d);
+        save_bounds(&t->dv, p, &sequence, j, kv, 1, x.dv + j * d, x.exact.dv + j * d);
+      }
+    }
+  }
+  /* dsink is an f32, and what it is held against is another. */
+  for (int64_t i = 0; i < num_sinks; i++) {
+    add_error(&x.dsink[i], rounding(0x1p-23 * fabs(x.exact.dsink[i]) + 0x1p-126));
+    ((float *)t->dsink.data)[i] = (float)bound_of(x.dsink[i]);
+  }
+}
