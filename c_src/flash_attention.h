@@ -183,8 +183,8 @@ FA_API void fa_problem_init(fa_problem *problem);
  * divide num_heads, or an option is out of its bounds. fa_plan_init calls it. */
 FA_API fa_status fa_problem_validate(const fa_problem *problem, fa_error *error);
 
-/* The problem on one line, without its options' defaults: "f32 b2 sq100 sk100 h4 kv2 d64 right0". Returns
- * the length that the whole text has, as snprintf does. */
+/* The problem on one line, without its options' defaults: "f32 b2 sq100 sk100 h4 kv2 d64 window_right=0".
+ * Returns the length that the whole text has, as snprintf does. */
 FA_API int fa_problem_format(const fa_problem *problem, char *text, size_t text_bytes);
 
 /* ---------------------------------------------------------------------------------------------------
@@ -212,6 +212,9 @@ FA_API const fa_option *fa_options(size_t *num_options);
 
 /* The row of that name, or NULL. */
 FA_API const fa_option *fa_option_find(const char *name);
+
+/* An option as a number: INFINITY for FA_UNBOUNDED, the index of a choice. */
+FA_API double fa_option_get_number(const fa_problem *problem, const fa_option *option);
 
 /* Sets an option from a number (INFINITY: FA_UNBOUNDED) or, for a choice, from its name. The error names
  * the option, its bounds and what came. */

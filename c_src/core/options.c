@@ -1,3 +1,4 @@
+/* The option table, and how options are read and set by it. */
 #include <math.h>
 #include <string.h>
 
@@ -37,6 +38,20 @@ static const char *bounds_text(char *text, size_t text_bytes, const fa_option *o
   if (option->kind == FA_OPTION_LENGTH)
     return fa_text(text, text_bytes, "a whole number of at least %.0f, or infinity", option->minimum);
   return fa_text(text, text_bytes, "a number from %g to %g", option->minimum, option->maximum);
+}
+
+double fa_option_get_number(const fa_problem *problem, const fa_option *option) {
+  const char *field = (const char *)problem + option->offset;
+  double real;
+  int64_t length;
+  int32_t choice;
+  switch (option->kind) {
+    case FA_OPTION_REAL: return memcpy(&real, field, sizeof real), real;
+    case FA_OPTION_LENGTH:
+      memcpy(&length, field, sizeof length);
+      return length == FA_UNBOUNDED ? INFINITY : (double)length;
+    default: return memcpy(&choice, field, sizeof choice), choice;
+  }
 }
 
 fa_status fa_option_set_number(fa_problem *problem, const fa_option *option, double value, fa_error *error) {

@@ -3,10 +3,12 @@
 
 #include <float.h>
 #include <math.h>
+#include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
 
 #include "error.h"
+#include "integers.h"
 #include "tensors.h"
 
 static const char *const dtype_names[FA_NUM_DTYPES] = {"f32", "f64", "bf16", "f16", "s32", "u32", "u8"};
@@ -69,19 +71,7 @@ fa_status fa_problem_validate(const fa_problem *problem, fa_error *error) {
   const fa_option *options = fa_options(&num_options);
   for (size_t i = 0; i < num_options; i++) {
     fa_problem scratch = *problem;
-    double value;
-    const char *field = (const char *)problem + options[i].offset;
-    if (options[i].kind == FA_OPTION_REAL) {
-      memcpy(&value, field, sizeof value);
-    } else if (options[i].kind == FA_OPTION_LENGTH) {
-      int64_t length;
-      memcpy(&length, field, sizeof length);
-      value = length == FA_UNBOUNDED ? INFINITY : (double)length;
-    } else {
-      int32_t choice;
-      memcpy(&choice, field, sizeof choice);
-      value = choice;
-    }
+    const double value = fa_option_get_number(problem, &options[i]);
     fa_status status = fa_option_set_number(&scratch, &options[i], value, error);
     if (status) return status;
   }
@@ -94,30 +84,48 @@ void fa_problem_canonicalise(fa_problem *problem) {
   if (problem->softcap > 0 && problem->softcap < FLT_MIN && problem->dtype != FA_DTYPE_F64)
     problem->softcap = FLT_MIN;
   /* No row is further than seqlen_k from the first column, nor than seqlen_q from the last. */
-  if (problem->window_left > problem->seqlen_k) problem->window_left = problem->seqlen_k;
-  if (problem->window_right > problem->seqlen_q) problem->window_right = problem->seqlen_q;
+  problem->window_left = fa_min(problem->window_left, problem->seqlen_k);
+  problem->window_right = fa_min(problem->window_right, problem->seqlen_q);
 }
 
-int fa_problem_format(const fa_problem *p, char *text, size_t text_bytes) {
-  char options[160] = "";
-  size_t used = 0;
-#define APPEND(...)                                                               \
-  do {                                                                            \
-    used += (size_t)snprintf(options + used, sizeof options - used, __VA_ARGS__); \
-    if (used > sizeof options - 1) used = sizeof options - 1;                     \
-  } while (0)
-  if (p->num_sinks) APPEND(" sinks%lld", (long long)p->num_sinks);
-  if (p->scale != 0) APPEND(" scale%g", p->scale);
-  if (p->window_left != FA_UNBOUNDED) APPEND(" left%lld", (long long)p->window_left);
-  if (p->window_right != FA_UNBOUNDED) APPEND(" right%lld", (long long)p->window_right);
-  if (p->softcap != 0) APPEND(" softcap%g", p->softcap);
-  if (p->precision) APPEND(" precision%d", p->precision);
-  if (p->deterministic) APPEND(" deterministic");
-  if (p->origin.batch || p->origin.head || p->origin.row)
-    APPEND(" origin%lld,%lld,%lld", (long long)p->origin.batch, (long long)p->origin.head,
-           (long long)p->origin.row);
-#undef APPEND
-  return snprintf(text, text_bytes, "%s b%lld sq%lld sk%lld h%lld kv%lld d%lld%s", fa_dtype_name(p->dtype),
-                  (long long)p->batch, (long long)p->seqlen_q, (long long)p->seqlen_k, (long long)p->num_heads,
-                  (long long)p->num_kv_heads, (long long)p->head_dim, options);
+/* Appends to a text of which so much is there; what does not fit is counted all the same. */
+__attribute__((format(printf, 4, 5))) static void append(char *text, size_t text_bytes, int *length,
+                                                         const char *format, ...) {
+  const size_t used = (size_t)*length < text_bytes ? (size_t)*length : text_bytes;
+  va_list arguments;
+  va_start(arguments, format);
+  *length += vsnprintf(text ? text + used : NULL, text_bytes - used, format, arguments);
+  va_end(arguments);
+}
+
+/* Whether a tensor has the axis that is never left out. */
+static bool is_always_there(fa_axis axis) {
+  for (int id = 0; id < FA_NUM_TENSORS; id++)
+    if (!fa_tensor_only_if(id) && fa_axis_of(id, axis) >= 0) return true;
+  return false;
+}
+
+int fa_problem_format(const fa_problem *problem, char *text, size_t text_bytes) {
+  int length = 0;
+  append(text, text_bytes, &length, "%s", fa_dtype_name(problem->dtype));
+  for (fa_axis axis = FA_AXIS_NONE + 1; axis < FA_NUM_AXES; axis++) {
+    const int64_t size = fa_axis_size(problem, axis);
+    if (size || is_always_there(axis))
+      append(text, text_bytes, &length, " %s%lld", fa_axes[axis].short_name, (long long)size);
+  }
+  size_t num_options;
+  const fa_option *options = fa_options(&num_options);
+  for (const fa_option *option = options; option < options + num_options; option++) {
+    const double value = fa_option_get_number(problem, option);
+    if (value == option->default_value) continue;
+    if (option->choices && value >= 0 && value <= option->maximum)
+      append(text, text_bytes, &length, " %s=%s", option->name, option->choices[(int)value]);
+    else
+      append(text, text_bytes, &length, " %s=%g", option->name, value);
+  }
+  const fa_origin *origin = &problem->origin;
+  if (origin->batch || origin->head || origin->row)
+    append(text, text_bytes, &length, " origin%lld,%lld,%lld", (long long)origin->batch,
+           (long long)origin->head, (long long)origin->row);
+  return length;
 }

@@ -6,16 +6,16 @@
 #include "error.h"
 #include "problem.h"
 
-#define SIZE(field, ...) \
-  { #field, offsetof(fa_problem, field), __VA_ARGS__ }
+#define SIZE(field, short_name, ...) \
+  { #field, short_name, offsetof(fa_problem, field), __VA_ARGS__ }
 const fa_axis_row fa_axes[FA_NUM_AXES] = {
-    [FA_AXIS_BATCH] = SIZE(batch, 0),
-    [FA_AXIS_SEQLEN_Q] = SIZE(seqlen_q, 0),
-    [FA_AXIS_SEQLEN_K] = SIZE(seqlen_k, 0),
-    [FA_AXIS_NUM_HEADS] = SIZE(num_heads, 1),
-    [FA_AXIS_NUM_KV_HEADS] = SIZE(num_kv_heads, 1),
-    [FA_AXIS_HEAD_DIM] = SIZE(head_dim, 1),
-    [FA_AXIS_NUM_SINKS] = SIZE(num_sinks, 0),
+    [FA_AXIS_BATCH] = SIZE(batch, "b", 0),
+    [FA_AXIS_SEQLEN_Q] = SIZE(seqlen_q, "sq", 0),
+    [FA_AXIS_SEQLEN_K] = SIZE(seqlen_k, "sk", 0),
+    [FA_AXIS_NUM_HEADS] = SIZE(num_heads, "h", 1),
+    [FA_AXIS_NUM_KV_HEADS] = SIZE(num_kv_heads, "kv", 1),
+    [FA_AXIS_HEAD_DIM] = SIZE(head_dim, "d", 1),
+    [FA_AXIS_NUM_SINKS] = SIZE(num_sinks, "sinks", 0),
 };
 #undef SIZE
 

@@ -19,7 +19,7 @@ typedef enum fa_axis {
 } fa_axis;
 
 typedef struct fa_axis_row {
-  const char *name;
+  const char *name, *short_name; /* the second for a problem on one line */
   size_t offset;   /* of the axis's size in fa_problem, an int64_t; 0: the size is always minimum */
   int64_t minimum; /* of the size */
   fa_axis along;   /* of an axis that may broadcast: its size is that of this axis, or 1 */

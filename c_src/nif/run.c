@@ -6,7 +6,7 @@
 #include "memory.h"
 #include "nif.h"
 
-typedef struct call {
+typedef struct nif_call {
   ErlNifEnv *env;
   fa_error error;
 
@@ -22,17 +22,17 @@ typedef struct call {
   fa_shape shapes[FA_NUM_TENSORS];
   ERL_NIF_TERM terms[FA_NUM_TENSORS]; /* as given */
   fa_data inputs[FA_NUM_TENSORS];
-  void *copies; /* of inputs that are not aligned */
+  void *copies[FA_NUM_TENSORS]; /* of inputs that cannot be read where they lie */
 
   /* What the call makes: outputs in the host's memory, and, of outputs that stay on the device and of tensors
    * that are kept there, that memory. */
   fa_result outputs[FA_NUM_TENSORS];
   fa_memory *on_device[FA_NUM_TENSORS];
-} call;
+} nif_call;
 
 /* ---- reading ------------------------------------------------------------------------------------------- */
 
-static bool read_tensors(call *call, ERL_NIF_TERM term) {
+static bool read_tensors(nif_call *call, ERL_NIF_TERM term) {
   ErlNifMapIterator iterator;
   if (!enif_map_iterator_create(call->env, term, &iterator, ERL_NIF_MAP_ITERATOR_FIRST))
     return fa_reject_term(call->env, &call->error, "tensors", "a map", term);
@@ -54,7 +54,7 @@ static bool read_tensors(call *call, ERL_NIF_TERM term) {
   return read;
 }
 
-static bool read_choice(call *call, ERL_NIF_TERM placement, const char *name, const char *first,
+static bool read_choice(nif_call *call, ERL_NIF_TERM placement, const char *name, const char *first,
                         const char *second, bool *is_second) {
   ERL_NIF_TERM value;
   const ERL_NIF_TERM choices[] = {enif_make_atom(call->env, first), enif_make_atom(call->env, second)};
@@ -66,14 +66,14 @@ static bool read_choice(call *call, ERL_NIF_TERM placement, const char *name, co
 }
 
 /* #{results => host | device, keep => false | true}, both optional. */
-static bool read_placement(call *call, ERL_NIF_TERM placement) {
+static bool read_placement(nif_call *call, ERL_NIF_TERM placement) {
   if (!enif_is_map(call->env, placement))
     return fa_reject_term(call->env, &call->error, "placement", "a map", placement);
   return read_choice(call, placement, "results", "host", "device", &call->results_on_device) &&
          read_choice(call, placement, "keep", "false", "true", &call->keep);
 }
 
-static bool plan(call *call, const ERL_NIF_TERM argv[]) {
+static bool plan(nif_call *call, const ERL_NIF_TERM argv[]) {
   fa_device device;
   fa_problem_init(&call->problem);
   return fa_get_choice(call->env, argv[0], fa_atom.passes, FA_NUM_PASSES, "pass", &call->pass, &call->error) &&
@@ -85,20 +85,20 @@ static bool plan(call *call, const ERL_NIF_TERM argv[]) {
 
 /* ---- inputs -------------------------------------------------------------------------------------------- */
 
-static bool reject_memory(call *call, const char *argument, size_t bytes) {
+static bool reject_memory(nif_call *call, const char *argument, size_t bytes) {
   char expected[64];
   snprintf(expected, sizeof expected, "%zu bytes of memory", bytes);
   return fa_reject(&call->error, FA_STATUS_OUT_OF_MEMORY, argument, expected, "none");
 }
 
 /* An address that the device does not know is one of the host's, or of nobody's. */
-static bool is_host_address(const call *call, int id) {
+static bool is_host_address(const nif_call *call, int id) {
   const fa_data *data = &call->inputs[id];
   return data->on_device && data->bytes != 0 &&
          fa_memory_locate(call->plan.device, data->data, data->bytes) == FA_PLACE_HOST;
 }
 
-static bool reject_address(call *call, int id) {
+static bool reject_address(nif_call *call, int id) {
   const fa_data *data = &call->inputs[id];
   const fa_device device = call->plan.device;
   char expected[128], got[64];
@@ -108,45 +108,37 @@ static bool reject_address(call *call, int id) {
   return fa_reject(&call->error, FA_STATUS_INVALID_ARGUMENT, fa_tensor_name(id), expected, got);
 }
 
-static size_t round_up(size_t bytes) { return (bytes + 63) & ~(size_t)63; }
-
 /* A sub-binary may begin anywhere; kernels read elements at their own alignment. */
-static bool is_aligned(const call *call, int id) {
-  return (uintptr_t)call->inputs[id].data % fa_dtype_bytes(call->shapes[id].dtype) == 0;
+static bool is_aligned(const nif_call *call, int id) {
+  return call->inputs[id].bytes == 0 ||
+         (uintptr_t)call->inputs[id].data % fa_dtype_bytes(call->shapes[id].dtype) == 0;
 }
 
-static bool is_copied(const call *call, int id) { return is_host_address(call, id) || !is_aligned(call, id); }
+static bool is_copied(const nif_call *call, int id) {
+  return is_host_address(call, id) || !is_aligned(call, id);
+}
 
-static bool copy_input(call *call, int id, void *to) {
+static bool copy_input(nif_call *call, int id) {
   fa_data *input = &call->inputs[id];
+  if (input->memory) return reject_address(call, id);
+  if (input->on_device && !is_host_address(call, id))
+    return fa_reject(&call->error, FA_STATUS_INVALID_ARGUMENT, fa_tensor_name(id), "an aligned address",
+                     "one between elements");
+  void *copy = call->copies[id] = malloc(input->bytes);
+  if (!copy) return reject_memory(call, fa_tensor_name(id), input->bytes);
   if (!input->on_device)
-    memcpy(to, input->data, input->bytes);
-  else if (!fa_data_read(to, input))
+    memcpy(copy, input->data, input->bytes);
+  else if (!fa_data_read(copy, input))
     return reject_address(call, id);
-  input->data = to;
+  input->data = copy;
   input->on_device = false;
   return true;
 }
 
-static bool bind_inputs(call *call) {
-  size_t bytes = 0, used = 0;
-  for (int id = 0; id < FA_NUM_TENSORS; id++) {
-    if (!call->given[id] || !is_copied(call, id)) continue;
-    if (call->inputs[id].memory) return reject_address(call, id);
-    if (call->inputs[id].on_device && !is_host_address(call, id))
-      return fa_reject(&call->error, FA_STATUS_INVALID_ARGUMENT, fa_tensor_name(id), "an aligned address",
-                       "one between elements");
-    bytes += round_up(call->inputs[id].bytes);
-  }
-  if (bytes) call->copies = aligned_alloc(64, bytes);
-  if (bytes && !call->copies) return reject_memory(call, "tensors", bytes);
-
+static bool bind_inputs(nif_call *call) {
   for (int id = 0; id < FA_NUM_TENSORS; id++) {
     if (!call->given[id]) continue;
-    if (is_copied(call, id)) {
-      if (!copy_input(call, id, (char *)call->copies + used)) return false;
-      used += round_up(call->inputs[id].bytes);
-    }
+    if (is_copied(call, id) && !copy_input(call, id)) return false;
     *fa_tensor_at(&call->tensors, id) = fa_tensor_contiguous(&call->problem, id, call->inputs[id].data);
   }
   return true;
@@ -154,30 +146,29 @@ static bool bind_inputs(call *call) {
 
 /* ---- outputs, and what is kept ------------------------------------------------------------------------- */
 
-static bool is_output(const call *call, int id) {
+static bool is_output(const nif_call *call, int id) {
   return fa_tensor_role_in(&call->problem, call->pass, id) == FA_ROLE_OUTPUT;
 }
 
-/* Whether the backward will want it. */
-static bool is_kept(const call *call, int id) {
-  return call->keep && id != FA_TENSOR_DOUT &&
-         fa_tensor_role_in(&call->problem, call->pass, id) != FA_ROLE_NONE &&
+/* Whether the backward will want it, of what the forward reads or writes. */
+static bool is_kept(const nif_call *call, int id) {
+  return call->keep && fa_tensor_role_in(&call->problem, FA_PASS_FORWARD, id) != FA_ROLE_NONE &&
          fa_tensor_role_in(&call->problem, FA_PASS_BACKWARD, id) == FA_ROLE_INPUT;
 }
 
-static size_t bytes_of(const call *call, int id) {
+static size_t bytes_of(const nif_call *call, int id) {
   return (size_t)fa_tensor_shape(&call->problem, id).size_bytes;
 }
 
-static bool allocate_on_device(call *call, int id) {
+static bool allocate_on_device(nif_call *call, int id) {
   call->on_device[id] = fa_memory_new(call->plan.device, bytes_of(call, id), &call->error);
   return call->on_device[id] != NULL;
 }
 
-static bool allocate_output(call *call, int id) {
+static bool allocate_output(nif_call *call, int id) {
   fa_tensor *tensor = fa_tensor_at(&call->tensors, id);
-  /* Only the backward asks for lse. */
-  const bool stays = call->results_on_device || (id == FA_TENSOR_LSE && is_kept(call, id));
+  /* Only the backward asks for a result that nobody differentiates by: lse. */
+  const bool stays = call->results_on_device || (fa_tensor_gradient(id) < 0 && is_kept(call, id));
   if (stays && fa_has_own_memory(call->plan.device.kind)) {
     if (!allocate_on_device(call, id)) return false;
     *tensor = fa_tensor_contiguous(&call->problem, id, fa_memory_data(call->on_device[id]));
@@ -189,7 +180,7 @@ static bool allocate_output(call *call, int id) {
   return true;
 }
 
-static bool allocate_kept(call *call, int id) {
+static bool allocate_kept(nif_call *call, int id) {
   if (!fa_has_own_memory(call->plan.device.kind) || call->on_device[id] || call->inputs[id].on_device)
     return true;
   if (!allocate_on_device(call, id)) return false;
@@ -197,7 +188,7 @@ static bool allocate_kept(call *call, int id) {
   return true;
 }
 
-static bool allocate(call *call) {
+static bool allocate(nif_call *call) {
   for (int id = 0; id < FA_NUM_TENSORS; id++) {
     if (is_output(call, id) && !allocate_output(call, id)) return false;
     if (is_kept(call, id) && !allocate_kept(call, id)) return false;
@@ -207,18 +198,18 @@ static bool allocate(call *call) {
 
 /* ---- results ------------------------------------------------------------------------------------------- */
 
-static ERL_NIF_TERM make_tensor_on_device(call *call, int id) {
+static ERL_NIF_TERM make_tensor_on_device(nif_call *call, int id) {
   const fa_shape shape = fa_tensor_shape(&call->problem, id);
   return fa_make_tensor(call->env, fa_memory_make(call->env, call->on_device[id]), &shape);
 }
 
-static ERL_NIF_TERM make_output(call *call, int id) {
+static ERL_NIF_TERM make_output(nif_call *call, int id) {
   const fa_shape shape = fa_tensor_shape(&call->problem, id);
   if (!call->outputs[id].binary.data) return make_tensor_on_device(call, id);
   return fa_make_tensor(call->env, fa_result_make(call->env, &call->outputs[id]), &shape);
 }
 
-static ERL_NIF_TERM make_transfers(const call *call) {
+static ERL_NIF_TERM make_transfers(const nif_call *call) {
   ErlNifEnv *env = call->env;
   fa_map map = {0};
   fa_map_put(&map, enif_make_atom(env, "bytes_to_device"),
@@ -230,7 +221,7 @@ static ERL_NIF_TERM make_transfers(const call *call) {
 }
 
 /* {ok, #{Name => Tensor}, Kept, Transfers}; what was allocated becomes the terms' own. */
-static ERL_NIF_TERM make_results(call *call) {
+static ERL_NIF_TERM make_results(nif_call *call) {
   fa_map results = {0}, kept = {0};
   for (int id = 0; id < FA_NUM_TENSORS; id++) {
     ERL_NIF_TERM term = call->terms[id];
@@ -246,9 +237,9 @@ static ERL_NIF_TERM make_results(call *call) {
                           fa_make_map(call->env, &kept), make_transfers(call));
 }
 
-static void release(call *call) {
-  free(call->copies);
+static void release(nif_call *call) {
   for (int id = 0; id < FA_NUM_TENSORS; id++) {
+    free(call->copies[id]);
     fa_data_drop(&call->inputs[id]);
     fa_result_drop(&call->outputs[id]);
     if (call->on_device[id]) enif_release_resource(call->on_device[id]);
@@ -257,7 +248,7 @@ static void release(call *call) {
 
 ERL_NIF_TERM fa_nif_execute(ErlNifEnv *env, int argc, const ERL_NIF_TERM argv[]) {
   (void)argc;
-  call call = {.env = env};
+  nif_call call = {.env = env};
   bool done =
       plan(&call, argv) && bind_inputs(&call) && allocate(&call) &&
       fa_run_anywhere(&call.plan, &call.tensors, &call.placement, &call.measured, &call.error) == FA_STATUS_OK;

@@ -1,3 +1,4 @@
+/* Terms to values and back; see terms.h. */
 #include "terms.h"
 
 #include <math.h>
@@ -84,7 +85,8 @@ static bool get_option(ErlNifEnv *env, ERL_NIF_TERM term, fa_problem *problem, f
     return fa_option_set_number(problem, option, INFINITY, error) == FA_STATUS_OK;
   if (enif_get_atom(env, parts[1], choice, sizeof choice, ERL_NIF_LATIN1))
     return fa_option_set_choice(problem, option, choice, error) == FA_STATUS_OK;
-  return fa_reject_term(env, error, option->name, "a number or an atom", parts[1]);
+  const char *expected = enif_is_number(env, parts[1]) ? "a number of 64 bits" : "a number or an atom";
+  return fa_reject_term(env, error, option->name, expected, parts[1]);
 }
 
 bool fa_get_options(ErlNifEnv *env, ERL_NIF_TERM term, fa_problem *problem, fa_error *error) {

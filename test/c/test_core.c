@@ -197,6 +197,17 @@ static void test_set_options(void) {
   CHECK_TEXT(error.message, "scale: expected a number from -1e+30 to 1e+30, got large");
 }
 
+static void test_get_options(void) {
+  fa_problem p = valid_problem(), copy = valid_problem();
+  p.scale = -0.5, p.window_left = 6, p.softcap = 30, p.precision = 1, p.deterministic = 1;
+  size_t num_options;
+  const fa_option *options = fa_options(&num_options);
+  for (size_t i = 0; i < num_options; i++)
+    fa_option_set_number(&copy, &options[i], fa_option_get_number(&p, &options[i]), NULL);
+  CHECK(memcmp(&p, &copy, sizeof p) == 0, "options that are read and set are not the same");
+  CHECK(fa_option_get_number(&p, fa_option_find("window_right")) == INFINITY, "an unbounded length");
+}
+
 static void test_format(void) {
   char text[256];
   fa_problem p = valid_problem();
@@ -205,7 +216,8 @@ static void test_format(void) {
   p.dtype = FA_DTYPE_BF16, p.num_sinks = 3, p.scale = -0.5, p.window_left = 6, p.window_right = 0;
   p.softcap = 30, p.precision = 1, p.deterministic = 1;
   const char *all =
-      "bf16 b2 sq5 sk7 h4 kv2 d8 sinks3 scale-0.5 left6 right0 softcap30 precision1 deterministic";
+      "bf16 b2 sq5 sk7 h4 kv2 d8 sinks3 scale=-0.5 window_left=6 window_right=0 softcap=30 precision=high "
+      "deterministic=true";
   int length = fa_problem_format(&p, text, sizeof text);
   CHECK_TEXT(text, all);
   CHECK(length == (int)strlen(all), "length %d", length);
@@ -264,7 +276,7 @@ static void test_set_shapes(void) {
     CHECK(status == FA_STATUS_OK, "%s: %s", fa_pass_name(pass), error.message);
     char text[256];
     fa_problem_format(&p, text, sizeof text);
-    CHECK_TEXT(text, "f32 b2 sq5 sk7 h4 kv2 d8 sinks3 softcap2");
+    CHECK_TEXT(text, "f32 b2 sq5 sk7 h4 kv2 d8 sinks3 softcap=2");
   }
   valid_shapes(&s, FA_PASS_TANGENT);
   s.given[FA_TENSOR_SINK] = NULL;
@@ -572,6 +584,7 @@ int main(void) {
   test_overflow();
   test_option_table();
   test_set_options();
+  test_get_options();
   test_format();
   test_set_shapes();
   test_tensors();

@@ -24,6 +24,21 @@ defmodule FlashAttention.NativeTest do
     {status, message}
   end
 
+  test "numbers of any size come back as values" do
+    shapes = for name <- [:q, :k, :v], into: %{}, do: {name, {{:f, 32}, {1, 2, 1, 4}}}
+
+    for name <- [:window_left, :window_right, :softcap],
+        value <- [-(2 ** 63), 2 ** 64, 2 ** 1100, -(2 ** 1100)] do
+      expected = "#{name}"
+
+      assert {:error, {:invalid_argument, ^expected, _, _, _}} =
+               Native.plan(:forward, shapes, [{name, value}], {:cpu, 0})
+    end
+
+    assert {:error, {:invalid_argument, "window_left", _, _, _}} =
+             Native.plan(:forward, shapes, [window_left: 2 ** 63 - 1], {:cpu, 0})
+  end
+
   test "kinds of devices say whether their memory is their own" do
     assert [
              %{kind: :cpu, has_own_memory: false},
