@@ -4,7 +4,7 @@
 #   make demo         build, train a small language model for under a minute, show what it writes
 #   make test         build, then every check and test that can run here
 #   make bench        speed and memory on this machine, side by side with others; make bench-gpu on its GPU,
-#                     make bench-xla there in XLA's programs
+#                     make bench-xla there in XLA's programs; make bench-responsiveness the VM's schedulers
 #   make install      library, header and pkg-config file below PREFIX, for C programs
 #
 #   make test-sanitize   the tests under AddressSanitizer and UndefinedBehaviorSanitizer

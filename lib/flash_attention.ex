@@ -75,8 +75,9 @@ defmodule FlashAttention do
   threads. A call whose process is killed runs to its end, and then gives back its memory. Calls on a GPU hold a dirty
   scheduler while it computes, and copy ordinary binaries with up to sixteen threads.
 
-  While a call keeps every processor busy, normal schedulers still answer within some 10 ms: its threads give way
-  every 0.1 ms. Schedulers that do not spin before they sleep (`+sbwt none` among the VM's flags) answer within 5.
+  While a call keeps every processor busy, normal schedulers still answer, on a machine with nothing else to do within some
+  10 ms: its threads give way every 0.1 ms. Schedulers that do not spin before they sleep (`+sbwt none` among the VM's flags)
+  answer within 5. `make bench-responsiveness` measures it on yours.
   """
 
   @typedoc "An Nx tensor or a `FlashAttention.Tensor`."
