@@ -7,11 +7,16 @@ $(BUILD)/bench_cpu: bench/cpu.c $(LIBRARY)
 	$(CC) $(FA_CFLAGS) -O3 -ffp-contract=fast -fopenmp $(if $(OPENBLAS),-DHAVE_OPENBLAS) -o $@ $< $(FA_LDFLAGS) \
 	  -L$(BUILD) -lflash_attention $(if $(OPENBLAS),-lopenblas) -lm
 
+# Plain attention has two pools of threads, OpenMP's and OpenBLAS's: neither may spin while the other works.
+QUIET_THREADS := OMP_WAIT_POLICY=passive GOMP_SPINCOUNT=0 OPENBLAS_THREAD_TIMEOUT=4
+
 .PHONY: bench
 bench: $(BUILD)/bench_cpu
 	$(if $(OPENBLAS),,@echo "OpenBLAS (libopenblas-dev) is missing: no plain attention to compare with")
 	@mkdir -p $(dir $(RESULT))
-	$(BUILD)/bench_cpu $(BENCH_ARGS) | tee $(RESULT)
+	{ $(QUIET_THREADS) $(BUILD)/bench_cpu $(BENCH_ARGS); \
+	  if $(PYTHON) -c 'import torch' 2>/dev/null; then echo; $(PYTHON) bench/cpu_torch.py --library $(LIBRARY); \
+	  else echo; echo "PyTorch is not installed here: nothing to say of its attention."; fi; } | tee $(RESULT)
 
 # On the GPU, beside torch's kernels, in a page and a picture named after it. BENCH_ARGS: see bench/gpu.py.
 .PHONY: bench-gpu

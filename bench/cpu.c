@@ -8,8 +8,8 @@
  * GFLOP/s, the median of several runs. The forward counts 4 * batch * heads * seqlen^2 * head_dim operations,
  * half of it under a causal mask, the backward 2.5 times that. "peak" is the most that fused multiply-adds on
  * registers reached, on as many threads, in turn with our runs. Plain attention has its runs after those,
- * computes a causal mask's hidden half too, and keeps p for its backward, which so has four products where ours
- * has five.
+ * computes the products of a causal mask's hidden half too, and keeps p for its backward, which so has four
+ * products where ours has five; its threads should sleep while the others work (bench.mk sees to that).
  */
 #include <math.h>
 #include <omp.h>
@@ -24,6 +24,10 @@
 #ifdef HAVE_OPENBLAS
 #include <cblas.h>
 void openblas_set_num_threads(int num_threads);
+
+/* The vectors of libmvec, which math.h only declares where all of the program may reorder its sums. */
+#pragma omp declare simd notinbranch
+float expf(float x);
 #endif
 
 static double seconds(void) {
@@ -174,6 +178,40 @@ static double time_flash(workload *w, int pass, int threads) {
 }
 
 #ifdef HAVE_OPENBLAS
+/* What stands between the products is compiled as our kernels are, for each instruction set, and chosen at run
+ * time. */
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define FOR_EACH_ISA __attribute__((target_clones("arch=skylake-avx512", "arch=haswell", "default")))
+#else
+#define FOR_EACH_ISA
+#endif
+
+/* row [n] becomes its softmax; the columns from num_visible on are hidden. */
+FOR_EACH_ISA static void soften_row(float *row, int n, int num_visible) {
+  float largest = -INFINITY, sum = 0;
+#pragma omp simd reduction(max : largest)
+  for (int j = 0; j < num_visible; j++) largest = row[j] > largest ? row[j] : largest;
+#pragma omp simd reduction(+ : sum)
+  for (int j = 0; j < num_visible; j++) {
+    row[j] = expf(row[j] - largest);
+    sum += row[j];
+  }
+  const float factor = 1 / sum;
+#pragma omp simd
+  for (int j = 0; j < num_visible; j++) row[j] *= factor;
+  memset(row + num_visible, 0, (size_t)(n - num_visible) * sizeof *row);
+}
+
+/* dp [n] becomes ds = p * (dp - dot(o, dout)): p [n], o and dout [d] */
+FOR_EACH_ISA static void differentiate_row(float *dp, const float *p, int n, const float *o, const float *dout,
+                                           int d) {
+  float delta = 0;
+#pragma omp simd reduction(+ : delta)
+  for (int x = 0; x < d; x++) delta += o[x] * dout[x];
+#pragma omp simd
+  for (int j = 0; j < n; j++) dp[j] = p[j] * (dp[j] - delta);
+}
+
 /* s = q . k^T, p = softmax(s), o = p . v; and dv = p^T . dout, dp = dout . v^T, dq = ds . k, dk = ds^T . q */
 static double time_plain(workload *w, int pass, int threads) {
   const fa_problem *problem = &w->problem;
@@ -194,25 +232,15 @@ static double time_plain(workload *w, int pass, int threads) {
     if (pass == 0) {
       cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasTrans, n, n, d, scale, AT(q), ld, AT(k), ld, 0, p, n);
 #pragma omp parallel for num_threads(threads)
-      for (int i = 0; i < n; i++) {
-        float *row = p + (size_t)i * (size_t)n, max = -INFINITY, sum = 0;
-        for (int j = causal ? i + 1 : n; j < n; j++) row[j] = -INFINITY;
-        for (int j = 0; j < n; j++) max = row[j] > max ? row[j] : max;
-        for (int j = 0; j < n; j++) row[j] = expf(row[j] - max);
-        for (int j = 0; j < n; j++) sum += row[j];
-        for (int j = 0; j < n; j++) row[j] /= sum;
-      }
+      for (int i = 0; i < n; i++) soften_row(p + (size_t)i * (size_t)n, n, causal ? i + 1 : n);
       cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasNoTrans, n, d, n, 1, p, n, AT(v), ld, 0, AT(o), ld);
     } else {
       cblas_sgemm(CblasRowMajor, CblasTrans, CblasNoTrans, n, d, n, 1, p, n, AT(dout), ld, 0, AT(dv), ld);
       cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasTrans, n, n, d, 1, AT(dout), ld, AT(v), ld, 0, ds, n);
 #pragma omp parallel for num_threads(threads)
-      for (int i = 0; i < n; i++) {
-        float *row = ds + (size_t)i * (size_t)n, *p_row = p + (size_t)i * (size_t)n, delta = 0;
-        for (int x = 0; x < d; x++)
-          delta += (AT(o) + (size_t)i * (size_t)ld)[x] * (AT(dout) + (size_t)i * (size_t)ld)[x];
-        for (int j = 0; j < n; j++) row[j] = p_row[j] * (row[j] - delta);
-      }
+      for (int i = 0; i < n; i++)
+        differentiate_row(ds + (size_t)i * (size_t)n, p + (size_t)i * (size_t)n, n,
+                          AT(o) + (size_t)i * (size_t)ld, AT(dout) + (size_t)i * (size_t)ld, d);
       cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasNoTrans, n, d, n, scale, ds, n, AT(k), ld, 0, AT(dq), ld);
       cblas_sgemm(CblasRowMajor, CblasTrans, CblasNoTrans, n, d, n, scale, ds, n, AT(q), ld, 0, AT(dk), ld);
     }
@@ -265,8 +293,12 @@ static void speed_row(const fa_problem *problem, const int *thread_counts, int n
 #ifdef HAVE_OPENBLAS
       double plain[REPEATS];
       bool has_plain = problem->dtype == FA_DTYPE_F32;
-      if (has_plain) time_plain(&w, 0, threads);
-      for (int r = 0; has_plain && r < REPEATS; r++) plain[r] = time_plain(&w, pass, threads);
+      settle();
+      if (has_plain) time_plain(&w, 0, threads); /* p for the backward */
+      for (int r = 0; has_plain && r < REPEATS; r++) {
+        time_plain(&w, pass, threads); /* warms up, as before our runs */
+        plain[r] = time_plain(&w, pass, threads);
+      }
 #endif
       double rate = gflop / median(flash, REPEATS), limit = largest(peak, REPEATS);
       printf(" %.0f | %.0f %% |", rate, 100 * rate / limit);

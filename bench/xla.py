@@ -1,4 +1,5 @@
-"""The custom calls in jitted XLA programs on this machine's GPU, beside the raw kernels and XLA's plain attention.
+"""The custom calls in jitted XLA programs on this machine's GPU, beside the raw kernels, XLA's unfused
+attention and cuDNN's fused one.
 
     python3 bench/xla.py [--quick] [--types bf16,f32] [--library priv/libflash_attention.so] [--result bench/results/h200_xla.md]
 
@@ -6,7 +7,9 @@ Needs torch and jax. Prints a page of Markdown and keeps it in RESULT.
 
 TFLOP/s as in bench/gpu.py: operations of the pass over the time of one call. Forward gives o; both, the forward and the
 backward, gives o and the gradients by q, k and v. Raw: the kernels enqueued through ctypes on torch's stream. XLA: the
-same kernels in a program that jax.jit makes. plain: attention of ordinary operations, compiled by XLA with its defaults.
+same kernels in a program that jax.jit makes. plain: unfused attention of ordinary operations, compiled by XLA with its
+defaults. cuDNN: jax.nn.dot_product_attention with implementation="cudnn", fused, where it takes the case; else its cell
+says why not.
 A time is that on the device, by the profiler, of NUM_CALLS calls enqueued one after another, from the beginning of the
 first kernel to the end of the last with all that lies between, divided by their number. All take turns, as a GPU
 that gets hot gets slow; the median counts.
@@ -30,6 +33,8 @@ from jax_attention import Attention, device_events, forward_and_backward, transf
 
 NUM_CALLS = 5
 FACTORS = {"forward": 1, "both": 3.5}
+INPUTS = {"forward": 3, "both": 4}
+OTHERS = ("plain", "cuDNN")
 MARK = 0.97
 
 
@@ -45,10 +50,25 @@ class Programs:
         attends = {"XLA": lambda q, k, v: attention(q, k, v, **options)}
         if with_plain:
             attends["plain"] = unfused(case.causal)
-        self.compiled = {}
+        self.compiled, self.refusals = {}, {}
         for name, attend in attends.items():
-            self.compiled[name, "forward"] = jax.jit(attend).lower(*self.arrays[:3]).compile()
-            self.compiled[name, "both"] = jax.jit(forward_and_backward(attend)).lower(*self.arrays).compile()
+            self.compile(name, attend)
+        try:
+            self.compile("cuDNN", lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=case.causal,
+                                                                               implementation="cudnn"))
+            self.run_compiled("cuDNN")
+        except Exception as error:  # whatever XLA and cuDNN raise: the page says it
+            self.refusals["cuDNN"] = (str(error).strip().splitlines() or [repr(error)])[0].replace("|", "/")[:100]
+            for which in FACTORS:
+                self.compiled.pop(("cuDNN", which), None)
+
+    def compile(self, name, attend):
+        self.compiled[name, "forward"] = jax.jit(attend).lower(*self.arrays[:3]).compile()
+        self.compiled[name, "both"] = jax.jit(forward_and_backward(attend)).lower(*self.arrays).compile()
+
+    def run_compiled(self, name):
+        for which, count in INPUTS.items():
+            jax.block_until_ready(self.compiled[name, which](*self.arrays[:count]))
 
     def run_raw(self, which):
         self.raw.forward()
@@ -58,9 +78,9 @@ class Programs:
     def runs(self):
         """{(name, which): (call, wait)}"""
         runs = {}
-        for which, count in (("forward", 3), ("both", 4)):
+        for which, count in INPUTS.items():
             runs["raw", which] = lambda which=which: self.run_raw(which), lambda _: torch.cuda.synchronize()
-            for name in ("XLA", "plain"):
+            for name in ("XLA", *OTHERS):
                 if (name, which) in self.compiled:
                     program, inputs = self.compiled[name, which], self.arrays[:count]
                     runs[name, which] = (lambda program=program, inputs=inputs: program(*inputs),
@@ -70,7 +90,7 @@ class Programs:
     def profile(self, num_rounds):
         """{(name, which): microseconds of a call, round by round}, and all that the device did."""
         runs = self.runs()
-        turns = [key for which in FACTORS for name in ("XLA", "plain") if (name, which) in runs
+        turns = [key for which in FACTORS for name in ("XLA", *OTHERS) if (name, which) in runs
                  for key in (("raw", which), (name, which))]  # torch's stream and XLA's by turns
         for call, wait in runs.values():
             wait(call())
@@ -117,12 +137,13 @@ def row(page, programs, num_rounds):
     page.mark("zero bytes between host and device", not transfers(events))
     cells = [programs.name, pair(speed["raw", which] for which in FACTORS),
              pair(speed["XLA", which] for which in FACTORS), pair(ratios, 3)]
-    if ("plain", "both") in speed:
-        cells += [pair(speed["plain", which] for which in FACTORS),
-                  pair((speed["XLA", which] / speed["plain", which] for which in FACTORS), 1)]
-    else:
-        cells += ["-", "-"]
-    for name in ("XLA", "plain"):
+    for name in OTHERS:
+        if (name, "both") in speed:
+            cells += [pair(speed[name, which] for which in FACTORS),
+                      pair((speed["XLA", which] / speed[name, which] for which in FACTORS), 2)]
+        else:
+            cells += [programs.refusals.get(name, "-"), "-"]
+    for name in ("XLA", *OTHERS):
         cells.append(pair(programs.mebibytes(name, which) for which in FACTORS) if (name, "both") in speed else "-")
     page.say("| " + " | ".join(cells) + " |")
     return events
@@ -154,8 +175,9 @@ def main():
              f"{torch.__version__}. TFLOP/s, forward / both; how they are measured stands in bench/xla.py. plain is "
              "XLA's own unfused attention, in f32 with TF32 as is its default: its arithmetic is that of precision "
              "default here, while highest is as accurate as f32. MiB: results and temporary memory of the "
-             "program.\n")
-    page.table("case", "raw", "XLA", "XLA over raw", "plain", "XLA over plain", "MiB, XLA", "MiB, plain")
+             "program. cuDNN is jax.nn.dot_product_attention, implementation=\"cudnn\".\n")
+    page.table("case", "raw", "XLA", "XLA over raw", "plain", "XLA over plain", "cuDNN", "XLA over cuDNN", "MiB, XLA",
+               "MiB, plain", "MiB, cuDNN")
     with ThreadPoolExecutor(8) as pool:
         made = list(pool.map(lambda case: Programs(*case, library, attention, case[0].seqlen <= 2048), cases))
     for programs in made:

@@ -4,9 +4,9 @@
  * operation can add is carried through to the result, to first order. It is carried in two ways, and the lesser
  * is the bound:
  *
- *     most      the sum of all sizes, which no order and no luck exceeds;
- *     square    the sum of their squares. A rounding lies anywhere in +-size, so that its variance is size^2 /
- * 3 at most; the sum of independent ones is beyond 6 sqrt(square / 3) once in 500 million times.
+ *   - the sum of all sizes, which no order and no luck exceeds;
+ *   - the sum of their squares. A rounding lies anywhere in +-size, so that its variance is size^2 / 3 at most;
+ *     the sum of independent ones is beyond 6 sqrt(sum / 3) once in 500 million times.
  *
  * u is the unit roundoff of the arithmetic (f32's for 16-bit types), w that of the tensors' type. An error r(x)
  * is one rounding of size x, `+` adds errors, a factor scales them. dot(x, y) is the error of a dot product,
@@ -14,15 +14,18 @@
  * largest score, and slope the derivative of a score by the product that it is made of:
  *
  *     e(s)     = slope scale dot(q, k) + r(8 u (|product| + |s| + softcap))
- *     x(s, m)  = e(s) + r(2 u (|s| + |m|) + 4 u)       of exp(s - m), relative to it: rounded arguments, and
- * exp e(lse)   = Sum_j p x(s, m) + sum(p) + r(2 u (|lse| + |m|) + 8 u) e(o)     = Sum_j p (x(s, m) (v - o) +
- * r(w v)) + own(o),     own(o) = sum(p v) + sum(p) o + r(w o) e(delta) = Sum_j p (x(s, m) (dp - delta) + r(w
- * dp)) + Sum_c own(o) dout + dot(o, dout) e(ds)    = p slope (dp - delta) x(s, lse) + p slope (dot(dout, v) +
- * r(u (|dp| + |delta|))) + p (dp - delta) e(slope) + r((w + 4 u) ds) e(dq)    = scale (Sum_j e(ds) k + e(lse)
- * Sum_j (ds k) + e(delta) Sum_j (p slope k) + sum(ds k)) + r((w + 4 u) dq) e(dk)    = scale (Sum_i (e(ds) +
- * e(lse) ds + e(delta) p slope) q + sum(ds q)) + r((w + 4 u) dk) e(dv)    = Sum_i (x(s, lse) + e(lse) + r(w)) p
- * dout + sum(p dout) + r((w + 4 u) dv) e(dsink) = Sum_bi exp(sink - lse) ((x(sink, lse) + e(lse)) delta +
- * e(delta)) + sum(exp(sink - lse) delta) + r(2 w dsink)
+ *     x(s, m)  = e(s) + r(2 u (|s| + |m|) + 4 u)                      of exp(s - m), relative to it
+ *     e(lse)   = Sum_j p x(s, m) + sum(p) + r(2 u (|lse| + |m|) + 8 u)
+ *     e(o)     = Sum_j p (x(s, m) (v - o) + r(w v)) + own(o)
+ *     own(o)   = sum(p v) + sum(p) o + r(w o)
+ *     e(delta) = Sum_j p (x(s, m) (dp - delta) + r(w dp)) + Sum_c own(o) dout + dot(o, dout)
+ *     e(dp)    = dot(dout, v) + r(u (|dp| + |delta|))
+ *     e(ds)    = p slope ((dp - delta) x(s, lse) + e(dp)) + p (dp - delta) e(slope) + r((w + 4 u) ds)
+ *     e(dq)    = scale (Sum_j e(ds) k + e(lse) Sum_j (ds k) + e(delta) Sum_j (p slope k) + sum(ds k))
+ *                + r((w + 4 u) dq)
+ *     e(dk)    = scale (Sum_i (e(ds) + e(lse) ds + e(delta) p slope) q + sum(ds q)) + r((w + 4 u) dk)
+ *     e(dv)    = Sum_i (x(s, lse) + e(lse) + r(w)) p dout + sum(p dout) + r((w + 4 u) dv)
+ *     e(dsink) = Sum_bi p_sink ((x(sink, lse) + e(lse)) delta + e(delta)) + sum(p_sink delta) + r(2 w dsink)
  *
  * An error that is the same for all of a row multiplies a sum that has signs: that of lse moves every p alike,
  * that of delta every dp, and what moves all p leaves o where it is. r(w v), r(w dp) and r(w ds) are there for
