@@ -71,6 +71,10 @@ bool fa_is_disabled(const char *feature);
 /* The backend of that kind, or NULL where it was not built. */
 const fa_backend *fa_backend_of(fa_device_kind kind);
 
+/* How the backend runs a plan that holds a canonical problem, the pass, the device and the backend. No
+ * workspace where there is nothing to compute, and an error where no memory could hold it. */
+fa_status fa_backend_plan(fa_plan *plan, fa_error *error);
+
 /* The backend of a device that is there. */
 fa_status fa_backend_find(fa_device device, const fa_backend **backend, fa_error *error);
 

@@ -32,6 +32,23 @@ fa_status fa_device_get_info(fa_device device, fa_device_info *info, fa_error *e
   return status ? status : backend->device_info(device.index, info, error);
 }
 
+/* Whether the pass has no element to write. */
+static bool writes_nothing(const fa_plan *plan) {
+  for (int id = 0; id < FA_NUM_TENSORS; id++)
+    if (fa_tensor_role_in(&plan->problem, plan->pass, id) == FA_ROLE_OUTPUT &&
+        fa_tensor_shape(&plan->problem, id).size_bytes > 0)
+      return false;
+  return true;
+}
+
+fa_status fa_backend_plan(fa_plan *plan, fa_error *error) {
+  fa_status status = ((const fa_backend *)plan->backend)->plan(plan, error);
+  if (status) return status;
+  if (writes_nothing(plan)) plan->workspace_bytes = 0;
+  if (plan->workspace_bytes <= PTRDIFF_MAX) return FA_STATUS_OK;
+  return fa_fail_message(error, FA_STATUS_UNSUPPORTED, "problem", "no memory could hold its workspace");
+}
+
 fa_status fa_plan_init(fa_plan *plan, const fa_problem *problem, fa_pass pass, fa_device device,
                        fa_error *error) {
   memset(plan, 0, sizeof *plan);
@@ -47,10 +64,9 @@ fa_status fa_plan_init(fa_plan *plan, const fa_problem *problem, fa_pass pass, f
   plan->pass = pass;
   plan->device = device;
   plan->num_threads = 1;
-  status = backend->plan(plan, error);
-  if (status) return status;
   plan->backend = backend;
-  return fa_succeed(error);
+  status = fa_backend_plan(plan, error);
+  return status ? status : fa_succeed(error);
 }
 
 fa_status fa_run(const fa_plan *plan, const fa_tensors *tensors, const fa_execution *execution,
@@ -68,6 +84,7 @@ fa_status fa_run(const fa_plan *plan, const fa_tensors *tensors, const fa_execut
   if (plan->workspace_bytes && (!execution->workspace || (uintptr_t)execution->workspace % 64 != 0))
     return fa_fail(error, FA_STATUS_INVALID_ARGUMENT, "workspace", "an address aligned to 64 bytes",
                    FA_TEXT("%p", execution->workspace));
+  if (writes_nothing(plan)) return fa_succeed(error);
   const fa_backend *backend = plan->backend;
   fa_status status = backend->run(plan, tensors, execution, error);
   return status ? status : fa_succeed(error);

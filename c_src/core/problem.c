@@ -78,11 +78,19 @@ fa_status fa_problem_validate(const fa_problem *problem, fa_error *error) {
   return fa_succeed(error);
 }
 
+/* Kernels that compute in f32 hold softcap and scale / softcap in it. A softcap so small that one of these
+ * would be 0 or infinite becomes the smallest that is not: either leaves scores that are 0 beside 1. One so
+ * large that the second would vanish becomes none: it is felt by dot products beyond 2^113 alone. */
+static void canonicalise_softcap(fa_problem *problem) {
+  if (problem->softcap == 0) return;
+  const double factor = fabs(problem->scale);
+  problem->softcap = fmax(problem->softcap, FLT_MIN * fmax(1, factor));
+  if (factor < FLT_MIN * problem->softcap) problem->softcap = 0;
+}
+
 void fa_problem_canonicalise(fa_problem *problem) {
   if (problem->scale == 0) problem->scale = 1 / sqrt((double)problem->head_dim);
-  /* In f32 a smaller softcap would be 0, which stands for none. Either leaves scores that are 0 beside 1. */
-  if (problem->softcap > 0 && problem->softcap < FLT_MIN && problem->dtype != FA_DTYPE_F64)
-    problem->softcap = FLT_MIN;
+  if (problem->dtype != FA_DTYPE_F64) canonicalise_softcap(problem);
   /* No row is further than seqlen_k from the first column, nor than seqlen_q from the last. */
   problem->window_left = fa_min(problem->window_left, problem->seqlen_k);
   problem->window_right = fa_min(problem->window_right, problem->seqlen_q);

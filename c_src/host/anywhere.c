@@ -115,7 +115,7 @@ static fa_status plan_slice(host_run *run, int number, fa_error *error) {
     if (computes_apart(run, own, id) && bytes > run->tensors[id].apart_bytes)
       run->tensors[id].apart_bytes = bytes;
   }
-  fa_status status = ((const fa_backend *)plan->backend)->plan(plan, error);
+  fa_status status = fa_backend_plan(plan, error);
   if (plan->workspace_bytes > run->execution.workspace_bytes)
     run->execution.workspace_bytes = plan->workspace_bytes;
   return status;

@@ -1,7 +1,10 @@
 /* The core: what is refused and in which words, the option table, shapes, windows, plans and their runs. */
+#include <float.h>
 #include <math.h>
 #include <stdlib.h>
 
+#include "../../c_src/core/arena.h"
+#include "../../c_src/core/integers.h"
 #include "../../c_src/core/problem.h"
 #include "../../c_src/core/tensors.h"
 #include "check.h"
@@ -422,6 +425,109 @@ static void test_strides(void) {
   CHECK(fa_bytes_spanned(&p, FA_TENSOR_Q, &q) == 0, "an empty q");
 }
 
+/* ---- sizes ---------------------------------------------------------------------------------------------- */
+
+static void test_integers(void) {
+  CHECK(fa_divide_up(7, 3) == 3 && fa_divide_up(6, 3) == 2 && fa_divide_up(0, 3) == 0, "divide_up");
+  CHECK(fa_divide_up(INT64_MAX, 2) == INT64_C(1) << 62, "divide_up overflows");
+  CHECK(fa_round_up(257, 256) == 512 && fa_round_up(256, 256) == 256, "round_up");
+}
+
+static void test_arena(void) {
+  fa_arena sizes = {0};
+  CHECK(!fa_take(&sizes, 3, 4) && !fa_take(&sizes, 0, 8) && sizes.used == FA_ARENA_ALIGNMENT, "%zu",
+        sizes.used);
+  char memory[3 * FA_ARENA_ALIGNMENT];
+  fa_arena places = {.base = memory};
+  CHECK(fa_take(&places, FA_ARENA_ALIGNMENT + 1, 1) == memory, "the first part");
+  CHECK(fa_take(&places, 1, 8) == memory + 2 * FA_ARENA_ALIGNMENT, "the second part");
+  static const struct {
+    int64_t count;
+    size_t element_bytes;
+  } too_large[] = {{INT64_MAX, 8}, {1, SIZE_MAX}, {1, SIZE_MAX - 255}, {3, SIZE_MAX / 2}};
+  for (size_t i = 0; i < sizeof too_large / sizeof *too_large; i++) {
+    fa_arena arena = {.used = 512};
+    fa_take(&arena, too_large[i].count, too_large[i].element_bytes);
+    CHECK(arena.used == SIZE_MAX, "%zu: used %zu", i, arena.used);
+    fa_take(&arena, 1, 1);
+    CHECK(arena.used == SIZE_MAX, "%zu: used %zu after that", i, arena.used);
+  }
+}
+
+static const fa_device computing[] = {{FA_DEVICE_CPU, 0}, {FA_DEVICE_REFERENCE, 0}};
+
+/* {0, 4, 2, 10_000_000}: workspaces of such a head_dim would be gigabytes. */
+static void test_nothing_to_compute(void) {
+  for (int i = 0; i < 2; i++)
+    for (fa_pass pass = FA_PASS_FORWARD; pass <= FA_PASS_BACKWARD; pass++) {
+      fa_problem p = valid_problem();
+      p.batch = 0, p.seqlen_q = p.seqlen_k = 4, p.num_heads = p.num_kv_heads = 2, p.head_dim = 10000000;
+      fa_plan plan;
+      fa_error error;
+      CHECK(fa_plan_init(&plan, &p, pass, computing[i], &error) == FA_STATUS_OK, "%s", error.message);
+      CHECK(plan.workspace_bytes == 0, "%zu bytes for nothing", plan.workspace_bytes);
+      CHECK(fa_run(&plan, &(fa_tensors){0}, &(fa_execution){0}, &error) == FA_STATUS_OK, "%s", error.message);
+      CHECK(fa_run_anywhere(&plan, &(fa_tensors){0}, NULL, NULL, &error) == FA_STATUS_OK, "%s", error.message);
+    }
+}
+
+/* The largest problems that are valid: one axis after the other takes all that there may be. */
+static void test_largest(void) {
+  for (int i = 0; i < 2; i++)
+    for (fa_pass pass = FA_PASS_FORWARD; pass <= FA_PASS_BACKWARD; pass++)
+      for (fa_axis axis = FA_AXIS_BATCH; axis <= FA_AXIS_HEAD_DIM; axis++)
+        for (int dtype = 0; dtype < FA_NUM_FLOATS; dtype++) {
+          fa_problem p = {0};
+          fa_problem_init(&p);
+          p.dtype = dtype, p.batch = p.seqlen_q = p.seqlen_k = p.num_heads = p.num_kv_heads = p.head_dim = 1;
+          const int64_t most = INT64_C(1) << 53;
+          memcpy((char *)&p + fa_axes[axis].offset, &most, sizeof most);
+          if (axis == FA_AXIS_NUM_KV_HEADS) p.num_heads = most;
+          fa_plan plan;
+          fa_error error;
+          fa_status status = fa_plan_init(&plan, &p, pass, computing[i], &error);
+          const size_t least = axis == FA_AXIS_HEAD_DIM ? (size_t)most : 0;
+          CHECK(status == FA_STATUS_OK
+                    ? plan.workspace_bytes >= least && plan.workspace_bytes <= PTRDIFF_MAX
+                    : status == FA_STATUS_UNSUPPORTED &&
+                          strcmp(error.message, "problem: no memory could hold its workspace") == 0,
+                "%s of 2^53 in the %s: %s, %zu bytes", fa_axes[axis].name, fa_pass_name(pass), error.message,
+                plan.workspace_bytes);
+        }
+  fa_problem p = valid_problem();
+  p.batch = p.seqlen_q = p.seqlen_k = 16, p.num_heads = p.num_kv_heads = 8, p.head_dim = INT64_C(1) << 42;
+  fa_plan plan;
+  fa_error error;
+  CHECK(fa_plan_init(&plan, &p, FA_PASS_FORWARD, computing[0], &error) == FA_STATUS_OK, "%s", error.message);
+  CHECK(fa_run_anywhere(&plan, &(fa_tensors){0}, NULL, NULL, &error) != FA_STATUS_OK, "petabytes are found");
+}
+
+/* ---- options that f32 cannot hold ----------------------------------------------------------------------- */
+
+static double canonical_softcap(fa_dtype dtype, double scale, double softcap) {
+  fa_problem p = valid_problem();
+  p.dtype = dtype, p.scale = scale, p.softcap = softcap;
+  fa_problem_canonicalise(&p);
+  return p.softcap;
+}
+
+static void test_softcap(void) {
+  CHECK(canonical_softcap(FA_DTYPE_F32, 1, 0) == 0 && canonical_softcap(FA_DTYPE_F32, 1, 30) == 30, "softcap");
+  static const double scales[] = {0, 1, -1, 1e30, -1e30, 1e-30, 1e-300, 1e-38},
+                      softcaps[] = {1e-300, 1e-45, 1e-38, 1e-20, 1, 1e20, 1e30};
+  for (size_t i = 0; i < sizeof scales / sizeof *scales; i++)
+    for (size_t j = 0; j < sizeof softcaps / sizeof *softcaps; j++) {
+      const double softcap = canonical_softcap(FA_DTYPE_BF16, scales[i], softcaps[j]);
+      const float factor = (float)((scales[i] == 0 ? 1 / sqrt(8.0) : scales[i]) / softcap);
+      CHECK(softcap == 0 || ((float)softcap > 0 && isnormal(factor)), "scale %g, softcap %g: %g", scales[i],
+            softcaps[j], softcap);
+      CHECK(canonical_softcap(FA_DTYPE_F64, scales[i], softcaps[j]) == softcaps[j], "f64 holds %g",
+            softcaps[j]);
+    }
+  CHECK(canonical_softcap(FA_DTYPE_F32, 1, 1e30) == 1e30, "a large softcap is none");
+  CHECK(canonical_softcap(FA_DTYPE_F32, 1e-20, 1e30) == 0, "a softcap that bounds nothing is kept");
+}
+
 /* ---- windows ---------------------------------------------------------------------------------------- */
 
 /* The header's rule, in arithmetic that cannot overflow. */
@@ -588,6 +694,11 @@ int main(void) {
   test_format();
   test_set_shapes();
   test_tensors();
+  test_integers();
+  test_arena();
+  test_nothing_to_compute();
+  test_largest();
+  test_softcap();
   test_axes();
   test_partners();
   test_strides();
