@@ -29,6 +29,18 @@
  *
  * Causal attention is window_right = 0.
  *
+ * Where there are bands, {q_begin, q_end, k_begin, k_end, left, right} each, row i of [q_begin, q_end) sees
+ * column j of [k_begin, k_end) iff, in some band of its batch,
+ *
+ *     i - q_end + k_end - min(left, window_left) <= j <= i - q_end + k_end + min(right, window_right)
+ *
+ * so that a band's last row stands beside its last column; without them the problem is the one band {0,
+ * seqlen_q, 0, seqlen_k, INT32_MAX, INT32_MAX}. Rows and columns of bands may overlap, cells may not: those
+ * that do count once for each band. left and right may be negative; INT32_MAX bounds nothing. A band whose end
+ * is not after its begin has no cells. fa_run takes bands as they are, clamps them to the problem and reads
+ * nothing outside of it, whatever they hold; fa_run_anywhere looks at those in the host's memory, and refuses
+ * what lies outside of the problem or shares a cell with another. Only what is visible is computed.
+ *
  * A column whose score is -inf is not there for the row, be it that the mask hides it or that an infinite q or
  * k makes it so. Whatever k and v hold in it, NaN and infinities included, reaches neither the row's o, lse and
  * dq, and whatever the row's q, dout, o and lse hold does not reach the column's dk and dv. So packed batches
@@ -164,7 +176,8 @@ typedef struct fa_problem {
   int64_t batch, seqlen_q, seqlen_k; /* 0 is allowed */
   int64_t num_heads, num_kv_heads;   /* num_kv_heads divides num_heads */
   int64_t head_dim;
-  int64_t num_sinks; /* 0: none */
+  int64_t num_sinks;              /* 0: none */
+  int64_t bands_batch, num_bands; /* of the tensor bands: 1 or batch, and how many; 0: there is none */
   /* Options; fa_options() lists them with their bounds. */
   double scale;                      /* 0: 1/sqrt(head_dim) */
   int64_t window_left, window_right; /* keys to either side, or FA_UNBOUNDED */
@@ -232,6 +245,7 @@ FA_API fa_status fa_option_set_choice(fa_problem *problem, const fa_option *opti
  *     k, v, dk, dv          [batch, seqlen_k, num_kv_heads, head_dim]   dtype
  *     lse                   [batch, num_heads, seqlen_q]                f32 (f64 where dtype is f64)
  *     sink, dsink           [num_sinks, num_heads]                      f32
+ *     bands                 [batch or 1, num_bands, 6]                  s32
  *     tangent_x, o_tangent, lse_tangent: as x, o and lse
  *
  * Strides are in elements, one for each axis but the last, which is always contiguous, in the order of the
@@ -251,7 +265,7 @@ typedef struct fa_tensor {
 } fa_tensor;
 
 typedef struct fa_tensors {
-  fa_tensor q, k, v, sink;
+  fa_tensor q, k, v, sink, bands;
   fa_tensor o, lse;
   fa_tensor dout, dq, dk, dv, dsink;
   fa_tensor tangent_q, tangent_k, tangent_v, tangent_sink; /* directions, for FA_PASS_TANGENT */
@@ -259,13 +273,13 @@ typedef struct fa_tensors {
 } fa_tensors;
 
 typedef enum fa_pass {
-  FA_PASS_FORWARD,  /* q, k, v, sink -> o, lse */
-  FA_PASS_BACKWARD, /* dout, q, k, v, o, lse, sink -> dq, dk, dv, dsink */
-  FA_PASS_TANGENT,  /* q, k, v, sink and a direction for each -> o, lse and their derivatives along it.
+  FA_PASS_FORWARD,  /* q, k, v, sink, bands -> o, lse */
+  FA_PASS_BACKWARD, /* dout, q, k, v, o, lse, sink, bands -> dq, dk, dv, dsink */
+  FA_PASS_TANGENT,  /* q, k, v, sink, a direction for each, and bands -> o, lse and their derivatives along it.
                        f64, CPU: the derivative of the forward algorithm itself, to check backwards by */
-  FA_PASS_BOUND, /* dout, q, k, v, sink -> o, lse, dq, dk, dv, dsink, which hold no results but how far rounding
-                    may take each of their elements, in that type, on any device. Reference: what devices are
-                    checked by (c_src/cpu/reference_bound.h) */
+  FA_PASS_BOUND, /* dout, q, k, v, sink, bands -> o, lse, dq, dk, dv, dsink, which hold no results but how far
+                    rounding may take each of their elements, in that type, on any device. Reference: what
+                    devices are checked by (c_src/cpu/reference_bound.h) */
   FA_NUM_PASSES,
 } fa_pass;
 
@@ -275,6 +289,7 @@ typedef enum fa_tensor_id {
   FA_TENSOR_K,
   FA_TENSOR_V,
   FA_TENSOR_SINK,
+  FA_TENSOR_BANDS,
   FA_TENSOR_O,
   FA_TENSOR_LSE,
   FA_TENSOR_DOUT,
@@ -312,7 +327,8 @@ FA_API int fa_tensor_find(const char *name);
 
 FA_API const char *fa_pass_name(fa_pass pass);
 
-/* What a pass of this problem does with a tensor. FA_ROLE_NONE for sink and dsink where num_sinks is 0. */
+/* What a pass of this problem does with a tensor. FA_ROLE_NONE for sink and dsink where num_sinks is 0,
+ * and for bands where num_bands is. */
 FA_API fa_tensor_role fa_tensor_role_in(const fa_problem *problem, fa_pass pass, fa_tensor_id id);
 
 /* The tensor that holds the gradient by this one (q: dq; o: dout), or -1 where nothing is derived by it. */

@@ -111,6 +111,9 @@ static fa_status check_problem(const fa_plan *plan, int major, fa_error *error) 
                    fa_pass_name(plan->pass));
   if (plan->problem.dtype == FA_DTYPE_F64)
     return fa_fail(error, FA_STATUS_UNSUPPORTED, "dtype", "f32, bf16 or f16 on CUDA", "f64");
+  if (plan->problem.num_bands > 0)
+    return fa_fail(error, FA_STATUS_UNSUPPORTED, "bands", "none on CUDA",
+                   FA_TEXT("%lld", (long long)plan->problem.num_bands));
   if (major < 8)
     return fa_fail(error, FA_STATUS_UNSUPPORTED, "device", "compute capability 8.0 or newer",
                    FA_TEXT("%d.x", major));

@@ -3,6 +3,7 @@ defmodule FlashAttention do
     Defn,
     DeviceMemory,
     Error,
+    Mask,
     Native,
     Options,
     Packages,
@@ -233,7 +234,10 @@ defmodule FlashAttention do
 
   # Of the optional tensors that were given, those that have a gradient.
   defp gradients(%{dq: dq, dk: dk, dv: dv} = outputs) do
-    case for name <- Options.tensors(), gradient = outputs[gradient_name(name)], into: %{}, do: {name, gradient} do
+    case for {name, key} <- Options.tensors(),
+             gradient = outputs[gradient_name(name)],
+             into: %{},
+             do: {key, gradient} do
       none when none == %{} -> {:ok, dq, dk, dv}
       optional -> {:ok, dq, dk, dv, optional}
     end
@@ -468,7 +472,7 @@ defmodule FlashAttention do
 
   defp to_native(inputs, device) do
     Enum.reduce_while(inputs, {:ok, %{}, %{}}, fn {name, tensor}, {:ok, tensors, names} ->
-      case native_tensor(tensor, device) do
+      case native_tensor(with_sizes(tensor, tensors), device) do
         {:ok, native, axis_names} ->
           {:cont, {:ok, Map.put(tensors, name, native), Map.put(names, name, axis_names)}}
 
@@ -476,6 +480,21 @@ defmodule FlashAttention do
           {:halt, {:error, Error.invalid(name, expected, got)}}
       end
     end)
+  end
+
+  # A mask becomes bands where the sizes of q and k are known.
+  defp with_sizes(%Mask{} = mask, %{q: {_, _, q_shape}, k: {_, _, k_shape}}),
+    do: fn -> Mask.to_bands(mask, {seqlen(q_shape), seqlen(k_shape)}) end
+
+  defp with_sizes(tensor, _tensors), do: tensor
+
+  # Where there is none, the library says what is wrong with the shape.
+  defp seqlen(shape), do: if(tuple_size(shape) > 1, do: elem(shape, 1), else: 0)
+
+  defp native_tensor(bands, device) when is_function(bands, 0) do
+    native_tensor(bands.(), device)
+  rescue
+    error in Error -> {:error, error.expected || error.message, error.got || ""}
   end
 
   # A tensor's own module reads it; what it raises says what is wrong with a forged one.
@@ -509,7 +528,7 @@ defmodule FlashAttention do
   defp axis_names(gradient, names),
     do: Enum.find_value(names, fn {input, names} -> gradient_name(input) == gradient && names end)
 
-  for name <- [:q, :k, :v | Options.tensors()] do
+  for name <- [:q, :k, :v | Keyword.keys(Options.tensors())] do
     defp gradient_name(unquote(name)), do: unquote(:"d#{name}")
   end
 

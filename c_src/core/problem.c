@@ -59,6 +59,8 @@ fa_status fa_problem_validate(const fa_problem *problem, fa_error *error) {
                              (long long)fa_axis_size(problem, fa_axes[axis].along)),
                      FA_TEXT("%lld", (long long)size));
   }
+  if (problem->bands_batch > 0 && problem->num_bands == 0)
+    return fa_fail(error, FA_STATUS_INVALID_ARGUMENT, "bands", "at least 1 band, which may have no cells", "0");
   if (problem->num_heads % problem->num_kv_heads != 0)
     return fa_fail(error, FA_STATUS_INVALID_ARGUMENT, "num_kv_heads",
                    FA_TEXT("a divisor of num_heads %lld", (long long)problem->num_heads),
@@ -118,7 +120,7 @@ int fa_problem_format(const fa_problem *problem, char *text, size_t text_bytes) 
   append(text, text_bytes, &length, "%s", fa_dtype_name(problem->dtype));
   for (fa_axis axis = FA_AXIS_NONE + 1; axis < FA_NUM_AXES; axis++) {
     const int64_t size = fa_axis_size(problem, axis);
-    if (size || is_always_there(axis))
+    if (fa_axes[axis].offset && (size || is_always_there(axis)))
       append(text, text_bytes, &length, " %s%lld", fa_axes[axis].short_name, (long long)size);
   }
   size_t num_options;

@@ -3,6 +3,7 @@
 
 #include <string.h>
 
+#include "bands.h"
 #include "error.h"
 #include "problem.h"
 
@@ -16,6 +17,9 @@ const fa_axis_row fa_axes[FA_NUM_AXES] = {
     [FA_AXIS_NUM_KV_HEADS] = SIZE(num_kv_heads, "kv", 1),
     [FA_AXIS_HEAD_DIM] = SIZE(head_dim, "d", 1),
     [FA_AXIS_NUM_SINKS] = SIZE(num_sinks, "sinks", 0),
+    [FA_AXIS_BANDS_BATCH] = SIZE(bands_batch, "bands", 0, FA_AXIS_BATCH),
+    [FA_AXIS_NUM_BANDS] = SIZE(num_bands, "x", 0),
+    [FA_AXIS_BAND_WORDS] = {.name = "q_begin, q_end, k_begin, k_end, left, right:", .minimum = 6},
 };
 #undef SIZE
 
@@ -28,7 +32,9 @@ const fa_axis_row fa_axes[FA_NUM_AXES] = {
 #define KEY_SHAPE   {FA_AXIS_BATCH, FA_AXIS_SEQLEN_K, FA_AXIS_NUM_KV_HEADS, FA_AXIS_HEAD_DIM}, AS_Q
 #define ROW_SHAPE   {FA_AXIS_BATCH, FA_AXIS_NUM_HEADS, FA_AXIS_SEQLEN_Q}, STAT
 #define SINK_SHAPE  {FA_AXIS_NUM_SINKS, FA_AXIS_NUM_HEADS}, TYPE(F32)
+#define BAND_SHAPE  {FA_AXIS_BANDS_BATCH, FA_AXIS_NUM_BANDS, FA_AXIS_BAND_WORDS}, TYPE(S32)
 #define IF_SINKS    .only_if = FA_AXIS_NUM_SINKS
+#define IF_BANDS    .only_if = FA_AXIS_NUM_BANDS
 
 /* One row a tensor. A new one that users may leave out has a field in fa_problem for each size that is its own,
  * a row in fa_axes for each of these (an axis that may broadcast is one of its own, `along` another), and names
@@ -42,6 +48,8 @@ static const struct tensor_row {
   fa_axis only_if;                     /* left out where this axis is 0 */
   fa_tensor_id gradient, tangent;      /* what holds them; 0, which is q and neither, stands for none */
   size_t dtype_offset;                 /* of a fa_dtype in fa_problem */
+  fa_status (*check)(const fa_problem *, const void *numbers,
+                     fa_error *); /* what else numbers must be, or NULL */
 } rows[FA_NUM_TENSORS] = {
 #define ROW(id, name, ...) [FA_TENSOR_##id] = {#name, offsetof(fa_tensors, name), __VA_ARGS__}
 #define DERIVATIVES(id)    .gradient = FA_TENSOR_D##id, .tangent = FA_TENSOR_TANGENT_##id
@@ -51,6 +59,7 @@ static const struct tensor_row {
     ROW(K, k, KEY_SHAPE, {IN, IN, IN}, DERIVATIVES(K)),
     ROW(V, v, KEY_SHAPE, {IN, IN, IN}, DERIVATIVES(V)),
     ROW(SINK, sink, SINK_SHAPE, {IN, IN, IN}, IF_SINKS, DERIVATIVES(SINK)),
+    ROW(BANDS, bands, BAND_SHAPE, {IN, IN, IN}, IF_BANDS, .check = fa_bands_check),
     ROW(O, o, QUERY_SHAPE, {OUT, IN, OUT}, .gradient = FA_TENSOR_DOUT, .tangent = FA_TENSOR_O_TANGENT),
     ROW(LSE, lse, ROW_SHAPE, {OUT, IN, OUT}, .tangent = FA_TENSOR_LSE_TANGENT),
     ROW(DOUT, dout, QUERY_SHAPE, {0, IN, 0}),
@@ -138,6 +147,10 @@ static fa_tensor_role role_of(const struct tensor_row *row, fa_pass pass) {
 fa_tensor_role fa_tensor_role_in(const fa_problem *problem, fa_pass pass, fa_tensor_id id) {
   const fa_axis only_if = rows[id].only_if;
   return only_if && fa_axis_size(problem, only_if) == 0 ? FA_ROLE_NONE : role_of(&rows[id], pass);
+}
+
+fa_status fa_tensor_check(const fa_problem *problem, int id, const void *numbers, fa_error *error) {
+  return rows[id].check ? rows[id].check(problem, numbers, error) : FA_STATUS_OK;
 }
 
 static int rank_of(const struct tensor_row *row) {

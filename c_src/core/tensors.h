@@ -15,6 +15,9 @@ typedef enum fa_axis {
   FA_AXIS_NUM_KV_HEADS,
   FA_AXIS_HEAD_DIM,
   FA_AXIS_NUM_SINKS,
+  FA_AXIS_BANDS_BATCH,
+  FA_AXIS_NUM_BANDS,
+  FA_AXIS_BAND_WORDS,
   FA_NUM_AXES,
 } fa_axis;
 
@@ -60,6 +63,10 @@ fa_axis fa_tensor_only_if(int id);
 
 /* The tensor that holds the derivative of this one along the tangents (q: tangent_q; o: o_tangent), or -1. */
 int fa_tensor_tangent(int id);
+
+/* Whether the numbers of an input, which lie contiguously in the host's memory, are such as the tensor may
+ * have. */
+fa_status fa_tensor_check(const fa_problem *problem, int id, const void *numbers, fa_error *error);
 
 /* fa_tensor_at for those who only look. */
 const fa_tensor *fa_tensor_get(const fa_tensors *tensors, int id);

@@ -27,7 +27,6 @@ typedef struct T(backward_scratch) {
   REAL *q_rows, *dout_rows;          /* [BLOCK][head_dim] */
   REAL *q_panels, *dout_panels;      /* [head_dim / NR][BLOCK][NR] */
   REAL *p, *ds;                      /* [BLOCK][BLOCK] */
-  INT *hidden;                       /* [BLOCK][BLOCK]: which scores are -inf */
   REAL *dq, *dk, *dv;                /* [BLOCK][padded head_dim] */
   REAL *buffer;                      /* [head_dim] */
 } T(backward_scratch);
@@ -44,7 +43,6 @@ static T(backward_scratch) T(lay_out_backward)(fa_arena *arena, const fa_problem
   s.dout_panels = fa_take(arena, panels, sizeof(REAL));
   s.p = fa_take(arena, BLOCK * BLOCK, sizeof(REAL));
   s.ds = fa_take(arena, BLOCK * BLOCK, sizeof(REAL));
-  s.hidden = fa_take(arena, BLOCK * BLOCK, sizeof(INT));
   s.dq = fa_take(arena, panels, sizeof(REAL));
   s.dk = fa_take(arena, panels, sizeof(REAL));
   s.dv = fa_take(arena, panels, sizeof(REAL));
@@ -137,12 +135,13 @@ static int64_t T(num_chunks)(const fa_problem *problem) {
   return T(num_query_chunks)(problem) + fa_divide_up(problem->seqlen_k, PREPARE_ROWS) * T(num_pairs)(problem);
 }
 
-static T(task_rows) T(chunk_of)(const fa_problem *problem, int64_t task) {
+static T(task_rows) T(chunk_of)(const fa_cpu_job *job, int64_t task) {
+  const fa_problem *problem = job->problem;
   int64_t num_query_chunks = T(num_query_chunks)(problem);
   bool of_queries = task < num_query_chunks;
   if (!of_queries) task -= num_query_chunks;
   int64_t heads = of_queries ? problem->num_heads : problem->num_kv_heads;
-  fa_sequence sequence = fa_sequence_of(problem, task / heads % problem->batch);
+  fa_sequence sequence = fa_sequence_of(problem, job->tensors, task / heads % problem->batch);
   int64_t begin = task / heads / problem->batch * PREPARE_ROWS;
   int64_t end = fa_min(begin + PREPARE_ROWS, of_queries ? sequence.seqlen_q : sequence.seqlen_k);
   return (T(task_rows)){of_queries, sequence, task % heads, {begin, end}};
@@ -171,7 +170,7 @@ static void T(find_delta)(const fa_cpu_job *job, const T(task_rows) * chunk, T(b
 static void T(prepare_task)(const fa_cpu_job *job, int64_t task, void *scratch) {
   const fa_problem *problem = job->problem;
   T(backward_shared) shared = T(lay_out_shared)(&(fa_arena){.base = job->shared}, problem);
-  T(task_rows) chunk = T(chunk_of)(problem, task);
+  T(task_rows) chunk = T(chunk_of)(job, task);
   for (int64_t i = 0; task == 0 && i < T(num_pairs)(problem) * T(num_hands)(problem); i++)
     atomic_init(&shared.steps[i], 0);
   if (chunk.of_queries) {
@@ -187,7 +186,7 @@ static void T(prepare_task)(const fa_cpu_job *job, int64_t task, void *scratch) 
 
 /* One tile, whose columns of k and v are packed: adds to dq in memory, and to dk and dv in s. */
 static void T(backward_tile)(const fa_cpu_job *job, const T(backward_shared) * shared, T(backward_scratch) s,
-                             const fa_tile *tile, bool finite_k) {
+                             const fa_tile *tile) {
   const fa_problem *problem = job->problem;
   int64_t d = problem->head_dim, padded = fa_round_up(d, NR), panel = BLOCK * NR;
   int64_t num_rows = tile->rows.end - tile->rows.begin, num_columns = tile->columns.end - tile->columns.begin;
@@ -208,43 +207,48 @@ static void T(backward_tile)(const fa_cpu_job *job, const T(backward_shared) * s
   (num_rows, num_columns, d, s.q_rows, d, 1, s.k_transposed, d * NR, s.p, BLOCK, STORE, (REAL)problem->scale,
    NULL);
   T(product)(num_rows, num_columns, d, s.dout_rows, d, 1, s.v_transposed, d * NR, s.ds, BLOCK, STORE, 1, NULL);
-  bool finite = finite_k && T(all_finite)(s.q_rows, num_rows * d) && T(all_finite)(s.dout_rows, num_rows * d);
-  bool hides = T(differentiate_scores)(problem, tile, lse, delta, s.p, s.ds, finite ? NULL : s.hidden);
-  const INT *hidden = hides ? s.hidden : NULL;
+  T(differentiate_scores)(problem, tile, lse, delta, s.p, s.ds);
 
   /* dv += p^T . dout,  dk += ds^T . q,  dq += ds . k */
-  T(product_where_seen)
-  (num_columns, d, num_rows, s.p, hidden, 1, BLOCK, s.dout_panels, panel, s.dv, padded, ADD, 0, NULL);
-  T(product_where_seen)
-  (num_columns, d, num_rows, s.ds, hidden, 1, BLOCK, s.q_panels, panel, s.dk, padded, ADD, 0, NULL);
-  T(product_where_seen)
-  (num_rows, d, num_columns, s.ds, hidden, BLOCK, 1, s.k_panels, panel, s.dq, padded, STORE, 1, NULL);
+  T(product)(num_columns, d, num_rows, s.p, 1, BLOCK, s.dout_panels, panel, s.dv, padded, ADD, 0, NULL);
+  T(product)(num_columns, d, num_rows, s.ds, 1, BLOCK, s.q_panels, panel, s.dk, padded, ADD, 0, NULL);
+  T(product)(num_rows, d, num_columns, s.ds, BLOCK, 1, s.k_panels, panel, s.dq, padded, STORE, 1, NULL);
   T(add_rows)(dq, tile->rows, d, s.dq);
 }
 
-/* One block of columns, with one hand's blocks of rows of every head that shares the columns. */
-static void T(backward_columns)(const fa_cpu_job *job, const T(backward_shared) * shared, T(backward_scratch) s,
-                                const fa_sequence *sequence, int64_t kv_head, fa_range columns, int64_t hand) {
-  const fa_problem *problem = job->problem;
-  fa_blocks blocks =
-      fa_blocks_in_hand(fa_blocks_that_see(sequence, columns, BLOCK), hand, T(num_hands)(problem));
-  if (blocks.count == 0) return;
-
-  int64_t d = problem->head_dim, heads_per_kv = problem->num_heads / problem->num_kv_heads;
+/* Packs a block of columns of k and v, and clears its dk and dv. */
+static void T(begin_columns)(const fa_cpu_job *job, T(backward_scratch) s, const fa_sequence *sequence,
+                             int64_t kv_head, fa_range columns) {
+  int64_t d = job->problem->head_dim;
   size_t gradient_bytes = (size_t)(BLOCK * fa_round_up(d, NR)) * sizeof(REAL);
   T(rows) k = T(rows_of)(job, FA_TENSOR_K, sequence, kv_head);
   T(rows) v = T(rows_of)(job, FA_TENSOR_V, sequence, kv_head);
   T(pack_transposed)(k, columns, d, s.k_transposed, s.buffer);
   T(pack_transposed)(v, columns, d, s.v_transposed, s.buffer);
   T(pack_panels)(k, columns, d, s.k_panels, s.buffer);
-  bool finite_k = T(panels_finite)(columns.end - columns.begin, d, s.k_panels, BLOCK * NR);
   memset(s.dk, 0, gradient_bytes);
   memset(s.dv, 0, gradient_bytes);
-  for (int64_t head = kv_head * heads_per_kv; head < (kv_head + 1) * heads_per_kv; head++)
-    for (int64_t i = 0; i < blocks.count; i++) {
-      fa_tile tile = {sequence, head, fa_block_at(blocks, i), columns};
-      T(backward_tile)(job, shared, s, &tile, finite_k);
-    }
+}
+
+/* One block of columns, with one hand's blocks of rows of every head that shares the columns. */
+static void T(backward_columns)(const fa_cpu_job *job, const T(backward_shared) * shared, T(backward_scratch) s,
+                                const fa_sequence *sequence, int64_t kv_head, fa_range columns, int64_t hand) {
+  const fa_problem *problem = job->problem;
+  int64_t d = problem->head_dim, heads_per_kv = problem->num_heads / problem->num_kv_heads;
+  bool is_begun = false;
+  for (int64_t b = 0; b < sequence->num_bands; b++) {
+    fa_band band = fa_band_at(sequence, b);
+    fa_blocks blocks =
+        fa_blocks_in_hand(fa_blocks_that_see(sequence, &band, columns, BLOCK), hand, T(num_hands)(problem));
+    if (blocks.count > 0 && !is_begun) T(begin_columns)(job, s, sequence, kv_head, columns);
+    is_begun |= blocks.count > 0;
+    for (int64_t head = kv_head * heads_per_kv; head < (kv_head + 1) * heads_per_kv; head++)
+      for (int64_t i = 0; i < blocks.count; i++) {
+        fa_tile tile = {sequence, &band, head, fa_rows_in_band(&band, fa_block_at(blocks, i)), columns};
+        T(backward_tile)(job, shared, s, &tile);
+      }
+  }
+  if (!is_begun) return;
   T(add_rows)(T(sum_rows_of)(job, FA_TENSOR_DK, shared->dk, sequence, kv_head), columns, d, s.dk);
   T(add_rows)(T(sum_rows_of)(job, FA_TENSOR_DV, shared->dv, sequence, kv_head), columns, d, s.dv);
 }
@@ -260,7 +264,7 @@ static void T(cell_task)(const fa_cpu_job *job, int64_t task, void *scratch) {
   int64_t step = task / (num_pairs * num_hands), pair = task / num_hands % num_pairs, t = task % num_hands;
   T(backward_shared) shared = T(lay_out_shared)(&(fa_arena){.base = job->shared}, problem);
   T(backward_scratch) s = T(lay_out_backward)(&(fa_arena){.base = scratch}, problem);
-  fa_sequence sequence = fa_sequence_of(problem, pair / problem->num_kv_heads);
+  fa_sequence sequence = fa_sequence_of(problem, job->tensors, pair / problem->num_kv_heads);
   fa_blocks blocks = fa_blocks_in_hand(fa_blocks_of_columns(&sequence, BLOCK), t, num_hands);
 
   /* The hand of rows was with hand t + 1 of columns in the step before. */
@@ -284,7 +288,6 @@ static double T(add_sink)(const fa_cpu_job *job, const REAL *delta, const fa_seq
   const REAL *lse = (const REAL *)job->tensors->lse.data + fa_first_stat(sequence, head);
   delta += fa_first_stat(sequence, head);
   for (int64_t i = 0; i < sequence->seqlen_q; i++) {
-    if (fa_sees_nothing(sequence, i)) continue; /* its o is 0 whatever the sinks are */
     REAL p = sink == -INFINITY ? 0 : T(first)(T(exp)(T(min)(T(splat)(EXP_HIGHEST), T(splat)(sink - lse[i]))));
     sum += (double)(p * delta[i]);
   }
@@ -297,7 +300,7 @@ static void T(finish_sinks)(const fa_cpu_job *job, const REAL *delta, int64_t he
   for (int64_t t = 0; t < problem->num_sinks; t++) {
     double sum = 0;
     for (int64_t batch = 0; batch < problem->batch; batch++) {
-      fa_sequence sequence = fa_sequence_of(problem, batch);
+      fa_sequence sequence = fa_sequence_of(problem, job->tensors, batch);
       sum = T(add_sink)(job, delta, &sequence, head, T(load_sink)(job, t, head), sum);
     }
     dsink[t * problem->num_heads + head] = (float)-sum;
@@ -319,7 +322,7 @@ static void T(finish_task)(const fa_cpu_job *job, int64_t task, void *scratch) {
     T(finish_sinks)(job, shared.delta, task);
     return;
   }
-  T(task_rows) chunk = T(chunk_of)(problem, task - (problem->num_sinks ? problem->num_heads : 0));
+  T(task_rows) chunk = T(chunk_of)(job, task - (problem->num_sinks ? problem->num_heads : 0));
   if (chunk.of_queries) {
     T(finish_rows)(job, FA_TENSOR_DQ, shared.dq, &chunk);
   } else {

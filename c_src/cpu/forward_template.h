@@ -23,7 +23,6 @@ typedef struct T(forward_scratch) {
   REAL *k;      /* [BLOCK][head_dim] */
   REAL *v;      /* [head_dim / NR][BLOCK][NR] */
   REAL *scores; /* [BLOCK][STRIP] */
-  INT *hidden;  /* [BLOCK][STRIP]: which scores are -inf */
   REAL *o;      /* [FORWARD_ROWS][padded head_dim] */
   REAL *m, *l;  /* [FORWARD_ROWS]: the largest score so far, and the sum of exp(score - m) */
   REAL *decay;  /* [STRIP] */
@@ -37,7 +36,6 @@ static T(forward_scratch) T(lay_out_forward)(fa_arena *arena, const fa_problem *
   s.k = fa_take(arena, BLOCK * d, sizeof(REAL));
   s.v = fa_take(arena, BLOCK * padded, sizeof(REAL));
   s.scores = fa_take(arena, BLOCK * STRIP, sizeof(REAL));
-  s.hidden = fa_take(arena, BLOCK * STRIP, sizeof(INT));
   s.o = fa_take(arena, FORWARD_ROWS * padded, sizeof(REAL));
   s.m = fa_take(arena, FORWARD_ROWS, sizeof(REAL));
   s.l = fa_take(arena, FORWARD_ROWS, sizeof(REAL));
@@ -85,17 +83,14 @@ static void T(finish_row)(const fa_cpu_job *job, const fa_sequence *sequence, in
 
 /* Takes one tile, whose q, k and v are packed, into the sums o, m and l of its rows. */
 static void T(forward_tile)(const fa_problem *problem, const fa_tile *tile, T(forward_scratch) s, const REAL *q,
-                            bool finite_v, REAL *o, REAL *m, REAL *l) {
+                            REAL *o, REAL *m, REAL *l) {
   int64_t d = problem->head_dim, padded = fa_round_up(d, NR);
   int64_t num_rows = tile->rows.end - tile->rows.begin, num_columns = tile->columns.end - tile->columns.begin;
   T(product)
   (num_columns, num_rows, d, s.k, d, 1, q, d * NR, s.scores, STRIP, STORE, (REAL)problem->scale, NULL);
   T(make_scores)(problem, tile, s.scores);
-  bool hides = !finite_v && T(find_hidden)(tile, s.scores, s.hidden);
   T(soften_scores)(tile, s.scores, m, l, s.decay);
-  T(product_where_seen)
-  (num_rows, d, num_columns, s.scores, hides ? s.hidden : NULL, 1, STRIP, s.v, BLOCK * NR, o, padded, RESCALE,
-   0, s.decay);
+  T(product)(num_rows, d, num_columns, s.scores, 1, STRIP, s.v, BLOCK * NR, o, padded, RESCALE, 0, s.decay);
 }
 
 /* All tiles of a task's rows, block of columns by block of columns. */
@@ -110,18 +105,20 @@ static void T(forward_rows)(const fa_cpu_job *job, const fa_sequence *sequence, 
   memset(s.o, 0, (size_t)(FORWARD_ROWS * padded) * sizeof *s.o);
   for (int64_t i = 0; i < FORWARD_ROWS; i++) s.m[i] = -INFINITY, s.l[i] = 0;
 
-  fa_blocks blocks = fa_blocks_seen_by(sequence, rows, BLOCK);
-  for (int64_t i = 0; i < blocks.count; i++) {
-    fa_range columns = fa_block_at(blocks, i);
-    give_way();
-    T(pack_rows)(k, columns, d, s.k);
-    T(pack_panels)(v, columns, d, s.v, s.buffer);
-    bool finite_v = T(panels_finite)(columns.end - columns.begin, d, s.v, BLOCK * NR);
-    for (int64_t x = 0; x < rows.end - rows.begin; x += STRIP) {
-      fa_range strip = {rows.begin + x, fa_min(rows.begin + x + STRIP, rows.end)};
-      fa_tile tile = {sequence, head, strip, columns};
-      if (fa_tile_sees_any(&tile))
-        T(forward_tile)(problem, &tile, s, s.q + x * d, finite_v, s.o + x * padded, s.m + x, s.l + x);
+  for (int64_t b = 0; b < sequence->num_bands; b++) {
+    fa_band band = fa_band_at(sequence, b);
+    fa_blocks blocks = fa_blocks_seen_by(sequence, &band, rows, BLOCK);
+    for (int64_t i = 0; i < blocks.count; i++) {
+      fa_range columns = fa_block_at(blocks, i);
+      give_way();
+      T(pack_rows)(k, columns, d, s.k);
+      T(pack_panels)(v, columns, d, s.v, s.buffer);
+      for (int64_t x = 0; x < rows.end - rows.begin; x += STRIP) {
+        fa_range strip = {rows.begin + x, fa_min(rows.begin + x + STRIP, rows.end)};
+        fa_tile tile = {sequence, &band, head, strip, columns};
+        if (fa_tile_sees_any(&tile))
+          T(forward_tile)(problem, &tile, s, s.q + x * d, s.o + x * padded, s.m + x, s.l + x);
+      }
     }
   }
   for (int64_t i = 0; i < rows.end - rows.begin; i++)
@@ -131,7 +128,7 @@ static void T(forward_rows)(const fa_cpu_job *job, const fa_sequence *sequence, 
 static void T(forward_task)(const fa_cpu_job *job, int64_t task, void *scratch) {
   const fa_problem *problem = job->problem;
   int64_t task_rows = T(forward_task_rows)(problem), pairs = problem->batch * problem->num_heads;
-  fa_sequence sequence = fa_sequence_of(problem, task % pairs / problem->num_heads);
+  fa_sequence sequence = fa_sequence_of(problem, job->tensors, task % pairs / problem->num_heads);
   /* The last rows first: under a causal mask they see the most, and the longest tasks should start first. */
   int64_t first = (fa_divide_up(problem->seqlen_q, task_rows) - 1 - task / pairs) * task_rows;
   fa_range rows = {first, fa_min(first + task_rows, sequence.seqlen_q)};

@@ -342,7 +342,7 @@ static void bound(const fa_problem *p, const fa_tensors *t, void *workspace) {
   const int64_t num_sinks = p->num_sinks * p->num_heads;
   fill_zero_f64(x.exact.dsink, num_sinks), clear_errors(x.dsink, num_sinks);
   for (int64_t b = 0; b < p->batch; b++) {
-    const fa_sequence sequence = fa_sequence_of(p, b);
+    const fa_sequence sequence = fa_sequence_of(p, t, b);
     const int64_t num_columns = sequence.seqlen_k;
     for (int64_t kv = 0; kv < p->num_kv_heads; kv++) {
       load_keys_f64(&x.exact, p, t, &sequence, kv);

@@ -125,7 +125,7 @@ static void T(forward)(const fa_problem *p, const fa_tensors *t, void *workspace
   T(scratch) x = T(lay_out)(&(fa_arena){.base = workspace}, p);
   const int64_t heads_per_kv = p->num_heads / p->num_kv_heads;
   for (int64_t b = 0; b < p->batch; b++) {
-    const fa_sequence sequence = fa_sequence_of(p, b);
+    const fa_sequence sequence = fa_sequence_of(p, t, b);
     for (int64_t h = 0; h < p->num_heads; h++) {
       if (h % heads_per_kv == 0) T(load_keys)(&x, p, t, &sequence, h / heads_per_kv);
       for (int64_t i = 0; i < sequence.seqlen_q; i++) {
@@ -170,7 +170,7 @@ static void T(backward)(const fa_problem *p, const fa_tensors *t, void *workspac
   const REAL scale = (REAL)p->scale;
   T(fill_zero)(x.dsink, num_sinks);
   for (int64_t b = 0; b < p->batch; b++) {
-    const fa_sequence sequence = fa_sequence_of(p, b);
+    const fa_sequence sequence = fa_sequence_of(p, t, b);
     for (int64_t kv = 0; kv < p->num_kv_heads; kv++) {
       T(load_keys)(&x, p, t, &sequence, kv);
       T(fill_zero)(x.dk, sequence.seqlen_k * p->head_dim);

@@ -16,16 +16,22 @@ typedef struct fa_sequence {
   int64_t batch;
   int64_t seqlen_q, seqlen_k;
   int64_t first_stat, stats_a_head; /* where lse and delta of head 0 begin, and how many a head has */
-  fa_band band;
+  int64_t num_bands;                /* of what the rows see; at least 1 */
+  const int32_t *band_words;        /* [num_bands, 6], or NULL where the rows see the whole */
+  fa_band whole;
 } fa_sequence;
 
-static inline fa_sequence fa_sequence_of(const fa_problem *problem, int64_t batch) {
+static inline fa_sequence fa_sequence_of(const fa_problem *problem, const fa_tensors *tensors, int64_t batch) {
+  const bool has_bands = problem->num_bands > 0;
+  const int64_t first_band = problem->bands_batch > 1 ? batch * problem->num_bands : 0;
   return (fa_sequence){.batch = batch,
                        .seqlen_q = problem->seqlen_q,
                        .seqlen_k = problem->seqlen_k,
                        .first_stat = batch * problem->num_heads * problem->seqlen_q,
                        .stats_a_head = problem->seqlen_q,
-                       .band = fa_problem_band(problem)};
+                       .num_bands = has_bands ? problem->num_bands : 1,
+                       .band_words = has_bands ? (const int32_t *)tensors->bands.data + 6 * first_band : NULL,
+                       .whole = fa_problem_band(problem)};
 }
 
 /* Where the lse and the delta of a head's row 0 lie; those of its other rows follow. */
@@ -33,14 +39,33 @@ static inline int64_t fa_first_stat(const fa_sequence *sequence, int64_t head) {
   return sequence->first_stat + head * sequence->stats_a_head;
 }
 
-static inline bool fa_sees(const fa_sequence *sequence, int64_t row, int64_t column) {
-  fa_range seen = fa_band_columns(sequence->band, (fa_range){row, row + 1});
-  return seen.begin <= column && column < seen.end;
+/* The cells that rows see are those of the bands, no cell in two of them. */
+static inline fa_band fa_band_at(const fa_sequence *sequence, int64_t i) {
+  return sequence->band_words ? fa_band_within(sequence->whole, sequence->band_words + 6 * i) : sequence->whole;
 }
 
-static inline bool fa_sees_nothing(const fa_sequence *sequence, int64_t row) {
-  fa_range seen = fa_band_columns(sequence->band, (fa_range){row, row + 1});
-  return seen.end <= seen.begin;
+static inline fa_range fa_overlap(fa_range a, fa_range b) {
+  return (fa_range){fa_max(a.begin, b.begin), fa_min(a.end, b.end)};
+}
+
+/* What there is of the rows in the band. */
+static inline fa_range fa_rows_in_band(const fa_band *band, fa_range rows) {
+  return fa_overlap(rows, (fa_range){band->q_begin, band->q_end});
+}
+
+/* The columns that some of the rows see in the band. Empty where end <= begin. */
+static inline fa_range fa_columns_in_band(const fa_band *band, fa_range rows) {
+  rows = fa_rows_in_band(band, rows);
+  return rows.begin < rows.end ? fa_band_columns(*band, rows) : (fa_range){0, 0};
+}
+
+static inline bool fa_sees(const fa_sequence *sequence, int64_t row, int64_t column) {
+  for (int64_t i = 0; i < sequence->num_bands; i++) {
+    fa_band band = fa_band_at(sequence, i);
+    fa_range seen = fa_columns_in_band(&band, (fa_range){row, row + 1});
+    if (seen.begin <= column && column < seen.end) return true;
+  }
+  return false;
 }
 
 /* ---- blocks ---------------------------------------------------------------------------------------- */
@@ -69,14 +94,18 @@ static inline fa_blocks fa_blocks_of_columns(const fa_sequence *sequence, int64_
   return fa_blocks_that_meet((fa_range){0, sequence->seqlen_k}, size, sequence->seqlen_k);
 }
 
-/* The blocks of columns that these rows see something of. */
-static inline fa_blocks fa_blocks_seen_by(const fa_sequence *sequence, fa_range rows, int64_t size) {
-  return fa_blocks_that_meet(fa_band_columns(sequence->band, rows), size, sequence->seqlen_k);
+/* The blocks of columns that these rows see something of in a band. */
+static inline fa_blocks fa_blocks_seen_by(const fa_sequence *sequence, const fa_band *band, fa_range rows,
+                                          int64_t size) {
+  return fa_blocks_that_meet(fa_columns_in_band(band, rows), size, sequence->seqlen_k);
 }
 
-/* The blocks of rows that see something of these columns. */
-static inline fa_blocks fa_blocks_that_see(const fa_sequence *sequence, fa_range columns, int64_t size) {
-  return fa_blocks_that_meet(fa_band_rows(sequence->band, columns), size, sequence->seqlen_q);
+/* The blocks of rows that see something of these columns in a band. */
+static inline fa_blocks fa_blocks_that_see(const fa_sequence *sequence, const fa_band *band, fa_range columns,
+                                           int64_t size) {
+  columns = fa_overlap(columns, (fa_range){band->k_begin, band->k_end});
+  fa_range rows = columns.begin < columns.end ? fa_band_rows(*band, columns) : (fa_range){0, 0};
+  return fa_blocks_that_meet(rows, size, sequence->seqlen_q);
 }
 
 /* The blocks that one hand gets where they are dealt out by their number, one to each of num_hands in turn. */
@@ -90,27 +119,30 @@ static inline fa_blocks fa_blocks_in_hand(fa_blocks blocks, int64_t hand, int64_
 
 /* ---- tiles ----------------------------------------------------------------------------------------- */
 
-/* The place of a tile of scores: some rows of one head of a sequence, by some columns. */
+/* The place of a tile of scores: some rows of one head of a sequence, by some columns, and the band in which
+ * they see each other. A tile that has cells of several bands is computed once for each. */
 typedef struct fa_tile {
   const fa_sequence *sequence;
+  const fa_band *band;
   int64_t head;
   fa_range rows, columns;
 } fa_tile;
 
 /* Whether any row of the tile sees any column of it, and whether every one sees all of them. */
 static inline bool fa_tile_sees_any(const fa_tile *tile) {
-  fa_range seen = fa_band_columns(tile->sequence->band, tile->rows);
-  return fa_max(seen.begin, tile->columns.begin) < fa_min(seen.end, tile->columns.end);
+  fa_range seen = fa_overlap(fa_columns_in_band(tile->band, tile->rows), tile->columns);
+  return seen.begin < seen.end;
 }
 
 static inline bool fa_tile_sees_all(const fa_tile *tile) {
-  return fa_band_sees_all(tile->sequence->band, tile->rows, tile->columns);
+  return tile->rows.begin >= tile->band->q_begin && tile->rows.end <= tile->band->q_end &&
+         tile->columns.begin >= tile->band->k_begin && fa_band_sees_all(*tile->band, tile->rows, tile->columns);
 }
 
 /* The columns of the tile that one of its rows sees, counted from the tile's first. Empty where end <= begin.
  */
 static inline fa_range fa_tile_columns(const fa_tile *tile, int64_t row) {
-  fa_range seen = fa_band_columns(tile->sequence->band, (fa_range){row, row + 1});
+  fa_range seen = fa_columns_in_band(tile->band, (fa_range){row, row + 1});
   int64_t first = tile->columns.begin, count = tile->columns.end - first;
   return (fa_range){fa_min(fa_max(seen.begin - first, 0), count), fa_min(fa_max(seen.end - first, 0), count)};
 }

@@ -81,6 +81,8 @@ static fa_status find_tensor(host_run *run, const fa_tensors *given, int id, fa_
     return t->kept ? check_contiguous(problem, id, &t->given, error) : FA_STATUS_OK;
   }
   fa_status status = check_contiguous(problem, id, &t->given, error);
+  if (!status && t->role == FA_ROLE_INPUT && place != FA_PLACE_OTHER_DEVICE)
+    status = fa_tensor_check(problem, id, t->given.data, error);
   if (status) return status;
   t->copied = true;
   t->staged = place == FA_PLACE_HOST;
@@ -449,6 +451,14 @@ static fa_status check_wanted(const host_run *run, const fa_tensors *given, fa_e
   return status;
 }
 
+static fa_status check_inputs(const fa_plan *plan, const fa_tensors *given, fa_error *error) {
+  fa_status status = FA_STATUS_OK;
+  for (int id = 0; !status && id < FA_NUM_TENSORS; id++)
+    if (fa_tensor_role_in(&plan->problem, plan->pass, id) == FA_ROLE_INPUT && fa_tensor_get(given, id)->data)
+      status = fa_tensor_check(&plan->problem, id, fa_tensor_get(given, id)->data, error);
+  return status;
+}
+
 static void copy_wanted(const host_run *run, const fa_tensors *given) {
   for (int id = 0; id < FA_NUM_TENSORS; id++)
     if (is_wanted_elsewhere(run, given, id))
@@ -460,6 +470,7 @@ static fa_status run_in_host_memory(host_run *run, const fa_tensors *given, fa_e
   const fa_plan *plan = run->plan;
   fa_execution execution = {.workspace_bytes = plan->workspace_bytes};
   fa_status status = check_wanted(run, given, error);
+  if (!status) status = check_inputs(plan, given, error);
   if (!status) status = fa_device_alloc(plan->device, plan->workspace_bytes, &execution.workspace, error);
   if (status) return status;
   const int64_t begin = fa_nanoseconds();

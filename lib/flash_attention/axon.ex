@@ -21,7 +21,7 @@ if Code.ensure_loaded?(Axon) do
     alias FlashAttention.{Error, Options}
 
     @layer_options [:name, :meta]
-    @tensors Options.tensors()
+    @tensors for {name, key} <- Options.tensors(), name == key, do: name
     @options Options.keys() -- [:keep, :results | @tensors]
 
     @doc """

@@ -23,8 +23,11 @@ defmodule FlashAttention.Native do
   """
   @type pass :: :forward | :backward | :tangent | :bound
 
-  @typedoc "`{:f, 32}`, `{:f, 64}`, `{:bf, 16}` or `{:f, 16}`, as Nx writes types."
-  @type type :: {:f | :bf, 16 | 32 | 64}
+  @typedoc """
+  `{:f, 32}`, `{:f, 64}`, `{:bf, 16}` or `{:f, 16}`, as Nx writes types; and `{:s, 32}`, `{:u, 32}` or `{:u, 8}` for
+  numbers that are not computed with.
+  """
+  @type type :: {:f | :bf | :s | :u, 8 | 16 | 32 | 64}
 
   @typedoc "Contiguous elements in native byte order, their type, and the sizes of the axes."
   @type tensor :: {data, type, tuple}

@@ -8,7 +8,7 @@ defmodule FlashAttention.Options do
   alias FlashAttention.Error
 
   # One row an option, in the words of NimbleOptions. `default` is a value as a caller would write it; `doc` may lean
-  # on the table's columns. An option of type `:tensor` is an input of every pass under its own name, and the backward
+  # on the table's columns. An option of type `:tensor` is an input of every pass under its own name, or that in `tensor`, and the backward
   # returns its gradient where the library has one: the row is all that there is to such an option in lib/.
   @schema [
     causal: [
@@ -41,6 +41,15 @@ defmodule FlashAttention.Options do
       doc:
         "Attention sinks `[num_sinks, num_heads]`, f32: scores of columns that every row sees and whose value " <>
           "is 0. With it, the backward returns `%{sink: dsink}` too."
+    ],
+    mask: [
+      type: :mask,
+      default: nil,
+      default_doc: "none",
+      tensor: :bands,
+      doc:
+        "Which columns each row sees, as data: packed sequences, lengths, ranges; see `FlashAttention.Mask`. `causal` " <>
+          "and `window` hold within each of its bands."
     ],
     device: [
       type: :device,
@@ -77,7 +86,8 @@ defmodule FlashAttention.Options do
   ]
 
   @kinds [:cpu, :cuda]
-  @tensors for {key, row} <- @schema, row[:type] == :tensor, do: key
+  # What the library calls the tensors of options, and the options that they come from.
+  @tensors for {key, row} <- @schema, row[:type] == :tensor or row[:tensor], do: {row[:tensor] || key, key}
 
   @typedoc """
   What `parse/2` returns: options as `FlashAttention.Native.run/4` takes them, devices in the order to try, and the
@@ -86,7 +96,7 @@ defmodule FlashAttention.Options do
   @type parsed :: %{
           native: [FlashAttention.Native.option()],
           devices: [FlashAttention.Native.device(), ...],
-          tensors: %{optional(atom) => FlashAttention.TensorLike.t()},
+          tensors: %{optional(atom) => FlashAttention.TensorLike.t() | FlashAttention.Mask.t()},
           keep: :device | nil,
           results: :host | :device
         }
@@ -102,13 +112,13 @@ defmodule FlashAttention.Options do
 
       iex> {:error, error} = FlashAttention.Options.parse(casual: false)
       iex> Exception.message(error)
-      "opts: expected keys among causal, scale, window, softcap, sink, device, precision, deterministic, keep, results, got :casual"
+      "opts: expected keys among causal, scale, window, softcap, sink, mask, device, precision, deterministic, keep, results, got :casual"
   """
   @spec parse(keyword, [atom]) :: {:ok, parsed} | {:error, Error.t()}
   def parse(opts, keys \\ keys()) do
     with :ok <- check_keyword(opts), :ok <- check_values(opts, keys) do
       values = Map.new(@schema, fn {key, row} -> {key, value(opts, key, row)} end)
-      tensors = for {key, tensor} when tensor != nil <- Map.take(values, @tensors), into: %{}, do: {key, tensor}
+      tensors = for {name, key} <- @tensors, tensor = values[key], into: %{}, do: {name, tensor}
       parsed = %{native: native(values), devices: devices(values.device), tensors: tensors}
       {:ok, values |> Map.take([:keep, :results]) |> Map.merge(parsed)}
     end
@@ -128,12 +138,12 @@ defmodule FlashAttention.Options do
   def keys, do: Keyword.keys(@schema)
 
   @doc """
-  The names of the options that are tensors.
+  The tensors that options bring along, as the library names them, and the options.
 
-      iex> :sink in FlashAttention.Options.tensors()
-      true
+      iex> Keyword.take(FlashAttention.Options.tensors(), [:sink, :bands])
+      [sink: :sink, bands: :mask]
   """
-  @spec tensors() :: [atom]
+  @spec tensors() :: [{atom, atom}]
   def tensors, do: @tensors
 
   @doc "The kinds of devices, as the C library names them."
@@ -192,6 +202,7 @@ defmodule FlashAttention.Options do
   defp valid?(:window, _value), do: false
   # Whether it is a tensor is found out where tensors are.
   defp valid?(:tensor, _value), do: true
+  defp valid?(:mask, value), do: is_struct(value, FlashAttention.Mask)
   defp valid?({:in, choices}, value), do: value in choices
   defp valid?(:device, {kind, index}), do: kind in @kinds and is_integer(index) and index >= 0
   # The reference is the naive implementation that tests measure the others against.
@@ -219,6 +230,13 @@ defmodule FlashAttention.Options do
       spec: quote(do: {non_neg_integer | :infinity, non_neg_integer | :infinity})
     }
   end
+
+  defp describe(:mask),
+    do: %{
+      expected: "a FlashAttention.Mask",
+      doc: "`FlashAttention.Mask`",
+      spec: quote(do: FlashAttention.Mask.t())
+    }
 
   defp describe(:tensor), do: %{doc: "tensor", spec: quote(do: FlashAttention.TensorLike.t())}
 

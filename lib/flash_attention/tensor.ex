@@ -20,13 +20,21 @@ defmodule FlashAttention.Tensor do
 
   @type t :: %__MODULE__{data: data, type: FlashAttention.Native.type(), shape: tuple}
 
-  @types [f32: {:f, 32}, f64: {:f, 64}, bf16: {:bf, 16}, f16: {:f, 16}]
+  @types [
+    f32: {:f, 32},
+    f64: {:f, 64},
+    bf16: {:bf, 16},
+    f16: {:f, 16},
+    s32: {:s, 32},
+    u32: {:u, 32},
+    u8: {:u, 8}
+  ]
 
   @doc """
   A tensor of that binary, type and shape.
 
-  The type is written as Nx writes it: `{:f, 32}` or `:f32`; likewise `f64`, `bf16` and `f16`. Raises
-  `FlashAttention.Error` where the binary is not as long as type and shape say.
+  The type is written as Nx writes it: `{:f, 32}` or `:f32`; likewise `f64`, `bf16` and `f16`,
+  and for numbers that are not computed with `s32`, `u32` and `u8`. Raises `FlashAttention.Error` where the binary is not as long as type and shape say.
 
       iex> FlashAttention.Tensor.new(<<1.0::float-32-native, 2.0::float-32-native>>, :f32, {2, 1})
       %FlashAttention.Tensor{
@@ -38,7 +46,7 @@ defmodule FlashAttention.Tensor do
       iex> FlashAttention.Tensor.new(<<0, 0, 0>>, :f16, {2})
       ** (FlashAttention.Error) data: expected 4 bytes for shape {2} of type f16, got 3
   """
-  @spec new(data, FlashAttention.Native.type() | :f32 | :f64 | :bf16 | :f16, tuple) :: t
+  @spec new(data, FlashAttention.Native.type() | :f32 | :f64 | :bf16 | :f16 | :s32 | :u32 | :u8, tuple) :: t
   def new(data, type, shape) do
     {class, bits} = type = type!(type)
 
@@ -59,7 +67,7 @@ defmodule FlashAttention.Tensor do
     defp type!(type) when type in [unquote(name), unquote(type)], do: unquote(type)
   end
 
-  defp type!(type), do: raise(Error.invalid(:type, "f32, f64, bf16 or f16", Error.show(type)))
+  defp type!(type), do: raise(Error.invalid(:type, "f32, f64, bf16, f16, s32, u32 or u8", Error.show(type)))
 
   defp size(data) when is_binary(data), do: byte_size(data)
   defp size(%DeviceMemory{bytes: bytes}) when is_integer(bytes), do: bytes

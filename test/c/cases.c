@@ -28,6 +28,7 @@
 #define HEADS(h, kv)  .num_heads = h, .num_kv_heads = kv
 #define WINDOW(l, r)  .window_left = l, .window_right = r
 #define CAUSAL        .window_right = 0
+#define BANDS(n)      .bands_batch = 1, .num_bands = n
 
 /* Every head_dim: a causal one with grouped heads, and one of a few rows. */
 #define HEAD_DIM(d)                                                     \
@@ -71,6 +72,9 @@ static const fa_case cases[] = {
     TAGGED("tiny, sinks", CASE_TINY, LENGTHS(4, 6), .batch = 2, HEADS(2, 2), .head_dim = 3, .num_sinks = 2),
     TAGGED("tiny, everything", CASE_TINY | CASE_QUICK, LENGTHS(8, 5), .batch = 2, HEADS(4, 2), .head_dim = 3,
            WINDOW(1, 0), .softcap = 2, .scale = 1.1, .num_sinks = 3),
+
+    TAGGED("tiny, bands", CASE_TINY | CASE_QUICK, LENGTHS(7, 9), .batch = 2, HEADS(4, 2), .head_dim = 3,
+           .num_sinks = 1, .bands_batch = 2, .num_bands = 3),
 
     /* Nothing to do, or nothing to see. */
     TAGGED("no batch", CASE_QUICK, LENGTHS(3, 4), .batch = 0, .num_sinks = 1),
@@ -140,6 +144,24 @@ static const fa_case cases[] = {
     ROW("window, first rows hidden", LENGTHS(187, 97), WINDOW(13, 5)),
     ROW("window, one tile apart", LENGTHS(110, 300), WINDOW(7, 9)),
     ROW("window wider than all", LENGTHS(59, 61), WINDOW(1000, 1000)),
+
+    /* Bands: see harness.c. */
+    ROW("one band", LENGTHS(141, 163), BANDS(1)),
+    TAGGED("bands", CASE_QUICK, LENGTHS(173, 167), BANDS(4)),
+    ROW("bands, causal", LENGTHS(301, 301), HEADS(4, 2), .head_dim = 24, BANDS(5), CAUSAL),
+    ROW("bands, a window", LENGTHS(259, 311), .head_dim = 40, BANDS(7), WINDOW(31, 11)),
+    TAGGED("bands of batches", CASE_QUICK, LENGTHS(205, 133), .batch = 3, HEADS(2, 1), .head_dim = 24,
+           .bands_batch = 3, .num_bands = 6, CAUSAL),
+    ROW("bands, sinks", LENGTHS(230, 97), .batch = 2, HEADS(2, 2), .head_dim = 72, BANDS(9), .num_sinks = 2),
+    ROW("many bands", LENGTHS(399, 407), HEADS(2, 2), .head_dim = 16, BANDS(300)),
+    ROW("more bands than rows", LENGTHS(30, 61), .head_dim = 8, BANDS(200)),
+    ROW("bands, wide", LENGTHS(197, 261), HEADS(2, 1), .head_dim = 160, BANDS(4), .softcap = 5),
+    ROW("bands, wider", LENGTHS(201, 190), HEADS(2, 1), .head_dim = 256, BANDS(3), CAUSAL),
+    STRIDED("bands, everything, strided", CASE_QUICK, LENGTHS(237, 267), .batch = 2, HEADS(4, 2),
+            .head_dim = 80, .bands_batch = 2, .num_bands = 5, WINDOW(61, 7), .softcap = 4, .scale = -0.6,
+            .num_sinks = 2, .deterministic = 1),
+    ROW("bands, long", LENGTHS(701, 733), HEADS(2, 1), .head_dim = 64, BANDS(6), CAUSAL),
+    ROW("bands, d128", LENGTHS(530, 517), HEADS(2, 1), .head_dim = 128, BANDS(6)),
 
     /* Heads. */
     ROW("grouped heads", LENGTHS(71, 83), .batch = 2, HEADS(6, 3), .head_dim = 24),
@@ -250,12 +272,17 @@ fa_case fa_case_random(uint64_t seed, uint64_t index) {
   if (random_uniform(random) < 0.25) p->softcap = exp(random_normal(random) + 1);
   if (random_uniform(random) < 0.3) p->num_sinks = random_integer(random, 1, 4);
   p->deterministic = random_uniform(random) < 0.2;
+  if (random_uniform(random) < 0.25) {
+    p->num_bands = random_integer(random, 1, 12);
+    p->bands_batch = random_uniform(random) < 0.5 ? 1 : p->batch;
+  }
   if (random_uniform(random) < 0.3) result.fill = (fa_fill)random_integer(random, FILL_LARGE, FILL_LOGNORMAL);
   if (random_uniform(random) < 0.3) result.layout = LAYOUT_STRIDED;
   /* What the reference has to do stays small: batches, heads, then lengths give way. */
   while (p->batch * p->num_heads * p->seqlen_q * p->seqlen_k * p->head_dim > 800000) {
     if (p->batch > 1) {
       p->batch--;
+      p->bands_batch -= p->bands_batch > 1;
     } else if (p->num_kv_heads > 1) {
       p->num_heads -= p->num_heads / p->num_kv_heads;
       p->num_kv_heads--;

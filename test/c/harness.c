@@ -15,10 +15,12 @@ double get_element(fa_dtype dtype, const unsigned char *at) {
   double f64;
   float f32;
   uint16_t half;
+  int32_t s32;
   switch (dtype) {
     case FA_DTYPE_F64: return memcpy(&f64, at, sizeof f64), f64;
     case FA_DTYPE_BF16: return memcpy(&half, at, sizeof half), fa_bf16_to_f32(half);
     case FA_DTYPE_F16: return memcpy(&half, at, sizeof half), fa_f16_to_f32(half);
+    case FA_DTYPE_S32: return memcpy(&s32, at, sizeof s32), s32;
     default: return memcpy(&f32, at, sizeof f32), f32;
   }
 }
@@ -26,10 +28,12 @@ double get_element(fa_dtype dtype, const unsigned char *at) {
 void set_element(fa_dtype dtype, unsigned char *at, double value) {
   const float f32 = (float)value;
   uint16_t half;
+  int32_t s32;
   switch (dtype) {
     case FA_DTYPE_F64: memcpy(at, &value, sizeof value); break;
     case FA_DTYPE_BF16: half = fa_f32_to_bf16(f32), memcpy(at, &half, sizeof half); break;
     case FA_DTYPE_F16: half = fa_f32_to_f16(f32), memcpy(at, &half, sizeof half); break;
+    case FA_DTYPE_S32: s32 = (int32_t)value, memcpy(at, &s32, sizeof s32); break;
     default: memcpy(at, &f32, sizeof f32); break;
   }
 }
@@ -88,6 +92,32 @@ static void fill_grid(double *data, int64_t count, double step, fa_random *rando
   for (int64_t i = 0; i < count; i++) data[i] = step * rint(random_normal(random) / step);
 }
 
+/* Bands [bands_batch, num_bands, 6] that share no cell: rectangles into which the problem is cut at random, of
+ * which each shows all, a triangle, a strip of itself or nothing. */
+static void fill_bands(double *data, const fa_problem *problem, fa_random *random) {
+  for (int64_t batch = 0; batch < problem->bands_batch; batch++, data += 6 * problem->num_bands) {
+    const double whole[6] = {0, (double)problem->seqlen_q, 0, (double)problem->seqlen_k, INT32_MAX, INT32_MAX};
+    memcpy(data, whole, sizeof whole);
+    for (int64_t n = 1; n < problem->num_bands; n++) {
+      double *cut = data + 6 * random_integer(random, 0, n - 1), *rest = data + 6 * n;
+      double *begin = cut + 2 * random_integer(random, 0, 1);
+      memcpy(rest, cut, sizeof whole);
+      rest[begin - cut] = begin[1] = (double)random_integer(random, (int64_t)begin[0], (int64_t)begin[1]);
+    }
+    for (double *band = data; band < data + 6 * problem->num_bands; band += 6) {
+      const double further = band[3] - band[2] - (band[1] - band[0]);
+      const double sides[4][2] = {
+          {INT32_MAX, 0},
+          {further, INT32_MAX},
+          {further, 0},
+          {(double)random_integer(random, -9, 90), (double)random_integer(random, -9, 90)}};
+      const int64_t kind = random_integer(random, 0, 5);
+      if (kind < 4) memcpy(band + 4, sides[kind], sizeof sides[kind]);
+      if (kind == 4 && problem->num_bands > 1) band[1] = band[0] - 1;
+    }
+  }
+}
+
 static bool is_input_alone(const fa_problem *problem, int id) {
   bool is_input = false;
   for (int pass = 0; pass < FA_NUM_PASSES; pass++) {
@@ -102,7 +132,9 @@ void values_fill(fa_values *values, const fa_problem *problem, fa_dtype round_to
     if (!is_input_alone(problem, id)) continue;
     const int64_t count = values_count(problem, id);
     fa_random random = random_stream(seed, id);
-    if (fa_axis_of(id, FA_AXIS_HEAD_DIM) < 0) {
+    if (id == FA_TENSOR_BANDS) {
+      fill_bands(values->data[id], problem, &random);
+    } else if (fa_axis_of(id, FA_AXIS_HEAD_DIM) < 0) {
       fill_grid(values->data[id], count, fa_tensor_tangent(id) < 0 ? 0x1p-6 : 0x1p-10, &random);
     } else {
       fill_rows(values->data[id], count, problem->head_dim, amplitude(id, round_to, fill), fill, &random);

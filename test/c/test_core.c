@@ -46,8 +46,8 @@ static void test_names(void) {
   static const char *const passes[FA_NUM_PASSES] = {"forward", "backward", "tangent", "bound"};
   for (int i = 0; i < FA_NUM_PASSES; i++) CHECK_TEXT(fa_pass_name((fa_pass)i), passes[i]);
   static const char *const tensors[FA_NUM_TENSORS] = {
-      "q",  "k",     "v",         "sink",      "o",         "lse",          "dout",      "dq",         "dk",
-      "dv", "dsink", "tangent_q", "tangent_k", "tangent_v", "tangent_sink", "o_tangent", "lse_tangent"};
+      "q",  "k",  "v",     "sink",      "bands",     "o",         "lse",          "dout",      "dq",
+      "dk", "dv", "dsink", "tangent_q", "tangent_k", "tangent_v", "tangent_sink", "o_tangent", "lse_tangent"};
   for (int i = 0; i < FA_NUM_TENSORS; i++) CHECK_TEXT(fa_tensor_name((fa_tensor_id)i), tensors[i]);
 }
 
@@ -345,9 +345,10 @@ static void test_tensors(void) {
   p.num_sinks = 3, p.dtype = FA_DTYPE_F64;
   fa_tensors tensors;
   fa_tensor *members[FA_NUM_TENSORS] = {
-      &tensors.q,         &tensors.k,          &tensors.v,         &tensors.sink,      &tensors.o,
-      &tensors.lse,       &tensors.dout,       &tensors.dq,        &tensors.dk,        &tensors.dv,
-      &tensors.dsink,     &tensors.tangent_q,  &tensors.tangent_k, &tensors.tangent_v, &tensors.tangent_sink,
+      &tensors.q,         &tensors.k,          &tensors.v,         &tensors.sink,
+      &tensors.bands,     &tensors.o,          &tensors.lse,       &tensors.dout,
+      &tensors.dq,        &tensors.dk,         &tensors.dv,        &tensors.dsink,
+      &tensors.tangent_q, &tensors.tangent_k,  &tensors.tangent_v, &tensors.tangent_sink,
       &tensors.o_tangent, &tensors.lse_tangent};
   for (int id = 0; id < FA_NUM_TENSORS; id++)
     CHECK(fa_tensor_at(&tensors, id) == members[id], "fa_tensor_at of %s", fa_tensor_name(id));
@@ -371,7 +372,7 @@ static void test_axes(void) {
   CHECK(fa_axis_of(FA_TENSOR_LSE, FA_AXIS_SEQLEN_Q) == 2 && fa_axis_of(FA_TENSOR_SINK, FA_AXIS_BATCH) == -1,
         "lse");
   fa_problem p = valid_problem();
-  p.num_sinks = 3;
+  p.num_sinks = 3, p.num_bands = 5, p.bands_batch = p.batch;
   for (int id = 0; id < FA_NUM_TENSORS; id++) {
     const fa_shape shape = fa_tensor_shape(&p, id);
     const char *name = fa_tensor_name(id);

@@ -19,10 +19,22 @@ static long double at(const fa_problem *p, const double *x, int64_t rows, int64_
   return x[((b * rows + row) * heads + head) * p->head_dim + c];
 }
 
-static bool visible(const fa_problem *p, int64_t i, int64_t j) {
-  const int64_t ahead = j - (i + p->seqlen_k - p->seqlen_q);
-  const bool right = p->window_right == FA_UNBOUNDED || ahead <= p->window_right;
-  return right && (p->window_left == FA_UNBOUNDED || -ahead <= p->window_left);
+/* band: {q_begin, q_end, k_begin, k_end, left, right} */
+static bool visible_in(const fa_problem *p, const double *band, int64_t i, int64_t j) {
+  const double ahead = (double)(j - i) - (band[3] - band[1]), unbounded = INT32_MAX;
+  const double left = p->window_left == FA_UNBOUNDED ? unbounded : (double)p->window_left;
+  const double right = p->window_right == FA_UNBOUNDED ? unbounded : (double)p->window_right;
+  return i >= band[0] && i < band[1] && j >= band[2] && j < band[3] && -ahead <= fmin(left, band[4]) &&
+         ahead <= fmin(right, band[5]);
+}
+
+static bool visible(const fa_problem *p, const fa_values *x, int64_t b, int64_t i, int64_t j) {
+  const double whole[6] = {0, (double)p->seqlen_q, 0, (double)p->seqlen_k, INT32_MAX, INT32_MAX};
+  if (p->num_bands == 0) return visible_in(p, whole, i, j);
+  const double *bands = x->data[FA_TENSOR_BANDS] + (p->bands_batch > 1 ? b : 0) * p->num_bands * 6;
+  for (int64_t n = 0; n < p->num_bands; n++)
+    if (visible_in(p, bands + 6 * n, i, j)) return true;
+  return false;
 }
 
 static long double score(const fa_problem *p, const fa_values *x, int64_t b, int64_t h, int64_t i, int64_t j) {
@@ -42,11 +54,11 @@ static void define_row(const fa_problem *p, fa_values *x, int64_t b, int64_t h, 
   long double sum = 0;
   for (int64_t t = 0; t < p->num_sinks; t++) sum += expl(x->data[FA_TENSOR_SINK][t * p->num_heads + h]);
   for (int64_t j = 0; j < p->seqlen_k; j++)
-    if (visible(p, i, j)) sum += expl(score(p, x, b, h, i, j));
+    if (visible(p, x, b, i, j)) sum += expl(score(p, x, b, h, i, j));
   for (int64_t c = 0; c < p->head_dim; c++) {
     long double element = 0;
     for (int64_t j = 0; j < p->seqlen_k; j++)
-      if (visible(p, i, j))
+      if (visible(p, x, b, i, j))
         element += expl(score(p, x, b, h, i, j)) / sum *
                    at(p, x->data[FA_TENSOR_V], p->seqlen_k, p->num_kv_heads, b, j, kv, c);
     o[c] = (double)element;

@@ -5,7 +5,7 @@ if FlashAttention.Defn.supported?() do
     alias FlashAttention.Defn.{Backward, Forward}
     require Logger
 
-    alias FlashAttention.{Error, Native, Options, Packages}
+    alias FlashAttention.{Error, Mask, Native, Options, Packages}
     alias Nx.Defn.{Expr, Kernel}
 
     @doc false
@@ -31,16 +31,26 @@ if FlashAttention.Defn.supported?() do
 
     # ---- what is given: tensors by name, those of options last, and the other options -------------------------
 
+    # By the library's names; with the options that bring them along.
     @optional Options.tensors()
+    @optional_names Keyword.keys(@optional)
 
     # Where results lie, and what is kept, is the compiler's choice.
     defp check!(inputs, opts) do
       tensors = Options.parse!(opts, Options.keys() -- [:keep, :results]).tensors
-      inputs = inputs ++ for name <- @optional, tensor = tensors[name], do: {name, tensor}
-      {for({name, tensor} <- inputs, do: {name, tensor!(name, tensor)}), Keyword.drop(opts, @optional)}
+      inputs = for {name, tensor} <- inputs, do: {name, tensor!(name, tensor)}
+      size = {Nx.axis_size(inputs[:q], 1), Nx.axis_size(inputs[:k], 1)}
+
+      optional =
+        for name <- @optional_names, tensor = tensors[name], do: {name, tensor!(name, numbers(tensor, size))}
+
+      {inputs ++ optional, Keyword.drop(opts, Keyword.values(@optional))}
     end
 
-    defp tensor!(name, %Nx.Tensor{vectorized_axes: [_ | _] = axes}) when name in @optional,
+    defp numbers(%Mask{} = mask, size), do: Mask.Nx.bands(mask, size)
+    defp numbers(tensor, _size), do: tensor
+
+    defp tensor!(name, %Nx.Tensor{vectorized_axes: [_ | _] = axes}) when name in @optional_names,
       do: raise(Error.invalid(name, "a tensor without vectorized axes", inspect(axes)))
 
     defp tensor!(_name, %Nx.Tensor{} = tensor), do: tensor
@@ -55,7 +65,7 @@ if FlashAttention.Defn.supported?() do
     # ---- what the library says of a pass -----------------------------------------------------------------
 
     # In this order where they are one after another.
-    @outputs [:o, :lse, :dq, :dk, :dv] ++ for(name <- @optional, do: :"d#{name}")
+    @outputs [:o, :lse, :dq, :dk, :dv] ++ for(name <- @optional_names, do: :"d#{name}")
 
     # Templates of what a pass writes, and the bytes of workspace that it takes on a GPU; or the library's own error.
     defp plan!(pass, inputs, opts) do
@@ -99,9 +109,21 @@ if FlashAttention.Defn.supported?() do
       dout = dout |> Nx.as_type(o.type) |> Nx.broadcast(o.shape)
       gradients = block(%Backward{opts: opts}, [dout: dout] ++ q_k_v ++ [o: o, lse: lse] ++ optional)
 
-      for {{name, _input}, gradient} <- Enum.zip(inputs, gradients),
-          do: linear(gradient, name, dout, inputs, opts)
+      {gradients, []} =
+        Enum.map_reduce(inputs, gradients, fn {name, input}, gradients ->
+          if has_gradient?(input) do
+            [gradient | gradients] = gradients
+            {linear(gradient, name, dout, inputs, opts), gradients}
+          else
+            {Nx.broadcast(Expr.tensor(Nx.u8(0)), input.shape), gradients}
+          end
+        end)
+
+      gradients
     end
+
+    # Whole numbers are not computed with.
+    defp has_gradient?(%{type: {class, _bits}}), do: class not in [:s, :u]
 
     # A gradient is linear in dout, and what that adds to it is the derivative of o along the direction in which the
     # gradient's input moves. In the inputs it is not, and their gradient is not there: should it be asked for, the
@@ -135,7 +157,7 @@ if FlashAttention.Defn.supported?() do
         tensors |> Map.delete(:direction) |> Map.new(fn {name, tensor} -> {name, in_f64(name, tensor)} end)
 
       directions =
-        for {name, {data, type, shape}} <- inputs, into: %{} do
+        for {name, {data, {class, _bits} = type, shape}} <- inputs, class not in [:s, :u], into: %{} do
           still = {:binary.copy(<<0>>, byte_size(data)), type, shape}
           {:"tangent_#{name}", if(name == along, do: in_f64(name, direction), else: still)}
         end
@@ -150,7 +172,7 @@ if FlashAttention.Defn.supported?() do
     end
 
     defp in_f64(name, tensor) do
-      tensor = if name in @optional, do: tensor, else: Nx.as_type(tensor, :f64)
+      tensor = if name in @optional_names, do: tensor, else: Nx.as_type(tensor, :f64)
       {Nx.to_binary(tensor), tensor.type, tensor.shape}
     end
 
@@ -221,16 +243,19 @@ if FlashAttention.Defn.supported?() do
     @doc false
     # The callback of Nx.runtime_call/4: the eager API, on tensors with values.
     def run(tensors, block: %{pass: pass, opts: opts}) do
-      {optional, tensors} = Map.split(tensors, @optional)
-      run_pass(pass, tensors, Map.to_list(optional) ++ opts)
+      {optional, tensors} = Map.split(tensors, @optional_names)
+      run_pass(pass, tensors, for({name, tensor} <- optional, do: option(name, tensor)) ++ opts)
     end
+
+    defp option(:bands, bands), do: {:mask, Mask.from_bands(bands)}
+    defp option(name, tensor), do: {@optional[name], tensor}
 
     defp run_pass(:forward, %{q: q, k: k, v: v}, opts), do: FlashAttention.forward_with_states!(q, k, v, opts)
 
     defp run_pass(:backward, %{dout: dout, q: q, k: k, v: v, o: o, lse: lse}, opts) do
       case FlashAttention.backward!(dout, q, k, v, o, lse, opts) do
         {dq, dk, dv, optional} ->
-          List.to_tuple([dq, dk, dv] ++ for(name <- @optional, gradient = optional[name], do: gradient))
+          List.to_tuple([dq, dk, dv] ++ for({_name, key} <- @optional, gradient = optional[key], do: gradient))
 
         gradients ->
           gradients
