@@ -52,5 +52,75 @@ if Code.ensure_loaded?(Nx) do
         Mask.Nx.bands(Mask.segments(Nx.tensor([[1]])), {1, 1})
       end
     end
+
+    defp random(seed, shape), do: Nx.Random.normal(Nx.Random.key(seed), shape: shape) |> elem(0)
+    defp inputs, do: for(seed <- 1..4, do: random(seed, {2, 7, 2, 4}))
+
+    # Plain attention over what the mask shows; rows that see nothing give 0.
+    defp plain(q, k, v, mask, opts \\ []) do
+      [q, k, v] = for x <- [q, k, v], do: Nx.transpose(x, axes: [0, 2, 1, 3])
+      seen = Mask.to_tensor(mask, {7, 7}, opts)
+
+      seen =
+        seen.data
+        |> Nx.from_binary(:u8)
+        |> Nx.reshape(seen.shape)
+        |> Nx.new_axis(1)
+        |> Nx.broadcast({2, 2, 7, 7})
+
+      scores = Nx.select(seen, Nx.divide(Nx.dot(q, [3], [0, 1], k, [3], [0, 1]), 2), -1.0e30)
+
+      weights =
+        scores
+        |> Nx.subtract(Nx.reduce_max(scores, axes: [3], keep_axes: true))
+        |> Nx.exp()
+        |> Nx.multiply(seen)
+
+      weights = Nx.divide(weights, Nx.max(Nx.sum(weights, axes: [3], keep_axes: true), 1.0e-30))
+      Nx.dot(weights, [3], [0, 1], v, [2], [0, 1]) |> Nx.transpose(axes: [0, 2, 1, 3])
+    end
+
+    defp assert_close(x, y), do: assert(Nx.to_number(Nx.reduce_max(Nx.abs(Nx.subtract(x, y)))) < 1.0e-5)
+
+    test "one compiled program takes masks of other contents, forward and backward" do
+      [q, k, v, dout] = inputs()
+      loss = fn attend -> fn {q, k, v} -> Nx.sum(Nx.multiply(attend.(q, k, v), dout)) end end
+
+      ours = fn inputs, mask ->
+        Nx.Defn.grad(inputs, loss.(&FlashAttention.attention(&1, &2, &3, mask: mask, causal: false)))
+      end
+
+      template = Mask.lengths(Nx.template({2}, :s32), q_lengths: Nx.template({2}, :s32))
+      x = Nx.template({2, 7, 2, 4}, :f32)
+      compiled = Nx.Defn.compile(ours, [{x, x, x}, template])
+
+      for lengths <- [[3, 7], [1, 0], [5, 2]] do
+        mask = Mask.lengths(lengths, q_lengths: lengths)
+        gradients = compiled.({q, k, v}, mask)
+        expected = Nx.Defn.grad({q, k, v}, loss.(&plain(&1, &2, &3, mask)))
+        for {x, y} <- Enum.zip(Tuple.to_list(gradients), Tuple.to_list(expected)), do: assert_close(x, y)
+      end
+    end
+
+    test "masks of lists hold inside of defn, and eagerly on Nx tensors" do
+      [q, k, v, _dout] = inputs()
+
+      for mask <- [
+            Mask.packed([3, 4]),
+            Mask.prefix([2, 5]),
+            Mask.block_causal(3),
+            Mask.segments([[1, 1, 2, 2, 2, 9, 9]] |> List.duplicate(2) |> Enum.concat())
+          ],
+          causal <- [true, false] do
+        expected = plain(q, k, v, mask, causal: causal)
+
+        assert_close(
+          Nx.Defn.jit(&FlashAttention.attention(&1, &2, &3, mask: mask, causal: causal)).(q, k, v),
+          expected
+        )
+
+        assert_close(FlashAttention.forward!(q, k, v, mask: mask, causal: causal, device: :cpu), expected)
+      end
+    end
   end
 end
