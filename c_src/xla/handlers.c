@@ -238,10 +238,18 @@ static XLA_FFI_Error *find_stream(xla_call *call) {
   return error;
 }
 
+/* On a GPU the workspace is one of the results. In the host's memory the call takes its own, as a compiled
+ * program may run on any thread; like a GPU it runs on the operands' numbers as they are. */
 static bool run(xla_call *call) {
-  fa_status status = fa_has_own_memory(call->device.kind)
-                         ? fa_run(&call->plan, &call->tensors, &call->execution, &call->error)
-                         : fa_run_anywhere(&call->plan, &call->tensors, NULL, NULL, &call->error);
+  const bool brings_workspace = !fa_has_own_memory(call->device.kind);
+  fa_execution *execution = &call->execution;
+  if (brings_workspace) {
+    execution->workspace_bytes = call->plan.workspace_bytes;
+    if (fa_device_alloc(call->device, execution->workspace_bytes, &execution->workspace, &call->error))
+      return false;
+  }
+  const fa_status status = fa_run(&call->plan, &call->tensors, execution, &call->error);
+  if (brings_workspace) fa_device_free(call->device, execution->workspace, NULL);
   return status == FA_STATUS_OK;
 }
 

@@ -1,4 +1,4 @@
-"""The library's XLA custom calls in JAX: attention(q, k, v, sink) with gradients. Shapes, types and options are those
+"""The library's XLA custom calls in JAX: attention(q, k, v, sink, bands) with gradients. Shapes, types and options are those
 of c_src/flash_attention.h."""
 import collections
 import ctypes
@@ -69,32 +69,32 @@ class Attention:
         num_bytes = self.library.plan_inputs(which, inputs, **options).workspace_bytes
         return [jax.ShapeDtypeStruct((num_bytes,), np.uint8)] if num_bytes else []
 
-    def forward(self, q, k, v, sink=None, **options):
+    def forward(self, q, k, v, sink=None, bands=None, **options):
         """(o, lse)"""
         b, s, h, _ = q.shape
         lse = jax.ShapeDtypeStruct((b, h, s), np.float64 if q.dtype == np.float64 else np.float32)
-        return self.call("forward", dict(q=q, k=k, v=v, sink=sink), [like(q), lse], options)[:2]
+        return self.call("forward", dict(q=q, k=k, v=v, sink=sink, bands=bands), [like(q), lse], options)[:2]
 
-    def backward(self, dout, q, k, v, o, lse, sink=None, **options):
+    def backward(self, dout, q, k, v, o, lse, sink=None, bands=None, **options):
         """(dq, dk, dv, dsink); dsink is None where sink is."""
-        operands = dict(dout=dout, q=q, k=k, v=v, o=o, lse=lse, sink=sink)
+        operands = dict(dout=dout, q=q, k=k, v=v, o=o, lse=lse, sink=sink, bands=bands)
         results = [like(x) for x in (q, k, v, sink) if x is not None]
         gradients = self.call("backward", operands, results, options)
         return (*gradients[:3], None if sink is None else gradients[3])
 
-    def __call__(self, q, k, v, sink=None, **options):
+    def __call__(self, q, k, v, sink=None, bands=None, **options):
         """o, with gradients by q, k, v and sink."""
 
         @jax.custom_vjp
-        def attend(q, k, v, sink):
-            return self.forward(q, k, v, sink, **options)[0]
+        def attend(q, k, v, sink, bands):
+            return self.forward(q, k, v, sink, bands, **options)[0]
 
-        def forward(q, k, v, sink):
-            o, lse = self.forward(q, k, v, sink, **options)
-            return o, (q, k, v, o, lse, sink)
+        def forward(q, k, v, sink, bands):
+            o, lse = self.forward(q, k, v, sink, bands, **options)
+            return o, (q, k, v, o, lse, sink, bands)
 
-        attend.defvjp(forward, lambda saved, dout: self.backward(dout, *saved, **options))
-        return attend(q, k, v, sink)
+        attend.defvjp(forward, lambda saved, dout: (*self.backward(dout, *saved, **options), None))
+        return attend(q, k, v, sink, bands)
 
 
 # ---- for benchmarks ---------------------------------------------------------------------------------------------

@@ -83,8 +83,8 @@ class Harness:
 
 def shapes_of(p):
     q, k = (p.batch, p.seqlen_q, p.num_heads, p.head_dim), (p.batch, p.seqlen_k, p.num_kv_heads, p.head_dim)
-    sink = (p.num_sinks, p.num_heads)
-    return dict(q=q, k=k, v=k, sink=sink, o=q, lse=(p.batch, p.num_heads, p.seqlen_q), dout=q, dq=q, dk=k, dv=k,
+    sink, bands = (p.num_sinks, p.num_heads), (p.bands_batch, p.num_bands, 6)
+    return dict(q=q, k=k, v=k, sink=sink, bands=bands, o=q, lse=(p.batch, p.num_heads, p.seqlen_q), dout=q, dq=q, dk=k, dv=k,
                 dsink=sink)
 
 
@@ -105,23 +105,32 @@ def arrays_of(values, p):
 # ---- attention in JAX's own operations ------------------------------------------------------------------------------
 
 
-def plain(q, k, v, sink, scale=0.0, softcap=0.0, window_left=None, window_right=None, **_):
+def visible_in(bands, seqlen_q, seqlen_k, window_left, window_right):
+    """[batch or 1, 1, seqlen_q, seqlen_k] of what rows see in bands [batch or 1, num_bands, 6]."""
+    i, j = jnp.arange(seqlen_q)[:, None], jnp.arange(seqlen_k)
+    words = jnp.moveaxis(bands.astype(jnp.int64 if jax.config.jax_enable_x64 else jnp.int32), 2, 0)
+    q_begin, q_end, k_begin, k_end, left, right = words[..., None, None]
+    left = left if window_left is None else jnp.minimum(left, window_left)
+    right = right if window_right is None else jnp.minimum(right, window_right)
+    ahead = j - i + q_end - k_end
+    seen = (i >= q_begin) & (i < q_end) & (j >= k_begin) & (j < k_end) & (-ahead <= left) & (ahead <= right)
+    return jnp.any(seen, axis=1)[:, None]
+
+
+def plain(q, k, v, sink, bands=None, scale=0.0, softcap=0.0, window_left=None, window_right=None, **_):
     """(o, lse) by the header's formulas, differentiable everywhere, also where a row sees nothing."""
     (b, seqlen_q, h, d), (_, seqlen_k, num_kv_heads, _) = q.shape, k.shape
     k, v = (jnp.repeat(x, h // num_kv_heads, axis=2) for x in (k, v))
     scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) * (scale or 1 / d**0.5)
     if softcap:
         scores = softcap * jnp.tanh(scores / softcap)
-    distance = jnp.arange(seqlen_k) - jnp.arange(seqlen_q)[:, None] - (seqlen_k - seqlen_q)
-    visible = jnp.ones(distance.shape, bool)
-    if window_left is not None:
-        visible &= distance >= -window_left
-    if window_right is not None:
-        visible &= distance <= window_right
+    if bands is None:
+        bands = jnp.array([[[0, seqlen_q, 0, seqlen_k, 2**31 - 1, 2**31 - 1]]])
+    visible = visible_in(bands, seqlen_q, seqlen_k, window_left, window_right)
     if sink is not None:
         sinks = jnp.broadcast_to(sink.T[None, :, None, :], (b, h, seqlen_q, sink.shape[0]))
         scores = jnp.concatenate([scores, sinks], axis=3)
-        visible = jnp.pad(visible, ((0, 0), (0, sink.shape[0])), constant_values=True)
+        visible = jnp.pad(visible, ((0, 0), (0, 0), (0, 0), (0, sink.shape[0])), constant_values=True)
     largest = jnp.max(jnp.where(visible, scores, -jnp.inf), axis=3, keepdims=True, initial=-jnp.inf)
     largest = jax.lax.stop_gradient(jnp.where(jnp.isfinite(largest), largest, 0))
     exponentials = jnp.where(visible, jnp.exp(jnp.where(visible, scores - largest, 0)), 0)
@@ -133,10 +142,10 @@ def plain(q, k, v, sink, scale=0.0, softcap=0.0, window_left=None, window_right=
 
 
 def with_gradients(forward):
-    """(o, lse, dq, dk, dv, dsink) of a function of q, k, v and sink that gives o and lse."""
+    """(o, lse, dq, dk, dv, dsink) of a function of q, k, v, sink and bands that gives o and lse."""
 
-    def run(q, k, v, sink, dout):
-        (o, lse), pull = jax.vjp(lambda *inputs: forward(*inputs), q, k, v, sink)
+    def run(q, k, v, sink, dout, bands=None):
+        (o, lse), pull = jax.vjp(lambda *inputs: forward(*inputs, bands), q, k, v, sink)
         return (o, lse, *pull((dout, jnp.zeros_like(lse))))
 
     return run
@@ -167,11 +176,11 @@ class Tests:
         return [self.put(generator.standard_normal(shape), dtype) for shape in shapes]
 
     def with_lse(self, **options):
-        """q, k, v, sink -> o and lse; o differentiates."""
+        """q, k, v, sink, bands -> o and lse; o differentiates."""
 
-        def run(q, k, v, sink):
-            lse = self.attention.forward(*map(jax.lax.stop_gradient, (q, k, v, sink)), **options)[1]
-            return self.attention(q, k, v, sink, **options), lse
+        def run(q, k, v, sink, bands=None):
+            lse = self.attention.forward(*map(jax.lax.stop_gradient, (q, k, v, sink)), bands, **options)[1]
+            return self.attention(q, k, v, sink, bands, **options), lse
 
         return run
 
@@ -193,10 +202,10 @@ class Tests:
         case.problem.dtype = c_library.DTYPES[type_name]
         tolerance = self.harness.tolerance(case)
         arrays, bounds = (arrays_of(values, case.problem) for values in (tolerance.exact, tolerance.bound))
-        inputs = [None if name == "sink" and not case.problem.num_sinks else arrays[name]
-                  for name in ("q", "k", "v", "sink", "dout")]
+        missing = {"sink": not case.problem.num_sinks, "bands": not case.problem.num_bands}
+        inputs = [None if missing.get(name) else arrays[name] for name in ("q", "k", "v", "sink", "dout", "bands")]
         wanted = named(exact(*(x if x is None else jax.device_put(x, self.host) for x in inputs)))
-        dtypes = [np.float32 if i == 3 else TYPES[type_name] for i in range(5)]
+        dtypes = [*[TYPES[type_name]] * 3, np.float32, TYPES[type_name], np.int32]
         got = named(run(*(x if x is None else self.put(x, dtype) for x, dtype in zip(inputs, dtypes))))
         for name in got:
             allowed = 2 * tolerance.naive[c_library.TENSORS.index(name)] + bounds[name]
@@ -215,6 +224,24 @@ class Tests:
             alone = jax.jit(run)(q[i], k[i], v[i], sink, dout[i])
             for name, x, y in zip(OUTPUTS, together, alone):
                 check(np.array_equal(x[i], y), f"vmap: {name} of element {i} differs from its own call")
+
+    # Masks whose contents change, in one compiled program.
+
+    def masks(self):
+        q, dout, k, v = self.random((2, 37, 4, 16), (2, 37, 4, 16), (2, 41, 2, 16), (2, 41, 2, 16))
+        run = jax.jit(with_gradients(self.with_lse(deterministic=1)))
+        expected = jax.jit(with_gradients(plain))
+        unbounded = 2**31 - 1
+        for bands in ([[0, 20, 0, 30, unbounded, 0], [20, 37, 30, 41, unbounded, unbounded]],
+                      [[0, 37, 0, 9, unbounded, unbounded], [9, 37, 9, 41, unbounded, 0]],
+                      [[-5, 99, -7, 9, 3, unbounded], [12, 12, 0, 41, unbounded, unbounded]]):
+            # What lies outside of the problem is left off.
+            inside = np.clip(bands, [0] * 4 + [-unbounded] * 2, [37, 37, 41, 41] + [unbounded] * 2)
+            given, inside = (self.put([x], np.int32) for x in (bands, inside))
+            for name, x, y in zip(OUTPUTS, run(q, k, v, None, dout, given), expected(q, k, v, None, dout, inside)):
+                if x is not None:
+                    check(np.allclose(x, y, rtol=1e-3, atol=1e-4, equal_nan=False), f"masks: {name} is another")
+        check(run._cache_size() == 1, "masks: one program for all contents")
 
     # Bad calls.
 
@@ -463,7 +490,7 @@ def main():
     parser.add_argument("--library", default="priv/libflash_attention.so")
     parser.add_argument("--harness", default="build/test/libharness.so")
     tests = Tests(parser.parse_args())
-    for test in (tests.exla, tests.vmap, tests.bad_calls, tests.attributes, tests.command_buffers, tests.transfers,
+    for test in (tests.exla, tests.vmap, tests.masks, tests.bad_calls, tests.attributes, tests.command_buffers, tests.transfers,
                  tests.table):
         test()
     print(f"{passed} passed, {len(failures)} failed")
