@@ -32,6 +32,8 @@ void fa_problem_init(fa_problem *problem) {
 /* Every tensor must be addressable in bytes of f64, with room to spare for padding and workspaces. */
 static bool tensor_fits(const fa_problem *problem, int id) {
   int64_t limit = (INT64_C(1) << 56) / 8;
+  const fa_axis only_if = fa_tensor_only_if(id);
+  if (only_if && fa_axis_size(problem, only_if) == 0) return true;
   for (int i = 0; fa_axis_at(id, i); i++) {
     const int64_t size = fa_axis_size(problem, fa_axis_at(id, i));
     limit /= size ? size : 1; /* strides and lse of an empty tensor must fit too */
