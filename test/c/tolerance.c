@@ -2,8 +2,9 @@
 
 #include <math.h>
 
-const fa_tensor_id outputs[NUM_OUTPUTS] = {FA_TENSOR_O,  FA_TENSOR_LSE, FA_TENSOR_DQ,
-                                           FA_TENSOR_DK, FA_TENSOR_DV,  FA_TENSOR_DSINK};
+bool is_output(const fa_problem *problem, int id) {
+  return fa_tensor_role_in(problem, FA_PASS_BOUND, id) == FA_ROLE_OUTPUT;
+}
 
 /* Inputs that tensors of the case's type hold, and in their places what the passes make of them in dtype. */
 static fa_values run_reference(const fa_case *c, fa_dtype dtype, const fa_pass *passes, size_t num_passes,
@@ -22,8 +23,9 @@ fa_tolerance tolerance_new(const fa_case *c, uint64_t seed) {
   fa_tolerance tolerance = {.exact = run_reference(c, FA_DTYPE_F64, both, 2, seed),
                             .bound = run_reference(c, c->problem.dtype, &bound, 1, seed)};
   fa_values naive = run_reference(c, c->problem.dtype, both, 2, seed);
-  for (size_t i = 0; i < NUM_OUTPUTS; i++)
-    tolerance.naive[outputs[i]] = values_error(&c->problem, outputs[i], &naive, &tolerance.exact);
+  for (int id = 0; id < FA_NUM_TENSORS; id++)
+    if (is_output(&c->problem, id))
+      tolerance.naive[id] = values_error(&c->problem, id, &naive, &tolerance.exact);
   values_free(&naive);
   return tolerance;
 }

@@ -9,9 +9,8 @@
 
 #include "harness.h"
 
-/* What forward and backward write. */
-enum { NUM_OUTPUTS = 6 };
-extern const fa_tensor_id outputs[NUM_OUTPUTS];
+/* Whether the forward or the backward of the problem writes it. */
+bool is_output(const fa_problem *problem, int id);
 
 typedef struct fa_tolerance {
   fa_values exact; /* inputs and outputs, from the oracle in f64 */
