@@ -153,10 +153,11 @@ static bool all_finite(const double *row, int64_t head_dim) {
   return true;
 }
 
-/* o after one bad number in q, k or v: NaN goes into every row that sees it. No score of another row changes;
- * 0 * NaN from a masked column of v may reach the other rows of its head, but no other head. */
+/* o after one bad number in q, k or v: what the definition makes NaN or infinite is so in every row that sees
+ * it, an infinite score among others included. No score of another row changes; what a masked column of v holds
+ * is test_isolation's. */
 static void check_spread(const fa_problem *p, fa_tensor_id id, double bad, const fa_values *clean,
-                         const fa_values *dirty) {
+                         const fa_values *dirty, const fa_values *defined) {
   long missed = 0, strayed = 0;
   for (int64_t b = 0; b < p->batch; b++)
     for (int64_t i = 0; i < p->seqlen_q; i++)
@@ -165,7 +166,8 @@ static void check_spread(const fa_problem *p, fa_tensor_id id, double bad, const
         const double *before = clean->data[FA_TENSOR_O] + begin, *after = dirty->data[FA_TENSOR_O] + begin;
         const bool seen = b == 0 && sees(p, id, i, h);
         const bool same_head = b == 0 && h / (p->num_heads / p->num_kv_heads) == 0;
-        if (seen && (isnan(bad) || id == FA_TENSOR_V)) missed += all_finite(after, p->head_dim);
+        if (seen && !all_finite(defined->data[FA_TENSOR_O] + begin, p->head_dim))
+          missed += all_finite(after, p->head_dim);
         if (!seen && !(same_head && id == FA_TENSOR_V))
           strayed += memcmp(before, after, (size_t)p->head_dim * sizeof *after) != 0;
       }
@@ -186,6 +188,19 @@ static void check_other_batch(const fa_problem *p, fa_tensor_id id, double bad, 
           "%s: %g in batch 0 of %s changed %s of batch 1", case_text, bad, fa_tensor_name(id),
           fa_tensor_name(gradients[i]));
   }
+}
+
+/* The oracle's forward of the same inputs. */
+static fa_values define_o(const fa_problem *p, const fa_values *inputs) {
+  const fa_setup reference = {.device = {FA_DEVICE_REFERENCE, 0}};
+  fa_problem exact = *p;
+  exact.dtype = FA_DTYPE_F64;
+  fa_values defined = values_new(&exact);
+  for (int id = 0; id < FA_NUM_TENSORS; id++)
+    if (fa_tensor_role_in(p, FA_PASS_FORWARD, id) == FA_ROLE_INPUT)
+      memcpy(defined.data[id], inputs->data[id], (size_t)values_count(p, id) * sizeof(double));
+  must_run(&reference, &exact, FA_PASS_FORWARD, &defined);
+  return defined;
 }
 
 static void check_not_finite(fa_dtype dtype, fa_tensor_id id, double bad, fa_layout layout) {
@@ -211,7 +226,9 @@ static void check_not_finite(fa_dtype dtype, fa_tensor_id id, double bad, fa_lay
     num_skipped++;
   } else {
     CHECK(outcome == OUTCOME_RAN, "%s: %g in %s: %s", case_text, bad, fa_tensor_name(id), why);
-    if (id != FA_TENSOR_DOUT) check_spread(p, id, bad, &clean, &dirty);
+    fa_values defined = define_o(p, &dirty);
+    if (id != FA_TENSOR_DOUT) check_spread(p, id, bad, &clean, &dirty, &defined);
+    values_free(&defined);
     check_other_batch(p, id, bad, &clean, &dirty);
   }
   values_free(&clean);
