@@ -23,15 +23,13 @@ defmodule FlashAttention.CUDATest do
       problem = problem(unquote(index), unquote(type), unquote(Macro.escape(sizes)), unquote(opts))
       naive = both_passes(problem, device: :reference)
       exact = problem |> in_f64() |> both_passes(device: :reference)
+      bounds = bounds(problem)
 
       for opts <- [[], [deterministic: true]],
           {name, tensor} <- both_passes(problem, [device: :cuda] ++ opts) do
         assert Map.take(tensor, [:type, :shape]) == Map.take(naive[name], [:type, :shape])
-        exact = to_list(exact[name])
-        tiny = 4 * rounding(unquote(type), exact) + cancelling(name, problem)
-        allowed = 2 * max_difference(to_list(naive[name]), exact) + tiny
-        error = max_difference(to_list(tensor), exact)
-        assert error <= allowed, "#{name} #{inspect(opts)}: error #{error}, allowed #{allowed}"
+        share = share_of_tolerance(to_list(tensor), to_list(exact[name]), to_list(naive[name]), bounds[name])
+        assert share <= 1, "#{name} #{inspect(opts)}: the error is #{share} of what is allowed"
       end
     end
   end

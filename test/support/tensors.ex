@@ -2,7 +2,7 @@ defmodule FlashAttention.Test.Tensors do
   @moduledoc "Tensors to test with: random ones, their values as lists, and how far two of them may differ."
 
   alias FlashAttention.Check.Values
-  alias FlashAttention.Tensor
+  alias FlashAttention.{Native, Options, Tensor}
 
   @types %{f64: {:f, 64}, f32: {:f, 32}, f16: {:f, 16}, bf16: {:bf, 16}}
 
@@ -41,37 +41,22 @@ defmodule FlashAttention.Test.Tensors do
   @doc "The largest absolute difference of two lists; :infinity where only one of two values is finite."
   defdelegate max_difference(xs, ys), to: Values
 
-  @doc "What one rounding to the type can change in the largest of the values."
-  def rounding(type, values) do
-    largest(values) * Values.roundoff(Map.fetch!(@types, type))
+  @doc "How far rounding may take each number of each result, by the results' names: see `FlashAttention.Native`."
+  def bounds(%{q: q, k: k, v: v, dout: dout, opts: opts}) do
+    {:ok, options} = Options.parse(opts)
+    inputs = Map.merge(%{q: q, k: k, v: v, dout: dout}, options.tensors)
+    tensors = for {name, x} <- inputs, into: %{}, do: {name, {x.data, x.type, x.shape}}
+    {:ok, bounds} = Native.run(:bound, tensors, options.native, {:reference, 0})
+    for {name, {data, type, _shape}} <- bounds, into: %{}, do: {name, Values.decode(data, type)}
   end
 
   @doc """
-  What rounding leaves of what cancels in a gradient of that name. ds is the difference of two dot products, of v and
-  of o with dout, that may be all but equal; dq, dk and dsink are sums of it.
+  The largest error of a list, as a part of what is allowed: twice the error of a naive run in the same type, and
+  the bound of the number.
   """
-  def cancelling(name, %{q: q, k: k, v: v, dout: dout, opts: opts}) do
-    head_dim = elem(q.shape, 3)
-    ds = 2 * longest(to_list(dout), head_dim) * longest(to_list(v), head_dim)
-    scaled = ds * abs(opts[:scale] || 1 / :math.sqrt(head_dim))
-
-    size =
-      case name do
-        :dq -> scaled * largest(to_list(k))
-        :dk -> scaled * largest(to_list(q))
-        :dsink -> ds
-        _ -> 0.0
-      end
-
-    rounding(if(q.type == {:f, 64}, do: :f64, else: :f32), [size])
-  end
-
-  defp largest(xs), do: for(x <- xs, is_float(x), do: abs(x)) |> Enum.max(fn -> 0.0 end)
-
-  # The Euclidean length of the longest of rows of `width` numbers.
-  defp longest(xs, width) do
-    for(row <- Enum.chunk_every(xs, width), do: row |> Enum.map(&(&1 * &1)) |> Enum.sum())
-    |> Enum.max(fn -> 0.0 end)
-    |> :math.sqrt()
+  def share_of_tolerance(got, exact, naive, bounds) do
+    naive_error = max_difference(naive, exact)
+    {error, allowed} = Values.worst_difference(got, exact, for(bound <- bounds, do: 2 * naive_error + bound))
+    if error == 0, do: 0.0, else: error / allowed
   end
 end
