@@ -1,6 +1,7 @@
 defmodule FlashAttention.DefnTest do
   use ExUnit.Case, async: true
 
+  alias FlashAttention.Options
   alias FlashAttention.Test.{Numerical, NxAttention, Tensors}
 
   @moduletag :defn
@@ -302,7 +303,7 @@ defmodule FlashAttention.DefnTest do
            "v: expected rank 4, [batch, seqlen_k, num_kv_heads, head_dim], got rank 3"},
           {q, 5, [], "v: expected an Nx tensor, got 5"},
           {q, q, [results: :device],
-           "opts: expected keys among causal, scale, window, softcap, sink, device, precision, deterministic, got :results"},
+           "opts: expected keys among #{Enum.join(Options.keys() -- [:keep, :results], ", ")}, got :results"},
           {q, q, [causal: 1], "causal: expected true or false, got 1"},
           {q, q, [sink: t.({3, 5}, :f32)], "sink: expected num_heads 2 as in q, got 5"},
           {q, q, [sink: Nx.vectorize(t.({3, 1, 2}, :f32), :x)],
