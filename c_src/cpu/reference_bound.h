@@ -284,6 +284,7 @@ static void bound_backward(bound_scratch *x, const bound_row *row) {
     x->exact.dsink[i] -= weight * delta;
     add_error(&x->dsink[i], scaled(e, weight * delta));
     add_error(&x->dsink[i], scaled(e_delta, weight));
+    add_error(&x->dsink[i], rounding(0x1p-126 * delta)); /* exp gives 0 where it would be subnormal */
   }
 }
 
