@@ -23,9 +23,9 @@ defmodule FlashAttention.Check do
   @reference {:reference, 0}
   @f64 {:f, 64}
 
-  # For the fourth-order central difference: its own error is of the order of the step's fourth power, and what
-  # rounding adds of the order of 2^-53 / step. Sinks are f32; they and their directions are multiples of 1/16,
-  # so that such steps move them without rounding.
+  # For the fourth-order central difference: its own error is of the order of the step's fourth power, a fifteenth of
+  # how far the difference of twice the step lies from it, and what rounding adds of the order of 2^-53 / step. Sinks
+  # are f32; they and their directions are multiples of 1/16, so that such steps move them without rounding.
   @step :math.pow(2, -8)
   @sink_grid 16
   @differences_tolerance 1.0e-8
@@ -138,10 +138,12 @@ defmodule FlashAttention.Check do
         Values.dot(decode(outputs).o, inputs.dout)
       end
 
-      h = @step
-      slope = (8 * (loss.(h) - loss.(-h)) - (loss.(2 * h) - loss.(-2 * h))) / (12 * h)
+      [near, far, farthest] = for n <- [1, 2, 4], do: loss.(n * @step) - loss.(-n * @step)
+      slope = (8 * near - far) / (12 * @step)
+      slope_of_twice_the_step = (8 * far - farthest) / (24 * @step)
       gradient = values[gradient(input)]
-      allowed = @differences_tolerance * (loss_size + Values.dot_size(gradient, direction))
+      rounding = @differences_tolerance * (loss_size + Values.dot_size(gradient, direction))
+      allowed = rounding + abs(slope_of_twice_the_step - slope)
       result(c, :differences, @f64, device, input, abs(Values.dot(gradient, direction) - slope), allowed)
     end
   end
