@@ -39,7 +39,10 @@ defmodule FlashAttention.Defn do
   if @supported do
     defdelegate attention_with_lse(q, k, v, opts), to: FlashAttention.Defn.Attention
   else
-    def attention_with_lse(_q, _k, _v, _opts),
-      do: raise(FlashAttention.Packages.missing("FlashAttention.attention", "Nx 0.12 or later", [:nx]))
+    # By apply, as callers need not be told by the compiler that this never returns.
+    def attention_with_lse(_q, _k, _v, _opts) do
+      error = FlashAttention.Packages.missing("FlashAttention.attention", "Nx 0.12 or later", [:nx])
+      apply(:erlang, :error, [error])
+    end
   end
 end

@@ -14,7 +14,7 @@ defmodule FlashAttention.Packages do
   def came_later(name) do
     module = Keyword.fetch!(@modules, name)
 
-    if name not in @compiled and Code.ensure_loaded?(module),
+    if not Enum.member?(@compiled, name) and Code.ensure_loaded?(module),
       do: "flash_attention was compiled without #{inspect(module)}, which is there now: run #{@command}"
   end
 
