@@ -2,8 +2,9 @@ defmodule FlashAttention.Training.Model do
   @moduledoc """
   What surrounds attention: the stage before it and the stage after it, and attention's own options.
 
-    * `embed` - parameters and a batch to `{q, k, v}`, or to `{q, k, v, %{sink: sink}}` where attention has
-      sinks. Its pullback takes the gradients in the same form, and returns those of the parameters.
+    * `embed` - parameters and a batch to `{q, k, v}`, or to `{q, k, v, optional}`, a map of attention's options that
+      parameters or the batch make: `%{sink: sink, mask: mask}`. Its pullback takes the gradients in the same form, the
+      map with those of sinks alone and left out where there are none, and returns those of the parameters.
     * `head` - parameters, attention's output and a batch to the loss. Its pullback takes the gradient by the
       loss, a number, and returns `{gradients of the parameters, gradient of attention's output}`.
     * `attention` - options of `FlashAttention.forward/4`
@@ -20,7 +21,7 @@ defmodule FlashAttention.Training.Model do
   @type tensor :: FlashAttention.tensor()
 
   @typedoc "Attention's inputs, or the gradients by them."
-  @type attention_inputs :: {tensor, tensor, tensor} | {tensor, tensor, tensor, %{sink: tensor}}
+  @type attention_inputs :: {tensor, tensor, tensor} | {tensor, tensor, tensor, optional :: map}
 
   @type embed ::
           (Params.t(), batch :: term -> {attention_inputs, (attention_inputs -> gradients :: Params.t())})

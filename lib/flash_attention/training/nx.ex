@@ -22,7 +22,7 @@ if Code.ensure_loaded?(Nx) do
     alias Nx.Defn
 
     @doc """
-    The model whose embedding is `embed.(params, batch)`, giving `{q, k, v}` or `{q, k, v, %{sink: sink}}`, and
+    The model whose embedding is `embed.(params, batch)`, giving `{q, k, v}` or `{q, k, v, optional}` (sinks, a mask), and
     whose loss is `head.(params, o, batch)`, a scalar.
 
     Both may use any of the parameters. The options are those of `FlashAttention.forward/4`.
@@ -67,6 +67,9 @@ if Code.ensure_loaded?(Nx) do
         Nx.add(sum, dot(optional[name], gradient))
       end)
     end
+
+    # Of a mask there is no gradient.
+    defp dot({q, k, v, _optional}, {_dq, _dk, _dv} = gradients), do: dot({q, k, v}, gradients)
 
     defp dot(x, y), do: Nx.sum(Nx.multiply(x, y))
 

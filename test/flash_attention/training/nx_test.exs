@@ -94,6 +94,22 @@ if Code.ensure_loaded?(Nx) do
       end
     end
 
+    test "a mask may come with the batch: it is an input without a gradient" do
+      {params, batch} = problem()
+      lengths = Nx.tensor([0, 4, 9], type: :s32)
+
+      embed = fn params, batch ->
+        Tuple.insert_at(Policy.embed(params, batch), 3, %{mask: FlashAttention.Mask.packed_at(batch.lengths)})
+      end
+
+      masked = FlashAttention.Training.Nx.model(embed, &Policy.loss/3, device: :cpu)
+      {loss, gradients} = Training.value_and_gradients(masked, params, Map.put(batch, :lengths, lengths))
+      same = Policy.model(mask: FlashAttention.Mask.packed([4, 5]))
+      {expected_loss, expected} = Training.value_and_gradients(same, params, batch)
+      assert_in_delta Nx.to_number(loss), Nx.to_number(expected_loss), 1.0e-12
+      assert_close(gradients, expected, 1.0e-12)
+    end
+
     test "a pullback is linear in its cotangent" do
       {params, batch} = problem()
       model = Policy.model()
