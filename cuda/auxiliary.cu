@@ -1,21 +1,19 @@
 // The small kernels around the passes: f32 tensors as scaled sums of f16, and the gradient of the sinks.
 #include "operand.cuh"
-#include "softmax.cuh"
 
 namespace fa {
 
 constexpr int THREADS = FA_CUDA_SMALL_KERNEL_THREADS;
 
-// One block takes FA_CUDA_GROUP rows of a head: finds the scale of their largest finite number, and writes the
-// scaled parts of each, eight numbers at a time by LANES lanes a row; numbers past head_dim are 0.
+// One block takes FA_CUDA_SCALE_ROWS rows of a head: finds the scale of their largest finite number, and writes
+// the scaled parts of each, eight numbers at a time by LANES lanes a row; numbers past head_dim are 0.
 template <int LANES>
 __global__ void __launch_bounds__(THREADS) split_rows(const __grid_constant__ fa_cuda_splits a) {
-  constexpr int ROWS_AT_ONCE = THREADS / LANES, PASSES = FA_CUDA_GROUP / ROWS_AT_ONCE;
+  constexpr int ROWS_AT_ONCE = THREADS / LANES, PASSES = FA_CUDA_SCALE_ROWS / ROWS_AT_ONCE;
   const fa_cuda_split &t = a.tensors[blockIdx.y];
-  if (blockIdx.x >= int64_t(a.batch) * t.to.num_heads * t.to.num_groups) return;  // others have more
-  const int group = blockIdx.x % t.to.num_groups, head = blockIdx.x / t.to.num_groups % t.to.num_heads;
-  const int batch = blockIdx.x / t.to.num_groups / t.to.num_heads;
-  const int first_row = group * FA_CUDA_GROUP + threadIdx.x / LANES, d = threadIdx.x % LANES * 8;
+  ScaledRows rows;
+  if (!scaled_rows_at(t.to, a.batch, blockIdx.x, rows)) return;  // another tensor has more
+  const int first_row = rows.first_row + threadIdx.x / LANES, d = threadIdx.x % LANES * 8;
 
   __shared__ uint32_t largest;
   if (threadIdx.x == 0) largest = 0;
@@ -25,7 +23,8 @@ __global__ void __launch_bounds__(THREADS) split_rows(const __grid_constant__ fa
 #pragma unroll
   for (int pass = 0; pass < PASSES; pass++) {
     const int row = first_row + pass * ROWS_AT_ONCE;
-    load_eight(x[pass], row_of<const float>(t.from, batch, head, row) + d, row < t.seqlen ? a.head_dim - d : 0);
+    load_eight(x[pass], tensor_row<const float>(t.from, rows.batch, rows.head, row) + d,
+               row < t.seqlen ? a.head_dim - d : 0);
   }
 #pragma unroll
   for (int pass = 0; pass < PASSES; pass++) bits = largest_finite(x[pass], bits);
@@ -43,7 +42,8 @@ __global__ void __launch_bounds__(THREADS) split_rows(const __grid_constant__ fa
     if (row >= t.seqlen) break;
     uint4 parts[2];
     split_eight<kinds::f32>(parts, x[pass], scale);
-    uint16_t *to = const_cast<uint16_t *>(head_of(t.to, batch, head)) + row * t.to.stride_row + d;
+    uint16_t *to = const_cast<uint16_t *>(t.to.data) + rows.batch * t.to.stride_batch +
+                   rows.head * t.to.stride_head + row * t.to.stride_row + d;
 #pragma unroll
     for (int part = 0; part < 2; part++)
       if (part < a.num_parts) *reinterpret_cast<uint4 *>(to + part * t.to.stride_part) = parts[part];
@@ -69,11 +69,12 @@ __global__ void __launch_bounds__(THREADS) sink_gradient(const __grid_constant__
   const int head = blockIdx.x % a.num_heads;
   const float sink = a.sink[blockIdx.x];
   double sum = 0;
-  for (int64_t i = threadIdx.x; i < int64_t(a.batch) * a.window.seqlen_q; i += THREADS) {
-    const int64_t batch_head = i / a.window.seqlen_q * a.num_heads + head;
-    const int row = i % a.window.seqlen_q;
-    const float lse = a.lse[batch_head * a.window.seqlen_q + row];
-    if (lse != -INFINITY) sum += expf(sink - lse) * a.delta[batch_head * a.padded_rows + row];
+  for (int64_t i = threadIdx.x; i < int64_t(a.batch) * a.padded_rows; i += THREADS) {
+    const int batch = i / a.padded_rows, row = i % a.padded_rows;
+    const Sequence sequence = sequence_of(a, batch);
+    if (row >= sequence.num_rows()) continue;
+    const float lse = *lse_at(a, sequence, head, row);
+    if (lse != -INFINITY) sum += expf(sink - lse) * a.delta[padded_index_of(a, {batch, head, row})];
   }
   __shared__ double sums[THREADS];
   sums[threadIdx.x] = sum;

@@ -1,10 +1,13 @@
-/* The CUDA backend: which kernel takes a problem, how its workspace is laid out, and what is launched. */
+/* The CUDA backend: which kernel takes a problem, how its workspace is laid out, and what is launched. Numbers
+ * that were found by measuring, not by counting, refer to bench/results/cuda_log.md. */
 #include "../c_src/core/backend.h"
 
 #include <math.h>
 #include <stdio.h>
 #include <string.h>
 
+#include "../c_src/core/arena.h"
+#include "../c_src/core/integers.h"
 #include "../c_src/core/problem.h"
 #include "kernels.h"
 #include "runtime.h"
@@ -79,8 +82,6 @@ static fa_cuda_kind kind_of(const fa_problem *problem) {
   }
 }
 
-static int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 static fa_status unsupported(fa_error *error, const char *argument, const char *expected, int64_t got) {
   return fa_fail(error, FA_STATUS_UNSUPPORTED, argument, expected, FA_TEXT("%lld", (long long)got));
 }
@@ -99,7 +100,7 @@ static fa_status check_sizes(const fa_problem *p, const fa_cuda_kernel *kernel, 
       return unsupported(error, counts[i].name, "below 2^30 on CUDA", counts[i].size);
   const int64_t seqlen = p->seqlen_q > p->seqlen_k ? p->seqlen_q : p->seqlen_k;
   const int64_t block = kernel->block_q < kernel->block_k ? kernel->block_q : kernel->block_k;
-  const double blocks = (double)p->batch * (double)p->num_heads * (double)divide_up(seqlen, block);
+  const double blocks = (double)p->batch * (double)p->num_heads * (double)fa_divide_up(seqlen, block);
   if (blocks > (double)most_blocks || (double)p->num_sinks * (double)p->num_heads > (double)most_blocks)
     return unsupported(error, "batch", "less work for one call on CUDA", p->batch);
   return FA_STATUS_OK;
@@ -128,6 +129,12 @@ static bool sees_all(const fa_problem *p) {
 /* Whether tensor maps can describe contiguous tensors of the problem: rows are multiples of 16 bytes. */
 static bool can_map(const fa_problem *p) { return p->head_dim * (int64_t)fa_dtype_bytes(p->dtype) % 16 == 0; }
 
+/* What the problem asks of a kernel beyond plain attention. */
+static uint32_t needs_of(const fa_problem *p) {
+  return (sees_all(p) ? 0 : FA_CUDA_NEEDS_WINDOW) | (p->softcap == 0 ? 0 : FA_CUDA_NEEDS_SOFTCAP) |
+         (p->num_sinks == 0 ? 0 : FA_CUDA_NEEDS_SINKS);
+}
+
 /* The first row of the kind's tables, from a family on, that takes the problem and fits the device. */
 static fa_status choose_kernel(const fa_plan *plan, int family, const fa_cuda_kernel **chosen,
                                fa_error *error) {
@@ -148,6 +155,7 @@ static fa_status choose_kernel(const fa_plan *plan, int family, const fa_cuda_ke
     for (; row && row->name; row++) {
       if (row->bucket > largest && row->shared_bytes <= shared_bytes) largest = row->bucket;
       if (problem->head_dim > row->bucket || row->shared_bytes > shared_bytes) continue;
+      if (needs_of(problem) & ~row->takes) continue;
       *chosen = row;
       return check_sizes(problem, row, error);
     }
@@ -157,27 +165,15 @@ static fa_status choose_kernel(const fa_plan *plan, int family, const fa_cuda_ke
 
 /* ---- the workspace ------------------------------------------------------------------------------- */
 
-/* Hands out pieces of the workspace; with a NULL base it only counts. */
-typedef struct allocator {
-  char *base;
-  size_t used;
-} allocator;
-
-static void *take(allocator *allocator, int64_t bytes) {
-  void *piece = allocator->base ? allocator->base + allocator->used : NULL;
-  allocator->used += ((size_t)bytes + 255) / 256 * 256;
-  return piece;
-}
-
 /* Everything that a run needs: the kernels' arguments, the copies to make first, and what to fill with 0. */
-typedef struct job {
+typedef struct cuda_job {
   fa_cuda_arguments arguments;
   fa_cuda_splits splits;
   fa_cuda_maps maps; /* of a kernel that reads by them */
   int32_t num_multiprocessors;
   size_t zeroed_bytes; /* at the workspace's beginning */
   size_t workspace_bytes;
-} job;
+} cuda_job;
 
 static bool is_aligned(const fa_tensor *tensor, int64_t element_bytes) {
   const int64_t strides[] = {tensor->stride_batch, tensor->stride_row, tensor->stride_head};
@@ -195,24 +191,23 @@ static fa_cuda_operand view(const fa_problem *p, fa_tensor tensor, int64_t seqle
                            .num_cols = (int32_t)p->head_dim,
                            .aligned = is_aligned(&tensor, (int64_t)fa_dtype_bytes(p->dtype)),
                            .num_heads = (int32_t)num_heads,
-                           .num_groups = (int32_t)divide_up(seqlen, FA_CUDA_GROUP)};
+                           .num_scales = (int32_t)fa_divide_up(seqlen, FA_CUDA_SCALE_ROWS)};
 }
 
 /* The tensor as the tensor cores read it: itself, or a scaled copy in the workspace. */
 static fa_cuda_operand operand(const fa_problem *p, fa_tensor tensor, int64_t seqlen, int64_t num_heads,
-                               allocator *workspace, job *job) {
+                               fa_arena *workspace, cuda_job *job) {
   fa_cuda_splits *splits = &job->splits;
   fa_cuda_operand operand = view(p, tensor, seqlen, num_heads);
   if (!kinds[kind_of(p)].scaled) return operand;
-  operand.num_cols = (int32_t)divide_up(p->head_dim, 8) * 8;
+  operand.num_cols = (int32_t)fa_divide_up(p->head_dim, 8) * 8;
   operand.aligned = true;
   operand.stride_row = operand.num_cols;
   operand.stride_head = operand.stride_row * seqlen;
   operand.stride_batch = operand.stride_head * num_heads;
   operand.stride_part = operand.stride_batch * p->batch;
-  operand.data = take(workspace, splits->num_parts * operand.stride_part * 2);
-  operand.exponents =
-      take(workspace, p->batch * num_heads * operand.num_groups * (int64_t)sizeof *operand.exponents);
+  operand.data = fa_take(workspace, splits->num_parts * operand.stride_part, sizeof *operand.data);
+  operand.exponents = fa_take(workspace, p->batch * num_heads * operand.num_scales, sizeof *operand.exponents);
   splits->tensors[splits->num_tensors++] = (fa_cuda_split){tensor, operand, (int32_t)seqlen};
   return operand;
 }
@@ -223,38 +218,40 @@ static fa_cuda_score score_of(const fa_problem *p) {
   return (fa_cuda_score){p->scale < 0 ? FA_CUDA_SCORE_NEGATED : FA_CUDA_SCORE_PLAIN, 0, (float)fabs(p->scale)};
 }
 
-/* How many heads take turns at starting a row block of a persistent forward: one where row blocks are of one
- * length, and otherwise those whose k and v leave some of the cache to rows that come and go. Measured. */
+/* How many heads' row blocks a persistent forward begins alternately: one head's where row blocks are of one
+ * length, and otherwise those of as many heads as leave, with their k and v, some of the cache to rows that
+ * come and go. The share is measured (cuda_log.md, "Hopper, forward"). */
 static int32_t forward_heads_at_once(const fa_problem *p) {
-  const int64_t num_heads = p->batch * p->num_heads, group = p->num_heads / p->num_kv_heads;
-  const int64_t head_bytes = p->seqlen_k * p->head_dim * 2 * (int64_t)fa_dtype_bytes(p->dtype) / group;
+  const int64_t num_heads = p->batch * p->num_heads, heads_per_kv = p->num_heads / p->num_kv_heads;
+  const int64_t head_bytes = p->seqlen_k * p->head_dim * 2 * (int64_t)fa_dtype_bytes(p->dtype) / heads_per_kv;
   int64_t wanted = sees_all(p) ? 1 : 18 * 1000 * 1000 / (head_bytes + 1);
   if (wanted < 1) wanted = 1;
   return (int32_t)(wanted < num_heads ? wanted : num_heads);
 }
 
 /* Whether column blocks add to dq one after the other: where that is asked for, and where a block of threads
- * has two sums for the same row block, which hinder each other more than turns do. But column blocks that begin
- * together wait for each other, so only where several follow on a multiprocessor. Measured. */
-static bool adds_in_turn(const fa_problem *p, const fa_cuda_kernel *kernel, int64_t num_k_blocks,
-                         int64_t num_multiprocessors) {
+ * has two sums for the same row block, which hinder each other more than an order does. But column blocks that
+ * begin together wait for each other, so this pays only where several follow on a multiprocessor (measured:
+ * cuda_log.md, "Hopper, backward"). */
+static bool adds_in_order(const fa_problem *p, const fa_cuda_kernel *kernel, int64_t num_k_blocks,
+                          int64_t num_multiprocessors) {
   const bool has_two_sums = kernel->persistent && kernel->bucket == 128 && kinds[kind_of(p)].num_parts == 2;
   return p->deterministic ||
          (has_two_sums && p->batch * p->num_kv_heads * num_k_blocks >= 3 * num_multiprocessors);
 }
 
-/* How many heads take turns at starting a column block of the backward. In any order, a few, with a mask 8 if
- * the cache holds them: their rows and dq_sum stay there. One after the other, the more heads lie between a
- * column block and the one before it, the less it waits: without a mask as many as half of the cache holds, in
- * whole rounds of the multiprocessors; with one, which makes column blocks begin at the same rows, at least 16
- * or 32. Measured. */
+/* How many heads' column blocks the backward begins alternately. Where they add to dq in any order, a few heads
+ * do, and with a mask 8 if the cache holds them, because their rows and dq_sum stay there. Where they add in
+ * order, a column block waits the less, the more heads lie between it and the one before it: without a mask as
+ * many as half of the cache holds, in whole rounds of the multiprocessors; with one, which makes column blocks
+ * begin at the same rows, at least 16 or 32. The numbers are measured (cuda_log.md, "Hopper, backward"). */
 static int32_t backward_heads_at_once(const fa_problem *p, const fa_cuda_kernel *kernel,
                                       const fa_cuda_arguments *a, int64_t num_multiprocessors) {
-  const int64_t num_heads = p->batch * p->num_kv_heads, group = p->num_heads / p->num_kv_heads;
-  const int64_t head_bytes = p->seqlen_q * group * p->head_dim * 8;
+  const int64_t num_heads = p->batch * p->num_kv_heads, heads_per_kv = p->num_heads / p->num_kv_heads;
+  const int64_t head_bytes = p->seqlen_q * heads_per_kv * p->head_dim * 8;
   const int64_t cached = (INT64_C(24) << 20) / (head_bytes + 1);
   int64_t wanted = 4;
-  if (!a->in_turn) {
+  if (!a->in_order) {
     if (sees_all(p)) wanted = 3;
     if (!sees_all(p) && cached >= 8) wanted = 8;
   } else if (kernel->persistent && !sees_all(p)) {
@@ -268,24 +265,25 @@ static int32_t backward_heads_at_once(const fa_problem *p, const fa_cuda_kernel 
   return (int32_t)(wanted < num_heads ? wanted : num_heads);
 }
 
-/* How many heads' dq is summed at a time. Where main makes dq of the sums, as many as half of the cache holds,
- * but at least those that are worked on and as many again, for which no column block waits. */
+/* How many heads' dq is summed at a time. Where main makes dq of the sums, as many are as half of the cache
+ * holds, but at least the heads that are worked on and twice as many again, so that no column block waits for a
+ * sum. */
 static int64_t heads_summed(const fa_problem *p, const fa_cuda_kernel *kernel, const fa_cuda_arguments *a) {
-  const int64_t num_heads = p->batch * p->num_heads, group = p->num_heads / p->num_kv_heads;
+  const int64_t num_heads = p->batch * p->num_heads, heads_per_kv = p->num_heads / p->num_kv_heads;
   if (kernel->finish_dq) return num_heads;
   const int64_t head_bytes = (int64_t)a->padded_rows * kernel->bucket * 4,
                 cached = (INT64_C(24) << 20) / (head_bytes + 1);
-  const int64_t at_once = 3 * a->heads_at_once * group, wanted = cached > at_once ? cached : at_once;
+  const int64_t at_once = 3 * a->heads_at_once * heads_per_kv, wanted = cached > at_once ? cached : at_once;
   return wanted < num_heads ? wanted : num_heads;
 }
 
 /* The one place that knows the workspace: called with NULL to size it, and again to run. */
-static job lay_out(const fa_plan *plan, const fa_cuda_kernel *kernel, const fa_tensors *t, void *base) {
+static cuda_job lay_out(const fa_plan *plan, const fa_cuda_kernel *kernel, const fa_tensors *t, void *base) {
   const fa_problem *p = &plan->problem;
   const bool backward = plan->pass == FA_PASS_BACKWARD;
   const int64_t rows = p->batch * p->num_heads;
-  job job = {.num_multiprocessors = num_multiprocessors(plan->device.index)};
-  allocator workspace = {base, 0};
+  cuda_job job = {.num_multiprocessors = num_multiprocessors(plan->device.index)};
+  fa_arena workspace = {base, 0};
   fa_cuda_arguments *a = &job.arguments;
   a->window = (fa_cuda_window){(int32_t)p->seqlen_q, (int32_t)p->seqlen_k, (int32_t)p->window_left,
                                (int32_t)p->window_right};
@@ -296,9 +294,9 @@ static job lay_out(const fa_plan *plan, const fa_cuda_kernel *kernel, const fa_t
   a->num_kv_heads = (int32_t)p->num_kv_heads;
   a->head_dim = (int32_t)p->head_dim;
   a->num_sinks = (int32_t)p->num_sinks;
-  a->num_q_blocks = (int32_t)divide_up(p->seqlen_q, kernel->block_q);
-  a->num_k_blocks = (int32_t)divide_up(p->seqlen_k, kernel->block_k);
-  a->in_turn = backward && adds_in_turn(p, kernel, a->num_k_blocks, job.num_multiprocessors);
+  a->num_q_blocks = (int32_t)fa_divide_up(p->seqlen_q, kernel->block_q);
+  a->num_k_blocks = (int32_t)fa_divide_up(p->seqlen_k, kernel->block_k);
+  a->in_order = backward && adds_in_order(p, kernel, a->num_k_blocks, job.num_multiprocessors);
   a->padded_rows = a->num_q_blocks * kernel->block_q;
   a->o = t->o, a->dq = t->dq, a->dk = t->dk, a->dv = t->dv, a->dout_rows = t->dout;
   a->lse = t->lse.data, a->sink = t->sink.data, a->dsink = t->dsink.data;
@@ -307,15 +305,14 @@ static job lay_out(const fa_plan *plan, const fa_cuda_kernel *kernel, const fa_t
 
   /* First what starts at 0. A forward needs tickets where its row blocks differ in length. */
   if (backward || (kernel->persistent && !sees_all(p) && rows * a->num_q_blocks > job.num_multiprocessors))
-    a->tickets = take(&workspace, 2 * sizeof *a->tickets);
-  if (backward) a->dq_turns = take(&workspace, rows * a->num_q_blocks * (int64_t)sizeof *a->dq_turns);
+    a->tickets = fa_take(&workspace, 2, sizeof *a->tickets);
+  if (backward) a->dq_order = fa_take(&workspace, rows * a->num_q_blocks, sizeof *a->dq_order);
   job.zeroed_bytes = workspace.used;
   if (backward) {
     a->num_sums = (int32_t)(heads_summed(p, kernel, a) * a->num_q_blocks);
-    a->dq_sum =
-        take(&workspace, (int64_t)a->num_sums * kernel->block_q * kernel->bucket * (int64_t)sizeof *a->dq_sum);
-    a->shift = take(&workspace, rows * a->padded_rows * (int64_t)sizeof *a->shift);
-    a->delta = take(&workspace, rows * a->padded_rows * (int64_t)sizeof *a->delta);
+    a->dq_sum = fa_take(&workspace, (int64_t)a->num_sums * kernel->block_q * kernel->bucket, sizeof *a->dq_sum);
+    a->shift = fa_take(&workspace, rows * a->padded_rows, sizeof *a->shift);
+    a->delta = fa_take(&workspace, rows * a->padded_rows, sizeof *a->delta);
   }
   job.splits =
       (fa_cuda_splits){.num_parts = kinds[kind_of(p)].num_parts, .batch = a->batch, .head_dim = a->head_dim};
@@ -368,7 +365,8 @@ static cudaError_t launch(const void *kernel, dim3 num_blocks, int32_t num_threa
 static dim3 blocks(int64_t number) { return (dim3){(unsigned)number, 1, 1}; }
 
 /* One block of threads for each of so many pieces of work, or for each multiprocessor. */
-static cudaError_t launch_main(const fa_cuda_kernel *kernel, int64_t number, job *job, cudaStream_t stream) {
+static cudaError_t launch_main(const fa_cuda_kernel *kernel, int64_t number, cuda_job *job,
+                               cudaStream_t stream) {
   if (kernel->persistent && number > job->num_multiprocessors) number = job->num_multiprocessors;
   return launch(kernel->main, blocks(number), kernel->num_threads, kernel->shared_bytes,
                 (void *[]){&job->arguments, &job->maps}, stream);
@@ -376,32 +374,33 @@ static cudaError_t launch_main(const fa_cuda_kernel *kernel, int64_t number, job
 
 static fa_status launch_splits(fa_cuda_splits *splits, cudaStream_t stream, fa_error *error) {
   const char *operation = "launch of the f32 split";
-  int64_t num_groups = 0; /* of the tensor that has most */
+  int64_t num_scales = 0; /* of the tensor that has most */
   for (int i = 0; i < splits->num_tensors; i++) {
     const fa_cuda_operand *to = &splits->tensors[i].to;
-    const int64_t groups = (int64_t)splits->batch * to->num_heads * to->num_groups;
-    if (groups > num_groups) num_groups = groups;
+    num_scales = fa_max(num_scales, (int64_t)splits->batch * to->num_heads * to->num_scales);
   }
   const void *kernel = fa_cuda_split_kernels[splits->head_dim <= 64 ? 0 : splits->head_dim <= 128 ? 1 : 2];
-  CHECK(launch(kernel, (dim3){(unsigned)num_groups, (unsigned)splits->num_tensors, 1},
+  CHECK(launch(kernel, (dim3){(unsigned)num_scales, (unsigned)splits->num_tensors, 1},
                FA_CUDA_SMALL_KERNEL_THREADS, 0, (void *[]){splits}, stream));
   return FA_STATUS_OK;
 }
 
-static fa_status launch_forward(const fa_cuda_kernel *kernel, job *job, cudaStream_t stream, fa_error *error) {
+static fa_status launch_forward(const fa_cuda_kernel *kernel, cuda_job *job, cudaStream_t stream,
+                                fa_error *error) {
   const char *operation = "launch of the forward";
   const fa_cuda_arguments *a = &job->arguments;
   CHECK(launch_main(kernel, (int64_t)a->batch * a->num_heads * a->num_q_blocks, job, stream));
   return FA_STATUS_OK;
 }
 
-static fa_status launch_backward(const fa_cuda_kernel *kernel, job *job, cudaStream_t stream, fa_error *error) {
+static fa_status launch_backward(const fa_cuda_kernel *kernel, cuda_job *job, cudaStream_t stream,
+                                 fa_error *error) {
   const char *operation = "launch of the backward";
   fa_cuda_arguments *a = &job->arguments;
   const int32_t small = FA_CUDA_SMALL_KERNEL_THREADS;
   const int64_t heads = (int64_t)a->batch * a->num_heads;
   const int32_t lanes = kernel->bucket / 8; /* of a row, in statistics */
-  CHECK(launch(kernel->statistics, blocks(divide_up(heads * a->padded_rows * lanes, small)), small, 0,
+  CHECK(launch(kernel->statistics, blocks(fa_divide_up(heads * a->padded_rows * lanes, small)), small, 0,
                (void *[]){a}, stream));
   CHECK(launch_main(kernel, (int64_t)a->batch * a->num_kv_heads * a->num_k_blocks, job, stream));
   if (kernel->finish_dq)
@@ -412,7 +411,7 @@ static fa_status launch_backward(const fa_cuda_kernel *kernel, job *job, cudaStr
   return FA_STATUS_OK;
 }
 
-static fa_status enqueue(const fa_plan *plan, const fa_cuda_kernel *kernel, void *workspace, job *job,
+static fa_status enqueue(const fa_plan *plan, const fa_cuda_kernel *kernel, void *workspace, cuda_job *job,
                          cudaStream_t stream, fa_error *error) {
   const char *operation = "cudaMemsetAsync";
   if (job->zeroed_bytes) CHECK(cudaMemsetAsync(workspace, 0, job->zeroed_bytes, stream));
@@ -422,7 +421,8 @@ static fa_status enqueue(const fa_plan *plan, const fa_cuda_kernel *kernel, void
 }
 
 /* False where a tensor map cannot describe a tensor. */
-static bool make_maps(const fa_plan *plan, const fa_cuda_kernel *kernel, const fa_tensors *tensors, job *job) {
+static bool make_maps(const fa_plan *plan, const fa_cuda_kernel *kernel, const fa_tensors *tensors,
+                      cuda_job *job) {
   const fa_problem *p = &plan->problem;
   fa_cuda_arguments *a = &job->arguments;
   fa_cuda_maps *maps = &job->maps;
@@ -448,7 +448,7 @@ static bool make_maps(const fa_plan *plan, const fa_cuda_kernel *kernel, const f
 static fa_status run_on_device(const fa_plan *plan, const fa_tensors *tensors, const fa_execution *execution,
                                fa_error *error) {
   const fa_cuda_kernel *kernel = plan->config;
-  job job = lay_out(plan, kernel, tensors, execution->workspace);
+  cuda_job job = lay_out(plan, kernel, tensors, execution->workspace);
   if (kernel->mapped && !make_maps(plan, kernel, tensors, &job)) {
     fa_status status = choose_kernel(plan, PORTABLE, &kernel, error);
     if (status) return status;

@@ -63,30 +63,6 @@ __device__ inline void store_tile(uint32_t tile, int row, int column, const Accu
       }
 }
 
-// Scores and dp become p and ds, in place. shift, delta: of the row block's rows.
-template <class Kind, class Share, bool SOFTCAP>
-__device__ inline void p_and_ds(Accumulator<Share::MT, Share::NT> &p, Accumulator<Share::MT, Share::NT> &ds,
-                                const fa_cuda_score &score, const float *shift, const float *delta) {
-  const float unit = exponent_of_unit<Kind>(score);
-  const float per_cap = per_softcap<Kind>(score);
-#pragma unroll
-  for (int m = 0; m < Share::MT; m++)
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-      const int row = Share::row() + m * 16 + half * 8 + threadIdx.x % 32 / 4;
-      const float row_shift = shift[row], row_delta = delta[row];
-#pragma unroll
-      for (int n = 0; n < Share::NT; n++)
-#pragma unroll
-        for (int i = half * 2; i < half * 2 + 2; i++) {
-          const float x = p[m][n][i];
-          p[m][n][i] = exact_exponential<Kind>(x, unit, row_shift);
-          ds[m][n][i] = p[m][n][i] * (ds[m][n][i] - row_delta);
-          if (SOFTCAP) ds[m][n][i] *= softcap_slope(x, per_cap);
-        }
-    }
-}
-
 // The bits of the largest magnitude in an accumulator, and of all that threads of the block have.
 template <int MT, int NT>
 __device__ inline uint32_t largest_bits(Accumulator<MT, NT> &acc) {
@@ -105,9 +81,9 @@ __device__ inline uint32_t block_max(uint32_t bits, uint32_t *words) {
   return bits;
 }
 
+// One block of threads at its column block.
 template <class Kind, class Shape>
-__global__ void __launch_bounds__(Shape::num_warps * 32, Shape::blocks_per_sm)
-    backward(const __grid_constant__ fa_cuda_arguments a) {
+struct ColumnWorker {
   using Layout = BackwardLayout<Kind, Shape>;
   using QTile = typename Layout::QTile;
   using KTile = typename Layout::KTile;
@@ -116,75 +92,69 @@ __global__ void __launch_bounds__(Shape::num_warps * 32, Shape::blocks_per_sm)
   using Dkv = typename Layout::Dkv;
   using Dq = typename Layout::Dq;
   using Io = typename Kind::Io;
-  constexpr int THREADS = Layout::THREADS, HEAD_DIM = Shape::head_dim;
-  constexpr int P_EXPONENT = SCALED_EXPONENT;
-  static_assert(FA_CUDA_GROUP % Shape::block_q == 0 && FA_CUDA_GROUP % Shape::block_k == 0,
+  static constexpr int THREADS = Layout::THREADS, HEAD_DIM = Shape::head_dim, P_EXPONENT = SCALED_EXPONENT;
+  static_assert(FA_CUDA_SCALE_ROWS % Shape::block_q == 0 && FA_CUDA_SCALE_ROWS % Shape::block_k == 0,
                 "one scale a block");
 
-  extern __shared__ __align__(128) uint8_t shared[];
-  const uint32_t k_tile = shared_address(shared), v_tile = k_tile + Layout::K_BYTES;
-  const uint32_t p_tile = k_tile + Layout::P_AT, ds_tile = p_tile + Layout::P_BYTES;
-  uint32_t *words = reinterpret_cast<uint32_t *>(shared + Layout::WORDS_AT);
+  const fa_cuda_arguments &a;
+  uint8_t *shared;
+  uint32_t k_tile;
+  ColumnBlock block;
+  Sequence sequence;
+  Range columns;
+  Blocks q_blocks;
+  int exponent_k, exponent_v, exponent_ds;
+  float dk[Dkv::MT][Dkv::NT][4], dv[Dkv::MT][Dkv::NT][4];
 
-  // Deterministic: numbers in the order in which blocks of threads really start. Who waits for the turn of a
-  // lower one thus waits for one that runs or is done.
-  if (a.in_turn) {
-    if (threadIdx.x == 0) *words = atomicAdd(a.tickets, 1);
-    __syncthreads();
+  __device__ ColumnWorker(const fa_cuda_arguments &a, uint8_t *shared, const ColumnBlock &block)
+      : a(a),
+        shared(shared),
+        k_tile(shared_address(shared)),
+        block(block),
+        sequence(sequence_of(a, block.batch)) {
+    columns = column_range<Shape>(sequence, block.k_block);
+    q_blocks = q_blocks_of<Shape>(sequence, columns);
+    exponent_k = exponent_of<Kind>(a.k, block.batch, block.kv_head, sequence.first_column + columns.begin);
+    exponent_v = exponent_of<Kind>(a.v, block.batch, block.kv_head, sequence.first_column + columns.begin);
+    set_zero<Dkv::MT, Dkv::NT>(dk);
+    set_zero<Dkv::MT, Dkv::NT>(dv);
   }
-  const BlockIndex index = block_of(a, a.in_turn ? *words : blockIdx.x, a.num_k_blocks);
-  __syncthreads();
-  const int k_block = index.k_block, kv_head = index.kv_head, batch = index.batch;
-  const int group = a.num_heads / a.num_kv_heads;
-  const Range columns = block_range(k_block, Shape::block_k, a.window.seqlen_k);
-  const Range q_blocks = blocks_of(visible_rows(a.window, columns), Shape::block_q);
-  const int exponent_k = exponent_of<Kind>(a.k, batch, kv_head, columns.begin);
-  const int exponent_v = exponent_of<Kind>(a.v, batch, kv_head, columns.begin);
 
-  auto load_step = [&](Step step, uint32_t stage) {
-    const int row = step.q_block * Shape::block_q;
-    load_operand<Kind, QTile, THREADS>(stage, a.q, head_of(a.q, batch, step.head), row, a.window.seqlen_q);
-    load_operand<Kind, QTile, THREADS>(stage + Layout::Q_BYTES, a.dout, head_of(a.dout, batch, step.head), row,
-                                       a.window.seqlen_q);
+  __device__ uint32_t v_tile() const { return k_tile + Layout::K_BYTES; }
+  __device__ uint32_t p_tile() const { return k_tile + Layout::P_AT; }
+  __device__ uint32_t ds_tile() const { return p_tile() + Layout::P_BYTES; }
+  __device__ uint32_t *words() const { return reinterpret_cast<uint32_t *>(shared + Layout::WORDS_AT); }
+  __device__ int position_of(Step step) const {
+    return fa::position_of(a, {block.batch, step.head, q_blocks.at(step.i)});
+  }
+
+  __device__ void load_columns() const {
+    load_operand<Kind, KTile, THREADS>(k_tile, a.k, fa::columns_of(a.k, sequence, block.kv_head), columns.begin,
+                                       sequence.num_columns());
+    load_operand<Kind, KTile, THREADS>(v_tile(), a.v, fa::columns_of(a.v, sequence, block.kv_head),
+                                       columns.begin, sequence.num_columns());
+  }
+
+  __device__ void load_step(Step step, uint32_t stage) const {
+    const int row = q_blocks.at(step.i) * Shape::block_q;
+    load_operand<Kind, QTile, THREADS>(stage, a.q, fa::rows_of(a.q, sequence, step.head), row,
+                                       sequence.num_rows());
+    load_operand<Kind, QTile, THREADS>(stage + Layout::Q_BYTES, a.dout,
+                                       fa::rows_of(a.dout, sequence, step.head), row, sequence.num_rows());
     if (threadIdx.x < Shape::block_q / 4) {
-      const int64_t first = position_of(a, batch, step) * Shape::block_q + threadIdx.x * 4;
+      const int64_t first = int64_t(position_of(step)) * Shape::block_q + threadIdx.x * 4;
       const uint32_t to = stage + 2 * Layout::Q_BYTES + threadIdx.x * 16;
       copy_async(to, a.shift + first, 16);
       copy_async(to + Layout::ROW_BYTES, a.delta + first, 16);
     }
-  };
-
-  float dk[Dkv::MT][Dkv::NT][4], dv[Dkv::MT][Dkv::NT][4];
-  set_zero<Dkv::MT, Dkv::NT>(dk);
-  set_zero<Dkv::MT, Dkv::NT>(dv);
-
-  const Step first = {kv_head * group, q_blocks.end - 1};
-  const int end_head = q_blocks.begin < q_blocks.end ? first.head + group : first.head;
-  if (first.head < end_head) {
-    load_operand<Kind, KTile, THREADS>(k_tile, a.k, head_of(a.k, batch, kv_head), columns.begin,
-                                       a.window.seqlen_k);
-    load_operand<Kind, KTile, THREADS>(v_tile, a.v, head_of(a.v, batch, kv_head), columns.begin,
-                                       a.window.seqlen_k);
-    load_step(first, k_tile + Layout::STAGES_AT);
   }
-  uint32_t stage_at = Layout::STAGES_AT;
-  int32_t *turns_to_pass = nullptr;
-  for (Step step = first, following; step.head < end_head; step = following) {
+
+  // Writes p and ds of a step, whose rows lie at stage_at, to shared memory.
+  __device__ void put_p_and_ds(Step step, uint32_t stage_at, int exponent_q, int exponent_dout) {
     const uint32_t q_tile = k_tile + stage_at, dout_tile = q_tile + Layout::Q_BYTES;
     const float *shift = reinterpret_cast<const float *>(shared + stage_at + 2 * Layout::Q_BYTES);
     const float *delta = shift + Shape::block_q;
-    following = next_step(step, q_blocks);
-    copy_async_wait_all();
-    __syncthreads();  // this step's rows are there, and nobody reads the last step's any more
-    if constexpr (Shape::stages == 2) {
-      stage_at = 2 * Layout::STAGES_AT + Layout::STAGE_BYTES - stage_at;
-      if (following.head < end_head) load_step(following, k_tile + stage_at);
-    }
-
-    // p and ds
-    const Range rows = block_range(step.q_block, Shape::block_q, a.window.seqlen_q);
-    const int exponent_q = exponent_of<Kind>(a.q, batch, step.head, rows.begin);
-    const int exponent_dout = exponent_of<Kind>(a.dout, batch, step.head, rows.begin);
+    const Range rows = row_range<Shape>(sequence, q_blocks.at(step.i));
     float p[Scores::MT][Scores::NT][4], ds[Scores::MT][Scores::NT][4];
     set_zero<Scores::MT, Scores::NT>(p);
     set_zero<Scores::MT, Scores::NT>(ds);
@@ -192,68 +162,123 @@ __global__ void __launch_bounds__(Shape::num_warps * 32, Shape::blocks_per_sm)
                                               TileOperand<KTile, false, true>(k_tile, Scores::column()),
                                               power_of_two(-exponent_q - exponent_k));
     multiply<Kind, HEAD_DIM / 16, Scores::NT>(ds, TileOperand<QTile, true, true>(dout_tile, Scores::row()),
-                                              TileOperand<KTile, false, true>(v_tile, Scores::column()),
+                                              TileOperand<KTile, false, true>(v_tile(), Scores::column()),
                                               power_of_two(-exponent_dout - exponent_v));
-    finish_scores<Kind, Scores::MT, Scores::NT>(p, a.score);
-    if (!is_fully_visible(a.window, rows, columns.begin, Shape::block_k))
-      mask_scores<Scores::MT, Scores::NT>(p, a.window, rows.begin + Scores::row(),
-                                          columns.begin + Scores::column());
-    if (a.score.form == FA_CUDA_SCORE_SOFTCAP)
-      p_and_ds<Kind, Scores, true>(p, ds, a.score, shift, delta);
-    else
-      p_and_ds<Kind, Scores, false>(p, ds, a.score, shift, delta);
-    int exponent_ds = 0;
+    make_scores<Kind, false, Scores::MT, Scores::NT>(
+        p, a, rows, {columns.begin, columns.begin + Shape::block_k},
+        {block.batch, step.head, rows.begin + Scores::row(), columns.begin + Scores::column()});
+    make_p_and_ds<Kind, Scores::MT, Scores::NT>(p, ds, a.score, shift + Scores::row(), delta + Scores::row());
+    exponent_ds = 0;
     if constexpr (Kind::SCALED)
       exponent_ds =
-          scaling_exponent(block_max<Shape::num_warps>(largest_bits<Scores::MT, Scores::NT>(ds), words));
-    store_tile<Kind, PTile, Scores::MT, Scores::NT>(p_tile, Scores::row(), Scores::column(), p,
+          scaling_exponent(block_max<Shape::num_warps>(largest_bits<Scores::MT, Scores::NT>(ds), words()));
+    store_tile<Kind, PTile, Scores::MT, Scores::NT>(p_tile(), Scores::row(), Scores::column(), p,
                                                     power_of_two(P_EXPONENT));
-    store_tile<Kind, PTile, Scores::MT, Scores::NT>(ds_tile, Scores::row(), Scores::column(), ds,
+    store_tile<Kind, PTile, Scores::MT, Scores::NT>(ds_tile(), Scores::row(), Scores::column(), ds,
                                                     power_of_two(exponent_ds));
-    if (a.in_turn) {
-      if (turns_to_pass) __threadfence();
-      if (threadIdx.x == 0)
-        wait_for_turn(a.dq_turns + position_of(a, batch, step),
-                      1 + turn_of(a.window, rows, k_block, Shape::block_k));
-    }
-    __syncthreads();
-    // The last step's turn: its additions have long been made.
-    if (a.in_turn && turns_to_pass && threadIdx.x == 0) pass_turn(turns_to_pass);
+  }
 
-    constexpr int DKV_CHUNK = Dkv::NT < 4 ? Dkv::NT : 4, DQ_CHUNK = Dq::NT < 4 ? Dq::NT : 4;
-    multiply<Kind, Shape::block_q / 16, DKV_CHUNK>(dv, TileOperand<PTile, true, false>(p_tile, Dkv::row()),
-                                                   TileOperand<QTile, false, false>(dout_tile, Dkv::column()),
-                                                   power_of_two(-P_EXPONENT - exponent_dout));
-    multiply<Kind, Shape::block_q / 16, DKV_CHUNK>(dk, TileOperand<PTile, true, false>(ds_tile, Dkv::row()),
-                                                   TileOperand<QTile, false, false>(q_tile, Dkv::column()),
-                                                   power_of_two(-exponent_ds - exponent_q));
-    float dq[Dq::MT][Dq::NT][4];
+  __device__ void add_to_dk_and_dv(uint32_t stage_at, int exponent_q, int exponent_dout) {
+    constexpr int CHUNK = Dkv::NT < 4 ? Dkv::NT : 4;
+    const uint32_t q_tile = k_tile + stage_at, dout_tile = q_tile + Layout::Q_BYTES;
+    multiply<Kind, Shape::block_q / 16, CHUNK>(dv, TileOperand<PTile, true, false>(p_tile(), Dkv::row()),
+                                               TileOperand<QTile, false, false>(dout_tile, Dkv::column()),
+                                               power_of_two(-P_EXPONENT - exponent_dout));
+    multiply<Kind, Shape::block_q / 16, CHUNK>(dk, TileOperand<PTile, true, false>(ds_tile(), Dkv::row()),
+                                               TileOperand<QTile, false, false>(q_tile, Dkv::column()),
+                                               power_of_two(-exponent_ds - exponent_q));
+  }
+
+  __device__ void make_dq(Accumulator<Dq::MT, Dq::NT> &dq) const {
+    constexpr int CHUNK = Dq::NT < 4 ? Dq::NT : 4;
     set_zero<Dq::MT, Dq::NT>(dq);
-    multiply<Kind, Shape::block_k / 16, DQ_CHUNK>(dq, TileOperand<PTile, true, true>(ds_tile, Dq::row()),
-                                                  TileOperand<KTile, false, false>(k_tile, Dq::column()),
-                                                  power_of_two(-exponent_ds - exponent_k));
-    if constexpr (Shape::stages == 1) {
-      __syncthreads();
-      if (following.head < end_head) load_step(following, q_tile);
-    }
-    float *dq_sum = a.dq_sum + position_of(a, batch, step) * (Shape::block_q * HEAD_DIM);
+    multiply<Kind, Shape::block_k / 16, CHUNK>(dq, TileOperand<PTile, true, true>(ds_tile(), Dq::row()),
+                                               TileOperand<KTile, false, false>(k_tile, Dq::column()),
+                                               power_of_two(-exponent_ds - exponent_k));
+  }
+  __device__ void add_dq(int position, Accumulator<Dq::MT, Dq::NT> &dq) const {
+    float *sum = dq_sum_of<Shape>(a, position);
 #pragma unroll
     for (int m = 0; m < Dq::MT; m++)
 #pragma unroll
-      for (int n = 0; n < Dq::NT; n++) add_four(dq_sum + dq_offset<Dq>(m, n), dq[m][n]);
-    turns_to_pass = a.dq_turns + position_of(a, batch, step);
-  }
-  if (a.in_turn && turns_to_pass) {
-    __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0) pass_turn(turns_to_pass);
+      for (int n = 0; n < Dq::NT; n++) add_four(sum + dq_offset<Dq>(m, n), dq[m][n]);
   }
 
-  const int column = columns.begin + Dkv::row(), d = Dkv::column();
-  store_accumulator<Io, Dkv::MT, Dkv::NT>(row_of<Io>(a.dk, batch, kv_head, column) + d, a.dk.stride_row,
-                                          columns.end - column, a.head_dim - d, dk, a.scale);
-  store_accumulator<Io, Dkv::MT, Dkv::NT>(row_of<Io>(a.dv, batch, kv_head, column) + d, a.dv.stride_row,
-                                          columns.end - column, a.head_dim - d, dv, 1);
+  __device__ void go_through_rows() {
+    const Step first = {block.kv_head * heads_per_kv(a), 0};
+    const int end_head = q_blocks.count > 0 ? first.head + heads_per_kv(a) : first.head;
+    if (first.head < end_head) {
+      load_columns();
+      load_step(first, k_tile + Layout::STAGES_AT);
+    }
+    uint32_t stage_at = Layout::STAGES_AT;
+    int32_t *to_count = nullptr;  // the dq_order of the step before, in order
+    for (Step step = first, following; step.head < end_head; step = following) {
+      const uint32_t here = stage_at;
+      following = next_step(step, q_blocks);
+      copy_async_wait_all();
+      __syncthreads();  // this step's rows are there, and nobody reads the last step's any more
+      if constexpr (Shape::stages == 2) {
+        stage_at = 2 * Layout::STAGES_AT + Layout::STAGE_BYTES - stage_at;
+        if (following.head < end_head) load_step(following, k_tile + stage_at);
+      }
+      const int row = sequence.first_row + q_blocks.at(step.i) * Shape::block_q;
+      const int exponent_q = exponent_of<Kind>(a.q, block.batch, step.head, row);
+      const int exponent_dout = exponent_of<Kind>(a.dout, block.batch, step.head, row);
+      put_p_and_ds(step, here, exponent_q, exponent_dout);
+      if (a.in_order) {
+        if (to_count) __threadfence();
+        if (threadIdx.x == 0)
+          wait_for_count(a.dq_order + position_of(step),
+                         1 + place_in_order<Shape>(sequence, q_blocks.at(step.i), block.k_block));
+      }
+      __syncthreads();
+      // The additions of the step before have long been made.
+      if (a.in_order && to_count && threadIdx.x == 0) count_on(to_count);
+
+      add_to_dk_and_dv(here, exponent_q, exponent_dout);
+      float dq[Dq::MT][Dq::NT][4];
+      make_dq(dq);
+      if constexpr (Shape::stages == 1) {
+        __syncthreads();
+        if (following.head < end_head) load_step(following, k_tile + here);
+      }
+      add_dq(position_of(step), dq);
+      to_count = a.dq_order + position_of(step);
+    }
+    if (a.in_order && to_count) {
+      __threadfence();
+      __syncthreads();
+      if (threadIdx.x == 0) count_on(to_count);
+    }
+  }
+
+  __device__ void store() const {
+    const int column = columns.begin + Dkv::row(), d = Dkv::column();
+    store_accumulator<Io, Dkv::MT, Dkv::NT>(column_of<Io>(a.dk, sequence, block.kv_head, column) + d,
+                                            a.dk.stride_row, columns.end - column, a.head_dim - d, dk, a.scale);
+    store_accumulator<Io, Dkv::MT, Dkv::NT>(column_of<Io>(a.dv, sequence, block.kv_head, column) + d,
+                                            a.dv.stride_row, columns.end - column, a.head_dim - d, dv, 1);
+  }
+};
+
+template <class Kind, class Shape>
+__global__ void __launch_bounds__(Shape::num_warps * 32, Shape::blocks_per_sm)
+    backward(const __grid_constant__ fa_cuda_arguments a) {
+  using Layout = BackwardLayout<Kind, Shape>;
+  extern __shared__ __align__(128) uint8_t shared[];
+  uint32_t *words = reinterpret_cast<uint32_t *>(shared + Layout::WORDS_AT);
+  // Deterministic: numbers in the order in which blocks of threads really start. A block that waits for one
+  // with a lower number thus waits for one that runs or is done.
+  if (a.in_order) {
+    if (threadIdx.x == 0) *words = atomicAdd(a.tickets, 1);
+    __syncthreads();
+  }
+  const ColumnBlock block = column_block_of(a, a.in_order ? *words : blockIdx.x, a.num_k_blocks);
+  __syncthreads();
+  ColumnWorker<Kind, Shape> worker(a, shared, block);
+  worker.go_through_rows();
+  worker.store();
 }
 
 template <class Kind, class Shape>
@@ -265,6 +290,7 @@ constexpr fa_cuda_kernel row(const char *name) {
           .block_k = Shape::block_k,
           .num_threads = Layout::THREADS,
           .shared_bytes = Layout::SHARED_BYTES,
+          .takes = FA_CUDA_ALL_NEEDS,
           .main = (const void *)backward<Kind, Shape>,
           .statistics = (const void *)statistics<Kind, Shape>,
           .finish_dq = (const void *)finish_dq<Kind, Shape>,

@@ -2,7 +2,6 @@
 // over the column blocks that these rows see, and keeps o and the softmax's state in registers.
 //
 // Compiled once for every kind: -DFA_KIND=bf16 and so on.
-#include "mask.cuh"
 #include "operand.cuh"
 #include "softmax.cuh"
 
@@ -36,57 +35,55 @@ __global__ void __launch_bounds__(Shape::num_warps * 32, Shape::blocks_per_sm)
   constexpr int WARP_ROWS = Shape::block_q / Shape::num_warps;
   constexpr int MT = WARP_ROWS / 16, NT = Shape::block_k / 8, DT = Shape::head_dim / 8;
   constexpr int P_EXPONENT = Kind::SCALED ? SCALED_EXPONENT - MAX_LAG : 0;
-  static_assert(FA_CUDA_GROUP % Shape::block_q == 0 && FA_CUDA_GROUP % Shape::block_k == 0,
+  static_assert(FA_CUDA_SCALE_ROWS % Shape::block_q == 0 && FA_CUDA_SCALE_ROWS % Shape::block_k == 0,
                 "one scale a block");
 
-  // The last row blocks come first: with a causal mask they have the most to do.
-  const int q_block = a.num_q_blocks - 1 - blockIdx.x % a.num_q_blocks;
-  const int head = blockIdx.x / a.num_q_blocks % a.num_heads, batch = blockIdx.x / a.num_q_blocks / a.num_heads;
-  const int kv_head = head / (a.num_heads / a.num_kv_heads);
-  const Range rows = block_range(q_block, Shape::block_q, a.window.seqlen_q);
-  const Range k_blocks = blocks_of(visible_columns(a.window, rows), Shape::block_k);
+  const RowBlock mine = row_block_of(a, blockIdx.x);
+  const int head = mine.head, batch = mine.batch, kv_head = kv_head_of(a, head);
+  const Sequence sequence = sequence_of(a, batch);
+  const Range rows = row_range<Shape>(sequence, mine.q_block);
+  const Blocks k_blocks = k_blocks_of<Shape>(sequence, rows);
   const int warp_row = threadIdx.x / 32 * WARP_ROWS;
 
   extern __shared__ __align__(128) uint8_t shared[];
   const uint32_t q_tile = shared_address(shared), stages = q_tile + Layout::Q_BYTES;
-  const uint16_t *q = head_of(a.q, batch, head);
-  const uint16_t *k = head_of(a.k, batch, kv_head);
-  const uint16_t *v = head_of(a.v, batch, kv_head);
+  const uint16_t *q = rows_of(a.q, sequence, head);
+  const uint16_t *k = columns_of(a.k, sequence, kv_head);
+  const uint16_t *v = columns_of(a.v, sequence, kv_head);
   auto load_k_and_v = [&](int block, uint32_t stage) {
     const int column = block * Shape::block_k;
-    load_operand<Kind, KTile, THREADS>(stage, a.k, k, column, a.window.seqlen_k);
-    load_operand<Kind, KTile, THREADS>(stage + Layout::K_BYTES, a.v, v, column, a.window.seqlen_k);
+    load_operand<Kind, KTile, THREADS>(stage, a.k, k, column, sequence.num_columns());
+    load_operand<Kind, KTile, THREADS>(stage + Layout::K_BYTES, a.v, v, column, sequence.num_columns());
   };
 
   float o[MT][DT][4];
   set_zero<MT, DT>(o);
   OnlineSoftmax<Kind, MT> softmax;
   const float unit = exponent_of_unit<Kind>(a.score);
-  const int exponent_q = exponent_of<Kind>(a.q, batch, head, rows.begin);
+  const int exponent_q = exponent_of<Kind>(a.q, batch, head, sequence.first_row + rows.begin);
 
-  if (k_blocks.begin < k_blocks.end) {
-    load_operand<Kind, QTile, THREADS>(q_tile, a.q, q, rows.begin, a.window.seqlen_q);
-    load_k_and_v(k_blocks.end - 1, stages);
+  if (k_blocks.count > 0) {
+    load_operand<Kind, QTile, THREADS>(q_tile, a.q, q, rows.begin, sequence.num_rows());
+    load_k_and_v(k_blocks.at(0), stages);
   }
   uint32_t stage = 0;
-  for (int block = k_blocks.end - 1; block >= k_blocks.begin; block--) {
+  for (int i = 0; i < k_blocks.count; i++) {
     copy_async_wait_all();
     __syncthreads();  // this block is there, and the other stage is no longer in use
     const uint32_t k_tile = stages + stage;
     stage ^= Layout::STAGE_BYTES;
-    if (block > k_blocks.begin) load_k_and_v(block - 1, stages + stage);
+    if (i + 1 < k_blocks.count) load_k_and_v(k_blocks.at(i + 1), stages + stage);
 
-    const int column = block * Shape::block_k;
-    const int exponent_k = exponent_of<Kind>(a.k, batch, kv_head, column);
-    const int exponent_v = exponent_of<Kind>(a.v, batch, kv_head, column);
+    const int column = k_blocks.at(i) * Shape::block_k;
+    const int exponent_k = exponent_of<Kind>(a.k, batch, kv_head, sequence.first_column + column);
+    const int exponent_v = exponent_of<Kind>(a.v, batch, kv_head, sequence.first_column + column);
     float scores[MT][NT][4];
     set_zero<MT, NT>(scores);
     multiply<Kind, Shape::head_dim / 16, NT>(scores, TileOperand<QTile, true, true>(q_tile, warp_row),
                                              TileOperand<KTile, false, true>(k_tile, 0),
                                              power_of_two(-exponent_q - exponent_k));
-    finish_scores<Kind, MT, NT>(scores, a.score);
-    if (!is_fully_visible(a.window, rows, column, Shape::block_k))
-      mask_scores<MT, NT>(scores, a.window, rows.begin + warp_row, column);
+    make_scores<Kind, false, MT, NT>(scores, a, rows, {column, column + Shape::block_k},
+                                     {batch, head, rows.begin + warp_row, column});
     if (softmax.update(scores, unit)) softmax.rescale_rows(o);
 
     // The accumulator of two column blocks is laid out as the left operand of one k fragment.
@@ -110,10 +107,10 @@ __global__ void __launch_bounds__(Shape::num_warps * 32, Shape::blocks_per_sm)
   float scale[MT][2], lse[MT][2];
   softmax.finish(scale, lse, a.score, a.sink + head, a.num_sinks, a.num_heads);
   const int row = rows.begin + warp_row;
-  store_lse<MT>(a.lse + (int64_t(batch) * a.num_heads + head) * a.window.seqlen_q + row, lse, rows.end - row);
+  store_lse<MT>(lse_at(a, sequence, head, row), lse, rows.end - row);
   using Io = typename Kind::Io;
-  store_accumulator<Io, MT, DT>(row_of<Io>(a.o, batch, head, row), a.o.stride_row, rows.end - row, a.head_dim,
-                                o, scale);
+  store_accumulator<Io, MT, DT>(row_of<Io>(a.o, sequence, head, row), a.o.stride_row, rows.end - row,
+                                a.head_dim, o, scale);
 }
 
 template <class Kind, class Shape>
@@ -125,6 +122,7 @@ constexpr fa_cuda_kernel row(const char *name) {
           .block_k = Shape::block_k,
           .num_threads = Layout::THREADS,
           .shared_bytes = Layout::SHARED_BYTES,
+          .takes = FA_CUDA_ALL_NEEDS,
           .main = (const void *)forward<Kind, Shape>};
 }
 

@@ -15,27 +15,30 @@
 namespace fa {
 namespace hopper {
 
-// Beside the common buffers: two stages of ds; dq as it is in memory; of each writer, a part of dq's sum and
+// Beside the common buffers: two stages of ds; dq as it is in memory; of each writer, a piece of dq's sum and
 // what becomes of it.
 template <class Kind, class Shape>
 struct BackwardBuffers : CommonBuffers<Kind, Shape> {
   using Common = CommonBuffers<Kind, Shape>;
   using Dq = DqShare<Shape>;
   using DsTile = BoxTile<Shape::block_q, Shape::block_k>;
-  using PartTile = BoxTile<32, 64>;
-  static constexpr int PART_BYTES = 2 * PartTile::BYTES;
+  using PieceTile = BoxTile<32, 64>;
+  static constexpr int PIECE_BYTES = 2 * PieceTile::BYTES;
   static constexpr int DQ_AT = Common::STAGES * DsTile::BYTES, SUM_AT = DQ_AT + Common::DQ_BYTES;
-  static constexpr int PART_AT = SUM_AT + Shape::num_writers * PART_BYTES;
-  static constexpr int BYTES = Common::OWN_AT + PART_AT + Shape::num_writers * PartTile::BYTES;
+  static constexpr int PIECE_AT = SUM_AT + Shape::num_writers * PIECE_BYTES;
+  static constexpr int BYTES = Common::OWN_AT + PIECE_AT + Shape::num_writers * PieceTile::BYTES;
 
   __device__ uint32_t ds(int stage) const { return this->own(stage * DsTile::BYTES); }
   __device__ uint32_t dq(int = 0) const { return this->own(DQ_AT); }
-  __device__ uint32_t sum(int writer) const { return this->own(SUM_AT + writer * PART_BYTES); }
-  __device__ uint32_t part(int writer) const { return this->own(PART_AT + writer * PartTile::BYTES); }
+  __device__ uint32_t sum(int writer) const { return this->own(SUM_AT + writer * PIECE_BYTES); }
+  __device__ uint32_t piece(int writer) const { return this->own(PIECE_AT + writer * PieceTile::BYTES); }
 };
 
+// The consumers' work, in one function and its lambdas: as members of a struct the same instructions came out
+// in an order that was 3 % slower.
 template <class Kind, class Shape>
-__device__ inline void consume(const fa_cuda_arguments &a, BackwardBuffers<Kind, Shape> buffers, int consumer) {
+__device__ inline void consume_blocks(const fa_cuda_arguments &a, BackwardBuffers<Kind, Shape> buffers,
+                                      int consumer) {
   using Buffers = BackwardBuffers<Kind, Shape>;
   using QTile = typename Buffers::QTile;
   using KTile = typename Buffers::KTile;
@@ -77,19 +80,19 @@ __device__ inline void consume(const fa_cuda_arguments &a, BackwardBuffers<Kind,
   // more running across the loop's end, ptxas gives up running products in the background.) A step that is
   // alone in its column block counts as the last one and multiplies its own dq twice: with an instance of its
   // own for it, ptxas keeps numbers of the loop in memory.
-  auto do_step = [&](int q_block, int first_column, auto is_first, auto is_last, bool alone = false) {
+  auto do_step = [&](const Work &work, Step step, auto is_first, auto is_last, bool alone = false) {
     constexpr bool IS_FIRST = decltype(is_first)::value, IS_LAST = decltype(is_last)::value;
-    const Range rows = block_range(q_block, Shape::block_q, a.window.seqlen_q);
+    const Range rows = row_range<Shape>(sequence_of(a, work.block.batch), work.q_block_of(step));
+    const int first_column = work.columns.begin + consumer * 64;
     const int stage = steps % 2;
     forget(buffers.base);  // or every address in this step is kept in a register
-    finish_scores<Kind, 1, NT>(scores, a.score);
-    if (!is_fully_visible(a.window, rows, first_column, 64))
-      mask_transposed_scores<1, NT>(scores, a.window, rows.begin, first_column + warp_row);
-    probabilities<Kind, Shape::from_shift>(scores, p_operand, a.score, buffers.shift(stage));
+    make_scores<Kind, true, 1, NT>(scores, a, rows, {first_column, first_column + 64},
+                                   {work.block.batch, step.head, rows.begin, first_column + warp_row});
+    make_transposed_p<Kind, Shape::from_shift>(scores, p_operand, a.score, buffers.shift(stage));
     wgmma_wait<0>(ds[0]);
     if (IS_LAST) arrive_once(buffers.barrier(V_EMPTY));
     multiply<Kind, Q_STEPS>(dv[0], p_operand, BoxOperand<QTile, false>(buffers.dout(stage)), true);
-    finish_ds<Kind>(ds, slopes_of, buffers.delta(stage));
+    make_transposed_ds<Kind>(ds, slopes_of, buffers.delta(stage));
     convert<Kind>(ds_operand, ds);
     multiply<Kind, Q_STEPS>(dk[0], ds_operand, BoxOperand<QTile, false>(buffers.q(stage)), true);
     wgmma_wait<1>(dv[0], p_operand);
@@ -127,18 +130,18 @@ __device__ inline void consume(const fa_cuda_arguments &a, BackwardBuffers<Kind,
       start_dp();
       wgmma_wait<1>(scores[0]);
       busy_blocks++;
-      const int first_column = work.columns.begin + consumer * 64;
-      int q_block = work.q_blocks.end - 1, steps_left = work.num_steps - 1;
+      Step step = work.first;
+      int steps_left = work.num_steps - 1;
       const bool alone = steps_left == 0;
       if (!alone) {
-        do_step(q_block, first_column, std::true_type(), std::false_type());
+        do_step(work, step, std::true_type(), std::false_type());
         for (;;) {
-          q_block = next_step({0, q_block}, work.q_blocks).q_block;
+          step = next_step(step, work.q_blocks);
           if (--steps_left == 0) break;
-          do_step(q_block, first_column, std::false_type(), std::false_type());
+          do_step(work, step, std::false_type(), std::false_type());
         }
       }
-      do_step(q_block, first_column, std::false_type(), std::true_type(), alone);
+      do_step(work, step, std::false_type(), std::true_type(), alone);
     }
     current_work(a, buffers, blocks, work);  // again, and not in registers all the time
     store_columns<Kind>(a, work, a.dv, consumer * 64 + warp_row, 0, dv, 1);
@@ -146,14 +149,30 @@ __device__ inline void consume(const fa_cuda_arguments &a, BackwardBuffers<Kind,
   }
 }
 
+template <class Kind, class Shape>
+struct BackwardConsumer {
+  using Buffers = BackwardBuffers<Kind, Shape>;
+  const fa_cuda_arguments &a;
+  Buffers buffers;
+  const int consumer;
+
+  __device__ BackwardConsumer(const fa_cuda_arguments &a, const Buffers &buffers, int consumer)
+      : a(a), buffers(buffers), consumer(consumer) {}
+  __device__ void consume() { consume_blocks<Kind, Shape>(a, buffers, consumer); }
+};
+
 }  // namespace hopper
 }  // namespace fa
+
+#define ROW(rest, ...)                                                                                       \
+  fa::hopper::row<fa::hopper::BackwardConsumer<fa::kinds::FA_KIND, fa::hopper::BackwardShape<__VA_ARGS__>>>( \
+      "cuda/sm90/" FA_QUOTE(FA_KIND) rest)
 
 // A consumer's thread needs head_dim registers (dk, dv) and 1.25 * block_q (scores, dp and p) for its arrays.
 // Shared memory, KiB: 219 and 218.
 const fa_cuda_kernel FA_JOIN(fa_hopper_backward_, FA_KIND)[] = {
     // bucket, block_q, dq's shares, writers, scores from shift
-    FA_BACKWARD_ROW("/d64", 64, 128, 1, 2),
-    FA_BACKWARD_ROW("/d128", 128, 64, 1, 2, true),
+    ROW("/d64", 64, 128, 1, 2),
+    ROW("/d128", 128, 64, 1, 2, true),
     {},
 };

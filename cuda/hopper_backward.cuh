@@ -87,13 +87,13 @@ struct CommonBuffers {
 
 // By all threads of a block, first.
 template <class Buffers>
-__device__ inline Buffers set_up_buffers(bool in_turn) {
+__device__ inline Buffers set_up_buffers(bool in_order) {
   extern __shared__ __align__(1024) uint8_t shared[];
   const Buffers buffers = {shared_address(shared)};
   if (threadIdx.x == 0) {
     for (int kind = 0; kind < Buffers::NUM_KINDS; kind++)
       for (int stage = 0; stage < Buffers::STAGES; stage++)
-        barrier_init(buffers.barrier(kind, stage), Buffers::arrivals(kind, in_turn));
+        barrier_init(buffers.barrier(kind, stage), Buffers::arrivals(kind, in_order));
     barrier_init_done();
   }
   __syncthreads();
@@ -110,20 +110,26 @@ __device__ inline void arrive_once(uint32_t barrier) {
 
 // A column block's work.
 struct Work {
-  BlockIndex block;
-  Range columns, q_blocks;
+  ColumnBlock block;
+  Range columns;
+  Blocks q_blocks;
   Step first;
   int num_steps;
+
+  __device__ int q_block_of(Step step) const { return q_blocks.at(step.i); }
+  __device__ int position_of(const fa_cuda_arguments &a, Step step) const {
+    return fa::position_of(a, {block.batch, step.head, q_block_of(step)});
+  }
 };
 template <class Shape>
 __device__ inline bool work_of(const fa_cuda_arguments &a, int index, Work &work) {
   if (index >= a.batch * a.num_kv_heads * a.num_k_blocks) return false;
-  const int group = a.num_heads / a.num_kv_heads;
-  work.block = block_of(a, index, a.num_k_blocks);
-  work.columns = block_range(work.block.k_block, Shape::block_k, a.window.seqlen_k);
-  work.q_blocks = blocks_of(visible_rows(a.window, work.columns), Shape::block_q);
-  work.first = {work.block.kv_head * group, work.q_blocks.end - 1};
-  work.num_steps = (work.q_blocks.end - work.q_blocks.begin) * group;
+  work.block = column_block_of(a, index, a.num_k_blocks);
+  const Sequence sequence = sequence_of(a, work.block.batch);
+  work.columns = column_range<Shape>(sequence, work.block.k_block);
+  work.q_blocks = q_blocks_of<Shape>(sequence, work.columns);
+  work.first = {work.block.kv_head * heads_per_kv(a), 0};
+  work.num_steps = work.q_blocks.count * heads_per_kv(a);
   return true;
 }
 
@@ -150,8 +156,8 @@ __device__ inline void load_columns(const fa_cuda_arguments &a, const fa_cuda_ma
                                     const Buffers &buffers, const Work &work, int side) {
   using Kind = typename Buffers::Kind;
   using KTile = typename Buffers::KTile;
-  const BlockIndex &block = work.block;
-  const int column = work.columns.begin;
+  const ColumnBlock &block = work.block;
+  const int column = sequence_of(a, block.batch).first_column + work.columns.begin;
   const uint32_t barrier = buffers.barrier(K_FULL + side);
   if constexpr (Kind::SCALED)
     store_shared(buffers.exponent(K_FULL + side),
@@ -164,10 +170,11 @@ __device__ inline void load_columns(const fa_cuda_arguments &a, const fa_cuda_ma
 }
 template <class Buffers>
 __device__ inline void load_rows(const fa_cuda_arguments &a, const fa_cuda_maps &maps, const Buffers &buffers,
-                                 int batch, Step step, const Ring<Buffers::STAGES> &ring, int side) {
+                                 const Work &work, Step step, const Ring<Buffers::STAGES> &ring, int side) {
   using Kind = typename Buffers::Kind;
   using QTile = typename Buffers::QTile;
-  const int row = step.q_block * Buffers::Shape::block_q, stage = ring.stage;
+  const int batch = work.block.batch, stage = ring.stage;
+  const int row = sequence_of(a, batch).first_row + work.q_block_of(step) * Buffers::Shape::block_q;
   const uint32_t barrier = buffers.barrier(Q_FULL + side, stage);
   const int exponent = exponent_of<Kind>(side == K_SIDE ? a.q : a.dout, batch, step.head, row);
   barrier_wait(buffers.barrier(Q_EMPTY + side, stage), ring.phase ^ 1);
@@ -178,7 +185,7 @@ __device__ inline void load_rows(const fa_cuda_arguments &a, const fa_cuda_maps 
     load_boxes<QTile>(buffers.rows(side, stage) + part * QTile::BYTES, side == K_SIDE ? maps.q : maps.dout,
                       barrier, row, step.head, batch + part * a.batch);
   load_bulk(buffers.statistic(side, stage),
-            (side == K_SIDE ? a.shift : a.delta) + position_of(a, batch, step) * Buffers::Shape::block_q,
+            (side == K_SIDE ? a.shift : a.delta) + int64_t(work.position_of(a, step)) * Buffers::Shape::block_q,
             Buffers::ROW_BYTES, barrier);
 }
 
@@ -194,13 +201,13 @@ __device__ inline void load_sides(const fa_cuda_arguments &a, const fa_cuda_maps
         barrier_wait(buffers.barrier(K_EMPTY + side), k_phase ^ 1);
         load_columns(a, maps, buffers, work, side);
       }
-      load_rows(a, maps, buffers, work.block.batch, step, ring, side);
+      load_rows(a, maps, buffers, work, step, ring, side);
     }
   if (work.num_steps > 0) k_phase ^= 1;
 }
 
-// Takes the next column block that nobody has taken and hands it to the others; false where there is none. Who
-// waits for the turn of a lower one thus waits for one that runs or is done.
+// Takes the next column block that nobody has taken and hands it to the others; false where there is none.
+// Column blocks that wait for one with a lower number thus wait for one that runs or is done.
 template <class Buffers>
 __device__ inline bool take_work(const fa_cuda_arguments &a, const Buffers &buffers,
                                  const Ring<Buffers::STAGES> &blocks, uint32_t k_phase, Work &work) {
@@ -224,28 +231,31 @@ __device__ inline void produce(const fa_cuda_arguments &a, const fa_cuda_maps &m
 
 // ---- dq to memory: one warp for each share -----------------------------------------------------------
 
-// A look at memory takes long, and so does a fence behind additions. So each lane looks for the turn of a step,
-// or for its sum, and again behind the step before; it shares that one's fence, as eight steps do in any order.
+// A look at memory takes long, and so does a fence behind additions. So each lane looks at the count of a
+// step's row block, and again behind the step before; it shares that one's fence, as eight steps do in any
+// order.
 template <class Buffers>
 __device__ inline void send_dq(const fa_cuda_arguments &a, const Buffers &buffers, int share) {
   using Shape = typename Buffers::Shape;
   constexpr int SHARES = Shape::dq_shares, THREADS = Shape::num_consumers / SHARES * WARPGROUP + 32;
-  const int lane = threadIdx.x % 32, unpassed = a.in_turn ? 0 : Shape::num_writers > 0 ? 7 : 31;
+  const int lane = threadIdx.x % 32, uncounted = a.in_order ? 0 : Shape::num_writers > 0 ? 7 : 31;
   Work work;
   for (uint32_t blocks = 0; current_work(a, buffers, blocks, work); next_work(buffers, blocks)) {
     for (int first = 0; first < work.num_steps; first += 32) {
       const int num_steps = min(work.num_steps - first, 32);
       const Step here = step_after(work.first, first + min(lane, num_steps - 1), work.q_blocks);
-      const int position = position_of(a, work.block.batch, here);
-      const Range rows = block_range(here.q_block, Shape::block_q, a.window.seqlen_q);
-      float *sum = dq_sum_of<Shape>(a, position);
-      int32_t *turns = a.dq_turns + position;
-      int turn = 1, now = look_at_turn(turns);
-      if (a.in_turn) turn += turn_of(a.window, rows, work.block.k_block, Shape::block_k) * SHARES + share;
+      const int position = work.position_of(a, here);
+      float *sum = dq_sum_of<Shape, (Shape::num_writers > 0)>(a, position);
+      int32_t *order = a.dq_order + position;
+      int place = 1, now = look_at_count(order);
+      if (a.in_order) {
+        const Sequence sequence = sequence_of(a, work.block.batch);
+        place += place_in_order<Shape>(sequence, work.q_block_of(here), work.block.k_block) * SHARES + share;
+      }
       fence_async_global();
       for (int step = 0; step < num_steps; step++) {
-        if (lane == step && now < turn) {
-          wait_for_turn(turns, turn);
+        if (lane == step && now < place) {
+          wait_for_count(order, place);
           fence_async_global();
         }
         named_barrier_wait(DQ_WRITTEN + share, THREADS);
@@ -256,15 +266,15 @@ __device__ inline void send_dq(const fa_cuda_arguments &a, const Buffers &buffer
           barrier_arrive(buffers.barrier(DQ_SENT, share));
         }
         __syncwarp();
-        if (a.in_turn) {
-          if (lane == step + 1 && now < turn) now = look_at_turn<true>(turns);
+        if (a.in_order) {
+          if (lane == step + 1 && now < place) now = look_at_count<true>(order);
           __syncwarp();
         }
-        if ((step & unpassed) == unpassed || step == num_steps - 1) {
+        if ((step & uncounted) == uncounted || step == num_steps - 1) {
           bulk_wait_done<0>();
-          fence_turns();
-          fence_async_global();  // for the look; behind the pass it would wait for that
-          if ((step & ~unpassed) <= lane && lane <= step) pass_turn<true>(turns);
+          fence_counts();
+          fence_async_global();  // for the look; behind count_on it would wait for that
+          if ((step & ~uncounted) <= lane && lane <= step) count_on<true>(order);
         }
       }
     }
@@ -275,38 +285,37 @@ __device__ inline void send_dq(const fa_cuda_arguments &a, const Buffers &buffer
 
 // Takes the next row block that nobody has taken, and writes its dq when all column blocks have added to it;
 // its sum becomes that of the row block num_sums further on. So dq_sum stays in cache, and column blocks seldom
-// wait for it. Part by part: of what one consumer has of dq, 64 rows by 64 columns, one half.
+// wait for it. It goes piece by piece: half of the 64 rows and 64 columns that one consumer has of dq.
 template <class Buffers>
 __device__ inline void write_dq(const fa_cuda_arguments &a, const fa_cuda_maps &maps, const Buffers &buffers,
                                 int writer) {
   using Shape = typename Buffers::Shape;
   using Dq = DqShare<Shape>;
-  using Tile = typename Buffers::PartTile;
-  static_assert(Dq::WARP_ROWS == 16 && Dq::WARP_COLUMNS == 64 && Tile::ROWS == 32, "a part is two warps'");
-  const int lane = threadIdx.x % 32, group = a.num_heads / a.num_kv_heads;
+  using Tile = typename Buffers::PieceTile;
+  static_assert(Dq::WARP_ROWS == 16 && Dq::WARP_COLUMNS == 64 && Tile::ROWS == 32, "a piece is two warps'");
+  const int lane = threadIdx.x % 32;
   const int num_positions = a.batch * a.num_heads * a.num_q_blocks;
-  const uint32_t from = buffers.sum(writer), tile = buffers.part(writer);
+  const uint32_t from = buffers.sum(writer), tile = buffers.piece(writer);
   const uint32_t full = buffers.barrier(SUM_FULL, writer);
   for (uint32_t phase = 0;;) {
     const int index = uniform(lane == 0 ? atomicAdd(a.tickets + 1, 1) : 0);
     if (index >= num_positions) break;
-    const BlockIndex block = block_of(a, index, a.num_q_blocks * group);
-    const Step step = {block.kv_head * group + block.k_block % group,
-                       a.num_q_blocks - 1 - block.k_block / group};
-    const int position = position_of(a, block.batch, step);
+    const RowBlock mine = finished_row_block_of(a, index);
+    const Sequence sequence = sequence_of(a, mine.batch);
+    const Range rows = row_range<Shape>(sequence, mine.q_block);
+    const int position = position_of(a, mine);
     const bool sums_again = position + a.num_sums < num_positions;
-    const Range rows = block_range(step.q_block, Shape::block_q, a.window.seqlen_q);
-    const Range k_blocks = blocks_of(visible_columns(a.window, rows), Shape::block_k);
-    float *sum = dq_sum_of<Shape>(a, position);
+    float *sum = dq_sum_of<Shape, true>(a, position);
     if (lane == 0) {
-      wait_for_turn(a.dq_turns + position, 1 + k_blocks.end - k_blocks.begin);
+      wait_for_count(a.dq_order + position, 1 + k_blocks_of<Shape>(sequence, rows).count);
       fence_async_global();
     }
-    for (int part = 0; part < 2 * Shape::num_consumers; part++, phase ^= 1, sum += Buffers::PART_BYTES / 4) {
+    for (int piece = 0; piece < 2 * Shape::num_consumers;
+         piece++, phase ^= 1, sum += Buffers::PIECE_BYTES / 4) {
       if (lane == 0) {
         bulk_wait_read<0>();
-        barrier_expect(full, Buffers::PART_BYTES);
-        load_bulk(from, sum, Buffers::PART_BYTES, full);
+        barrier_expect(full, Buffers::PIECE_BYTES);
+        load_bulk(from, sum, Buffers::PIECE_BYTES, full);
       }
       __syncwarp();
       barrier_wait(full, phase);
@@ -322,17 +331,17 @@ __device__ inline void write_dq(const fa_cuda_arguments &a, const fa_cuda_maps &
       fence_async();
       __syncwarp();
       if (lane == 0) {
-        const int row = rows.begin + (Dq::ACROSS == 1 ? part : part % 2) * 32;
+        const int row = sequence.first_row + rows.begin + (Dq::ACROSS == 1 ? piece : piece % 2) * 32;
         for (int i = 0; i < 32; i += 16)
-          store_boxes<Tile>(maps.out, tile, i, row + i, step.head, block.batch,
-                            Dq::ACROSS == 1 ? 0 : part / 2 * 64);
-        if (sums_again) store_bulk(sum, from, Buffers::PART_BYTES);
+          store_boxes<Tile>(maps.out, tile, i, row + i, mine.head, mine.batch,
+                            Dq::ACROSS == 1 ? 0 : piece / 2 * 64);
+        if (sums_again) store_bulk(sum, from, Buffers::PIECE_BYTES);
         bulk_commit();
       }
     }
     if (lane == 0 && sums_again) {
       bulk_wait_done<0>();
-      pass_turn(a.dq_turns + position + a.num_sums);
+      count_on(a.dq_order + position + a.num_sums);
     }
   }
   if (lane == 0) bulk_wait_read<0>();
@@ -349,13 +358,6 @@ __device__ inline void store_transposed(uint32_t tile, int row, int column, cons
   for (int k = 0; k < KT; k++) store_matrices<true>(to + k * 16 * 128, operand[k]);
 }
 
-// Whether scores begin at what makes -shift of them instead of at 0, so that nothing is to be read between
-// their product and the exponentials: not where a tanh comes between, nor where a scale near 0 would make it
-// infinite.
-__device__ inline bool begin_at_shift(const fa_cuda_score &score) {
-  return score.form != FA_CUDA_SCORE_SOFTCAP && score.factor > 1e-30f;
-}
-
 // Starts a consumer's transposed product with a row block, when that is there: the scores k q^T, rounded as the
 // forward's, which may begin at the shift, or dp, v dout^T.
 template <int SIDE, bool FROM_SHIFT = false, class Buffers, int NT>
@@ -363,104 +365,43 @@ __device__ inline void start_transposed(float (&product)[1][NT][4], const Buffer
                                         uint32_t step, const fa_cuda_score &score = {}) {
   using Kind = typename Buffers::Kind;
   barrier_wait(buffers.barrier(Q_FULL + SIDE, step % 2), step / 2 % 2);
-  if constexpr (FROM_SHIFT) {
-    const float per_shift = (score.form == FA_CUDA_SCORE_NEGATED ? 1 : -1) / exponent_of_unit<Kind>(score);
-#pragma unroll
-    for (int n = 0; n < NT; n++) {
-      const float2 shift = load_shared_pair(buffers.shift(step % 2) + (n * 8 + threadIdx.x % 4 * 2) * 4);
-#pragma unroll
-      for (int i = 0; i < 4; i++)
-        product[0][n][i] = begin_at_shift(score) ? (i % 2 ? shift.y : shift.x) * per_shift : 0;
-    }
-  }
+  if constexpr (FROM_SHIFT) set_to_shift<Kind>(product, score, buffers.shift(step % 2));
   multiply<Kind, Buffers::Shape::head_dim / 16, SIDE == K_SIDE>(
       product[0], BoxOperand<typename Buffers::KTile, true>(buffers.columns(SIDE), first_column),
       BoxOperand<typename Buffers::QTile, true>(buffers.rows(SIDE, step % 2)), FROM_SHIFT);
 }
 
-// Of scores, column block by column block of the accumulator, take(n, p, slopes) gets p and what is to be
-// multiplied with dp - delta: p times the derivative of the softcap.
-template <class Kind, bool FROM_SHIFT = false, int NT, class Take>
-__device__ inline void probabilities(const float (&scores)[1][NT][4], const fa_cuda_score &score,
-                                     uint32_t shift, Take take) {
-  const float unit = exponent_of_unit<Kind>(score);
-  const float per_cap = FROM_SHIFT && score.form != FA_CUDA_SCORE_SOFTCAP ? 0 : per_softcap<Kind>(score);
-  auto take_all = [&](auto softcap) {
-    constexpr bool SHIFTED = FROM_SHIFT && !decltype(softcap)::value;
-#pragma unroll
-    for (int n = 0; n < NT; n++) {
-      float2 row_shift = {0, 0};
-      if (!SHIFTED) row_shift = load_shared_pair(shift + (n * 8 + threadIdx.x % 4 * 2) * 4);
-      float p[4], slopes[4];
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
-        const float x = scores[0][n][i];
-        p[i] = exact_exponential<Kind>(x, unit, i % 2 ? row_shift.y : row_shift.x);
-        slopes[i] = decltype(softcap)::value ? p[i] * softcap_slope(x, per_cap) : p[i];
-      }
-      take(n, p, slopes);
-    }
-  };
-  if (FROM_SHIFT ? !begin_at_shift(score) : score.form == FA_CUDA_SCORE_SOFTCAP)
-    take_all(std::true_type());
-  else
-    take_all(std::false_type());
-}
-// p becomes an operand times scale; the slopes take the scores' place.
-template <class Kind, bool FROM_SHIFT = false, int NT>
-__device__ inline void probabilities(float (&scores)[1][NT][4], uint32_t (&operand)[Kind::PARTS][NT / 2][4],
-                                     const fa_cuda_score &score, uint32_t shift, float scale = 1) {
-  probabilities<Kind, FROM_SHIFT>(scores, score, shift,
-                                  [&](int n, const float(&p)[4], const float(&slopes)[4]) {
-#pragma unroll
-                                    for (int half = 0; half < 2; half++)
-                                      convert_pair<Kind>(operand, n, half, p[half * 2], p[half * 2 + 1], scale);
-#pragma unroll
-                                    for (int i = 0; i < 4; i++) scores[0][n][i] = slopes[i];
-                                  });
-}
-
 __device__ inline float4 four_of(const float (&x)[4]) { return make_float4(x[0], x[1], x[2], x[3]); }
-
-// dp, to be multiplied with unscale where operands are SCALED, becomes ds; slopes_of(n): of a column block of
-// the accumulator, what probabilities() gave.
-template <class Kind, int NT, class SlopesOf>
-__device__ inline void finish_ds(float (&ds)[1][NT][4], SlopesOf slopes_of, uint32_t delta, float unscale = 1) {
-#pragma unroll
-  for (int n = 0; n < NT; n++) {
-    const float2 row_delta = load_shared_pair(delta + (n * 8 + threadIdx.x % 4 * 2) * 4);
-    const float4 four = slopes_of(n);
-    const float slopes[4] = {four.x, four.y, four.z, four.w};
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const float dp = Kind::SCALED ? ds[0][n][i] * unscale : ds[0][n][i];
-      ds[0][n][i] = slopes[i] * (dp - (i % 2 ? row_delta.y : row_delta.x));
-    }
-  }
-}
 
 // Writes scale * sum, whose first element is [column, d] of the column block, to dk or dv.
 template <class Kind, int DT>
 __device__ inline void store_columns(const fa_cuda_arguments &a, const Work &work, const fa_tensor &to,
                                      int column, int d, const float (&sum)[1][DT][4], float scale) {
   using Io = typename Kind::Io;
+  const Sequence sequence = sequence_of(a, work.block.batch);
   column += work.columns.begin;
-  store_accumulator<Io, 1, DT>(row_of<Io>(to, work.block.batch, work.block.kv_head, column) + d, to.stride_row,
+  store_accumulator<Io, 1, DT>(column_of<Io>(to, sequence, work.block.kv_head, column) + d, to.stride_row,
                                work.columns.end - column, a.head_dim - d, sum, scale);
 }
 
-// ---- the kernel, but for its consumers -----------------------------------------------------------------
+// ---- the kernel --------------------------------------------------------------------------------------------
 
-// As many blocks of threads as there are multiprocessors; consume(a, buffers, consumer) is what differs.
-template <class Buffers>
-__global__ void __launch_bounds__(Buffers::Shape::num_threads, 1)
+// As many blocks of threads as there are multiprocessors. What differs is the Consumer: a warpgroup's state,
+// with
+//   using Buffers              what CommonBuffers has, and its own: dq(share), from which dq is sent; and where
+//                              there are writers, sum(writer) and piece(writer)
+//   Consumer(a, buffers, i)    the i-th of Shape::num_consumers
+//   consume()                  goes through all column blocks
+template <class Consumer>
+__global__ void __launch_bounds__(Consumer::Buffers::Shape::num_threads, 1)
     backward(const __grid_constant__ fa_cuda_arguments a, const __grid_constant__ fa_cuda_maps maps) {
+  using Buffers = typename Consumer::Buffers;
   using Shape = typename Buffers::Shape;
-  const Buffers buffers = set_up_buffers<Buffers>(a.in_turn);
+  const Buffers buffers = set_up_buffers<Buffers>(a.in_order);
   const int warp = uniform(threadIdx.x / 32), share = warp - Shape::num_warps - 1;
   if (warp < Shape::num_warps) {
     take_registers<Shape::consumer_registers>();
-    consume(a, buffers, warp / 4);
+    Consumer(a, buffers, warp / 4).consume();
   } else {
     give_registers<Shape::other_registers>();
     if (threadIdx.x == Shape::num_warps * 32) produce<NUM_SIDES>(a, maps, buffers);
@@ -470,10 +411,12 @@ __global__ void __launch_bounds__(Buffers::Shape::num_threads, 1)
   }
 }
 
-// ---- the table -----------------------------------------------------------------------------------------
+// ---- the table
+// -----------------------------------------------------------------------------------------------
 
+// A row of kernel `main`, whose shared memory is Buffers.
 template <class Buffers>
-constexpr fa_cuda_kernel backward_row(const char *name, const void *main = (const void *)backward<Buffers>) {
+constexpr fa_cuda_kernel row_of_kernel(const char *name, const void *main) {
   using Kind = typename Buffers::Kind;
   using Shape = typename Buffers::Shape;
   fa_cuda_kernel row = {.name = name,
@@ -482,6 +425,7 @@ constexpr fa_cuda_kernel backward_row(const char *name, const void *main = (cons
                         .block_k = Shape::block_k,
                         .num_threads = Shape::num_threads,
                         .shared_bytes = Buffers::BYTES,
+                        .takes = FA_CUDA_ALL_NEEDS,
                         .mapped = true,
                         .persistent = true,
                         .main = main,
@@ -491,12 +435,10 @@ constexpr fa_cuda_kernel backward_row(const char *name, const void *main = (cons
     row.finish_dq = (const void *)finish_dq<Kind, Shape, typename Buffers::Dq>;
   return row;
 }
+template <class Consumer>
+constexpr fa_cuda_kernel row(const char *name) {
+  return row_of_kernel<typename Consumer::Buffers>(name, (const void *)backward<Consumer>);
+}
 
 }  // namespace hopper
 }  // namespace fa
-
-// With the end of its name, and a BackwardShape.
-#define FA_BACKWARD_ROW(rest, ...)                                                              \
-  fa::hopper::backward_row<                                                                     \
-      fa::hopper::BackwardBuffers<fa::kinds::FA_KIND, fa::hopper::BackwardShape<__VA_ARGS__>>>( \
-      "cuda/sm90/" FA_QUOTE(FA_KIND) rest)

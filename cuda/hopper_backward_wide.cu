@@ -26,9 +26,9 @@ struct WideShape {
   static constexpr int dq_registers = 72, main_registers = 192, producer_registers = 56;
 };
 
-// More barriers in shared memory: the scores' warps have written p, and those of ds have read it; it is the
-// turn of dq, and it has been added.
-enum { P_FULL = NUM_BARRIER_KINDS, P_EMPTY, DQ_TURN, DQ_ADDED, NUM_WIDE_BARRIER_KINDS };
+// More barriers in shared memory: the scores' warps have written p, and those of ds have read it; it is
+// dq's place in the order, and it has been added.
+enum { P_FULL = NUM_BARRIER_KINDS, P_EMPTY, DQ_PLACE, DQ_ADDED, NUM_WIDE_BARRIER_KINDS };
 
 // Beside the common buffers: two stages of ds; p in f32, each thread's own.
 template <class Kind, class Shape>
@@ -45,13 +45,13 @@ struct WideBuffers : CommonBuffers<Kind, Shape, NUM_WIDE_BARRIER_KINDS> {
   }
 
   // Who arrives: mostly the warps of one group or of two; of the last group single threads.
-  __device__ static int arrivals(int kind, bool in_turn) {
+  __device__ static int arrivals(int kind, bool in_order) {
     switch (kind) {
       case K_EMPTY:
       case Q_EMPTY:
       case DOUT_EMPTY: return ARRIVALS_OF_WARP * 8;
-      case BLOCK_EMPTY: return ARRIVALS_OF_WARP * 12 + (in_turn ? 3 : 1);
-      case DQ_TURN: return 2;
+      case BLOCK_EMPTY: return ARRIVALS_OF_WARP * 12 + (in_order ? 3 : 1);
+      case DQ_PLACE: return 2;
       default: return kind < K_EMPTY ? 1 : ARRIVALS_OF_WARP * 4;
     }
   }
@@ -59,8 +59,8 @@ struct WideBuffers : CommonBuffers<Kind, Shape, NUM_WIDE_BARRIER_KINDS> {
 
 // ---- the loop of two groups --------------------------------------------------------------------------
 
-// Goes through column blocks: make(), when k or v is there, for the first step, then every step with its row
-// block and the first column. In two halves of head_dim, `sum`, times scale, goes to the tensor.
+// Goes through column blocks: make(), when k or v is there, for the first step, then every step of the block's
+// work. In two halves of head_dim, `sum`, times scale, goes to the tensor.
 template <class Kind, class Buffers, class Make, class DoStep, int DT>
 __device__ inline void consume_blocks(const fa_cuda_arguments &a, const Buffers &buffers, int full, Make make,
                                       DoStep do_step, float (&sum)[2][1][DT][4], const fa_tensor &tensor,
@@ -74,13 +74,12 @@ __device__ inline void consume_blocks(const fa_cuda_arguments &a, const Buffers 
       barrier_wait(buffers.barrier(full), busy_blocks % 2);
       make();
       busy_blocks++;
-      const int first_column = work.columns.begin;
-      int q_block = work.q_blocks.end - 1;
+      Step step = work.first;
       for (int steps_left = work.num_steps - 1; steps_left > 0; steps_left--) {
-        do_step(q_block, first_column, std::false_type());
-        q_block = next_step({0, q_block}, work.q_blocks).q_block;
+        do_step(work, step, std::false_type());
+        step = next_step(step, work.q_blocks);
       }
-      do_step(q_block, first_column, std::true_type());
+      do_step(work, step, std::true_type());
     }
     current_work(a, buffers, blocks, work);  // again, and not in registers all the time
 #pragma unroll
@@ -103,27 +102,26 @@ __device__ inline void consume_scores(const fa_cuda_arguments &a, WideBuffers<Ki
   uint32_t p_operand[1][Q_STEPS][4];
 
   uint32_t steps = 0;
-  auto make_scores = [&] {
+  auto make_products = [&] {
     start_transposed<K_SIDE>(scores, buffers, 0, steps);
     wgmma_wait<0>(scores[0]);
   };
 
   // Finds the scores there, and leaves the next step's.
-  auto do_step = [&](int q_block, int first_column, auto is_last) {
+  auto do_step = [&](const Work &work, Step step, auto is_last) {
     constexpr bool IS_LAST = decltype(is_last)::value;
-    const Range rows = block_range(q_block, Shape::block_q, a.window.seqlen_q);
-    const int stage = steps % 2;
+    const Range rows = row_range<Shape>(sequence_of(a, work.block.batch), work.q_block_of(step));
+    const int column = work.columns.begin, stage = steps % 2;
     forget(buffers.base);  // or every address in this step is kept in a register
-    finish_scores<Kind, 1, NT>(scores, a.score);
-    if (!is_fully_visible(a.window, rows, first_column, Shape::block_k))
-      mask_transposed_scores<1, NT>(scores, a.window, rows.begin, first_column + warp_row);
+    make_scores<Kind, true, 1, NT>(scores, a, rows, {column, column + Shape::block_k},
+                                   {work.block.batch, step.head, rows.begin, column + warp_row});
     barrier_wait(buffers.barrier(P_EMPTY), steps % 2 ^ 1);
-    probabilities<Kind>(scores, a.score, buffers.shift(stage),
-                        [&](int n, const float(&p)[4], const float(&slopes)[4]) {
-                          store_shared(buffers.p(n), slopes);
+    make_transposed_p<Kind>(scores, a.score, buffers.shift(stage),
+                            [&](int n, const float(&p)[4], const float(&slopes)[4]) {
+                              store_shared(buffers.p(n), slopes);
 #pragma unroll
-                          for (int i = 0; i < 4; i++) scores[0][n][i] = p[i];
-                        });
+                              for (int i = 0; i < 4; i++) scores[0][n][i] = p[i];
+                            });
     arrive_once(buffers.barrier(P_FULL));
     arrive_once(buffers.barrier(Q_EMPTY, stage));
     convert<Kind>(p_operand, scores);
@@ -137,10 +135,10 @@ __device__ inline void consume_scores(const fa_cuda_arguments &a, WideBuffers<Ki
     if (IS_LAST) arrive_once(buffers.barrier(K_EMPTY));
     wgmma_wait<0>(dv[0][0], dv[1][0], p_operand);
     arrive_once(buffers.barrier(DOUT_EMPTY, stage));
-    if constexpr (!IS_LAST) make_scores();
+    if constexpr (!IS_LAST) make_products();
   };
 
-  consume_blocks<Kind>(a, buffers, K_FULL, make_scores, do_step, dv, a.dv, 1);
+  consume_blocks<Kind>(a, buffers, K_FULL, make_products, do_step, dv, a.dv, 1);
 }
 
 // ---- dp, ds, dk ------------------------------------------------------------------------------------
@@ -164,13 +162,13 @@ __device__ inline void consume_ds(const fa_cuda_arguments &a, WideBuffers<Kind, 
   };
 
   auto slopes_of = [&](int n) { return load_shared_four(buffers.p(n)); };
-  auto do_step = [&](int, int, auto is_last) {
+  auto do_step = [&](const Work &, Step, auto is_last) {
     constexpr bool IS_LAST = decltype(is_last)::value;
     const int stage = steps % 2;
     const uint32_t phase = steps / 2 % 2;
     forget(buffers.base);
     barrier_wait(buffers.barrier(P_FULL), steps % 2);
-    finish_ds<Kind>(ds, slopes_of, buffers.delta(stage));
+    make_transposed_ds<Kind>(ds, slopes_of, buffers.delta(stage));
     arrive_once(buffers.barrier(P_EMPTY));
     arrive_once(buffers.barrier(DOUT_EMPTY, stage));
     convert<Kind>(ds_operand, ds);
@@ -218,11 +216,10 @@ __device__ inline void consume_dq(const fa_cuda_arguments &a, WideBuffers<Kind, 
     Step step = work.first;
     for (int i = 0; i < work.num_steps; i++, steps++, step = next_step(step, work.q_blocks)) {
       const int stage = steps % 2;
-      const int64_t position = position_of(a, work.block.batch, step);
-      float *dq_sum = a.dq_sum + position * (Shape::block_q * Shape::head_dim) + dq_offset<Dq>(0, 0);
+      float *dq_sum = dq_sum_of<Shape>(a, work.position_of(a, step)) + dq_offset<Dq>(0, 0);
       barrier_wait(buffers.barrier(DS_FULL, stage), steps / 2 % 2);
       start_dq(0, buffers.ds(stage));
-      if (a.in_turn) barrier_wait(buffers.barrier(DQ_TURN), steps % 2);
+      if (a.in_order) barrier_wait(buffers.barrier(DQ_PLACE), steps % 2);
       for (int piece = 0;;) {
         wgmma_wait<0>(dq);
         if (++piece == NUM_PIECES) arrive_once(buffers.barrier(DS_EMPTY, stage));
@@ -232,7 +229,7 @@ __device__ inline void consume_dq(const fa_cuda_arguments &a, WideBuffers<Kind, 
         dq_sum += NT * 128;
         start_dq(piece, buffers.ds(stage));
       }
-      if (a.in_turn) arrive_once(buffers.barrier(DQ_ADDED));
+      if (a.in_order) arrive_once(buffers.barrier(DQ_ADDED));
     }
     arrive_once(buffers.barrier(K_EMPTY));
   }
@@ -251,8 +248,8 @@ __device__ inline void produce_dout(const fa_cuda_arguments &a, const fa_cuda_ma
     load_sides<V_SIDE, NUM_SIDES>(a, maps, buffers, work, ring, v_phase);
 }
 
-// Deterministic: waits for the turns of dq ahead of who adds it, and passes them on behind, since both take
-// long.
+// Deterministic: one thread waits for the places in dq's order ahead of the warps that add it, and another
+// counts on behind them, since both take long.
 template <class Buffers, class Visit>
 __device__ inline void for_each_step(const fa_cuda_arguments &a, const Buffers &buffers, Visit visit) {
   uint32_t steps = 0;
@@ -260,26 +257,26 @@ __device__ inline void for_each_step(const fa_cuda_arguments &a, const Buffers &
   for (uint32_t blocks = 0; current_work(a, buffers, blocks, work); next_work<true>(buffers, blocks)) {
     Step step = work.first;
     for (int i = 0; i < work.num_steps; i++, steps++, step = next_step(step, work.q_blocks))
-      visit(work, step, a.dq_turns + position_of(a, work.block.batch, step), steps % 2);
+      visit(work, step, a.dq_order + work.position_of(a, step), steps % 2);
   }
 }
 template <class Buffers>
-__device__ inline void await_turns(const fa_cuda_arguments &a, const Buffers &buffers) {
+__device__ inline void await_places(const fa_cuda_arguments &a, const Buffers &buffers) {
   using Shape = typename Buffers::Shape;
-  for_each_step(a, buffers, [&](const Work &work, Step step, int32_t *turns, uint32_t phase) {
-    const Range rows = block_range(step.q_block, Shape::block_q, a.window.seqlen_q);
-    wait_for_turn(turns, 1 + turn_of(a.window, rows, work.block.k_block, Shape::block_k));
-    barrier_arrive(buffers.barrier(DQ_TURN));
-    barrier_wait(buffers.barrier(DQ_TURN), phase);
+  for_each_step(a, buffers, [&](const Work &work, Step step, int32_t *order, uint32_t phase) {
+    const Sequence sequence = sequence_of(a, work.block.batch);
+    wait_for_count(order, 1 + place_in_order<Shape>(sequence, work.q_block_of(step), work.block.k_block));
+    barrier_arrive(buffers.barrier(DQ_PLACE));
+    barrier_wait(buffers.barrier(DQ_PLACE), phase);
   });
 }
 template <class Buffers>
-__device__ inline void pass_turns(const fa_cuda_arguments &a, const Buffers &buffers) {
-  barrier_arrive(buffers.barrier(DQ_TURN));
-  for_each_step(a, buffers, [&](const Work &, Step, int32_t *turns, uint32_t phase) {
+__device__ inline void count_additions(const fa_cuda_arguments &a, const Buffers &buffers) {
+  barrier_arrive(buffers.barrier(DQ_PLACE));
+  for_each_step(a, buffers, [&](const Work &, Step, int32_t *order, uint32_t phase) {
     barrier_wait(buffers.barrier(DQ_ADDED), phase);
-    barrier_arrive(buffers.barrier(DQ_TURN));
-    pass_turn(turns);
+    barrier_arrive(buffers.barrier(DQ_PLACE));
+    count_on(order);
   });
 }
 
@@ -288,15 +285,15 @@ template <class Buffers>
 __global__ void __launch_bounds__(Buffers::Shape::num_threads, 1)
     backward_wide(const __grid_constant__ fa_cuda_arguments a, const __grid_constant__ fa_cuda_maps maps) {
   using Shape = typename Buffers::Shape;
-  const Buffers buffers = set_up_buffers<Buffers>(a.in_turn);
+  const Buffers buffers = set_up_buffers<Buffers>(a.in_order);
   const int group = uniform(threadIdx.x / WARPGROUP);
   if (group == PRODUCER_GROUP) {
     give_registers<Shape::producer_registers>();
     const int thread = threadIdx.x % WARPGROUP;
     if (thread == 0) produce<V_SIDE>(a, maps, buffers);
     if (thread == 32) produce_dout(a, maps, buffers);
-    if (thread == 64 && a.in_turn) await_turns(a, buffers);
-    if (thread == 96 && a.in_turn) pass_turns(a, buffers);
+    if (thread == 64 && a.in_order) await_places(a, buffers);
+    if (thread == 96 && a.in_order) count_additions(a, buffers);
   } else if (group == DQ_GROUP) {
     give_registers<Shape::dq_registers>();
     consume_dq(a, buffers);
@@ -316,7 +313,7 @@ constexpr auto backward256 = backward_wide<Buffers256>;
 }  // namespace fa
 
 const fa_cuda_kernel FA_JOIN(fa_hopper_backward_wide_, FA_KIND)[] = {
-    fa::hopper::backward_row<fa::hopper::Buffers256>("cuda/sm90/" FA_QUOTE(FA_KIND) "/d256",
-                                                     (const void *)fa::hopper::backward256),
+    fa::hopper::row_of_kernel<fa::hopper::Buffers256>("cuda/sm90/" FA_QUOTE(FA_KIND) "/d256",
+                                                      (const void *)fa::hopper::backward256),
     {},
 };

@@ -10,8 +10,9 @@
 extern "C" {
 #endif
 
-/* Rows of a head that share a scale in the copy of an f32 tensor; a multiple of every block_q and block_k. */
-enum { FA_CUDA_GROUP = 128 };
+/* So many rows of a head share a scale in the copy of an f32 tensor; a multiple of every block_q and block_k.
+ */
+enum { FA_CUDA_SCALE_ROWS = 128 };
 
 /* A tensor as the tensor cores read it: 16-bit elements, strides in elements. Of f32 tensors it is the copy
  * that the split kernel makes, in one or two parts, stride_part apart. */
@@ -20,10 +21,11 @@ typedef struct fa_cuda_operand {
   int64_t stride_batch, stride_row, stride_head, stride_part;
   int32_t num_cols; /* elements of a row that are there; the others count as 0 */
   int32_t aligned;  /* data and strides are multiples of 16 bytes */
-  /* Of a scaled copy: [batch, num_heads, num_groups], the power of two by which FA_CUDA_GROUP rows are scaled.
+  /* Of a scaled copy: [batch, num_heads, num_scales], the power of two by which FA_CUDA_SCALE_ROWS rows are
+   * scaled.
    */
   int32_t *exponents;
-  int32_t num_heads, num_groups;
+  int32_t num_heads, num_scales;
 } fa_cuda_operand;
 
 /* Which columns a row sees. Positions and windows fit in 30 bits. */
@@ -50,8 +52,8 @@ typedef struct fa_cuda_arguments {
   int32_t batch, num_heads, num_kv_heads, head_dim, num_sinks;
   int32_t num_q_blocks, num_k_blocks; /* of block_q rows and block_k columns */
   int32_t padded_rows;                /* num_q_blocks * block_q */
-  int32_t in_turn;       /* column blocks add to dq one after the other, as a deterministic backward must */
-  int32_t heads_at_once; /* so many heads take turns at starting a block */
+  int32_t in_order;      /* column blocks add to dq one after the other, as a deterministic backward must */
+  int32_t heads_at_once; /* blocks of so many heads are begun alternately */
   float scale;
   fa_cuda_operand q, k, v, dout;
   fa_tensor o, dq, dk, dv; /* o is an input of the backward */
@@ -66,7 +68,7 @@ typedef struct fa_cuda_arguments {
   int32_t num_sums;     /* so many row blocks are summed at a time: position p at p % num_sums */
   /* [batch, num_heads, num_q_blocks]: 0 before a row block has a sum; then one more than how many column blocks
    * have added to it. */
-  int32_t *dq_turns;
+  int32_t *dq_order;
   /* Backward: how many column blocks, and how many row blocks' ends, have been taken. Forward: how many tiles,
    * after everybody's first; or NULL: each takes those that lie a grid apart. */
   int32_t *tickets;
@@ -108,6 +110,15 @@ typedef enum fa_cuda_kind {
   FA_CUDA_NUM_KINDS,
 } fa_cuda_kind;
 
+/* What a problem may ask of a kernel beyond plain attention. A row of the tables lists what it takes, and the
+ * selector goes on to the next row where a problem needs more. */
+enum {
+  FA_CUDA_NEEDS_WINDOW = 1 << 0,
+  FA_CUDA_NEEDS_SOFTCAP = 1 << 1,
+  FA_CUDA_NEEDS_SINKS = 1 << 2,
+  FA_CUDA_ALL_NEEDS = (1 << 3) - 1,
+};
+
 /* A kernel and the shape of its blocks: a row of the tables in forward.cu, backward.cu and their Hopper
  * counterparts. */
 typedef struct fa_cuda_kernel {
@@ -115,6 +126,7 @@ typedef struct fa_cuda_kernel {
   int32_t bucket; /* the largest head_dim that it takes */
   int32_t block_q, block_k, num_threads;
   int32_t shared_bytes;
+  uint32_t takes;         /* which needs of a problem it serves */
   bool mapped;            /* main reads by fa_cuda_maps */
   bool persistent;        /* main has at most one block a multiprocessor, which takes one after the other */
   const void *main;       /* one block a q block (forward) or k block (backward) of a head */

@@ -1,24 +1,30 @@
 // Reading tensors: blocks of an fa_cuda_operand, and plain rows.
 #pragma once
 
-#include "kernels.h"
+#include "schedule.cuh"
 #include "tile.cuh"
 
 namespace fa {
 
+// A sequence's rows of a head of q or dout, and its columns of a head of k or v.
 template <class Io = uint16_t>
-__device__ inline const Io *head_of(const fa_cuda_operand &operand, int batch, int head) {
-  return reinterpret_cast<const Io *>(operand.data) + batch * operand.stride_batch + head * operand.stride_head;
+__device__ inline const Io *rows_of(const fa_cuda_operand &operand, const Sequence &s, int head) {
+  return reinterpret_cast<const Io *>(operand.data) + s.batch * operand.stride_batch +
+         head * operand.stride_head + s.first_row * operand.stride_row;
+}
+__device__ inline const uint16_t *columns_of(const fa_cuda_operand &operand, const Sequence &s, int kv_head) {
+  return operand.data + s.batch * operand.stride_batch + kv_head * operand.stride_head +
+         s.first_column * operand.stride_row;
 }
 
-// Starts the copy of the tile (its parts one after another) whose first row is `row` of the head; rows from
+// Starts the copy of the tile (its parts one after another) whose first row is `row` of these rows; those from
 // num_rows on become 0.
 template <class Kind, class T, int THREADS>
-__device__ inline void load_operand(uint32_t tile, const fa_cuda_operand &operand, const uint16_t *head,
+__device__ inline void load_operand(uint32_t tile, const fa_cuda_operand &operand, const uint16_t *rows,
                                     int row, int num_rows) {
 #pragma unroll
   for (int part = 0; part < Kind::PARTS; part++)
-    load_tile<T, THREADS>(tile + part * T::BYTES, head + part * operand.stride_part + row * operand.stride_row,
+    load_tile<T, THREADS>(tile + part * T::BYTES, rows + part * operand.stride_part + row * operand.stride_row,
                           operand.stride_row, num_rows - row, operand.num_cols, operand.aligned);
 }
 
@@ -27,13 +33,22 @@ template <class Kind>
 __device__ inline int exponent_of(const fa_cuda_operand &operand, int batch, int head, int row) {
   if constexpr (!Kind::SCALED) return 0;
   return operand
-      .exponents[(int64_t(batch) * operand.num_heads + head) * operand.num_groups + row / FA_CUDA_GROUP];
+      .exponents[(int64_t(batch) * operand.num_heads + head) * operand.num_scales + row / FA_CUDA_SCALE_ROWS];
 }
 
+// A row of a tensor's head; a sequence's row in q, o, dout or dq; and its column in k, v, dk or dv.
 template <class Io>
-__device__ inline Io *row_of(const fa_tensor &tensor, int batch, int head, int row) {
+__device__ inline Io *tensor_row(const fa_tensor &tensor, int batch, int head, int row) {
   return static_cast<Io *>(tensor.data) + batch * tensor.stride_batch + head * tensor.stride_head +
          row * tensor.stride_row;
+}
+template <class Io>
+__device__ inline Io *row_of(const fa_tensor &tensor, const Sequence &s, int head, int row) {
+  return tensor_row<Io>(tensor, s.batch, head, s.first_row + row);
+}
+template <class Io>
+__device__ inline Io *column_of(const fa_tensor &tensor, const Sequence &s, int kv_head, int column) {
+  return tensor_row<Io>(tensor, s.batch, kv_head, s.first_column + column);
 }
 
 // Eight consecutive numbers of a row, 0 from `wanted` on.

@@ -1,72 +1,9 @@
-// From products q·k to probabilities: the score's form, and the online softmax of the forward.
+// The online softmax of the forward.
 #pragma once
 
-#include "kernels.h"
-#include "tile.cuh"
+#include "scores.cuh"
 
 namespace fa {
-
-constexpr float LOG2_E = 1.44269504088896340736f;
-
-// What scores are in registers. For 16-bit kinds f(q·k): the factor is then part of the one multiply-add before
-// exp2. For SCALED kinds, which must be as exact as f32 is, factor * f(q·k): a score minus lse is then exact
-// where it matters, near 0, however large both are.
-
-// 2 to the power of (one unit of a score): e.
-template <class Kind>
-__device__ inline float exponent_of_unit(const fa_cuda_score &score) {
-  return Kind::SCALED ? LOG2_E : score.factor * LOG2_E;
-}
-
-// What lse is as an argument of exponential.
-template <class Kind>
-__device__ inline float row_shift(float lse) {
-  return Kind::SCALED ? lse : lse * LOG2_E;
-}
-
-// exp(score - lse); unit is exponent_of_unit.
-template <class Kind>
-__device__ inline float exponential(float x, float unit, float shift) {
-  return exp2_fast(Kind::SCALED ? (x - shift) * unit : fmaf(x, unit, -shift));
-}
-
-// The same, for f32 with what rounding the exponent cuts off: twice as exact, for four more instructions.
-template <class Kind>
-__device__ inline float exact_exponential(float x, float unit, float shift) {
-  if constexpr (Kind::PARTS == 1) return exponential<Kind>(x, unit, shift);
-  constexpr float LN_2 = 0.69314718055994530942f;
-  const float least = max_nan(x - shift, -200), exponent = least * unit, y = exp2_fast(exponent);
-  return fmaf(y, fmaf(least, unit, -exponent) * LN_2, y);
-}
-
-// tanh; for 16-bit kinds to 2e-7 of 1, far below their own rounding, without tanhf's branches.
-template <class Kind>
-__device__ inline float softcap_tanh(float x) {
-  if constexpr (Kind::SCALED) return tanhf(x);
-  return 1 - __fdividef(2, 1 + exp2_fast(2 * LOG2_E * x));
-}
-
-// Products become scores, in place; unscale is what to multiply products of scaled operands with, a power of
-// two.
-template <class Kind, int MT, int NT>
-__device__ inline void finish_scores(Accumulator<MT, NT> &scores, const fa_cuda_score &score,
-                                     float unscale = 1) {
-  const float outer = Kind::SCALED ? score.factor : 1;
-  if (score.form == FA_CUDA_SCORE_SOFTCAP)
-    for_each_element<MT, NT>(scores, [&](int, int, float &x) {
-      x = softcap_tanh<Kind>(score.inner * (Kind::SCALED ? x * unscale : x)) * outer;
-    });
-  else if (score.form == FA_CUDA_SCORE_NEGATED)
-    for_each_element<MT, NT>(scores, [&](int, int, float &x) { x *= -outer * unscale; });
-  else if (Kind::SCALED)
-    for_each_element<MT, NT>(scores, [&](int, int, float &x) { x *= outer * unscale; });
-}
-
-// e^x
-template <class Kind>
-__device__ inline float exp_of(float x) {
-  return Kind::SCALED ? expf(x) : exp2_fast(x * LOG2_E);
-}
 
 // The largest and the sum over the four lanes that share a row of an accumulator.
 __device__ inline float row_max(float x) {
@@ -106,13 +43,13 @@ struct OnlineSoftmax {
     // Visits scores of columns that some row sees, by groups.
     auto for_each_visible = [&](auto visit) {
 #pragma unroll
-      for (int begin = 0; begin < NT && (begin == 0 || begin * 8 < num_columns); begin += GROUP_TILES)
+      for (int begin = 0; begin < NT && (begin == 0 || begin * 8 < num_columns); begin += TILES_A_TEST)
 #pragma unroll
         for (int m = 0; m < MT; m++)
 #pragma unroll
           for (int half = 0; half < 2; half++)
 #pragma unroll
-            for (int n = begin; n < begin + GROUP_TILES && n < NT; n++)
+            for (int n = begin; n < begin + TILES_A_TEST && n < NT; n++)
 #pragma unroll
               for (int i = 0; i < 2; i++) visit(m, half, scores[m][n][half * 2 + i]);
     };
@@ -147,9 +84,9 @@ struct OnlineSoftmax {
       sum[m][half] += x;
     });
 #pragma unroll
-    for (int begin = GROUP_TILES; begin < NT; begin += GROUP_TILES)
+    for (int begin = TILES_A_TEST; begin < NT; begin += TILES_A_TEST)
       if (begin * 8 >= num_columns)
-        for_each_element<MT, NT>(scores, begin, min(begin + GROUP_TILES, NT),
+        for_each_element<MT, NT>(scores, begin, min(begin + TILES_A_TEST, NT),
                                  [](int, int, float &x) { x = 0; });
 #pragma unroll
     for (int m = 0; m < MT; m++)  // the compiler would add them up later, when the exponentials are done

@@ -1,3 +1,4 @@
+/* Tensor maps: descriptions of tensors in memory, which kernels for Hopper copy boxes by. */
 #ifndef FA_CUDA_TENSOR_MAP_H
 #define FA_CUDA_TENSOR_MAP_H
 

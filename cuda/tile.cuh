@@ -197,8 +197,8 @@ struct RegisterOperand {
 //   i = 0, 1: row l / 4, columns 2 * (l % 4) + i        i = 2, 3: row l / 4 + 8, the same columns
 template <int MT, int NT>
 using Accumulator = float[MT][NT][4];
-// Columns that nobody sees are left out in groups of 8 * GROUP_TILES.
-constexpr int GROUP_TILES = 4;
+// Columns are tested and left out by groups of so many tiles of 8.
+constexpr int TILES_A_TEST = 4;
 
 // Its elements in columns 8 * begin <= column < 8 * end: calls visit(row, column, element), row and column
 // within the accumulator.

@@ -62,29 +62,36 @@ __device__ inline int exponent_of_largest(const float (&ds)[1][NT][4], uint32_t 
 }
 
 template <class Kind, class Shape>
-__device__ inline void consume(const fa_cuda_arguments &a, BackwardBuffers<Kind, Shape> buffers, int consumer) {
+struct BackwardConsumer {
   using Buffers = BackwardBuffers<Kind, Shape>;
   using QTile = typename Buffers::QTile;
   using KTile = typename Buffers::KTile;
   using DsTile = typename Buffers::DsTile;
   using Dq = typename Buffers::Dq;
-  constexpr int NT = Shape::block_q / 8, DT = Shape::head_dim / 8, CHUNKS = DT / NT;
-  constexpr int Q_STEPS = Shape::block_q / 16, P_EXPONENT = SCALED_EXPONENT;
-  static_assert(FA_CUDA_GROUP % Shape::block_q == 0 && FA_CUDA_GROUP % Shape::block_k == 0,
+  static constexpr int NT = Shape::block_q / 8, DT = Shape::head_dim / 8, CHUNKS = DT / NT;
+  static constexpr int Q_STEPS = Shape::block_q / 16, P_EXPONENT = SCALED_EXPONENT;
+  static_assert(FA_CUDA_SCALE_ROWS % Shape::block_q == 0 && FA_CUDA_SCALE_ROWS % Shape::block_k == 0,
                 "one scale a block");
 
+  const fa_cuda_arguments &a;
+  Buffers buffers;
+  const int consumer;
   const int warp_row = threadIdx.x / 32 % 4 * 16;
+  const Never never;
   float dk[1][DT][4], dv[1][DT][4], scores[1][NT][4], ds[1][NT][4], fresh[Dq::MT][NT][4];
   uint32_t p_operand[Kind::PARTS][Q_STEPS][4], ds_operand[Kind::PARTS][Q_STEPS][4];
-
   // Counts from which stages and phases follow: column blocks, those with something to do, and steps.
   uint32_t blocks = 0, busy_blocks = 0, steps = 0;
-  auto start_scores = [&] { start_transposed<K_SIDE>(scores, buffers, consumer * 64, steps); };
-  auto start_dp = [&] { start_transposed<V_SIDE>(ds, buffers, consumer * 64, steps); };
+
+  __device__ BackwardConsumer(const fa_cuda_arguments &a, const Buffers &buffers, int consumer)
+      : a(a), buffers(buffers), consumer(consumer), never{a.batch < 0} {}
+
+  __device__ void start_scores() { start_transposed<K_SIDE>(scores, buffers, consumer * 64, steps); }
+  __device__ void start_dp() { start_transposed<V_SIDE>(ds, buffers, consumer * 64, steps); }
+
   // What a step adds to dv, and then to dk, comes in chunks of block_q columns, by turns in the registers of
   // dq's products.
-  const Never never = {a.batch < 0};
-  auto start_chunk = [&](int i, int stage) {
+  __device__ void start_chunk(int i, int stage) {
     float(&product)[NT][4] = fresh[i % Dq::MT];
     const BoxOperand<QTile, false> rows(i < CHUNKS ? buffers.dout(stage) : buffers.q(stage),
                                         i % CHUNKS * Shape::block_q);
@@ -94,8 +101,8 @@ __device__ inline void consume(const fa_cuda_arguments &a, BackwardBuffers<Kind,
       multiply<Kind, Q_STEPS>(product, p_operand, rows, never);
     else
       multiply<Kind, Q_STEPS>(product, ds_operand, rows, never);
-  };
-  auto add_chunk = [&](float(&sum)[1][DT][4], int i, float unscale) {
+  }
+  __device__ void add_chunk(float (&sum)[1][DT][4], int i, float unscale) {
 #pragma unroll
     for (int n = 0; n < NT; n++)
 #pragma unroll
@@ -103,59 +110,10 @@ __device__ inline void consume(const fa_cuda_arguments &a, BackwardBuffers<Kind,
         float &x = sum[0][i % CHUNKS * NT + n][j];
         x = fmaf(unscale, fresh[i % Dq::MT][n][j], x);
       }
-  };
-  auto start_dq = [&] {
-#pragma unroll
-    for (int m = 0; m < Dq::MT; m++)
-      multiply<Kind, 4>(fresh[m], BoxOperand<KTile, false>(buffers.k() + consumer * 64 * 128, m * 64),
-                        BoxOperand<DsTile, true>(buffers.dq(consumer)), false);
-  };
-  auto slopes_of = [&](int n) { return four_of(scores[0][n]); };
-  auto finish_dq = [&](float unscale) {
-    named_barrier_wait(CONSUMER_MEETS + consumer, WARPGROUP);  // nobody reads ds any more
-#pragma unroll
-    for (int m = 0; m < Dq::MT; m++)
-#pragma unroll
-      for (int n = 0; n < NT; n++) {
-        float x[4];
-#pragma unroll
-        for (int i = 0; i < 4; i++) x[i] = fresh[m][n][i] * unscale;
-        store_shared(buffers.dq(0) + dq_offset<Dq>(m, n) * 4, x);
-      }
-  };
-  auto hand_over_dq = [&] {
-    fence_async();
-    named_barrier_arrive(DQ_WRITTEN + consumer, WARPGROUP + 32);
-  };
-  auto exponent = [&](int full, int stage = 0) { return int(load_shared_word(buffers.exponent(full, stage))); };
-
-  // Finds the scores there and dp running, and leaves the same of the next step.
-  auto do_step = [&](int q_block, int first_column, bool is_first, auto is_last) {
-    constexpr bool IS_LAST = decltype(is_last)::value;
-    const Range rows = block_range(q_block, Shape::block_q, a.window.seqlen_q);
-    const int stage = steps % 2;
-    forget(buffers.base);  // or every address in this step is kept in a register
-    finish_scores<Kind, 1, NT>(scores, a.score, power_of_two(-exponent(Q_FULL, stage) - exponent(K_FULL)));
-    if (!is_first) hand_over_dq();  // of the step before; now the fence has nothing to wait for
-    if (!is_fully_visible(a.window, rows, first_column, 64))
-      mask_transposed_scores<1, NT>(scores, a.window, rows.begin, first_column + warp_row);
-    probabilities<Kind>(scores, p_operand, a.score, buffers.shift(stage), 1 << P_EXPONENT);
-    wgmma_wait<0>(ds[0]);
-#pragma unroll
-    for (int i = 0; i < Dq::MT; i++) start_chunk(i, stage);
-    const int exponent_dout = exponent(DOUT_FULL, stage);
-    finish_ds<Kind>(ds, slopes_of, buffers.delta(stage), power_of_two(-exponent_dout - exponent(V_FULL)));
-    if (IS_LAST) arrive_once(buffers.barrier(V_EMPTY));
-    const int exponent_ds = exponent_of_largest(ds, buffers.words(consumer), consumer);
-    convert<Kind>(ds_operand, ds, power_of_two(exponent_ds));
-    barrier_wait(buffers.barrier(DQ_SENT, consumer), (steps + 1) % 2);  // of the step before
-#pragma unroll
-    for (int part = 0; part < Kind::PARTS; part++)
-      store_transposed<DsTile>(buffers.dq(consumer) + part * DsTile::BYTES, warp_row, 0, ds_operand[part]);
-    fence_async();
-    const float of_dv = power_of_two(-P_EXPONENT - exponent_dout);
-    const float of_dk = power_of_two(-exponent_ds - exponent(Q_FULL, stage));
-    steps++;
+  }
+  // Adds all chunks of a step. The next step's scores are started behind the last chunk.
+  template <bool IS_LAST>
+  __device__ void add_chunks(int stage, float of_dv, float of_dk) {
 #pragma unroll
     for (int i = 0; i < 2 * CHUNKS; i++) {
       const int left = 2 * CHUNKS - 1 - i;
@@ -173,6 +131,70 @@ __device__ inline void consume(const fa_cuda_arguments &a, BackwardBuffers<Kind,
     }
     registers_in_use(ds_operand);
     arrive_once(buffers.barrier(Q_EMPTY, stage));
+  }
+
+  __device__ void start_dq() {
+#pragma unroll
+    for (int m = 0; m < Dq::MT; m++)
+      multiply<Kind, 4>(fresh[m], BoxOperand<KTile, false>(buffers.k() + consumer * 64 * 128, m * 64),
+                        BoxOperand<DsTile, true>(buffers.dq(consumer)), false);
+  }
+  __device__ void finish_dq(float unscale) {
+    named_barrier_wait(CONSUMER_MEETS + consumer, WARPGROUP);  // nobody reads ds any more
+#pragma unroll
+    for (int m = 0; m < Dq::MT; m++)
+#pragma unroll
+      for (int n = 0; n < NT; n++) {
+        float x[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) x[i] = fresh[m][n][i] * unscale;
+        store_shared(buffers.dq(0) + dq_offset<Dq>(m, n) * 4, x);
+      }
+  }
+  __device__ void hand_over_dq() {
+    fence_async();
+    named_barrier_arrive(DQ_WRITTEN + consumer, WARPGROUP + 32);
+  }
+
+  __device__ int exponent(int full, int stage = 0) const {
+    return int(load_shared_word(buffers.exponent(full, stage)));
+  }
+
+  // Writes ds, scaled by 2^exponent_ds, as an operand and to shared memory, when the dq there has been sent.
+  __device__ void put_ds(int exponent_ds) {
+    convert<Kind>(ds_operand, ds, power_of_two(exponent_ds));
+    barrier_wait(buffers.barrier(DQ_SENT, consumer), (steps + 1) % 2);  // of the step before
+#pragma unroll
+    for (int part = 0; part < Kind::PARTS; part++)
+      store_transposed<DsTile>(buffers.dq(consumer) + part * DsTile::BYTES, warp_row, 0, ds_operand[part]);
+    fence_async();
+  }
+
+  // Finds the scores there and dp running, and leaves the same of the next step.
+  template <bool IS_LAST>
+  __device__ void do_step(const Work &work, Step step, bool is_first) {
+    const Range rows = row_range<Shape>(sequence_of(a, work.block.batch), work.q_block_of(step));
+    const int first_column = work.columns.begin + consumer * 64, stage = steps % 2;
+    forget(buffers.base);  // or every address in this step is kept in a register
+    make_scores<Kind, true, 1, NT>(scores, a, rows, {first_column, first_column + 64},
+                                   {work.block.batch, step.head, rows.begin, first_column + warp_row},
+                                   power_of_two(-exponent(Q_FULL, stage) - exponent(K_FULL)));
+    if (!is_first) hand_over_dq();  // of the step before; now the fence has nothing to wait for
+    make_transposed_p<Kind>(scores, p_operand, a.score, buffers.shift(stage), 1 << P_EXPONENT);
+    wgmma_wait<0>(ds[0]);
+#pragma unroll
+    for (int i = 0; i < Dq::MT; i++) start_chunk(i, stage);
+    const int exponent_dout = exponent(DOUT_FULL, stage);
+    make_transposed_ds<Kind>(
+        ds, [&](int n) { return four_of(scores[0][n]); }, buffers.delta(stage),
+        power_of_two(-exponent_dout - exponent(V_FULL)));
+    if (IS_LAST) arrive_once(buffers.barrier(V_EMPTY));
+    const int exponent_ds = exponent_of_largest(ds, buffers.words(consumer), consumer);
+    put_ds(exponent_ds);
+    const float of_dv = power_of_two(-P_EXPONENT - exponent_dout);
+    const float of_dk = power_of_two(-exponent_ds - exponent(Q_FULL, stage));
+    steps++;
+    add_chunks<IS_LAST>(stage, of_dv, of_dk);
     named_barrier_wait(CONSUMER_MEETS + consumer, WARPGROUP);  // all of ds is there
     start_dq();
     if constexpr (!IS_LAST) start_dp();
@@ -184,41 +206,48 @@ __device__ inline void consume(const fa_cuda_arguments &a, BackwardBuffers<Kind,
       hand_over_dq();
       arrive_once(buffers.barrier(K_EMPTY));
     }
-  };
-
-  Work work;
-  for (; current_work(a, buffers, blocks, work); next_work(buffers, blocks)) {
-    set_zero<1, DT>(dk);
-    set_zero<1, DT>(dv);
-    if (work.num_steps > 0) {
-      barrier_wait(buffers.barrier(K_FULL), busy_blocks % 2);
-      start_scores();
-      barrier_wait(buffers.barrier(V_FULL), busy_blocks % 2);
-      start_dp();
-      wgmma_wait<1>(scores[0]);
-      busy_blocks++;
-      const int first_column = work.columns.begin + consumer * 64;
-      int q_block = work.q_blocks.end - 1;
-      for (int steps_left = work.num_steps - 1; steps_left > 0; steps_left--) {
-        do_step(q_block, first_column, steps_left == work.num_steps - 1, std::false_type());
-        q_block = next_step({0, q_block}, work.q_blocks).q_block;
-      }
-      do_step(q_block, first_column, work.num_steps == 1, std::true_type());
-    }
-    current_work(a, buffers, blocks, work);  // again, and not in registers all the time
-    store_columns<Kind>(a, work, a.dv, consumer * 64 + warp_row, 0, dv, 1);
-    store_columns<Kind>(a, work, a.dk, consumer * 64 + warp_row, 0, dk, a.scale);
   }
-}
+
+  __device__ void go_through_rows(const Work &work) {
+    barrier_wait(buffers.barrier(K_FULL), busy_blocks % 2);
+    start_scores();
+    barrier_wait(buffers.barrier(V_FULL), busy_blocks % 2);
+    start_dp();
+    wgmma_wait<1>(scores[0]);
+    busy_blocks++;
+    Step step = work.first;
+    for (int steps_left = work.num_steps - 1; steps_left > 0; steps_left--) {
+      do_step<false>(work, step, steps_left == work.num_steps - 1);
+      step = next_step(step, work.q_blocks);
+    }
+    do_step<true>(work, step, work.num_steps == 1);
+  }
+
+  __device__ void consume() {
+    Work work;
+    for (; current_work(a, buffers, blocks, work); next_work(buffers, blocks)) {
+      set_zero<1, DT>(dk);
+      set_zero<1, DT>(dv);
+      if (work.num_steps > 0) go_through_rows(work);
+      current_work(a, buffers, blocks, work);  // again, and not in registers all the time
+      store_columns<Kind>(a, work, a.dv, consumer * 64 + warp_row, 0, dv, 1);
+      store_columns<Kind>(a, work, a.dk, consumer * 64 + warp_row, 0, dk, a.scale);
+    }
+  }
+};
 
 }  // namespace hopper
 }  // namespace fa
+
+#define ROW(rest, ...)                                                                                       \
+  fa::hopper::row<fa::hopper::BackwardConsumer<fa::kinds::FA_KIND, fa::hopper::BackwardShape<__VA_ARGS__>>>( \
+      "cuda/sm90/" FA_QUOTE(FA_KIND) rest)
 
 // A consumer's thread needs head_dim registers (dk, dv), 32 for the fresh product, and block_q times 1 (scores,
 // dp) and 0.5 a part (p or ds) for its arrays. Shared memory, KiB, of two parts: 162 and 225.
 const fa_cuda_kernel FA_JOIN(fa_hopper_backward_, FA_KIND)[] = {
     // bucket, block_q, dq's shares, writers
-    FA_BACKWARD_ROW("/d64", 64, 64, 2, 0),
-    FA_BACKWARD_ROW("/d128", 128, 32, 2, 0),
+    ROW("/d64", 64, 64, 2, 0),
+    ROW("/d128", 128, 32, 2, 0),
     {},
 };

@@ -1,0 +1,186 @@
+// Who works on what: the sequences of a batch, their blocks of rows and columns, and how a number (blockIdx, a
+// ticket, an index into a padded array) becomes one of these. Nothing else knows where a sequence begins and
+// ends.
+#pragma once
+
+#include "../c_src/core/mask.h"
+#include "kernels.h"
+
+namespace fa {
+
+using Range = fa_range;
+
+// ---- a sequence ----------------------------------------------------------------------------------------
+
+// One sequence of the batch: what its rows see, and where they lie. Rows and columns are counted from the
+// sequence's first one, which is row first_row of q, o, dout, dq and column first_column of k, v, dk, dv.
+struct Sequence {
+  fa_band band;
+  int batch, first_row, first_column;
+
+  __device__ int num_rows() const { return band.q_end; }
+  __device__ int num_columns() const { return band.k_end; }
+};
+
+__device__ inline Sequence sequence_of(const fa_cuda_arguments &a, int batch) {
+  return {{0, a.window.seqlen_q, 0, a.window.seqlen_k, a.window.left, a.window.right}, batch, 0, 0};
+}
+
+// The columns that any of the rows sees; and the rows that see any of the columns.
+__device__ inline Range visible_columns(const Sequence &s, Range rows) { return fa_band_columns(s.band, rows); }
+__device__ inline Range visible_rows(const Sequence &s, Range columns) { return fa_band_rows(s.band, columns); }
+
+// Where the lse of a head's row lies.
+__device__ inline float *lse_at(const fa_cuda_arguments &a, const Sequence &s, int head, int row) {
+  return a.lse + (int64_t(s.batch) * a.num_heads + head) * a.window.seqlen_q + s.first_row + row;
+}
+
+// ---- blocks ----------------------------------------------------------------------------------------------
+
+// The blocks of rows or columns that a kernel visits, from the last to the first: with a causal mask, those
+// that need element tests come first. The blocks are contiguous today.
+struct Blocks {
+  int last, count;
+
+  // The block that is visited after `i` others.
+  __device__ int at(int i) const { return last - i; }
+  // How many of the blocks lie before this one.
+  __device__ int place_of(int block) const { return block - (last - count + 1); }
+};
+
+// The blocks of `size` that a range touches.
+__device__ inline Blocks blocks_of(Range range, int size) {
+  if (range.end <= range.begin) return {0, 0};
+  const int end = (range.end + size - 1) / size;
+  return {end - 1, end - range.begin / size};
+}
+
+__device__ inline Range block_range(int block, int size, int length) {
+  return {block * size, min((block + 1) * size, length)};
+}
+
+// The rows of a row block, the columns of a column block, and the blocks that these see and are seen by.
+template <class Shape>
+__device__ inline Range row_range(const Sequence &s, int q_block) {
+  return block_range(q_block, Shape::block_q, s.num_rows());
+}
+template <class Shape>
+__device__ inline Range column_range(const Sequence &s, int k_block) {
+  return block_range(k_block, Shape::block_k, s.num_columns());
+}
+template <class Shape>
+__device__ inline Blocks k_blocks_of(const Sequence &s, Range rows) {
+  return blocks_of(visible_columns(s, rows), Shape::block_k);
+}
+template <class Shape>
+__device__ inline Blocks q_blocks_of(const Sequence &s, Range columns) {
+  return blocks_of(visible_rows(s, columns), Shape::block_q);
+}
+
+// ---- from numbers to blocks --------------------------------------------------------------------------------
+
+__device__ inline int heads_per_kv(const fa_cuda_arguments &a) { return a.num_heads / a.num_kv_heads; }
+__device__ inline int kv_head_of(const fa_cuda_arguments &a, int head) { return head / heads_per_kv(a); }
+
+// A block of rows of one query head. Its position is its place in arrays [batch, num_heads, num_q_blocks], of
+// which 32 bits hold every index.
+struct RowBlock {
+  int batch, head, q_block;
+};
+__device__ inline int position_of(const fa_cuda_arguments &a, const RowBlock &block) {
+  return (block.batch * a.num_heads + block.head) * a.num_q_blocks + block.q_block;
+}
+__device__ inline RowBlock row_block_at(const fa_cuda_arguments &a, uint32_t position) {
+  const uint32_t batch_head = position / a.num_q_blocks;
+  return {int(batch_head / a.num_heads), int(batch_head % a.num_heads), int(position % a.num_q_blocks)};
+}
+
+// The forward of one row block per block of threads: the last row blocks of a head come first, because with a
+// causal mask they have the most to do.
+__device__ inline RowBlock row_block_of(const fa_cuda_arguments &a, uint32_t index) {
+  RowBlock block = row_block_at(a, index);
+  block.q_block = a.num_q_blocks - 1 - block.q_block;
+  return block;
+}
+
+// The persistent forward: row blocks in the order in which they are begun, from the last heads to the first,
+// heads_at_once of them together, so that their k and v stay in cache, and of those the last row blocks first.
+// With a causal mask these have the most to do, and short ones at the end let all multiprocessors end at once;
+// the group that has fewer heads is the first. False where there are no more blocks.
+__device__ inline bool persistent_row_block_of(const fa_cuda_arguments &a, uint32_t index, RowBlock &block) {
+  const uint32_t num_blocks = a.batch * a.num_heads * a.num_q_blocks;
+  if (index >= num_blocks) return false;
+  index = num_blocks - 1 - index;
+  const int first = index / (a.heads_at_once * a.num_q_blocks) * a.heads_at_once;
+  const uint32_t num_heads = min(a.heads_at_once, a.batch * a.num_heads - first);
+  index -= first * a.num_q_blocks;
+  const uint32_t batch_head = first + index % num_heads;
+  block = {int(batch_head / a.num_heads), int(batch_head % a.num_heads), int(index / num_heads)};
+  return true;
+}
+
+// The backward: column blocks in the order in which they are begun, those of heads_at_once heads alternately,
+// the first column blocks first, because with a causal mask they have the most to do. Or other blocks in the
+// same order, of which each key/value head has head_blocks.
+struct ColumnBlock {
+  int batch, kv_head, k_block;
+};
+__device__ inline ColumnBlock column_block_of(const fa_cuda_arguments &a, int index, int head_blocks) {
+  const int first = index / (a.heads_at_once * head_blocks) * a.heads_at_once;
+  const int num_heads = min(a.heads_at_once, a.batch * a.num_kv_heads - first);
+  index -= first * head_blocks;
+  const int batch_head = first + index % num_heads;
+  return {batch_head / a.num_kv_heads, batch_head % a.num_kv_heads, index / num_heads};
+}
+
+// The persistent backward's ends of row blocks, in the order in which their column blocks are done.
+__device__ inline RowBlock finished_row_block_of(const fa_cuda_arguments &a, int index) {
+  const int group = heads_per_kv(a);
+  const ColumnBlock block = column_block_of(a, index, a.num_q_blocks * group);
+  return {block.batch, block.kv_head * group + block.k_block % group,
+          a.num_q_blocks - 1 - block.k_block / group};
+}
+
+// A row of the backward's padded arrays [batch, num_heads, padded_rows]; batch is a.batch or more past their
+// end.
+struct PaddedRow {
+  int batch, head, row;
+};
+__device__ inline PaddedRow padded_row_at(const fa_cuda_arguments &a, int64_t index) {
+  const int64_t batch_head = index / a.padded_rows;
+  return {int(batch_head / a.num_heads), int(batch_head % a.num_heads), int(index % a.padded_rows)};
+}
+__device__ inline int64_t padded_index_of(const fa_cuda_arguments &a, const PaddedRow &r) {
+  return (int64_t(r.batch) * a.num_heads + r.head) * a.padded_rows + r.row;
+}
+
+// Rows of an f32 tensor that share a scale, numbered as its exponents [batch, num_heads, num_scales] are. False
+// where the tensor has fewer.
+struct ScaledRows {
+  int batch, head, first_row;
+};
+__device__ inline bool scaled_rows_at(const fa_cuda_operand &operand, int batch, uint32_t index,
+                                      ScaledRows &rows) {
+  if (index >= int64_t(batch) * operand.num_heads * operand.num_scales) return false;
+  const uint32_t batch_head = index / operand.num_scales;
+  rows = {int(batch_head / operand.num_heads), int(batch_head % operand.num_heads),
+          int(index % operand.num_scales) * FA_CUDA_SCALE_ROWS};
+  return true;
+}
+
+// ---- steps of a column block -------------------------------------------------------------------------------
+
+// The backward of a column block goes through the row blocks that see it, in every query head of its group: one
+// head after the other, one row block a step.
+struct Step {
+  int head, i;  // of the row blocks, the one visited after i others
+};
+__device__ inline Step next_step(Step step, const Blocks &q_blocks) {
+  return step.i + 1 < q_blocks.count ? Step{step.head, step.i + 1} : Step{step.head + 1, 0};
+}
+// The step that comes `count` steps after a head's first.
+__device__ inline Step step_after(Step first, int count, const Blocks &q_blocks) {
+  return {first.head + count / q_blocks.count, count % q_blocks.count};
+}
+
+}  // namespace fa

@@ -1,0 +1,292 @@
+// The score's program and its way back: products q·k become scores, invisible scores become -inf, scores become
+// probabilities, and dp becomes ds. All kernels take these steps from here; an option that changes a score
+// changes this file alone. A place says where the first element of an accumulator lies.
+#pragma once
+
+#include "schedule.cuh"
+#include "tile.cuh"
+
+namespace fa {
+
+constexpr float LOG2_E = 1.44269504088896340736f;
+
+// Row and column are counted from the sequence's first ones.
+struct Place {
+  int batch, head, row, column;
+};
+
+// ---- forms of a score, and exponentials ----------------------------------------------------------------
+
+// What scores are in registers. For 16-bit kinds f(q·k): the factor is then part of the one multiply-add before
+// exp2. For SCALED kinds, which must be as exact as f32 is, factor * f(q·k): a score minus lse is then exact
+// where it matters, near 0, however large both are.
+
+// 2 to the power of (one unit of a score): e.
+template <class Kind>
+__device__ inline float exponent_of_unit(const fa_cuda_score &score) {
+  return Kind::SCALED ? LOG2_E : score.factor * LOG2_E;
+}
+
+// What lse is as an argument of exponential.
+template <class Kind>
+__device__ inline float row_shift(float lse) {
+  return Kind::SCALED ? lse : lse * LOG2_E;
+}
+
+// exp(score - lse); unit is exponent_of_unit.
+template <class Kind>
+__device__ inline float exponential(float x, float unit, float shift) {
+  return exp2_fast(Kind::SCALED ? (x - shift) * unit : fmaf(x, unit, -shift));
+}
+
+// The same, for f32 with what rounding the exponent cuts off: twice as exact, for four more instructions.
+template <class Kind>
+__device__ inline float exact_exponential(float x, float unit, float shift) {
+  if constexpr (Kind::PARTS == 1) return exponential<Kind>(x, unit, shift);
+  constexpr float LN_2 = 0.69314718055994530942f;
+  const float least = max_nan(x - shift, -200), exponent = least * unit, y = exp2_fast(exponent);
+  return fmaf(y, fmaf(least, unit, -exponent) * LN_2, y);
+}
+
+// e^x
+template <class Kind>
+__device__ inline float exp_of(float x) {
+  return Kind::SCALED ? expf(x) : exp2_fast(x * LOG2_E);
+}
+
+// tanh; for 16-bit kinds to 2e-7 of 1, far below their own rounding, without tanhf's branches.
+template <class Kind>
+__device__ inline float softcap_tanh(float x) {
+  if constexpr (Kind::SCALED) return tanhf(x);
+  return 1 - __fdividef(2, 1 + exp2_fast(2 * LOG2_E * x));
+}
+
+// The derivative of the softcap, from a score; per_cap: from a score to its tanh. An invisible score is -inf.
+__device__ inline float softcap_slope(float score, float per_cap) {
+  return score == -INFINITY ? 0 : 1 - (score * per_cap) * (score * per_cap);
+}
+template <class Kind>
+__device__ inline float per_softcap(const fa_cuda_score &score) {
+  return Kind::SCALED ? 1 / score.factor : 1;
+}
+
+// ---- from products to scores -----------------------------------------------------------------------------
+
+// unscale is what to multiply products of scaled operands with, a power of two.
+template <class Kind, fa_cuda_score_form FORM>
+__device__ inline float finish_score(float x, const fa_cuda_score &score, float unscale) {
+  const float outer = Kind::SCALED ? score.factor : 1;
+  if (FORM == FA_CUDA_SCORE_SOFTCAP)
+    return softcap_tanh<Kind>(score.inner * (Kind::SCALED ? x * unscale : x)) * outer;
+  if (FORM == FA_CUDA_SCORE_NEGATED) return x * (-outer * unscale);
+  return Kind::SCALED ? x * (outer * unscale) : x;
+}
+
+template <class Kind, int MT, int NT>
+__device__ inline void finish_scores(Accumulator<MT, NT> &scores, const fa_cuda_score &score, float unscale) {
+  if (score.form == FA_CUDA_SCORE_SOFTCAP)
+    for_each_element<MT, NT>(
+        scores, [&](int, int, float &x) { x = finish_score<Kind, FA_CUDA_SCORE_SOFTCAP>(x, score, unscale); });
+  else if (score.form == FA_CUDA_SCORE_NEGATED)
+    for_each_element<MT, NT>(
+        scores, [&](int, int, float &x) { x = finish_score<Kind, FA_CUDA_SCORE_NEGATED>(x, score, unscale); });
+  else if (Kind::SCALED)
+    for_each_element<MT, NT>(
+        scores, [&](int, int, float &x) { x = finish_score<Kind, FA_CUDA_SCORE_PLAIN>(x, score, unscale); });
+}
+
+// Invisible scores become -inf. Groups of columns that all rows see are not tested, nor are those from
+// num_columns on, which no row sees and nobody reads.
+template <int MT, int NT>
+__device__ inline void mask_scores(Accumulator<MT, NT> &scores, const Sequence &s, const Place &at,
+                                   int num_columns) {
+  const int row = at.row, column = at.column;
+  if (visible_columns(s, {row + 16 * MT - 1, row + 16 * MT}).begin > column)
+    for_each_element<MT, NT>(scores, [&](int i, int j, float &score) {
+      if (column + j < visible_columns(s, {row + i, row + i + 1}).begin) score = -INFINITY;
+    });
+  const int all_see = visible_columns(s, {row, row + 1}).end - column;
+  if (all_see < NT * 8) {
+#pragma unroll
+    for (int n = 0; n < NT && (n == 0 || n * 8 < num_columns); n += TILES_A_TEST)
+      if (all_see < (n + TILES_A_TEST) * 8)
+        for_each_element<MT, NT>(scores, n, min(n + TILES_A_TEST, NT), [&](int i, int j, float &score) {
+          if (column + j >= visible_columns(s, {row + i, row + i + 1}).end) score = -INFINITY;
+        });
+  }
+}
+template <int MT, int NT>
+__device__ inline void mask_transposed_scores(Accumulator<MT, NT> &scores, const Sequence &s, const Place &at) {
+  for_each_element<MT, NT>(scores, [&](int j, int i, float &score) {
+    const Range visible = visible_rows(s, {at.column + j, at.column + j + 1});
+    if (at.row + i < visible.begin || at.row + i >= visible.end || at.column + j >= s.num_columns())
+      score = -INFINITY;
+  });
+}
+
+// Products of a warp become scores, in place. The warp's accumulator is part of a tile of rows and columns, for
+// which one question decides whether elements are tested. TRANSPOSED: rows run along the accumulator's columns.
+// None of the warp's rows sees columns from num_columns on.
+template <class Kind, bool TRANSPOSED, int MT, int NT>
+__device__ inline void make_scores(Accumulator<MT, NT> &scores, const fa_cuda_arguments &a, Range rows,
+                                   Range columns, const Place &at, float unscale = 1,
+                                   int num_columns = NT * 8) {
+  finish_scores<Kind, MT, NT>(scores, a.score, unscale);
+  const Sequence s = sequence_of(a, at.batch);
+  if (fa_band_sees_all(s.band, rows, columns)) return;
+  if constexpr (TRANSPOSED)
+    mask_transposed_scores<MT, NT>(scores, s, at);
+  else
+    mask_scores<MT, NT>(scores, s, at, num_columns);
+}
+
+// ---- from scores to probabilities, and from dp to ds -------------------------------------------------------
+
+// The probability of a score, and what dp - delta is multiplied with to make ds: the probability times the
+// derivative of the softcap.
+struct Probability {
+  float p, slope;
+};
+template <class Kind, bool SOFTCAP>
+__device__ inline Probability probability_of(float score, float unit, float shift, float per_cap) {
+  const float p = exact_exponential<Kind>(score, unit, shift);
+  return {p, SOFTCAP ? p * softcap_slope(score, per_cap) : p};
+}
+
+__device__ inline float ds_of(float slope, float dp, float delta) { return slope * (dp - delta); }
+
+// Scores and dp become p and ds, in place. shift, delta: of the accumulator's rows.
+template <class Kind, bool SOFTCAP, int MT, int NT>
+__device__ inline void make_p_and_ds_of(Accumulator<MT, NT> &p, Accumulator<MT, NT> &ds,
+                                        const fa_cuda_score &score, const float *shift, const float *delta) {
+  const float unit = exponent_of_unit<Kind>(score), per_cap = per_softcap<Kind>(score);
+#pragma unroll
+  for (int m = 0; m < MT; m++)
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const int row = m * 16 + half * 8 + threadIdx.x % 32 / 4;
+      const float row_shift = shift[row], row_delta = delta[row];
+#pragma unroll
+      for (int n = 0; n < NT; n++)
+#pragma unroll
+        for (int i = half * 2; i < half * 2 + 2; i++) {
+          const Probability it = probability_of<Kind, SOFTCAP>(p[m][n][i], unit, row_shift, per_cap);
+          p[m][n][i] = it.p;
+          ds[m][n][i] = ds_of(it.slope, ds[m][n][i], row_delta);
+        }
+    }
+}
+template <class Kind, int MT, int NT>
+__device__ inline void make_p_and_ds(Accumulator<MT, NT> &p, Accumulator<MT, NT> &ds,
+                                     const fa_cuda_score &score, const float *shift, const float *delta) {
+  if (score.form == FA_CUDA_SCORE_SOFTCAP)
+    make_p_and_ds_of<Kind, true, MT, NT>(p, ds, score, shift, delta);
+  else
+    make_p_and_ds_of<Kind, false, MT, NT>(p, ds, score, shift, delta);
+}
+
+// Whether transposed scores begin at what makes -shift of them instead of at 0, so that nothing is to be read
+// between their product and the exponentials: not where a tanh comes between, nor where a scale near 0 would
+// make it infinite.
+__device__ inline bool begin_at_shift(const fa_cuda_score &score) {
+  return score.form != FA_CUDA_SCORE_SOFTCAP && score.factor > 1e-30f;
+}
+
+// What a transposed product begins at; shift: in shared memory, of the accumulator's rows.
+template <class Kind, int NT>
+__device__ inline void set_to_shift(float (&product)[1][NT][4], const fa_cuda_score &score, uint32_t shift) {
+  const float per_shift = (score.form == FA_CUDA_SCORE_NEGATED ? 1 : -1) / exponent_of_unit<Kind>(score);
+#pragma unroll
+  for (int n = 0; n < NT; n++) {
+    const float2 of_rows = load_shared_pair(shift + (n * 8 + threadIdx.x % 4 * 2) * 4);
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+      product[0][n][i] = begin_at_shift(score) ? (i % 2 ? of_rows.y : of_rows.x) * per_shift : 0;
+  }
+}
+
+// Transposed scores become probabilities: take(n, p, slopes) gets them column block by column block of the
+// accumulator. shift: in shared memory. FROM_SHIFT: the scores may have begun at the shift.
+template <class Kind, bool FROM_SHIFT = false, int NT, class Take>
+__device__ inline void make_transposed_p(const float (&scores)[1][NT][4], const fa_cuda_score &score,
+                                         uint32_t shift, Take take) {
+  const float unit = exponent_of_unit<Kind>(score);
+  const float per_cap = FROM_SHIFT && score.form != FA_CUDA_SCORE_SOFTCAP ? 0 : per_softcap<Kind>(score);
+  auto take_all = [&](auto softcap) {
+    constexpr bool SOFTCAP = decltype(softcap)::value, SHIFTED = FROM_SHIFT && !SOFTCAP;
+#pragma unroll
+    for (int n = 0; n < NT; n++) {
+      float2 row_shift = {0, 0};
+      if (!SHIFTED) row_shift = load_shared_pair(shift + (n * 8 + threadIdx.x % 4 * 2) * 4);
+      float p[4], slopes[4];
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const Probability it =
+            probability_of<Kind, SOFTCAP>(scores[0][n][i], unit, i % 2 ? row_shift.y : row_shift.x, per_cap);
+        p[i] = it.p, slopes[i] = it.slope;
+      }
+      take(n, p, slopes);
+    }
+  };
+  if (FROM_SHIFT ? !begin_at_shift(score) : score.form == FA_CUDA_SCORE_SOFTCAP)
+    take_all(std::true_type());
+  else
+    take_all(std::false_type());
+}
+// The same: p becomes an operand times scale; the slopes take the scores' place.
+template <class Kind, bool FROM_SHIFT = false, int NT>
+__device__ inline void make_transposed_p(float (&scores)[1][NT][4], uint32_t (&operand)[Kind::PARTS][NT / 2][4],
+                                         const fa_cuda_score &score, uint32_t shift, float scale = 1) {
+  make_transposed_p<Kind, FROM_SHIFT>(
+      scores, score, shift, [&](int n, const float(&p)[4], const float(&slopes)[4]) {
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+          convert_pair<Kind>(operand, n, half, p[half * 2], p[half * 2 + 1], scale);
+#pragma unroll
+        for (int i = 0; i < 4; i++) scores[0][n][i] = slopes[i];
+      });
+}
+
+// Transposed dp, to be multiplied with unscale where operands are SCALED, becomes ds; slopes_of(n): what
+// make_transposed_p gave of a column block of the accumulator. delta: in shared memory.
+template <class Kind, int NT, class SlopesOf>
+__device__ inline void make_transposed_ds(float (&ds)[1][NT][4], SlopesOf slopes_of, uint32_t delta,
+                                          float unscale = 1) {
+#pragma unroll
+  for (int n = 0; n < NT; n++) {
+    const float2 row_delta = load_shared_pair(delta + (n * 8 + threadIdx.x % 4 * 2) * 4);
+    const float4 four = slopes_of(n);
+    const float slopes[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const float dp = Kind::SCALED ? ds[0][n][i] * unscale : ds[0][n][i];
+      ds[0][n][i] = ds_of(slopes[i], dp, i % 2 ? row_delta.y : row_delta.x);
+    }
+  }
+}
+
+// ---- a single cell -----------------------------------------------------------------------------------------
+
+// The same program for one cell and in natural units, from its product of unscaled operands; -inf where the row
+// does not see the column. It is as exact as SCALED kinds are, whatever the kernel beside it.
+__device__ inline float score_of_cell(const fa_cuda_arguments &a, const Place &at, float product) {
+  const Sequence s = sequence_of(a, at.batch);
+  const Range visible = visible_columns(s, {at.row, at.row + 1});
+  if (at.column < visible.begin || at.column >= visible.end) return -INFINITY;
+  using Kind = kinds::f32;
+  if (a.score.form == FA_CUDA_SCORE_SOFTCAP)
+    return finish_score<Kind, FA_CUDA_SCORE_SOFTCAP>(product, a.score, 1);
+  if (a.score.form == FA_CUDA_SCORE_NEGATED)
+    return finish_score<Kind, FA_CUDA_SCORE_NEGATED>(product, a.score, 1);
+  return finish_score<Kind, FA_CUDA_SCORE_PLAIN>(product, a.score, 1);
+}
+
+// The probability of a cell's score, and its slope; a row whose lse is -inf has none.
+__device__ inline Probability probability_of_cell(const fa_cuda_arguments &a, float score, float lse) {
+  if (score == -INFINITY || lse == -INFINITY) return {0, 0};
+  const float p = expf(score - lse);
+  if (a.score.form != FA_CUDA_SCORE_SOFTCAP) return {p, p};
+  return {p, p * softcap_slope(score, per_softcap<kinds::f32>(a.score))};
+}
+
+}  // namespace fa
