@@ -16,6 +16,15 @@
     return check(result, operation, error);                 \
   } while (0)
 
+/* For what cannot fail in a way that matters. */
+#define DROP_ON_DEVICE(index, call)               \
+  do {                                            \
+    device_scope scope;                           \
+    if (enter_device(&scope, index, NULL)) break; \
+    if (call) cudaGetLastError();                 \
+    leave_device(&scope);                         \
+  } while (0)
+
 static fa_status available(int32_t index, size_t *free_bytes, size_t *total_bytes, fa_error *error) {
   *free_bytes = *total_bytes = 0;
   ON_DEVICE(index, "cudaMemGetInfo", cudaMemGetInfo(free_bytes, total_bytes));
@@ -35,24 +44,19 @@ static fa_status allocate(int32_t index, size_t bytes, void **memory, fa_error *
 }
 
 /* Errors of work that was under way would surface here, too; the call that waits for that work reports them. */
-static void release(int32_t index, void *memory) {
-  (void)index; /* the runtime knows whose memory it is */
-  if (cudaFree(memory)) cudaGetLastError();
+static void release(int32_t index, void *memory) { DROP_ON_DEVICE(index, cudaFree(memory)); }
+
+static fa_status host_allocate(int32_t index, size_t bytes, void **memory, fa_error *error) {
+  device_scope scope;
+  fa_status status = enter_device(&scope, index, error);
+  if (status) return status;
+  status = check(cudaHostAlloc(memory, bytes, cudaHostAllocPortable), "cudaHostAlloc", error);
+  leave_device(&scope);
+  if (status != FA_STATUS_OUT_OF_MEMORY) return status;
+  return fa_fail(error, status, "device", FA_TEXT("%zu bytes of pinned memory", bytes), "none");
 }
 
-static fa_status host_allocate(size_t bytes, void **memory, fa_error *error) {
-  const cudaError_t result = cudaHostAlloc(memory, bytes, cudaHostAllocPortable);
-  if (result == cudaErrorMemoryAllocation) {
-    cudaGetLastError();
-    return fa_fail(error, FA_STATUS_OUT_OF_MEMORY, "device", FA_TEXT("%zu bytes of pinned memory", bytes),
-                   "none");
-  }
-  return check(result, "cudaHostAlloc", error);
-}
-
-static void host_release(void *memory) {
-  if (cudaFreeHost(memory)) cudaGetLastError();
-}
+static void host_release(int32_t index, void *memory) { DROP_ON_DEVICE(index, cudaFreeHost(memory)); }
 
 static fa_place place_of(int32_t index, const void *memory) {
   struct cudaPointerAttributes attributes;
@@ -71,9 +75,13 @@ static fa_place place_of(int32_t index, const void *memory) {
 /* Of the first and the last byte: a range that is not all of one kind counts as pageable memory, which every
  * kind can be copied as. */
 static fa_place locate(int32_t index, const void *memory, size_t bytes) {
+  device_scope scope;
+  if (enter_device(&scope, index, NULL)) return FA_PLACE_HOST;
   const fa_place first = place_of(index, memory);
-  if (bytes < 2 || first == FA_PLACE_HOST) return first;
-  return place_of(index, (const char *)memory + bytes - 1) == first ? first : FA_PLACE_HOST;
+  const bool is_one =
+      bytes < 2 || first == FA_PLACE_HOST || place_of(index, (const char *)memory + bytes - 1) == first;
+  leave_device(&scope);
+  return is_one ? first : FA_PLACE_HOST;
 }
 
 /* Independent of the default stream. */
@@ -82,20 +90,14 @@ static fa_status stream_new(int32_t index, void **stream, fa_error *error) {
             cudaStreamCreateWithFlags((cudaStream_t *)stream, cudaStreamNonBlocking));
 }
 
-static void stream_free(int32_t index, void *stream) {
-  (void)index;
-  if (cudaStreamDestroy(stream)) cudaGetLastError();
-}
+static void stream_free(int32_t index, void *stream) { DROP_ON_DEVICE(index, cudaStreamDestroy(stream)); }
 
 static fa_status event_new(int32_t index, bool timed, void **event, fa_error *error) {
   const unsigned flags = timed ? cudaEventDefault : cudaEventDisableTiming;
   ON_DEVICE(index, "cudaEventCreate", cudaEventCreateWithFlags((cudaEvent_t *)event, flags));
 }
 
-static void event_free(int32_t index, void *event) {
-  (void)index;
-  if (cudaEventDestroy(event)) cudaGetLastError();
-}
+static void event_free(int32_t index, void *event) { DROP_ON_DEVICE(index, cudaEventDestroy(event)); }
 
 static fa_status copy(int32_t index, fa_rows to, fa_rows from, size_t row_bytes, size_t num_rows, void *stream,
                       fa_error *error) {
@@ -117,8 +119,7 @@ static fa_status stream_wait(int32_t index, void *stream, void *event, fa_error 
 
 /* Polls, at first without rest, then with more and more: cudaEventSynchronize would wake up 0.1 to 0.4 ms late,
  * and events that it can sleep on keep the bus from work. */
-static fa_status event_wait(int32_t index, void *event, fa_error *error) {
-  (void)index;
+static cudaError_t poll(void *event) {
   const int64_t begin = fa_nanoseconds();
   cudaError_t result;
   while ((result = cudaEventQuery(event)) == cudaErrorNotReady) {
@@ -129,13 +130,20 @@ static fa_status event_wait(int32_t index, void *event, fa_error *error) {
       nanosleep(&(struct timespec){.tv_nsec = 1000 * (rest < 20 ? 20 : rest > 1000 ? 1000 : rest)}, NULL);
     cudaGetLastError();
   }
-  return check(result, "cudaEventQuery", error);
+  return result;
+}
+
+static fa_status event_wait(int32_t index, void *event, fa_error *error) {
+  ON_DEVICE(index, "cudaEventQuery", poll(event));
 }
 
 static fa_status elapsed(int32_t index, void *begin, void *end, double *seconds, fa_error *error) {
-  (void)index;
+  device_scope scope;
   float milliseconds = 0;
-  fa_status status = check(cudaEventElapsedTime(&milliseconds, begin, end), "cudaEventElapsedTime", error);
+  fa_status status = enter_device(&scope, index, error);
+  if (status) return status;
+  status = check(cudaEventElapsedTime(&milliseconds, begin, end), "cudaEventElapsedTime", error);
+  leave_device(&scope);
   *seconds = milliseconds / 1e3;
   return status;
 }

@@ -25,18 +25,13 @@ static inline fa_status check(cudaError_t result, const char *operation, fa_erro
     if (status) return status;                        \
   } while (0)
 
-/* Makes a device current for the duration of a call into the runtime. */
+/* Makes a device current for the duration of a call into the runtime. Afterwards the thread has the context
+ * that it had before, or none. */
 typedef struct device_scope {
-  int previous;
+  struct CUctx_st *previous;
 } device_scope;
 
-static inline fa_status enter_device(device_scope *scope, int32_t index, fa_error *error) {
-  const char *operation = "cudaSetDevice";
-  CHECK(cudaGetDevice(&scope->previous));
-  CHECK(cudaSetDevice(index));
-  return FA_STATUS_OK;
-}
-
-static inline void leave_device(const device_scope *scope) { cudaSetDevice(scope->previous); }
+fa_status enter_device(device_scope *scope, int32_t index, fa_error *error);
+void leave_device(const device_scope *scope);
 
 #endif

@@ -19,9 +19,10 @@ typedef struct fa_memory_ops {
   /* Zeros after an error. */
   fa_status (*available)(int32_t index, size_t *free_bytes, size_t *total_bytes, fa_error *error);
 
-  /* Page-locked memory of the host, for every device of the backend. */
-  fa_status (*host_alloc)(size_t bytes, void **memory, fa_error *error);
-  void (*host_free)(void *memory);
+  /* Page-locked memory of the host, for every device of the backend. The index is that of one in use: no other
+   * device may have to wake up for it. */
+  fa_status (*host_alloc)(int32_t index, size_t bytes, void **memory, fa_error *error);
+  void (*host_free)(int32_t index, void *memory);
 
   fa_place (*locate)(int32_t index, const void *memory, size_t bytes);
 

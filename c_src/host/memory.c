@@ -29,11 +29,13 @@ static void device_free(const void *context, void *memory) {
 }
 
 static fa_status host_alloc(const void *context, size_t bytes, void **memory, fa_error *error) {
-  return ((const fa_backend *)context)->memory->host_alloc(bytes, memory, error);
+  const fa_pinned *from = context;
+  return from->backend->memory->host_alloc(from->index, bytes, memory, error);
 }
 
 static void host_free(const void *context, void *memory) {
-  ((const fa_backend *)context)->memory->host_free(memory);
+  const fa_pinned *from = context;
+  from->backend->memory->host_free(from->index, memory);
 }
 
 static size_t default_pinned_limit(void) {
@@ -42,14 +44,14 @@ static size_t default_pinned_limit(void) {
   return quarter < most ? quarter : most;
 }
 
-static fa_pinned *find_pinned(const fa_backend *backend) {
+static fa_pinned *find_pinned(const fa_backend *backend, int32_t index) {
   fa_pinned *found = pinned;
   while (found->backend && found->backend != backend) found++;
   if (!found->backend) {
-    const fa_source source = {host_alloc, host_free, backend};
+    const fa_source source = {host_alloc, host_free, found};
     fa_pool_init(&found->callers, source, pinned_limit ? pinned_limit : default_pinned_limit(), SIZE_MAX);
     fa_pool_init(&found->staging, source, most_staging_bytes, SIZE_MAX);
-    found->backend = backend;
+    found->backend = backend, found->index = index;
   }
   return found;
 }
@@ -63,7 +65,7 @@ static fa_heap *known_heap(const fa_backend *backend, int32_t index) {
 static fa_heap *new_heap(const fa_backend *backend, int32_t index, size_t total_bytes) {
   fa_heap *heap = calloc(1, sizeof *heap);
   if (!heap) return NULL;
-  *heap = (fa_heap){.backend = backend, .index = index, .pinned = find_pinned(backend), .next = heaps};
+  *heap = (fa_heap){.backend = backend, .index = index, .pinned = find_pinned(backend, index), .next = heaps};
   pthread_mutex_init(&heap->mutex, NULL);
   const char *cache = getenv("FLASH_ATTENTION_CACHE");
   const size_t idle_limit = cache && strcmp(cache, "0") == 0 ? 0 : total_bytes / 8;

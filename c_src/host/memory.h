@@ -9,6 +9,7 @@
  * which every call gives back. */
 typedef struct fa_pinned {
   const fa_backend *backend;
+  int32_t index; /* the device that was used first */
   fa_pool callers, staging;
 } fa_pinned;
 

@@ -108,13 +108,21 @@ static void release(int32_t index, void *memory) {
   (void)index;
   remove_block(memory);
 }
-static fa_status host_alloc(size_t bytes, void **memory, fa_error *error) {
+static fa_status host_alloc(int32_t index, size_t bytes, void **memory, fa_error *error) {
+  pthread_mutex_lock(&mutex);
+  state.is_awake[index] = true;
+  pthread_mutex_unlock(&mutex);
   return add_block(-1, bytes, memory, error);
 }
-static void host_free(void *memory) { remove_block(memory); }
+static void host_free(int32_t index, void *memory) {
+  (void)index;
+  remove_block(memory);
+}
 
 static fa_status available(int32_t index, size_t *free_bytes, size_t *total_bytes, fa_error *error) {
-  (void)index;
+  pthread_mutex_lock(&mutex);
+  state.is_awake[index] = true;
+  pthread_mutex_unlock(&mutex);
   const fa_status status = may_fail(error);
   *free_bytes = *total_bytes = status ? 0 : (size_t)1 << 40;
   return status;

@@ -26,6 +26,7 @@ typedef struct fake_state {
   long num_streams, num_events;      /* that are there now */
   long num_pageable_copies;          /* of memory that the bus cannot read by itself */
   long num_copies, num_unpacked, num_runs;
+  bool is_awake[FAKE_DEVICES];        /* memory was asked for, of the device or for it */
   fa_problem problems[FAKE_PROBLEMS]; /* of the last runs: that of run n at n % FAKE_PROBLEMS */
 } fake_state;
 fake_state fake_get_state(void);

@@ -869,6 +869,16 @@ static void exact_free(const void *context, void *memory) {
   free(memory);
 }
 
+/* Using one device leaves the others asleep. */
+static void test_second_device_first(void) {
+  fa_heap *heap;
+  void *memory;
+  if (fa_heap_of(&fake_gpu, 1, &heap, NULL)) exit(2);
+  take(&heap->pinned->callers, 100, &memory);
+  CHECK(fake_get_state().is_awake[1] && !fake_get_state().is_awake[0], "device 0 was woken up by device 1");
+  fa_pool_give(&heap->pinned->callers, memory);
+}
+
 /* A device that cannot be asked today has no heap yet, rather than one that knows no size. */
 static void test_first_use(void) {
   fa_heap *heap;
@@ -944,7 +954,8 @@ static void test_kept_on_cpu(void) {
 }
 
 int main(void) {
-  test_first_use(); /* before any other */
+  test_second_device_first(); /* before any other */
+  test_first_use();
   test_pool();
   test_pool_without_cache();
   for (int bits = 8; bits <= 32; bits++) test_pool_of_many((uintptr_t)1 << bits);
