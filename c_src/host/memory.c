@@ -197,14 +197,17 @@ fa_status fa_memory_get_info(fa_device device, fa_memory_info *info, fa_error *e
   return FA_STATUS_OK;
 }
 
-fa_status fa_memory_trim(fa_device device, fa_error *error) {
-  fa_heap *heap;
-  fa_status status = find_used_heap(device, &heap, error);
-  if (status || !heap) return status;
+void fa_heap_trim(fa_heap *heap) {
   fa_pool_trim(&heap->pool, 0);
   fa_pool_trim(&heap->pinned->callers, 0);
   fa_pool_trim(&heap->pinned->staging, 0);
-  return FA_STATUS_OK;
+}
+
+fa_status fa_memory_trim(fa_device device, fa_error *error) {
+  fa_heap *heap;
+  fa_status status = find_used_heap(device, &heap, error);
+  if (!status && heap) fa_heap_trim(heap);
+  return status;
 }
 
 fa_place fa_memory_locate(fa_device device, const void *memory, size_t bytes) {

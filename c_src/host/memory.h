@@ -29,4 +29,7 @@ extern pthread_mutex_t fa_heaps_mutex;
 /* The device's heap, which lives as long as the process. The backend has memory operations. */
 fa_status fa_heap_of(const fa_backend *backend, int32_t index, fa_heap **heap, fa_error *error);
 
+/* Returns what is at hand to the driver and the system. */
+void fa_heap_trim(fa_heap *heap);
+
 #endif

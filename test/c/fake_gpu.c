@@ -8,7 +8,7 @@
 #include "../../c_src/host/pack.h"
 #include "../../c_src/cpu/half.h"
 
-struct fake_settings fake_settings = {SIZE_MAX, SIZE_MAX, -1, FA_STATUS_OK};
+struct fake_settings fake_settings = {SIZE_MAX, SIZE_MAX, -1, FA_STATUS_OK, NULL};
 
 /* ---- state, all under one mutex ------------------------------------------------------------------------ */
 
@@ -49,6 +49,7 @@ static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
 static fake_block *blocks;
 static fake_stream *streams, default_stream = {NULL, &default_stream.first, false, NULL};
 static fake_state state;
+static int num_waiting; /* threads, for an event or a stream */
 
 fake_state fake_get_state(void) {
   pthread_mutex_lock(&mutex);
@@ -151,14 +152,19 @@ static bool can_go_on(const fake_stream *stream) {
   return work && !stream->busy && (work->kind != WAIT || work->event->done >= work->target);
 }
 
+static bool may_be_drawn(const fake_stream *stream) {
+  return stream != fake_settings.late && can_go_on(stream);
+}
+
 static fake_stream *draw_stream(unsigned *seed) {
-  int num_ready = can_go_on(&default_stream);
-  for (fake_stream *stream = streams; stream; stream = stream->next) num_ready += can_go_on(stream);
-  if (num_ready == 0) return NULL;
+  int num_ready = may_be_drawn(&default_stream);
+  for (fake_stream *stream = streams; stream; stream = stream->next) num_ready += may_be_drawn(stream);
+  fake_stream *late = fake_settings.late;
+  if (num_ready == 0) return late && num_waiting > 0 && can_go_on(late) ? late : NULL;
   int drawn = rand_r(seed) % num_ready;
-  if (can_go_on(&default_stream) && drawn-- == 0) return &default_stream;
+  if (may_be_drawn(&default_stream) && drawn-- == 0) return &default_stream;
   for (fake_stream *stream = streams;; stream = stream->next)
-    if (can_go_on(stream) && drawn-- == 0) return stream;
+    if (may_be_drawn(stream) && drawn-- == 0) return stream;
 }
 
 /* A row of a head. */
@@ -344,13 +350,20 @@ static fa_status stream_wait(int32_t index, void *stream, void *event, fa_error 
   return status;
 }
 
+static void begin_to_wait(void) {
+  num_waiting++;
+  pthread_cond_broadcast(&changed);
+}
+
 static fa_status event_wait(int32_t index, void *event, fa_error *error) {
   (void)index;
   fa_status status = may_fail(error);
   if (status) return status;
   const fake_event *waited = event;
   pthread_mutex_lock(&mutex);
+  begin_to_wait();
   while (waited->done < waited->recorded) pthread_cond_wait(&changed, &mutex);
+  num_waiting--;
   pthread_mutex_unlock(&mutex);
   return FA_STATUS_OK;
 }
@@ -365,7 +378,9 @@ static fa_status synchronize(int32_t index, void *stream, fa_error *error) {
   (void)index;
   const fake_stream *waited = stream ? stream : &default_stream;
   pthread_mutex_lock(&mutex);
+  begin_to_wait();
   while (waited->first) pthread_cond_wait(&changed, &mutex);
+  num_waiting--;
   pthread_mutex_unlock(&mutex);
   return may_fail(error);
 }

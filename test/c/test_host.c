@@ -48,11 +48,7 @@ static void check_nothing_is_used(const char *when) {
 }
 
 static void trim(void) {
-  for (int i = 0; i < FAKE_DEVICES; i++) {
-    fa_pool_trim(&heap_of(i)->pool, 0);
-    fa_pool_trim(&heap_of(i)->pinned->staging, 0);
-    fa_pool_trim(&heap_of(i)->pinned->callers, 0);
-  }
+  for (int i = 0; i < FAKE_DEVICES; i++) fa_heap_trim(heap_of(i));
 }
 
 /* ---- a problem, its tensors in several places, and what the reference makes of it
@@ -455,6 +451,36 @@ static void test_order(void) {
     setting_free(&s);
   }
   memory->stream_free(0, stream);
+}
+
+/* Every tensor lies on the device, so that nothing but the caller's stream holds the kernels up; and that does
+ * its work last. */
+static void test_order_on_device(fa_pass pass) {
+  fa_random random = random_stream(18, 0);
+  fa_error error;
+  void *stream;
+  if (fake_gpu.memory->stream_new(0, &stream, NULL)) exit(2);
+  setting s = mixed_setting(pass, &random);
+  for (int id = 0; id < FA_NUM_TENSORS; id++) s.where[id] = ON_DEVICE;
+  setting_place(&s);
+  const size_t bytes = size_of(&s, FA_TENSOR_Q);
+  char *q = s.given[FA_TENSOR_Q], *early;
+  take(&heap_of(0)->pool, bytes, (void **)&early);
+  memcpy(early, q, bytes);
+  memset(q, 0xff, bytes);
+  fake_settings.late = stream;
+  copy_slowly(q, early, bytes, stream);
+  const fa_status status = setting_run(&s, stream, NULL, &error);
+  CHECK(status == FA_STATUS_OK, "%s", error.message);
+  for (int id = 0; id < FA_NUM_TENSORS; id++)
+    if (role_of(&s, id) == FA_ROLE_OUTPUT)
+      CHECK(is_right(&s, id), "%s: kernels did not wait for the caller's stream", fa_tensor_name(id));
+  fake_gpu.memory->synchronize(0, stream, NULL);
+  fake_settings.late = NULL;
+  fa_pool_give(&heap_of(0)->pool, early);
+  setting_remove(&s);
+  setting_free(&s);
+  fake_gpu.memory->stream_free(0, stream);
 }
 
 /* Memory in which a tensor is to end up is still written by the caller's stream. */
@@ -976,6 +1002,8 @@ int main(void) {
   test_no_pinned_memory(FA_PASS_FORWARD);
   test_no_pinned_memory(FA_PASS_BACKWARD);
   test_order();
+  test_order_on_device(FA_PASS_FORWARD);
+  test_order_on_device(FA_PASS_BACKWARD);
   test_order_of_kept();
   test_many_callers();
   trim();
