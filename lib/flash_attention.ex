@@ -419,7 +419,8 @@ defmodule FlashAttention do
   `FlashAttention.Error`. It can be called inside `defn` and outside of it, and needs Nx 0.12 or later. Memory
   grows linearly with the sequence, in the gradient too.
 
-  Vectorized axes count as part of the batch, with gradients from Nx 0.13 on; `sink` has none. `o` has the axis
+  Vectorized axes count as part of the batch; `sink` has none. Their gradients, and those through `while`, are Nx's, and
+  wrong in some releases: `FlashAttention.Defn.gradient_right?/1` tells. `o` has the axis
   names of `q`. The gradient is linear in that of `o`, and has a gradient by it, which is computed in f64 on the CPU;
   by `q`, `k`, `v` and `sink` it has none: asking for that raises.
 

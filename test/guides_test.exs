@@ -1,10 +1,20 @@
 defmodule GuidesTest do
-  # Every guide is a program, from its first block to its last.
-  use ExUnit.Case, async: true
+  # Every guide is a program, from its first block to its last. Not async: one of them chooses the compiler for all.
+  use ExUnit.Case, async: false
 
   alias FlashAttention.Test.Document
 
+  @compile {:no_warn_undefined, Nx.Defn}
   @moduletag :capture_log
+
+  setup do
+    if Code.ensure_loaded?(Nx.Defn) do
+      chosen = Nx.Defn.default_options()
+      on_exit(fn -> Nx.Defn.global_default_options(chosen) end)
+    end
+
+    :ok
+  end
 
   @needs %{"training" => :nx, "axon_and_exla" => :axon, "bumblebee" => :bumblebee}
 

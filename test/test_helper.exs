@@ -1,12 +1,15 @@
 # What cannot run here is excluded, and said.
-nx = to_string(Application.spec(:nx, :vsn) || "0.0.0")
 defn? = FlashAttention.Defn.supported?()
 
 missing = [
   nx: if(!Code.ensure_loaded?(Nx), do: "Nx is not installed"),
   defn: if(!defn?, do: "Nx 0.12 or later is not installed"),
-  # Before, Nx errs in the gradients of while and of vectorized tensors.
-  nx_gradients: if(!Version.match?(nx, ">= 0.13.1"), do: "Nx 0.13.1 or later is not installed"),
+  nx_while:
+    if(!FlashAttention.Defn.gradient_right?(:while), do: "no Nx whose gradients through while are right"),
+  nx_vectorized:
+    if(!FlashAttention.Defn.gradient_right?(:vectorized),
+      do: "no Nx whose gradients of vectorized tensors are right"
+    ),
   exla: if(!Code.ensure_loaded?(EXLA.CustomCall), do: "EXLA 0.12 or later is not installed"),
   exla_native: if(!Code.ensure_loaded?(EXLA.NIF), do: "an EXLA that computes is not installed"),
   axon: if(!(defn? and Code.ensure_loaded?(Axon)), do: "Axon on Nx 0.12 or later is not installed"),

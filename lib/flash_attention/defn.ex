@@ -20,6 +20,26 @@ defmodule FlashAttention.Defn do
   @spec supported?() :: boolean
   def supported?, do: @supported
 
+  @doc """
+  Whether Nx's own gradients are right where attention may stand: through `while`, or of `vectorized` tensors.
+
+  Attention's gradient is right by itself; what leads to it is Nx's. In the releases 0.12.1 and 0.13.1 gradients through
+  a `while` whose steps do not commute are wrong, with attention in it or without, and Nx says nothing; in 0.12.1 those of
+  vectorized tensors raise, or are wrong. This is tried on the Nx that is loaded, once. Without one it is false.
+
+      iex> is_boolean(FlashAttention.Defn.gradient_right?(:while))
+      true
+  """
+  @spec gradient_right?(:while | :vectorized) :: boolean
+  def gradient_right?(what) when what in [:while, :vectorized] do
+    with nil <- :persistent_term.get({__MODULE__, what}, nil) do
+      probe = FlashAttention.Defn.Probe
+      right? = Code.ensure_loaded?(probe) and apply(probe, :right?, [what])
+      :persistent_term.put({__MODULE__, what}, right?)
+      right?
+    end
+  end
+
   @doc false
   # The head of a function that can be called inside defn too; its body follows as an ordinary def.
   defmacro deftransform(head) do

@@ -200,9 +200,9 @@ defmodule FlashAttention.Native do
 
   Once, before the first of them is compiled. EXLA loads XLA as `libxla_extension.so` when its NIF is loaded:
 
-      iex> FlashAttention.Native.register_xla("libxla_extension.so")
-      {:error, {:unsupported, "library", "an XLA runtime that is loaded", "libxla_extension.so",
-        "library: expected an XLA runtime that is loaded, got libxla_extension.so"}}
+      iex> FlashAttention.Native.register_xla("libnot_loaded.so")
+      {:error, {:unsupported, "library", "an XLA runtime that is loaded", "libnot_loaded.so",
+        "library: expected an XLA runtime that is loaded, got libnot_loaded.so"}}
   """
   @spec register_xla(library :: String.t()) :: :ok | {:error, error}
   def register_xla(library), do: once_loaded(:register_xla, [library])

@@ -5,8 +5,19 @@ defmodule FlashAttention.DefnTest do
   alias FlashAttention.Test.{Numerical, NxAttention, Tensors}
 
   @moduletag :defn
+  doctest FlashAttention.Defn
+
   @compile {:no_warn_undefined,
-            [Nx, Nx.Defn, Nx.Defn.Composite, Nx.Defn.Tree, Nx.Defn.Kernel, Numerical, NxAttention]}
+            [
+              Nx,
+              Nx.Defn,
+              Nx.Defn.Composite,
+              Nx.Defn.Tree,
+              Nx.Defn.Kernel,
+              Numerical,
+              NxAttention,
+              FlashAttention.Defn.Probe
+            ]}
 
   # {batch, seqlen_q, seqlen_k, num_heads, num_kv_heads, head_dim}, options. sink: how many.
   @problems [
@@ -129,12 +140,19 @@ defmodule FlashAttention.DefnTest do
     assert_close(Nx.Defn.grad(q, loss.(FlashAttention)), Nx.Defn.grad(q, loss.(NxAttention)), 1.0e-12)
   end
 
-  @tag :nx_gradients
+  @tag :nx_while
   test "inside while" do
     {[q, k, v, _sink], _dout, _opts} = problem(5)
     attend = &NxAttention.attention(&1, k, v, causal: false)
     three = Nx.Defn.grad(q, &Nx.sum(Nx.pow(attend.(attend.(attend.(&1))), 2)))
     assert_close(Numerical.repeated(q, k, v), three, 1.0e-12)
+  end
+
+  test "gradients of Nx's own are known to be right or wrong, for good" do
+    for what <- [:while, :vectorized] do
+      assert is_boolean(FlashAttention.Defn.gradient_right?(what))
+      assert FlashAttention.Defn.gradient_right?(what) == FlashAttention.Defn.Probe.right?(what)
+    end
   end
 
   test "inside defn and cond" do
@@ -215,7 +233,7 @@ defmodule FlashAttention.DefnTest do
     assert Nx.devectorize(mixed)[0] |> Nx.rename(nil_names(4)) == first
   end
 
-  @tag :nx_gradients
+  @tag :nx_vectorized
   test "vectorized axes have gradients" do
     {[q, k, v, sink], dout, opts} = problem(5)
     [vq, vk, vv, vdout] = Enum.map([q, k, v, dout], &halves/1)
