@@ -86,7 +86,8 @@ defmodule FlashAttention.MixProject do
     [
       licenses: ["Apache-2.0"],
       links: %{},
-      files: ~w(c_src cuda examples guides lib Makefile mix.exs .formatter.exs README.md LICENSE CHANGELOG.md)
+      files:
+        ~w(c_src cuda examples guides lib src Makefile mix.exs .formatter.exs README.md LICENSE CHANGELOG.md)
     ]
   end
 end

@@ -394,8 +394,8 @@ defmodule FlashAttention do
     end
   end
 
-  defp device_name({:cpu, _index}), do: :cpu
-  defp device_name(device), do: device
+  # Of a kind without memory of its own there is one: the host.
+  defp device_name({kind, _index} = device), do: if(Options.own_memory?(kind), do: device, else: kind)
 
   defp describe(device) do
     %{
@@ -404,7 +404,7 @@ defmodule FlashAttention do
       features: String.split(device.features, [" ", ","], trim: true),
       threads: device.num_threads,
       memory_bytes: if(device.memory_bytes > 0, do: device.memory_bytes),
-      memory: if(device.kind != :cpu, do: device.memory)
+      memory: if(Options.own_memory?(device.kind), do: device.memory)
     }
   end
 

@@ -50,8 +50,11 @@ defmodule FlashAttention.Native do
   @typedoc "A number, `:infinity` for a window without bound, or a choice: `:high`, `true`."
   @type option :: {atom, number | :infinity | atom}
 
-  @typedoc "`:reference` is the naive implementation that the others are measured against."
-  @type device :: {:cpu | :cuda | :reference, non_neg_integer}
+  @typedoc """
+  A kind of device, `backend_info/0` lists them, and which one of that kind. `:reference` is the naive implementation that
+  the others are measured against.
+  """
+  @type device :: {kind :: atom, non_neg_integer}
 
   @typedoc """
   Where to leave what a pass makes, each of them optional: `results: :device` leaves outputs in the device's memory,

@@ -150,6 +150,10 @@ defmodule FlashAttention.Options do
   @spec device_kinds() :: [atom]
   def device_kinds, do: @kinds
 
+  @doc "Whether devices of that kind have memory of their own, beside the host's."
+  @spec own_memory?(atom) :: boolean
+  def own_memory?(kind), do: kind in found(:own_memory)
+
   @doc "The options as a Markdown table."
   @spec docs() :: String.t()
   def docs do
@@ -281,15 +285,19 @@ defmodule FlashAttention.Options do
   defp window_length(side), do: side
 
   defp devices({kind, index}), do: [{kind, index}]
-  defp devices(:auto), do: :persistent_term.get({__MODULE__, :auto}, nil) || find_auto()
+  defp devices(:auto), do: found(:auto)
   defp devices(kind), do: [{kind, 0}]
 
   # Looking for GPUs takes milliseconds; which there are does not change. There is no device at all until the library
   # is loaded.
-  defp find_auto do
-    found = FlashAttention.Native.backend_info().devices
-    devices = if Enum.any?(found, &(&1.kind == :cuda)), do: [cuda: 0, cpu: 0], else: [cpu: 0]
-    if found != [], do: :persistent_term.put({__MODULE__, :auto}, devices)
-    devices
+  defp found(key), do: :persistent_term.get({__MODULE__, key}, nil) || Map.fetch!(find(), key)
+
+  defp find do
+    %{devices: devices, kinds: kinds} = FlashAttention.Native.backend_info()
+    own = for %{kind: kind, has_own_memory: true} <- kinds, do: kind
+    first = for kind <- own, Enum.any?(devices, &(&1.kind == kind)), do: {kind, 0}
+    found = %{own_memory: own, auto: first ++ [cpu: 0]}
+    if devices != [], do: for({key, value} <- found, do: :persistent_term.put({__MODULE__, key}, value))
+    found
   end
 end

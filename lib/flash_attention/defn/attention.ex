@@ -77,7 +77,7 @@ if FlashAttention.Defn.supported?() do
       case for({kind, {:ok, outputs, workspace_bytes, _kernel}} <- plans, do: {kind, outputs, workspace_bytes}) do
         [{_kind, outputs, _bytes} | _] = taken ->
           {for(name <- @outputs, {type, shape} <- [outputs[name]], do: Nx.template(shape, type)),
-           Enum.find_value(taken, 0, fn {kind, _outputs, bytes} -> kind == :cuda && bytes end)}
+           Enum.find_value(taken, 0, fn {kind, _outputs, bytes} -> Options.own_memory?(kind) && bytes end)}
 
         # As in FlashAttention, a device that does not take the problem leaves it to the next one: the last one tells.
         [] ->

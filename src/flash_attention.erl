@@ -1,0 +1,142 @@
+%% @doc Exact attention for Erlang: a face over the Elixir module `FlashAttention', whose documentation says
+%% what is computed and what each option means. Nothing is decided here but how terms are written.
+%%
+%% A tensor is `{Data, Type, Shape}', or a map with these three: elements in a binary, contiguous, in the
+%% machine's byte order; `f32', `f64', `bf16' or `f16'; and a tuple of sizes. Results are written as the first
+%% tensor is. Options are a map or a proplist. Whatever is wrong comes back as `{error, Map}', whose `message' is
+%% a sentence.
+-module(flash_attention).
+
+-export([forward/3, forward/4, forward_with_states/3, forward_with_states/4]).
+-export([backward/2, backward/3, backward/6, backward/7]).
+-export([plan/3, plan/4, backend_info/0, release/1, states_bytes/1, trim/0]).
+
+-export_type([tensor/0, options/0, states/0, error/0]).
+
+-type type() :: f32 | f64 | bf16 | f16 | {f, 16 | 32 | 64} | {bf, 16}.
+-type tensor() :: {Data :: term(), type(), Shape :: tuple()}
+                | #{data := term(), type := type(), shape := tuple()}.
+-type options() :: #{atom() => term()} | [{atom(), term()} | atom()].
+-opaque states() :: map().
+-type error() :: #{reason := atom(), argument := atom(), expected := binary() | undefined,
+                   got := binary() | undefined, message := binary()}.
+-type device() :: cpu | {atom(), non_neg_integer()}.
+
+%% @doc Attention: o, of Q's shape. Causal, unless `causal' is `false'.
+-spec forward(tensor(), tensor(), tensor()) -> {ok, tensor()} | {error, error()}.
+forward(Q, K, V) -> forward(Q, K, V, []).
+
+-spec forward(tensor(), tensor(), tensor(), options()) -> {ok, tensor()} | {error, error()}.
+forward(Q, K, V, Options) ->
+    result('Elixir.FlashAttention':forward(in(Q), in(K), in(V), options(Options)), Q).
+
+%% @doc Attention, and beside o what the backward needs: lse, or with `keep => device' states that stay there.
+-spec forward_with_states(tensor(), tensor(), tensor()) ->
+          {ok, tensor(), tensor() | states()} | {error, error()}.
+forward_with_states(Q, K, V) -> forward_with_states(Q, K, V, []).
+
+-spec forward_with_states(tensor(), tensor(), tensor(), options()) ->
+          {ok, tensor(), tensor() | states()} | {error, error()}.
+forward_with_states(Q, K, V, Options) ->
+    result('Elixir.FlashAttention':forward_with_states(in(Q), in(K), in(V), options(Options)), Q).
+
+%% @doc The gradients, from what `forward_with_states/4' left on the device.
+-spec backward(tensor(), states()) ->
+          {ok, tensor(), tensor(), tensor()} | {ok, tensor(), tensor(), tensor(), #{atom() => tensor()}} |
+          {error, error()}.
+backward(DOut, States) -> backward(DOut, States, []).
+
+-spec backward(tensor(), states(), options()) ->
+          {ok, tensor(), tensor(), tensor()} | {ok, tensor(), tensor(), tensor(), #{atom() => tensor()}} |
+          {error, error()}.
+backward(DOut, States, Options) ->
+    result('Elixir.FlashAttention':backward(in(DOut), States, options(Options)), DOut).
+
+%% @doc The gradients by Q, K and V of a loss whose gradient by O is DOut, and a map of those by optional tensors.
+-spec backward(tensor(), tensor(), tensor(), tensor(), tensor(), tensor()) ->
+          {ok, tensor(), tensor(), tensor()} | {ok, tensor(), tensor(), tensor(), #{atom() => tensor()}} |
+          {error, error()}.
+backward(DOut, Q, K, V, O, Lse) -> backward(DOut, Q, K, V, O, Lse, []).
+
+-spec backward(tensor(), tensor(), tensor(), tensor(), tensor(), tensor(), options()) ->
+          {ok, tensor(), tensor(), tensor()} | {ok, tensor(), tensor(), tensor(), #{atom() => tensor()}} |
+          {error, error()}.
+backward(DOut, Q, K, V, O, Lse, Options) ->
+    Tensors = [in(Tensor) || Tensor <- [DOut, Q, K, V, O, Lse]],
+    result(apply('Elixir.FlashAttention', backward, Tensors ++ [options(Options)]), Q).
+
+%% @doc Which device and kernels calls with these tensors and options would use; nothing is computed.
+-spec plan(tensor(), tensor(), tensor()) ->
+          {ok, #{device := device(), forward := binary(), backward := binary()}} | {error, error()}.
+plan(Q, K, V) -> plan(Q, K, V, []).
+
+-spec plan(tensor(), tensor(), tensor(), options()) ->
+          {ok, #{device := device(), forward := binary(), backward := binary()}} | {error, error()}.
+plan(Q, K, V, Options) -> plain('Elixir.FlashAttention':plan(in(Q), in(K), in(V), options(Options))).
+
+%% @doc What computes here: devices, and why there is no CUDA where there is none.
+-spec backend_info() -> #{version := binary(), devices := [map()], cuda := binary() | undefined}.
+backend_info() -> undefined_for_nil('Elixir.FlashAttention':backend_info()).
+
+%% @doc Gives back the memory of a device that states or a tensor hold.
+-spec release(states() | tensor()) -> ok | {error, error()}.
+release(Term) -> plain('Elixir.FlashAttention':release(in(Term))).
+
+%% @doc How many bytes of a device's memory the states hold.
+-spec states_bytes(states()) -> non_neg_integer() | {error, error()}.
+states_bytes(States) -> plain('Elixir.FlashAttention.States':bytes(States)).
+
+%% @doc Returns the memory that is at hand for later calls.
+-spec trim() -> ok | {error, error()}.
+trim() -> plain('Elixir.FlashAttention':trim()).
+
+%% ---- how terms are written there ---------------------------------------------------------------------------
+
+%% What is no tensor goes on as it is: the library says what it expected.
+in({Data, Type, Shape}) -> tensor(Data, Type, Shape);
+in(#{'__struct__' := _} = Struct) -> Struct;
+in(#{data := Data, type := Type, shape := Shape}) -> tensor(Data, Type, Shape);
+in(Other) -> Other.
+
+tensor(Data, Type, Shape) ->
+    #{'__struct__' => 'Elixir.FlashAttention.Tensor', data => Data, type => type(Type), shape => Shape}.
+
+type(f32) -> {f, 32};
+type(f64) -> {f, 64};
+type(f16) -> {f, 16};
+type(bf16) -> {bf, 16};
+type(Type) -> Type.
+
+options(Options) when is_map(Options) -> options(maps:to_list(Options));
+options(Options) when is_list(Options) ->
+    try lists:map(fun option/1, proplists:unfold(Options))
+    catch error:_ -> Options
+    end;
+options(Other) -> Other.
+
+option({Key, undefined}) -> {Key, nil};
+option({sink, Sink}) -> {sink, in(Sink)};
+option(Option) -> Option.
+
+%% ---- how results are written here --------------------------------------------------------------------------
+
+result({error, _} = Error, _Like) -> plain(Error);
+result(Results, Like) -> list_to_tuple([out(Term, Like) || Term <- tuple_to_list(Results)]).
+
+out(#{'__struct__' := 'Elixir.FlashAttention.Tensor', data := Data, type := Written, shape := Shape}, Like) ->
+    {Class, Bits} = Written,
+    Type = list_to_existing_atom(atom_to_list(Class) ++ integer_to_list(Bits)),
+    case Like of
+        {_, _, _} -> {Data, Type, Shape};
+        _ -> #{data => Data, type => Type, shape => Shape}
+    end;
+out(#{'__struct__' := _} = Struct, _Like) -> Struct;
+out(Gradients, Like) when is_map(Gradients) -> maps:map(fun(_Name, Tensor) -> out(Tensor, Like) end, Gradients);
+out(Other, _Like) -> Other.
+
+plain({error, #{'__struct__' := _} = Error}) ->
+    {error, undefined_for_nil(maps:without(['__struct__', '__exception__'], Error))};
+plain(Result) -> Result.
+
+undefined_for_nil(Map) ->
+    maps:map(fun(_Key, nil) -> undefined; (_Key, Value) -> Value end, Map).

@@ -1,0 +1,153 @@
+defmodule ErlangTest do
+  # The library as Erlang programs meet it: :flash_attention, src/flash_attention.erl.
+  use ExUnit.Case, async: true
+
+  import FlashAttention.Test.Tensors
+
+  @atoms %{{:f, 32} => :f32, {:f, 64} => :f64, {:f, 16} => :f16, {:bf, 16} => :bf16}
+
+  defp tuple(%{data: data, type: type, shape: shape}), do: {data, @atoms[type], shape}
+  defp map(%{data: data, type: type, shape: shape}), do: %{data: data, type: @atoms[type], shape: shape}
+
+  for type <- [:f32, :f64, :bf16, :f16], form <- [:tuple, :map] do
+    test "#{type} as a #{form}: what the Elixir functions give" do
+      %{q: q, k: k, v: v, dout: dout, opts: opts} =
+        problem(1, unquote(type), {2, 5, 7, 4, 2, 3}, sink: 2, softcap: 3)
+
+      erl = if unquote(form) == :tuple, do: &tuple/1, else: &map/1
+      [eq, ek, ev, edout] = Enum.map([q, k, v, dout], erl)
+      {o, lse} = FlashAttention.forward_with_states!(q, k, v, opts)
+      {dq, dk, dv, %{sink: dsink}} = FlashAttention.backward!(dout, q, k, v, o, lse, opts)
+
+      # As a map and as a proplist; the sink in the other form.
+      for options <- [%{sink: map(opts[:sink]), softcap: 3}, [softcap: 3, sink: tuple(opts[:sink])]] do
+        assert :flash_attention.forward(eq, ek, ev, options) == {:ok, erl.(o)}
+        assert :flash_attention.forward_with_states(eq, ek, ev, options) == {:ok, erl.(o), erl.(lse)}
+
+        assert :flash_attention.backward(edout, eq, ek, ev, erl.(o), erl.(lse), options) ==
+                 {:ok, erl.(dq), erl.(dk), erl.(dv), %{sink: erl.(dsink)}}
+      end
+    end
+  end
+
+  test "options have their defaults; atoms of a proplist are true; types are written in two ways" do
+    %{q: q} = problem(1, :f32, {1, 5, 5, 2, 2, 3}, [])
+    {:ok, o, lse} = :flash_attention.forward_with_states(tuple(q), tuple(q), tuple(q))
+    assert {:ok, ^o} = :flash_attention.forward(tuple(q), tuple(q), tuple(q))
+
+    assert {:ok, ^o} =
+             :flash_attention.forward(tuple(q), map(q), tuple(q), [:causal, :deterministic, scale: :undefined])
+
+    assert {:ok, ^o} = :flash_attention.forward({q.data, q.type, q.shape}, q, q, %{device: :cpu})
+
+    assert {:ok, other} =
+             :flash_attention.forward(tuple(q), tuple(q), tuple(q), %{causal: false, window: {:infinity, 1}})
+
+    assert other != o
+
+    {:ok, dq, dk, dv} = :flash_attention.backward(o, tuple(q), tuple(q), tuple(q), o, lse)
+
+    {:ok, ^o, states} =
+      :flash_attention.forward_with_states(tuple(q), tuple(q), tuple(q), keep: :device, device: :cpu)
+
+    assert :flash_attention.backward(o, states) == {:ok, dq, dk, dv}
+    assert :flash_attention.backward(o, states, results: :host) == {:ok, dq, dk, dv}
+    assert :flash_attention.states_bytes(states) == 0
+    assert :flash_attention.release(states) == :ok
+    assert :flash_attention.release(o) == :ok
+    assert :flash_attention.trim() == :ok
+  end
+
+  test "what computes here" do
+    q = tuple(random(1, :f32, {1, 2, 1, 4}))
+
+    assert {:ok, %{device: :cpu, forward: "cpu/" <> _, backward: "cpu/" <> _}} =
+             :flash_attention.plan(q, q, q, device: :cpu)
+
+    assert {:ok, %{device: _}} = :flash_attention.plan(q, q, q)
+    assert %{version: version, devices: [%{device: :cpu} | _], cuda: cuda} = :flash_attention.backend_info()
+    assert version == FlashAttention.backend_info().version
+    assert cuda == :undefined or is_binary(cuda)
+  end
+
+  test "errors are maps" do
+    q = tuple(random(1, :f32, {1, 2, 1, 4}))
+
+    assert :flash_attention.forward(q, {binary_part(elem(q, 0), 0, 16), :f32, {1, 2, 1, 2}}, q) ==
+             {:error,
+              %{
+                reason: :invalid_argument,
+                argument: :k,
+                expected: "head_dim 4 as in q",
+                got: "2",
+                message: "k: expected head_dim 4 as in q, got 2"
+              }}
+
+    for {arguments, argument} <- [
+          {[1, q, q], :q},
+          {[q, {1, 2}, q], :k},
+          {[q, q, %{data: ""}], :v},
+          {[q, q, put_elem(q, 1, :s8)], :v},
+          {[q, q, q, 5], :opts},
+          {[q, q, q, [{:causal, true} | :improper]], :opts},
+          {[q, q, q, %{"causal" => true}], :opts},
+          {[q, q, q, %{causal: 1}], :causal},
+          {[q, q, q, %{sink: 1}], :sink},
+          {[q, q, q, [:sink]], :sink}
+        ] do
+      assert {:error, error} = apply(:flash_attention, :forward, arguments)
+      assert %{argument: ^argument, reason: :invalid_argument, message: message} = error
+
+      assert is_binary(message) and
+               Enum.sort(Map.keys(error)) == [:argument, :expected, :got, :message, :reason]
+    end
+
+    assert {:error, %{argument: :states, message: "states: expected a FlashAttention.States, got :none"}} =
+             :flash_attention.backward(q, :none)
+
+    assert {:error, %{argument: :states}} = :flash_attention.states_bytes(:none)
+    assert {:error, %{argument: :memory}} = :flash_attention.release(:none)
+    assert {:error, %{reason: :no_device}} = :flash_attention.forward(q, q, q, device: {:cuda, 4096})
+    no_argument = :flash_attention.forward(q, q, q, window: {1, 2, 3})
+    assert {:error, %{expected: expected}} = no_argument
+    assert is_binary(expected)
+  end
+
+  # The Erlang of the README, as its shell would run it; a comment has the value of the last expression.
+  for {block, index} <-
+        Enum.with_index(
+          Regex.scan(~r/^```erlang\n(.*?)^```/ms, File.read!("README.md"), capture: :all_but_first),
+          1
+        ) do
+    @external_resource "README.md"
+    test "Erlang block #{index} of the README" do
+      [block] = unquote(block)
+      [_, program, expected] = Regex.run(~r/^(.*)\n%=> (.*)\n\z/ms, block)
+
+      {value, _bindings} =
+        Enum.reduce(expressions(program), {nil, []}, fn exprs, {_, bindings} -> eval(exprs, bindings) end)
+
+      assert {^value, _} = eval(hd(expressions(expected <> ".")), [])
+    end
+  end
+
+  defp eval(expressions, bindings) do
+    {:value, value, bindings} = :erl_eval.exprs(expressions, bindings)
+    {value, bindings}
+  end
+
+  # Each up to its dot.
+  defp expressions(text) do
+    {:ok, tokens, _} = text |> String.to_charlist() |> :erl_scan.string()
+
+    tokens
+    |> Enum.chunk_while([], &chunk/2, fn [] -> {:cont, []} end)
+    |> Enum.map(fn tokens ->
+      {:ok, expressions} = :erl_parse.parse_exprs(tokens)
+      expressions
+    end)
+  end
+
+  defp chunk({:dot, _} = dot, tokens), do: {:cont, Enum.reverse([dot | tokens]), []}
+  defp chunk(token, tokens), do: {:cont, [token | tokens]}
+end
