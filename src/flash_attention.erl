@@ -3,8 +3,8 @@
 %%
 %% A tensor is `{Data, Type, Shape}', or a map with these three: elements in a binary, contiguous, in the
 %% machine's byte order; `f32', `f64', `bf16' or `f16'; and a tuple of sizes. Results are written as the first
-%% tensor is. Options are a map or a proplist. Whatever is wrong comes back as `{error, Map}', whose `message' is
-%% a sentence.
+%% tensor is. Options are a map or a proplist. Whatever is wrong comes back as `{error, Map}', whose `message'
+%% is a sentence.
 -module(flash_attention).
 
 -export([forward/3, forward/4, forward_with_states/3, forward_with_states/4]).
@@ -52,7 +52,7 @@ backward(DOut, States) -> backward(DOut, States, []).
 backward(DOut, States, Options) ->
     result('Elixir.FlashAttention':backward(in(DOut), States, options(Options)), DOut).
 
-%% @doc The gradients by Q, K and V of a loss whose gradient by O is DOut, and a map of those by optional tensors.
+%% @doc The gradients by Q, K and V of a loss whose gradient by O is DOut; of optional tensors in a map.
 -spec backward(tensor(), tensor(), tensor(), tensor(), tensor(), tensor()) ->
           {ok, tensor(), tensor(), tensor()} | {ok, tensor(), tensor(), tensor(), #{atom() => tensor()}} |
           {error, error()}.
