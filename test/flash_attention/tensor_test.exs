@@ -28,7 +28,7 @@ defmodule FlashAttention.TensorTest do
   test "errors name the argument" do
     for {arguments, message} <- [
           {[<<>>, :f8, {0}], "type: expected f32, f64, bf16, f16, s32, u32 or u8, got :f8"},
-          {[<<>>, {:s, 32}, {0}], "type: expected f32, f64, bf16, f16, s32, u32 or u8, got {:s, 32}"},
+          {[<<>>, {:s, 64}, {0}], "type: expected f32, f64, bf16, f16, s32, u32 or u8, got {:s, 64}"},
           {[<<>>, :f32, [0]], "shape: expected a tuple of sizes, got [0]"},
           {[<<>>, :f32, {0, -1}], "shape: expected a tuple of sizes, got {0, -1}"},
           {[<<>>, :f32, {0, 1.5}], "shape: expected a tuple of sizes, got {0, 1.5}"},
