@@ -43,7 +43,7 @@ defmodule Dependencies do
       {:Native, ~r{^flash_attention(\.ex$|/(?!training))}},
       {:Training, ~r{^flash_attention/training(\.ex$|/)}},
       {:Examples, ~r{^mix/}},
-      {:Check, ~r{^(flash_attention/check(\.ex$|/)|mix/)}}
+      {:Check, ~r{^(flash_attention/(check|truth)(\.ex$|/)|mix/)}}
     ]
   end
 
