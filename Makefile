@@ -322,7 +322,7 @@ test-sanitize: test-c-sanitize
 
 # ---- style -----------------------------------------------------------------------------------------
 
-C_FILES := $(wildcard c_src/*.h examples/*.c examples/truth/* test/truth/*.cpp c_src/*/*.[ch] cuda/*.cu cuda/*.cuh cuda/*.[ch] test/*/*.[ch] bench/*.[ch])
+C_FILES := $(wildcard c_src/*.h examples/*.c examples/truth/*.cu examples/truth/*.cpp examples/truth/*.h test/truth/*.cpp c_src/*/*.[ch] cuda/*.cu cuda/*.cuh cuda/*.[ch] test/*/*.[ch] bench/*.[ch])
 
 # clang-format's taste changes from version to version; Debian 12's is the house's.
 CLANG_FORMAT ?= clang-format

@@ -695,8 +695,18 @@ struct watch_dynamic_shared {
   }
 };
 
-#define TRUTH_DYNAMIC_SHARED(type, name)                                        \
-  alignas(128) thread_local type name[truth::most_shared_bytes / sizeof(type)]; \
+/* What an initialisation that happens at run time starts from. */
+template <class T>
+T nothing() {
+  T zeros;
+  std::memset((void *)&zeros, 0, sizeof zeros);
+  return zeros;
+}
+
+/* Initialised at run time, since GCC 12 calls that initialisation from templates whether there is one or not.
+ */
+#define TRUTH_DYNAMIC_SHARED(type, name)                                                                   \
+  alignas(128) thread_local type name[truth::most_shared_bytes / sizeof(type)] = {truth::nothing<type>()}; \
   static const truth::watch_dynamic_shared truth_watch_##name(#name, name, sizeof(type) < 4 ? 4 : sizeof(type))
 
 /* What kernels are given for a pointer: elements of T (real, half, bf16, or a type of integers), watched, with
@@ -1477,7 +1487,7 @@ namespace truth {
 /* clang-format takes a list of macros for one declaration. */
 /* clang-format off */
 TRUTH_WITH_F(exp) TRUTH_WITH_F(exp2) TRUTH_WITH_F(exp10) TRUTH_WITH_F(expm1) TRUTH_WITH_F(log)
-TRUTH_WITH_F(log2) TRUTH_WITH_F(log10) TRUTH_WITH_F( log1p) TRUTH_WITH_F(sqrt) TRUTH_WITH_F(rsqrt)
+TRUTH_WITH_F(log2) TRUTH_WITH_F(log10) TRUTH_WITH_F(log1p) TRUTH_WITH_F(sqrt) TRUTH_WITH_F(rsqrt)
 TRUTH_WITH_F(cbrt) TRUTH_WITH_F(sin) TRUTH_WITH_F(cos) TRUTH_WITH_F(tan) TRUTH_WITH_F(atan) TRUTH_WITH_F(asin)
 TRUTH_WITH_F(acos) TRUTH_WITH_F(sinh) TRUTH_WITH_F(cosh) TRUTH_WITH_F(tanh) TRUTH_WITH_F(erf) TRUTH_WITH_F(erfc)
 TRUTH_WITH_F(floor) TRUTH_WITH_F(ceil) TRUTH_WITH_F(trunc) TRUTH_WITH_F(round) TRUTH_WITH_F(rint)
@@ -1491,11 +1501,8 @@ TRUTH_ALIAS_2(atan2f, atan2) TRUTH_ALIAS_2(hypotf, hypot) TRUTH_ALIAS_2(fmodf, f
 TRUTH_ALIAS_2(copysignf, copysign) TRUTH_ALIAS_2(__fdividef, operator/) TRUTH_ALIAS_2(fdividef, operator/)
 TRUTH_ALIAS_2(__fadd_rn, operator+) TRUTH_ALIAS_2(__fsub_rn, operator-) TRUTH_ALIAS_2(__fmul_rn, operator*)
 TRUTH_ALIAS_2(__fdiv_rn, operator/)
-    /* clang-format on */
-
-    inline real fmaf(const real &a, const real &b, const real &c) {
-  return fma(a, b, c);
-}
+inline real fmaf(const real &a, const real &b, const real &c) { return fma(a, b, c); }
+/* clang-format on */
 inline real __fmaf_rn(const real &a, const real &b, const real &c) { return fma(a, b, c); }
 inline void sincosf(const real &a, real *s, real *c) {
   *s = sin(a);

@@ -146,7 +146,8 @@ static void test_votes() {
 }
 
 /* Copies through vectors of numbers and of words, shared memory of bytes, and sums by atomics of two kinds. */
-__global__ void moves(const number *x, number *y, number *sum, int *count, int n) {
+template <class T>
+__global__ void moves(const T *x, number *y, number *sum, int *count, int n) {
   extern __shared__ char bytes[];
   number *numbers = reinterpret_cast<number *>(bytes + 16);
   const int i = threadIdx.x;
@@ -171,7 +172,7 @@ static void test_moves() {
   const numbers values = random_numbers(n, 2);
   truth::array<> x("x", values), y("y", 2 * threads), sum("sum", {0, 0, 0});
   truth::array<int> count("count", numbers{0, 0});
-  truth::launch(moves, 1, threads, 16 + 4 * n, x, y, sum, count, n);
+  truth::launch(moves<number>, 1, threads, 16 + 4 * n, x, y, sum, count, n);
   numbers expected_y(2 * threads), expected_sum(3, 0), dx(n, 0);
   for (int i = 0; i < threads; i++) {
     const double *four = &values[(4 * i + 4) % n];

@@ -1,0 +1,111 @@
+defmodule Mix.Tasks.FlashAttention.TruthTest do
+  use ExUnit.Case, async: true
+
+  import ExUnit.CaptureIO
+
+  @moduletag :cxx
+  @moduletag :tmp_dir
+
+  @kernels """
+  #include <cuda_runtime.h>
+  template <typename T, int N>
+  __global__ void scale(const T *x, float *y, float factor) {
+    extern __shared__ __align__(16) unsigned char bytes[];
+    float *tile = reinterpret_cast<float *>(bytes);
+    tile[threadIdx.x] = x[threadIdx.x] * factor;
+    __syncthreads();
+    y[threadIdx.x] = tile[N - 1 - threadIdx.x];
+  }
+  __global__ void scale_backward(const float *dy, float *dx, float factor, int n) {
+    dx[threadIdx.x] = dy[n - 1 - threadIdx.x] * factor;
+  }
+  """
+
+  @arguments ["--kernel", "scale<float, 4>", "--out", "y", "--block", "4", "--shared", "16"]
+
+  # The task on these kernels; its exit status and everything that it and its programs print.
+  defp run(directory, kernels, cases, arguments) do
+    source = Path.join(directory, "kernels.cu")
+    case_file = Path.join(directory, "cases.exs")
+    File.write!(source, kernels)
+    File.write!(case_file, inspect(cases, limit: :infinity))
+    run([source, "--case", case_file | arguments])
+  end
+
+  defp run(arguments) do
+    with_io(fn ->
+      try do
+        Mix.Tasks.FlashAttention.Truth.run(arguments)
+        0
+      catch
+        :exit, {:shutdown, status} -> status
+      end
+    end)
+  end
+
+  defp cases(factor) do
+    [
+      [
+        name: "four",
+        arrays: [x: [1, 2, 3, 4], y: 4, dx: 4],
+        args: [:x, :y, 2],
+        backward: [kernel: "scale_backward", args: [:dy, :dx, factor, 4]],
+        gradients: [x: :dx]
+      ]
+    ]
+  end
+
+  test "templates, shared memory of the launch's size and CUDA's headers; what is right agrees", %{
+    tmp_dir: directory
+  } do
+    assert {0, output} = run(directory, @kernels, cases(2), ["--write", directory | @arguments])
+    assert output =~ "gradient of x agrees"
+    assert File.read!(Path.join(directory, "four/y.f64")) == numbers([8, 6, 4, 2])
+  end
+
+  test "a wrong backward fails, by name", %{tmp_dir: directory} do
+    assert {1, output} = run(directory, @kernels, cases(3), @arguments)
+    assert output =~ "wrong: gradient of x is wrong"
+  end
+
+  test "gradients of files, and a race", %{tmp_dir: directory} do
+    kernels = String.replace(@kernels, "__syncthreads();", ";")
+    File.write!(Path.join(directory, "dx.f64"), numbers([2, 2, 2, 2]))
+    arrays = [x: [1, 2, 3, 4], y: 4, dout: [1, 1, 1, 1], given: "dx.f64"]
+    c = [arrays: arrays, args: [:x, :y, 2], seeds: [y: :dout], gradients: [x: :given]]
+
+    assert {0, output} = run(directory, @kernels, [c], @arguments)
+    assert output =~ "gradient of x agrees"
+    assert {1, output} = run(directory, kernels, [c], @arguments)
+    assert output =~ ~r/race: bytes\[\d\] is/
+  end
+
+  test "what is wrong with a command is told in a line", %{tmp_dir: directory} do
+    assert_raise Mix.Error, "expected a file of kernels", fn -> run([]) end
+    assert_raise Mix.Error, "--kernel: expected a value", fn -> run(["x.cu"]) end
+
+    assert_raise Mix.Error, ~r/--case: .* is not there/, fn ->
+      run(["x.cu", "--case", "none.exs", "--kernel", "f", "--out", "y"])
+    end
+
+    assert_raise Mix.Error, ~r/does not compile.*error/s, fn ->
+      run(directory, "int f(", cases(2), @arguments)
+    end
+
+    assert_raise Mix.Error,
+                 "x: expected numbers, a count, {:random, count}, {:zeros, count} or a file, got nil",
+                 fn ->
+                   run(directory, @kernels, [[arrays: [x: nil, y: 4], args: []]], @arguments)
+                 end
+  end
+
+  test "the example" do
+    assert {0, output} =
+             run(~w(examples/truth/layer_norm.cu --kernel layer_norm_forward --backward layer_norm_backward
+                    --in x,gamma,beta --out y --case examples/truth/layer_norm.exs))
+
+    assert length(String.split(output, "agrees")) == 7
+  end
+
+  defp numbers(list), do: for(x <- list, into: <<>>, do: <<x::float-64-native>>)
+end
