@@ -1,7 +1,7 @@
 defmodule FlashAttention.Truth do
   @moduledoc """
-  Holds a backward function against differences of its forward, for any pair that Elixir can call: a NIF, a port,
-  Nx code, or plain Elixir.
+  Holds a backward function against differences of its forward, for any pair that Elixir can call: a NIF, a
+  port, Nx code, or plain Elixir.
 
       iex> alias FlashAttention.{Tensor, Truth}
       iex> numbers = fn list -> for x <- list, into: <<>>, do: <<x::float-64-native>> end
@@ -16,18 +16,18 @@ defmodule FlashAttention.Truth do
 
   ## What is compared
 
-  The loss is the sum of `dout * output` over all outputs, with random `dout`. Along random directions, and along
-  single elements, central differences of the loss are taken with three step sizes in a row, h, 2 h and 4 h. With
-  D(h) = (loss(x + h d) - loss(x - h d)) / 2 h, Richardson's extrapolation R(h) = (4 D(h) - D(2 h)) / 3 has no error
-  of second order (Richardson 1911), and R(h) - R(2 h) says how large those are that it has. The points are rounded
-  to the arguments' type, the forward computes in that type, and the gradient is held against what the rounded
-  points are apart.
+  The loss is the sum of `dout * output` over all outputs, with random `dout`. Along random directions, and
+  along single elements, central differences of the loss are taken with three step sizes in a row, h, 2 h and
+  4 h. With D(h) = (loss(x + h d) - loss(x - h d)) / 2 h, Richardson's extrapolation R(h) = (4 D(h) - D(2 h))
+  / 3 has no error of second order (Richardson 1911), and R(h) - R(2 h) says how large those are that it has.
+  The points are rounded to the arguments' type, the forward computes in that type, and the gradient is held
+  against what the rounded points are apart.
 
-  Rounding blurs a difference. How much is measured: the loss is computed at seven points so near to each other that
-  a smooth function is a straight line there, and third differences leave the noise (Moré and Wild 2011). An error
-  is told in units of what noise and the two step sizes explain; 1.0 is what they may do, and `:allowed` is where
-  failure begins. Where that is more than the gradient itself, nothing can be said of it: `:unresolved`. This
-  happens with 16-bit types; check those functions in `f32` or `f64`.
+  Rounding blurs a difference. How much is measured: the loss is computed at seven points so near to each
+  other that a smooth function is a straight line there, and third differences leave the noise (Moré and Wild
+  2011). An error is told in units of what noise and the two step sizes explain; 1.0 is what they may do, and
+  `:allowed` is where failure begins. Where that is more than the gradient itself, nothing can be said of it:
+  `:unresolved`. This happens with 16-bit types; check those functions in `f32` or `f64`.
 
   For kernels in CUDA C++ there is the exact derivative of the algorithm, too: `mix flash_attention.truth`.
   """
@@ -63,9 +63,9 @@ defmodule FlashAttention.Truth do
   Compares and reports.
 
   `inputs` is a list of tensors, or a keyword list where they have names. `forward` gets the tensors as a list and
-  gives one output, or a list or tuple of outputs; `backward` gets the inputs, the outputs and the gradients of the
-  outputs as three lists and gives the inputs' gradients: a list or tuple of as many as there are inputs, or as there
-  are differentiable ones. `{:ok, ...}` is taken as well.
+  gives one output, or a list or tuple of outputs; `backward` gets the inputs, the outputs and the gradients
+  of the outputs as three lists and gives the inputs' gradients: a list or tuple of as many as there are
+  inputs, or as there are differentiable ones. `{:ok, ...}` is taken as well.
 
   ## Options
 
@@ -128,7 +128,8 @@ defmodule FlashAttention.Truth do
   end
 
   @doc """
-  As `check/4`, for ExUnit: raises where it did not pass, with `format/1` as the message; else returns the report.
+  As `check/4`, for ExUnit: raises where it did not pass, with `format/1` as the message; else returns the
+  report.
   """
   @spec assert_gradients(function, function, [tensor] | keyword(tensor), keyword) :: report
   def assert_gradients(forward, backward, inputs, opts \\ []) do

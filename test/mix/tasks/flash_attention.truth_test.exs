@@ -107,5 +107,20 @@ defmodule Mix.Tasks.FlashAttention.TruthTest do
     assert length(String.split(output, "agrees")) == 7
   end
 
+  test "the guide's program", %{tmp_dir: directory} do
+    guide = File.read!("guides/checking_your_own_kernel.md")
+
+    for {language, file} <- [{"cuda", "kernels.cu"}, {"c\\+\\+", "program.cpp"}] do
+      [_, block] = Regex.run(~r/^```#{language}\n(.*?)^```/ms, guide)
+      File.write!(Path.join(directory, file), block)
+    end
+
+    program = Path.join(directory, "program")
+    compiler = System.get_env("CXX") || "c++"
+    arguments = ["-std=c++17", "-Ic_src", "-o", program, program <> ".cpp"]
+    assert {_warnings, 0} = System.cmd(compiler, arguments, stderr_to_stdout: true)
+    assert System.cmd(program, []) == {"", 0}
+  end
+
   defp numbers(list), do: for(x <- list, into: <<>>, do: <<x::float-64-native>>)
 end
