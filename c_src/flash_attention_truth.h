@@ -43,9 +43,10 @@
  * Kernels. truth::launch(kernel, grid, block, shared_bytes, arguments...) runs the blocks one after another,
  * and the threads of a block as fibers that change at barriers, votes and shuffles. truth::call(function,
  * arguments...) runs a plain C or C++ function in the same way, as one thread. Threads of different blocks
- * cannot wait for each other. Inline PTX, tensor cores and asynchronous copies are not there, nor is
- * `kernel<<<...>>>`: keep kernels in a file of their own, or what a host compiler does not understand within
- * #ifdef __CUDACC__. Shared memory whose size the launch gives needs a definition, once, outside of functions:
+ * cannot wait for each other. Inline PTX, tensor cores, asynchronous copies and volatile numbers are not there;
+ * variables that are __device__ are, but nobody watches them. There is no `kernel<<<...>>>`: keep kernels in a
+ * file of their own, or what a host compiler does not understand within #ifdef __CUDACC__. Shared memory whose
+ * size the launch gives needs a definition, once, outside of functions:
  *
  *     TRUTH_DYNAMIC_SHARED(float, tile);         // for `extern __shared__ float tile[];`
  *
@@ -1552,6 +1553,24 @@ TRUTH_MAX_MIN(unsigned long long)
 TRUTH_MAX_MIN(float)
 TRUTH_MAX_MIN(double)
 #undef TRUTH_MAX_MIN
+inline unsigned max(int a, unsigned b) { return max(unsigned(a), b); }
+inline unsigned max(unsigned a, int b) { return max(a, unsigned(b)); }
+inline unsigned min(int a, unsigned b) { return min(unsigned(a), b); }
+inline unsigned min(unsigned a, int b) { return min(a, unsigned(b)); }
+
+namespace truth {
+template <class T>
+const T &printable(const T &value) {
+  return value;
+}
+inline double printable(const real &value) { return value.value(); }
+}  // namespace truth
+
+/* printf of anything and numbers among it. */
+template <class... T, class = std::enable_if_t<(std::is_base_of_v<truth::real, T> || ...)>>
+int printf(const char *format, const T &...values) {
+  return std::printf(format, truth::printable(values)...);
+}
 
 template <class T>
 T __ldg(const T *address) {

@@ -8,6 +8,10 @@
  *     grid (ceil(seqlen / ROWS), num_heads), block ROWS
  */
 
+#ifdef __CUDACC__
+#include <cuda_bf16.h>
+#endif
+
 template <int HEAD_DIM, int ROWS, int BLOCK>
 __global__ void portable_forward(const __nv_bfloat16 *q, const __nv_bfloat16 *k, const __nv_bfloat16 *v,
                                  const float *sink, __nv_bfloat16 *o, float *lse, int num_kv_heads, int seqlen,
