@@ -9,23 +9,21 @@
  *
  *     #define TRUTH_FLOAT                        // float means truth::real from here on
  *     #include "flash_attention_truth.h"
- *     #include "my_kernels.cu"                   // __global__ void scale(const float *x, float *y, float a,
- * int n)
+ *     #include "my_kernels.cu"                   // __global__ void scale(x, y, a, n)
  *
  *     int main() {
  *       truth::array<> x("x", {1, 2, 3}), y("y", 3);
  *       truth::launch(scale, 1, 32, 0, x, y, 2.0, 3);               // kernel<<<1, 32, 0>>>(x, y, 2.0, 3)
  *       truth::gradients all = truth::reverse({{y, {1, 0, 0}}});    // d(loss)/d(y)
  *       std::vector<double> dx = all.of(x);                         // d(loss)/d(x): 2 0 0
- *       return truth::report();                                     // prints what was found; 0 where nothing
- * was
+ *       return truth::report();                                     // 0 where nothing is found
  *     }
  *
  *     c++ -std=c++17 -O1 -ftrivial-auto-var-init=pattern -fsanitize=bounds program.cpp
  *
  * Neither of the two last flags is needed. With the first, which GCC has from 12 on and Clang from 8 on,
- * variables that nobody initialised are recognised; with the second, indices into arrays of known size (GCC and
- * Clang).
+ * variables that nobody initialised are recognised; with the second, indices into arrays of known size. Clang
+ * then needs -fno-sanitize-link-runtime, too.
  *
  * Numbers. truth::real has the size of a float and is the name of a number on a tape: 32 bytes for every
  * operation that is computed, and none for copies, loads and stores. So vectors (float2, float4, uint4), shared
