@@ -164,9 +164,9 @@ inline void clear_tape() { the_tape() = tape(); }
 inline size_t tape_bytes() { return the_tape().nodes.size() * sizeof(node); }
 constexpr size_t bytes_per_operation = sizeof(node);
 
-/* What watches memory; below. */
+/* What watches memory; below. Plain words may be integers, whose writes into shared memory nobody sees. */
 enum class place { variable, memory, nowhere };
-place note_read(const void *address, size_t words, bool atomic = false);
+place note_read(const void *address, size_t words, bool atomic = false, bool plain = false);
 place note_write(const void *address, size_t words, bool atomic = false);
 void note_unwritten_variable();
 
@@ -644,7 +644,7 @@ inline bool check_bounds(const region &r, const char *p, size_t bytes, const cha
   return false;
 }
 
-inline place note_read(const void *address, size_t words, bool atomic) {
+inline place note_read(const void *address, size_t words, bool atomic, bool plain) {
   machine &m = the_machine();
   if (!m.current || m.is_variable(address)) return place::variable;
   const char *p = (const char *)address;
@@ -654,7 +654,7 @@ inline place note_read(const void *address, size_t words, bool atomic) {
   for (size_t i = 0; i < words; i++, p += 4) {
     cell &c = r->cells[size_t(p - r->begin) / 4];
     check_race(*r, p, c.write, "written", "read", atomic);
-    if (is_unwritten(*r, p, c))
+    if (!(plain && r->shared) && is_unwritten(*r, p, c))
       add_finding("unwritten", array_name(*r, p),
                   who() + " reads " + element_name(*r, p) + ", which nobody wrote");
     const access now = this_access(atomic);
@@ -1099,7 +1099,7 @@ T update_integer(T *address, F &&become) {
   machine &m = the_machine();
   const region *r = m.current ? m.find(address) : nullptr;
   if (r && r->numbers) {
-    const place read = note_read(address, 1, true), written = note_write(address, 1, true);
+    const place read = note_read(address, 1, true, true), written = note_write(address, 1, true);
     if (read == place::nowhere || written == place::nowhere) return T(0);
   } else {
     m.ordered_after_others = true;
@@ -1354,7 +1354,8 @@ namespace truth {
 template <class T>
 void move_words(T *to, const T *from) {
   unsigned words[sizeof(T) / 4] = {};
-  if (note_read(from, sizeof(T) / 4) != place::nowhere) std::memcpy(words, (const void *)from, sizeof words);
+  if (note_read(from, sizeof(T) / 4, false, true) != place::nowhere)
+    std::memcpy(words, (const void *)from, sizeof words);
   if (note_write(to, sizeof(T) / 4) != place::nowhere) std::memcpy((void *)to, words, sizeof words);
 }
 }  // namespace truth

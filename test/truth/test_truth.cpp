@@ -163,7 +163,13 @@ __global__ void moves(const T *x, number *y, number *sum, int *count, int n) {
     assumed = seen;
     seen = atomicCAS(bits, assumed, __float_as_int(__int_as_float(assumed) + two.y));
   } while (seen != assumed);
-  atomicInc((unsigned *)count, 100u);
+  __shared__ int4 together;
+  if (i == 0) together.x = 0, together.y = 7;
+  __syncthreads();
+  atomicAdd(&together.x, 1);
+  __syncthreads();
+  const int4 all = together;
+  if (all.x == (int)blockDim.x && all.y == 7) atomicInc((unsigned *)count, 100u);
   atomicMax(count + 1, i);
 }
 
