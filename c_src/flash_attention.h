@@ -343,8 +343,9 @@ FA_API fa_tensor *fa_tensor_at(fa_tensors *tensors, fa_tensor_id id);
 /* A tensor of the problem's shape that lies contiguously at data. */
 FA_API fa_tensor fa_tensor_contiguous(const fa_problem *problem, fa_tensor_id id, void *data);
 
-/* Fills dtype and sizes of the problem from the shapes of q, k and sink, and checks the shapes of every
- * other input of the pass against them. shapes[id] is NULL for a tensor that was not given. The error names
+/* Fills dtype and sizes of the problem from the shapes of the inputs of the pass, and checks that they agree:
+ * each size comes from the first tensor that has it, and a tensor that is left out leaves its own sizes 0.
+ * shapes[id] is NULL for a tensor that was not given. The error names
  * the tensor: "k: expected head_dim 64 as in q, got 48". Options are left as they are. */
 FA_API fa_status fa_problem_set_shapes(fa_problem *problem, fa_pass pass,
                                        const fa_shape *const shapes[FA_NUM_TENSORS], fa_error *error);

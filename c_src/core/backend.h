@@ -28,7 +28,7 @@ typedef struct fa_memory_ops {
 
   fa_status (*stream_new)(int32_t index, void **stream, fa_error *error);
   void (*stream_free)(int32_t index, void *stream);
-  /* Timed ones cost the bus more. */
+  /* An event that keeps the time costs the bus more. */
   fa_status (*event_new)(int32_t index, bool timed, void **event, fa_error *error);
   void (*event_free)(int32_t index, void *event);
 

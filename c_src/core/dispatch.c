@@ -1,4 +1,4 @@
-/* From a problem to a backend's kernel. */
+/* The way from a problem to a backend's kernel: devices, plans and their runs. */
 #include <string.h>
 
 #include "backend.h"

@@ -1,3 +1,4 @@
+/* Errors are made here, their texts included. */
 #include "error.h"
 
 #include <stdarg.h>

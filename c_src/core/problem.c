@@ -100,7 +100,7 @@ void fa_problem_canonicalise(fa_problem *problem) {
   problem->window_right = fa_min(problem->window_right, problem->seqlen_q);
 }
 
-/* Appends to a text of which so much is there; what does not fit is counted all the same. */
+/* Appends to a text of that length. What does not fit is counted all the same, as snprintf does. */
 __attribute__((format(printf, 4, 5))) static void append(char *text, size_t text_bytes, int *length,
                                                          const char *format, ...) {
   const size_t used = (size_t)*length < text_bytes ? (size_t)*length : text_bytes;
@@ -110,7 +110,7 @@ __attribute__((format(printf, 4, 5))) static void append(char *text, size_t text
   va_end(arguments);
 }
 
-/* Whether a tensor has the axis that is never left out. */
+/* Whether a tensor that is never left out has the axis. */
 static bool is_always_there(fa_axis axis) {
   for (int id = 0; id < FA_NUM_TENSORS; id++)
     if (!fa_tensor_only_if(id) && fa_axis_of(id, axis) >= 0) return true;

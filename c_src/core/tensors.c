@@ -41,9 +41,9 @@ const fa_axis_row fa_axes[FA_NUM_AXES] = {
  * one of them in only_if. */
 static const struct tensor_row {
   const char *name;
-  size_t offset;             /* in fa_tensors */
-  fa_axis axes[FA_MAX_RANK]; /* its shape; as many as there are make the rank */
-  unsigned types;            /* where there are several, dtype_offset says where the problem keeps it */
+  size_t offset;                       /* in fa_tensors */
+  fa_axis axes[FA_MAX_RANK];           /* its shape, up to the first FA_AXIS_NONE */
+  unsigned types;                      /* of several, the problem keeps the actual one at dtype_offset */
   fa_tensor_role roles[FA_PASS_BOUND]; /* forward, backward, tangent */
   fa_axis only_if;                     /* left out where this axis is 0 */
   fa_tensor_id gradient, tangent;      /* what holds them; 0, which is q and neither, stands for none */

@@ -1,4 +1,4 @@
-/* What there is: devices and options. */
+/* What the library finds and takes, for Elixir to loop over: kinds, devices and options. */
 #include <math.h>
 
 #include "nif.h"

@@ -1,4 +1,4 @@
-/* Memory of devices and for them as terms: references to a device's memory, and binaries in pinned memory. */
+/* Memory as terms: references to a device's memory, and binaries in pinned memory. */
 #include "memory.h"
 
 #include <stdatomic.h>

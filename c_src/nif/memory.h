@@ -1,4 +1,4 @@
-/* Memory of devices and for them as terms. */
+/* Memory as terms: that of devices, and that of the host which devices read and write fast. */
 #ifndef FA_NIF_MEMORY_H
 #define FA_NIF_MEMORY_H
 
@@ -13,7 +13,7 @@ fa_memory *fa_memory_new(fa_device device, size_t bytes, fa_error *error);
 void *fa_memory_data(const fa_memory *memory);
 ERL_NIF_TERM fa_memory_make(ErlNifEnv *env, fa_memory *memory);
 
-/* A user more, or false where it was released; and a user less. */
+/* Adds a user, and is false where the memory was released already; and takes one away. */
 bool fa_memory_acquire(fa_memory *memory);
 void fa_memory_drop(fa_memory *memory);
 

@@ -1,4 +1,4 @@
-/* Loading, and the table of functions. */
+/* How the NIF is loaded, and the table of its functions. */
 #include "nif.h"
 
 #include "memory.h"

@@ -21,7 +21,7 @@ void fa_atoms_init(ErlNifEnv *env);
 /* The position of an atom among count others, or -1. */
 int fa_atom_index(ERL_NIF_TERM term, const ERL_NIF_TERM *atoms, int count);
 
-/* Reading. Where the term is not what was wanted, these return false and fill error, naming the argument. */
+/* These read terms. Where one is not what was wanted, they return false, and error names the argument. */
 bool fa_get_choice(ErlNifEnv *env, ERL_NIF_TERM term, const ERL_NIF_TERM *atoms, int count,
                    const char *argument, int *index, fa_error *error);
 bool fa_get_device(ErlNifEnv *env, ERL_NIF_TERM term, fa_device *device, fa_error *error);

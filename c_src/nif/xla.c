@@ -1,12 +1,12 @@
-/* Where EXLA has loaded XLA: register_xla(Library). */
+/* register_xla(Library) gives the custom calls to the XLA that EXLA has loaded. */
 #include <dlfcn.h>
 #include <stdio.h>
 
 #include "nif.h"
 #include "terms.h"
 
-/* What the XLA runtime in a library that is loaded already has handlers registered through, or NULL. The
- * library stays: whoever loaded it keeps it. */
+/* Finds what handlers are registered through in the XLA runtime of a library, or NULL where it is not loaded.
+ * The library outlives dlclose: whoever loaded it keeps it. */
 static const void *find_api(const char *library) {
   void *runtime = dlopen(library, RTLD_NOLOAD | RTLD_NOW);
   if (!runtime) return NULL;

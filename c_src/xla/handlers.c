@@ -50,7 +50,7 @@ static bool read_number(const XLA_FFI_Scalar *scalar, double *number) {
   }
 }
 
-/* The span as a string, cut where it is too long to be the name of anything. */
+/* Makes a string of a span, and cuts it where it is too long to be the name of anything. */
 static const char *span_text(char text[64], const XLA_FFI_ByteSpan *span) {
   snprintf(text, 64, "%.*s", (int)(span->len < 64 ? span->len : 63), span->ptr);
   return text;
@@ -77,7 +77,7 @@ static bool add_operand(xla_call *call, const char *name) {
   return true;
 }
 
-/* "q,k,v,sink" */
+/* Reads the attribute operands: "q,k,v,sink". */
 static bool read_names(xla_call *call, const XLA_FFI_ByteSpan *names) {
   const char *end = names->ptr + names->len;
   for (const char *at = names->ptr, *next; at <= end; at = next + 1) {
@@ -113,8 +113,8 @@ static bool read_attributes(xla_call *call) {
 
 /* ---- operands -------------------------------------------------------------------------------------- */
 
-/* The operand's own shape, or the one that it is to be read in. Which of them fit the problem says the library,
- * the number of bytes included. */
+/* Reads the operand's own shape, or the one that an attribute gives it. The library says whether it fits the
+ * problem, the number of bytes included. */
 static bool read_shape(xla_call *call, fa_tensor_id id, const XLA_FFI_Buffer *buffer, fa_shape *shape) {
   int dtype = 0;
   while (dtype < FA_NUM_DTYPES && data_types[dtype] != buffer->dtype) dtype++;
@@ -139,7 +139,7 @@ static bool reject_count(xla_call *call, const char *what, int64_t count, const 
   return reject(call, what, expected, got);
 }
 
-/* The problem's sizes come from the operands. */
+/* Takes the problem's sizes, and where its tensors lie, from the operands. */
 static bool read_operands(xla_call *call) {
   const XLA_FFI_Args *args = &call->frame->args;
   fa_shape shapes[FA_NUM_TENSORS];
@@ -196,7 +196,7 @@ static bool bind_workspace(xla_call *call, const XLA_FFI_Buffer *buffer) {
   return true;
 }
 
-/* The outputs of the pass, in the order of the tensor table, then the workspace. */
+/* Results are the outputs of the pass, in the order of the tensor table, then the workspace. */
 static bool bind_results(xla_call *call) {
   const XLA_FFI_Rets *rets = &call->frame->rets;
   int64_t used = 0;
@@ -213,7 +213,7 @@ static bool bind_results(xla_call *call) {
 
 /* Tells the runtime what the handler was built against, and that its calls may be recorded. */
 static bool answer_metadata(const XLA_FFI_CallFrame *frame) {
-  /* The type that it begins with has had several names. */
+  /* XLA has renamed the type that this begins with, so the frame is read as the extension itself. */
   const XLA_FFI_Metadata_Extension *extension = (const void *)frame->extension_start;
   if (!extension || extension->extension_base.type != XLA_FFI_Extension_Metadata) return false;
   XLA_FFI_Metadata *metadata = extension->metadata;

@@ -1,4 +1,4 @@
-/* Which handlers there are, and how XLA learns of them. FA_XLA: XLA's header was there. */
+/* The handlers that there are, and how XLA learns of them. FA_XLA is defined where XLA's header was found. */
 #include <stddef.h>
 #include <stdio.h>
 #include <string.h>
@@ -56,8 +56,8 @@ fa_status fa_xla_register(const void *xla_api, fa_error *error) {
     return fa_fail(error, FA_STATUS_UNSUPPORTED, "api", expected, got);
   }
   for (int i = 0; i < NUM_ROWS; i++) {
-    /* Zeros from execute on: a later XLA has further handlers there, before the traits, which the handlers also
-     * tell when asked. */
+    /* What follows execute stays 0: a later XLA has further handlers there, before the traits, which the
+     * handlers also tell when asked. */
     struct {
       XLA_FFI_Handler_Register_Args args;
       void *later[4];

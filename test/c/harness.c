@@ -1,3 +1,4 @@
+/* Tensors as doubles and as the device sees them, and passes that are run between poison; see harness.h. */
 #include "harness.h"
 
 #include <math.h>
@@ -74,7 +75,7 @@ void values_free(fa_values *values) {
   for (int id = 0; id < FA_NUM_TENSORS; id++) free(values->data[id]);
 }
 
-/* Scores are what large numbers are to upset. f16 has no room for more: v and dout stay as they are. */
+/* Large numbers are to upset the scores. f16 has no room for more: its v and dout stay as they are. */
 static double amplitude(fa_tensor_id id, fa_dtype dtype, fa_fill fill) {
   bool scores = id == FA_TENSOR_Q || id == FA_TENSOR_K;
   return fill == FILL_LARGE && (scores || dtype != FA_DTYPE_F16) ? 30 : 1;
@@ -170,13 +171,13 @@ static void fetch(fa_device device, void *host, void *memory, size_t bytes) {
 
 /* guard, data, guard. Inputs have no guard behind them, so that the address sanitizer sees a read beyond their
  * end. */
-typedef struct image {
+typedef struct tensor_image {
   fa_tensor_role role;
   fa_shape shape;
   fa_tensor tensor; /* with the strides that the device is told */
   size_t front, size;
   unsigned char *host, *device;
-} image;
+} tensor_image;
 
 /* Of what may have strides of its own, heads lie apart and rows within them, with gaps between all of them. */
 static fa_tensor laid_out(const fa_problem *problem, fa_tensor_id id, fa_layout layout) {
@@ -192,7 +193,7 @@ static fa_tensor laid_out(const fa_problem *problem, fa_tensor_id id, fa_layout 
 }
 
 /* Where the element of that index in contiguous order lies, in bytes. */
-static size_t element_at(const image *image, int64_t index) {
+static size_t element_at(const tensor_image *image, int64_t index) {
   const fa_shape *shape = &image->shape;
   const int last = shape->rank - 1;
   int64_t offset = index % shape->dims[last], rest = index / shape->dims[last];
@@ -203,11 +204,11 @@ static size_t element_at(const image *image, int64_t index) {
   return image->front + (size_t)offset * fa_dtype_bytes(shape->dtype);
 }
 
-static image image_new(const fa_problem *problem, fa_pass pass, fa_tensor_id id, const fa_setup *setup,
-                       const double *values) {
-  image image = {.role = fa_tensor_role_in(problem, pass, id),
-                 .shape = fa_tensor_shape(problem, id),
-                 .tensor = laid_out(problem, id, setup->layout)};
+static tensor_image image_new(const fa_problem *problem, fa_pass pass, fa_tensor_id id, const fa_setup *setup,
+                              const double *values) {
+  tensor_image image = {.role = fa_tensor_role_in(problem, pass, id),
+                        .shape = fa_tensor_shape(problem, id),
+                        .tensor = laid_out(problem, id, setup->layout)};
   if (image.role == FA_ROLE_NONE) return image;
   const size_t element = fa_dtype_bytes(image.shape.dtype);
   const int64_t count = values_count(problem, id);
@@ -230,7 +231,7 @@ static bool all_poison(const unsigned char *bytes, size_t size) {
 }
 
 /* Takes the output's elements out of its image, which must leave nothing but poison. */
-static bool read_output(image *image, int64_t count, double *values, const char *name, char why[512]) {
+static bool read_output(tensor_image *image, int64_t count, double *values, const char *name, char why[512]) {
   const size_t element = fa_dtype_bytes(image->shape.dtype);
   for (int64_t i = 0; i < count; i++) {
     unsigned char *at = image->host + element_at(image, i);
@@ -246,7 +247,7 @@ static bool read_output(image *image, int64_t count, double *values, const char 
   return false;
 }
 
-static bool image_finish(image *image, fa_device device, int64_t count, double *values, const char *name,
+static bool image_finish(tensor_image *image, fa_device device, int64_t count, double *values, const char *name,
                          char why[512]) {
   bool fine = true;
   if (image->role == FA_ROLE_OUTPUT) {
@@ -291,7 +292,7 @@ fa_outcome run_pass(const fa_setup *setup, const fa_problem *problem, fa_pass pa
     snprintf(why, 512, "%s: %s", fa_status_name(status), error.message);
     return status == FA_STATUS_UNSUPPORTED ? OUTCOME_UNSUPPORTED : OUTCOME_BROKEN;
   }
-  image images[FA_NUM_TENSORS];
+  tensor_image images[FA_NUM_TENSORS];
   fa_tensors tensors = {0};
   for (int id = 0; id < FA_NUM_TENSORS; id++) {
     images[id] = image_new(problem, pass, id, setup, values->data[id]);

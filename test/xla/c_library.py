@@ -50,7 +50,7 @@ def read_type(name):
     return TYPES.get(name, ctypes.c_int)
 
 
-PASSES = {name: value for name, value in names_of("fa_pass", "FA_PASS_").items() if name != "tangent"}
+PASSES = {name: names_of("fa_pass", "FA_PASS_")[name] for name in ("forward", "backward")}
 DTYPES = names_of("fa_dtype", "FA_DTYPE_")
 TENSORS = list(names_of("fa_tensor_id", "FA_TENSOR_"))
 Problem, Tensors, Shape, Error, Device, Execution, Plan = map(
