@@ -51,8 +51,8 @@
  * What lse can hold. lse is all that the backward knows of a row's softmax, and in f32 it is rounded by up to
  * |lse| * 2^-24: every p of the row is off by that factor, alike for all its columns, and with p dv, dq and dk.
  * So where logits are around 1e3 gradients are good to 6e-5, at 1e4 to 6e-4, at 1e6 to 6e-2. o does not go
- * through lse and is not affected; f64 has 2^-53 in the place of 2^-24. Without
- * softcap and sinks, subtracting from k its mean over the columns keeps lse small and changes nothing else.
+ * through lse and is not affected; f64 has 2^-53 in the place of 2^-24. Without softcap and sinks, subtracting
+ * from k its mean over the columns keeps lse small and changes nothing else.
  *
  * How to call it, in four steps:
  *

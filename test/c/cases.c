@@ -206,6 +206,8 @@ static const fa_case cases[] = {
         .scale = 0.4, .num_sinks = 3),
     STRIDED("everything, strided", CASE_QUICK, LENGTHS(117, 67), .batch = 2, HEADS(6, 2), .head_dim = 40,
             WINDOW(25, 0), .softcap = 4, .scale = -0.6, .num_sinks = 2, .deterministic = 1),
+    /* Enough blocks that threads of the CPU's backward wait for each other, for the thread sanitizer to see. */
+    TAGGED("several hands", CASE_QUICK, LENGTHS(530, 520), .head_dim = 3, CAUSAL),
     ROW("long rows", LENGTHS(3, 1301), .head_dim = 24),
     ROW("long columns", LENGTHS(1301, 3), .head_dim = 24),
     ROW("long, windowed", LENGTHS(701, 733), .head_dim = 32, WINDOW(40, 0)),
