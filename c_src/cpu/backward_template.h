@@ -27,6 +27,7 @@ typedef struct T(backward_scratch) {
   REAL *q_rows, *dout_rows;          /* [BLOCK][head_dim] */
   REAL *q_panels, *dout_panels;      /* [head_dim / NR][BLOCK][NR] */
   REAL *p, *ds;                      /* [BLOCK][BLOCK] */
+  INT *hidden;                       /* [BLOCK][BLOCK]: which scores are -inf */
   REAL *dq, *dk, *dv;                /* [BLOCK][padded head_dim] */
   REAL *buffer;                      /* [head_dim] */
 } T(backward_scratch);
@@ -43,6 +44,7 @@ static T(backward_scratch) T(lay_out_backward)(fa_arena *arena, const fa_problem
   s.dout_panels = fa_take(arena, panels, sizeof(REAL));
   s.p = fa_take(arena, BLOCK * BLOCK, sizeof(REAL));
   s.ds = fa_take(arena, BLOCK * BLOCK, sizeof(REAL));
+  s.hidden = fa_take(arena, BLOCK * BLOCK, sizeof(INT));
   s.dq = fa_take(arena, panels, sizeof(REAL));
   s.dk = fa_take(arena, panels, sizeof(REAL));
   s.dv = fa_take(arena, panels, sizeof(REAL));
@@ -186,7 +188,7 @@ static void T(prepare_task)(const fa_cpu_job *job, int64_t task, void *scratch) 
 
 /* One tile, whose columns of k and v are packed: adds to dq in memory, and to dk and dv in s. */
 static void T(backward_tile)(const fa_cpu_job *job, const T(backward_shared) * shared, T(backward_scratch) s,
-                             const fa_tile *tile) {
+                             const fa_tile *tile, bool finite_k) {
   const fa_problem *problem = job->problem;
   int64_t d = problem->head_dim, padded = fa_round_up(d, NR), panel = BLOCK * NR;
   int64_t num_rows = tile->rows.end - tile->rows.begin, num_columns = tile->columns.end - tile->columns.begin;
@@ -207,17 +209,22 @@ static void T(backward_tile)(const fa_cpu_job *job, const T(backward_shared) * s
   (num_rows, num_columns, d, s.q_rows, d, 1, s.k_transposed, d * NR, s.p, BLOCK, STORE, (REAL)problem->scale,
    NULL);
   T(product)(num_rows, num_columns, d, s.dout_rows, d, 1, s.v_transposed, d * NR, s.ds, BLOCK, STORE, 1, NULL);
-  T(differentiate_scores)(problem, tile, lse, delta, s.p, s.ds);
+  bool finite = finite_k && T(all_finite)(s.q_rows, num_rows * d) && T(all_finite)(s.dout_rows, num_rows * d);
+  bool hides = T(differentiate_scores)(problem, tile, lse, delta, s.p, s.ds, finite ? NULL : s.hidden);
+  const INT *hidden = hides ? s.hidden : NULL;
 
   /* dv += p^T . dout,  dk += ds^T . q,  dq += ds . k */
-  T(product)(num_columns, d, num_rows, s.p, 1, BLOCK, s.dout_panels, panel, s.dv, padded, ADD, 0, NULL);
-  T(product)(num_columns, d, num_rows, s.ds, 1, BLOCK, s.q_panels, panel, s.dk, padded, ADD, 0, NULL);
-  T(product)(num_rows, d, num_columns, s.ds, BLOCK, 1, s.k_panels, panel, s.dq, padded, STORE, 1, NULL);
+  T(product_where_seen)
+  (num_columns, d, num_rows, s.p, hidden, 1, BLOCK, s.dout_panels, panel, s.dv, padded, ADD, 0, NULL);
+  T(product_where_seen)
+  (num_columns, d, num_rows, s.ds, hidden, 1, BLOCK, s.q_panels, panel, s.dk, padded, ADD, 0, NULL);
+  T(product_where_seen)
+  (num_rows, d, num_columns, s.ds, hidden, BLOCK, 1, s.k_panels, panel, s.dq, padded, STORE, 1, NULL);
   T(add_rows)(dq, tile->rows, d, s.dq);
 }
 
-/* Packs a block of columns of k and v, and clears its dk and dv. */
-static void T(begin_columns)(const fa_cpu_job *job, T(backward_scratch) s, const fa_sequence *sequence,
+/* Packs a block of columns of k and v, and clears its dk and dv. Whether its k is finite. */
+static bool T(begin_columns)(const fa_cpu_job *job, T(backward_scratch) s, const fa_sequence *sequence,
                              int64_t kv_head, fa_range columns) {
   int64_t d = job->problem->head_dim;
   size_t gradient_bytes = (size_t)(BLOCK * fa_round_up(d, NR)) * sizeof(REAL);
@@ -228,6 +235,7 @@ static void T(begin_columns)(const fa_cpu_job *job, T(backward_scratch) s, const
   T(pack_panels)(k, columns, d, s.k_panels, s.buffer);
   memset(s.dk, 0, gradient_bytes);
   memset(s.dv, 0, gradient_bytes);
+  return T(panels_finite)(columns.end - columns.begin, d, s.k_panels, BLOCK * NR);
 }
 
 /* One block of columns, with one hand's blocks of rows of every head that shares the columns. */
@@ -235,17 +243,17 @@ static void T(backward_columns)(const fa_cpu_job *job, const T(backward_shared) 
                                 const fa_sequence *sequence, int64_t kv_head, fa_range columns, int64_t hand) {
   const fa_problem *problem = job->problem;
   int64_t d = problem->head_dim, heads_per_kv = problem->num_heads / problem->num_kv_heads;
-  bool is_begun = false;
+  bool is_begun = false, finite_k = true;
   for (int64_t b = 0; b < sequence->num_bands; b++) {
     fa_band band = fa_band_at(sequence, b);
     fa_blocks blocks =
         fa_blocks_in_hand(fa_blocks_that_see(sequence, &band, columns, BLOCK), hand, T(num_hands)(problem));
-    if (blocks.count > 0 && !is_begun) T(begin_columns)(job, s, sequence, kv_head, columns);
+    if (blocks.count > 0 && !is_begun) finite_k = T(begin_columns)(job, s, sequence, kv_head, columns);
     is_begun |= blocks.count > 0;
     for (int64_t head = kv_head * heads_per_kv; head < (kv_head + 1) * heads_per_kv; head++)
       for (int64_t i = 0; i < blocks.count; i++) {
         fa_tile tile = {sequence, &band, head, fa_rows_in_band(&band, fa_block_at(blocks, i)), columns};
-        T(backward_tile)(job, shared, s, &tile);
+        T(backward_tile)(job, shared, s, &tile, finite_k);
       }
   }
   if (!is_begun) return;
@@ -288,6 +296,7 @@ static double T(add_sink)(const fa_cpu_job *job, const REAL *delta, const fa_seq
   const REAL *lse = (const REAL *)job->tensors->lse.data + fa_first_stat(sequence, head);
   delta += fa_first_stat(sequence, head);
   for (int64_t i = 0; i < sequence->seqlen_q; i++) {
+    if (fa_sees_nothing(sequence, i)) continue; /* its o is 0 whatever the sinks are */
     REAL p = sink == -INFINITY ? 0 : T(first)(T(exp)(T(min)(T(splat)(EXP_HIGHEST), T(splat)(sink - lse[i]))));
     sum += (double)(p * delta[i]);
   }

@@ -23,6 +23,7 @@ typedef struct T(forward_scratch) {
   REAL *k;      /* [BLOCK][head_dim] */
   REAL *v;      /* [head_dim / NR][BLOCK][NR] */
   REAL *scores; /* [BLOCK][STRIP] */
+  INT *hidden;  /* [BLOCK][STRIP]: which scores are -inf */
   REAL *o;      /* [FORWARD_ROWS][padded head_dim] */
   REAL *m, *l;  /* [FORWARD_ROWS]: the largest score so far, and the sum of exp(score - m) */
   REAL *decay;  /* [STRIP] */
@@ -36,6 +37,7 @@ static T(forward_scratch) T(lay_out_forward)(fa_arena *arena, const fa_problem *
   s.k = fa_take(arena, BLOCK * d, sizeof(REAL));
   s.v = fa_take(arena, BLOCK * padded, sizeof(REAL));
   s.scores = fa_take(arena, BLOCK * STRIP, sizeof(REAL));
+  s.hidden = fa_take(arena, BLOCK * STRIP, sizeof(INT));
   s.o = fa_take(arena, FORWARD_ROWS * padded, sizeof(REAL));
   s.m = fa_take(arena, FORWARD_ROWS, sizeof(REAL));
   s.l = fa_take(arena, FORWARD_ROWS, sizeof(REAL));
@@ -83,14 +85,17 @@ static void T(finish_row)(const fa_cpu_job *job, const fa_sequence *sequence, in
 
 /* Takes one tile, whose q, k and v are packed, into the sums o, m and l of its rows. */
 static void T(forward_tile)(const fa_problem *problem, const fa_tile *tile, T(forward_scratch) s, const REAL *q,
-                            REAL *o, REAL *m, REAL *l) {
+                            bool finite_v, REAL *o, REAL *m, REAL *l) {
   int64_t d = problem->head_dim, padded = fa_round_up(d, NR);
   int64_t num_rows = tile->rows.end - tile->rows.begin, num_columns = tile->columns.end - tile->columns.begin;
   T(product)
   (num_columns, num_rows, d, s.k, d, 1, q, d * NR, s.scores, STRIP, STORE, (REAL)problem->scale, NULL);
   T(make_scores)(problem, tile, s.scores);
+  bool hides = !finite_v && T(find_hidden)(tile, s.scores, s.hidden);
   T(soften_scores)(tile, s.scores, m, l, s.decay);
-  T(product)(num_rows, d, num_columns, s.scores, 1, STRIP, s.v, BLOCK * NR, o, padded, RESCALE, 0, s.decay);
+  T(product_where_seen)
+  (num_rows, d, num_columns, s.scores, hides ? s.hidden : NULL, 1, STRIP, s.v, BLOCK * NR, o, padded, RESCALE,
+   0, s.decay);
 }
 
 /* All tiles of a task's rows, block of columns by block of columns. */
@@ -113,11 +118,12 @@ static void T(forward_rows)(const fa_cpu_job *job, const fa_sequence *sequence, 
       give_way();
       T(pack_rows)(k, columns, d, s.k);
       T(pack_panels)(v, columns, d, s.v, s.buffer);
+      bool finite_v = T(panels_finite)(columns.end - columns.begin, d, s.v, BLOCK * NR);
       for (int64_t x = 0; x < rows.end - rows.begin; x += STRIP) {
         fa_range strip = {rows.begin + x, fa_min(rows.begin + x + STRIP, rows.end)};
         fa_tile tile = {sequence, &band, head, strip, columns};
         if (fa_tile_sees_any(&tile))
-          T(forward_tile)(problem, &tile, s, s.q + x * d, s.o + x * padded, s.m + x, s.l + x);
+          T(forward_tile)(problem, &tile, s, s.q + x * d, finite_v, s.o + x * padded, s.m + x, s.l + x);
       }
     }
   }

@@ -73,6 +73,18 @@ static void T(make_scores)(const fa_problem *problem, const fa_tile *tile, REAL 
   }
 }
 
+/* hidden [BLOCK, STRIP] becomes other than 0 where a score is -inf. Whether there is such a score. */
+static bool T(find_hidden)(const fa_tile *tile, const REAL *st, INT *hidden) {
+  int64_t num_rows = tile->rows.end - tile->rows.begin, num_columns = tile->columns.end - tile->columns.begin;
+  bool any = false;
+  for (int64_t j = 0; j < num_columns; j++)
+    for (int64_t i = 0; i < num_rows; i++) {
+      hidden[j * STRIP + i] = st[j * STRIP + i] == -INFINITY;
+      any |= hidden[j * STRIP + i] != 0;
+    }
+  return any;
+}
+
 /* The online softmax: scores become exp(score - m); m and l, the largest score so far and the sum of exp(score
  * - m), take the tile in; decay is what earlier sums are worth now. */
 static void T(soften_scores)(const fa_tile *tile, REAL *st, REAL *m, REAL *l, REAL *decay) {
@@ -100,41 +112,50 @@ static void T(soften_scores)(const fa_tile *tile, REAL *st, REAL *m, REAL *l, RE
 
 /* p and ds [BLOCK, BLOCK] hold the scaled products of q and k, and dp = dout . v; they become
  *     p = exp(score - lse),   ds = slope * p * (dp - delta),
- * the gradient of the product of q and k. */
-INLINE void T(differentiate_tile)(T(score_terms) scoring, const fa_tile *tile, const REAL *lse,
-                                  const REAL *delta, REAL *p, REAL *ds, bool plain, bool masked) {
+ * the gradient of the product of q and k. Where masked, both are 0 where the score is -inf, whatever lse, delta
+ * and dp are, and hidden [BLOCK, BLOCK], if not NULL, becomes other than 0 there. Whether it is so anywhere. */
+INLINE bool T(differentiate_tile)(T(score_terms) scoring, const fa_tile *tile, const REAL *lse,
+                                  const REAL *delta, REAL *p, REAL *ds, INT *hidden, bool plain, bool masked) {
   int64_t num_rows = tile->rows.end - tile->rows.begin, num_columns = tile->columns.end - tile->columns.begin;
   T(seen_columns) seen;
   if (masked) T(find_seen)(tile, &seen);
-  T(mask) lanes;
+  T(mask) lanes, any = {0};
   for (int v = 0; v < LANES; v++) lanes[v] = v;
   for (int64_t i = 0; i < num_rows; i++) {
-    /* A row that sees nothing has lse = -inf, and exp(-inf - -inf) would be NaN. */
-    REAL origin = lse[i] < LOWEST ? 0 : lse[i];
     for (int64_t j = 0; j < num_columns; j += LANES) {
       T(vec) *p_ij = (T(vec) *)(p + i * BLOCK + j), *ds_ij = (T(vec) *)(ds + i * BLOCK + j);
       T(vec) slope, s = T(score)(scoring, plain, *p_ij, &slope);
       /* s exceeds lse by rounding only, unless lse is not this problem's: inf then, as exp has it. */
-      *p_ij = T(exp)(T(min)(T(splat)(EXP_HIGHEST), s - origin));
+      *p_ij = T(exp)(T(min)(T(splat)(EXP_HIGHEST), s - lse[i]));
       *ds_ij = *p_ij * (*ds_ij - delta[i]) * slope;
       if (masked) {
-        T(mask) index = lanes + (INT)j, inside = (index >= seen.begin[i]) & (index < seen.end[i]);
-        *p_ij = T(select)(inside, *p_ij, T(splat)(0));
-        *ds_ij = T(select)(inside, *ds_ij, T(splat)(0));
+        T(mask) index = lanes + (INT)j;
+        T(mask) shown = (index >= seen.begin[i]) & (index < seen.end[i]) & (s != T(splat)(-INFINITY));
+        *p_ij = T(select)(shown, *p_ij, T(splat)(0));
+        *ds_ij = T(select)(shown, *ds_ij, T(splat)(0));
+        if (hidden) *(T(mask) *)(hidden + i * BLOCK + j) = ~shown;
+        any |= ~shown & (index < (INT)num_columns);
       }
     }
   }
+  INT any_lane = 0;
+  for (int v = 0; v < LANES; v++) any_lane |= any[v];
+  return any_lane != 0;
 }
 
-static void T(differentiate_scores)(const fa_problem *problem, const fa_tile *tile, const REAL *lse,
-                                    const REAL *delta, REAL *p, REAL *ds) {
+/* The same, choosing how. hidden is NULL where q, k and dout are finite: a score that the mask does not hide is
+ * -inf then only by overflow, and p = 0 is all that it takes. Whether hidden shows anything. */
+static bool T(differentiate_scores)(const fa_problem *problem, const fa_tile *tile, const REAL *lse,
+                                    const REAL *delta, REAL *p, REAL *ds, INT *hidden) {
   T(score_terms) scoring = T(scoring_of)(problem);
+  bool any;
   if (!T(is_plain)(scoring))
-    T(differentiate_tile)(scoring, tile, lse, delta, p, ds, false, true);
-  else if (fa_tile_sees_all(tile))
-    T(differentiate_tile)(scoring, tile, lse, delta, p, ds, true, false);
+    any = T(differentiate_tile)(scoring, tile, lse, delta, p, ds, hidden, false, true);
+  else if (hidden || !fa_tile_sees_all(tile))
+    any = T(differentiate_tile)(scoring, tile, lse, delta, p, ds, hidden, true, true);
   else
-    T(differentiate_tile)(scoring, tile, lse, delta, p, ds, true, true);
+    any = T(differentiate_tile)(scoring, tile, lse, delta, p, ds, hidden, true, false);
+  return hidden && any;
 }
 
 #endif

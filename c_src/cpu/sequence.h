@@ -68,6 +68,15 @@ static inline bool fa_sees(const fa_sequence *sequence, int64_t row, int64_t col
   return false;
 }
 
+static inline bool fa_sees_nothing(const fa_sequence *sequence, int64_t row) {
+  for (int64_t i = 0; i < sequence->num_bands; i++) {
+    fa_band band = fa_band_at(sequence, i);
+    fa_range seen = fa_columns_in_band(&band, (fa_range){row, row + 1});
+    if (seen.begin < seen.end) return false;
+  }
+  return true;
+}
+
 /* ---- blocks ---------------------------------------------------------------------------------------- */
 
 /* The blocks of rows or of columns that a loop visits, in its order. */

@@ -1,0 +1,252 @@
+/*
+ * What a row does not see does not reach it, NaN and infinities included, in any output: numbers that are not
+ * finite are put into every input, and each device must spread them exactly as far as the f64 oracle does,
+ * which visits visible columns alone.
+ *
+ *   test_isolation [cpu|cuda]
+ */
+#include <math.h>
+#include <stdlib.h>
+
+#include "check.h"
+#include "harness.h"
+#include "random.h"
+
+static const fa_setup oracle = {.device = {FA_DEVICE_REFERENCE, 0}};
+static const uint64_t seed = 17;
+
+static const double bads[] = {NAN, INFINITY, -INFINITY};
+
+typedef struct sizes {
+  int64_t batch, seqlen_q, seqlen_k, num_heads, num_kv_heads, head_dim, window_left, window_right;
+  int64_t num_sinks;
+  double softcap;
+} sizes;
+
+#define ANY FA_UNBOUNDED
+
+/* Several tiles of every kernel, met at odd places; rows that see nothing, and columns that nobody sees. */
+static const sizes table[] = {
+    {1, 9, 9, 1, 1, 1, ANY, 0, 0, 0},      {2, 70, 70, 2, 1, 7, ANY, 0, 0, 0},
+    {1, 150, 150, 2, 2, 16, ANY, 0, 0, 0}, {1, 131, 203, 2, 1, 24, ANY, 0, 1, 0},
+    {1, 203, 131, 2, 1, 40, ANY, 0, 2, 0}, {2, 61, 300, 1, 1, 32, 17, 0, 0, 0},
+    {1, 140, 140, 2, 2, 64, 20, 11, 0, 4}, {1, 90, 290, 1, 1, 64, 33, 40, 0, 0},
+    {1, 77, 81, 4, 2, 72, 0, 0, 0, 0},     {1, 150, 90, 1, 1, 80, 30, 5, 1, 0},
+    {1, 170, 170, 1, 1, 96, 40, 0, 0, 0},  {1, 139, 139, 2, 1, 128, ANY, 0, 0, 0},
+    {1, 133, 270, 1, 1, 128, 64, 9, 0, 0}, {1, 100, 130, 1, 1, 192, ANY, 3, 0, 0},
+    {1, 71, 140, 1, 1, 256, 50, 0, 1, 0},  {1, 65, 65, 2, 2, 64, ANY, ANY, 0, 0},
+};
+
+static fa_problem problem_of(const sizes *of, fa_dtype dtype) {
+  fa_problem p;
+  fa_problem_init(&p);
+  p.dtype = dtype, p.batch = of->batch, p.seqlen_q = of->seqlen_q, p.seqlen_k = of->seqlen_k;
+  p.num_heads = of->num_heads, p.num_kv_heads = of->num_kv_heads, p.head_dim = of->head_dim;
+  p.window_left = of->window_left, p.window_right = of->window_right;
+  p.num_sinks = of->num_sinks, p.softcap = of->softcap, p.deterministic = 1;
+  return p;
+}
+
+/* ---- what is planted ---------------------------------------------------------------------------------- */
+
+static void plant_row(const fa_problem *p, fa_values *x, fa_tensor_id id, int64_t batch, int64_t row,
+                      int64_t head, double bad) {
+  const fa_tensor strides = fa_tensor_contiguous(p, id, NULL);
+  if (id == FA_TENSOR_LSE) {
+    x->data[id][(batch * p->num_heads + head) * p->seqlen_q + row] = bad;
+    return;
+  }
+  double *elements =
+      x->data[id] + batch * strides.stride_batch + row * strides.stride_row + head * strides.stride_head;
+  for (int64_t c = 0; c < p->head_dim; c++) elements[c] = bad;
+}
+
+static void plant_element(const fa_problem *p, fa_values *x, fa_tensor_id id, fa_random *random, double bad) {
+  x->data[id][random_integer(random, 0, values_count(p, id) - 1)] = bad;
+}
+
+/* A whole row at one edge of the sequence or somewhere, and an element anywhere. */
+static void plant(const fa_problem *p, fa_values *x, fa_tensor_id id, fa_random *random, int kind) {
+  const bool of_keys = id == FA_TENSOR_K || id == FA_TENSOR_V;
+  const int64_t rows = of_keys ? p->seqlen_k : p->seqlen_q, heads = of_keys ? p->num_kv_heads : p->num_heads;
+  const int64_t places[] = {rows - 1, 0, random_integer(random, 0, rows - 1)};
+  const int num_bads = id == FA_TENSOR_LSE ? 2 : 3; /* an lse of -inf says that the row sees nothing */
+  plant_row(p, x, id, random_integer(random, 0, p->batch - 1), places[kind % 3],
+            random_integer(random, 0, heads - 1), bads[kind % num_bads]);
+  plant_element(p, x, id, random, bads[(kind + 1) % num_bads]);
+}
+
+/* ---- what must come out ------------------------------------------------------------------------------- */
+
+/* What an error may be, beside the tensor's largest finite number: this is no test of accuracy. */
+static double tolerance_of_type(fa_dtype dtype) {
+  return dtype == FA_DTYPE_F64 ? 1e-10 : dtype == FA_DTYPE_F32 ? 1e-4 : dtype == FA_DTYPE_F16 ? 2e-2 : 1e-1;
+}
+
+static void check_output(const fa_problem *p, fa_tensor_id id, const fa_values *got, const fa_values *expected,
+                         const char *what) {
+  char text[200];
+  long strayed = 0, missed = 0, wrong = 0;
+  double size = 1;
+  const int64_t count = values_count(p, id);
+  const double *x = got->data[id], *y = expected->data[id];
+  fa_problem_format(p, text, sizeof text);
+  for (int64_t i = 0; i < count; i++)
+    if (isfinite(y[i])) size = fmax(size, fabs(y[i]));
+  for (int64_t i = 0; i < count; i++) {
+    if (y[i] == -INFINITY && id == FA_TENSOR_LSE)
+      wrong += x[i] != y[i];
+    else if (!isfinite(y[i]))
+      missed += isfinite(x[i]);
+    else if (!isfinite(x[i]))
+      strayed++;
+    else
+      wrong += !(fabs(x[i] - y[i]) <= tolerance_of_type(p->dtype) * size);
+  }
+  CHECK(strayed == 0, "%s, %s: %ld of %lld elements of %s are not finite and should be", text, what, strayed,
+        (long long)count, fa_tensor_name(id));
+  CHECK(missed == 0, "%s, %s: %ld elements of %s are finite and should not be", text, what, missed,
+        fa_tensor_name(id));
+  CHECK(wrong == 0, "%s, %s: %ld elements of %s are wrong", text, what, wrong, fa_tensor_name(id));
+}
+
+/* One pass on the device and on the oracle, which reads the same inputs; false where the device does not take
+ * it. */
+static bool check_pass(fa_device device, const fa_problem *p, fa_pass pass, const fa_values *inputs,
+                       fa_values *got, fa_values *expected, const char *what) {
+  char why[512];
+  fa_problem exact = *p;
+  exact.dtype = FA_DTYPE_F64;
+  const fa_setup setup = {.device = device, .layout = LAYOUT_ALIGNED, .num_threads = 2};
+  for (int id = 0; id < FA_NUM_TENSORS; id++)
+    if (fa_tensor_role_in(p, pass, id) == FA_ROLE_INPUT) {
+      memcpy(got->data[id], inputs->data[id], (size_t)values_count(p, id) * sizeof(double));
+      memcpy(expected->data[id], inputs->data[id], (size_t)values_count(p, id) * sizeof(double));
+    }
+  const fa_outcome outcome = run_pass(&setup, p, pass, got, why);
+  if (outcome == OUTCOME_UNSUPPORTED) {
+    num_skipped++;
+    return false;
+  }
+  CHECK(outcome == OUTCOME_RAN, "%s: %s", what, why);
+  must_run(&oracle, &exact, pass, expected);
+  for (int id = 0; id < FA_NUM_TENSORS && outcome == OUTCOME_RAN; id++)
+    if (fa_tensor_role_in(p, pass, id) == FA_ROLE_OUTPUT) check_output(p, id, got, expected, what);
+  return outcome == OUTCOME_RAN;
+}
+
+/* Numbers of the type that the tensor has. */
+static void round_values(const fa_problem *p, fa_tensor_id id, fa_values *x) {
+  const fa_dtype dtype = fa_tensor_shape(p, id).dtype;
+  unsigned char cell[8];
+  for (int64_t i = 0; i < values_count(p, id); i++) {
+    set_element(dtype, cell, x->data[id][i]);
+    x->data[id][i] = get_element(dtype, cell);
+  }
+}
+
+/* planted: a bit for every tensor. The backward gets the oracle's o and lse, so that both have the same inputs.
+ */
+static void check_planted(fa_device device, const fa_problem *p, unsigned planted, int kind, const char *what) {
+  fa_random random = random_stream(seed, (uint64_t)kind);
+  fa_values inputs = values_new(p), got = values_new(p), expected = values_new(p);
+  values_fill(&inputs, p, p->dtype, FILL_NORMAL, seed);
+  for (int id = FA_TENSOR_Q; id <= FA_TENSOR_V; id++)
+    if (planted >> id & 1) plant(p, &inputs, id, &random, kind + id);
+  if (check_pass(device, p, FA_PASS_FORWARD, &inputs, &got, &expected, what)) {
+    static const fa_tensor_id saved[] = {FA_TENSOR_O, FA_TENSOR_LSE, FA_TENSOR_DOUT};
+    for (size_t i = 0; i < sizeof saved / sizeof *saved; i++) {
+      if (saved[i] != FA_TENSOR_DOUT)
+        memcpy(inputs.data[saved[i]], expected.data[saved[i]],
+               (size_t)values_count(p, saved[i]) * sizeof(double));
+      round_values(p, saved[i], &inputs);
+      if (planted >> saved[i] & 1) plant(p, &inputs, saved[i], &random, kind + (int)i);
+    }
+    check_pass(device, p, FA_PASS_BACKWARD, &inputs, &got, &expected, what);
+  }
+  values_free(&inputs);
+  values_free(&got);
+  values_free(&expected);
+}
+
+static void test_planted(fa_device device) {
+  static const fa_tensor_id ids[] = {FA_TENSOR_Q,    FA_TENSOR_K, FA_TENSOR_V,
+                                     FA_TENSOR_DOUT, FA_TENSOR_O, FA_TENSOR_LSE};
+  for (int dtype = 0; dtype < FA_NUM_FLOATS; dtype++)
+    for (size_t row = 0; row < sizeof table / sizeof *table; row++) {
+      const fa_problem p = problem_of(&table[row], (fa_dtype)dtype);
+      for (size_t i = 0; i < sizeof ids / sizeof *ids; i++)
+        check_planted(device, &p, 1u << ids[i], (int)(row + i), fa_tensor_name(ids[i]));
+      check_planted(device, &p, ~0u, (int)row, "every input");
+    }
+}
+
+/* ---- rows whose every visible score is -inf ------------------------------------------------------------- */
+
+enum { INFINITE_ROW = 33, COLUMN = 2 };
+
+/* q[INFINITE_ROW] of head 0 is -inf in a column in which every k is positive: the row counts as one that sees
+ * nothing. */
+static void check_infinite_row(fa_device device, fa_dtype dtype, int64_t num_sinks) {
+  const sizes of = {1, 50, 70, 2, 1, 24, 10, 0, num_sinks, 0};
+  const fa_problem p = problem_of(&of, dtype);
+  const char *what = num_sinks ? "scores of -inf, sinks" : "scores of -inf";
+  fa_values inputs = values_new(&p), got = values_new(&p), expected = values_new(&p);
+  values_fill(&inputs, &p, dtype, FILL_NORMAL, seed);
+  inputs.data[FA_TENSOR_Q][INFINITE_ROW * 2 * p.head_dim + COLUMN] = -INFINITY;
+  for (int64_t j = 0; j < p.seqlen_k; j++) {
+    double *k = inputs.data[FA_TENSOR_K] + j * p.head_dim + COLUMN;
+    *k = fabs(*k) + 0.5;
+  }
+  round_values(&p, FA_TENSOR_K, &inputs);
+  double lse = -INFINITY, sum = 0;
+  for (int64_t t = 0; t < num_sinks; t++) sum += exp(inputs.data[FA_TENSOR_SINK][t * 2]);
+  if (num_sinks) lse = log(sum);
+  if (check_pass(device, &p, FA_PASS_FORWARD, &inputs, &got, &expected, what)) {
+    const double *o = got.data[FA_TENSOR_O] + INFINITE_ROW * 2 * p.head_dim,
+                 *dq = got.data[FA_TENSOR_DQ] + (o - got.data[FA_TENSOR_O]);
+    double total = 0;
+    for (int64_t c = 0; c < p.head_dim; c++) total += fabs(o[c]);
+    CHECK(total == 0, "%s, %s: o is not 0", fa_dtype_name(dtype), what);
+    CHECK(got.data[FA_TENSOR_LSE][INFINITE_ROW] == lse ||
+              fabs(got.data[FA_TENSOR_LSE][INFINITE_ROW] - lse) < 1e-5,
+          "%s, %s: lse is %g, not %g", fa_dtype_name(dtype), what, got.data[FA_TENSOR_LSE][INFINITE_ROW], lse);
+    memcpy(inputs.data[FA_TENSOR_O], expected.data[FA_TENSOR_O],
+           (size_t)values_count(&p, FA_TENSOR_O) * sizeof(double));
+    memcpy(inputs.data[FA_TENSOR_LSE], expected.data[FA_TENSOR_LSE],
+           (size_t)values_count(&p, FA_TENSOR_LSE) * sizeof(double));
+    round_values(&p, FA_TENSOR_O, &inputs);
+    round_values(&p, FA_TENSOR_LSE, &inputs);
+    if (check_pass(device, &p, FA_PASS_BACKWARD, &inputs, &got, &expected, what)) {
+      for (int64_t c = 0; c < p.head_dim; c++) total += fabs(dq[c]);
+      CHECK(total == 0, "%s, %s: dq is not 0", fa_dtype_name(dtype), what);
+      for (int64_t i = 0; i < values_count(&p, FA_TENSOR_DK); i++) total += fabs(got.data[FA_TENSOR_DK][i]);
+      CHECK(isfinite(total), "%s, %s: dk is not finite", fa_dtype_name(dtype), what);
+    }
+  }
+  values_free(&inputs);
+  values_free(&got);
+  values_free(&expected);
+}
+
+static void test_infinite_rows(fa_device device) {
+  for (int dtype = 0; dtype < FA_NUM_FLOATS; dtype++)
+    for (int64_t num_sinks = 0; num_sinks <= 2; num_sinks += 2)
+      check_infinite_row(device, (fa_dtype)dtype, num_sinks);
+}
+
+int main(int argc, char **argv) {
+  static const fa_device_kind kinds[] = {FA_DEVICE_CPU, FA_DEVICE_CUDA};
+  setvbuf(stdout, NULL, _IOLBF, 0);
+  for (size_t i = 0; i < sizeof kinds / sizeof *kinds; i++) {
+    const fa_device device = {kinds[i], 0};
+    if (argc > 1 && strcmp(argv[1], fa_device_kind_name(kinds[i])) != 0) continue;
+    if (fa_num_devices(kinds[i], NULL) == 0) {
+      num_skipped++;
+      continue;
+    }
+    test_planted(device);
+    test_infinite_rows(device);
+  }
+  return report();
+}
