@@ -21,20 +21,22 @@ typedef struct sizes {
   int64_t batch, seqlen_q, seqlen_k, num_heads, num_kv_heads, head_dim, window_left, window_right;
   int64_t num_sinks;
   double softcap;
+  int64_t num_bands;
 } sizes;
 
 #define ANY FA_UNBOUNDED
 
 /* Several tiles of every kernel, met at odd places; rows that see nothing, and columns that nobody sees. */
 static const sizes table[] = {
-    {1, 9, 9, 1, 1, 1, ANY, 0, 0, 0},      {2, 70, 70, 2, 1, 7, ANY, 0, 0, 0},
-    {1, 150, 150, 2, 2, 16, ANY, 0, 0, 0}, {1, 131, 203, 2, 1, 24, ANY, 0, 1, 0},
-    {1, 203, 131, 2, 1, 40, ANY, 0, 2, 0}, {2, 61, 300, 1, 1, 32, 17, 0, 0, 0},
-    {1, 140, 140, 2, 2, 64, 20, 11, 0, 4}, {1, 90, 290, 1, 1, 64, 33, 40, 0, 0},
-    {1, 77, 81, 4, 2, 72, 0, 0, 0, 0},     {1, 150, 90, 1, 1, 80, 30, 5, 1, 0},
-    {1, 170, 170, 1, 1, 96, 40, 0, 0, 0},  {1, 139, 139, 2, 1, 128, ANY, 0, 0, 0},
-    {1, 133, 270, 1, 1, 128, 64, 9, 0, 0}, {1, 100, 130, 1, 1, 192, ANY, 3, 0, 0},
-    {1, 71, 140, 1, 1, 256, 50, 0, 1, 0},  {1, 65, 65, 2, 2, 64, ANY, ANY, 0, 0},
+    {1, 9, 9, 1, 1, 1, ANY, 0, 0, 0, 0},      {2, 70, 70, 2, 1, 7, ANY, 0, 0, 0, 0},
+    {1, 150, 150, 2, 2, 16, ANY, 0, 0, 0, 0}, {1, 131, 203, 2, 1, 24, ANY, 0, 1, 0, 0},
+    {1, 203, 131, 2, 1, 40, ANY, 0, 2, 0, 0}, {2, 61, 300, 1, 1, 32, 17, 0, 0, 0, 0},
+    {1, 140, 140, 2, 2, 64, 20, 11, 0, 4, 0}, {1, 90, 290, 1, 1, 64, 33, 40, 0, 0, 0},
+    {1, 77, 81, 4, 2, 72, 0, 0, 0, 0, 0},     {1, 150, 90, 1, 1, 80, 30, 5, 1, 0, 0},
+    {1, 170, 170, 1, 1, 96, 40, 0, 0, 0, 0},  {1, 139, 139, 2, 1, 128, ANY, 0, 0, 0, 0},
+    {1, 133, 270, 1, 1, 128, 64, 9, 0, 0, 0}, {1, 100, 130, 1, 1, 192, ANY, 3, 0, 0, 0},
+    {1, 71, 140, 1, 1, 256, 50, 0, 1, 0, 0},  {1, 65, 65, 2, 2, 64, ANY, ANY, 0, 0, 0},
+    {2, 190, 210, 2, 1, 64, ANY, 0, 1, 0, 5}, {1, 170, 140, 1, 1, 128, ANY, ANY, 0, 0, 4},
 };
 
 static fa_problem problem_of(const sizes *of, fa_dtype dtype) {
@@ -44,6 +46,7 @@ static fa_problem problem_of(const sizes *of, fa_dtype dtype) {
   p.num_heads = of->num_heads, p.num_kv_heads = of->num_kv_heads, p.head_dim = of->head_dim;
   p.window_left = of->window_left, p.window_right = of->window_right;
   p.num_sinks = of->num_sinks, p.softcap = of->softcap, p.deterministic = 1;
+  p.num_bands = of->num_bands, p.bands_batch = of->num_bands ? of->batch : 0;
   return p;
 }
 
@@ -188,7 +191,7 @@ enum { INFINITE_ROW = 33, COLUMN = 2 };
 /* q[INFINITE_ROW] of head 0 is -inf in a column in which every k is positive: the row counts as one that sees
  * nothing. */
 static void check_infinite_row(fa_device device, fa_dtype dtype, int64_t num_sinks) {
-  const sizes of = {1, 50, 70, 2, 1, 24, 10, 0, num_sinks, 0};
+  const sizes of = {1, 50, 70, 2, 1, 24, 10, 0, num_sinks, 0, 0};
   const fa_problem p = problem_of(&of, dtype);
   const char *what = num_sinks ? "scores of -inf, sinks" : "scores of -inf";
   fa_values inputs = values_new(&p), got = values_new(&p), expected = values_new(&p);
