@@ -215,13 +215,14 @@ static fa_cuda_operand operand(const fa_problem *p, fa_tensor tensor, int64_t se
 
 /* The nearest finite f32, and none that is so small that its reciprocal is not: an infinite factor makes NaN of
  * a product that is 0. */
-static float finite(double x) { return (float)fmin(fmax(x, -FLT_MAX), FLT_MAX); }
-static float positive(double x) { return finite(fmax(x, FLT_MIN)); }
+static float finite_f32(double x) { return (float)fmin(fmax(x, -FLT_MAX), FLT_MAX); }
+static float positive_f32(double x) { return finite_f32(fmax(x, FLT_MIN)); }
 
 static fa_cuda_score score_of(const fa_problem *p) {
   if (p->softcap != 0)
-    return (fa_cuda_score){FA_CUDA_SCORE_SOFTCAP, finite(p->scale / p->softcap), positive(p->softcap)};
-  return (fa_cuda_score){p->scale < 0 ? FA_CUDA_SCORE_NEGATED : FA_CUDA_SCORE_PLAIN, 0, finite(fabs(p->scale))};
+    return (fa_cuda_score){FA_CUDA_SCORE_SOFTCAP, finite_f32(p->scale / p->softcap), positive_f32(p->softcap)};
+  return (fa_cuda_score){p->scale < 0 ? FA_CUDA_SCORE_NEGATED : FA_CUDA_SCORE_PLAIN, 0,
+                         finite_f32(fabs(p->scale))};
 }
 
 /* How many heads' row blocks a persistent forward begins alternately: one head's where row blocks are of one
