@@ -30,14 +30,15 @@
  * An error that is the same for all of a row multiplies a sum that has signs: that of lse moves every p alike,
  * that of delta every dp, and what moves all p leaves o where it is. r(w v), r(w dp) and r(w ds) are there for
  * kernels that round p and ds to 16 bits before they multiply. `least` is added wherever a number may fall
- * below the type's smallest normal one.
+ * below the smallest one that is kept whole. For f32 that is 2^-39: tensor cores have p as 2^14 p in two parts
+ * of f16, whose smallest number is 2^-24, and ds likewise beside the largest one near it.
  */
 
 /* f64 is held against f64, which errs as much: its units are twice the roundoff. */
 static const struct unit {
   double arithmetic, stored, least;
 } units[FA_NUM_DTYPES] = {
-    [FA_DTYPE_F32] = {0x1p-24, 0x1p-24, 0x1p-126},
+    [FA_DTYPE_F32] = {0x1p-24, 0x1p-24, 0x1p-39},
     [FA_DTYPE_F64] = {0x1p-52, 0x1p-52, 0x1p-1022},
     [FA_DTYPE_BF16] = {0x1p-24, 0x1p-8, 0x1p-126},
     [FA_DTYPE_F16] = {0x1p-24, 0x1p-11, 0x1p-25},
