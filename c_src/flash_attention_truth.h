@@ -58,10 +58,82 @@
  * Command line. TRUTH_MAIN(forward, backward) or TRUTH_MAIN(forward) makes a program of kernels; see the end of
  * this file, and `mix flash_attention.truth`, which writes such programs.
  *
+ * From C, and from any language that calls C. TRUTH_EXPORT(forward, backward) makes a shared library of kernels
+ * instead, whose functions are declared first in this file, which C may include, too.
+ *
  * One thread of the host at a time may use this header.
  */
 #ifndef FLASH_ATTENTION_TRUTH_H
 #define FLASH_ATTENTION_TRUTH_H
+
+#include <stddef.h>
+
+/* ---------------------------------------------------------------------------------------------------
+ * C: what a shared library exports that is made of a C++ file with TRUTH_EXPORT(kernel, ...) in it:
+ *
+ *     c++ -std=c++17 -O1 -shared -fPIC -fvisibility=hidden -o libkernels.so kernels.cpp
+ *
+ *     truth_array("x", x, 3);                                          // double x[3]
+ *     truth_array("y", NULL, 3);
+ *     truth_launch("scale grid=1 block=32 args=x,y,2,3");              // scale<<<1, 32>>>(x, y, 2, 3)
+ *     truth_values("y", y, 3);
+ *     truth_seed("y", dy, 3);                                          // d(loss)/d(y)
+ *     truth_gradient("x", dx, 3);                                      // d(loss)/d(x)
+ *     truth_direction("x", direction, 3);
+ *     truth_tangent("y", along, 3);                                    // the derivative of y along that
+ * direction puts(truth_findings());
+ *
+ * The status that a function returns is 0, or 2 where the call is wrong, and truth_error() says why;
+ * truth_launch also returns 1, where something has been found since truth_clear. A library has one set of
+ * arrays and one tape. The thread that loads it must make all calls, and two of them may be loaded with dlopen
+ * and RTLD_LOCAL alone.
+ * ------------------------------------------------------------------------------------------------- */
+
+#define TRUTH_API __attribute__((visibility("default")))
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* An array of count elements, of the type that the kernel has which takes it first. The values are copied; NULL
+ * is for an output, which nobody has written. Replaces an array of the same name. */
+TRUTH_API int truth_array(const char *name, const double *values, size_t count);
+
+/* Runs a kernel: "NAME grid=X,Y,Z block=X,Y,Z shared=BYTES args=..." with names of arrays for pointers and
+ * numbers for the rest. What is left out is 1, and 0 for shared. */
+TRUTH_API int truth_launch(const char *line);
+
+/* What is in the array of count elements now; NaN where nobody wrote. */
+TRUTH_API int truth_values(const char *name, double *values, size_t count);
+
+/* d(loss)/d(what is in the output now); 0 for arrays without a call. Another call replaces it. To be called
+ * after the forward's launches and before those that change the output. */
+TRUTH_API int truth_seed(const char *output, const double *gradient, size_t count);
+
+/* d(loss)/d(what the input was filled with). */
+TRUTH_API int truth_gradient(const char *input, double *gradient, size_t count);
+
+/* The direction of what the input was filled with; 0 for arrays without a call. Another call replaces it. To be
+ * called after a launch that takes the input. */
+TRUTH_API int truth_direction(const char *input, const double *direction, size_t count);
+
+/* The derivative of what is in the output now, along the direction. */
+TRUTH_API int truth_tangent(const char *output, double *tangent, size_t count);
+
+/* An option of the command line: "--f32" or "--early-return". */
+TRUTH_API int truth_option(const char *option);
+
+/* Forgets arrays, numbers, seeds, directions, findings and options. */
+TRUTH_API int truth_clear(void);
+
+/* Everything found since truth_clear, in lines of text; empty where nothing was. Valid until the next call. */
+TRUTH_API const char *truth_findings(void);
+
+/* Why the last call that returned 2 did. Valid until the next that does. */
+TRUTH_API const char *truth_error(void);
+
+#ifdef __cplusplus
+}
 
 #include <algorithm>
 #include <array>
@@ -82,6 +154,7 @@
 #include <map>
 #include <memory>
 #include <sstream>
+#include <stdexcept>
 #include <string>
 #include <tuple>
 #include <type_traits>
@@ -385,13 +458,22 @@ inline void add_finding(const char *kind, const std::string &array, const std::s
   findings().push_back({kind, array, text, 0});
 }
 
-/* Prints every finding. 0 where there is none, as a program may return it, and else 1. */
-inline int report() {
+/* Every finding, in lines. */
+inline std::string text_of_findings() {
+  std::string all;
   for (const finding &f : findings()) {
-    std::fprintf(options().out, "%s: %s\n", f.kind.c_str(), f.text.c_str());
-    if (f.more) std::fprintf(options().out, "  and %ld more of these\n", f.more);
+    all += f.kind + ": " + f.text + "\n";
+    if (f.more) all += "  and " + std::to_string(f.more) + " more of these\n";
   }
-  return findings().empty() ? 0 : 1;
+  return all;
+}
+
+/* 0 where nothing was found, as a program may return it, and else 1. */
+inline int status_of_findings() { return findings().empty() ? 0 : 1; }
+
+inline int report() {
+  std::fputs(text_of_findings().c_str(), options().out);
+  return status_of_findings();
 }
 
 inline std::string text(const char *format, ...) {
@@ -570,8 +652,9 @@ inline int find_shared_memory(dl_phdr_info *info, size_t, void *) {
   return 0;
 }
 
+/* Taking the marker's address makes the memory, which that of a library loaded by dlopen is not before. */
 inline void watch_shared_memory() {
-  if (!the_machine().static_shared.begin) dl_iterate_phdr(find_shared_memory, nullptr);
+  if (!the_machine().static_shared.has(&shared_marker)) dl_iterate_phdr(find_shared_memory, nullptr);
 }
 
 inline const symbol *shared_symbol(const region &r, const char *p) {
@@ -1713,9 +1796,19 @@ struct command {
   double tolerance = 1e-6;
 };
 
-[[noreturn]] inline void refuse(const std::string &why) {
-  std::fprintf(stderr, "%s\n", why.c_str());
-  std::exit(2);
+constexpr int refused = 2; /* the status of what cannot be done */
+
+[[noreturn]] inline void refuse(const std::string &why) { throw std::invalid_argument(why); }
+
+/* What the action returns, or `refused` and why in the error. */
+template <class F>
+int status_of(F &&action, std::string &error) {
+  try {
+    return action();
+  } catch (const std::exception &e) {
+    error = e.what();
+    return refused;
+  }
 }
 
 inline command::strings split(const std::string &all, char at) {
@@ -1768,51 +1861,70 @@ inline void write_numbers(const std::string &path, const std::vector<double> &nu
   if (!file) refuse(path + ": cannot be written");
 }
 
-/* The arrays of a command, made when a kernel first takes them, of the type that it takes. */
+/* What an array starts as. */
+struct specification {
+  enum { unwritten, zeros, numbers } start;
+  size_t count;
+  std::vector<double> values; /* of numbers */
+};
+
+inline specification specify(const std::vector<double> &values) {
+  return {specification::numbers, values.size(), values};
+}
+
+/* COUNT, COUNT:0 or the name of a file. */
+inline specification specify(const std::string &what) {
+  if (what.find_first_not_of("0123456789:") != std::string::npos) return specify(read_numbers(what));
+  if (!ends_in(what, ":0")) return {specification::unwritten, size_t(number_of(what)), {}};
+  return {specification::zeros, size_t(number_of(what.substr(0, what.size() - 2))), {}};
+}
+
+/* Arrays, made when a kernel first takes them, of the type that it takes. */
 class arrays_by_name {
  public:
-  explicit arrays_by_name(const command::pairs &specifications) {
-    for (const auto &[name, what] : specifications) specification[name] = what;
+  /* Replaces what has that name. */
+  void add(const std::string &name, specification what) {
+    std::apply([&](auto &...of_type) { (of_type.erase(name), ...); }, all);
+    specifications[name] = std::move(what);
+  }
+
+  size_t count(const std::string &name) const {
+    if (!specifications.count(name)) refuse(name + ": expected an array of that name");
+    return specifications.at(name).count;
   }
 
   template <class T>
   array<T> &get(const std::string &name) {
-    auto &made = std::get<std::map<std::string, std::unique_ptr<array<T>>>>(all);
-    if (!made.count(name)) made[name] = make<T>(name);
-    return *made[name];
+    auto &of_type = std::get<made<T>>(all);
+    if (!of_type.count(name)) of_type[name] = make<T>(name);
+    return *of_type[name];
   }
 
   /* Something done with the array, whatever its type; of reals where no kernel took it. */
-  template <class F>
+  template <size_t type = 0, class F>
   auto with(const std::string &name, F &&f) {
-    if (has<half>(name)) return f(get<half>(name));
-    if (has<bf16>(name)) return f(get<bf16>(name));
-    return f(get<real>(name));
+    if constexpr (type + 1 == std::tuple_size_v<types>) {
+      return f(get<real>(name));
+    } else {
+      auto &of_type = std::get<type>(all);
+      return of_type.count(name) ? f(*of_type[name]) : with<type + 1>(name, f);
+    }
   }
 
  private:
   template <class T>
   using made = std::map<std::string, std::unique_ptr<array<T>>>;
-  std::tuple<made<real>, made<half>, made<bf16>, made<int>, made<unsigned>, made<long>, made<long long>,
-             made<unsigned long>, made<unsigned char>>
-      all;
-  std::map<std::string, std::string> specification;
-
-  template <class T>
-  bool has(const std::string &name) const {
-    return std::get<made<T>>(all).count(name);
-  }
+  using types = std::tuple<made<half>, made<bf16>, made<int>, made<unsigned>, made<long>, made<long long>,
+                           made<unsigned long>, made<unsigned char>, made<real>>;
+  types all;
+  std::map<std::string, specification> specifications;
 
   template <class T>
   std::unique_ptr<array<T>> make(const std::string &name) {
-    if (!specification.count(name)) refuse(name + ": expected an --array of that name");
-    const std::string &what = specification[name];
-    const bool zeros = ends_in(what, ":0");
-    if (what.find_first_not_of("0123456789:") != std::string::npos)
-      return std::make_unique<array<T>>(name, read_numbers(what));
-    auto made =
-        std::make_unique<array<T>>(name, size_t(number_of(zeros ? what.substr(0, what.size() - 2) : what)));
-    if (zeros) made->clear();
+    auto made = std::make_unique<array<T>>(name, count(name));
+    const specification &what = specifications[name];
+    if (what.start == specification::numbers) made->fill(what.values);
+    if (what.start == specification::zeros) made->clear();
     return made;
   }
 };
@@ -1874,18 +1986,22 @@ std::vector<runnable> make_runnables(const std::string &list, K... kernels) {
   return {make_runnable(names[i++], kernels)...};
 }
 
+/* False where there is no such option. */
+inline bool set_option(const std::string &word) {
+  if (word == "--f32")
+    options().arithmetic = settings::f32;
+  else if (word == "--early-return")
+    options().allow_early_return = true;
+  else
+    return false;
+  return true;
+}
+
 inline command parse(int count, char **words) {
   command c;
   for (int i = 1; i < count; i++) {
     const std::string word = words[i];
-    if (word == "--f32") {
-      options().arithmetic = settings::f32;
-      continue;
-    }
-    if (word == "--early-return") {
-      options().allow_early_return = true;
-      continue;
-    }
+    if (set_option(word)) continue;
     if (i + 1 == count) refuse(word + ": expected a value, or no such option");
     const std::string value = words[++i];
     if (word == "--array")
@@ -1910,18 +2026,11 @@ inline command parse(int count, char **words) {
   return c;
 }
 
-inline void run_lines(const std::vector<runnable> &kernels, arrays_by_name &arrays,
-                      const command::strings &lines) {
-  for (const std::string &line : lines) {
-    const std::string name = line.substr(0, line.find(' '));
-    bool known = false;
-    for (const runnable &kernel : kernels)
-      if (kernel.name == name) {
-        kernel.run(arrays, line);
-        known = true;
-      }
-    if (!known) refuse(name + ": expected the name of a kernel");
-  }
+inline void run_line(const std::vector<runnable> &kernels, arrays_by_name &arrays, const std::string &line) {
+  const std::string name = line.substr(0, line.find(' '));
+  for (const runnable &kernel : kernels)
+    if (kernel.name == name) return kernel.run(arrays, line);
+  refuse(name + ": expected the name of a kernel");
 }
 
 inline void compare_arrays(const std::string &what, const std::vector<double> &got,
@@ -1934,13 +2043,13 @@ inline void compare_arrays(const std::string &what, const std::vector<double> &g
               c.size ? c.error / c.size : 0);
 }
 
-inline int run_command(int count, char **words, const std::vector<runnable> &kernels) {
-  const command c = parse(count, words);
-  arrays_by_name arrays(c.arrays);
+inline int run_command(const command &c, const std::vector<runnable> &kernels) {
+  arrays_by_name arrays;
+  for (const auto &[name, what] : c.arrays) arrays.add(name, specify(what));
   const auto values = [&](const std::string &name) {
     return arrays.with(name, [](auto &a) { return a.values(); });
   };
-  run_lines(kernels, arrays, c.forward);
+  for (const std::string &line : c.forward) run_line(kernels, arrays, line);
   std::vector<beside> seeds;
   for (const auto &[output, seed] : c.seeds) {
     const std::vector<double> gradient = values(seed);
@@ -1953,7 +2062,7 @@ inline int run_command(int count, char **words, const std::vector<runnable> &ker
     compare_arrays(output, values(output), values(expected), c.tolerance);
   const gradients truth = reverse(seeds);
   const size_t operations = the_tape().nodes.size();
-  run_lines(kernels, arrays, c.backward);
+  for (const std::string &line : c.backward) run_line(kernels, arrays, line);
   for (const auto &[input, given] : c.gradients) {
     const std::vector<double> expected = arrays.with(input, [&](auto &a) { return truth.of(a); });
     if (!c.directory.empty()) write_numbers(c.directory + "/d_" + input + ".f64", expected);
@@ -1963,6 +2072,13 @@ inline int run_command(int count, char **words, const std::vector<runnable> &ker
   return report();
 }
 
+inline int run_command(int count, char **words, const std::vector<runnable> &kernels) {
+  std::string error;
+  const int status = status_of([&] { return run_command(parse(count, words), kernels); }, error);
+  if (status == refused) std::fprintf(stderr, "%s\n", error.c_str());
+  return status;
+}
+
 }  // namespace truth
 
 #define TRUTH_MAIN(...)                                                                        \
@@ -1970,9 +2086,170 @@ inline int run_command(int count, char **words, const std::vector<runnable> &ker
     return truth::run_command(count, words, truth::make_runnables(#__VA_ARGS__, __VA_ARGS__)); \
   }
 
+/* ---------------------------------------------------------------------------------------------------
+ * Shared library: TRUTH_EXPORT(kernel, ...) defines the functions for C that this file declares first.
+ * ------------------------------------------------------------------------------------------------- */
+
+namespace truth {
+
+/* What a library remembers from call to call. */
+class session {
+ public:
+  std::string error;
+
+  session() { the_machine(); } /* which the arrays must not outlive */
+
+  int offer(std::vector<runnable> runnables) {
+    kernels = std::move(runnables);
+    return 0;
+  }
+
+  int add(const char *name, const double *values, size_t count) {
+    return status([&] {
+      arrays.add(name, values ? specify(std::vector<double>(values, values + count))
+                              : specification{specification::unwritten, count, {}});
+    });
+  }
+
+  int launch(const char *line) {
+    const int done = status([&] { run_line(kernels, arrays, line); });
+    return done ? done : status_of_findings();
+  }
+
+  int values(const char *name, double *values, size_t count) {
+    return copy(name, values, count, [](auto &a) { return a.values(); });
+  }
+
+  int seed(const char *name, const double *gradient, size_t count) {
+    by_seeds = {};
+    return keep(seeds, name, gradient, count);
+  }
+
+  int gradient(const char *name, double *gradient, size_t count) {
+    return copy(name, gradient, count, [&](auto &a) {
+      if (by_seeds.by_name.empty()) by_seeds = reverse(all_of(seeds));
+      return by_seeds.of(a);
+    });
+  }
+
+  int direction(const char *name, const double *direction, size_t count) {
+    along = {};
+    return keep(directions, name, direction, count);
+  }
+
+  /* A tape that has grown has numbers whose derivatives are not known yet. */
+  int tangent(const char *name, double *tangent, size_t count) {
+    return copy(name, tangent, count, [&](auto &a) {
+      if (along.by_name.size() != the_tape().nodes.size()) along = forward(all_of(directions));
+      return along.of(a);
+    });
+  }
+
+  int option(const char *word) {
+    return status([&] {
+      if (!set_option(word)) refuse(std::string(word) + ": no such option");
+    });
+  }
+
+  int clear() {
+    arrays = {};
+    seeds.clear();
+    directions.clear();
+    by_seeds = {};
+    along = {};
+    findings().clear();
+    options() = settings();
+    clear_tape();
+    return 0;
+  }
+
+  const char *text() { return (found = text_of_findings()).c_str(); }
+
+ private:
+  using by_array = std::map<std::string, beside>;
+  std::vector<runnable> kernels;
+  arrays_by_name arrays;
+  by_array seeds, directions;
+  gradients by_seeds;
+  tangents along;
+  std::string found;
+
+  template <class F>
+  int status(F &&action) {
+    return status_of([&] { return action(), 0; }, error);
+  }
+
+  static std::vector<beside> all_of(const by_array &kept) {
+    std::vector<beside> all;
+    for (const auto &[name, numbers] : kept) all.push_back(numbers);
+    return all;
+  }
+
+  static void check_count(const std::string &name, size_t count, size_t expected) {
+    if (count != expected) refuse(name + truth::text(": expected %zu numbers, got %zu", expected, count));
+  }
+
+  int keep(by_array &where, const char *name, const double *values, size_t count) {
+    return status([&] {
+      check_count(name, count, arrays.count(name));
+      const std::vector<double> numbers(values, values + count);
+      arrays.with(name, [&](auto &a) { where.insert_or_assign(name, beside(a, numbers)); });
+    });
+  }
+
+  /* Integers have as many values as others, and no derivatives. */
+  template <class F>
+  int copy(const char *name, double *to, size_t count, F &&numbers_of) {
+    return status([&] {
+      const std::vector<double> numbers = arrays.with(name, numbers_of);
+      check_count(name, count, numbers.size());
+      std::copy(numbers.begin(), numbers.end(), to);
+    });
+  }
+};
+
+inline session &the_session() {
+  static session session;
+  return session;
+}
+
+using f64 = double; /* which TRUTH_EXPORT says where TRUTH_FLOAT has made a double a number */
+
+}  // namespace truth
+
+#define TRUTH_EXPORT(...)                                                                               \
+  static const int truth_offered =                                                                      \
+      truth::the_session().offer(truth::make_runnables(#__VA_ARGS__, __VA_ARGS__));                     \
+  extern "C" {                                                                                          \
+  int truth_array(const char *name, const truth::f64 *values, size_t count) {                           \
+    return truth::the_session().add(name, values, count);                                               \
+  }                                                                                                     \
+  int truth_launch(const char *line) { return (void)truth_offered, truth::the_session().launch(line); } \
+  int truth_values(const char *name, truth::f64 *values, size_t count) {                                \
+    return truth::the_session().values(name, values, count);                                            \
+  }                                                                                                     \
+  int truth_seed(const char *output, const truth::f64 *gradient, size_t count) {                        \
+    return truth::the_session().seed(output, gradient, count);                                          \
+  }                                                                                                     \
+  int truth_gradient(const char *input, truth::f64 *gradient, size_t count) {                           \
+    return truth::the_session().gradient(input, gradient, count);                                       \
+  }                                                                                                     \
+  int truth_direction(const char *input, const truth::f64 *direction, size_t count) {                   \
+    return truth::the_session().direction(input, direction, count);                                     \
+  }                                                                                                     \
+  int truth_tangent(const char *output, truth::f64 *tangent, size_t count) {                            \
+    return truth::the_session().tangent(output, tangent, count);                                        \
+  }                                                                                                     \
+  int truth_option(const char *option) { return truth::the_session().option(option); }                  \
+  int truth_clear(void) { return truth::the_session().clear(); }                                        \
+  const char *truth_findings(void) { return truth::the_session().text(); }                              \
+  const char *truth_error(void) { return truth::the_session().error.c_str(); }                          \
+  }
+
 #ifdef TRUTH_FLOAT
 #define float truth::real
 #define double truth::real
 #endif
 
+#endif /* __cplusplus */
 #endif

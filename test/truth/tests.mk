@@ -18,7 +18,8 @@ TRUTH_CXXFLAGS = -std=c++17 -O1 $(TRUTH_OPTIONAL) -fsanitize=bounds -Ic_src -Iex
 
 TRUTH_BUILD    := $(BUILD)/test/truth
 TRUTH_EXAMPLES := $(patsubst examples/truth/%.cpp,%,$(wildcard examples/truth/*.cpp))
-TRUTH_PROGRAMS := $(TRUTH_EXAMPLES:%=$(TRUTH_BUILD)/%) $(TRUTH_BUILD)/test_truth $(TRUTH_BUILD)/test_faults
+TRUTH_PROGRAMS := $(TRUTH_EXAMPLES:%=$(TRUTH_BUILD)/%) $(TRUTH_BUILD)/test_truth $(TRUTH_BUILD)/test_faults \
+                  $(TRUTH_BUILD)/test_library $(TRUTH_BUILD)/libtruth_kernels.so
 
 -include $(wildcard $(TRUTH_BUILD)/*.d)
 
@@ -29,6 +30,14 @@ $(TRUTH_EXAMPLES:%=$(TRUTH_BUILD)/%): $(TRUTH_BUILD)/%: examples/truth/%.cpp tes
 $(TRUTH_BUILD)/test_truth: test/truth/test_truth.cpp test/truth/tests.mk
 	@mkdir -p $(@D)
 	$(CXX) $(TRUTH_CXXFLAGS) -MMD -MP -o $@ $<
+
+$(TRUTH_BUILD)/libtruth_kernels.so: test/truth/library.cpp test/truth/tests.mk
+	@mkdir -p $(@D)
+	$(CXX) $(TRUTH_CXXFLAGS) -shared -fPIC -fvisibility=hidden -MMD -MP -o $@ $<
+
+$(TRUTH_BUILD)/test_library: test/truth/test_library.c test/truth/tests.mk
+	@mkdir -p $(@D)
+	$(CC) -std=gnu11 -Ic_src -Itest/c -Wall -Wextra $(if $(WERROR),-Werror) -MMD -MP -o $@ $< -ldl -lm
 
 # Code with faults in it draws warnings.
 $(TRUTH_BUILD)/test_faults: test/truth/test_faults.cpp test/truth/faults.txt test/truth/plant.awk test/truth/tests.mk \
@@ -48,4 +57,5 @@ test-truth: $(TRUTH_PROGRAMS)
 	done
 	@echo test_truth; $(TRUTH_BUILD)/test_truth $(TRUTH_BUILD)
 	@echo test_faults; $(TRUTH_BUILD)/test_faults
+	@echo test_library; $(TRUTH_BUILD)/test_library $(TRUTH_BUILD)/libtruth_kernels.so
 endif

@@ -107,19 +107,34 @@ defmodule Mix.Tasks.FlashAttention.TruthTest do
     assert length(String.split(output, "agrees")) == 7
   end
 
-  test "the guide's program", %{tmp_dir: directory} do
+  test "the guide's program, and the one in C", %{tmp_dir: directory} do
     guide = File.read!("guides/checking_your_own_kernel.md")
 
-    for {language, file} <- [{"cuda", "kernels.cu"}, {"c\\+\\+", "program.cpp"}] do
+    for {language, file} <- [
+          {"cuda", "kernels.cu"},
+          {"c\\+\\+", "program.cpp"},
+          {"cpp", "library.cpp"},
+          {"c", "in_c.c"}
+        ] do
       [_, block] = Regex.run(~r/^```#{language}\n(.*?)^```/ms, guide)
       File.write!(Path.join(directory, file), block)
     end
 
-    program = Path.join(directory, "program")
-    compiler = System.get_env("CXX") || "c++"
-    arguments = ["-std=c++17", "-Ic_src", "-o", program, program <> ".cpp"]
-    assert {_warnings, 0} = System.cmd(compiler, arguments, stderr_to_stdout: true)
-    assert System.cmd(program, []) == {"", 0}
+    c = System.get_env("CC") || "cc"
+    cxx = System.get_env("CXX") || "c++"
+    compile(cxx, ["-std=c++17", "program.cpp", "-o", "program"], directory)
+    assert System.cmd(Path.join(directory, "program"), [], cd: directory) == {"", 0}
+
+    compile(cxx, ~w(-std=c++17 -shared -fPIC -fvisibility=hidden library.cpp -o libsoftplus.so), directory)
+    compile(c, ~w(in_c.c -o in_c -L. -lsoftplus -lm -Wl,-rpath,.), directory)
+    assert System.cmd(Path.join(directory, "in_c"), [], cd: directory) == {"", 0}
+  end
+
+  defp compile(compiler, arguments, directory) do
+    {output, status} =
+      System.cmd(compiler, ["-I", Path.expand("c_src") | arguments], cd: directory, stderr_to_stdout: true)
+
+    assert status == 0, output
   end
 
   defp numbers(list), do: for(x <- list, into: <<>>, do: <<x::float-64-native>>)
