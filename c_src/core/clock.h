@@ -1,10 +1,11 @@
+/* The clock by which waits and kernels on the CPU are timed. */
 #ifndef FA_CORE_CLOCK_H
 #define FA_CORE_CLOCK_H
 
 #include <stdint.h>
 #include <time.h>
 
-/* Since some fixed moment; never set back. */
+/* Counts from some fixed moment. Nobody sets this clock back, as they do the time of day. */
 static inline int64_t fa_nanoseconds(void) {
   struct timespec now;
   clock_gettime(CLOCK_MONOTONIC, &now);

@@ -1,5 +1,5 @@
-/* fa_run_anywhere: a plan runs on tensors wherever they lie. Those that the device cannot use where they are
- * go through its memory and back, slice by slice, while it computes. */
+/* fa_run_anywhere runs a plan on tensors wherever they lie. Those that the device cannot use where they are go
+ * through its memory and back, slice by slice, while it computes. */
 #include <string.h>
 
 #include "../core/arena.h"
@@ -12,18 +12,18 @@
 #include "pack.h"
 #include "slices.h"
 
-/* Where a tensor of the pass is. Memory of the device's that only the call needs comes from one arena. */
+/* Where a tensor of the pass is. One arena has all of the device's memory that only the call needs. */
 typedef struct tensor_place {
   fa_tensor_role role; /* FA_ROLE_NONE also where the tensor is empty */
-  bool copied;         /* the tensor crosses the bus, */
-  bool staged;         /* through pinned memory, */
-  bool packs;          /* as rows of host/pack.h, which become f32 again on the device */
+  bool copied;         /* whether the tensor crosses the bus, */
+  bool staged;         /* whether it does so through pinned memory, */
+  bool packs;          /* and whether as packed rows (host/pack.h), which become f32 again on the device */
   size_t bytes;
-  fa_tensor given, device; /* the caller's, and what slices read or write on the device */
-  char *packed;            /* on the device */
-  void *kept;              /* where the caller wants a tensor of the device's memory as well */
-  size_t apart_bytes; /* of the largest slice's results that lie apart in the whole: they are computed in */
-  void *apart;        /* this memory and then put in place */
+  fa_tensor given, device; /* the caller's tensor, and the one that slices read or write on the device */
+  char *packed;            /* the packed rows on the device */
+  void *kept;              /* where the caller wants a tensor that lies on the device as well */
+  size_t apart_bytes;      /* the size of the largest slice's results that lie apart in the whole: */
+  void *apart;             /* they are computed here and then put in place */
 } tensor_place;
 
 typedef struct host_run {
@@ -34,11 +34,11 @@ typedef struct host_run {
   fa_lane *lane;
   tensor_place tensors[FA_NUM_TENSORS];
   size_t pageable_bytes;
-  bool on_devices; /* the call reads or writes the caller's memory on a device */
+  bool on_devices; /* whether the call reads or writes the caller's memory on a device */
   fa_slices slices;
   fa_plan plans[FA_MAX_SLICES];
   fa_execution execution;
-  void *memory; /* the arena's */
+  void *memory; /* the arena's memory on the device */
 } host_run;
 
 static size_t packed_bytes(const fa_problem *p, size_t bytes) {
@@ -56,7 +56,7 @@ static fa_status check_contiguous(const fa_problem *problem, int id, const fa_te
                                "expected a contiguous tensor, as it has to be copied");
 }
 
-/* The device's memory in which the caller wants a tensor, or NULL. */
+/* Where on the device the caller wants a tensor, or NULL. */
 static void *memory_wanted(const fa_placement *placement, int id) {
   return fa_tensor_get(&placement->on_device, id)->data;
 }
@@ -131,7 +131,7 @@ static fa_status cut(host_run *run, fa_error *error) {
   return status;
 }
 
-/* The extent's region of a tensor that lies like this one. */
+/* The extent's region of a tensor with this one's strides. */
 static fa_region region_of(const host_run *run, const fa_extent *extent, int id, const fa_tensor *tensor) {
   return fa_region_of(&run->plan->problem, extent, id, tensor);
 }
@@ -147,7 +147,7 @@ static fa_rows rows_in(const fa_tensor *tensor, const fa_region *region) {
   return (fa_rows){(char *)tensor->data + region->offset, region->pitch};
 }
 
-/* The same region of the tensor that is packed. */
+/* The rows of the same region in the packed tensor. */
 static fa_rows packed_rows(const host_run *run, int id, const fa_region *region) {
   const fa_problem *p = &run->plan->problem;
   return (fa_rows){run->tensors[id].packed + packed_bytes(p, region->offset), packed_bytes(p, region->pitch)};
@@ -168,8 +168,7 @@ static fa_copy copy_of(const host_run *run, int id, const fa_region *region) {
   return copy;
 }
 
-/* Lists the slice's copies of tensors in a role: either those that go through the lane's ring, or the others.
- */
+/* Lists the slice's copies of tensors in a role, either those that go through the lane's ring or the others. */
 static int list_copies(const host_run *run, int number, fa_tensor_role role, bool through_ring,
                        fa_copy *copies) {
   int num_copies = 0;
@@ -198,7 +197,7 @@ static fa_status copy_directly(const host_run *run, const fa_copy *copies, int n
   return status;
 }
 
-/* Begins the uploads through the ring of so many slices. */
+/* Begins the uploads of so many slices through the ring. */
 static fa_status begin_uploads(host_run *run, int first, int num_slices, fa_error *error) {
   fa_copy copies[FA_MAX_SLICES * FA_NUM_TENSORS];
   int num_copies = 0;
@@ -247,8 +246,8 @@ static fa_status unpack_slice(const host_run *run, int number, fa_error *error) 
   return status;
 }
 
-/* The stream that computes waits for the slice's inputs. Where none is copied directly there is nothing to
- * record: an event would stand behind what later slices send through the ring. */
+/* The stream that computes waits for the slice's inputs. Nothing is recorded where none is copied directly:
+ * that event would stand behind what later slices send through the ring. */
 static fa_status upload_slice(host_run *run, int number, fa_error *error) {
   const fa_memory_ops *memory = run->heap->backend->memory;
   const int32_t index = run->heap->index;
@@ -290,7 +289,7 @@ static fa_status fetch_slice(host_run *run, int number, fa_error *error) {
   return status || !num_staged ? status : fa_staging_download(run->lane->staging, staged, num_staged, error);
 }
 
-/* Work of the caller's stream may still read or write the caller's memory on a device. */
+/* The call waits for work on the caller's stream that may still use the caller's memory on a device. */
 static fa_status wait_for_caller(host_run *run, fa_error *error) {
   const fa_memory_ops *memory = run->heap->backend->memory;
   const int32_t index = run->heap->index;
@@ -301,7 +300,7 @@ static fa_status wait_for_caller(host_run *run, fa_error *error) {
   return status ? status : memory->stream_wait(index, lane->compute, lane->ready, error);
 }
 
-/* The stream that goes down has waited for the last slice. */
+/* The stream down, which has waited for the last slice, copies what the caller keeps on the device. */
 static fa_status copy_kept(const host_run *run, fa_error *error) {
   fa_status status = FA_STATUS_OK;
   for (const tensor_place *t = run->tensors; !status && t < run->tensors + FA_NUM_TENSORS; t++)
@@ -323,7 +322,7 @@ static fa_status finish(host_run *run, fa_error *error) {
     status = memory->elapsed(index, run->lane->slices[i].begun, run->lane->slices[i].done, &seconds, error);
     run->measured->kernel_seconds += seconds;
   }
-  /* The longer a wait, the later it ends: a wait for all but the last slice's results makes the last one short.
+  /* A long wait ends late. A wait for the results before the last slice's makes that for the last ones short.
    */
   if (!status && run->slices.count > 1) status = memory->event_wait(index, run->lane->last, error);
   return status ? status : memory->event_wait(index, run->lane->finished, error);
@@ -335,8 +334,7 @@ static bool has_staged_results(const host_run *run) {
   return false;
 }
 
-/* A slice's results go down while the next one's tensors come up, as each direction of the bus has its stream.
- */
+/* Each direction of the bus has its stream: a slice's results go down while the next slice's inputs come up. */
 static fa_status run_slices(host_run *run, fa_error *error) {
   fa_status status = begin_uploads(run, 0, run->slices.count, error);
   for (int i = 0; !status && i < run->slices.count; i++) {
@@ -346,8 +344,8 @@ static fa_status run_slices(host_run *run, fa_error *error) {
   return status ? status : fa_staging_end_uploads(run->lane->staging, error);
 }
 
-/* Results that are staged take the whole ring, and the calling thread until their slice is done: the next slice
- * starts before that. */
+/* Staged results take the whole ring, and the calling thread until their slice is done, so that the next slice
+ * starts before they are fetched. */
 static fa_status start_alone(host_run *run, int number, fa_error *error) {
   fa_status status = begin_uploads(run, number, 1, error);
   if (!status) status = start_slice(run, number, error);
@@ -373,7 +371,7 @@ static fa_status run_all(host_run *run, fa_error *error) {
 
 static bool needs_room(const tensor_place *t) { return t->copied && !t->device.data; }
 
-/* Packing pays where there is enough to move, and needs a ring whose slots hold rows. */
+/* Packing pays where a call moves enough to be cut, and needs a ring whose slots hold rows. */
 static bool can_pack(const host_run *run) {
   const fa_problem *p = &run->plan->problem;
   const fa_copy rows = {.row_bytes = (size_t)(p->num_heads * p->head_dim) * sizeof(float), .num_rows = 2};
@@ -381,8 +379,8 @@ static bool can_pack(const host_run *run) {
          fa_staging_fits(run->lane->staging, &rows) && run->heap->backend->unpack && fa_can_pack(p->head_dim);
 }
 
-/* Packs the operands of matrix products, which kernels round to f16. Gradients are those of the dout that was
- * rounded. */
+/* Packs the operands of matrix products, which kernels round to f16. delta, too, is computed from the dout that
+ * was rounded. */
 static void choose_packed(host_run *run) {
   const fa_problem *p = &run->plan->problem;
   const int operands[] = {FA_TENSOR_Q, FA_TENSOR_K, FA_TENSOR_V, FA_TENSOR_DOUT};
@@ -394,7 +392,7 @@ static void choose_packed(host_run *run) {
   }
 }
 
-/* Takes what only the call needs on the device. */
+/* Takes the device's memory that only the call needs. */
 static void lay_out(host_run *run, fa_arena *arena) {
   run->execution.workspace = fa_take(arena, (int64_t)run->execution.workspace_bytes, 1);
   for (int id = 0; id < FA_NUM_TENSORS; id++) {
@@ -434,7 +432,7 @@ static fa_status run_on_device(host_run *run, const fa_tensors *given, fa_error 
 
 /* ---- where the device's memory is the host's ----------------------------------------------------------- */
 
-/* Whether a tensor of the pass has numbers that are wanted in other memory as well. */
+/* Whether the caller wants the tensor's numbers in other memory as well. */
 static bool is_wanted_elsewhere(const host_run *run, const fa_tensors *given, int id) {
   const fa_problem *problem = &run->plan->problem;
   const void *wanted = memory_wanted(run->placement, id);

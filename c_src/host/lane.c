@@ -1,3 +1,4 @@
+/* A call that finds no idle lane makes one, which then serves later calls for good. */
 #include "lane.h"
 
 #include <stdlib.h>

@@ -1,5 +1,5 @@
-/* What one call needs of a device to copy and compute at once: three streams, their events, and a ring of
- * pinned memory through which pageable memory is copied. Lanes are kept for later calls. */
+/* A lane is what one call needs to copy and compute at the same time: three streams of a device, their events,
+ * and the staging of pageable memory. A later call takes a lane that an earlier one gave back. */
 #ifndef FA_HOST_LANE_H
 #define FA_HOST_LANE_H
 
@@ -8,19 +8,19 @@
 typedef struct fa_lane {
   fa_heap *heap;
   void *up, *compute, *down;     /* streams */
-  void *ready, *last, *finished; /* events: the caller's stream may be read, all but the last slice's results
-                                  * are there, all is */
+  void *ready, *last, *finished; /* events: the caller's stream has come to the call, the results of all slices
+                                  * but the last are there, and all results are */
   struct {
-    void *uploaded, *begun, *done;
+    void *uploaded, *begun, *done; /* events: what is copied directly is there, and kernels begin and end */
   } slices[FA_MAX_SLICES];
-  fa_staging *staging; /* between pageable memory and the streams up and down */
+  fa_staging *staging; /* copies between pageable memory and the device on the streams up and down */
   struct fa_lane *next;
 } fa_lane;
 
-/* A lane with a ring that suits so many pageable bytes (0: none). */
+/* Takes a lane whose ring suits so many pageable bytes; it has no ring where they are 0. */
 fa_status fa_lane_take(fa_heap *heap, size_t pageable_bytes, fa_lane **lane, fa_error *error);
 
-/* Waits for whatever the lane still does. */
+/* Gives the lane back, once the work on its streams has ended. */
 void fa_lane_give(fa_lane *lane);
 
 #endif

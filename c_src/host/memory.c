@@ -1,3 +1,4 @@
+/* The heaps, and the public functions that allocate, free, locate and copy memory. */
 #include "memory.h"
 
 #include <stdlib.h>
@@ -13,7 +14,7 @@ static const size_t most_staging_bytes = (size_t)512 << 20;
 
 pthread_mutex_t fa_heaps_mutex = PTHREAD_MUTEX_INITIALIZER;
 
-/* Guarded by that mutex; what they point to is there for good. */
+/* That mutex guards these variables. Heaps, once in the list, are never freed. */
 static fa_heap *heaps;
 static fa_pinned pinned[MAX_BACKENDS];
 static size_t pinned_limit; /* 0: the default */
@@ -84,7 +85,7 @@ static fa_heap *used_heap(const fa_backend *backend, int32_t index) {
 fa_status fa_heap_of(const fa_backend *backend, int32_t index, fa_heap **heap, fa_error *error) {
   *heap = used_heap(backend, index);
   if (*heap) return FA_STATUS_OK;
-  size_t free_bytes, total_bytes; /* may have to wake the device up: not under the mutex */
+  size_t free_bytes, total_bytes; /* asked for without the mutex, as the device may have to wake up first */
   fa_status status = backend->memory->available(index, &free_bytes, &total_bytes, error);
   if (status) return status;
   pthread_mutex_lock(&fa_heaps_mutex);
@@ -94,7 +95,8 @@ fa_status fa_heap_of(const fa_backend *backend, int32_t index, fa_heap **heap, f
   return *heap ? FA_STATUS_OK : fa_fail_message(error, FA_STATUS_OUT_OF_MEMORY, "", "no memory for a heap");
 }
 
-/* After a fork the child has none of what its parent took of devices, nor threads that hold locks. */
+/* After a fork the child has neither the memory that its parent took from devices nor the threads that held
+ * locks. */
 static void forget_heaps(void) {
   pthread_mutex_init(&fa_heaps_mutex, NULL);
   heaps = NULL;
@@ -105,8 +107,8 @@ __attribute__((constructor)) static void watch_forks(void) { pthread_atfork(NULL
 
 /* ---- the public functions ---------------------------------------------------------------------------- */
 
-/* *heap is NULL where the device's memory is the host's. A driver is asked only for a device without a heap, so
- * that giving memory back waits for none. */
+/* *heap is NULL where the device's memory is the host's. Only a device without a heap makes this ask its
+ * driver, so that giving memory back waits for no driver. */
 static fa_status find_heap(fa_device device, fa_heap **heap, fa_error *error) {
   const fa_backend *backend = fa_backend_of(device.kind);
   *heap = used_heap(backend, device.index);
@@ -171,7 +173,7 @@ void fa_set_pinned_limit(size_t bytes) {
   for (fa_pinned *each = pinned; each < end; each++) fa_pool_set_limit(&each->callers, limit);
 }
 
-/* Looking must not wake a device up, which would take memory of it. */
+/* A look at a device's memory must not wake the device up, as that takes some of its memory. */
 static fa_status find_used_heap(fa_device device, fa_heap **heap, fa_error *error) {
   const fa_backend *backend = fa_backend_of(device.kind);
   *heap = used_heap(backend, device.index);
@@ -184,7 +186,8 @@ fa_status fa_memory_get_info(fa_device device, fa_memory_info *info, fa_error *e
   fa_status status = find_used_heap(device, &heap, error);
   if (status || !heap) return status;
   size_t used, idle, limit, free_bytes, total_bytes, staging_used, staging_idle, unused;
-  heap->backend->memory->available(heap->index, &free_bytes, &total_bytes, NULL); /* 0 where it fails */
+  heap->backend->memory->available(heap->index, &free_bytes, &total_bytes,
+                                   NULL); /* sets them to 0 where it fails */
   fa_pool_sizes(&heap->pool, &used, &idle, &unused);
   info->used_bytes = (int64_t)used;
   info->cached_bytes = (int64_t)idle;

@@ -1,15 +1,15 @@
-/* Memory of devices and for them: a heap a device, and pinned memory for all devices of a backend. */
+/* Each device has a heap of its memory, and the devices of a backend share pinned memory of the host's. */
 #ifndef FA_HOST_MEMORY_H
 #define FA_HOST_MEMORY_H
 
 #include "../core/backend.h"
 #include "pool.h"
 
-/* Pinned memory is one cache for callers, under the limit that they set, and one for copies of pageable memory,
- * which every call gives back. */
+/* Pinned memory has two pools: callers take from one, up to the limit that they set, and calls take the rings
+ * for copies of pageable memory from the other, and give them back. */
 typedef struct fa_pinned {
   const fa_backend *backend;
-  int32_t index; /* the device that was used first */
+  int32_t index; /* the device that was used first, for which the memory is allocated */
   fa_pool callers, staging;
 } fa_pinned;
 
@@ -26,10 +26,10 @@ typedef struct fa_heap {
 /* Guards the list of heaps. It is here for a test that forks while it is held. */
 extern pthread_mutex_t fa_heaps_mutex;
 
-/* The device's heap, which lives as long as the process. The backend has memory operations. */
+/* Finds or makes the device's heap, which is never freed. The backend must have memory operations. */
 fa_status fa_heap_of(const fa_backend *backend, int32_t index, fa_heap **heap, fa_error *error);
 
-/* Returns what is at hand to the driver and the system. */
+/* Returns memory that nobody uses to the driver and the system. */
 void fa_heap_trim(fa_heap *heap);
 
 #endif

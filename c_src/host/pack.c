@@ -1,3 +1,5 @@
+/* Packing by AVX2 and F16C: a first pass over a row finds its scale, a second one rounds. Other processors do
+ * not pack. */
 #include "pack.h"
 
 #include <string.h>
@@ -13,11 +15,12 @@ size_t fa_packed_bytes(int64_t head_dim) { return (size_t)head_dim * 2 + sizeof(
 
 #define WITH_F16C __attribute__((target("avx2,f16c")))
 
-enum { LANES = 8, AHEAD_BYTES = 1024, FAR_AHEAD_BYTES = 8192 };
+/* Memory that is in no cache comes fast enough only when asked for so far ahead (bench/results/host_log.md). */
+enum { AHEAD_BYTES = 1024, FAR_AHEAD_BYTES = 8192 };
 
-enum { F32_BIAS = 127 };
+enum { LANES = 8, F32_BIAS = 127 };
 
-/* Clang's __builtin_cpu_supports does not know it. */
+/* Clang's __builtin_cpu_supports does not know F16C. */
 static bool has_f16c(void) {
   unsigned a, b, c, d;
   return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
@@ -27,8 +30,7 @@ bool fa_can_pack(int64_t head_dim) {
   return head_dim % LANES == 0 && __builtin_cpu_supports("avx2") && has_f16c() && !fa_is_disabled("avx2");
 }
 
-/* The bits of the largest finite magnitude. Memory that is in no cache comes fast enough only when asked for.
- */
+/* Returns the bits of a row's largest finite magnitude. */
 WITH_F16C static uint32_t largest_finite(const char *from, int64_t head_dim) {
   const __m256i magnitude = _mm256_set1_epi32(0x7fffffff), infinite = _mm256_set1_epi32(0x7f800000);
   __m256i largest = _mm256_setzero_si256();

@@ -1,3 +1,4 @@
+/* The ring: which bytes are in which slot, which threads copy them, and when the bus takes them. */
 #include "staging.h"
 
 #include <sched.h>
@@ -6,62 +7,71 @@
 #include <string.h>
 
 #include "../core/error.h"
-#include "pack.h"
 #include "../core/processors.h"
 #include "../core/threads.h"
+#include "pack.h"
 
-/* The threads stay awake from a forward to its backward: the bus reads at half the rate what a processor has
- * written that has gone to sleep since. */
+/* The policy. bench/results/host_log.md has the values that were tried, and what they took. */
 enum {
+  /* Fewer threads do not fill the bus, and more slow each other down where nothing is in the caches. */
   COPY_THREADS = 12,
-  PACK_THREADS = 16, /* the bus takes half as long for what they read */
+  /* Packed numbers cross the bus in half the time, so threads that pack must read faster to keep up. */
+  PACK_THREADS = 16,
+  /* The bus is kept busy while other slots are filled, and twice as many bytes in the ring are no faster. */
   RING_SLOTS = 6,
+  /* The bus pauses for some microseconds after each piece, so that small pieces cost bandwidth; but it begins
+   * when the first piece is full, so that a small call wants small ones. */
   LEAST_SLOT_BYTES = 64 << 10,
   MOST_SLOT_BYTES = 4 << 20,
   MOST_COPIES = FA_MAX_SLICES * FA_NUM_TENSORS,
-  PART_BYTES = 128 << 10, /* of a piece, at least, for a thread */
-  EARLY_BYTES = 16 << 20, /* what is copied first, and waited for */
-  CACHE_BYTES = 2 << 20,  /* of a processor's own; half of it is what was read */
+  /* A thread's share of a piece has at least so many bytes: twice as many leave some of twelve threads idle. */
+  SHARE_BYTES = 128 << 10,
+  /* The device has nothing to do until the first bytes of a call are there, so that these come in haste. */
+  EARLY_BYTES = 16 << 20,
+  /* This is the size of a processor's second-level cache, half of which holds what it read. */
+  CACHE_BYTES = 2 << 20,
+  /* Threads stay awake from a forward to its backward: the bus reads at half the rate what a processor has
+   * written that has gone to sleep since. */
   AWAKE_MICROSECONDS = 1000
 };
 
-/* A copy, in pieces. */
+/* A copy that is cut into pieces. */
 typedef struct staged_copy {
   fa_copy copy;
   bool is_early;
-  size_t piece_bytes; /* of all but the last */
+  size_t piece_bytes; /* every piece but the last has so many */
   long first_piece;
 } staged_copy;
 
-/* A piece of a copy, the bytes from begin on, in pinned memory on its way. Several threads fill or empty it,
- * each a part. Pieces are numbered; every RING_SLOTS-th takes the same slot. */
-typedef struct slot {
+/* A slot holds a piece of a copy: so many bytes from begin on. Several threads fill or empty it, each its
+ * share. Pieces are numbered, and each takes the slot of the one RING_SLOTS before it. */
+typedef struct ring_slot {
   char *memory;
-  void *event; /* the bus is done with it */
-  bool busy, push_out;
+  void *event; /* tells that the bus is done with the slot */
+  bool busy, pushes_out;
   const fa_copy *copy;
   size_t begin, bytes;
-  atomic_long sent, open; /* the piece that the bus was given last, and that threads may work on */
-  atomic_int parts_left;
-} slot;
+  atomic_long last_sent, last_opened; /* the pieces that the bus was given last, and the threads */
+  atomic_int shares_left;
+} ring_slot;
 
-/* Copies that several threads work on, piece by piece. */
+/* The ring, and the copies that go through it now. */
 struct fa_staging {
   fa_heap *heap;
   void *up, *down;
-  slot ring[RING_SLOTS];
+  ring_slot ring[RING_SLOTS];
   size_t slot_bytes; /* 0: there is no ring */
-  int first_slot;    /* where the next copies begin: the one that was given to the bus first */
+  int first_slot;    /* where the next copies begin: it has been on the bus for longest */
   bool download, is_running;
   staged_copy copies[MOST_COPIES];
   int num_copies;
   long num_pieces;
-  int num_parts; /* of each piece */
+  int num_shares; /* in each piece */
   fa_parallel parallel;
   atomic_long pieces_left[FA_MAX_SLICES];
-  void *sent[FA_MAX_SLICES]; /* events: all of the slice's pieces are there */
+  void *sent[FA_MAX_SLICES]; /* events that tell that all of a slice's pieces are there */
   atomic_bool failed, is_sent[FA_MAX_SLICES];
-  fa_error errors[PACK_THREADS]; /* of each thread */
+  fa_error errors[PACK_THREADS]; /* one a thread */
 };
 
 /* ---- the ring ---------------------------------------------------------------------------------------- */
@@ -89,8 +99,8 @@ void fa_staging_free(fa_staging *staging) {
   free(staging);
 }
 
-/* Small slots let the bus begin early; large ones keep it busy, as it pauses for some microseconds after each.
- * They share one block of memory. */
+/* Small slots let the bus begin early; large ones keep it busy, as it pauses after each. All of them lie in one
+ * block of memory. */
 void fa_staging_take_ring(fa_staging *staging, size_t num_bytes) {
   size_t bytes = LEAST_SLOT_BYTES;
   while (bytes < MOST_SLOT_BYTES && bytes * 8 < num_bytes) bytes *= 2;
@@ -114,23 +124,23 @@ bool fa_staging_fits(const fa_staging *staging, const fa_copy *copy) {
 
 /* ---- copies ------------------------------------------------------------------------------------------ */
 
-/* What must not be parted. */
+/* A packed row is never divided between threads or pieces, and any other byte may be. */
 static size_t grain_of(const fa_copy *copy) { return copy->packed_dim ? fa_packed_bytes(copy->packed_dim) : 1; }
 
 static size_t bytes_of(const fa_copy *copy) { return copy->row_bytes * copy->num_rows; }
 
-static slot *slot_of(fa_staging *staging, long piece) {
+static ring_slot *slot_of(fa_staging *staging, long piece) {
   return &staging->ring[(staging->first_slot + piece) % RING_SLOTS];
 }
 
-/* Whether nothing that is copied next makes room in the caches of the processors that copy it: from there the
- * bus reads at half its rate. */
+/* Whether the piece is still in the processors' caches when the bus reads it, which halves the bus's rate: too
+ * little is copied after it to displace it, or the bus reads it at once. */
 static bool stays_in_caches(const fa_staging *staging, const staged_copy *copy, long piece) {
   const size_t after = (size_t)(staging->num_pieces - 1 - piece) * staging->slot_bytes;
   return staging->slot_bytes == MOST_SLOT_BYTES && (copy->is_early || after < COPY_THREADS * CACHE_BYTES / 2);
 }
 
-static void describe_piece(fa_staging *staging, long piece, slot *slot) {
+static void describe_piece(fa_staging *staging, long piece, ring_slot *slot) {
   const staged_copy *copy = staging->copies;
   while (copy + 1 < staging->copies + staging->num_copies && copy[1].first_piece <= piece) copy++;
   const size_t begin = (size_t)(piece - copy->first_piece) * copy->piece_bytes;
@@ -138,11 +148,11 @@ static void describe_piece(fa_staging *staging, long piece, slot *slot) {
   slot->copy = &copy->copy;
   slot->begin = begin;
   slot->bytes = left < copy->piece_bytes ? left : copy->piece_bytes;
-  slot->push_out = !staging->download && stays_in_caches(staging, copy, piece);
+  slot->pushes_out = !staging->download && stays_in_caches(staging, copy, piece);
 }
 
-/* The bus's part. */
-static fa_status send_piece(fa_staging *staging, long piece, slot *slot, fa_error *error) {
+/* Enqueues the piece between its slot and the device. */
+static fa_status send_piece(fa_staging *staging, long piece, ring_slot *slot, fa_error *error) {
   const fa_memory_ops *memory = staging->heap->backend->memory;
   const int32_t index = staging->heap->index;
   const fa_copy *copy = slot->copy;
@@ -156,17 +166,17 @@ static fa_status send_piece(fa_staging *staging, long piece, slot *slot, fa_erro
   if (!status) status = memory->record(index, slot->event, stream, error);
   if (status) return status;
   slot->busy = true;
-  atomic_store(&slot->sent, piece);
+  atomic_store(&slot->last_sent, piece);
   return FA_STATUS_OK;
 }
 
-static fa_status wait_for_bus(const fa_staging *staging, slot *slot, fa_error *error) {
+static fa_status wait_for_bus(const fa_staging *staging, ring_slot *slot, fa_error *error) {
   if (!slot->busy) return FA_STATUS_OK;
   slot->busy = false;
   return staging->heap->backend->memory->event_wait(staging->heap->index, slot->event, error);
 }
 
-/* Pushes what was written out of the processor's own cache. */
+/* Pushes what was written out of the processor's own cache, into the one that all share. */
 static void push_out(const char *memory, size_t bytes) {
 #if defined(__x86_64__)
   for (size_t i = 0; i < bytes; i += 64) __asm__ volatile("cldemote %0" : : "m"(memory[i]));
@@ -175,7 +185,7 @@ static void push_out(const char *memory, size_t bytes) {
 #endif
 }
 
-/* From byte column of a row on. */
+/* Copies bytes of one row from column on, or into packed rows. here points into the slot. */
 static void copy_row(const fa_copy *copy, bool download, char *here, char *row, size_t column, size_t bytes) {
   const size_t grain = grain_of(copy);
   if (copy->packed_dim)
@@ -185,8 +195,8 @@ static void copy_row(const fa_copy *copy, bool download, char *here, char *row, 
     memcpy(download ? row + column : here, download ? here : row + column, bytes);
 }
 
-/* The processor's part: between the slot and rows of pageable memory, from byte begin of the piece on. */
-static void copy_part(const slot *slot, bool download, size_t begin, size_t end) {
+/* Copies the piece's bytes from begin to end between the slot and rows of pageable memory. */
+static void copy_share(const ring_slot *slot, bool download, size_t begin, size_t end) {
   const fa_copy *copy = slot->copy;
   for (size_t done = begin; done < end;) {
     const size_t at = slot->begin + done, column = at % copy->row_bytes;
@@ -195,13 +205,13 @@ static void copy_part(const slot *slot, bool download, size_t begin, size_t end)
     copy_row(copy, download, slot->memory + done, row, column, bytes);
     done += bytes;
   }
-  if (slot->push_out) push_out(slot->memory + begin, end - begin);
+  if (slot->pushes_out) push_out(slot->memory + begin, end - begin);
 }
 
-/* Where a part of a piece begins, and the one before it ends. */
-static size_t part_begin(const fa_staging *staging, const slot *slot, size_t part) {
+/* The byte of a piece where a share begins and the share before it ends. */
+static size_t share_begin(const fa_staging *staging, const ring_slot *slot, size_t share) {
   const size_t grain = grain_of(slot->copy);
-  return slot->bytes / grain * part / (size_t)staging->num_parts * grain;
+  return slot->bytes / grain * share / (size_t)staging->num_shares * grain;
 }
 
 static bool await(fa_staging *staging, atomic_long *number, long wanted) {
@@ -212,21 +222,21 @@ static bool await(fa_staging *staging, atomic_long *number, long wanted) {
   return true;
 }
 
-/* Up: the slot is free when the bus is done with the piece before in it. Down: when it is done with this one.
- */
-static fa_status open_piece(fa_staging *staging, long piece, slot *slot, fa_error *error) {
-  if (!await(staging, &slot->sent, staging->download ? piece : piece - RING_SLOTS)) return FA_STATUS_OK;
+/* Lets threads work on the piece. They fill its slot once the bus is done with the piece that was in it, or
+ * empty it once the bus is done with this one. */
+static fa_status open_piece(fa_staging *staging, long piece, ring_slot *slot, fa_error *error) {
+  if (!await(staging, &slot->last_sent, staging->download ? piece : piece - RING_SLOTS)) return FA_STATUS_OK;
   fa_status status = wait_for_bus(staging, slot, error);
   if (status) return status;
   if (!staging->download) describe_piece(staging, piece, slot);
-  atomic_store(&slot->parts_left, staging->num_parts);
-  atomic_store(&slot->open, piece);
+  atomic_store(&slot->shares_left, staging->num_shares);
+  atomic_store(&slot->last_opened, piece);
   return FA_STATUS_OK;
 }
 
-/* The piece is the bus's, and with its last one the slice. */
-static fa_status send_up(fa_staging *staging, long piece, slot *slot, fa_error *error) {
-  const int slice = slot->copy->slice; /* soon the slot is another piece's */
+/* Gives a filled piece to the bus, and records the slice's event behind its last one. */
+static fa_status send_up(fa_staging *staging, long piece, ring_slot *slot, fa_error *error) {
+  const int slice = slot->copy->slice; /* read now, as a sent slot may soon hold another piece */
   fa_status status = send_piece(staging, piece, slot, error);
   if (status || atomic_fetch_sub(&staging->pieces_left[slice], 1) > 1) return status;
   status =
@@ -235,8 +245,9 @@ static fa_status send_up(fa_staging *staging, long piece, slot *slot, fa_error *
   return status;
 }
 
-/* Down: the slot is the bus's, for the next piece in it. */
-static fa_status close_piece(fa_staging *staging, long piece, slot *slot, fa_error *error) {
+/* Threads are done with the piece: a filled slot goes to the bus, an emptied one too if another piece needs it.
+ */
+static fa_status close_piece(fa_staging *staging, long piece, ring_slot *slot, fa_error *error) {
   if (!staging->download) return send_up(staging, piece, slot, error);
   if (piece + RING_SLOTS >= staging->num_pieces) return FA_STATUS_OK;
   describe_piece(staging, piece + RING_SLOTS, slot);
@@ -245,13 +256,13 @@ static fa_status close_piece(fa_staging *staging, long piece, slot *slot, fa_err
 
 /* Tasks start in order, so that whoever waits for a piece waits for threads that are at work. */
 static fa_status copy_one(fa_staging *staging, int64_t task, fa_error *error) {
-  const long piece = (long)(task / staging->num_parts);
-  const size_t part = (size_t)(task % staging->num_parts);
-  slot *slot = slot_of(staging, piece);
-  fa_status status = part == 0 ? open_piece(staging, piece, slot, error) : FA_STATUS_OK;
-  if (status || !await(staging, &slot->open, piece)) return status;
-  copy_part(slot, staging->download, part_begin(staging, slot, part), part_begin(staging, slot, part + 1));
-  return atomic_fetch_sub(&slot->parts_left, 1) == 1 ? close_piece(staging, piece, slot, error) : FA_STATUS_OK;
+  const long piece = (long)(task / staging->num_shares);
+  const size_t share = (size_t)(task % staging->num_shares);
+  ring_slot *slot = slot_of(staging, piece);
+  fa_status status = share == 0 ? open_piece(staging, piece, slot, error) : FA_STATUS_OK;
+  if (status || !await(staging, &slot->last_opened, piece)) return status;
+  copy_share(slot, staging->download, share_begin(staging, slot, share), share_begin(staging, slot, share + 1));
+  return atomic_fetch_sub(&slot->shares_left, 1) == 1 ? close_piece(staging, piece, slot, error) : FA_STATUS_OK;
 }
 
 static void copy_task(void *context, int64_t task, int worker) {
@@ -267,7 +278,8 @@ static size_t bytes_until(const fa_copy *copies, int num_copies, int slice) {
   return bytes;
 }
 
-/* Whole rows, or a part of the only one. The first slice is waited for: the bus begins with half a slot. */
+/* A piece has whole rows, or grains of the only one. The device waits for early copies, so their pieces fill
+ * half a slot and the bus begins sooner. */
 static size_t bytes_a_piece(const fa_staging *staging, const staged_copy *copy) {
   const size_t most = copy->is_early ? staging->slot_bytes / 2 : staging->slot_bytes;
   const size_t unit = copy->copy.num_rows == 1 ? grain_of(&copy->copy) : copy->copy.row_bytes;
@@ -295,14 +307,14 @@ static void list_pieces(fa_staging *staging, const fa_copy *copies, int num_copi
   }
 }
 
-/* As if pieces before the first had been sent; down, the bus begins with the first ones, and threads when the
- * first of them is there, which may take a kernel's time. */
+/* Sets the slots as if the pieces before the first had been sent. A download gives the bus the first pieces,
+ * and waits for one of them before threads begin, as that may take as long as a kernel. */
 static fa_status prepare_ring(fa_staging *staging, fa_error *error) {
   fa_status status = FA_STATUS_OK;
   for (long piece = 0; !status && piece < RING_SLOTS; piece++) {
-    slot *slot = slot_of(staging, piece);
-    atomic_store(&slot->sent, piece - RING_SLOTS);
-    atomic_store(&slot->open, piece - RING_SLOTS);
+    ring_slot *slot = slot_of(staging, piece);
+    atomic_store(&slot->last_sent, piece - RING_SLOTS);
+    atomic_store(&slot->last_opened, piece - RING_SLOTS);
     if (!staging->download || piece >= staging->num_pieces) continue;
     status = wait_for_bus(staging, slot, error);
     describe_piece(staging, piece, slot);
@@ -325,14 +337,14 @@ static fa_status begin(fa_staging *staging, const fa_copy *copies, int num_copie
                        fa_error *error) {
   staging->download = download;
   list_pieces(staging, copies, num_copies);
-  const size_t num_parts = staging->slot_bytes / PART_BYTES;
-  staging->num_parts = num_parts > 1 ? (int)num_parts : 1;
+  const size_t num_shares = staging->slot_bytes / SHARE_BYTES;
+  staging->num_shares = num_shares > 1 ? (int)num_shares : 1;
   atomic_store(&staging->failed, false);
   memset(staging->errors, 0, sizeof staging->errors);
   fa_status status = prepare_ring(staging, error);
   if (status) return status;
   fa_parallel_begin(&staging->parallel, num_threads(staging), AWAKE_MICROSECONDS,
-                    (int64_t)staging->num_pieces * staging->num_parts, copy_task, staging);
+                    (int64_t)staging->num_pieces * staging->num_shares, copy_task, staging);
   staging->is_running = true;
   return FA_STATUS_OK;
 }

@@ -1,5 +1,5 @@
-/* Copies between pageable memory, which the bus reads slowly if at all, and a device: by several threads
- * through a ring of pinned memory, whose slots are on the bus while others are filled. */
+/* Copies between a device and pageable memory, which the bus reads slowly if at all. Several threads copy
+ * through a ring of pinned memory: some of its slots are on the bus while others are filled or emptied. */
 #ifndef FA_HOST_STAGING_H
 #define FA_HOST_STAGING_H
 
@@ -8,42 +8,42 @@
 #include "memory.h"
 #include "slices.h"
 
-/* Rows in the host's memory and on the device, as many here as there, row_bytes long on the device. */
+/* The rows of a copy in the host's memory and on the device, where each has row_bytes. */
 typedef struct fa_copy {
   fa_rows device, host;
   size_t row_bytes, num_rows;
-  int64_t packed_dim; /* 0: as long in the host's memory; else that is f32, and packed (pack.h): head_dim */
-  int slice;          /* of which it is */
+  int64_t packed_dim; /* 0: rows are copied as they are; else the head_dim of f32 rows that are packed */
+  int slice;          /* the slice that needs the copy */
 } fa_copy;
 
 typedef struct fa_staging fa_staging;
 
-/* For copies that are enqueued on these streams. */
+/* Its copies are enqueued on the streams up and down. After an error *staging is freed like any other. */
 fa_status fa_staging_new(fa_heap *heap, void *up, void *down, fa_staging **staging, fa_error *error);
 void fa_staging_free(fa_staging *staging);
 
-/* A ring that suits so many bytes, of a call; without memory for one nothing fits it. */
+/* Takes a ring that suits a call of so many bytes. Without memory for a ring no copy fits it. */
 void fa_staging_take_ring(fa_staging *staging, size_t num_bytes);
 
 /* Whether the copy can go through the ring. */
 bool fa_staging_fits(const fa_staging *staging, const fa_copy *copy);
 
-/* Begins to copy to the device; slices in order. */
+/* Begins to copy to the device. The copies are in the order of their slices. */
 fa_status fa_staging_begin_uploads(fa_staging *staging, const fa_copy *copies, int num_copies, fa_error *error);
 
-/* Until the bus has been given all of the slice's; the stream waits until they are there. */
+/* Returns when the bus has been given all of the slice's copies, and has the stream wait for them. */
 fa_status fa_staging_await(fa_staging *staging, int slice, void *stream, fa_error *error);
 
-/* Until it has been given all slices'. */
+/* Returns when the bus has been given the copies of all slices. */
 fa_status fa_staging_end_uploads(fa_staging *staging, fa_error *error);
 
-/* Copies from the device, while there are no uploads; all is there on return. */
+/* Copies from the device, and returns when all is there. No uploads may be under way. */
 fa_status fa_staging_download(fa_staging *staging, const fa_copy *copies, int num_copies, fa_error *error);
 
-/* Uploads that were not ended, after an error, are left off. */
+/* Abandons uploads that an error kept from being ended. */
 void fa_staging_stop(fa_staging *staging);
 
-/* When the streams are done with it. */
+/* Gives the ring back, once the streams are done with it. */
 void fa_staging_give_ring(fa_staging *staging);
 
 #endif

@@ -209,7 +209,7 @@ static ERL_NIF_TERM make_output(nif_call *call, int id) {
   return fa_make_tensor(call->env, fa_result_make(call->env, &call->outputs[id]), &shape);
 }
 
-static ERL_NIF_TERM make_transfers(const nif_call *call) {
+static ERL_NIF_TERM make_measurements(const nif_call *call) {
   ErlNifEnv *env = call->env;
   fa_map map = {0};
   fa_map_put(&map, enif_make_atom(env, "bytes_to_device"),
@@ -220,7 +220,7 @@ static ERL_NIF_TERM make_transfers(const nif_call *call) {
   return fa_make_map(env, &map);
 }
 
-/* {ok, #{Name => Tensor}, Kept, Transfers}; what was allocated becomes the terms' own. */
+/* {ok, #{Name => Tensor}, Kept, Measurements}; what was allocated becomes the terms' own. */
 static ERL_NIF_TERM make_results(nif_call *call) {
   fa_map results = {0}, kept = {0};
   for (int id = 0; id < FA_NUM_TENSORS; id++) {
@@ -234,7 +234,7 @@ static ERL_NIF_TERM make_results(nif_call *call) {
     fa_map_put(&kept, fa_atom.tensors[id], term);
   }
   return enif_make_tuple4(call->env, fa_atom.ok, fa_make_map(call->env, &results),
-                          fa_make_map(call->env, &kept), make_transfers(call));
+                          fa_make_map(call->env, &kept), make_measurements(call));
 }
 
 static void release(nif_call *call) {

@@ -51,19 +51,16 @@ static void trim(void) {
   for (int i = 0; i < FAKE_DEVICES; i++) fa_heap_trim(heap_of(i));
 }
 
-/* ---- a problem, its tensors in several places, and what the reference makes of it
- * --------------------------------
- */
+/* ---- a problem, its tensors in several places, and its right results ------------------------------------ */
 
-/* KEPT: in ordinary memory, and kept on the device; COPIED: on the device, and in other memory of it as well.
- */
-typedef enum where { PAGEABLE, PINNED, ON_DEVICE, ON_OTHER_DEVICE, KEPT, COPIED, NUM_WHERES } where;
+/* A KEPT tensor is in ordinary memory and stays on the device too; a COPIED one is twice on the device. */
+typedef enum tensor_home { PAGEABLE, PINNED, ON_DEVICE, ON_OTHER_DEVICE, KEPT, COPIED, NUM_WHERES } tensor_home;
 
 typedef struct setting {
   fa_problem problem;
   fa_pass pass;
   void *host[FA_NUM_TENSORS]; /* inputs, and the outputs that are right */
-  where where[FA_NUM_TENSORS];
+  tensor_home where[FA_NUM_TENSORS];
   void *given[FA_NUM_TENSORS];       /* as where says */
   void *on_device[FA_NUM_TENSORS];   /* of KEPT and COPIED */
   bool of_one_batch[FA_NUM_TENSORS]; /* the first one is there, and all others are it */
@@ -134,7 +131,8 @@ static setting setting_new(const fa_problem *problem, fa_pass pass, fa_random *r
   }
   run_reference(&s, FA_PASS_FORWARD);
   if (pass == FA_PASS_BACKWARD) run_reference(&s, pass);
-  for (int id = 0; id < FA_NUM_TENSORS; id++) s.where[id] = (where)random_integer(random, 0, NUM_WHERES - 1);
+  for (int id = 0; id < FA_NUM_TENSORS; id++)
+    s.where[id] = (tensor_home)random_integer(random, 0, NUM_WHERES - 1);
   return s;
 }
 
@@ -329,7 +327,7 @@ static setting mixed_setting(fa_pass pass, fa_random *random) {
   problem.seqlen_q = problem.seqlen_k = 17;
   setting s = setting_new(&problem, pass, random);
   for (int id = 0; id < FA_NUM_TENSORS; id++)
-    s.where[id] = pass == FA_PASS_FORWARD ? PAGEABLE : (where)(id % NUM_WHERES);
+    s.where[id] = pass == FA_PASS_FORWARD ? PAGEABLE : (tensor_home)(id % NUM_WHERES);
   return s;
 }
 
@@ -638,14 +636,14 @@ static void test_pool_of_many(uintptr_t distance) {
   free(memory);
 }
 
-typedef struct counts {
+typedef struct task_counts {
   int num_threads;
   atomic_int of_task[100];
   atomic_bool is_wrong;
-} counts;
+} task_counts;
 
 static void count_task(void *context, int64_t task, int worker) {
-  counts *counts = context;
+  task_counts *counts = context;
   atomic_fetch_add(&counts->of_task[task], 1);
   if (worker < 0 || worker >= counts->num_threads) atomic_store(&counts->is_wrong, true);
 }
@@ -654,7 +652,7 @@ static void count_task(void *context, int64_t task, int worker) {
 static void test_threads(void) {
   fa_random random = random_stream(16, 0);
   for (int i = 0; i < 1000; i++) {
-    counts counts = {.num_threads = (int)random_integer(&random, 1, 5)};
+    task_counts counts = {.num_threads = (int)random_integer(&random, 1, 5)};
     const int num_tasks = (int)random_integer(&random, 0, 100);
     int64_t num_helped = 0;
     fa_parallel parallel;
@@ -809,7 +807,7 @@ static void *hold(void *context) {
 /* Uses whatever is locked. A child that waits for a thread that it does not have ends by the alarm. */
 static void live_on(void) {
   alarm(60);
-  counts counts = {.num_threads = THREADS_OF_CHILD};
+  task_counts counts = {.num_threads = THREADS_OF_CHILD};
   fa_heap *heap;
   void *memory;
   fa_parallel_for(THREADS_OF_CHILD, 0, 100, count_task, &counts);
