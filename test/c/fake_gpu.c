@@ -8,7 +8,7 @@
 #include "../../c_src/host/pack.h"
 #include "../../c_src/cpu/half.h"
 
-struct fake_settings fake_settings = {SIZE_MAX, SIZE_MAX, -1, FA_STATUS_OK, NULL};
+struct fake_settings fake_settings = {SIZE_MAX, SIZE_MAX, -1, FA_STATUS_OK};
 
 /* ---- state, all under one mutex ------------------------------------------------------------------------ */
 
@@ -147,19 +147,24 @@ static fa_place locate(int32_t index, const void *memory, size_t bytes) {
 
 /* ---- the thread that does the streams' work -------------------------------------------------------------- */
 
+static fake_stream *late; /* the stream that is drawn last, or NULL */
+
+void fake_set_late(void *stream) {
+  pthread_mutex_lock(&mutex);
+  late = stream;
+  pthread_mutex_unlock(&mutex);
+}
+
 static bool can_go_on(const fake_stream *stream) {
   const fake_work *work = stream->first;
   return work && !stream->busy && (work->kind != WAIT || work->event->done >= work->target);
 }
 
-static bool may_be_drawn(const fake_stream *stream) {
-  return stream != fake_settings.late && can_go_on(stream);
-}
+static bool may_be_drawn(const fake_stream *stream) { return stream != late && can_go_on(stream); }
 
 static fake_stream *draw_stream(unsigned *seed) {
   int num_ready = may_be_drawn(&default_stream);
   for (fake_stream *stream = streams; stream; stream = stream->next) num_ready += may_be_drawn(stream);
-  fake_stream *late = fake_settings.late;
   if (num_ready == 0) return late && num_waiting > 0 && can_go_on(late) ? late : NULL;
   int drawn = rand_r(seed) % num_ready;
   if (may_be_drawn(&default_stream) && drawn-- == 0) return &default_stream;

@@ -18,8 +18,11 @@ extern struct fake_settings {
   size_t device_bytes, pinned_bytes; /* there are so many */
   long fail_at;                      /* of the operations that may fail, the one after so many does; -1: none */
   fa_status failure;
-  void *late; /* a stream that does its work only when no other can and somebody waits for the device */
 } fake_settings;
+
+/* From now on this stream does its work only when no other can and somebody waits for the device. NULL: none is
+ * late. */
+void fake_set_late(void *stream);
 
 /* What they look at. */
 typedef struct fake_state {

@@ -466,7 +466,7 @@ static void test_order_on_device(fa_pass pass) {
   take(&heap_of(0)->pool, bytes, (void **)&early);
   memcpy(early, q, bytes);
   memset(q, 0xff, bytes);
-  fake_settings.late = stream;
+  fake_set_late(stream);
   copy_slowly(q, early, bytes, stream);
   const fa_status status = setting_run(&s, stream, NULL, &error);
   CHECK(status == FA_STATUS_OK, "%s", error.message);
@@ -474,7 +474,7 @@ static void test_order_on_device(fa_pass pass) {
     if (role_of(&s, id) == FA_ROLE_OUTPUT)
       CHECK(is_right(&s, id), "%s: kernels did not wait for the caller's stream", fa_tensor_name(id));
   fake_gpu.memory->synchronize(0, stream, NULL);
-  fake_settings.late = NULL;
+  fake_set_late(NULL);
   fa_pool_give(&heap_of(0)->pool, early);
   setting_remove(&s);
   setting_free(&s);
