@@ -80,13 +80,13 @@
  *     truth_seed("y", dy, 3);                                          // d(loss)/d(y)
  *     truth_gradient("x", dx, 3);                                      // d(loss)/d(x)
  *     truth_direction("x", direction, 3);
- *     truth_tangent("y", along, 3);                                    // the derivative of y along that
- * direction puts(truth_findings());
+ *     truth_tangent("y", along, 3);                                    // d(y) along the direction
+ *     puts(truth_findings());
  *
  * The status that a function returns is 0, or 2 where the call is wrong, and truth_error() says why;
  * truth_launch also returns 1, where something has been found since truth_clear. A library has one set of
- * arrays and one tape. The thread that loads it must make all calls, and two of them may be loaded with dlopen
- * and RTLD_LOCAL alone.
+ * arrays and one tape, and the thread that loads it must make all calls. Two libraries can be in one program
+ * only where dlopen loads them, with RTLD_LOCAL.
  * ------------------------------------------------------------------------------------------------- */
 
 #define TRUTH_API __attribute__((visibility("default")))
@@ -107,14 +107,15 @@ TRUTH_API int truth_launch(const char *line);
 TRUTH_API int truth_values(const char *name, double *values, size_t count);
 
 /* d(loss)/d(what is in the output now); 0 for arrays without a call. Another call replaces it. To be called
- * after the forward's launches and before those that change the output. */
+ * after the forward's launches and before those that change the output, and again after each new run of them,
+ * whose numbers are others. */
 TRUTH_API int truth_seed(const char *output, const double *gradient, size_t count);
 
 /* d(loss)/d(what the input was filled with). */
 TRUTH_API int truth_gradient(const char *input, double *gradient, size_t count);
 
 /* The direction of what the input was filled with; 0 for arrays without a call. Another call replaces it. To be
- * called after a launch that takes the input. */
+ * called after a launch that takes the input, and again where the input has been filled anew. */
 TRUTH_API int truth_direction(const char *input, const double *direction, size_t count);
 
 /* The derivative of what is in the output now, along the direction. */
@@ -1768,8 +1769,7 @@ inline __attribute__((used)) void __ubsan_handle_out_of_bounds_abort(const truth
  *             --backward 'attention_backward grid=8 block=64 args=q,k,v,o,dout,dq,dk,dv,64,0.25'
  *             --seed o=dout --gradient q=dq --gradient k=dk
  *
- *     --array NAME=FILE       numbers: .f64, .f32 (in the machine's byte order), .txt (separated by white
- * space)
+ *     --array NAME=FILE       numbers: .f64, .f32 (in the machine's byte order), .txt (words)
  *     --array NAME=COUNT      so many numbers that nobody has written; COUNT:0, so many zeros
  *     --forward, --backward   launches, in this order; as often as wanted. A plain function is a launch without
  *                             grid and block
