@@ -39,7 +39,7 @@ def like(x):
 
 
 def type_name(x):
-    return {"float32": "f32", "float64": "f64", "bfloat16": "bf16", "float16": "f16"}[str(x.dtype)]
+    return {"float32": "f32", "float64": "f64", "bfloat16": "bf16", "float16": "f16", "int32": "s32"}[str(x.dtype)]
 
 
 def attribute(value):

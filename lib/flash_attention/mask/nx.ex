@@ -1,6 +1,6 @@
 # Masks inside of numerical definitions: the same bands as FlashAttention.Mask.Bands has of lists, from tensors whose
 # numbers are not known yet. How many bands there are is known: it is a shape.
-if Code.ensure_loaded?(Nx) do
+if Code.ensure_loaded?(Nx.Container) do
   defmodule FlashAttention.Mask.Nx do
     @moduledoc false
 
