@@ -181,7 +181,8 @@ defmodule FlashAttention.DeviceTest do
         {again, ^lse} = forward(problem, [])
         assert again == o
         assert backward(problem, o, lse, []) == gradients
-        assert memory().pinned_used_bytes == before
+        # What earlier calls left may be given back meanwhile.
+        assert memory().pinned_used_bytes <= before
       after
         Native.set_pinned_limit(limit)
       end

@@ -371,7 +371,7 @@ class Tests:
         options = dict(window_right=0, deterministic=1)
 
         def run(attention):
-            return jax.jit(with_gradients(lambda *x: (attention(*(jnp.tanh(y) for y in x), **options), jnp.zeros(()))))
+            return jax.jit(with_gradients(lambda *x: (attention(*(None if y is None else jnp.tanh(y) for y in x), **options), jnp.zeros(()))))
 
         recorded, alone = run(counted), run(self.attention)(*inputs)
         counts = []
