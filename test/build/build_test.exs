@@ -170,7 +170,11 @@ defmodule BuildTest do
   test "make fetches packages only where it may, and says so first", %{path: path} do
     File.write!("#{path}/mix", @mix)
     File.chmod!("#{path}/mix", 0o755)
-    make = fn variables -> run("env -u FA_INSTALL PATH=\"#{path}:$PATH\" make elixir PRIV='#{path}/priv' #{variables} 2>&1") end
+
+    make = fn variables ->
+      run("env -u FA_INSTALL PATH=\"#{path}:$PATH\" make elixir PRIV='#{path}/priv' #{variables} 2>&1")
+    end
+
     calls = fn -> File.read!("#{path}/calls") end
 
     assert {output, 2} = make.("FA_INSTALL=0")
