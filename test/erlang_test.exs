@@ -45,7 +45,11 @@ defmodule ErlangTest do
 
     assert other != o
 
-    {:ok, dq, dk, dv} = :flash_attention.backward(o, tuple(q), tuple(q), tuple(q), o, lse)
+    assert {:ok, _dq, _dk, _dv} = :flash_attention.backward(o, tuple(q), tuple(q), tuple(q), o, lse)
+
+    cpu = [device: :cpu]
+    {:ok, o, lse} = :flash_attention.forward_with_states(tuple(q), tuple(q), tuple(q), cpu)
+    {:ok, dq, dk, dv} = :flash_attention.backward(o, tuple(q), tuple(q), tuple(q), o, lse, cpu)
 
     {:ok, ^o, states} =
       :flash_attention.forward_with_states(tuple(q), tuple(q), tuple(q), keep: :device, device: :cpu)
