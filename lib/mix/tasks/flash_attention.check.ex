@@ -76,6 +76,8 @@ defmodule Mix.Tasks.FlashAttention.Check do
 
   # Atoms come after numbers: an error of :infinity is the worst.
   defp share(%{error: :infinity}), do: :infinity
+  # Where nothing can be rounded, nothing is allowed.
+  defp share(%{allowed: allowed, error: error}) when allowed == 0, do: if(error == 0, do: 0.0, else: 1.0e308)
   defp share(result), do: result.error / result.allowed
 
   defp two_digits(:infinity), do: "inf"
