@@ -496,6 +496,7 @@ defmodule FlashAttention do
     native_tensor(bands.(), device)
   rescue
     error in Error -> {:error, error.expected || error.message, error.got || ""}
+    error -> {:error, "a mask that can be read", as_got(error)}
   end
 
   # A tensor's own module reads it; what it raises says what is wrong with a forged one.
@@ -508,9 +509,10 @@ defmodule FlashAttention do
       {:error, expected, got} -> {:error, expected, got}
     end
   rescue
-    error ->
-      {:error, "a tensor that can be read", "an error: " <> hd(String.split(Exception.message(error), "\n"))}
+    error -> {:error, "a tensor that can be read", as_got(error)}
   end
+
+  defp as_got(error), do: "an error: " <> hd(String.split(Exception.message(error), "\n"))
 
   defp if_nx_came_later do
     case Packages.came_later(:nx) do

@@ -9,17 +9,10 @@
  * that show the same columns, so that sums of positions and windows cannot overflow. */
 void fa_problem_canonicalise(fa_problem *problem);
 
-/* What the rows of a problem see. The problem must be canonical, or sums of positions and windows overflow. */
+/* What the rows of a problem without bands see, and what bounds each of its bands. The problem must be
+ * canonical, or sums of positions and windows overflow. */
 static inline fa_band fa_problem_band(const fa_problem *problem) {
   return (fa_band){0, problem->seqlen_q, 0, problem->seqlen_k, problem->window_left, problem->window_right};
-}
-
-static inline fa_range fa_visible_columns(const fa_problem *problem, int64_t row) {
-  return fa_band_columns(fa_problem_band(problem), (fa_range){row, row + 1});
-}
-
-static inline fa_range fa_visible_rows(const fa_problem *problem, int64_t column) {
-  return fa_band_rows(fa_problem_band(problem), (fa_range){column, column + 1});
 }
 
 /* The type of lse and delta. */

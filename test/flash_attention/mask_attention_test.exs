@@ -80,6 +80,21 @@ defmodule FlashAttention.MaskAttentionTest do
     end
   end
 
+  test "masks that no function here made come back as errors" do
+    [q, k, v, _dout] = inputs(3)
+
+    for numbers <- [5, nil, %{}, %{q: [0, 3]}, %{q: 5, k: [0, 3]}, %{bands: []}, %{bands: [[{1, 2}]]}],
+        kind <- [:packed, :lengths, :prefix, :bands, :segments, :none] do
+      mask = struct!(Mask, kind: kind, numbers: numbers)
+
+      assert {:error, %Error{}} = FlashAttention.forward(q, k, v, device: :cpu, mask: mask),
+             inspect({kind, numbers})
+    end
+
+    assert {:error, %Error{argument: :bands}} =
+             FlashAttention.forward(q, k, v, device: :cpu, mask: Mask.lengths([]))
+  end
+
   test "nothing to see is 0" do
     [q, k, v, _dout] = inputs(3)
     {:ok, o, lse} = FlashAttention.forward_with_states(q, k, v, device: :cpu, mask: Mask.packed([]))
