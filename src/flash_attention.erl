@@ -3,20 +3,40 @@
 %%
 %% A tensor is `{Data, Type, Shape}', or a map with these three: elements in a binary, contiguous, in the
 %% machine's byte order; `f32', `f64', `bf16' or `f16'; and a tuple of sizes. Results are written as the first
-%% tensor is. Options are a map or a proplist. Whatever is wrong comes back as `{error, Map}', whose `message'
+%% tensor is. Options are a map or a proplist; the option `mask' is a term that names the function of the Elixir
+%% module `FlashAttention.Mask' and its arguments, `{packed, [3, 2]}' or `{lengths, [2, 3], [{side, left}]}',
+%% or what mask/1 made of one. Whatever is wrong comes back as `{error, Map}', whose `message'
 %% is a sentence.
 -module(flash_attention).
 
 -export([forward/3, forward/4, forward_with_states/3, forward_with_states/4]).
 -export([backward/2, backward/3, backward/6, backward/7]).
--export([plan/3, plan/4, backend_info/0, release/1, states_bytes/1, trim/0]).
+-export([mask/1, plan/3, plan/4, backend_info/0, release/1, states_bytes/1, trim/0]).
 
--export_type([tensor/0, options/0, states/0, error/0]).
+-export_type([tensor/0, options/0, mask/0, states/0, error/0]).
 
 -type type() :: f32 | f64 | bf16 | f16 | {f, 16 | 32 | 64} | {bf, 16}.
 -type tensor() :: {Data :: term(), type(), Shape :: tuple()}
                 | #{data := term(), type := type(), shape := tuple()}.
 -type options() :: #{atom() => term()} | [{atom(), term()} | atom()].
+-type numbers() :: [integer()] | tensor().
+-type side() :: integer() | infinity.
+-type mask_band() :: {QBegin :: integer(), QEnd :: integer(), KBegin :: integer(), KEnd :: integer(),
+                      Left :: side(), Right :: side()}.
+-type range() :: {Begin :: integer(), End :: integer()}.
+-type range_type() :: full | causal | inverse_causal | bi_causal.
+-type mask() :: {packed, Lengths :: [non_neg_integer()]}
+              | {packed, QLengths :: [non_neg_integer()], KLengths :: [non_neg_integer()]}
+              | {packed_at, CuSeqlens :: numbers()}
+              | {packed_at, CuSeqlensQ :: numbers(), CuSeqlensK :: numbers()}
+              | {lengths, KLengths :: numbers()} | {lengths, KLengths :: numbers(), options()}
+              | {prefix, Lengths :: numbers()} | {block_causal, pos_integer() | [non_neg_integer()]}
+              | {segments, QIds :: [[integer()]] | tensor()}
+              | {segments, QIds :: [[integer()]] | tensor(), options()}
+              | {ranges, [range()], [range()]} | {ranges, [range()], [range()], range_type() | [range_type()]}
+              | {from_bands, [mask_band()] | [[mask_band()]] | tensor()}
+              | {intersect_window, mask(), {side(), side()}}
+              | map().
 -opaque states() :: map().
 -type error() :: #{reason := atom(), argument := atom(), expected := binary() | undefined,
                    got := binary() | undefined, message := binary()}.
@@ -28,7 +48,7 @@ forward(Q, K, V) -> forward(Q, K, V, []).
 
 -spec forward(tensor(), tensor(), tensor(), options()) -> {ok, tensor()} | {error, error()}.
 forward(Q, K, V, Options) ->
-    result('Elixir.FlashAttention':forward(in(Q), in(K), in(V), options(Options)), Q).
+    call(forward, [in(Q), in(K), in(V)], Options, Q).
 
 %% @doc Attention, and beside o what the backward needs: lse, or with `keep => device' states that stay there.
 -spec forward_with_states(tensor(), tensor(), tensor()) ->
@@ -38,7 +58,7 @@ forward_with_states(Q, K, V) -> forward_with_states(Q, K, V, []).
 -spec forward_with_states(tensor(), tensor(), tensor(), options()) ->
           {ok, tensor(), tensor() | states()} | {error, error()}.
 forward_with_states(Q, K, V, Options) ->
-    result('Elixir.FlashAttention':forward_with_states(in(Q), in(K), in(V), options(Options)), Q).
+    call(forward_with_states, [in(Q), in(K), in(V)], Options, Q).
 
 %% @doc The gradients, from what `forward_with_states/4' left on the device.
 -spec backward(tensor(), states()) ->
@@ -50,7 +70,7 @@ backward(DOut, States) -> backward(DOut, States, []).
           {ok, tensor(), tensor(), tensor()} | {ok, tensor(), tensor(), tensor(), #{atom() => tensor()}} |
           {error, error()}.
 backward(DOut, States, Options) ->
-    result('Elixir.FlashAttention':backward(in(DOut), States, options(Options)), DOut).
+    call(backward, [in(DOut), States], Options, DOut).
 
 %% @doc The gradients by Q, K and V of a loss whose gradient by O is DOut; of optional tensors in a map.
 -spec backward(tensor(), tensor(), tensor(), tensor(), tensor(), tensor()) ->
@@ -62,8 +82,11 @@ backward(DOut, Q, K, V, O, Lse) -> backward(DOut, Q, K, V, O, Lse, []).
           {ok, tensor(), tensor(), tensor()} | {ok, tensor(), tensor(), tensor(), #{atom() => tensor()}} |
           {error, error()}.
 backward(DOut, Q, K, V, O, Lse, Options) ->
-    Tensors = [in(Tensor) || Tensor <- [DOut, Q, K, V, O, Lse]],
-    result(apply('Elixir.FlashAttention', backward, Tensors ++ [options(Options)]), Q).
+    call(backward, [in(Tensor) || Tensor <- [DOut, Q, K, V, O, Lse]], Options, Q).
+
+%% @doc The mask that a term describes, checked; the option `mask' takes it as it takes the term.
+-spec mask(mask()) -> {ok, map()} | {error, error()}.
+mask(Description) -> plain(to_mask(Description)).
 
 %% @doc Which device and kernels calls with these tensors and options would use; nothing is computed.
 -spec plan(tensor(), tensor(), tensor()) ->
@@ -72,7 +95,7 @@ plan(Q, K, V) -> plan(Q, K, V, []).
 
 -spec plan(tensor(), tensor(), tensor(), options()) ->
           {ok, #{device := device(), forward := binary(), backward := binary()}} | {error, error()}.
-plan(Q, K, V, Options) -> plain('Elixir.FlashAttention':plan(in(Q), in(K), in(V), options(Options))).
+plan(Q, K, V, Options) -> plain(call(plan, [in(Q), in(K), in(V)], Options)).
 
 %% @doc What computes here: devices, and why there is no CUDA where there is none.
 -spec backend_info() -> #{version := binary(), devices := [map()], cuda := binary() | undefined}.
@@ -89,6 +112,16 @@ states_bytes(States) -> plain('Elixir.FlashAttention.States':bytes(States)).
 %% @doc Returns the memory that is at hand for later calls.
 -spec trim() -> ok | {error, error()}.
 trim() -> plain('Elixir.FlashAttention':trim()).
+
+%% ---- calls there ---------------------------------------------------------------------------------------
+
+call(Function, Tensors, Options, Like) -> result(call(Function, Tensors, Options), Like).
+
+call(Function, Tensors, Options) ->
+    case options(Options) of
+        {error, _} = Error -> Error;
+        There -> apply('Elixir.FlashAttention', Function, Tensors ++ [There])
+    end.
 
 %% ---- how terms are written there ---------------------------------------------------------------------------
 
@@ -107,16 +140,55 @@ type(f16) -> {f, 16};
 type(bf16) -> {bf, 16};
 type(Type) -> Type.
 
+%% As a keyword list, or the error of a mask.
 options(Options) when is_map(Options) -> options(maps:to_list(Options));
 options(Options) when is_list(Options) ->
     try lists:map(fun option/1, proplists:unfold(Options))
-    catch error:_ -> Options
+    catch
+        throw:{error, _} = Error -> Error;
+        error:_ -> Options
     end;
 options(Other) -> Other.
 
 option({Key, undefined}) -> {Key, nil};
 option({sink, Sink}) -> {sink, in(Sink)};
+option({mask, Mask}) when is_tuple(Mask) -> {mask, unwrap(to_mask(Mask))};
 option(Option) -> Option.
+
+unwrap({ok, Term}) -> Term;
+unwrap(Error) -> throw(Error).
+
+%% A mask of the function that a tuple names, with its arguments.
+to_mask(Description) ->
+    try {ok, apply_mask(Description)}
+    catch error:#{'__struct__' := 'Elixir.FlashAttention.Error'} = Error -> {error, Error}
+    end.
+
+apply_mask({intersect_window, Mask, Window}) ->
+    'Elixir.FlashAttention.Mask':intersect_window(apply_mask(Mask), Window);
+apply_mask(#{'__struct__' := 'Elixir.FlashAttention.Mask'} = Mask) -> Mask;
+apply_mask(Description) when is_tuple(Description), tuple_size(Description) > 1 ->
+    [Name | Arguments] = tuple_to_list(Description),
+    Module = 'Elixir.FlashAttention.Mask',
+    Constructors = [packed, packed_at, lengths, prefix, block_causal, segments, ranges, from_bands],
+    Exported = lists:member({Name, length(Arguments)}, Module:module_info(exports)),
+    case Exported andalso lists:member(Name, Constructors) of
+        true -> apply(Module, Name, [argument(Argument) || Argument <- Arguments]);
+        false -> no_mask(Description)
+    end;
+apply_mask(Other) -> no_mask(Other).
+
+no_mask(Term) ->
+    Error = 'Elixir.FlashAttention.Error',
+    Expected = <<"the name of a function of FlashAttention.Mask and its arguments in a tuple">>,
+    error(Error:invalid(mask, Expected, Error:show(Term))).
+
+%% Numbers may be a tensor, in options too.
+argument({Data, _Type, _Shape} = Tensor) when is_binary(Data) -> in(Tensor);
+argument(#{data := _} = Tensor) -> in(Tensor);
+argument(Options) when is_map(Options) -> argument(maps:to_list(Options));
+argument([{Key, _} | _] = Options) when is_atom(Key) -> [{Name, argument(Value)} || {Name, Value} <- Options];
+argument(Other) -> Other.
 
 %% ---- how results are written here --------------------------------------------------------------------------
 

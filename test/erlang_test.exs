@@ -62,6 +62,78 @@ defmodule ErlangTest do
     assert :flash_attention.trim() == :ok
   end
 
+  describe "masks" do
+    alias FlashAttention.{Mask, Tensor}
+
+    test "are the functions of FlashAttention.Mask, by name and arguments" do
+      %{q: q, k: k, v: v, dout: dout} = problem(1, :f32, {2, 5, 5, 2, 2, 3}, [])
+      [eq, ek, ev, edout] = Enum.map([q, k, v, dout], &tuple/1)
+      words = for x <- [0, 2, 5], into: <<>>, do: <<x::signed-32-native>>
+      cu_seqlens = Tensor.new(words, {:s, 32}, {3})
+
+      for {term, mask} <- [
+            {{:packed, [3, 2]}, Mask.packed([3, 2])},
+            {{:packed, [3, 2], [1, 4]}, Mask.packed([3, 2], [1, 4])},
+            {{:packed_at, [0, 2, 5]}, Mask.packed_at([0, 2, 5])},
+            {{:packed_at, {words, {:s, 32}, {3}}}, Mask.packed_at(cu_seqlens)},
+            {{:packed_at, %{data: words, type: {:s, 32}, shape: {3}}, [0, 1, 5]},
+             Mask.packed_at(cu_seqlens, [0, 1, 5])},
+            {{:lengths, [2, 4]}, Mask.lengths([2, 4])},
+            {{:lengths, [2, 4], [side: :left, q_lengths: [5, 1]]},
+             Mask.lengths([2, 4], side: :left, q_lengths: [5, 1])},
+            {{:lengths, [2, 4], %{side: :left}}, Mask.lengths([2, 4], side: :left)},
+            {{:prefix, [1, 3]}, Mask.prefix([1, 3])},
+            {{:block_causal, 2}, Mask.block_causal(2)},
+            {{:segments, [[1, 1, 2, 2, 2], [4, 4, 4, 4, 7]]},
+             Mask.segments([[1, 1, 2, 2, 2], [4, 4, 4, 4, 7]])},
+            {{:ranges, [{0, 3}, {3, 5}], [{0, 5}, {1, 2}], [:bi_causal, :full]},
+             Mask.ranges([{0, 3}, {3, 5}], [{0, 5}, {1, 2}], [:bi_causal, :full])},
+            {{:from_bands, [{0, 5, 1, 4, :infinity, 2}]}, Mask.from_bands([{0, 5, 1, 4, :infinity, 2}])},
+            {{:intersect_window, {:packed, [3, 2]}, {1, 0}}, Mask.intersect_window(Mask.packed([3, 2]), {1, 0})}
+          ] do
+        assert :flash_attention.mask(term) == {:ok, mask}
+        {o, lse} = FlashAttention.forward_with_states!(q, k, v, mask: mask, causal: false)
+        {dq, dk, dv} = FlashAttention.backward!(dout, q, k, v, o, lse, mask: mask, causal: false)
+
+        for given <- [term, mask], options <- [%{mask: given, causal: false}, [causal: false, mask: given]] do
+          assert :flash_attention.forward_with_states(eq, ek, ev, options) == {:ok, tuple(o), tuple(lse)}
+
+          assert :flash_attention.backward(edout, eq, ek, ev, tuple(o), tuple(lse), options) ==
+                   {:ok, tuple(dq), tuple(dk), tuple(dv)}
+
+          assert {:ok, %{forward: _}} = :flash_attention.plan(eq, ek, ev, options)
+        end
+      end
+    end
+
+    test "that are wrong come back as errors" do
+      q = tuple(random(1, :f32, {1, 2, 1, 4}))
+
+      for {term, argument, got} <- [
+            {{:packed, [1, -1]}, :q_lengths, "[1, -1]"},
+            {{:packed, 5}, :q_lengths, "5"},
+            {{:packed}, :mask, "{:packed}"},
+            {{:packed, [1], [1], [1]}, :mask, "{:packed, [1], [1], [1]}"},
+            {{:area, 1, {1, 1}}, :mask, "{:area, 1, {1, 1}}"},
+            {{:lengths, [2], [beside: :left]}, :opts, ":beside"},
+            {{:lengths, [2], 5}, :opts, "5"},
+            {{:intersect_window, {:none, 1}, {1, 0}}, :mask, "{:none, 1}"},
+            {{:intersect_window, {:packed, [2]}, 1}, :window, "1"},
+            {{:ranges, [{0, 1}], [{0, 1}], :diagonal}, :types, ":diagonal"}
+          ] do
+        assert {:error, %{reason: :invalid_argument, argument: ^argument, got: ^got} = error} =
+                 :flash_attention.mask(term)
+
+        assert :flash_attention.forward(q, q, q, %{mask: term}) == {:error, error}
+        assert :flash_attention.plan(q, q, q, mask: term) == {:error, error}
+      end
+
+      assert {:error, %{argument: :mask}} = :flash_attention.mask(:packed)
+      assert {:error, %{argument: :mask}} = :flash_attention.forward(q, q, q, mask: :packed)
+      assert {:error, %{argument: :bands}} = :flash_attention.forward(q, q, q, mask: {:packed, [3]})
+    end
+  end
+
   test "what computes here" do
     q = tuple(random(1, :f32, {1, 2, 1, 4}))
 

@@ -50,11 +50,22 @@ defmodule FlashAttention.Examples.ByteModel do
           device: :auto | :cpu | :cuda | {:cuda, non_neg_integer}
         }
 
-  @typedoc "Windows of text: two bytes of context, `seqlen` bytes to read, and the last byte to predict."
+  @typedoc """
+  Windows of text: two bytes of context, bytes to read, `seqlen` of them at most, and the last byte to predict. Windows of
+  different lengths are packed: they are one sequence, in which each sees itself alone.
+  """
   @type batch :: [binary]
 
+  @typedoc "Texts of their own, each with what comes before and behind it."
+  @type documents :: tuple
+
   @num_bytes 256
-  @num_contexts 2
+
+  # What a window has beside the bytes that are read: two bytes of context, and the last byte to predict.
+  @num_around 3
+
+  # What a text starts after.
+  @start "\n\n\n"
 
   # Deviation of the initial query and key tables, in which random codes keep bytes apart.
   @code_deviation 0.5
@@ -136,7 +147,9 @@ defmodule FlashAttention.Examples.ByteModel do
     {Tensor.new(Elements.from_list(model.type, numbers), model.type, shape), random}
   end
 
-  @doc "The stages of this model, for `FlashAttention.Training.train_step/3`. Batches are those of `batch/5`."
+  @doc """
+  The stages of this model, for `FlashAttention.Training.train_step/3`. Batches are those of `batch/5` and `packed/5`.
+  """
   @spec stages(t) :: Model.t()
   def stages(model) do
     %Model{embed: Embed.stage(model), head: Head.stage(model), attention: [device: model.device]}
@@ -165,7 +178,46 @@ defmodule FlashAttention.Examples.ByteModel do
     windows
   end
 
-  defp window_bytes(model), do: @num_contexts + model.seqlen + 1
+  defp window_bytes(model), do: model.seqlen + @num_around
+
+  @doc """
+  The texts between separators. Each keeps the separator behind it, so that a model learns where one ends.
+
+      iex> FlashAttention.Examples.ByteModel.documents("one--two----three", "--")
+      {"\\n\\n\\none--", "\\n\\n\\ntwo--", "\\n\\n\\nthree--"}
+  """
+  @spec documents(text :: binary, separator :: binary) :: documents
+  def documents(text, separator) do
+    check!(:separator, separator, "some bytes", &(is_binary(&1) and &1 != ""))
+    parts = for part <- :binary.split(text, separator, [:global]), part != "", do: @start <> part <> separator
+    if parts == [], do: raise(Error.invalid(:text, "something between separators", "nothing"))
+    List.to_tuple(parts)
+  end
+
+  @doc """
+  Documents for step number `step`, drawn at random as in `batch/5`, until `batch_size * seqlen` bytes are to be read: of a
+  longer one than `seqlen`, a piece, and the last is cut where there is no more room.
+
+      iex> model = FlashAttention.Examples.ByteModel.new(seqlen: 6)
+      iex> documents = FlashAttention.Examples.ByteModel.documents("ab.c", ".")
+      iex> windows = FlashAttention.Examples.ByteModel.packed(model, documents, 2, 0, 1)
+      iex> Enum.sum(for window <- windows, do: byte_size(window) - 3)
+      12
+  """
+  @spec packed(t, documents, batch_size :: pos_integer, seed :: integer, step :: non_neg_integer) :: batch
+  def packed(model, documents, batch_size, seed, step),
+    do: draw(documents, batch_size * model.seqlen, model.seqlen, :rand.seed_s(:exsss, {seed, step, 0}))
+
+  defp draw(_documents, 0, _most, _random), do: []
+
+  defp draw(documents, room, most, random) do
+    {number, random} = :rand.uniform_s(tuple_size(documents), random)
+    document = elem(documents, number - 1)
+    all = byte_size(document) - @num_around
+    count = Enum.min([all, most, room])
+    {start, random} = :rand.uniform_s(all - count + 1, random)
+    [binary_part(document, start - 1, count + @num_around) | draw(documents, room - count, most, random)]
+  end
 
   @doc """
   `count` bytes that the model writes after the prompt.

@@ -3,7 +3,7 @@ defmodule FlashAttention.Examples.ByteModel.Embed do
 
   # Bytes -> q, k, v: rows of tables, put side by side. See FlashAttention.Examples.ByteModel.
 
-  alias FlashAttention.Tensor
+  alias FlashAttention.{Mask, Tensor}
   alias FlashAttention.Examples.ByteModel
   alias FlashAttention.Examples.ByteModel.{Elements, OneHot}
 
@@ -15,14 +15,14 @@ defmodule FlashAttention.Examples.ByteModel.Embed do
     phases = phases(model, 0..(model.seqlen - 1))
 
     fn params, windows ->
-      contexts = for start <- [2, 1, 0], do: bytes(model, windows, start)
+      contexts = for start <- [2, 1, 0], do: bytes(windows, start)
       {inputs(model, tables(model, params), params.sink, contexts, phases), &pullback(model, contexts, &1)}
     end
   end
 
-  # For every window, the list of its `seqlen` bytes from `start`.
-  def bytes(model, windows, start),
-    do: for(window <- windows, do: window |> binary_part(start, model.seqlen) |> :binary.bin_to_list())
+  # For every window, the list of its bytes from `start`, as many as it has positions.
+  def bytes(windows, start),
+    do: for(window <- windows, do: window |> binary_part(start, byte_size(window) - 3) |> :binary.bin_to_list())
 
   # Tables as tuples of rows, one for each byte; those that are put together head by head as lists of heads.
   def tables(model, params) do
@@ -47,9 +47,18 @@ defmodule FlashAttention.Examples.ByteModel.Embed do
     k = coded(tables.key, previous, second, phases.key)
     v = for window <- byte, byte <- window, do: elem(tables.value, byte)
 
-    shape = {length(byte), length(hd(byte)), model.num_heads, model.head_dim}
+    {batch, seqlen, mask} = byte |> Enum.map(&length/1) |> layout()
+    shape = {batch, seqlen, model.num_heads, model.head_dim}
     [q, k, v] = for rows <- [q, k, v], do: Tensor.new(IO.iodata_to_binary(rows), model.type, shape)
-    {q, k, v, %{sink: sink}}
+    {q, k, v, Map.put(mask, :sink, sink)}
+  end
+
+  # Windows of one length are a batch; others are packed one behind the other, and a mask keeps them apart.
+  defp layout(lengths) do
+    case Enum.uniq(lengths) do
+      [seqlen] -> {length(lengths), seqlen, %{}}
+      _different -> {1, Enum.sum(lengths), %{mask: Mask.packed(lengths)}}
+    end
   end
 
   # For every position and head: code of the byte | code of the byte before | phase.

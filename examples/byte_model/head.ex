@@ -13,7 +13,7 @@ defmodule FlashAttention.Examples.ByteModel.Head do
     slots = slots(model)
 
     fn _params, o, windows ->
-      targets = for window <- Embed.bytes(model, windows, 3), byte <- window, do: elem(slots, byte)
+      targets = for window <- Embed.bytes(windows, 3), byte <- window, do: elem(slots, byte)
       share = 1 / length(targets)
       {probabilities, lse} = OneHot.softmax(o, share, model.device)
 

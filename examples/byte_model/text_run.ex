@@ -16,12 +16,13 @@ defmodule FlashAttention.Examples.ByteModel.TextRun do
   alias FlashAttention.Examples.ByteModel.Checkpoint
   alias FlashAttention.Training.{Optimizer, State}
 
-  @enforce_keys [:settings, :text, :model, :stages, :state]
+  @enforce_keys [:settings, :text, :documents, :model, :stages, :state]
   defstruct @enforce_keys ++ [losses: []]
 
   @type t :: %__MODULE__{
           settings: map,
           text: binary,
+          documents: ByteModel.documents() | nil,
           model: ByteModel.t(),
           stages: Training.Model.t(),
           state: State.t(),
@@ -36,7 +37,8 @@ defmodule FlashAttention.Examples.ByteModel.TextRun do
 
   @doc """
   A run before its first step. Options: `:num_heads`, `:head_dim` and `:seqlen` of the model, `:batch_size`,
-  `:learning_rate`, `:seed`, and `:device`. Raises `FlashAttention.Error`.
+  `:learning_rate`, `:seed`, and `:device`. With a `:separator` the text is many documents, of which steps pack as many as
+  have room (`FlashAttention.Examples.ByteModel.packed/5`). Raises `FlashAttention.Error`.
 
       iex> run = FlashAttention.Examples.ByteModel.TextRun.new("A text of a few bytes.", seqlen: 8, num_heads: 4)
       iex> {run.state.step, run.losses, run.settings.batch_size}
@@ -45,6 +47,7 @@ defmodule FlashAttention.Examples.ByteModel.TextRun do
   @spec new(text :: binary, keyword) :: t
   def new(text, opts \\ []) do
     {device, opts} = Keyword.pop(opts, :device, :auto)
+    {separator, opts} = Keyword.pop(opts, :separator)
     settings = opts |> Keyword.validate!(@defaults) |> Map.new()
     # As a checkpoint holds it.
     if settings.seed not in -(2 ** 63)..(2 ** 63 - 1),
@@ -55,25 +58,36 @@ defmodule FlashAttention.Examples.ByteModel.TextRun do
     model =
       ByteModel.new([device: device] ++ Keyword.take(Map.to_list(settings), [:num_heads, :head_dim, :seqlen]))
 
-    # Says what is wrong with the text now rather than at the first step.
-    ByteModel.batch(model, text, settings.batch_size, settings.seed, 0)
-
-    %__MODULE__{
-      settings: Map.put(settings, :text, :erlang.md5(text)),
+    run = %__MODULE__{
+      settings: Map.put(settings, :text, hash(text, separator)),
       text: text,
+      documents: if(separator, do: ByteModel.documents(text, separator)),
       model: model,
       stages: ByteModel.stages(model),
       state: Training.init(ByteModel.init(model, settings.seed), Optimizer.adam(beta2: 0.99))
     }
+
+    # Says what is wrong with the text now rather than at the first step.
+    batch(run, 0)
+    run
   end
+
+  # The same text in other documents is another text.
+  defp hash(text, nil), do: :erlang.md5(text)
+  defp hash(text, separator), do: :erlang.md5([:erlang.md5(text), separator])
+
+  defp batch(%{settings: settings, documents: nil} = run, step),
+    do: ByteModel.batch(run.model, run.text, settings.batch_size, settings.seed, step)
+
+  defp batch(%{settings: settings} = run, step),
+    do: ByteModel.packed(run.model, run.documents, settings.batch_size, settings.seed, step)
 
   @doc "One step. Its loss becomes the first of `losses`."
   @spec step(t) :: t
   def step(%__MODULE__{settings: settings, state: state} = run) do
     step = state.step + 1
-    batch = ByteModel.batch(run.model, run.text, settings.batch_size, settings.seed, step)
     rate = learning_rate(settings.learning_rate, step)
-    {state, loss} = Training.train_step(state, batch, model: run.stages, learning_rate: rate)
+    {state, loss} = Training.train_step(state, batch(run, step), model: run.stages, learning_rate: rate)
     %{run | state: state, losses: [loss | run.losses]}
   end
 

@@ -12,6 +12,7 @@ defmodule FlashAttention.Examples.ByteModel.Train do
     heads: :integer,
     head_dim: :integer,
     learning_rate: :float,
+    separator: :string,
     seed: :integer,
     device: :string,
     sample: :integer,
@@ -68,7 +69,9 @@ defmodule FlashAttention.Examples.ByteModel.Train do
 
   defp run_settings(opts) do
     settings = for {switch, key} <- @run_settings, opts[switch], do: {key, opts[switch]}
-    [device: Mix.FlashAttention.device!(opts[:device])] ++ settings
+    # A shell makes it hard to write the end of a line.
+    separator = for text <- List.wrap(opts[:separator]), do: {:separator, Macro.unescape_string(text)}
+    [device: Mix.FlashAttention.device!(opts[:device])] ++ separator ++ settings
   end
 
   defp text([file]), do: {file, File.read!(file)}
@@ -85,11 +88,20 @@ defmodule FlashAttention.Examples.ByteModel.Train do
     %{num_heads: heads, head_dim: head_dim} = run.settings
 
     Mix.shell().info("""
-    Text:  #{name}, #{byte_size(run.text)} bytes
-    Model: #{heads} heads of #{head_dim}, #{run.settings.batch_size} windows of #{run.settings.seqlen} bytes a step, on #{device(run.model.device)}
+    Text:  #{name}, #{byte_size(run.text)} bytes#{documents(run)}
+    Model: #{heads} heads of #{head_dim}, #{a_step(run)} a step, on #{device(run.model.device)}
     Loss:  #{decimals(:math.log(256))} nats a byte for guessing, #{decimals(TextRun.entropy(run.text))} for the frequencies of bytes alone
     """)
   end
+
+  defp documents(%{documents: nil}), do: ""
+  defp documents(%{documents: documents}), do: " in #{tuple_size(documents)} documents"
+
+  defp a_step(%{documents: nil, settings: settings}),
+    do: "#{settings.batch_size} windows of #{settings.seqlen} bytes"
+
+  defp a_step(%{settings: %{seqlen: seqlen}} = run),
+    do: "#{TextRun.tokens_per_step(run)} bytes of documents, of each #{seqlen} at most,"
 
   defp device({kind, index}), do: "#{kind}:#{index}"
   defp device(:auto), do: if(FlashAttention.backend_info().cuda, do: "cpu", else: "cuda")

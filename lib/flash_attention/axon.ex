@@ -21,8 +21,9 @@ if Code.ensure_loaded?(Axon) do
     alias FlashAttention.{Error, Options}
 
     @layer_options [:name, :meta]
-    @tensors for {name, key} <- Options.tensors(), name == key, do: name
-    @options Options.keys() -- [:keep, :results | @tensors]
+    @tensors Keyword.values(Options.tensors())
+    # A mask may be given as it is; a tensor that is given would not be learned.
+    @options (Options.keys() -- [:keep, :results | @tensors]) ++ [:mask]
 
     @doc """
     Attention of `query` to `key` and `value`.
@@ -43,7 +44,8 @@ if Code.ensure_loaded?(Axon) do
     ## Options
 
     Those of `FlashAttention.attention/4`; attention is causal unless `causal: false` is given. Those that are tensors
-    are what another layer gives. And
+    are what another layer gives, and `:mask` is a `FlashAttention.Mask` or a layer that gives one: `mask/3`, or an input
+    that is fed with masks. And
 
       * `:num_sinks` - how many attention sinks each head learns, 0 by default; they begin at 0
       * `:name`, `:meta` - as for every layer of Axon
@@ -88,6 +90,44 @@ if Code.ensure_loaded?(Axon) do
     end
 
     @doc """
+    A mask as a layer: what the function makes of the inputs, a `FlashAttention.Mask`.
+
+    `inputs` is a layer or a list of up to three, and the function takes their tensors. The numbers change from batch to
+    batch, and the model is compiled once.
+
+        lengths = Axon.input("lengths", shape: {nil})
+        mask = FlashAttention.Axon.mask(lengths, &FlashAttention.Mask.lengths(&1, q_lengths: &1))
+        FlashAttention.Axon.multi_head_attention(hidden, num_heads: 4, head_dim: 16, mask: mask)
+
+    The options are `:name` and `:meta`, as for every layer of Axon.
+    """
+    @spec mask(Axon.t() | [Axon.t()], fun, keyword) :: Axon.t()
+    def mask(inputs, fun, opts \\ []) do
+      inputs = List.wrap(inputs)
+
+      if not Enum.all?(inputs, &is_struct(&1, Axon)),
+        do: raise(Error.invalid(:inputs, "layers of Axon", Error.show(inputs)))
+
+      check_options!(opts)
+      Axon.layer(mask_layer(length(inputs), fun), inputs, [op_name: :flash_attention_mask] ++ opts)
+    end
+
+    defp mask_layer(1, fun) when is_function(fun, 1), do: fn x, _ -> fun.(x) end
+    defp mask_layer(2, fun) when is_function(fun, 2), do: fn x, y, _ -> fun.(x, y) end
+    defp mask_layer(3, fun) when is_function(fun, 3), do: fn x, y, z, _ -> fun.(x, y, z) end
+
+    defp mask_layer(count, fun),
+      do: raise(Error.invalid(:fun, "a function of #{count} inputs, 1 to 3", Error.show(fun)))
+
+    defp check_options!(opts) do
+      unknown = if Keyword.keyword?(opts), do: Keyword.keys(opts) -- @layer_options, else: [opts]
+
+      if unknown != [],
+        do:
+          raise(Error.invalid(:opts, "keys among #{Enum.join(@layer_options, ", ")}", Error.show(hd(unknown))))
+    end
+
+    @doc """
     Multi-head attention: projections to queries, keys and values, attention, and a projection of what comes out.
 
     With `:memory`, keys and values come from there (cross-attention), else from the input (self-attention).
@@ -116,7 +156,7 @@ if Code.ensure_loaded?(Axon) do
         `Axon.dense/3`
       * `:name` - the prefix of the layers' names; without it they are called as Axon calls layers
 
-    and those of `attention/4`: `:causal` (default `true`), `:window`, `:scale`, `:softcap`, `:num_sinks`, …
+    and those of `attention/4`: `:causal` (default `true`), `:window`, `:scale`, `:softcap`, `:mask`, `:num_sinks`, …
     """
     @spec multi_head_attention(Axon.t(), keyword) :: Axon.t()
     def multi_head_attention(%Axon{} = input, opts) do

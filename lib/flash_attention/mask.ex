@@ -238,15 +238,17 @@ defmodule FlashAttention.Mask do
   """
   @spec intersect_window(t, {non_neg_integer | :infinity, non_neg_integer | :infinity}) :: t
   def intersect_window(%__MODULE__{window: {left, right}} = mask, {new_left, new_right} = window) do
-    if not Enum.all?([new_left, new_right], &(&1 == :infinity or (is_integer(&1) and &1 >= 0))) do
-      raise Error.invalid(
-              :window,
-              "{left, right}, each a whole number of at least 0 or :infinity",
-              Error.show(window)
-            )
-    end
+    if not Enum.all?([new_left, new_right], &(&1 == :infinity or (is_integer(&1) and &1 >= 0))),
+      do: raise(no_window(window))
 
     %{mask | window: {min(left, new_left), min(right, new_right)}}
+  end
+
+  def intersect_window(%__MODULE__{}, other), do: raise(no_window(other))
+
+  defp no_window(other) do
+    expected = "{left, right}, each a whole number of at least 0 or :infinity"
+    Error.invalid(:window, expected, Error.show(other))
   end
 
   # ---- what a mask shows ---------------------------------------------------------------------------------

@@ -152,4 +152,118 @@ defmodule FlashAttention.AxonTest do
       assert List.last(flash) < hd(flash) * (1 - unquote(steps) / 120)
     end
   end
+
+  describe "masks" do
+    alias FlashAttention.Mask
+
+    @attention [num_heads: 2, head_dim: 4, units: 6, name: "attention"]
+
+    defp with_mask(mask, opts \\ []),
+      do: FlashAttention.Axon.multi_head_attention(Axon.input("x"), [mask: mask] ++ opts ++ @attention)
+
+    defp predict(model, state, inputs), do: Axon.predict(model, state, inputs, compiler: Nx.Defn.Evaluator)
+
+    defp assert_close(x, y),
+      do: assert(Nx.to_number(Nx.reduce_max(Nx.abs(Nx.subtract(x, y)))) < 1.0e-5)
+
+    test "lengths of an input: a padded batch gives what its sequences give alone" do
+      mask = FlashAttention.Axon.mask(Axon.input("lengths"), &Mask.lengths/1)
+      model = with_mask(mask, causal: false)
+      x = random(1, {2, 6, 5})
+      {_, state} = run(model, %{"x" => x, "lengths" => Nx.tensor([1, 1])})
+      plain = FlashAttention.Axon.multi_head_attention(Axon.input("x"), [causal: false] ++ @attention)
+      {_init, predict} = Axon.build(model, compiler: Nx.Defn.Evaluator)
+
+      for lengths <- [[6, 3], [1, 4]] do
+        o = predict.(state, %{"x" => x, "lengths" => Nx.tensor(lengths)})
+
+        for {length, b} <- Enum.with_index(lengths) do
+          alone = predict(plain, state, %{"x" => x[[b..b, 0..(length - 1)]]})
+          assert_close(o[[b..b, 0..(length - 1)]], alone)
+        end
+      end
+    end
+
+    test "packed sequences and segments, of inputs or as they are, forward and backward" do
+      x = random(1, {1, 7, 5})
+      cu_seqlens = Nx.tensor([0, 4, 7])
+      ids = Nx.tensor([[5, 5, 5, 5, 2, 2, 2]])
+      inputs = %{"x" => x, "cu_seqlens" => cu_seqlens, "ids" => ids, "mask" => Mask.packed([4, 3])}
+      plain = FlashAttention.Axon.multi_head_attention(Axon.input("x"), @attention)
+      {_, state} = run(plain, inputs)
+
+      alone =
+        Nx.concatenate([predict(plain, state, x[[.., 0..3]]), predict(plain, state, x[[.., 4..6]])], axis: 1)
+
+      for mask <- [
+            FlashAttention.Axon.mask(Axon.input("cu_seqlens"), &Mask.packed_at/1, name: "mask"),
+            FlashAttention.Axon.mask(Axon.input("ids"), &Mask.segments(&1, max_segments: 3)),
+            FlashAttention.Axon.mask(List.duplicate(Axon.input("cu_seqlens"), 2), &Mask.packed_at/2),
+            Axon.input("mask"),
+            Mask.packed([4, 3])
+          ] do
+        model = with_mask(mask)
+        assert_close(predict(model, state, inputs), alone)
+
+        loss = fn data, model, inputs ->
+          {_, predict} = Axon.build(model, compiler: Nx.Defn.Evaluator)
+          predict.(%{state | data: data}, inputs) |> Nx.sin() |> Nx.sum()
+        end
+
+        gradients = Nx.Defn.grad(state.data, &loss.(&1, model, inputs))
+
+        expected =
+          Nx.Defn.grad(state.data, fn data ->
+            Nx.add(loss.(data, plain, x[[.., 0..3]]), loss.(data, plain, x[[.., 4..6]]))
+          end)
+
+        for {layer, parameters} <- expected, {name, gradient} <- parameters do
+          assert Nx.to_number(Nx.sum(Nx.abs(gradient))) > 1.0e-3 or name == "bias"
+          assert_close(gradients[layer][name], gradient)
+        end
+      end
+    end
+
+    test "keep whole numbers under mixed precision, and train with Axon.Loop" do
+      policy = Axon.MixedPrecision.create_policy(params: {:bf, 16}, compute: {:bf, 16}, output: {:bf, 16})
+      mask = FlashAttention.Axon.mask(Axon.input("cu_seqlens"), &Mask.packed_at/1)
+      model = mask |> with_mask() |> Axon.MixedPrecision.apply_policy(policy)
+      inputs = %{"x" => random(1, {1, 600, 5}), "cu_seqlens" => Nx.tensor([0, 299, 600])}
+      {o, state} = run(model, inputs)
+      assert Nx.type(o) == {:bf, 16}
+      # 299 is no number of bf16: were it 300, the row would see one that is not there alone.
+      alone = predict(model, state, %{"x" => inputs["x"][[.., 299..599]], "cu_seqlens" => Nx.tensor([0, 301])})
+      assert o[[.., 299..599]] == alone
+
+      data =
+        for seed <- 1..3, do: {%{inputs | "x" => random(seed, {1, 600, 5})}, Nx.broadcast(1.0, {1, 600, 6})}
+
+      trained =
+        with_mask(mask)
+        |> Axon.Loop.trainer(:mean_squared_error, Polaris.Optimizers.adam(learning_rate: 0.1), log: 0)
+        |> Axon.Loop.run(data, Axon.ModelState.empty(), epochs: 1, compiler: Nx.Defn.Evaluator)
+
+      assert map_size(trained.data) == 4
+    end
+
+    test "what is no mask is said" do
+      input = Axon.input("lengths")
+
+      for {arguments, message} <- [
+            {[5, &Mask.lengths/1], "inputs: expected layers of Axon, got [5]"},
+            {[[], &Mask.lengths/1], "fun: expected a function of 0 inputs, 1 to 3, got "},
+            {[input, &Mask.packed_at/2], "fun: expected a function of 1 inputs, 1 to 3, got "},
+            {[input, &Mask.lengths/1, [side: :left]], "opts: expected keys among name, meta, got :side"}
+          ] do
+        call = fn -> apply(FlashAttention.Axon, :mask, arguments) end
+        assert Exception.message(assert_raise(FlashAttention.Error, call)) =~ message
+      end
+
+      assert_raise FlashAttention.Error, ~r/^mask: expected a FlashAttention.Mask/, fn -> with_mask(:packed) end
+
+      assert_raise Axon.CompileError, ~r/mask: expected a FlashAttention.Mask/, fn ->
+        run(with_mask(Axon.input("lengths")), %{"x" => random(1, {1, 2, 5}), "lengths" => Nx.tensor([1])})
+      end
+    end
+  end
 end

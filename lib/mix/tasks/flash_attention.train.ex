@@ -14,6 +14,8 @@ defmodule Mix.Tasks.FlashAttention.Train do
     * `--steps` - default 400
     * `--seqlen` - bytes in a window of text, default 256
     * `--batch` - windows in a step, default 4
+    * `--separator` - what stands between the documents of a text, such as `"\\n\\n"`. A step packs as many as have room in
+      `--batch` windows, one behind the other, each of which sees itself alone; of a longer one than `--seqlen`, a piece
     * `--heads` and `--head-dim` - default 8 and 64; their product is a multiple of 256
     * `--learning-rate` - default 0.15
     * `--seed` - of everything random, default 0

@@ -140,6 +140,66 @@ defmodule FlashAttention.Examples.ByteModelTest do
     assert Enum.sort(Enum.uniq(firsts)) == [0, 1, 2]
   end
 
+  test "documents are packed until there is no more room, whole or in pieces" do
+    model = ByteModel.new(seqlen: 10)
+    long = for n <- 97..122, into: <<>>, do: <<n>>
+    documents = ByteModel.documents("\n\none\n\n" <> long <> "\n\n\n\nthree!", "\n\n")
+    assert documents == {"\n\n\none\n\n", "\n\n\n" <> long <> "\n\n", "\n\n\nthree!\n\n"}
+    batch = ByteModel.packed(model, documents, 4, 1, 1)
+    assert batch == ByteModel.packed(model, documents, 4, 1, 1)
+    assert batch != ByteModel.packed(model, documents, 4, 1, 2)
+
+    windows =
+      for step <- 1..100 do
+        windows = ByteModel.packed(model, documents, 4, 0, step)
+        assert Enum.sum(for window <- windows, do: byte_size(window) - 3) == 40
+        {last, whole} = List.pop_at(windows, -1)
+
+        for window <- whole,
+            do: assert(window in Tuple.to_list(documents) or byte_size(window) == 13, inspect(window))
+
+        for window <- windows,
+            do: assert(Enum.any?(Tuple.to_list(documents), &(:binary.match(&1, window) != :nomatch)))
+
+        [last | whole]
+      end
+
+    # All pieces can be drawn, and the last is cut.
+    pieces = for [_last | whole] <- windows, window <- whole, byte_size(window) == 13, uniq: true, do: window
+    assert length(pieces) == 19
+    assert Enum.any?(windows, fn [last | _] -> byte_size(last) < 8 end)
+  end
+
+  test "windows of different lengths are packed, and each is alone with itself" do
+    model = ByteModel.new(num_heads: 8, seqlen: 9, type: @f64)
+    stages = ByteModel.stages(model)
+    params = model |> ByteModel.init(1) |> random_like(7)
+    windows = ["abacabaa", "\n\n\nhello ba", <<0, 255, 0, 128>>, "\n\n\nhello ba"]
+    {{q, _, _, _}, _pullback} = stages.embed.(params, windows)
+    assert q.shape == {1, 5 + 8 + 1 + 8, 8, 64}
+    {packed, gradients} = Training.value_and_gradients(stages, params, windows)
+
+    alone =
+      for window <- windows do
+        {loss, gradients} = Training.value_and_gradients(stages, params, [window])
+        {(byte_size(window) - 3) / 22, loss, gradients}
+      end
+
+    assert_in_delta packed, Enum.sum(for {share, loss, _} <- alone, do: share * loss), 1.0e-12
+
+    for path <- @paths do
+      sums =
+        for(
+          {share, _loss, gradients} <- alone,
+          do: gradients |> get_in(path) |> list() |> Enum.map(&(&1 * share))
+        )
+        |> Enum.zip_with(&Enum.sum/1)
+
+      for {x, y} <- Enum.zip(list(get_in(gradients, path)), sums),
+          do: assert_in_delta(x, y, 1.0e-7 * (1 + abs(y)))
+    end
+  end
+
   test "errors name the argument" do
     for {opts, message} <- [
           {[head_dim: 60], "head_dim: expected 8, 16, 32, 64, 128 or 256, got 60"},
@@ -153,6 +213,12 @@ defmodule FlashAttention.Examples.ByteModelTest do
     assert_raise FlashAttention.Error, "text: expected at least 13 bytes, seqlen and 3 more, got 12", fn ->
       ByteModel.batch(ByteModel.new(seqlen: 10), "123456789012", 1, 0, 1)
     end
+
+    for {text, separator, message} <- [
+          {"a", "", ~s(separator: expected some bytes, got "")},
+          {"....", ".", "text: expected something between separators, got nothing"}
+        ],
+        do: assert_raise(FlashAttention.Error, message, fn -> ByteModel.documents(text, separator) end)
   end
 
   # What follows "#" is new in every line and comes back at its end: only attention to the place where it was

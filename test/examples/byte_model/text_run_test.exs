@@ -32,6 +32,23 @@ defmodule FlashAttention.Examples.ByteModel.TextRunTest do
     assert hd(whole.losses) < List.last(whole.losses)
   end
 
+  test "a text of documents is trained in packed steps, and is another text by another separator", %{
+    tmp_dir: dir
+  } do
+    path = Path.join(dir, "a.checkpoint")
+    new = &TextRun.new(@text, [separator: &1] ++ @settings)
+    assert tuple_size(new.(", ").documents) == 5
+    run = steps(new.(", "), 6)
+    assert hd(run.losses) < List.last(run.losses)
+    assert new.(", ") |> steps(2) |> TextRun.write(path) == :ok
+    {:ok, resumed} = TextRun.read(new.(", "), path)
+    assert steps(resumed, 4).state == run.state
+    assert run.losses != steps(TextRun.new(@text, @settings), 6).losses
+
+    for other <- [new.(" "), TextRun.new(@text, @settings)],
+        do: assert(TextRun.read(other, path) == {:error, "#{path} is of a run on another text"})
+  end
+
   test "another seed is another run" do
     one = @text |> TextRun.new(@settings) |> steps(2)
     other = @text |> TextRun.new(Keyword.put(@settings, :seed, 4)) |> steps(2)

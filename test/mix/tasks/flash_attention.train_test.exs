@@ -27,6 +27,16 @@ defmodule Mix.Tasks.FlashAttention.TrainTest do
     assert String.length(sample) == 3 + 30 + 1
   end
 
+  test "packs documents where the text has separators", %{tmp_dir: dir, checkpoint: checkpoint} do
+    text = Path.join(dir, "documents")
+    File.write!(text, "a first one\n\nand another, which is longer\n\nthe last\n")
+    output = train([text | @small] ++ ~w(--steps 3 --sample 0 --checkpoint #{checkpoint} --separator \\n\\n))
+    assert output =~ "Text:  #{text}, 52 bytes in 3 documents"
+    assert output =~ "32 bytes of documents, of each 16 at most, a step, on cpu"
+    assert output =~ "step 3/3"
+    assert_raise Mix.Error, ~r/separator/, fn -> train([text | @small] ++ ["--separator", ""]) end
+  end
+
   # ESC begins a terminal's commands, BEL rings, the others delete, return, turn the writing around, break the line.
   test "control characters of a text reach no terminal", %{tmp_dir: dir, checkpoint: checkpoint} do
     text = Path.join(dir, "controls")
