@@ -205,6 +205,11 @@ fa_tensor fa_tensor_contiguous(const fa_problem *problem, fa_tensor_id id, void 
 
 bool fa_is_strided(int id) { return fa_axis_of(id, FA_AXIS_HEAD_DIM) >= 0; }
 
+int64_t fa_num_elements(const fa_problem *problem, int id) {
+  const fa_shape shape = fa_tensor_shape(problem, id);
+  return shape.size_bytes / (int64_t)fa_dtype_bytes(shape.dtype);
+}
+
 fa_tensor fa_tensor_strides(const fa_problem *problem, int id, const fa_tensor *tensor) {
   return fa_is_strided(id) ? *tensor : fa_tensor_contiguous(problem, id, tensor->data);
 }
@@ -221,6 +226,43 @@ size_t fa_bytes_spanned(const fa_problem *problem, int id, const fa_tensor *tens
   int64_t end = shape.dims[shape.rank - 1];
   for (int i = 0; i < shape.rank - 1; i++) end += (shape.dims[i] - 1) * strides.strides[i];
   return (size_t)end * fa_dtype_bytes(shape.dtype);
+}
+
+/* ---- elements of cells ------------------------------------------------------------------------------------
+ */
+
+static int64_t *place_along(fa_cell *cell, fa_axis axis) {
+  switch (axis) {
+    case FA_AXIS_BATCH: return &cell->batch;
+    case FA_AXIS_NUM_HEADS: return &cell->head;
+    case FA_AXIS_SEQLEN_Q: return &cell->row;
+    case FA_AXIS_SEQLEN_K: return &cell->column;
+    default: return &cell->number;
+  }
+}
+
+int64_t fa_element_of(const fa_problem *problem, int id, const fa_cell *cell) {
+  fa_cell at = *cell;
+  int64_t element = 0;
+  for (int i = 0; fa_axis_at(id, i); i++) {
+    element *= fa_axis_size(problem, rows[id].axes[i]);
+    if (!broadcasts(problem, rows[id].axes[i])) element += *place_along(&at, fa_axis_at(id, i));
+  }
+  return element;
+}
+
+fa_cell fa_cell_of(const fa_problem *problem, int id, int64_t element) {
+  fa_cell cell = {0};
+  for (int i = rank_of(&rows[id]) - 1; i >= 0; i--) {
+    const int64_t size = fa_axis_size(problem, rows[id].axes[i]);
+    *place_along(&cell, fa_axis_at(id, i)) = element % size;
+    element /= size;
+  }
+  return cell;
+}
+
+bool fa_is_sum(const fa_problem *problem, int id) {
+  return fa_tensor_role_in(problem, FA_PASS_BACKWARD, id) == FA_ROLE_OUTPUT && !fa_is_strided(id);
 }
 
 /* ---- shapes that are given ------------------------------------------------------------------------------- */

@@ -50,6 +50,8 @@ bool fa_varies_along(const fa_problem *problem, int id, fa_axis axis);
  * contiguously as a whole, whatever their strides say. */
 bool fa_is_strided(int id);
 
+int64_t fa_num_elements(const fa_problem *problem, int id);
+
 /* The strides that count: those of fa_tensor_contiguous unless the tensor is strided. */
 fa_tensor fa_tensor_strides(const fa_problem *problem, int id, const fa_tensor *tensor);
 
@@ -57,6 +59,19 @@ bool fa_is_contiguous(const fa_problem *problem, int id, const fa_tensor *tensor
 
 /* From the first element to the end of the last; rows may lie anywhere between them. 0 of an empty tensor. */
 size_t fa_bytes_spanned(const fa_problem *problem, int id, const fa_tensor *tensor);
+
+/* A score's place, and the number of whatever else is counted there: of a sink. */
+typedef struct fa_cell {
+  int64_t batch, head, row, column, number;
+} fa_cell;
+
+/* The index, in contiguous order, of the element that a tensor without head_dim has for a cell; and a cell of
+ * an element, 0 along axes that the tensor does not vary along. */
+int64_t fa_element_of(const fa_problem *problem, int id, const fa_cell *cell);
+fa_cell fa_cell_of(const fa_problem *problem, int id, int64_t element);
+
+/* Whether the tensor is a gradient without head_dim: a sum over the cells that share an element (dsink). */
+bool fa_is_sum(const fa_problem *problem, int id);
 
 /* The axis whose size of 0 means that the tensor is left out, or FA_AXIS_NONE where it never is. */
 fa_axis fa_tensor_only_if(int id);

@@ -286,34 +286,55 @@ static void T(cell_task)(const fa_cpu_job *job, int64_t task, void *scratch) {
 
 /* ---- the last phase -------------------------------------------------------------------------------- */
 
-static int64_t T(num_finish_tasks)(const fa_problem *problem) {
-  return (problem->num_sinks ? problem->num_heads : 0) + (T(sums_apart)(problem) ? T(num_chunks)(problem) : 0);
-}
+/* What one sequence takes from an element of a gradient without head_dim: sum minus its terms, in their order.
+ */
+typedef double T(subtract_terms)(const fa_cpu_job *job, const T(backward_shared) * shared,
+                                 const fa_sequence *sequence, const fa_cell *cell, double sum);
 
-/* sum with what one sequence adds to sum_{b,i} exp(sink[t, head] - lse[i]) * delta[i] = -dsink[t, head] */
-static double T(add_sink)(const fa_cpu_job *job, const REAL *delta, const fa_sequence *sequence, int64_t head,
-                          REAL sink, double sum) {
-  const REAL *lse = (const REAL *)job->tensors->lse.data + fa_first_stat(sequence, head);
-  delta += fa_first_stat(sequence, head);
+/* dsink[t,h] = -sum_{b,i} exp(sink[t,h] - lse[i]) * delta[i] */
+static double T(subtract_sink_terms)(const fa_cpu_job *job, const T(backward_shared) * shared,
+                                     const fa_sequence *sequence, const fa_cell *cell, double sum) {
+  const int64_t stats = fa_first_stat(sequence, cell->head);
+  const REAL *lse = (const REAL *)job->tensors->lse.data + stats, *delta = shared->delta + stats;
+  const REAL sink = T(load_sink)(job, cell->number, cell->head);
   for (int64_t i = 0; i < sequence->seqlen_q; i++) {
     if (fa_sees_nothing(sequence, i)) continue; /* its o is 0 whatever the sinks are */
     REAL p = sink == -INFINITY ? 0 : T(first)(T(exp)(T(min)(T(splat)(EXP_HIGHEST), T(splat)(sink - lse[i]))));
-    sum += (double)(p * delta[i]);
+    sum -= (double)(p * delta[i]);
   }
   return sum;
 }
 
-static void T(finish_sinks)(const fa_cpu_job *job, const REAL *delta, int64_t head) {
+/* The gradients that are sums over whole sequences of a head, and what they sum. */
+static const struct {
+  fa_tensor_id id;
+  T(subtract_terms) * subtract_terms;
+} T(head_sums)[] = {{FA_TENSOR_DSINK, T(subtract_sink_terms)}};
+#define NUM_HEAD_SUMS ((int)(sizeof T(head_sums) / sizeof *T(head_sums)))
+
+static void T(finish_head_sum)(const fa_cpu_job *job, const T(backward_shared) * shared, int number,
+                               int64_t element) {
   const fa_problem *problem = job->problem;
-  float *dsink = job->tensors->dsink.data;
-  for (int64_t t = 0; t < problem->num_sinks; t++) {
-    double sum = 0;
-    for (int64_t batch = 0; batch < problem->batch; batch++) {
-      fa_sequence sequence = fa_sequence_of(problem, job->tensors, batch);
-      sum = T(add_sink)(job, delta, &sequence, head, T(load_sink)(job, t, head), sum);
-    }
-    dsink[t * problem->num_heads + head] = (float)-sum;
+  const fa_tensor_id id = T(head_sums)[number].id;
+  const fa_cell cell = fa_cell_of(problem, id, element);
+  const int64_t num_batches = fa_varies_along(problem, id, FA_AXIS_BATCH) ? 1 : problem->batch;
+  double sum = 0;
+  for (int64_t batch = cell.batch; batch < cell.batch + num_batches; batch++) {
+    fa_sequence sequence = fa_sequence_of(problem, job->tensors, batch);
+    sum = T(head_sums)[number].subtract_terms(job, shared, &sequence, &cell, sum);
   }
+  ((float *)fa_tensor_get(job->tensors, id)->data)[element] = (float)sum;
+}
+
+static int64_t T(num_head_sum_tasks)(const fa_problem *problem, int number) {
+  const fa_tensor_id id = T(head_sums)[number].id;
+  return fa_is_sum(problem, id) ? fa_num_elements(problem, id) : 0;
+}
+
+static int64_t T(num_finish_tasks)(const fa_problem *problem) {
+  int64_t count = T(sums_apart)(problem) ? T(num_chunks)(problem) : 0;
+  for (int number = 0; number < NUM_HEAD_SUMS; number++) count += T(num_head_sum_tasks)(problem, number);
+  return count;
 }
 
 static void T(finish_rows)(const fa_cpu_job *job, fa_tensor_id id, REAL *sums, const T(task_rows) * chunk) {
@@ -327,11 +348,15 @@ static void T(finish_task)(const fa_cpu_job *job, int64_t task, void *scratch) {
   (void)scratch;
   const fa_problem *problem = job->problem;
   T(backward_shared) shared = T(lay_out_shared)(&(fa_arena){.base = job->shared}, problem);
-  if (problem->num_sinks && task < problem->num_heads) {
-    T(finish_sinks)(job, shared.delta, task);
-    return;
+  for (int number = 0; number < NUM_HEAD_SUMS; number++) {
+    const int64_t num_tasks = T(num_head_sum_tasks)(problem, number);
+    if (task < num_tasks) {
+      T(finish_head_sum)(job, &shared, number, task);
+      return;
+    }
+    task -= num_tasks;
   }
-  T(task_rows) chunk = T(chunk_of)(job, task - (problem->num_sinks ? problem->num_heads : 0));
+  T(task_rows) chunk = T(chunk_of)(job, task);
   if (chunk.of_queries) {
     T(finish_rows)(job, FA_TENSOR_DQ, shared.dq, &chunk);
   } else {
@@ -339,3 +364,5 @@ static void T(finish_task)(const fa_cpu_job *job, int64_t task, void *scratch) {
     T(finish_rows)(job, FA_TENSOR_DV, shared.dv, &chunk);
   }
 }
+
+#undef NUM_HEAD_SUMS

@@ -13,6 +13,7 @@
 #include "../core/arena.h"
 #include "../core/backend.h"
 #include "../core/error.h"
+#include "../core/tensors.h"
 #include "half.h"
 #include "sequence.h"
 

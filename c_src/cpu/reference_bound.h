@@ -94,11 +94,11 @@ static error error_of_exponential(double p, double s, error e, double origin, do
 
 typedef struct bound_scratch {
   scratch_f64 exact;
-  double *slope, *p;     /* [seqlen_k] */
-  double *sum_p_slope_k; /* [head_dim] */
-  error *o, *own_o, *dq; /* [head_dim] */
-  error *s, *dk, *dv;    /* [seqlen_k], [seqlen_k, head_dim] */
-  error *dsink;          /* [num_sinks, num_heads] */
+  double *slope, *p;           /* [seqlen_k] */
+  double *sum_p_slope_k;       /* [head_dim] */
+  error *o, *own_o, *dq;       /* [head_dim] */
+  error *s, *dk, *dv;          /* [seqlen_k], [seqlen_k, head_dim] */
+  error *sums[FA_NUM_TENSORS]; /* as exact.sums */
 } bound_scratch;
 
 static bound_scratch lay_out_bound(fa_arena *arena, const fa_problem *p) {
@@ -113,7 +113,8 @@ static bound_scratch lay_out_bound(fa_arena *arena, const fa_problem *p) {
   x.s = fa_take(arena, p->seqlen_k, sizeof(error));
   x.dk = fa_take(arena, p->seqlen_k * d, sizeof(error));
   x.dv = fa_take(arena, p->seqlen_k * d, sizeof(error));
-  x.dsink = fa_take(arena, p->num_sinks * p->num_heads, sizeof(error));
+  for (int id = 0; id < FA_NUM_TENSORS; id++)
+    x.sums[id] = fa_take(arena, fa_is_sum(p, id) ? fa_num_elements(p, id) : 0, sizeof(error));
   return x;
 }
 
@@ -132,7 +133,6 @@ static void clear_errors(error *e, int64_t count) {
 typedef struct bound_row {
   const fa_problem *problem; /* in f64 */
   struct unit unit;
-  const float *sink; /* [num_sinks, num_heads] */
   place_f64 at;
   int64_t num_columns; /* that it sees */
   double maximum, lse;
@@ -146,8 +146,7 @@ static void bound_scores(bound_scratch *x, bound_row *row) {
   const fa_problem *p = row->problem;
   const double u = row->unit.arithmetic;
   row->maximum = -INFINITY;
-  for (int64_t t = 0; t < p->num_sinks; t++)
-    row->maximum = fmax(row->maximum, row->sink[t * p->num_heads + row->at.head]);
+  for (int64_t t = 0; t < p->num_sinks; t++) row->maximum = fmax(row->maximum, sink_f64(p, &row->at, t));
   row->num_columns = 0;
   for (int64_t j = 0; j < row->at.sequence->seqlen_k; j++) {
     const double *k = x->exact.k + j * p->head_dim, s = score_f64(p, &row->at, j, x->exact.q, k);
@@ -169,8 +168,7 @@ static void bound_forward(bound_scratch *x, bound_row *row) {
   const int64_t d = p->head_dim;
   const error term = error_of_term(row->num_columns + p->num_sinks, unit.arithmetic);
   double sum = 0;
-  for (int64_t t = 0; t < p->num_sinks; t++)
-    sum += exp(row->sink[t * p->num_heads + row->at.head] - row->maximum);
+  for (int64_t t = 0; t < p->num_sinks; t++) sum += exp(sink_f64(p, &row->at, t) - row->maximum);
   for (int64_t j = 0; j < row->at.sequence->seqlen_k; j++)
     if (is_seen(x, j)) sum += exp(x->exact.s[j] - row->maximum);
   row->lse = row->maximum + log(sum);
@@ -178,7 +176,7 @@ static void bound_forward(bound_scratch *x, bound_row *row) {
   add_error(&row->e_lse, term);
   error e_sinks = {0, 0};
   for (int64_t t = 0; t < p->num_sinks; t++) {
-    const double s = row->sink[t * p->num_heads + row->at.head], weight = exp(s - row->lse);
+    const double s = sink_f64(p, &row->at, t), weight = exp(s - row->lse);
     const error e = error_of_exponential(weight, s, (error){0, 0}, row->maximum, unit.arithmetic);
     add_error(&e_sinks, scaled(e, weight));
   }
@@ -266,6 +264,16 @@ static void bound_column(bound_scratch *x, const bound_row *row, int64_t j, doub
   }
 }
 
+/* Adds a term that errs by e to a gradient without head_dim, of which an element has so many terms. */
+static void add_to_sum(bound_scratch *x, const bound_row *row, int id, int64_t column, int64_t number,
+                       double term, error e, int64_t num_terms) {
+  if (!fa_is_sum(row->problem, id)) return;
+  const int64_t i = element_of_f64(row->problem, id, &row->at, column, number);
+  add_error(&e, scaled(error_of_term(num_terms, row->unit.arithmetic), term));
+  x->exact.sums[id][i] += term;
+  add_error(&x->sums[id][i], e);
+}
+
 static void bound_backward(bound_scratch *x, const bound_row *row) {
   const fa_problem *p = row->problem;
   const double u = row->unit.arithmetic, delta = dot_f64(x->exact.o, x->exact.dout, p->head_dim);
@@ -277,15 +285,13 @@ static void bound_backward(bound_scratch *x, const bound_row *row) {
     add_error(&x->dq[c], scaled(e_delta, x->sum_p_slope_k[c]));
   }
   for (int64_t t = 0; t < p->num_sinks; t++) {
-    const int64_t i = t * p->num_heads + row->at.head;
-    const double weight = exp(row->sink[i] - row->lse);
-    error e = error_of_exponential(weight, row->sink[i], (error){0, 0}, row->lse, u);
+    const double sink = sink_f64(p, &row->at, t), weight = exp(sink - row->lse);
+    error e = error_of_exponential(weight, sink, (error){0, 0}, row->lse, u);
     add_error(&e, row->e_lse);
-    add_error(&e, error_of_term(p->batch * p->seqlen_q, u));
-    x->exact.dsink[i] -= weight * delta;
-    add_error(&x->dsink[i], scaled(e, weight * delta));
-    add_error(&x->dsink[i], scaled(e_delta, weight));
-    add_error(&x->dsink[i], rounding(0x1p-126 * delta)); /* exp gives 0 where it would be subnormal */
+    e = scaled(e, weight * delta);
+    add_error(&e, scaled(e_delta, weight));
+    add_error(&e, rounding(0x1p-126 * delta)); /* exp gives 0 where it would be subnormal */
+    add_to_sum(x, row, FA_TENSOR_DSINK, 0, t, -weight * delta, e, p->batch * p->seqlen_q);
   }
 }
 
@@ -318,10 +324,20 @@ static void save_lse_bound(const fa_problem *p, const fa_tensor *to, int64_t ind
     ((float *)to->data)[index] = (float)bound;
 }
 
-static void bound_one_row(bound_scratch *x, const fa_problem *p, const fa_problem *exact, const fa_tensors *t,
-                          place_f64 at) {
+/* A sum is rounded to its type once, and what it is held against is, too. */
+static void save_sum_bounds(bound_scratch *x, const fa_problem *p, const fa_tensors *t, int id) {
+  const fa_dtype dtype = fa_tensor_shape(p, id).dtype;
+  const struct unit unit = units[dtype];
+  for (int64_t i = 0; i < fa_num_elements(p, id); i++) {
+    add_error(&x->sums[id][i], rounding(2 * unit.stored * fabs(x->exact.sums[id][i]) + 0x1p-126));
+    set_element(dtype, fa_tensor_get(t, id)->data, i, bound_of(x->sums[id][i]));
+  }
+}
+
+static void bound_one_row(bound_scratch *x, const fa_problem *p, const fa_problem *exact, place_f64 at) {
+  const fa_tensors *t = at.tensors;
   const int64_t d = p->head_dim, i = at.row, h = at.head;
-  bound_row row = {.problem = exact, .unit = units[p->dtype], .sink = t->sink.data, .at = at};
+  bound_row row = {.problem = exact, .unit = units[p->dtype], .at = at};
   double *const sums[] = {x->exact.o, x->exact.dq, x->sum_p_slope_k};
   for (int n = 0; n < 3; n++) fill_zero_f64(sums[n], d);
   clear_errors(x->o, d), clear_errors(x->dq, d);
@@ -341,8 +357,11 @@ static void bound(const fa_problem *p, const fa_tensors *t, void *workspace) {
   fa_problem exact = *p;
   exact.dtype = FA_DTYPE_F64;
   const int64_t d = p->head_dim, heads_per_kv = p->num_heads / p->num_kv_heads;
-  const int64_t num_sinks = p->num_sinks * p->num_heads;
-  fill_zero_f64(x.exact.dsink, num_sinks), clear_errors(x.dsink, num_sinks);
+  for (int id = 0; id < FA_NUM_TENSORS; id++)
+    if (fa_is_sum(p, id)) {
+      fill_zero_f64(x.exact.sums[id], fa_num_elements(p, id));
+      clear_errors(x.sums[id], fa_num_elements(p, id));
+    }
   for (int64_t b = 0; b < p->batch; b++) {
     const fa_sequence sequence = fa_sequence_of(p, t, b);
     const int64_t num_columns = sequence.seqlen_k;
@@ -352,7 +371,7 @@ static void bound(const fa_problem *p, const fa_tensors *t, void *workspace) {
       fill_zero_f64(x.exact.dv, num_columns * d), clear_errors(x.dv, num_columns * d);
       for (int64_t h = kv * heads_per_kv; h < (kv + 1) * heads_per_kv; h++)
         for (int64_t i = 0; i < sequence.seqlen_q; i++)
-          bound_one_row(&x, p, &exact, t, (place_f64){&sequence, h, i});
+          bound_one_row(&x, p, &exact, (place_f64){&sequence, t, h, i});
       for (int64_t j = 0; j < num_columns; j++) {
         add_own_errors(x.dk + j * d, x.exact.dk + j * d, p, p->scale, sequence.seqlen_q * heads_per_kv);
         add_own_errors(x.dv + j * d, x.exact.dv + j * d, p, 1, sequence.seqlen_q * heads_per_kv);
@@ -361,9 +380,6 @@ static void bound(const fa_problem *p, const fa_tensors *t, void *workspace) {
       }
     }
   }
-  /* dsink is an f32, and what it is held against is another. */
-  for (int64_t i = 0; i < num_sinks; i++) {
-    add_error(&x.dsink[i], rounding(0x1p-23 * fabs(x.exact.dsink[i]) + 0x1p-126));
-    ((float *)t->dsink.data)[i] = (float)bound_of(x.dsink[i]);
-  }
+  for (int id = 0; id < FA_NUM_TENSORS; id++)
+    if (fa_is_sum(p, id)) save_sum_bounds(&x, p, t, id);
 }

@@ -9,10 +9,10 @@
 
 /* Where the workspace's parts are. */
 typedef struct T(scratch) {
-  REAL *k, *v, *dk, *dv;   /* [seqlen_k, head_dim] */
-  REAL *q, *o, *dout, *dq; /* [head_dim] */
-  REAL *s;                 /* [seqlen_k] */
-  REAL *dsink;             /* [num_sinks, num_heads] */
+  REAL *k, *v, *dk, *dv;      /* [seqlen_k, head_dim] */
+  REAL *q, *o, *dout, *dq;    /* [head_dim] */
+  REAL *s;                    /* [seqlen_k] */
+  REAL *sums[FA_NUM_TENSORS]; /* of gradients without head_dim: as the tensor */
 } T(scratch);
 
 static T(scratch) T(lay_out)(fa_arena *arena, const fa_problem *p) {
@@ -27,7 +27,8 @@ static T(scratch) T(lay_out)(fa_arena *arena, const fa_problem *p) {
   x.dout = fa_take(arena, p->head_dim, sizeof(REAL));
   x.dq = fa_take(arena, p->head_dim, sizeof(REAL));
   x.s = fa_take(arena, p->seqlen_k, sizeof(REAL));
-  x.dsink = fa_take(arena, p->num_sinks * p->num_heads, sizeof(REAL));
+  for (int id = 0; id < FA_NUM_TENSORS; id++)
+    x.sums[id] = fa_take(arena, fa_is_sum(p, id) ? fa_num_elements(p, id) : 0, sizeof(REAL));
   return x;
 }
 
@@ -77,11 +78,26 @@ static void T(load_keys)(T(scratch) * x, const fa_problem *p, const fa_tensors *
 
 /* ---- from products to scores and probabilities, and back ----------------------------------------------- */
 
-/* The place of a row's scores. */
+/* The place of a row's scores, and where the numbers are that belong to scores. */
 typedef struct T(place) {
   const fa_sequence *sequence;
+  const fa_tensors *tensors;
   int64_t head, row;
 } T(place);
+
+static int64_t T(element_of)(const fa_problem *p, int id, const T(place) * at, int64_t column, int64_t number) {
+  return fa_element_of(p, id, &(fa_cell){at->sequence->batch, at->head, at->row, column, number});
+}
+
+/* What a tensor without head_dim holds for a place. */
+static REAL T(number_at)(const fa_problem *p, int id, const T(place) * at, int64_t column, int64_t number) {
+  return (REAL)element(fa_tensor_shape(p, id).dtype, fa_tensor_get(at->tensors, id)->data,
+                       T(element_of)(p, id, at, column, number));
+}
+
+static REAL T(sink)(const fa_problem *p, const T(place) * at, int64_t t) {
+  return T(number_at)(p, FA_TENSOR_SINK, at, 0, t);
+}
 
 /* s[i,j] of q[i] and k[j], both [head_dim]; -inf where row i does not see column j. */
 static REAL T(score)(const fa_problem *p, const T(place) * at, int64_t column, const REAL *q, const REAL *k) {
@@ -101,17 +117,17 @@ static REAL T(score_slope)(const fa_problem *p, REAL s) {
 
 /* ---- forward ------------------------------------------------------------------------------------------- */
 
-/* o [head_dim] and, as the result, lse of one row: q [head_dim], sink [num_sinks, num_heads] */
-static REAL T(forward_row)(T(scratch) * x, const fa_problem *p, const float *sink, const T(place) * at) {
+/* o [head_dim] and, as the result, lse of one row: q [head_dim] */
+static REAL T(forward_row)(T(scratch) * x, const fa_problem *p, const T(place) * at) {
   const int64_t num_columns = at->sequence->seqlen_k, d = p->head_dim;
   REAL maximum = -INFINITY, sum = 0;
-  for (int64_t t = 0; t < p->num_sinks; t++) maximum = fmax(maximum, (REAL)sink[t * p->num_heads + at->head]);
+  for (int64_t t = 0; t < p->num_sinks; t++) maximum = fmax(maximum, T(sink)(p, at, t));
   for (int64_t j = 0; j < num_columns; j++) {
     x->s[j] = T(score)(p, at, j, x->q, x->k + j * d);
     maximum = fmax(maximum, x->s[j]);
   }
   if (maximum == -INFINITY) maximum = 0; /* nothing to see: sum stays 0, lse becomes log(0) */
-  for (int64_t t = 0; t < p->num_sinks; t++) sum += exp((REAL)sink[t * p->num_heads + at->head] - maximum);
+  for (int64_t t = 0; t < p->num_sinks; t++) sum += exp(T(sink)(p, at, t) - maximum);
   for (int64_t j = 0; j < num_columns; j++)
     if (x->s[j] != -INFINITY) sum += exp(x->s[j] - maximum);
   T(fill_zero)(x->o, d);
@@ -131,7 +147,7 @@ static void T(forward)(const fa_problem *p, const fa_tensors *t, void *workspace
       for (int64_t i = 0; i < sequence.seqlen_q; i++) {
         T(load)(x.q, p, &t->q, &sequence, i, h);
         ((REAL *)t->lse.data)[fa_first_stat(&sequence, h) + i] =
-            T(forward_row)(&x, p, t->sink.data, &(T(place)){&sequence, h, i});
+            T(forward_row)(&x, p, &(T(place)){&sequence, t, h, i});
         T(save)(&t->o, p, &sequence, i, h, 1, x.o);
       }
     }
@@ -140,10 +156,15 @@ static void T(forward)(const fa_problem *p, const fa_tensors *t, void *workspace
 
 /* ---- backward ------------------------------------------------------------------------------------------ */
 
+/* Adds to the gradient by what a tensor without head_dim holds for a place. */
+static void T(add_to_sum)(T(scratch) * x, const fa_problem *p, int id, const T(place) * at, int64_t column,
+                          int64_t number, REAL value) {
+  if (fa_is_sum(p, id)) x->sums[id][T(element_of)(p, id, at, column, number)] += value;
+}
+
 /* dq [head_dim] of one row without its factor scale, and what the row adds to dk, dv [seqlen_k, head_dim]
- * and dsink [num_sinks, num_heads]: q, o, dout [head_dim] */
-static void T(backward_row)(T(scratch) * x, const fa_problem *p, const float *sink, REAL lse,
-                            const T(place) * at) {
+ * and the sums: q, o, dout [head_dim] */
+static void T(backward_row)(T(scratch) * x, const fa_problem *p, REAL lse, const T(place) * at) {
   const int64_t d = p->head_dim;
   const REAL delta = T(dot)(x->o, x->dout, d);
   bool sees_any = false;
@@ -161,14 +182,15 @@ static void T(backward_row)(T(scratch) * x, const fa_problem *p, const float *si
     sees_any = true;
   }
   for (int64_t t = 0; t < p->num_sinks && sees_any; t++)
-    x->dsink[t * p->num_heads + at->head] -= exp((REAL)sink[t * p->num_heads + at->head] - lse) * delta;
+    T(add_to_sum)(x, p, FA_TENSOR_DSINK, at, 0, t, -exp(T(sink)(p, at, t) - lse) * delta);
 }
 
 static void T(backward)(const fa_problem *p, const fa_tensors *t, void *workspace) {
   T(scratch) x = T(lay_out)(&(fa_arena){.base = workspace}, p);
-  const int64_t heads_per_kv = p->num_heads / p->num_kv_heads, num_sinks = p->num_sinks * p->num_heads;
+  const int64_t heads_per_kv = p->num_heads / p->num_kv_heads;
   const REAL scale = (REAL)p->scale;
-  T(fill_zero)(x.dsink, num_sinks);
+  for (int id = 0; id < FA_NUM_TENSORS; id++)
+    if (fa_is_sum(p, id)) T(fill_zero)(x.sums[id], fa_num_elements(p, id));
   for (int64_t b = 0; b < p->batch; b++) {
     const fa_sequence sequence = fa_sequence_of(p, t, b);
     for (int64_t kv = 0; kv < p->num_kv_heads; kv++) {
@@ -181,7 +203,7 @@ static void T(backward)(const fa_problem *p, const fa_tensors *t, void *workspac
           T(load)(x.q, p, &t->q, &sequence, i, h);
           T(load)(x.o, p, &t->o, &sequence, i, h);
           T(load)(x.dout, p, &t->dout, &sequence, i, h);
-          T(backward_row)(&x, p, t->sink.data, lse, &(T(place)){&sequence, h, i});
+          T(backward_row)(&x, p, lse, &(T(place)){&sequence, t, h, i});
           T(save)(&t->dq, p, &sequence, i, h, scale, x.dq);
         }
       }
@@ -191,5 +213,7 @@ static void T(backward)(const fa_problem *p, const fa_tensors *t, void *workspac
       }
     }
   }
-  for (int64_t i = 0; i < num_sinks; i++) ((float *)t->dsink.data)[i] = (float)x.dsink[i];
+  for (int id = 0; id < FA_NUM_TENSORS; id++)
+    for (int64_t i = 0; fa_is_sum(p, id) && i < fa_num_elements(p, id); i++)
+      set_element(fa_tensor_shape(p, id).dtype, fa_tensor_get(t, id)->data, i, x.sums[id][i]);
 }
