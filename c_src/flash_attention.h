@@ -507,6 +507,84 @@ FA_API fa_status fa_run_anywhere(const fa_plan *plan, const fa_tensors *tensors,
                                  fa_measurements *measurements, fa_error *error);
 
 /* ---------------------------------------------------------------------------------------------------
+ * Parts: attention over some of the keys, merged to attention over all of them; sinks for any attention
+ * ------------------------------------------------------------------------------------------------- */
+
+/*
+ * Attention over some of the keys gives o and lse too, and those of several parts, p, merge to attention over
+ * all of them, with sinks where there are any (Rabe and Staats 2021, arXiv 2112.05682; of sinks: SandAI's
+ * MagiAttention, "FFA with Attention Sink"):
+ *
+ *     lse[i]     = log(sum_p exp(lse_p[i]) + sum_t exp(sink[t,h]))
+ *     w_p[i]     = exp(lse_p[i] - lse[i])
+ *     o[i]       = sum_p w_p[i] * o_p[i]
+ *
+ * and backward, given dout = d(loss)/d(o) and dlse = d(loss)/d(lse):
+ *
+ *     delta[i]   = dot(o[i], dout[i]) - dlse[i]
+ *     do_p[i]    = w_p[i] * dout[i]
+ *     dlse_p[i]  = w_p[i] * (dot(o_p[i], dout[i]) - delta[i])
+ *     dsink[t,h] = -sum_{b,i} exp(sink[t,h] - lse[i]) * delta[i]
+ *
+ * A sink of its own for each row, [batch, seqlen_q, num_sinks, num_heads], has its gradient without the sum.
+ * One part and sinks are the correction of that attention's o and lse by the sinks; no part, o, lse and dout of
+ * an attention with sinks give dsink. A sink counts once for a row: at the merge, or in one of the parts.
+ *
+ * A part whose lse is -inf has nothing for the row, and what its o holds there is not looked at. A row for
+ * which no part has anything gets o = 0, lse = -inf (log(sum exp(sink)) with sinks) and zero gradients.
+ * Everything else that is not finite spreads as IEEE arithmetic says.
+ *
+ * The backward of a part. With the *merged* lse and o (and so the merged delta) in the place of its own,
+ * FA_PASS_BACKWARD of a part's q, k and v gives exactly what the part adds to dq, and the dk and dv of its
+ * keys: p is a function of the scores and lse alone, and ds of p, v, dout and delta. Parts need not keep an lse
+ * of their own for it, and a gradient through the merge, do_p and dlse_p, is needed for parts that compute
+ * something else alone. The parts' problems are without sinks then; dsink is fa_merge_backward's.
+ */
+#define FA_MAX_PARTS 32 /* of one call; of more, merge some of them first, to an f32 o */
+
+/* o and lse of a part, of what parts merge to, or the gradients by them. */
+typedef struct fa_part {
+  fa_tensor o;    /* [batch, seqlen_q, num_heads, head_dim], with its strides */
+  void *lse;      /* [batch, num_heads, seqlen_q], contiguous: f32, f64 where o is f64 */
+  fa_dtype dtype; /* of o: f32, bf16 or f16, in any mixture; f64, on the CPU, where all are */
+} fa_part;
+
+/* What is merged, and where the numbers are. fa_merge_init, then set what is there. */
+typedef struct fa_merge {
+  size_t struct_size;                           /* sizeof(fa_merge) */
+  int64_t batch, seqlen_q, num_heads, head_dim; /* batch and seqlen_q may be 0 */
+  int64_t num_sinks;                            /* 0: none */
+  int32_t num_parts, sink_per_row;              /* sink_per_row 1: sink and dsink are of rank 4 */
+  fa_part parts[FA_MAX_PARTS], merged;          /* merged may be one of the parts, whose numbers it replaces */
+  const float *sink; /* [num_sinks, num_heads], or [batch, seqlen_q, num_sinks, num_heads] */
+  /* The backward alone, of which merged is an input. Gradients that are NULL are not computed. */
+  fa_part dmerged; /* dout and dlse; its lse may be NULL: 0 */
+  fa_part dparts[FA_MAX_PARTS];
+  float *dsink;
+} fa_merge;
+
+FA_API void fa_merge_init(fa_merge *merge);
+
+/* Fills the sizes from the shape of an o, and of the sink, which may be NULL; and checks the shape of another
+ * o, or lse (which is f64 where the first argument's merged.dtype is) against them. The name is for the error.
+ */
+FA_API fa_status fa_merge_set_shapes(fa_merge *merge, const fa_shape *o, const fa_shape *sink, fa_error *error);
+FA_API fa_status fa_merge_check_o(const fa_merge *merge, const char *name, const fa_shape *o, fa_error *error);
+FA_API fa_status fa_merge_check_lse(const fa_merge *merge, const char *name, const fa_shape *lse,
+                                    fa_error *error);
+
+/* The workspace of the backward: 0 but where it sums dsink over rows. */
+FA_API size_t fa_merge_workspace_bytes(const fa_merge *merge);
+
+/* Both run at once on the CPU, by as many threads as execution says, and enqueue on its stream on a GPU. Every
+ * pointer must lie on the device. Results do not depend on the number of threads, and are the same each time.
+ */
+FA_API fa_status fa_merge_forward(const fa_merge *merge, fa_device device, const fa_execution *execution,
+                                  fa_error *error);
+FA_API fa_status fa_merge_backward(const fa_merge *merge, fa_device device, const fa_execution *execution,
+                                   fa_error *error);
+
+/* ---------------------------------------------------------------------------------------------------
  * XLA: the passes as custom calls
  * ------------------------------------------------------------------------------------------------- */
 

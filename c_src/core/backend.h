@@ -62,6 +62,11 @@ typedef struct fa_backend {
   fa_status (*unpack)(int32_t index, fa_rows to, fa_rows from, int64_t heads_a_row, int64_t num_rows,
                       int64_t head_dim, void *stream, fa_error *error);
 
+  /* fa_merge_forward, or fa_merge_backward, of what has been checked and is not empty. NULL where there is
+   * none. */
+  fa_status (*merge)(const fa_merge *merge, bool is_backward, int32_t index, const fa_execution *execution,
+                     fa_error *error);
+
   /* NULL where the device's memory is the host's. */
   const fa_memory_ops *memory;
 } fa_backend;

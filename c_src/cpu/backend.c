@@ -8,6 +8,7 @@
 
 #include "../core/arena.h"
 #include "../core/error.h"
+#include "../core/integers.h"
 #include "../core/processors.h"
 #include "../core/threads.h"
 #include "kernels.h"
@@ -152,8 +153,56 @@ static fa_status run_cpu(const fa_plan *plan, const fa_tensors *tensors, const f
   return FA_STATUS_OK;
 }
 
+/* ---- parts ------------------------------------------------------------------------------------------- */
+
+typedef struct merge_work {
+  const fa_merge_job *job;
+  void (*run_task)(const fa_merge_job *job, int64_t task, void *scratch);
+  char *scratch;
+  size_t scratch_bytes;
+} merge_work;
+
+static void run_merge_task(void *context, int64_t task, int worker) {
+  const merge_work *work = context;
+  work->run_task(work->job, task, work->scratch + work->scratch_bytes * (size_t)worker);
+}
+
+/* Threads that a merge keeps busy for longer than it takes to wake them up. */
+static int32_t merge_threads(const fa_merge *merge, const fa_execution *execution) {
+  const double rows = (double)merge->batch * (double)merge->num_heads * (double)merge->seqlen_q;
+  const double useful = rows * (double)(merge->head_dim + 16) * (merge->num_parts + 1) / 4e5;
+  const int32_t most = threads_wanted() ? threads_wanted() : fa_num_processors();
+  const int32_t allowed = execution->num_threads > 0 ? (int32_t)fa_min(execution->num_threads, most) : most;
+  return useful < 1 ? 1 : useful < allowed ? (int32_t)useful : allowed;
+}
+
+static fa_status merge_cpu(const fa_merge *merge, bool is_backward, int32_t index,
+                           const fa_execution *execution, fa_error *error) {
+  (void)index;
+  const char *isa;
+  const fa_cpu_kernels *kernels = kernels_here(&isa);
+  const bool is_f64 = merge->merged.dtype == FA_DTYPE_F64;
+  const fa_merge_kernel *kernel = is_f64 ? &kernels->merge_f64 : &kernels->merge_f32;
+  const fa_merge_job job = {merge, is_backward, execution->workspace};
+  const int32_t threads = merge_threads(merge, execution);
+  merge_work work = {&job, kernel->rows, NULL,
+                     (size_t)fa_round_up(2 * merge->head_dim * (is_f64 ? 8 : 4), FA_ARENA_ALIGNMENT)};
+  work.scratch = malloc(work.scratch_bytes * (size_t)threads);
+  if (!work.scratch)
+    return fa_fail(error, FA_STATUS_OUT_OF_MEMORY, "parts",
+                   FA_TEXT("%zu bytes of memory", work.scratch_bytes * (size_t)threads), "none");
+  const int64_t chunks = fa_divide_up(merge->seqlen_q, FA_MERGE_ROWS);
+  fa_parallel_for(threads, 0, chunks * merge->batch * merge->num_heads, run_merge_task, &work);
+  work.run_task = kernel->sinks;
+  if (is_backward && merge->dsink && merge->num_sinks && !merge->sink_per_row)
+    fa_parallel_for(threads, 0, merge->num_heads, run_merge_task, &work);
+  free(work.scratch);
+  return FA_STATUS_OK;
+}
+
 const fa_backend fa_cpu_backend = {.kind = FA_DEVICE_CPU,
                                    .num_devices = num_devices,
                                    .device_info = device_info,
                                    .plan = plan_cpu,
-                                   .run = run_cpu};
+                                   .run = run_cpu,
+                                   .merge = merge_cpu};

@@ -91,6 +91,7 @@ static inline void wait_until(atomic_int *value, int at_least) {
 #include "scores_template.h"
 #include "forward_template.h"
 #include "backward_template.h"
+#include "merge_template.h"
 #undef REAL
 #undef T
 #undef INT
@@ -112,6 +113,7 @@ static inline void wait_until(atomic_int *value, int at_least) {
 #include "scores_template.h"
 #include "forward_template.h"
 #include "backward_template.h"
+#include "merge_template.h"
 #undef REAL
 #undef T
 #undef LOG
@@ -153,4 +155,6 @@ const fa_cpu_kernels JOIN(fa_cpu_kernels, FA_ISA) = {
     .backward_f32 = BACKWARD("f32", f32),
     .backward_f64 = BACKWARD("f64", f64),
     .tangent_f64 = FORWARD("tangent", tangent),
+    .merge_f32 = {merge_task_f32, merge_sink_task_f32},
+    .merge_f64 = {merge_task_f64, merge_sink_task_f64},
 };

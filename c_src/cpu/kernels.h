@@ -25,9 +25,25 @@ typedef struct fa_cpu_kernel {
   fa_cpu_phase phases[FA_CPU_MAX_PHASES];             /* run_task NULL: no further phase */
 } fa_cpu_kernel;
 
+/* A merge of parts, in tasks of some rows of a head; and the gradient of sinks that are all rows', in tasks of
+ * a head, which follow. */
+typedef struct fa_merge_job {
+  const fa_merge *merge;
+  bool is_backward;
+  void *delta; /* [batch, num_heads, seqlen_q], f32 or f64 as lse, between the two */
+} fa_merge_job;
+
+typedef struct fa_merge_kernel {
+  void (*rows)(const fa_merge_job *job, int64_t task, void *scratch); /* scratch: two rows of f32 or f64 */
+  void (*sinks)(const fa_merge_job *job, int64_t head, void *scratch);
+} fa_merge_kernel;
+
+enum { FA_MERGE_ROWS = 64 };
+
 /* The kernels of one instruction set. bf16 and f16 are converted to f32 on their way in and out. */
 typedef struct fa_cpu_kernels {
   fa_cpu_kernel forward_f32, forward_f64, backward_f32, backward_f64, tangent_f64;
+  fa_merge_kernel merge_f32, merge_f64;
 } fa_cpu_kernels;
 
 extern const fa_cpu_kernels fa_cpu_kernels_plain;

@@ -1,6 +1,6 @@
 # The C tests: one program a file, each ending in "N passed, N failed, N skipped".
 
-TEST_NAMES  := core bands half reference tangent tolerance attention isolation extremes cells cuda host
+TEST_NAMES  := core bands half merge reference tangent tolerance attention isolation extremes cells cuda host
 TEST_SHARED := $(BUILD)/test/harness.o $(BUILD)/test/cases.o $(BUILD)/test/tolerance.o
 
 $(BUILD)/test/%.o: test/c/%.c $(FLAGS) Makefile
@@ -49,11 +49,11 @@ test-c-sanitize:
 	  BUILD=$(BUILD)/races PRIV=$(BUILD)/races/priv ATTENTION='--quick --dtype f32'
 
 # The suite with the CPU's instruction sets switched off, the best one first, and with a GPU's kernels for Hopper.
-test-c-isas: $(BUILD)/test/test_attention $(BUILD)/test/test_tangent $(BUILD)/test/test_isolation $(BUILD)/test/test_extremes
+test-c-isas: $(BUILD)/test/test_attention $(BUILD)/test/test_tangent $(BUILD)/test/test_isolation $(BUILD)/test/test_extremes $(BUILD)/test/test_merge
 	@set -e; for isas in avx512 avx512,avx2; do \
 	  echo "without $$isas"; export FLASH_ATTENTION_DISABLE=$$isas $(TEST_ENVIRONMENT); \
 	  $(BUILD)/test/test_attention $(ATTENTION); $(BUILD)/test/test_tangent; $(BUILD)/test/test_isolation cpu; \
-	  $(BUILD)/test/test_extremes; \
+	  $(BUILD)/test/test_extremes; $(BUILD)/test/test_merge; \
 	done
 	@echo "test_attention --device cuda $(ATTENTION), without sm90"
 	@FLASH_ATTENTION_DISABLE=sm90 $(BUILD)/test/test_attention --device cuda $(ATTENTION)
