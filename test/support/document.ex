@@ -1,5 +1,8 @@
 defmodule FlashAttention.Test.Document do
-  @moduledoc "Documents whose Elixir blocks are programs: one that ends in a line `#=> value` must have that value."
+  @moduledoc """
+  Documents whose Elixir blocks are programs: one that ends in a line `#=> value` must have that value, of which further lines
+  begin with `#   `.
+  """
 
   import ExUnit.Assertions
 
@@ -11,7 +14,9 @@ defmodule FlashAttention.Test.Document do
     {value, binding, env} =
       block |> Code.string_to_quoted!(file: file) |> Code.eval_quoted_with_env(binding, env)
 
-    with [_, expected] <- Regex.run(~r/^#=> (.*)\n\z/m, block), do: assert(inspect(value) == expected)
+    with [_, expected] <- Regex.run(~r/^#=> (.*(?:\n#   .*)*)\n\z/m, block),
+         do: assert(inspect(value) == String.replace(expected, "\n#   ", "\n"))
+
     {binding, env}
   end
 end
