@@ -9,6 +9,7 @@
  *
  *     s[i,j]  = scale * dot(q[b,i,h], k[b,j,kv])
  *     s[i,j]  = softcap * tanh(s[i,j] / softcap)         where softcap is not 0
+ *     s[i,j] -= alibi_slopes[b,h] * |i + k_end - q_end - j|   where there are alibi_slopes
  *     s[i,j]  = -inf                                     where column j is not visible from row i
  *     lse[i]  = log(sum_j exp(s[i,j]) + sum_t exp(sink[t,h]))
  *     p[i,j]  = exp(s[i,j] - lse[i])
@@ -18,9 +19,11 @@
  *
  *     delta[i]   = dot(o[i], dout[i])
  *     dv[j]      = sum_{i,h} p[i,j] * dout[i]
- *     ds[i,j]    = p[i,j] * (dot(dout[i], v[j]) - delta[i])      (times the derivative of softcap)
- *     dq[i]      = scale * sum_j ds[i,j] * k[j]
- *     dk[j]      = scale * sum_{i,h} ds[i,j] * q[i]
+ *     ds[i,j]    = p[i,j] * (dot(dout[i], v[j]) - delta[i])
+ *     dalibi_slopes[b,h] = -sum_{i,j} ds[i,j] * |i + k_end - q_end - j|
+ *     dx[i,j]    = ds[i,j] * scale                               (times the derivative of softcap)
+ *     dq[i]      = sum_j dx[i,j] * k[j]
+ *     dk[j]      = sum_{i,h} dx[i,j] * q[i]
  *     dsink[t,h] = -sum_{b,i} exp(sink[t,h] - lse[i]) * delta[i]
  *
  * Column j is visible from row i iff
@@ -40,6 +43,10 @@
  * is not after its begin has no cells. fa_run takes bands as they are, clamps them to the problem and reads
  * nothing outside of it, whatever they hold; fa_run_anywhere looks at those in the host's memory, and refuses
  * what lies outside of the problem or shares a cell with another. Only what is visible is computed.
+ *
+ * The distance that slopes multiply (ALiBi: Press et al. 2022) is that of a cell from the column beside its
+ * row: k_end and q_end are those of the cell's band. A tensor broadcasts along an axis where it is 1, and its
+ * gradient is then summed over that axis, as all gradients are over the axes that they do not have.
  *
  * A column whose score is -inf is not there for the row, be it that the mask hides it or that an infinite q or
  * k makes it so. Whatever k and v hold in it, NaN and infinities included, reaches neither the row's o, lse and
@@ -180,6 +187,7 @@ typedef struct fa_problem {
   int64_t head_dim;
   int64_t num_sinks;              /* 0: none */
   int64_t bands_batch, num_bands; /* of the tensor bands: 1 or batch, and how many; 0: there is none */
+  int64_t alibi_batch;            /* of alibi_slopes: 1 or batch; 0: there are none */
   /* Options; fa_options() lists them with their bounds. */
   double scale;                      /* 0: 1/sqrt(head_dim) */
   int64_t window_left, window_right; /* keys to either side, or FA_UNBOUNDED */
@@ -248,6 +256,7 @@ FA_API fa_status fa_option_set_choice(fa_problem *problem, const fa_option *opti
  *     lse                   [batch, num_heads, seqlen_q]                f32 (f64 where dtype is f64)
  *     sink, dsink           [num_sinks, num_heads]                      f32
  *     bands                 [batch or 1, num_bands, 6]                  s32
+ *     alibi_slopes, dalibi_slopes   [batch or 1, num_heads]             f32
  *     tangent_x, o_tangent, lse_tangent: as x, o and lse
  *
  * Strides are in elements, one for each axis but the last, which is always contiguous, in the order of the
@@ -267,21 +276,23 @@ typedef struct fa_tensor {
 } fa_tensor;
 
 typedef struct fa_tensors {
-  fa_tensor q, k, v, sink, bands;
+  fa_tensor q, k, v, sink, bands, alibi_slopes;
   fa_tensor o, lse;
-  fa_tensor dout, dq, dk, dv, dsink;
-  fa_tensor tangent_q, tangent_k, tangent_v, tangent_sink; /* directions, for FA_PASS_TANGENT */
+  fa_tensor dout, dq, dk, dv, dsink, dalibi_slopes;
+  fa_tensor tangent_q, tangent_k, tangent_v; /* directions, for FA_PASS_TANGENT */
+  fa_tensor tangent_sink, tangent_alibi_slopes;
   fa_tensor o_tangent, lse_tangent;
 } fa_tensors;
 
 typedef enum fa_pass {
-  FA_PASS_FORWARD,  /* q, k, v, sink, bands -> o, lse */
-  FA_PASS_BACKWARD, /* dout, q, k, v, o, lse, sink, bands -> dq, dk, dv, dsink */
-  FA_PASS_TANGENT,  /* q, k, v, sink, a direction for each, and bands -> o, lse and their derivatives along it.
-                       f64, CPU: the derivative of the forward algorithm itself, to check backwards by */
-  FA_PASS_BOUND, /* dout, q, k, v, sink, bands -> o, lse, dq, dk, dv, dsink, which hold no results but how far
-                    rounding may take each of their elements, in that type, on any device. Reference: what
-                    devices are checked by (c_src/cpu/reference_bound.h) */
+  FA_PASS_FORWARD,  /* inputs: q, k, v and what may be left out -> o, lse */
+  FA_PASS_BACKWARD, /* dout, o, lse and the inputs -> the gradient by each input that has one */
+  FA_PASS_TANGENT,  /* the inputs and a direction for each that has a gradient -> o, lse and their derivatives
+                       along it. f64, CPU: the derivative of the forward algorithm itself, to check backwards by
+                     */
+  FA_PASS_BOUND, /* dout and the inputs -> o, lse and the gradients, which hold no results but how far rounding
+                    may take each of their elements, in that type, on any device. Reference: what devices are
+                    checked by (c_src/cpu/reference_bound.h) */
   FA_NUM_PASSES,
 } fa_pass;
 
@@ -292,6 +303,7 @@ typedef enum fa_tensor_id {
   FA_TENSOR_V,
   FA_TENSOR_SINK,
   FA_TENSOR_BANDS,
+  FA_TENSOR_ALIBI_SLOPES,
   FA_TENSOR_O,
   FA_TENSOR_LSE,
   FA_TENSOR_DOUT,
@@ -299,10 +311,12 @@ typedef enum fa_tensor_id {
   FA_TENSOR_DK,
   FA_TENSOR_DV,
   FA_TENSOR_DSINK,
+  FA_TENSOR_DALIBI_SLOPES,
   FA_TENSOR_TANGENT_Q,
   FA_TENSOR_TANGENT_K,
   FA_TENSOR_TANGENT_V,
   FA_TENSOR_TANGENT_SINK,
+  FA_TENSOR_TANGENT_ALIBI_SLOPES,
   FA_TENSOR_O_TANGENT,
   FA_TENSOR_LSE_TANGENT,
   FA_NUM_TENSORS,
@@ -329,8 +343,8 @@ FA_API int fa_tensor_find(const char *name);
 
 FA_API const char *fa_pass_name(fa_pass pass);
 
-/* What a pass of this problem does with a tensor. FA_ROLE_NONE for sink and dsink where num_sinks is 0,
- * and for bands where num_bands is. */
+/* What a pass of this problem does with a tensor. FA_ROLE_NONE for what is left out, and for its gradient:
+ * where num_sinks is 0, so is there no sink. */
 FA_API fa_tensor_role fa_tensor_role_in(const fa_problem *problem, fa_pass pass, fa_tensor_id id);
 
 /* The tensor that holds the gradient by this one (q: dq; o: dout), or -1 where nothing is derived by it. */
@@ -592,7 +606,7 @@ FA_API fa_status fa_merge_backward(const fa_merge *merge, fa_device device, cons
  * Calls of XLA's typed FFI (stablehlo.custom_call with api_version 4), on the platforms "Host" and "CUDA":
  *
  *     flash_attention_forward     q, k, v, ...                  -> o, lse, [workspace]
- *     flash_attention_backward    dout, q, k, v, o, lse, ...    -> dq, dk, dv, [dsink], [workspace]
+ *     flash_attention_backward    dout, q, k, v, o, lse, ...    -> dq, dk, dv, ..., [workspace]
  *
  * Operands come in any order, which the attribute operands says, a string of their names: "q,k,v,sink". Those
  * of fa_tensors that the pass reads must be there, but for those that may be left out, and so must results that

@@ -116,6 +116,8 @@ static fa_status check_problem(const fa_plan *plan, int major, fa_error *error) 
   if (plan->problem.num_bands > 0)
     return fa_fail(error, FA_STATUS_UNSUPPORTED, "bands", "none on CUDA",
                    FA_TEXT("%lld", (long long)plan->problem.num_bands));
+  if (plan->problem.alibi_batch > 0)
+    return fa_fail(error, FA_STATUS_UNSUPPORTED, "alibi_slopes", "none on CUDA", "a tensor");
   if (major < 8)
     return fa_fail(error, FA_STATUS_UNSUPPORTED, "device", "compute capability 8.0 or newer",
                    FA_TEXT("%d.x", major));

@@ -68,6 +68,12 @@ FA_MASK_FUNCTION fa_range fa_band_rows(fa_band band, fa_range columns) {
   return rows;
 }
 
+/* How far a cell lies from the column beside its row. */
+FA_MASK_FUNCTION fa_position fa_band_distance(fa_band band, fa_position row, fa_position column) {
+  const fa_position distance = row + band.k_end - band.q_end - column;
+  return distance < 0 ? -distance : distance;
+}
+
 /* Whether every one of these rows sees every one of these columns. */
 FA_MASK_FUNCTION bool fa_band_sees_all(fa_band band, fa_range rows, fa_range columns) {
   const fa_position diagonal = band.k_end - band.q_end;

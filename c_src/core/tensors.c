@@ -20,6 +20,7 @@ const fa_axis_row fa_axes[FA_NUM_AXES] = {
     [FA_AXIS_BANDS_BATCH] = SIZE(bands_batch, "bands", 0, FA_AXIS_BATCH),
     [FA_AXIS_NUM_BANDS] = SIZE(num_bands, "x", 0),
     [FA_AXIS_BAND_WORDS] = {.name = "q_begin, q_end, k_begin, k_end, left, right:", .minimum = 6},
+    [FA_AXIS_ALIBI_BATCH] = SIZE(alibi_batch, "alibi", 0, FA_AXIS_BATCH),
 };
 #undef SIZE
 
@@ -33,8 +34,10 @@ const fa_axis_row fa_axes[FA_NUM_AXES] = {
 #define ROW_SHAPE   {FA_AXIS_BATCH, FA_AXIS_NUM_HEADS, FA_AXIS_SEQLEN_Q}, STAT
 #define SINK_SHAPE  {FA_AXIS_NUM_SINKS, FA_AXIS_NUM_HEADS}, TYPE(F32)
 #define BAND_SHAPE  {FA_AXIS_BANDS_BATCH, FA_AXIS_NUM_BANDS, FA_AXIS_BAND_WORDS}, TYPE(S32)
+#define ALIBI_SHAPE {FA_AXIS_ALIBI_BATCH, FA_AXIS_NUM_HEADS}, TYPE(F32)
 #define IF_SINKS    .only_if = FA_AXIS_NUM_SINKS
 #define IF_BANDS    .only_if = FA_AXIS_NUM_BANDS
+#define IF_ALIBI    .only_if = FA_AXIS_ALIBI_BATCH
 
 /* One row a tensor. A new one that users may leave out has a field in fa_problem for each size that is its own,
  * a row in fa_axes for each of these (an axis that may broadcast is one of its own, `along` another), and names
@@ -60,6 +63,7 @@ static const struct tensor_row {
     ROW(V, v, KEY_SHAPE, {IN, IN, IN}, DERIVATIVES(V)),
     ROW(SINK, sink, SINK_SHAPE, {IN, IN, IN}, IF_SINKS, DERIVATIVES(SINK)),
     ROW(BANDS, bands, BAND_SHAPE, {IN, IN, IN}, IF_BANDS, .check = fa_bands_check),
+    ROW(ALIBI_SLOPES, alibi_slopes, ALIBI_SHAPE, {IN, IN, IN}, IF_ALIBI, DERIVATIVES(ALIBI_SLOPES)),
     ROW(O, o, QUERY_SHAPE, {OUT, IN, OUT}, .gradient = FA_TENSOR_DOUT, .tangent = FA_TENSOR_O_TANGENT),
     ROW(LSE, lse, ROW_SHAPE, {OUT, IN, OUT}, .tangent = FA_TENSOR_LSE_TANGENT),
     ROW(DOUT, dout, QUERY_SHAPE, {0, IN, 0}),
@@ -67,10 +71,12 @@ static const struct tensor_row {
     ROW(DK, dk, KEY_SHAPE, {0, OUT, 0}),
     ROW(DV, dv, KEY_SHAPE, {0, OUT, 0}),
     ROW(DSINK, dsink, SINK_SHAPE, {0, OUT, 0}, IF_SINKS),
+    ROW(DALIBI_SLOPES, dalibi_slopes, ALIBI_SHAPE, {0, OUT, 0}, IF_ALIBI),
     ROW(TANGENT_Q, tangent_q, QUERY_SHAPE, {0, 0, IN}),
     ROW(TANGENT_K, tangent_k, KEY_SHAPE, {0, 0, IN}),
     ROW(TANGENT_V, tangent_v, KEY_SHAPE, {0, 0, IN}),
     ROW(TANGENT_SINK, tangent_sink, SINK_SHAPE, {0, 0, IN}, IF_SINKS),
+    ROW(TANGENT_ALIBI_SLOPES, tangent_alibi_slopes, ALIBI_SHAPE, {0, 0, IN}, IF_ALIBI),
     ROW(O_TANGENT, o_tangent, QUERY_SHAPE, {0, 0, OUT}),
     ROW(LSE_TANGENT, lse_tangent, ROW_SHAPE, {0, 0, OUT}),
 #undef ROW

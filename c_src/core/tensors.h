@@ -18,6 +18,7 @@ typedef enum fa_axis {
   FA_AXIS_BANDS_BATCH,
   FA_AXIS_NUM_BANDS,
   FA_AXIS_BAND_WORDS,
+  FA_AXIS_ALIBI_BATCH,
   FA_NUM_AXES,
 } fa_axis;
 

@@ -26,15 +26,16 @@ typedef struct T(backward_scratch) {
   REAL *k_panels;                    /* [head_dim / NR][BLOCK][NR] */
   REAL *q_rows, *dout_rows;          /* [BLOCK][head_dim] */
   REAL *q_panels, *dout_panels;      /* [head_dim / NR][BLOCK][NR] */
-  REAL *p, *ds;                      /* [BLOCK][BLOCK] */
+  REAL *p, *ds, *addends;            /* [BLOCK][BLOCK] */
   INT *hidden;                       /* [BLOCK][BLOCK]: which scores are -inf */
   REAL *dq, *dk, *dv;                /* [BLOCK][padded head_dim] */
   REAL *buffer;                      /* [head_dim] */
+  double *cell_sums;                 /* shared, of the cell at hand: see there */
 } T(backward_scratch);
 
 static T(backward_scratch) T(lay_out_backward)(fa_arena *arena, const fa_problem *problem) {
   int64_t rows = BLOCK * problem->head_dim, panels = BLOCK * fa_round_up(problem->head_dim, NR);
-  T(backward_scratch) s;
+  T(backward_scratch) s = {0};
   s.k_transposed = fa_take(arena, rows, sizeof(REAL));
   s.v_transposed = fa_take(arena, rows, sizeof(REAL));
   s.k_panels = fa_take(arena, panels, sizeof(REAL));
@@ -44,6 +45,7 @@ static T(backward_scratch) T(lay_out_backward)(fa_arena *arena, const fa_problem
   s.dout_panels = fa_take(arena, panels, sizeof(REAL));
   s.p = fa_take(arena, BLOCK * BLOCK, sizeof(REAL));
   s.ds = fa_take(arena, BLOCK * BLOCK, sizeof(REAL));
+  s.addends = fa_take(arena, T(has_addends)(problem) ? BLOCK * BLOCK : 0, sizeof(REAL));
   s.hidden = fa_take(arena, BLOCK * BLOCK, sizeof(INT));
   s.dq = fa_take(arena, panels, sizeof(REAL));
   s.dk = fa_take(arena, panels, sizeof(REAL));
@@ -63,6 +65,7 @@ typedef struct T(backward_shared) {
   REAL *delta;        /* [batch, num_heads, seqlen_q] */
   atomic_int *steps;  /* [pairs][hands]: how many steps a hand of columns has behind it */
   REAL *dq, *dk, *dv; /* as the tensors, contiguous; NULL where REAL is the tensors' own type */
+  double *cell_sums;  /* [batch][hands of columns][steps][num_heads]: sum_{i,j} distance * ds */
 } T(backward_shared);
 
 /* Pairs of a sequence and a key/value head. */
@@ -73,6 +76,11 @@ static int64_t T(num_pairs)(const fa_problem *problem) { return problem->batch *
 static int64_t T(num_hands)(const fa_problem *problem) {
   int64_t blocks = fa_divide_up(fa_max(problem->seqlen_q, problem->seqlen_k), BLOCK);
   return fa_max(fa_min(fa_divide_up(32, T(num_pairs)(problem) + 1), fa_divide_up(blocks, 2)), 1);
+}
+
+/* One for each head in each cell of a sequence. */
+static int64_t T(num_cell_sums)(const fa_problem *problem) {
+  return T(num_hands)(problem) * T(num_hands)(problem) * problem->num_heads;
 }
 
 /* Whether gradients are summed in shared memory, and rounded into the tensors at the end. */
@@ -89,6 +97,8 @@ static T(backward_shared) T(lay_out_shared)(fa_arena *arena, const fa_problem *p
     s.dk = fa_take(arena, keys, sizeof(REAL));
     s.dv = fa_take(arena, keys, sizeof(REAL));
   }
+  if (fa_is_sum(problem, FA_TENSOR_DALIBI_SLOPES))
+    s.cell_sums = fa_take(arena, T(num_cell_sums)(problem) * problem->batch, sizeof(double));
   return s;
 }
 
@@ -210,8 +220,9 @@ static void T(backward_tile)(const fa_cpu_job *job, const T(backward_shared) * s
    NULL);
   T(product)(num_rows, num_columns, d, s.dout_rows, d, 1, s.v_transposed, d * NR, s.ds, BLOCK, STORE, 1, NULL);
   bool finite = finite_k && T(all_finite)(s.q_rows, num_rows * d) && T(all_finite)(s.dout_rows, num_rows * d);
-  bool hides = T(differentiate_scores)(problem, tile, lse, delta, s.p, s.ds, finite ? NULL : s.hidden);
+  bool hides = T(differentiate_scores)(job, tile, lse, delta, s.p, s.ds, s.addends, finite ? NULL : s.hidden);
   const INT *hidden = hides ? s.hidden : NULL;
+  if (s.cell_sums) s.cell_sums[tile->head] += T(distance_gradient)(tile, s.addends);
 
   /* dv += p^T . dout,  dk += ds^T . q,  dq += ds . k */
   T(product_where_seen)
@@ -275,6 +286,14 @@ static void T(cell_task)(const fa_cpu_job *job, int64_t task, void *scratch) {
   fa_sequence sequence = fa_sequence_of(problem, job->tensors, pair / problem->num_kv_heads);
   fa_blocks blocks = fa_blocks_in_hand(fa_blocks_of_columns(&sequence, BLOCK), t, num_hands);
 
+  if (shared.cell_sums) {
+    s.cell_sums = shared.cell_sums + T(num_cell_sums)(problem) * sequence.batch +
+                  (t * num_hands + step) * problem->num_heads;
+    const int64_t heads_per_kv = problem->num_heads / problem->num_kv_heads;
+    const int64_t first_head = pair % problem->num_kv_heads * heads_per_kv;
+    memset(s.cell_sums + first_head, 0, (size_t)heads_per_kv * sizeof *s.cell_sums);
+  }
+
   /* The hand of rows was with hand t + 1 of columns in the step before. */
   atomic_int *steps = shared.steps + pair * num_hands;
   wait_until(&steps[t], (int)step);
@@ -296,7 +315,7 @@ static double T(subtract_sink_terms)(const fa_cpu_job *job, const T(backward_sha
                                      const fa_sequence *sequence, const fa_cell *cell, double sum) {
   const int64_t stats = fa_first_stat(sequence, cell->head);
   const REAL *lse = (const REAL *)job->tensors->lse.data + stats, *delta = shared->delta + stats;
-  const REAL sink = T(load_sink)(job, cell->number, cell->head);
+  const REAL sink = T(sink)(job, cell->number, cell->head);
   for (int64_t i = 0; i < sequence->seqlen_q; i++) {
     if (fa_sees_nothing(sequence, i)) continue; /* its o is 0 whatever the sinks are */
     REAL p = sink == -INFINITY ? 0 : T(first)(T(exp)(T(min)(T(splat)(EXP_HIGHEST), T(splat)(sink - lse[i]))));
@@ -305,11 +324,21 @@ static double T(subtract_sink_terms)(const fa_cpu_job *job, const T(backward_sha
   return sum;
 }
 
+/* dalibi_slopes[b,h] = -sum_{i,j} ds[i,j] * distance[i,j] */
+static double T(subtract_slope_terms)(const fa_cpu_job *job, const T(backward_shared) * shared,
+                                      const fa_sequence *sequence, const fa_cell *cell, double sum) {
+  const int64_t count = T(num_cells)(job->problem) > 0 ? T(num_cell_sums)(job->problem) : 0;
+  const double *terms = shared->cell_sums + count * sequence->batch;
+  for (int64_t i = cell->head; i < count; i += job->problem->num_heads) sum -= terms[i];
+  return sum;
+}
+
 /* The gradients that are sums over whole sequences of a head, and what they sum. */
 static const struct {
   fa_tensor_id id;
   T(subtract_terms) * subtract_terms;
-} T(head_sums)[] = {{FA_TENSOR_DSINK, T(subtract_sink_terms)}};
+} T(head_sums)[] = {{FA_TENSOR_DSINK, T(subtract_sink_terms)},
+                    {FA_TENSOR_DALIBI_SLOPES, T(subtract_slope_terms)}};
 #define NUM_HEAD_SUMS ((int)(sizeof T(head_sums) / sizeof *T(head_sums)))
 
 static void T(finish_head_sum)(const fa_cpu_job *job, const T(backward_shared) * shared, int number,

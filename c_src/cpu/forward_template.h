@@ -19,15 +19,16 @@
 #define FORWARD_ROWS (4 * STRIP)
 
 typedef struct T(forward_scratch) {
-  REAL *q;      /* [FORWARD_ROWS / NR][head_dim][NR] */
-  REAL *k;      /* [BLOCK][head_dim] */
-  REAL *v;      /* [head_dim / NR][BLOCK][NR] */
-  REAL *scores; /* [BLOCK][STRIP] */
-  INT *hidden;  /* [BLOCK][STRIP]: which scores are -inf */
-  REAL *o;      /* [FORWARD_ROWS][padded head_dim] */
-  REAL *m, *l;  /* [FORWARD_ROWS]: the largest score so far, and the sum of exp(score - m) */
-  REAL *decay;  /* [STRIP] */
-  REAL *buffer; /* [head_dim] */
+  REAL *q;       /* [FORWARD_ROWS / NR][head_dim][NR] */
+  REAL *k;       /* [BLOCK][head_dim] */
+  REAL *v;       /* [head_dim / NR][BLOCK][NR] */
+  REAL *scores;  /* [BLOCK][STRIP] */
+  REAL *addends; /* [STRIP][BLOCK]: what is added to scores */
+  INT *hidden;   /* [BLOCK][STRIP]: which scores are -inf */
+  REAL *o;       /* [FORWARD_ROWS][padded head_dim] */
+  REAL *m, *l;   /* [FORWARD_ROWS]: the largest score so far, and the sum of exp(score - m) */
+  REAL *decay;   /* [STRIP] */
+  REAL *buffer;  /* [head_dim] */
 } T(forward_scratch);
 
 static T(forward_scratch) T(lay_out_forward)(fa_arena *arena, const fa_problem *problem) {
@@ -37,6 +38,7 @@ static T(forward_scratch) T(lay_out_forward)(fa_arena *arena, const fa_problem *
   s.k = fa_take(arena, BLOCK * d, sizeof(REAL));
   s.v = fa_take(arena, BLOCK * padded, sizeof(REAL));
   s.scores = fa_take(arena, BLOCK * STRIP, sizeof(REAL));
+  s.addends = fa_take(arena, T(has_addends)(problem) ? STRIP * BLOCK : 0, sizeof(REAL));
   s.hidden = fa_take(arena, BLOCK * STRIP, sizeof(INT));
   s.o = fa_take(arena, FORWARD_ROWS * padded, sizeof(REAL));
   s.m = fa_take(arena, FORWARD_ROWS, sizeof(REAL));
@@ -68,10 +70,9 @@ static void T(finish_row)(const fa_cpu_job *job, const fa_sequence *sequence, in
   const fa_problem *problem = job->problem;
   if (problem->num_sinks) {
     T(vec) origin = T(max)(T(splat)(m), T(splat)(LOWEST));
-    for (int64_t t = 0; t < problem->num_sinks; t++)
-      origin = T(max)(T(splat)(T(load_sink)(job, t, head)), origin);
+    for (int64_t t = 0; t < problem->num_sinks; t++) origin = T(max)(T(splat)(T(sink)(job, t, head)), origin);
     T(vec) decay = T(exp)(m - origin), sum = l * decay;
-    for (int64_t t = 0; t < problem->num_sinks; t++) sum += T(exp)(T(load_sink)(job, t, head) - origin);
+    for (int64_t t = 0; t < problem->num_sinks; t++) sum += T(exp)(T(sink)(job, t, head) - origin);
     REAL factor = T(first)(decay);
     for (int64_t p = 0; p < problem->head_dim; p++) o[p] *= factor;
     m = T(first)(origin), l = T(first)(sum);
@@ -84,13 +85,14 @@ static void T(finish_row)(const fa_cpu_job *job, const fa_sequence *sequence, in
 }
 
 /* Takes one tile, whose q, k and v are packed, into the sums o, m and l of its rows. */
-static void T(forward_tile)(const fa_problem *problem, const fa_tile *tile, T(forward_scratch) s, const REAL *q,
+static void T(forward_tile)(const fa_cpu_job *job, const fa_tile *tile, T(forward_scratch) s, const REAL *q,
                             bool finite_v, REAL *o, REAL *m, REAL *l) {
+  const fa_problem *problem = job->problem;
   int64_t d = problem->head_dim, padded = fa_round_up(d, NR);
   int64_t num_rows = tile->rows.end - tile->rows.begin, num_columns = tile->columns.end - tile->columns.begin;
   T(product)
   (num_columns, num_rows, d, s.k, d, 1, q, d * NR, s.scores, STRIP, STORE, (REAL)problem->scale, NULL);
-  T(make_scores)(problem, tile, s.scores);
+  T(make_scores)(job, tile, s.scores, s.addends);
   bool hides = !finite_v && T(find_hidden)(tile, s.scores, s.hidden);
   T(soften_scores)(tile, s.scores, m, l, s.decay);
   T(product_where_seen)
@@ -123,7 +125,7 @@ static void T(forward_rows)(const fa_cpu_job *job, const fa_sequence *sequence, 
         fa_range strip = {rows.begin + x, fa_min(rows.begin + x + STRIP, rows.end)};
         fa_tile tile = {sequence, &band, head, strip, columns};
         if (fa_tile_sees_any(&tile))
-          T(forward_tile)(problem, &tile, s, s.q + x * d, finite_v, s.o + x * padded, s.m + x, s.l + x);
+          T(forward_tile)(job, &tile, s, s.q + x * d, finite_v, s.o + x * padded, s.m + x, s.l + x);
       }
     }
   }

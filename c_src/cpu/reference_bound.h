@@ -13,19 +13,22 @@
  * sum(t) of a sum of terms t, in any order. With p, s, dp, delta and ds as in flash_attention.h, m the row's
  * largest score, and slope the derivative of a score by the product that it is made of:
  *
- *     e(s)     = slope scale dot(q, k) + r(8 u (|product| + |s| + softcap))
+ *     e(s)     = slope scale dot(q, k) + r(8 u (|product| + |capped| + softcap))
+ *                + r(8 u (|added| + |s|))                        of what is added to capped, if anything is
  *     x(s, m)  = e(s) + r(2 u (|s| + |m|) + 4 u)                      of exp(s - m), relative to it
  *     e(lse)   = Sum_j p x(s, m) + sum(p) + r(2 u (|lse| + |m|) + 8 u)
  *     e(o)     = Sum_j p (x(s, m) (v - o) + r(w v)) + own(o)
  *     own(o)   = sum(p v) + sum(p) o + r(w o)
  *     e(delta) = Sum_j p (x(s, m) (dp - delta) + r(w dp)) + Sum_c own(o) dout + dot(o, dout)
  *     e(dp)    = dot(dout, v) + r(u (|dp| + |delta|))
- *     e(ds)    = p slope ((dp - delta) x(s, lse) + e(dp)) + p (dp - delta) e(slope) + r((w + 4 u) ds)
- *     e(dq)    = scale (Sum_j e(ds) k + e(lse) Sum_j (ds k) + e(delta) Sum_j (p slope k) + sum(ds k))
+ *     e(ds)    = p ((dp - delta) x(s, lse) + e(dp))
+ *     e(dx)    = slope e(ds) + p (dp - delta) e(slope) + r((w + 4 u) dx),     dx = slope ds
+ *     e(dq)    = scale (Sum_j e(dx) k + e(lse) Sum_j (dx k) + e(delta) Sum_j (p slope k) + sum(dx k))
  *                + r((w + 4 u) dq)
- *     e(dk)    = scale (Sum_i (e(ds) + e(lse) ds + e(delta) p slope) q + sum(ds q)) + r((w + 4 u) dk)
- *     e(dv)    = Sum_i (x(s, lse) + e(lse) + r(w)) p dout + sum(p dout) + r((w + 4 u) dv)
- *     e(dsink) = Sum_bi p_sink ((x(sink, lse) + e(lse)) delta + e(delta)) + sum(p_sink delta) + r(2 w dsink)
+ *     e(dk)    = scale (Sum_i (e(dx) + e(lse) dx + e(delta) p slope) q + sum(dx q)) + r((w + 4 u) dk)
+ *     e(dslope) = Sum_ij (e(ds) + e(lse) ds + e(delta) p + r(4 u ds)) distance + sum(ds distance) + r(2 w
+ * dslope) e(dv)    = Sum_i (x(s, lse) + e(lse) + r(w)) p dout + sum(p dout) + r((w + 4 u) dv) e(dsink) = Sum_bi
+ * p_sink ((x(sink, lse) + e(lse)) delta + e(delta)) + sum(p_sink delta) + r(2 w dsink)
  *
  * An error that is the same for all of a row multiplies a sum that has signs: that of lse moves every p alike,
  * that of delta every dp, and what moves all p leaves o where it is. r(w v), r(w dp) and r(w ds) are there for
@@ -94,17 +97,18 @@ static error error_of_exponential(double p, double s, error e, double origin, do
 
 typedef struct bound_scratch {
   scratch_f64 exact;
-  double *slope, *p;           /* [seqlen_k] */
-  double *sum_p_slope_k;       /* [head_dim] */
-  error *o, *own_o, *dq;       /* [head_dim] */
-  error *s, *dk, *dv;          /* [seqlen_k], [seqlen_k, head_dim] */
-  error *sums[FA_NUM_TENSORS]; /* as exact.sums */
+  double *slope, *distance, *p; /* [seqlen_k] */
+  double *sum_p_slope_k;        /* [head_dim] */
+  error *o, *own_o, *dq;        /* [head_dim] */
+  error *s, *dk, *dv;           /* [seqlen_k], [seqlen_k, head_dim] */
+  error *sums[FA_NUM_TENSORS];  /* as exact.sums */
 } bound_scratch;
 
 static bound_scratch lay_out_bound(fa_arena *arena, const fa_problem *p) {
   const int64_t d = p->head_dim;
   bound_scratch x = {.exact = lay_out_f64(arena, p)};
   x.slope = fa_take(arena, p->seqlen_k, sizeof(double));
+  x.distance = fa_take(arena, p->seqlen_k, sizeof(double));
   x.p = fa_take(arena, p->seqlen_k, sizeof(double));
   x.sum_p_slope_k = fa_take(arena, d, sizeof(double));
   x.o = fa_take(arena, d, sizeof(error));
@@ -149,14 +153,17 @@ static void bound_scores(bound_scratch *x, bound_row *row) {
   for (int64_t t = 0; t < p->num_sinks; t++) row->maximum = fmax(row->maximum, sink_f64(p, &row->at, t));
   row->num_columns = 0;
   for (int64_t j = 0; j < row->at.sequence->seqlen_k; j++) {
-    const double *k = x->exact.k + j * p->head_dim, s = score_f64(p, &row->at, j, x->exact.q, k);
-    x->exact.s[j] = s;
+    const double *k = x->exact.k + j * p->head_dim;
+    const struct score_f64 score = score_of_f64(p, &row->at, j, x->exact.q, k);
+    x->exact.s[j] = score.s;
     if (!is_seen(x, j)) continue;
-    x->slope[j] = score_slope_f64(p, s);
+    x->slope[j] = score_slope_f64(p, &score);
+    x->distance[j] = score.distance;
     x->s[j] = scaled(error_of_dot(x->exact.q, k, p->head_dim, u), x->slope[j] * p->scale);
-    const double product = p->scale * dot_f64(x->exact.q, k, p->head_dim);
-    add_error(&x->s[j], rounding(8 * u * (fabs(product) + fabs(s) + p->softcap)));
-    row->maximum = fmax(row->maximum, s);
+    add_error(&x->s[j], rounding(8 * u * (fabs(score.product) + fabs(score.capped) + p->softcap)));
+    if (score.s != score.capped)
+      add_error(&x->s[j], rounding(8 * u * (fabs(score.s - score.capped) + fabs(score.s))));
+    row->maximum = fmax(row->maximum, score.s);
     row->num_columns++;
   }
 }
@@ -223,47 +230,6 @@ static error error_of_delta(const bound_scratch *x, const bound_row *row, double
   return e;
 }
 
-/* What column j adds to dq and the row to dk[j] and dv[j], without scale, and to their errors. */
-static void bound_column(bound_scratch *x, const bound_row *row, int64_t j, double delta, error e_delta) {
-  const fa_problem *p = row->problem;
-  const struct unit unit = row->unit;
-  const int64_t d = p->head_dim,
-                rows_per_column = row->at.sequence->seqlen_q * (p->num_heads / p->num_kv_heads);
-  const double *k = x->exact.k + j * d, *v = x->exact.v + j * d, *q = x->exact.q, *dout = x->exact.dout;
-  const double u = unit.arithmetic, weight = x->p[j], slope = x->slope[j];
-  const double dp = dot_f64(dout, v, d), ds = weight * slope * (dp - delta);
-  const error in_row = error_of_term(row->num_columns, u), in_column = error_of_term(rows_per_column, u);
-  const error e_p = error_of_exponential(weight, x->exact.s[j], x->s[j], row->lse, u);
-
-  error e_ds = scaled(e_p, ds);
-  add_error(&e_ds, rounding(unit.least * (slope * (dp - delta) + 1 + 1 / fabs(p->scale))));
-  add_error(&e_ds, scaled(error_of_dot(dout, v, d, u), weight * slope));
-  add_error(&e_ds, rounding(weight * slope * u * (fabs(dp) + fabs(delta))));
-  add_error(&e_ds, rounding((unit.stored + 4 * u) * ds));
-  if (p->softcap != 0) { /* slope is 1 - (s / softcap)^2 */
-    add_error(&e_ds, scaled(x->s[j], 2 * weight * (dp - delta) / p->softcap));
-    add_error(&e_ds, rounding(4 * u * weight * (dp - delta)));
-  }
-
-  error to_dq = e_ds, to_dk = e_ds, to_dv = scaled(e_p, weight);
-  add_error(&to_dq, scaled(in_row, ds));
-  add_error(&to_dk, scaled(row->e_lse, ds));
-  add_error(&to_dk, scaled(e_delta, weight * slope));
-  add_error(&to_dk, scaled(in_column, ds));
-  add_error(&to_dv, scaled(row->e_lse, weight));
-  add_error(&to_dv, rounding(unit.stored * weight + unit.least));
-  add_error(&to_dv, scaled(in_column, weight));
-  for (int64_t c = 0; c < d; c++) {
-    x->exact.dq[c] += ds * k[c];
-    x->sum_p_slope_k[c] += weight * slope * k[c];
-    x->exact.dk[j * d + c] += ds * q[c];
-    x->exact.dv[j * d + c] += weight * dout[c];
-    add_error(&x->dq[c], scaled(to_dq, k[c]));
-    add_error(&x->dk[j * d + c], scaled(to_dk, q[c]));
-    add_error(&x->dv[j * d + c], scaled(to_dv, dout[c]));
-  }
-}
-
 /* Adds a term that errs by e to a gradient without head_dim, of which an element has so many terms. */
 static void add_to_sum(bound_scratch *x, const bound_row *row, int id, int64_t column, int64_t number,
                        double term, error e, int64_t num_terms) {
@@ -272,6 +238,61 @@ static void add_to_sum(bound_scratch *x, const bound_row *row, int id, int64_t c
   add_error(&e, scaled(error_of_term(num_terms, row->unit.arithmetic), term));
   x->exact.sums[id][i] += term;
   add_error(&x->sums[id][i], e);
+}
+
+/* What the score's gradient in column j adds to the sums. */
+static void bound_sums(bound_scratch *x, const bound_row *row, int64_t j, double ds, error e_ds,
+                       error e_delta) {
+  const fa_problem *p = row->problem;
+  const double u = row->unit.arithmetic, distance = x->distance[j];
+  add_error(&e_ds, scaled(row->e_lse, ds));
+  add_error(&e_ds, scaled(e_delta, x->p[j]));
+  add_error(&e_ds, rounding(4 * u * ds + row->unit.least * (1 + fabs(ds))));
+  add_to_sum(x, row, FA_TENSOR_DALIBI_SLOPES, j, 0, -ds * distance, scaled(e_ds, distance),
+             p->batch * p->seqlen_q * p->seqlen_k);
+}
+
+/* What column j adds to dq and the row to dk[j] and dv[j], without scale, and to their errors. */
+static void bound_column(bound_scratch *x, const bound_row *row, int64_t j, double delta, error e_delta) {
+  const fa_problem *p = row->problem;
+  const struct unit unit = row->unit;
+  const int64_t d = p->head_dim,
+                rows_per_column = row->at.sequence->seqlen_q * (p->num_heads / p->num_kv_heads);
+  const double *k = x->exact.k + j * d, *v = x->exact.v + j * d, *q = x->exact.q, *dout = x->exact.dout;
+  const double u = unit.arithmetic, weight = x->p[j], slope = x->slope[j];
+  const double dp = dot_f64(dout, v, d), ds = weight * (dp - delta), dx = slope * ds;
+  const error in_row = error_of_term(row->num_columns, u), in_column = error_of_term(rows_per_column, u);
+  const error e_p = error_of_exponential(weight, x->exact.s[j], x->s[j], row->lse, u);
+
+  error e_ds = scaled(e_p, ds);
+  add_error(&e_ds, scaled(error_of_dot(dout, v, d, u), weight));
+  add_error(&e_ds, rounding(weight * u * (fabs(dp) + fabs(delta))));
+  error e_dx = scaled(e_ds, slope);
+  add_error(&e_dx, rounding(unit.least * (slope * (dp - delta) + 1 + 1 / fabs(p->scale))));
+  add_error(&e_dx, rounding((unit.stored + 4 * u) * dx));
+  if (p->softcap != 0) { /* slope is 1 - (s / softcap)^2 */
+    add_error(&e_dx, scaled(x->s[j], 2 * weight * (dp - delta) / p->softcap));
+    add_error(&e_dx, rounding(4 * u * weight * (dp - delta)));
+  }
+  bound_sums(x, row, j, ds, e_ds, e_delta);
+
+  error to_dq = e_dx, to_dk = e_dx, to_dv = scaled(e_p, weight);
+  add_error(&to_dq, scaled(in_row, dx));
+  add_error(&to_dk, scaled(row->e_lse, dx));
+  add_error(&to_dk, scaled(e_delta, weight * slope));
+  add_error(&to_dk, scaled(in_column, dx));
+  add_error(&to_dv, scaled(row->e_lse, weight));
+  add_error(&to_dv, rounding(unit.stored * weight + unit.least));
+  add_error(&to_dv, scaled(in_column, weight));
+  for (int64_t c = 0; c < d; c++) {
+    x->exact.dq[c] += dx * k[c];
+    x->sum_p_slope_k[c] += weight * slope * k[c];
+    x->exact.dk[j * d + c] += dx * q[c];
+    x->exact.dv[j * d + c] += weight * dout[c];
+    add_error(&x->dq[c], scaled(to_dq, k[c]));
+    add_error(&x->dk[j * d + c], scaled(to_dk, q[c]));
+    add_error(&x->dv[j * d + c], scaled(to_dv, dout[c]));
+  }
 }
 
 static void bound_backward(bound_scratch *x, const bound_row *row) {

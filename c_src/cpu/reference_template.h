@@ -99,19 +99,34 @@ static REAL T(sink)(const fa_problem *p, const T(place) * at, int64_t t) {
   return T(number_at)(p, FA_TENSOR_SINK, at, 0, t);
 }
 
-/* s[i,j] of q[i] and k[j], both [head_dim]; -inf where row i does not see column j. */
-static REAL T(score)(const fa_problem *p, const T(place) * at, int64_t column, const REAL *q, const REAL *k) {
-  if (!fa_sees(at->sequence, at->row, column)) return -INFINITY;
-  const REAL s = stored(p->dtype, (REAL)p->scale * T(dot)(q, k, p->head_dim));
-  if (p->softcap == 0) return s;
-  const REAL softcap = (REAL)p->softcap;
-  return stored(p->dtype, softcap * tanh(s / softcap));
+/* A score, and what it is made of. */
+typedef struct T(score) {
+  bool is_seen;
+  REAL product, capped; /* scale * q.k, and that after the softcap */
+  REAL distance;        /* of ALiBi */
+  REAL s;               /* -inf where it is not seen */
+} T(score);
+
+/* s[i,j] of q[i] and k[j], both [head_dim] */
+static T(score)
+    T(score_of)(const fa_problem *p, const T(place) * at, int64_t column, const REAL *q, const REAL *k) {
+  fa_band band;
+  T(score) x = {.s = -INFINITY};
+  if (!fa_sees_any(at->sequence, at->row, (fa_range){column, column + 1}, &band)) return x;
+  x.product = x.capped = stored(p->dtype, (REAL)p->scale * T(dot)(q, k, p->head_dim));
+  if (p->softcap != 0) x.capped = stored(p->dtype, (REAL)p->softcap * tanh(x.product / (REAL)p->softcap));
+  x.s = x.capped;
+  x.distance = (REAL)fa_band_distance(band, at->row, column);
+  if (p->alibi_batch > 0)
+    x.s = stored(p->dtype, x.s - T(number_at)(p, FA_TENSOR_ALIBI_SLOPES, at, column, 0) * x.distance);
+  x.is_seen = x.s != -INFINITY;
+  return x;
 }
 
-/* d(s)/d(scaled dot product), from s itself: tanh' = 1 - tanh^2 */
-static REAL T(score_slope)(const fa_problem *p, REAL s) {
+/* d(s)/d(scaled dot product): tanh' = 1 - tanh^2 */
+static REAL T(score_slope)(const fa_problem *p, const T(score) * x) {
   if (p->softcap == 0) return 1;
-  const REAL tanh_value = s / (REAL)p->softcap;
+  const REAL tanh_value = x->capped / (REAL)p->softcap;
   return 1 - tanh_value * tanh_value;
 }
 
@@ -123,7 +138,7 @@ static REAL T(forward_row)(T(scratch) * x, const fa_problem *p, const T(place) *
   REAL maximum = -INFINITY, sum = 0;
   for (int64_t t = 0; t < p->num_sinks; t++) maximum = fmax(maximum, T(sink)(p, at, t));
   for (int64_t j = 0; j < num_columns; j++) {
-    x->s[j] = T(score)(p, at, j, x->q, x->k + j * d);
+    x->s[j] = T(score_of)(p, at, j, x->q, x->k + j * d).s;
     maximum = fmax(maximum, x->s[j]);
   }
   if (maximum == -INFINITY) maximum = 0; /* nothing to see: sum stays 0, lse becomes log(0) */
@@ -171,14 +186,16 @@ static void T(backward_row)(T(scratch) * x, const fa_problem *p, REAL lse, const
   T(fill_zero)(x->dq, d);
   for (int64_t j = 0; j < at->sequence->seqlen_k; j++) {
     const REAL *k = x->k + j * d, *v = x->v + j * d;
-    const REAL s = T(score)(p, at, j, x->q, k);
-    if (s == -INFINITY) continue;
-    const REAL weight = stored(p->dtype, exp(s - lse));
+    const T(score) score = T(score_of)(p, at, j, x->q, k);
+    if (!score.is_seen) continue;
+    const REAL weight = stored(p->dtype, exp(score.s - lse));
     const REAL dweight = stored(p->dtype, T(dot)(x->dout, v, d));
-    const REAL ds = stored(p->dtype, weight * (dweight - delta) * T(score_slope)(p, s));
+    const REAL ds = weight * (dweight - delta);
+    const REAL dproduct = stored(p->dtype, ds * T(score_slope)(p, &score));
     T(add_scaled)(x->dv + j * d, weight, x->dout, d);
-    T(add_scaled)(x->dq, ds, k, d);
-    T(add_scaled)(x->dk + j * d, ds, x->q, d);
+    T(add_scaled)(x->dq, dproduct, k, d);
+    T(add_scaled)(x->dk + j * d, dproduct, x->q, d);
+    T(add_to_sum)(x, p, FA_TENSOR_DALIBI_SLOPES, at, j, 0, -ds * score.distance);
     sees_any = true;
   }
   for (int64_t t = 0; t < p->num_sinks && sees_any; t++)

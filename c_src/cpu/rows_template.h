@@ -47,10 +47,11 @@ INLINE void T(store_row)(T(rows) to, int64_t row, int64_t count, const REAL *val
   for (int64_t i = 0; i < count; i++) value[i] = creal(values[i]), tangent[i] = cimag(values[i]) / STEP;
 }
 
-INLINE REAL T(load_sink)(const fa_cpu_job *job, int64_t t, int64_t head) {
-  int64_t i = t * job->problem->num_heads + head;
-  return CMPLX(((const float *)job->tensors->sink.data)[i],
-               (double)((const float *)job->tensors->tangent_sink.data)[i] * STEP);
+/* What a tensor of f32 without head_dim holds for a cell. */
+static REAL T(number_at)(const fa_cpu_job *job, fa_tensor_id id, const fa_cell *cell) {
+  const int64_t i = fa_element_of(job->problem, id, cell);
+  const float *tangents = fa_tensor_get(job->tensors, fa_tensor_tangent(id))->data;
+  return CMPLX(((const float *)fa_tensor_get(job->tensors, id)->data)[i], (double)tangents[i] * STEP);
 }
 
 INLINE void T(store_lse)(const fa_cpu_job *job, int64_t i, REAL lse) {
@@ -93,8 +94,8 @@ INLINE void T(store_row)(T(rows) to, int64_t row, int64_t count, const REAL *val
   }
 }
 
-INLINE REAL T(load_sink)(const fa_cpu_job *job, int64_t t, int64_t head) {
-  return ((const float *)job->tensors->sink.data)[t * job->problem->num_heads + head];
+static REAL T(number_at)(const fa_cpu_job *job, fa_tensor_id id, const fa_cell *cell) {
+  return ((const float *)fa_tensor_get(job->tensors, id)->data)[fa_element_of(job->problem, id, cell)];
 }
 
 INLINE void T(store_lse)(const fa_cpu_job *job, int64_t i, REAL lse) {
@@ -102,6 +103,10 @@ INLINE void T(store_lse)(const fa_cpu_job *job, int64_t i, REAL lse) {
 }
 
 #endif
+
+static REAL T(sink)(const fa_cpu_job *job, int64_t t, int64_t head) {
+  return T(number_at)(job, FA_TENSOR_SINK, &(fa_cell){.head = head, .number = t});
+}
 
 /* The three layouts below hold a block of rows, `count` of them, of `columns` elements. */
 

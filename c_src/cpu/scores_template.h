@@ -33,6 +33,29 @@ INLINE T(vec) T(score)(T(score_terms) scoring, bool plain, T(vec) s, T(vec) * sl
   return s;
 }
 
+/* ---- what is added to scores ----------------------------------------------------------------------- */
+
+/* Whether anything is added to scores after the softcap. */
+static bool T(has_addends)(const fa_problem *problem) { return problem->alibi_batch > 0; }
+
+/* How far the first columns of a tile lie before the column beside a row of it, counted from its first. */
+INLINE T(vec) T(distances)(const fa_tile *tile, int64_t row) {
+  const int64_t beside = tile->rows.begin + row + tile->band->k_end - tile->band->q_end;
+  return T(splat)((REAL)(beside - tile->columns.begin)) - T(from_integers)(T(lanes)());
+}
+
+/* addends [rows][BLOCK]: what is added to the scores of a tile. */
+static void T(find_addends)(const fa_cpu_job *job, const fa_tile *tile, REAL *addends) {
+  int64_t num_rows = tile->rows.end - tile->rows.begin, num_columns = tile->columns.end - tile->columns.begin;
+  const fa_cell cell = {.batch = tile->sequence->batch, .head = tile->head};
+  const REAL slope = T(number_at)(job, FA_TENSOR_ALIBI_SLOPES, &cell);
+  for (int64_t i = 0; i < num_rows; i++) {
+    const T(vec) distances = T(distances)(tile, i);
+    for (int64_t j = 0; j < num_columns; j += LANES)
+      *(T(vec) *)(addends + i * BLOCK + j) = -slope * T(absolute)(distances - (REAL)j);
+  }
+}
+
 /* ---- what a row sees ------------------------------------------------------------------------------- */
 
 /* Of each row of a tile the columns that it sees: those from begin to end, counted from the tile's first. */
@@ -51,13 +74,29 @@ static void T(find_seen)(const fa_tile *tile, T(seen_columns) * seen) {
 
 /* ---- forward: rows lie along the vectors ------------------------------------------------------------ */
 
-/* st[BLOCK of columns, STRIP of rows]: scaled products become scores. */
-static void T(make_scores)(const fa_problem *problem, const fa_tile *tile, REAL *st) {
+/* st[BLOCK of columns, STRIP of rows] += addends[STRIP of rows, BLOCK of columns] */
+static void T(add_transposed)(const fa_tile *tile, const REAL *addends, REAL *st) {
   int64_t num_rows = tile->rows.end - tile->rows.begin, num_columns = tile->columns.end - tile->columns.begin;
-  T(score_terms) scoring = T(scoring_of)(problem);
+  for (int64_t i = 0; i < num_rows; i += LANES)
+    for (int64_t j = 0; j < num_columns; j += LANES) {
+      T(vec) square[LANES];
+      for (int v = 0; v < LANES; v++) square[v] = *(const T(vec) *)(addends + (i + v) * BLOCK + j);
+      T(transpose)(square);
+      for (int v = 0; v < LANES; v++) *(T(vec) *)(st + (j + v) * STRIP + i) += square[v];
+    }
+}
+
+/* st[BLOCK of columns, STRIP of rows]: scaled products become scores. addends [STRIP, BLOCK] is scratch. */
+static void T(make_scores)(const fa_cpu_job *job, const fa_tile *tile, REAL *st, REAL *addends) {
+  int64_t num_rows = tile->rows.end - tile->rows.begin, num_columns = tile->columns.end - tile->columns.begin;
+  T(score_terms) scoring = T(scoring_of)(job->problem);
   for (int64_t x = 0; x < num_columns * STRIP && !T(is_plain)(scoring); x += LANES) {
     T(vec) *s = (T(vec) *)(st + x), slope;
     *s = T(score)(scoring, false, *s, &slope);
+  }
+  if (T(has_addends)(job->problem)) {
+    T(find_addends)(job, tile, addends);
+    T(add_transposed)(tile, addends, st);
   }
   if (fa_tile_sees_all(tile)) return;
   T(seen_columns) seen;
@@ -112,27 +151,33 @@ static void T(soften_scores)(const fa_tile *tile, REAL *st, REAL *m, REAL *l, RE
 
 /* p and ds [BLOCK, BLOCK] hold the scaled products of q and k, and dp = dout . v; they become
  *     p = exp(score - lse),   ds = slope * p * (dp - delta),
- * the gradient of the product of q and k. Where masked, both are 0 where the score is -inf, whatever lse, delta
- * and dp are, and hidden [BLOCK, BLOCK], if not NULL, becomes other than 0 there. Whether it is so anywhere. */
+ * the gradient of the product of q and k; addends [BLOCK, BLOCK], if not NULL, become p * (dp - delta), their
+ * own gradient. Where masked, all are 0 where the score is -inf, whatever lse, delta and dp are, and hidden
+ * [BLOCK, BLOCK], if not NULL, becomes other than 0 there. Whether it is so anywhere. */
 INLINE bool T(differentiate_tile)(T(score_terms) scoring, const fa_tile *tile, const REAL *lse,
-                                  const REAL *delta, REAL *p, REAL *ds, INT *hidden, bool plain, bool masked) {
+                                  const REAL *delta, REAL *p, REAL *ds, REAL *addends, INT *hidden, bool plain,
+                                  bool adds, bool masked) {
   int64_t num_rows = tile->rows.end - tile->rows.begin, num_columns = tile->columns.end - tile->columns.begin;
   T(seen_columns) seen;
   if (masked) T(find_seen)(tile, &seen);
-  T(mask) lanes, any = {0};
-  for (int v = 0; v < LANES; v++) lanes[v] = v;
+  T(mask) any = {0};
   for (int64_t i = 0; i < num_rows; i++) {
     for (int64_t j = 0; j < num_columns; j += LANES) {
       T(vec) *p_ij = (T(vec) *)(p + i * BLOCK + j), *ds_ij = (T(vec) *)(ds + i * BLOCK + j);
+      T(vec) *addend = (T(vec) *)(addends + (adds ? i * BLOCK + j : 0));
       T(vec) slope, s = T(score)(scoring, plain, *p_ij, &slope);
+      if (adds) s += *addend;
       /* s exceeds lse by rounding only, unless lse is not this problem's: inf then, as exp has it. */
       *p_ij = T(exp)(T(min)(T(splat)(EXP_HIGHEST), s - lse[i]));
-      *ds_ij = *p_ij * (*ds_ij - delta[i]) * slope;
+      T(vec) of_score = *p_ij * (*ds_ij - delta[i]);
+      *ds_ij = of_score * slope;
+      if (adds) *addend = of_score;
       if (masked) {
-        T(mask) index = lanes + (INT)j;
+        T(mask) index = T(lanes)() + (INT)j;
         T(mask) shown = (index >= seen.begin[i]) & (index < seen.end[i]) & (s != T(splat)(-INFINITY));
         *p_ij = T(select)(shown, *p_ij, T(splat)(0));
         *ds_ij = T(select)(shown, *ds_ij, T(splat)(0));
+        if (adds) *addend = T(select)(shown, *addend, T(splat)(0));
         if (hidden) *(T(mask) *)(hidden + i * BLOCK + j) = ~shown;
         any |= ~shown & (index < (INT)num_columns);
       }
@@ -145,17 +190,39 @@ INLINE bool T(differentiate_tile)(T(score_terms) scoring, const fa_tile *tile, c
 
 /* The same, choosing how. hidden is NULL where q, k and dout are finite: a score that the mask does not hide is
  * -inf then only by overflow, and p = 0 is all that it takes. Whether hidden shows anything. */
-static bool T(differentiate_scores)(const fa_problem *problem, const fa_tile *tile, const REAL *lse,
-                                    const REAL *delta, REAL *p, REAL *ds, INT *hidden) {
-  T(score_terms) scoring = T(scoring_of)(problem);
+static bool T(differentiate_scores)(const fa_cpu_job *job, const fa_tile *tile, const REAL *lse,
+                                    const REAL *delta, REAL *p, REAL *ds, REAL *addends, INT *hidden) {
+  T(score_terms) scoring = T(scoring_of)(job->problem);
+  const bool plain = T(is_plain)(scoring), adds = T(has_addends)(job->problem);
   bool any;
-  if (!T(is_plain)(scoring))
-    any = T(differentiate_tile)(scoring, tile, lse, delta, p, ds, hidden, false, true);
+  if (adds) T(find_addends)(job, tile, addends);
+  if (adds && !plain)
+    any = T(differentiate_tile)(scoring, tile, lse, delta, p, ds, addends, hidden, false, true, true);
+  else if (adds)
+    any = T(differentiate_tile)(scoring, tile, lse, delta, p, ds, addends, hidden, true, true, true);
+  else if (!plain)
+    any = T(differentiate_tile)(scoring, tile, lse, delta, p, ds, NULL, hidden, false, false, true);
   else if (hidden || !fa_tile_sees_all(tile))
-    any = T(differentiate_tile)(scoring, tile, lse, delta, p, ds, hidden, true, true);
+    any = T(differentiate_tile)(scoring, tile, lse, delta, p, ds, NULL, hidden, true, false, true);
   else
-    any = T(differentiate_tile)(scoring, tile, lse, delta, p, ds, hidden, true, false);
+    any = T(differentiate_tile)(scoring, tile, lse, delta, p, ds, NULL, hidden, true, false, false);
   return hidden && any;
+}
+
+/* sum_{i,j} distance * d(score) of a tile, of which ds [BLOCK, BLOCK] has the second, and 0 past its last
+ * column.
+ */
+static double T(distance_gradient)(const fa_tile *tile, const REAL *ds) {
+  int64_t num_rows = tile->rows.end - tile->rows.begin, num_columns = tile->columns.end - tile->columns.begin;
+  T(vec) sums = {0};
+  for (int64_t i = 0; i < num_rows; i++) {
+    const T(vec) distances = T(distances)(tile, i);
+    for (int64_t j = 0; j < num_columns; j += LANES)
+      sums += T(absolute)(distances - (REAL)j) * *(const T(vec) *)(ds + i * BLOCK + j);
+  }
+  double sum = 0;
+  for (int v = 0; v < LANES; v++) sum += (double)sums[v];
+  return sum;
 }
 
 #endif

@@ -59,22 +59,19 @@ static inline fa_range fa_columns_in_band(const fa_band *band, fa_range rows) {
   return rows.begin < rows.end ? fa_band_columns(*band, rows) : (fa_range){0, 0};
 }
 
-/* Whether the row sees any of these columns. */
-static inline bool fa_sees_any(const fa_sequence *sequence, int64_t row, fa_range columns) {
+/* Whether the row sees any of these columns, and the first band in which it does. */
+static inline bool fa_sees_any(const fa_sequence *sequence, int64_t row, fa_range columns, fa_band *band) {
   for (int64_t i = 0; i < sequence->num_bands; i++) {
-    fa_band band = fa_band_at(sequence, i);
-    fa_range seen = fa_overlap(fa_columns_in_band(&band, (fa_range){row, row + 1}), columns);
+    *band = fa_band_at(sequence, i);
+    fa_range seen = fa_overlap(fa_columns_in_band(band, (fa_range){row, row + 1}), columns);
     if (seen.begin < seen.end) return true;
   }
   return false;
 }
 
-static inline bool fa_sees(const fa_sequence *sequence, int64_t row, int64_t column) {
-  return fa_sees_any(sequence, row, (fa_range){column, column + 1});
-}
-
 static inline bool fa_sees_nothing(const fa_sequence *sequence, int64_t row) {
-  return !fa_sees_any(sequence, row, (fa_range){0, sequence->seqlen_k});
+  fa_band band;
+  return !fa_sees_any(sequence, row, (fa_range){0, sequence->seqlen_k}, &band);
 }
 
 /* ---- blocks ---------------------------------------------------------------------------------------- */

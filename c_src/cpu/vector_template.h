@@ -82,6 +82,40 @@ INLINE T(vec) T(hide_outside)(T(vec) x, T(mask) index, T(mask) begin, T(mask) en
   return T(select)((index >= begin) & (index < end), x, T(splat)(-INFINITY));
 }
 
+/* m [LANES][LANES] becomes its transpose: its rows are shuffled like cards, as often as 2 divides LANES. */
+INLINE void T(transpose)(T(vec) * m) {
+#ifdef __clang__
+  for (int i = 0; i < LANES; i++)
+    for (int j = 0; j < i; j++) {
+      REAL x = m[i][j];
+      m[i][j] = m[j][i], m[j][i] = x;
+    }
+#else
+  T(mask) low;
+  for (int v = 0; v < LANES; v++) low[v] = v / 2 + v % 2 * LANES;
+#pragma GCC unroll 4
+  for (int n = 1; n < LANES; n *= 2) {
+    T(vec) old[LANES];
+    memcpy(old, m, sizeof old);
+#pragma GCC unroll 8
+    for (int k = 0; k < LANES / 2; k++) {
+      m[2 * k] = __builtin_shuffle(old[k], old[k + LANES / 2], low);
+      m[2 * k + 1] = __builtin_shuffle(old[k], old[k + LANES / 2], low + LANES / 2);
+    }
+  }
+#endif
+}
+
+/* 0, 1, 2, ... */
+INLINE T(mask) T(lanes)(void) {
+  T(mask) lanes;
+  for (int v = 0; v < LANES; v++) lanes[v] = v;
+  return lanes;
+}
+
+INLINE T(vec) T(from_integers)(T(mask) x) { return __builtin_convertvector(x, T(vec)); }
+INLINE T(vec) T(absolute)(T(vec) x) { return T(max)(x, -x); }
+
 #undef ROUNDER
 #undef SHIFT
 #undef LN2_HIGH
@@ -97,6 +131,10 @@ INLINE T(vec) T(splat)(REAL x) { return x; }
 INLINE T(vec) T(max)(T(vec) a, T(vec) b) { return creal(a) > creal(b) ? creal(a) : creal(b); }
 INLINE T(vec) T(exp)(T(vec) x) { return cexp(x); }
 INLINE T(vec) T(tanh)(T(vec) x) { return ctanh(x); }
+INLINE void T(transpose)(T(vec) * m) { (void)m; }
+INLINE T(mask) T(lanes)(void) { return 0; }
+INLINE T(vec) T(from_integers)(T(mask) x) { return (double)x; }
+INLINE T(vec) T(absolute)(T(vec) x) { return T(max)(x, -x); }
 INLINE T(vec) T(hide_outside)(T(vec) x, T(mask) index, T(mask) begin, T(mask) end) {
   return index >= begin && index < end ? x : -INFINITY;
 }

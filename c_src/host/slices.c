@@ -78,9 +78,9 @@ fa_slicing fa_host_slicing = {
 static bool is_mostly_staged(const cutting *c) { return 2 * c->pageable_bytes > c->bytes_moved; }
 
 /* Rows are as long as in the whole, which is what counts where the processor copies q. Bands tell positions in
- * the whole, so problems with bands keep their rows together. */
+ * the whole, and slopes multiply them, so problems with either keep their rows together. */
 static bool cuts_rows(const cutting *c) {
-  return c->rows && c->problem->num_bands == 0 && is_mostly_staged(c) &&
+  return c->rows && c->problem->num_bands == 0 && c->problem->alibi_batch == 0 && is_mostly_staged(c) &&
          c->problem->seqlen_k >= c->problem->seqlen_q;
 }
 

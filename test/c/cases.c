@@ -29,6 +29,7 @@
 #define WINDOW(l, r)  .window_left = l, .window_right = r
 #define CAUSAL        .window_right = 0
 #define BANDS(n)      .bands_batch = 1, .num_bands = n
+#define ALIBI(b)      .alibi_batch = b
 
 /* Every head_dim: a causal one with grouped heads, and one of a few rows. */
 #define HEAD_DIM(d)                                                     \
@@ -75,6 +76,11 @@ static const fa_case cases[] = {
 
     TAGGED("tiny, bands", CASE_TINY | CASE_QUICK, LENGTHS(7, 9), .batch = 2, HEADS(4, 2), .head_dim = 3,
            .num_sinks = 1, .bands_batch = 2, .num_bands = 3),
+
+    TAGGED("tiny, alibi", CASE_TINY | CASE_QUICK, LENGTHS(6, 8), .batch = 2, HEADS(2, 1), .head_dim = 3,
+           ALIBI(2), .softcap = 3, .num_sinks = 1),
+    TAGGED("tiny, alibi, bands", CASE_TINY, LENGTHS(7, 9), .batch = 2, HEADS(2, 2), .head_dim = 3, ALIBI(1),
+           .bands_batch = 2, .num_bands = 4),
 
     /* Nothing to do, or nothing to see. */
     TAGGED("no batch", CASE_QUICK, LENGTHS(3, 4), .batch = 0, .num_sinks = 1),
@@ -181,6 +187,23 @@ static const fa_case cases[] = {
     TAGGED("softcap, causal", CASE_QUICK, LENGTHS(91, 103), .softcap = 15, .scale = 1, CAUSAL),
     ROW("softcap, tight", LENGTHS(57, 62), .softcap = 0.4, .scale = 1),
 
+    /* Slopes of distances. */
+    ROW("alibi", LENGTHS(141, 163), HEADS(3, 1), ALIBI(1)),
+    TAGGED("alibi, causal", CASE_QUICK, LENGTHS(173, 167), .batch = 2, HEADS(4, 2), .head_dim = 24, ALIBI(2),
+           CAUSAL),
+    ROW("alibi, a window", LENGTHS(211, 301), .batch = 2, HEADS(2, 2), .head_dim = 72, ALIBI(1),
+        WINDOW(77, 21)),
+    ROW("alibi, bands", LENGTHS(259, 311), .batch = 2, HEADS(2, 1), .head_dim = 40, .bands_batch = 2,
+        .num_bands = 5, ALIBI(2)),
+    ROW("alibi, softcap, sinks, hidden rows", LENGTHS(230, 97), HEADS(2, 2), .head_dim = 128, ALIBI(1), CAUSAL,
+        .softcap = 5, .num_sinks = 2),
+    TAGGED("alibi, no keys", CASE_QUICK, LENGTHS(5, 0), ALIBI(1)),
+    TAGGED("alibi, no batch", CASE_QUICK, LENGTHS(3, 4), .batch = 0, ALIBI(1)),
+    FILLED("alibi, large", FILL_LARGE, LENGTHS(75, 101), .head_dim = 64, ALIBI(1)),
+    STRIDED("alibi, everything, strided", CASE_QUICK, LENGTHS(237, 267), .batch = 2, HEADS(4, 2),
+            .head_dim = 80, .bands_batch = 2, .num_bands = 4, ALIBI(2), WINDOW(61, 7), .softcap = 4,
+            .scale = -0.6, .num_sinks = 2, .deterministic = 1),
+
     /* Sinks. */
     ROW("1 sink", LENGTHS(81, 75), HEADS(2, 2), .num_sinks = 1),
     ROW("3 sinks", LENGTHS(81, 75), .batch = 2, HEADS(4, 2), .num_sinks = 3, CAUSAL),
@@ -278,6 +301,7 @@ fa_case fa_case_random(uint64_t seed, uint64_t index) {
     p->num_bands = random_integer(random, 1, 12);
     p->bands_batch = random_uniform(random) < 0.5 ? 1 : p->batch;
   }
+  if (random_uniform(random) < 0.2) p->alibi_batch = random_uniform(random) < 0.5 ? 1 : p->batch;
   if (random_uniform(random) < 0.3) result.fill = (fa_fill)random_integer(random, FILL_LARGE, FILL_LOGNORMAL);
   if (random_uniform(random) < 0.3) result.layout = LAYOUT_STRIDED;
   /* What the reference has to do stays small: batches, heads, then lengths give way. */
@@ -285,6 +309,7 @@ fa_case fa_case_random(uint64_t seed, uint64_t index) {
     if (p->batch > 1) {
       p->batch--;
       p->bands_batch -= p->bands_batch > 1;
+      p->alibi_batch -= p->alibi_batch > 1;
     } else if (p->num_kv_heads > 1) {
       p->num_heads -= p->num_heads / p->num_kv_heads;
       p->num_kv_heads--;

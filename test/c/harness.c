@@ -89,8 +89,13 @@ static void fill_rows(double *data, int64_t count, int64_t head_dim, double scal
   }
 }
 
-static void fill_grid(double *data, int64_t count, double step, fa_random *random) {
-  for (int64_t i = 0; i < count; i++) data[i] = step * rint(random_normal(random) / step);
+static void fill_grid(double *data, int64_t count, double size, double step, fa_random *random) {
+  for (int64_t i = 0; i < count; i++) data[i] = step * rint(size * random_normal(random) / step);
+}
+
+/* Slopes multiply distances: with larger ones rows would see next to nothing. */
+static double size_on_grid(int id) {
+  return id == FA_TENSOR_ALIBI_SLOPES || id == FA_TENSOR_TANGENT_ALIBI_SLOPES ? 0x1p-4 : 1;
 }
 
 /* Bands [bands_batch, num_bands, 6] that share no cell: rectangles into which the problem is cut at random, of
@@ -136,7 +141,8 @@ void values_fill(fa_values *values, const fa_problem *problem, fa_dtype round_to
     if (id == FA_TENSOR_BANDS) {
       fill_bands(values->data[id], problem, &random);
     } else if (fa_axis_of(id, FA_AXIS_HEAD_DIM) < 0) {
-      fill_grid(values->data[id], count, fa_tensor_tangent(id) < 0 ? 0x1p-6 : 0x1p-10, &random);
+      const double size = size_on_grid(id);
+      fill_grid(values->data[id], count, size, size * (fa_tensor_tangent(id) < 0 ? 0x1p-6 : 0x1p-10), &random);
     } else {
       fill_rows(values->data[id], count, problem->head_dim, amplitude(id, round_to, fill), fill, &random);
       for (int64_t j = 0; j < count; j++) values->data[id][j] = round_to_type(round_to, values->data[id][j]);

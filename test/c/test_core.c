@@ -45,9 +45,27 @@ static void test_names(void) {
   CHECK_TEXT(fa_device_kind_name(FA_NUM_DEVICE_KINDS), "unknown");
   static const char *const passes[FA_NUM_PASSES] = {"forward", "backward", "tangent", "bound"};
   for (int i = 0; i < FA_NUM_PASSES; i++) CHECK_TEXT(fa_pass_name((fa_pass)i), passes[i]);
-  static const char *const tensors[FA_NUM_TENSORS] = {
-      "q",  "k",  "v",     "sink",      "bands",     "o",         "lse",          "dout",      "dq",
-      "dk", "dv", "dsink", "tangent_q", "tangent_k", "tangent_v", "tangent_sink", "o_tangent", "lse_tangent"};
+  static const char *const tensors[FA_NUM_TENSORS] = {"q",
+                                                      "k",
+                                                      "v",
+                                                      "sink",
+                                                      "bands",
+                                                      "alibi_slopes",
+                                                      "o",
+                                                      "lse",
+                                                      "dout",
+                                                      "dq",
+                                                      "dk",
+                                                      "dv",
+                                                      "dsink",
+                                                      "dalibi_slopes",
+                                                      "tangent_q",
+                                                      "tangent_k",
+                                                      "tangent_v",
+                                                      "tangent_sink",
+                                                      "tangent_alibi_slopes",
+                                                      "o_tangent",
+                                                      "lse_tangent"};
   for (int i = 0; i < FA_NUM_TENSORS; i++) CHECK_TEXT(fa_tensor_name((fa_tensor_id)i), tensors[i]);
 }
 
@@ -344,14 +362,9 @@ static void test_tensors(void) {
   fa_problem p = valid_problem();
   p.num_sinks = 3, p.dtype = FA_DTYPE_F64;
   fa_tensors tensors;
-  fa_tensor *members[FA_NUM_TENSORS] = {
-      &tensors.q,         &tensors.k,          &tensors.v,         &tensors.sink,
-      &tensors.bands,     &tensors.o,          &tensors.lse,       &tensors.dout,
-      &tensors.dq,        &tensors.dk,         &tensors.dv,        &tensors.dsink,
-      &tensors.tangent_q, &tensors.tangent_k,  &tensors.tangent_v, &tensors.tangent_sink,
-      &tensors.o_tangent, &tensors.lse_tangent};
   for (int id = 0; id < FA_NUM_TENSORS; id++)
-    CHECK(fa_tensor_at(&tensors, id) == members[id], "fa_tensor_at of %s", fa_tensor_name(id));
+    CHECK(fa_tensor_at(&tensors, id) == (fa_tensor *)&tensors + id, "fa_tensor_at of %s", fa_tensor_name(id));
+  CHECK(fa_tensor_at(&tensors, FA_TENSOR_DQ) == &tensors.dq, "dq");
   fa_tensor k = fa_tensor_contiguous(&p, FA_TENSOR_K, &p);
   CHECK(k.data == &p && k.stride_head == 8 && k.stride_row == 16 && k.stride_batch == 112, "strides of k");
   fa_shape lse = fa_tensor_shape(&p, FA_TENSOR_LSE), sink = fa_tensor_shape(&p, FA_TENSOR_SINK);
@@ -372,7 +385,7 @@ static void test_axes(void) {
   CHECK(fa_axis_of(FA_TENSOR_LSE, FA_AXIS_SEQLEN_Q) == 2 && fa_axis_of(FA_TENSOR_SINK, FA_AXIS_BATCH) == -1,
         "lse");
   fa_problem p = valid_problem();
-  p.num_sinks = 3, p.num_bands = 5, p.bands_batch = p.batch;
+  p.num_sinks = 3, p.num_bands = 5, p.bands_batch = p.alibi_batch = p.batch;
   for (int id = 0; id < FA_NUM_TENSORS; id++) {
     const fa_shape shape = fa_tensor_shape(&p, id);
     const char *name = fa_tensor_name(id);
@@ -407,6 +420,23 @@ static void test_partners(void) {
             fa_tensor_gradient(FA_TENSOR_DQ) == -1,
         "gradients");
   CHECK(fa_tensor_only_if(FA_TENSOR_SINK) == FA_AXIS_NUM_SINKS && !fa_tensor_only_if(FA_TENSOR_Q), "only_if");
+}
+
+static void test_elements(void) {
+  fa_problem p = valid_problem();
+  p.num_sinks = 3, p.alibi_batch = p.batch;
+  const fa_cell cell = {.batch = 1, .head = 2, .row = 4, .column = 6, .number = 1};
+  CHECK(fa_element_of(&p, FA_TENSOR_SINK, &cell) == 1 * 4 + 2, "the element of sink");
+  CHECK(fa_element_of(&p, FA_TENSOR_ALIBI_SLOPES, &cell) == 1 * 4 + 2, "the element of alibi_slopes");
+  CHECK(fa_element_of(&p, FA_TENSOR_LSE, &cell) == (1 * 4 + 2) * 5 + 4, "the element of lse");
+  p.alibi_batch = 1;
+  CHECK(fa_element_of(&p, FA_TENSOR_ALIBI_SLOPES, &cell) == 2, "the element of slopes that broadcast");
+  const fa_cell first = fa_cell_of(&p, FA_TENSOR_ALIBI_SLOPES, 2), stat = fa_cell_of(&p, FA_TENSOR_LSE, 34);
+  CHECK(first.batch == 0 && first.head == 2, "the cell of slopes that broadcast");
+  CHECK(stat.batch == 1 && stat.head == 2 && stat.row == 4 && stat.column == 0, "the cell of lse");
+  CHECK(fa_is_sum(&p, FA_TENSOR_DSINK) && fa_is_sum(&p, FA_TENSOR_DALIBI_SLOPES) &&
+            !fa_is_sum(&p, FA_TENSOR_DQ) && !fa_is_sum(&p, FA_TENSOR_LSE),
+        "sums");
 }
 
 static void test_strides(void) {
@@ -704,6 +734,7 @@ int main(void) {
   test_softcap();
   test_axes();
   test_partners();
+  test_elements();
   test_strides();
   test_windows();
   test_plans();

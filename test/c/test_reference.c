@@ -29,38 +29,47 @@ static bool visible_in(const fa_problem *p, const double *band, int64_t i, int64
          ahead <= fmin(right, band[5]);
 }
 
-static bool visible(const fa_problem *p, const fa_values *x, int64_t b, int64_t i, int64_t j) {
+/* distance: of ALiBi */
+static bool visible(const fa_problem *p, const fa_values *x, int64_t b, int64_t i, int64_t j,
+                    double *distance) {
   const double whole[6] = {0, (double)p->seqlen_q, 0, (double)p->seqlen_k, INT32_MAX, INT32_MAX};
-  if (p->num_bands == 0) return visible_in(p, whole, i, j);
-  const double *bands = x->data[FA_TENSOR_BANDS] + (p->bands_batch > 1 ? b : 0) * p->num_bands * 6;
-  for (int64_t n = 0; n < p->num_bands; n++)
-    if (visible_in(p, bands + 6 * n, i, j)) return true;
+  const double *bands =
+      p->num_bands == 0 ? whole : x->data[FA_TENSOR_BANDS] + (p->bands_batch > 1 ? b : 0) * p->num_bands * 6;
+  for (const double *band = bands; band < bands + 6 * (p->num_bands ? p->num_bands : 1); band += 6) {
+    *distance = fabs((double)(i - j) + band[3] - band[1]);
+    if (visible_in(p, band, i, j)) return true;
+  }
   return false;
 }
 
-static long double score(const fa_problem *p, const fa_values *x, int64_t b, int64_t h, int64_t i, int64_t j) {
+/* exp(score), 0 where it is not visible: no maximum is subtracted. */
+static long double weight(const fa_problem *p, const fa_values *x, int64_t b, int64_t h, int64_t i, int64_t j) {
+  double distance;
+  if (!visible(p, x, b, i, j, &distance)) return 0;
   const int64_t kv = h / (p->num_heads / p->num_kv_heads);
   long double s = 0;
   for (int64_t c = 0; c < p->head_dim; c++)
     s += at(p, x->data[FA_TENSOR_Q], p->seqlen_q, p->num_heads, b, i, h, c) *
          at(p, x->data[FA_TENSOR_K], p->seqlen_k, p->num_kv_heads, b, j, kv, c);
   s *= p->scale == 0 ? 1 / sqrtl((long double)p->head_dim) : (long double)p->scale;
-  return p->softcap == 0 ? s : (long double)p->softcap * tanhl(s / (long double)p->softcap);
+  if (p->softcap != 0) s = (long double)p->softcap * tanhl(s / (long double)p->softcap);
+  if (p->alibi_batch)
+    s -= x->data[FA_TENSOR_ALIBI_SLOPES][(p->alibi_batch > 1 ? b : 0) * p->num_heads + h] * distance;
+  return expl(s);
 }
 
-/* o and lse of one row, by the formulas as they stand: no maximum is subtracted. */
+/* o and lse of one row, by the formulas as they stand. */
 static void define_row(const fa_problem *p, fa_values *x, int64_t b, int64_t h, int64_t i) {
   const int64_t kv = h / (p->num_heads / p->num_kv_heads);
   double *o = x->data[FA_TENSOR_O] + ((b * p->seqlen_q + i) * p->num_heads + h) * p->head_dim;
   long double sum = 0;
   for (int64_t t = 0; t < p->num_sinks; t++) sum += expl(x->data[FA_TENSOR_SINK][t * p->num_heads + h]);
-  for (int64_t j = 0; j < p->seqlen_k; j++)
-    if (visible(p, x, b, i, j)) sum += expl(score(p, x, b, h, i, j));
+  for (int64_t j = 0; j < p->seqlen_k; j++) sum += weight(p, x, b, h, i, j);
   for (int64_t c = 0; c < p->head_dim; c++) {
     long double element = 0;
     for (int64_t j = 0; j < p->seqlen_k; j++)
-      if (visible(p, x, b, i, j))
-        element += expl(score(p, x, b, h, i, j)) / sum *
+      if (weight(p, x, b, h, i, j) != 0)
+        element += weight(p, x, b, h, i, j) / sum *
                    at(p, x->data[FA_TENSOR_V], p->seqlen_k, p->num_kv_heads, b, j, kv, c);
     o[c] = (double)element;
   }

@@ -5,19 +5,17 @@
  */
 #include <math.h>
 
+#include "../../c_src/core/tensors.h"
 #include "check.h"
 #include "harness.h"
 
 static const fa_setup reference = {.device = {FA_DEVICE_REFERENCE, 0}};
 static const uint64_t seed = 11;
 
-static const struct {
-  fa_tensor_id input, tangent, gradient;
-} directions[] = {{FA_TENSOR_Q, FA_TENSOR_TANGENT_Q, FA_TENSOR_DQ},
-                  {FA_TENSOR_K, FA_TENSOR_TANGENT_K, FA_TENSOR_DK},
-                  {FA_TENSOR_V, FA_TENSOR_TANGENT_V, FA_TENSOR_DV},
-                  {FA_TENSOR_SINK, FA_TENSOR_TANGENT_SINK, FA_TENSOR_DSINK}};
-#define NUM_DIRECTIONS (sizeof directions / sizeof *directions)
+/* Whether the problem has the tensor, and its gradient is known. */
+static bool is_differentiated(const fa_problem *p, int id) {
+  return fa_tensor_role_in(p, FA_PASS_FORWARD, id) == FA_ROLE_INPUT && fa_tensor_gradient(id) >= 0;
+}
 
 /* <x, y>; adds |x| |y| to size */
 static double inner(const fa_problem *p, const fa_values *x, fa_tensor_id a, fa_tensor_id b, double *size) {
@@ -35,13 +33,15 @@ static void test_identity(const fa_case *c, const fa_values *tangent) {
   values_fill(&x, p, FA_DTYPE_F64, c->fill, seed);
   must_run(&reference, p, FA_PASS_FORWARD, &x);
   must_run(&reference, p, FA_PASS_BACKWARD, &x);
-  double size = 0, dsink_size = 0, gradients = 0;
-  for (size_t i = 0; i < NUM_DIRECTIONS; i++)
-    gradients += inner(p, &x, directions[i].gradient, directions[i].tangent,
-                       directions[i].input == FA_TENSOR_SINK ? &dsink_size : &size);
+  double size = 0, sums_size = 0, gradients = 0;
+  for (int id = 0; id < FA_NUM_TENSORS; id++) {
+    if (!is_differentiated(p, id)) continue;
+    const int gradient = fa_tensor_gradient(id);
+    gradients += inner(p, &x, gradient, fa_tensor_tangent(id), fa_is_sum(p, gradient) ? &sums_size : &size);
+  }
   const double along = inner(p, tangent, FA_TENSOR_O_TANGENT, FA_TENSOR_DOUT, &size);
-  /* dsink is an f32, whatever the arithmetic. */
-  const double tolerance = 1e-13 * size + 0x1p-24 * dsink_size;
+  /* Sums are f32, whatever the arithmetic. */
+  const double tolerance = 1e-13 * size + 0x1p-24 * sums_size;
   CHECK(fabs(along - gradients) <= tolerance, "%s: <o_tangent, dout> is %.3g from the gradients, of size %.3g",
         c->name, along - gradients, size);
   CHECK(values_error(p, FA_TENSOR_O, tangent, &x) <= 1e-10, "%s: o of the tangent pass", c->name);
@@ -53,9 +53,9 @@ static void test_identity(const fa_case *c, const fa_values *tangent) {
 static fa_values forward_at(const fa_case *c, const fa_setup *setup, double step) {
   fa_values x = values_new(&c->problem);
   values_fill(&x, &c->problem, FA_DTYPE_F64, c->fill, seed);
-  for (size_t i = 0; i < NUM_DIRECTIONS; i++)
-    for (int64_t j = values_count(&c->problem, directions[i].input) - 1; j >= 0; j--)
-      x.data[directions[i].input][j] += step * x.data[directions[i].tangent][j];
+  for (int id = 0; id < FA_NUM_TENSORS; id++)
+    for (int64_t j = values_count(&c->problem, id) - 1; is_differentiated(&c->problem, id) && j >= 0; j--)
+      x.data[id][j] += step * x.data[fa_tensor_tangent(id)][j];
   must_run(setup, &c->problem, FA_PASS_FORWARD, &x);
   return x;
 }
