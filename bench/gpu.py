@@ -1,16 +1,23 @@
 """The CUDA backend beside what a user would otherwise pick, on this machine's GPU and in one run.
 
     python3 bench/gpu.py [--quick] [--xla] [--library priv/libflash_attention.so] [--result bench/results/h200]
+                         [--sustained [SECONDS]] [--peer MODULE.py]
 
 Needs torch (and jax for --xla, matplotlib for the picture). Calls the C library through ctypes on torch's tensors
 and stream; peers are the backends of torch's scaled_dot_product_attention and, with --xla, the attention that XLA
 compiles from plain operations. Prints a page of Markdown, keeps it in RESULT.md and draws RESULT.svg.
+
+--sustained makes another page, RESULT_sustained.md: each implementation alone for SECONDS (3) on a hot card, with its
+clock and energy (bench/sustained.py). --peer names a Python file with one more implementation of 16-bit cases, for
+instance FlashAttention-3: a class Peer, made of (q, k, v, dout, causal), with forward() and backward() that enqueue
+the passes. Without it FlashAttention-3 is known by ratios to cuDNN that were measured once.
 
 TFLOP/s: the median of event timings, every implementation in turn, the L2 cache flushed before each. The forward
 counts 4*b*h*s*s*d operations, half of that under a causal mask, the backward 2.5 times as many. Hidden size 2048;
 16,384 tokens in 16-bit types, 8,192 in f32. Inputs are normal, [batch, seqlen, heads, head_dim].
 """
 import argparse
+import importlib.util
 import os
 import statistics
 import sys
@@ -24,6 +31,7 @@ import c_library
 from c_library import PASSES
 
 import host
+import sustained
 
 HIDDEN = 2048
 TYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
@@ -104,6 +112,16 @@ class Xla:
         self.forward_backward = lambda: jax.block_until_ready(both(*inputs))
 
 
+def load_peer(path):
+    """The class Peer of a Python file, or None."""
+    if not path:
+        return None
+    spec = importlib.util.spec_from_file_location("peer", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.Peer
+
+
 def attempt(make, *arguments):
     """None where an implementation does not take the case."""
     try:
@@ -162,6 +180,8 @@ class Case:
             made[name] = This(library, *inputs, self.causal, precision=precision)
         for name in ("efficient", "math") if f32 else ("flash", "cudnn"):
             made[name] = attempt(Torch, name, *inputs, self.causal)
+        if args.peer and not f32:
+            made["peer"] = attempt(args.peer, *inputs, self.causal)
         runs = {}
         for name, implementation in made.items():
             if implementation and name != "deterministic":
@@ -236,6 +256,15 @@ class Page:
         self.marks.setdefault(name, []).append(met)
         return met
 
+    def verdicts(self):
+        """A line a mark: how many of its rows met it."""
+        for name, verdicts in self.marks.items():
+            self.say(f"* {'met' if all(verdicts) else 'MISSED'}, {sum(verdicts)} of {len(verdicts)}: {name}")
+
+    def keep(self, path):
+        with open(path, "w") as file:
+            file.write("\n".join(self.lines) + "\n")
+
 
 def pair(measured, name, other=None):
     """ "forward / backward" of an implementation, or how many times that of the other it is."""
@@ -249,6 +278,7 @@ def pair(measured, name, other=None):
 # FlashAttention-3 over cuDNN on an H200, measured beside each other with its own sources (0251105a): by head_dim and
 # causal, forward and backward at seqlen 512, 2048, 8192, 16384. What counts is the better of the two.
 SEQLENS = (512, 2048, 8192, 16384)
+SUSTAINED_SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
 FLASH3_OVER_CUDNN = {
     (64, False): {"forward": (0.87, 1.07, 1.11, 1.16), "backward": (1.21, 1.16, 1.18, 1.13)},
     (64, True): {"forward": (0.86, 1.06, 1.14, 1.16), "backward": (1.17, 1.25, 1.27, 1.22)},
@@ -257,8 +287,9 @@ FLASH3_OVER_CUDNN = {
 }
 
 
-def marks_of(case):
-    """What a row is to reach: (pass, of whose speed, how many times that, what to call it)."""
+def marks_of(case, measured):
+    """What a row is to reach: (pass, of whose speed, how many times that, what to call it). Where a peer was measured
+    it stands for FlashAttention-3, without the ratios."""
     if case.type_name == "f32":
         if case.head_dim > 128:
             return []
@@ -266,15 +297,18 @@ def marks_of(case):
         return marks + [(which, "efficient", times, f"at least {times} times efficient from seqlen 2048 on")
                         for which, times in (("forward", 4), ("backward", 3.5)) if case.seqlen >= 2048]
     marks = [(which, peer, 1, f"at least 1 times {peer}") for which in PASSES for peer in ("flash", "cudnn")]
+    if ("peer", "forward") in measured:
+        return marks + [(which, peer, 1, "at least the better of cuDNN and the peer")
+                        for which in PASSES for peer in ("cudnn", "peer")]
     flash3 = FLASH3_OVER_CUDNN.get((case.head_dim, case.causal), {})
     return marks + [(which, "cudnn", 0.95 * max(1, ratios[SEQLENS.index(case.seqlen)]),
                      "at least 0.95 of the better of cuDNN and FlashAttention-3") for which, ratios in flash3.items()]
 
 
-def speed_row(page, case, measured):
+def speed_row(page, case, measured, args):
     f32 = case.type_name == "f32"
     this, peer, other = ("highest", "efficient", "math") if f32 else ("this", "flash", "cudnn")
-    missed = [f"{which} below {times:.3g} {whose}" for which, whose, times, name in marks_of(case)
+    missed = [f"{which} below {times:.3g} {whose}" for which, whose, times, name in marks_of(case, measured)
               if (whose, which) in measured and
               not page.mark(f"{case.type_name} {which}: {name}", measured[this, which] >= times * measured[whose, which])]
     slower = measured[this, "backward"] / measured["deterministic", "backward"]
@@ -284,6 +318,8 @@ def speed_row(page, case, measured):
     cells = [str(case), pair(measured, this), f"{slower:.2f}"]
     if f32:
         cells += [pair(measured, "high"), pair(measured, "default")]
+    elif args.peer:
+        cells += [pair(measured, "peer"), pair(measured, this, "peer")]
     cells += [pair(measured, peer), pair(measured, other), pair(measured, this, peer), pair(measured, this, other)]
     if ("xla", "both") in measured:
         cells.append(f"{measured['xla', 'forward']:.0f} / {measured['xla', 'both']:.0f}")
@@ -297,12 +333,13 @@ def speed_table(page, cases, library, args):
         page.table("case", "highest", "deterministic, times its time", "high", "default", "efficient", "math",
                    "highest over efficient", "over math", *xla, "marks")
     else:
-        page.table("case", "this", "deterministic, times its time", "FLASH", "cuDNN", "over FLASH", "over cuDNN", *xla,
+        peer = ["peer", "over peer"] if args.peer else []
+        page.table("case", "this", "deterministic, times its time", *peer, "FLASH", "cuDNN", "over FLASH", "over cuDNN", *xla,
                    "marks")
     table = {}
     for case in cases:
         table[str(case)] = case.measure(library, args)
-        speed_row(page, case, table[str(case)])
+        speed_row(page, case, table[str(case)], args)
         torch.cuda.empty_cache()
     page.say()
     return table
@@ -358,6 +395,27 @@ def draw(path, table, cases):
     figure.savefig(path, metadata={"Date": None})
 
 
+def sustained_page(args, library, gpu, result):
+    """RESULT_sustained.md."""
+    page = Page()
+    page.say(f"# Attention that an {gpu} keeps up\n")
+    page.say(f"`make bench-gpu BENCH_ARGS='--sustained'`: torch {torch.__version__}, cuDNN "
+             f"{torch.backends.cudnn.version()}; bf16, hidden size 2048, 16,384 tokens.\n")
+
+    def implementations(case):
+        inputs = case.inputs()
+        made = {"this": This(library, *inputs, case.causal), "cudnn": attempt(Torch, "cudnn", *inputs, case.causal)}
+        if args.peer:
+            made["peer"] = attempt(args.peer, *inputs, case.causal)
+        return {name: (one.forward, one.backward) for name, one in made.items() if one}
+
+    seqlens = (2048, 16384) if args.quick else SUSTAINED_SEQLENS
+    cases = [Case("bf16", d, causal, s) for d in (64, 128) for causal in (False, True) for s in seqlens]
+    sustained.section(page, cases, implementations, args.sustained)
+    page.verdicts()
+    page.keep(result + "_sustained.md")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="few cases, few turns")
@@ -365,12 +423,18 @@ def main():
     parser.add_argument("--xla", action="store_true", help="XLA's attention too, up to seqlen 4,096")
     parser.add_argument("--library", default="priv/libflash_attention.so")
     parser.add_argument("--result", help="where to keep the page and the picture, without .md and .svg")
+    parser.add_argument("--sustained", type=float, nargs="?", const=3.0, metavar="SECONDS",
+                        help="only the page of what the card keeps up")
+    parser.add_argument("--peer", type=load_peer, metavar="MODULE.py", help="one more implementation of 16-bit cases")
     args = parser.parse_args()
     args.budget_ms = 100 if args.quick else 700
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     torch.backends.cuda.matmul.allow_tf32 = False
     library, page, gpu = Library(args.library), Page(), torch.cuda.get_device_name()
     result = args.result or "bench/results/" + gpu.lower().replace("nvidia ", "").replace(" ", "-")
+
+    if args.sustained:
+        return sustained_page(args, library, gpu, result)
 
     def cases(type_name, longest):
         seqlens = [2048] if args.quick else [s for s in SEQLENS if s <= longest]
@@ -405,12 +469,10 @@ def main():
                       f"{full >> 20} MiB", full <= 2 * part)
     megabytes = os.path.getsize(library.path) / 1e6
     page.mark(f"the library: under 30 MB ({megabytes:.1f} MB)", megabytes < 30)
-    for name, verdicts in page.marks.items():
-        page.say(f"* {'met' if all(verdicts) else 'MISSED'}, {sum(verdicts)} of {len(verdicts)}: {name}")
+    page.verdicts()
 
     page.say(f"\n![TFLOP/s by seqlen]({os.path.basename(result)}.svg)")
-    with open(result + ".md", "w") as file:
-        file.write("\n".join(page.lines) + "\n")
+    page.keep(result + ".md")
     draw(result + ".svg", table, listed)
 
 
