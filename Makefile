@@ -137,7 +137,8 @@ HOPPER_PASSES := forward backward backward_wide backward_scaled
 CUDA_KERNELS  += $(foreach pass,$(HOPPER_PASSES),$(HOPPER_KINDS_$(pass):%=$(BUILD)/cuda/hopper_$(pass)_%.o))
 
 CUDA_HOST     := $(patsubst cuda/%.c,$(BUILD)/cuda/%.o,$(wildcard cuda/*.c))
-OBJECTS       += $(CUDA_HOST) $(BUILD)/cuda/auxiliary.o $(CUDA_KERNELS)
+CUDA_SMALL    := $(BUILD)/cuda/auxiliary.o $(BUILD)/cuda/plan.o
+OBJECTS       += $(CUDA_HOST) $(CUDA_SMALL) $(CUDA_KERNELS)
 $(BUILD)/core/backends.o: EXTRA_CFLAGS := -DFA_CUDA
 endif
 
@@ -210,7 +211,7 @@ $(CUDA_HOST): $(BUILD)/cuda/%.o: cuda/%.c $(FLAGS) $(BUILD)/cuda.flags Makefile
 	@mkdir -p $(@D)
 	$(call show,CC $<)$(CC) $(FA_CFLAGS) -I$(call quote,$(CUDA_HOME)/include) -MMD -MP -c -o $@ $<
 
-$(BUILD)/cuda/auxiliary.o: cuda/auxiliary.cu $(BUILD)/cuda.flags Makefile
+$(CUDA_SMALL): $(BUILD)/cuda/%.o: cuda/%.cu $(BUILD)/cuda.flags Makefile
 	@mkdir -p $(@D)
 	$(call show,NVCC $<)$(NVCC) $(CUDA_CFLAGS) $(CUDA_ARCHS) -MMD -MP -c -o $@ $<
 

@@ -95,7 +95,10 @@ static fa_status check_sizes(const fa_problem *p, const fa_cuda_kernel *kernel, 
   const struct {
     const char *name;
     int64_t size;
-  } counts[] = {{"batch", p->batch}, {"num_heads", p->num_heads}, {"num_sinks", p->num_sinks}};
+  } counts[] = {{"batch", p->batch},
+                {"num_heads", p->num_heads},
+                {"num_sinks", p->num_sinks},
+                {"num_bands", p->num_bands}};
   for (size_t i = 0; i < sizeof counts / sizeof *counts; i++)
     if (counts[i].size > most_blocks)
       return unsupported(error, counts[i].name, "below 2^30 on CUDA", counts[i].size);
@@ -113,9 +116,6 @@ static fa_status check_problem(const fa_plan *plan, int major, fa_error *error) 
                    fa_pass_name(plan->pass));
   if (plan->problem.dtype == FA_DTYPE_F64)
     return fa_fail(error, FA_STATUS_UNSUPPORTED, "dtype", "f32, bf16 or f16 on CUDA", "f64");
-  if (plan->problem.num_bands > 0)
-    return fa_fail(error, FA_STATUS_UNSUPPORTED, "bands", "none on CUDA",
-                   FA_TEXT("%lld", (long long)plan->problem.num_bands));
   if (plan->problem.alibi_batch > 0)
     return fa_fail(error, FA_STATUS_UNSUPPORTED, "alibi_slopes", "none on CUDA", "a tensor");
   if (major < 8)
@@ -135,7 +135,16 @@ static bool can_map(const fa_problem *p) { return p->head_dim * (int64_t)fa_dtyp
 /* What the problem asks of a kernel beyond plain attention. */
 static uint32_t needs_of(const fa_problem *p) {
   return (sees_all(p) ? 0 : FA_CUDA_NEEDS_WINDOW) | (p->softcap == 0 ? 0 : FA_CUDA_NEEDS_SOFTCAP) |
-         (p->num_sinks == 0 ? 0 : FA_CUDA_NEEDS_SINKS);
+         (p->num_sinks == 0 ? 0 : FA_CUDA_NEEDS_SINKS) | (p->num_bands == 0 ? 0 : FA_CUDA_NEEDS_BANDS);
+}
+
+/* What stood in the way where kernels fit the head_dim and the device, but none took these needs as well. */
+static fa_status no_kernel_takes(uint32_t needs, const fa_plan *plan, fa_error *error) {
+  static const char *const names[] = {"window", "softcap", "num_sinks", "bands"};
+  int first = 0;
+  while (!(needs >> first & 1)) first++;
+  return fa_fail(error, FA_STATUS_UNSUPPORTED, names[first],
+                 FA_TEXT("none in the %s on this CUDA device", fa_pass_name(plan->pass)), "some");
 }
 
 /* The first row of the kind's tables, from a family on, that takes the problem and fits the device. */
@@ -151,6 +160,7 @@ static fa_status choose_kernel(const fa_plan *plan, int family, const fa_cuda_ke
   if (status) return status;
   if (major != 9 || minor != 0 || fa_is_disabled("sm90") || !can_map(problem)) family = PORTABLE;
   int32_t largest = 0;
+  uint32_t declined = 0;
   for (; family < NUM_FAMILIES; family++) {
     const fa_cuda_kind kind = kind_of(problem);
     const fa_cuda_kernel *row =
@@ -158,11 +168,15 @@ static fa_status choose_kernel(const fa_plan *plan, int family, const fa_cuda_ke
     for (; row && row->name; row++) {
       if (row->bucket > largest && row->shared_bytes <= shared_bytes) largest = row->bucket;
       if (problem->head_dim > row->bucket || row->shared_bytes > shared_bytes) continue;
-      if (needs_of(problem) & ~row->takes) continue;
+      if (needs_of(problem) & ~row->takes) {
+        declined |= needs_of(problem) & ~row->takes;
+        continue;
+      }
       *chosen = row;
       return check_sizes(problem, row, error);
     }
   }
+  if (declined) return no_kernel_takes(declined, plan, error);
   return unsupported(error, "head_dim", FA_TEXT("at most %d on this CUDA device", largest), problem->head_dim);
 }
 
@@ -172,7 +186,8 @@ static fa_status choose_kernel(const fa_plan *plan, int family, const fa_cuda_ke
 typedef struct cuda_job {
   fa_cuda_arguments arguments;
   fa_cuda_splits splits;
-  fa_cuda_maps maps; /* of a kernel that reads by them */
+  fa_cuda_plans plans; /* of a problem with bands */
+  fa_cuda_maps maps;   /* of a kernel that reads by them */
   int32_t num_multiprocessors;
   size_t zeroed_bytes; /* at the workspace's beginning */
   size_t workspace_bytes;
@@ -227,13 +242,16 @@ static fa_cuda_score score_of(const fa_problem *p) {
                          finite_f32(fabs(p->scale))};
 }
 
+/* Whether blocks of one side may differ in what they have to do. */
+static bool is_uneven(const fa_problem *p) { return p->num_bands > 0 || !sees_all(p); }
+
 /* How many heads' row blocks a persistent forward begins alternately: one head's where row blocks are of one
  * length, and otherwise those of as many heads as leave, with their k and v, some of the cache to rows that
  * come and go. The share is measured (cuda_log.md, "Hopper, forward"). */
 static int32_t forward_heads_at_once(const fa_problem *p) {
   const int64_t num_heads = p->batch * p->num_heads, heads_per_kv = p->num_heads / p->num_kv_heads;
   const int64_t head_bytes = p->seqlen_k * p->head_dim * 2 * (int64_t)fa_dtype_bytes(p->dtype) / heads_per_kv;
-  int64_t wanted = sees_all(p) ? 1 : 18 * 1000 * 1000 / (head_bytes + 1);
+  int64_t wanted = !is_uneven(p) ? 1 : 18 * 1000 * 1000 / (head_bytes + 1);
   if (wanted < 1) wanted = 1;
   return (int32_t)(wanted < num_heads ? wanted : num_heads);
 }
@@ -261,9 +279,9 @@ static int32_t backward_heads_at_once(const fa_problem *p, const fa_cuda_kernel 
   const int64_t cached = (INT64_C(24) << 20) / (head_bytes + 1);
   int64_t wanted = 4;
   if (!a->in_order) {
-    if (sees_all(p)) wanted = 3;
-    if (!sees_all(p) && cached >= 8) wanted = 8;
-  } else if (kernel->persistent && !sees_all(p)) {
+    if (!is_uneven(p)) wanted = 3;
+    if (is_uneven(p) && cached >= 8) wanted = 8;
+  } else if (kernel->persistent && is_uneven(p)) {
     wanted = kernel->bucket == 64 ? 32 : 16;
     if (kernel->bucket == 64 && cached * 2 / 3 > wanted) wanted = cached * 2 / 3;
   } else if (cached > wanted && a->num_k_blocks > 0) {
@@ -284,6 +302,34 @@ static int64_t heads_summed(const fa_problem *p, const fa_cuda_kernel *kernel, c
                 cached = (INT64_C(24) << 20) / (head_bytes + 1);
   const int64_t at_once = 3 * a->heads_at_once * heads_per_kv, wanted = cached > at_once ? cached : at_once;
   return wanted < num_heads ? wanted : num_heads;
+}
+
+/* Takes the plans of one side's blocks; where these are to be ordered, with room for as many more meanwhile. */
+static fa_cuda_block_plan *take_plans(fa_arena *workspace, fa_cuda_plans *plans, int64_t num_blocks,
+                                      bool of_rows, const fa_cuda_kernel *kernel, bool by_number) {
+  fa_cuda_plan_side *side = &plans->sides[plans->num_sides++];
+  *side = (fa_cuda_plan_side){.num_blocks = (int32_t)num_blocks,
+                              .size = of_rows ? kernel->block_q : kernel->block_k,
+                              .other_size = of_rows ? kernel->block_k : kernel->block_q,
+                              .of_rows = of_rows,
+                              .by_number = by_number};
+  side->plans = fa_take(workspace, plans->bands_batch * num_blocks * (by_number ? 1 : 2), sizeof *side->plans);
+  return side->plans;
+}
+
+static void lay_out_bands(const fa_plan *plan, const fa_cuda_kernel *kernel, const fa_tensors *t,
+                          fa_arena *workspace, cuda_job *job) {
+  const fa_problem *p = &plan->problem;
+  const bool backward = plan->pass == FA_PASS_BACKWARD;
+  fa_cuda_arguments *a = &job->arguments;
+  fa_cuda_plans *plans = &job->plans;
+  if (p->num_bands == 0) return;
+  a->bands = plans->bands = t->bands.data;
+  a->bands_batch = plans->bands_batch = (int32_t)p->bands_batch;
+  a->num_bands = plans->num_bands = (int32_t)p->num_bands;
+  plans->window = a->window;
+  a->row_plans = take_plans(workspace, plans, a->num_q_blocks, true, kernel, backward);
+  if (backward) a->column_plans = take_plans(workspace, plans, a->num_k_blocks, false, kernel, a->in_order);
 }
 
 /* The one place that knows the workspace: called with NULL to size it, and again to run. */
@@ -313,7 +359,7 @@ static cuda_job lay_out(const fa_plan *plan, const fa_cuda_kernel *kernel, const
       backward ? backward_heads_at_once(p, kernel, a, job.num_multiprocessors) : forward_heads_at_once(p);
 
   /* First what starts at 0. A forward needs tickets where its row blocks differ in length. */
-  if (backward || (kernel->persistent && !sees_all(p) && rows * a->num_q_blocks > job.num_multiprocessors))
+  if (backward || (kernel->persistent && is_uneven(p) && rows * a->num_q_blocks > job.num_multiprocessors))
     a->tickets = fa_take(&workspace, 2, sizeof *a->tickets);
   if (backward) a->dq_order = fa_take(&workspace, rows * a->num_q_blocks, sizeof *a->dq_order);
   job.zeroed_bytes = workspace.used;
@@ -323,6 +369,7 @@ static cuda_job lay_out(const fa_plan *plan, const fa_cuda_kernel *kernel, const
     a->shift = fa_take(&workspace, rows * a->padded_rows, sizeof *a->shift);
     a->delta = fa_take(&workspace, rows * a->padded_rows, sizeof *a->delta);
   }
+  lay_out_bands(plan, kernel, t, &workspace, &job);
   job.splits =
       (fa_cuda_splits){.num_parts = kinds[kind_of(p)].num_parts, .batch = a->batch, .head_dim = a->head_dim};
   a->q = kernel->mapped && !backward ? view(p, t->q, p->seqlen_q, p->num_heads)
@@ -394,6 +441,13 @@ static fa_status launch_splits(fa_cuda_splits *splits, cudaStream_t stream, fa_e
   return FA_STATUS_OK;
 }
 
+static fa_status launch_plans(fa_cuda_plans *plans, cudaStream_t stream, fa_error *error) {
+  const char *operation = "launch of the plan of bands";
+  CHECK(launch(fa_cuda_plan_kernel, (dim3){(unsigned)plans->bands_batch, (unsigned)plans->num_sides, 1},
+               FA_CUDA_PLAN_THREADS, 0, (void *[]){plans}, stream));
+  return FA_STATUS_OK;
+}
+
 static fa_status launch_forward(const fa_cuda_kernel *kernel, cuda_job *job, cudaStream_t stream,
                                 fa_error *error) {
   const char *operation = "launch of the forward";
@@ -425,6 +479,7 @@ static fa_status enqueue(const fa_plan *plan, const fa_cuda_kernel *kernel, void
   const char *operation = "cudaMemsetAsync";
   if (job->zeroed_bytes) CHECK(cudaMemsetAsync(workspace, 0, job->zeroed_bytes, stream));
   fa_status status = launch_splits(&job->splits, stream, error);
+  if (!status) status = launch_plans(&job->plans, stream, error);
   if (status) return status;
   return (plan->pass == FA_PASS_FORWARD ? launch_forward : launch_backward)(kernel, job, stream, error);
 }

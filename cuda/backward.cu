@@ -290,7 +290,7 @@ constexpr fa_cuda_kernel row(const char *name) {
           .block_k = Shape::block_k,
           .num_threads = Layout::THREADS,
           .shared_bytes = Layout::SHARED_BYTES,
-          .takes = FA_CUDA_ALL_NEEDS,
+          .takes = FA_CUDA_PLAIN_NEEDS,
           .main = (const void *)backward<Kind, Shape>,
           .statistics = (const void *)statistics<Kind, Shape>,
           .finish_dq = (const void *)finish_dq<Kind, Shape>,

@@ -25,7 +25,7 @@ struct ForwardLayout {
   static constexpr int THREADS = Shape::num_warps * 32;
 };
 
-template <class Kind, class Shape>
+template <class Kind, class Shape, bool GENERAL>
 __global__ void __launch_bounds__(Shape::num_warps * 32, Shape::blocks_per_sm)
     forward(const __grid_constant__ fa_cuda_arguments a) {
   using Layout = ForwardLayout<Kind, Shape>;
@@ -38,11 +38,12 @@ __global__ void __launch_bounds__(Shape::num_warps * 32, Shape::blocks_per_sm)
   static_assert(FA_CUDA_SCALE_ROWS % Shape::block_q == 0 && FA_CUDA_SCALE_ROWS % Shape::block_k == 0,
                 "one scale a block");
 
-  const RowBlock mine = row_block_of(a, blockIdx.x);
+  fa_cuda_block_plan plan = {};
+  const RowBlock mine = row_block_of<GENERAL>(a, blockIdx.x, plan);
   const int head = mine.head, batch = mine.batch, kv_head = kv_head_of(a, head);
   const Sequence sequence = sequence_of(a, batch);
   const Range rows = row_range<Shape>(sequence, mine.q_block);
-  const Blocks k_blocks = k_blocks_of<Shape>(sequence, rows);
+  Visits<GENERAL, true, Shape::block_k> visits(a, batch, plan, rows);
   const int warp_row = threadIdx.x / 32 * WARP_ROWS;
 
   extern __shared__ __align__(128) uint8_t shared[];
@@ -50,8 +51,7 @@ __global__ void __launch_bounds__(Shape::num_warps * 32, Shape::blocks_per_sm)
   const uint16_t *q = rows_of(a.q, sequence, head);
   const uint16_t *k = columns_of(a.k, sequence, kv_head);
   const uint16_t *v = columns_of(a.v, sequence, kv_head);
-  auto load_k_and_v = [&](int block, uint32_t stage) {
-    const int column = block * Shape::block_k;
+  auto load_k_and_v = [&](int column, uint32_t stage) {
     load_operand<Kind, KTile, THREADS>(stage, a.k, k, column, sequence.num_columns());
     load_operand<Kind, KTile, THREADS>(stage + Layout::K_BYTES, a.v, v, column, sequence.num_columns());
   };
@@ -62,19 +62,21 @@ __global__ void __launch_bounds__(Shape::num_warps * 32, Shape::blocks_per_sm)
   const float unit = exponent_of_unit<Kind>(a.score);
   const int exponent_q = exponent_of<Kind>(a.q, batch, head, sequence.first_row + rows.begin);
 
-  if (k_blocks.count > 0) {
+  if (!visits.done()) {
     load_operand<Kind, QTile, THREADS>(q_tile, a.q, q, rows.begin, sequence.num_rows());
-    load_k_and_v(k_blocks.at(0), stages);
+    load_k_and_v(visits.begin, stages);
   }
   uint32_t stage = 0;
-  for (int i = 0; i < k_blocks.count; i++) {
+  while (!visits.done()) {
+    const int column = visits.begin;
+    const fa_band band = visits.band;
+    visits.advance();
     copy_async_wait_all();
     __syncthreads();  // this block is there, and the other stage is no longer in use
     const uint32_t k_tile = stages + stage;
     stage ^= Layout::STAGE_BYTES;
-    if (i + 1 < k_blocks.count) load_k_and_v(k_blocks.at(i + 1), stages + stage);
+    if (!visits.done()) load_k_and_v(visits.begin, stages + stage);
 
-    const int column = k_blocks.at(i) * Shape::block_k;
     const int exponent_k = exponent_of<Kind>(a.k, batch, kv_head, sequence.first_column + column);
     const int exponent_v = exponent_of<Kind>(a.v, batch, kv_head, sequence.first_column + column);
     float scores[MT][NT][4];
@@ -82,8 +84,8 @@ __global__ void __launch_bounds__(Shape::num_warps * 32, Shape::blocks_per_sm)
     multiply<Kind, Shape::head_dim / 16, NT>(scores, TileOperand<QTile, true, true>(q_tile, warp_row),
                                              TileOperand<KTile, false, true>(k_tile, 0),
                                              power_of_two(-exponent_q - exponent_k));
-    make_scores<Kind, false, MT, NT>(scores, a, rows, {column, column + Shape::block_k},
-                                     {batch, head, rows.begin + warp_row, column});
+    make_scores_in_band<Kind, false, GENERAL, MT, NT>(scores, a, band, rows, {column, column + Shape::block_k},
+                                                      {batch, head, rows.begin + warp_row, column});
     if (softmax.update(scores, unit)) softmax.rescale_rows(o);
 
     // The accumulator of two column blocks is laid out as the left operand of one k fragment.
@@ -113,7 +115,7 @@ __global__ void __launch_bounds__(Shape::num_warps * 32, Shape::blocks_per_sm)
                                 a.head_dim, o, scale);
 }
 
-template <class Kind, class Shape>
+template <class Kind, class Shape, bool GENERAL>
 constexpr fa_cuda_kernel row(const char *name) {
   using Layout = ForwardLayout<Kind, Shape>;
   return {.name = name,
@@ -122,14 +124,17 @@ constexpr fa_cuda_kernel row(const char *name) {
           .block_k = Shape::block_k,
           .num_threads = Layout::THREADS,
           .shared_bytes = Layout::SHARED_BYTES,
-          .takes = FA_CUDA_ALL_NEEDS,
-          .main = (const void *)forward<Kind, Shape>};
+          .takes = GENERAL ? FA_CUDA_ALL_NEEDS : FA_CUDA_PLAIN_NEEDS,
+          .main = (const void *)forward<Kind, Shape, GENERAL>};
 }
 
 }  // namespace fa
 
-#define ROW(rest, ...) \
-  fa::row<fa::kinds::FA_KIND, fa::ForwardShape<__VA_ARGS__>>("cuda/sm80/" FA_QUOTE(FA_KIND) rest)
+// A kernel for problems without bands, and one for those with.
+#define KERNEL(general, name, ...) fa::row<fa::kinds::FA_KIND, fa::ForwardShape<__VA_ARGS__>, general>(name)
+#define ROW(rest, ...)                                             \
+  KERNEL(false, "cuda/sm80/" FA_QUOTE(FA_KIND) rest, __VA_ARGS__), \
+      KERNEL(true, "cuda/sm80/" FA_QUOTE(FA_KIND) rest "/bands", __VA_ARGS__)
 
 // Rows per warp (block_q / num_warps) decide how often a fragment of K and V that was read is used: 32 keep the
 // tensor cores busier than shared memory, where the registers (o: rows * head_dim / 32 a thread) allow it; with

@@ -468,7 +468,7 @@ constexpr fa_cuda_kernel row(const char *name) {
           .block_k = Shape::block_k,
           .num_threads = Shape::num_threads,
           .shared_bytes = ForwardBuffers<Kind, Shape>::BYTES,
-          .takes = FA_CUDA_ALL_NEEDS,
+          .takes = FA_CUDA_PLAIN_NEEDS,
           .mapped = true,
           .persistent = true,
           .main = (const void *)forward<Kind, Shape>};

@@ -33,6 +33,13 @@ typedef struct fa_cuda_window {
   int32_t seqlen_q, seqlen_k, left, right;
 } fa_cuda_window;
 
+/* What a block of rows or of columns visits: pairs of a band and a block of the other side that the band shows
+ * it something of. Bands before first_band and from end_band on show it nothing; of those between, some may. */
+typedef struct fa_cuda_block_plan {
+  int32_t block; /* its number */
+  int32_t first_band, end_band, num_visits;
+} fa_cuda_block_plan;
+
 /* How a product q·k becomes a score: factor * f(q·k), factor > 0, where f is one of these. */
 typedef enum fa_cuda_score_form {
   FA_CUDA_SCORE_PLAIN,   /* x */
@@ -72,7 +79,27 @@ typedef struct fa_cuda_arguments {
   /* Backward: how many column blocks, and how many row blocks' ends, have been taken. Forward: how many tiles,
    * after everybody's first; or NULL: each takes those that lie a grid apart. */
   int32_t *tickets;
+  /* Of a problem with bands, which window bounds. The plans lie in the order in which their blocks are begun:
+   * the forward's row blocks and the backward's column blocks those with the most visits first, the backward's
+   * row blocks, and its column blocks in_order, by number. */
+  const int32_t *bands; /* [bands_batch, num_bands, 6] */
+  int32_t bands_batch, num_bands;
+  fa_cuda_block_plan *row_plans;    /* [bands_batch, num_q_blocks] */
+  fa_cuda_block_plan *column_plans; /* [bands_batch, num_k_blocks], of the backward */
 } fa_cuda_arguments;
+
+/* The plan kernel's argument: plans to make of one side's blocks. */
+typedef struct fa_cuda_plan_side {
+  fa_cuda_block_plan *plans;            /* [bands_batch, num_blocks] */
+  int32_t num_blocks, size, other_size; /* of a block, and of one of the other side */
+  int32_t of_rows, by_number;           /* or those with the most visits first */
+} fa_cuda_plan_side;
+typedef struct fa_cuda_plans {
+  fa_cuda_window window;
+  const int32_t *bands; /* [bands_batch, num_bands, 6] */
+  int32_t bands_batch, num_bands, num_sides;
+  fa_cuda_plan_side sides[2];
+} fa_cuda_plans;
 
 /* Tensors as tensor maps {head_dim, seqlen, heads, batch}, with boxes of 128 bytes of block_q (q, dout),
  * block_k (k, v) or 16 (out: o or dq) rows: the second argument of the kernels that read by them. Of f32
@@ -116,7 +143,9 @@ enum {
   FA_CUDA_NEEDS_WINDOW = 1 << 0,
   FA_CUDA_NEEDS_SOFTCAP = 1 << 1,
   FA_CUDA_NEEDS_SINKS = 1 << 2,
-  FA_CUDA_ALL_NEEDS = (1 << 3) - 1,
+  FA_CUDA_NEEDS_BANDS = 1 << 3,
+  FA_CUDA_ALL_NEEDS = (1 << 4) - 1,
+  FA_CUDA_PLAIN_NEEDS = FA_CUDA_NEEDS_WINDOW | FA_CUDA_NEEDS_SOFTCAP | FA_CUDA_NEEDS_SINKS,
 };
 
 /* A kernel and the shape of its blocks: a row of the tables in forward.cu, backward.cu and their Hopper
@@ -149,9 +178,11 @@ extern const fa_cuda_kernel fa_hopper_forward_f32[], fa_hopper_backward_f32[];
 extern const fa_cuda_kernel fa_hopper_forward_f32_as_f16[], fa_hopper_backward_f32_as_f16[];
 
 /* Kernels that are the same for every kind. */
-enum { FA_CUDA_SMALL_KERNEL_THREADS = 256 };
+enum { FA_CUDA_SMALL_KERNEL_THREADS = 256, FA_CUDA_PLAN_THREADS = 1024 };
 extern const void *const fa_cuda_split_kernels[]; /* fa_cuda_splits; head_dim to 64, 128, 256; a block a group
                                                     of rows, its y a tensor */
+extern const void *const fa_cuda_plan_kernel;     /* fa_cuda_plans; FA_CUDA_PLAN_THREADS threads, a block a
+                                                    batch of bands, its y a side */
 extern const void *const fa_cuda_sink_kernel;     /* fa_cuda_arguments; a block a sink and head: writes dsink */
 extern const void *const fa_cuda_unpack_kernel; /* fa_cuda_packed; a warp a row of a head, a block's y a row of
                                                   these */

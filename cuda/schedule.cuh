@@ -77,6 +77,123 @@ __device__ inline Blocks q_blocks_of(const Sequence &s, Range columns) {
   return blocks_of(visible_rows(s, columns), Shape::block_q);
 }
 
+// ---- bands and visits ---------------------------------------------------------------------------------------
+//
+// Where a problem has bands, kernels are compiled GENERAL. A block of rows then visits, for each band that
+// touches it, the column blocks of which the band shows its rows something, and a column block visits row
+// blocks in the same way. A visit computes the cells of its band alone, so that a pair of blocks that two bands
+// touch is visited twice and no cell is computed twice. Without bands, the whole problem is the one band.
+
+__device__ inline fa_band whole_band(const fa_cuda_arguments &a) {
+  return {0, a.window.seqlen_q, 0, a.window.seqlen_k, a.window.left, a.window.right};
+}
+
+// A band of the tensor, clamped to the whole.
+__device__ inline fa_band band_at(const fa_band &whole, const int32_t *words) {
+  int32_t six[6];
+#pragma unroll
+  for (int i = 0; i < 6; i++) six[i] = __ldg(words + i);
+  return fa_band_within(whole, six);
+}
+__device__ inline fa_band band_at(const fa_cuda_arguments &a, int batch, int number) {
+  const int64_t first = a.bands_batch > 1 ? int64_t(batch) * a.num_bands : 0;
+  return band_at(whole_band(a), a.bands + 6 * (first + number));
+}
+
+__device__ inline Range overlap(Range a, Range b) { return {max(a.begin, b.begin), min(a.end, b.end)}; }
+
+// What a band shows some rows of the columns, and to which rows it shows something of some columns; empty where
+// end <= begin. The pairs of blocks that meet are the same from both sides.
+template <bool OF_ROWS>
+__device__ inline Range seen_in_band(const fa_band &band, Range own) {
+  own = overlap(own, OF_ROWS ? Range{band.q_begin, band.q_end} : Range{band.k_begin, band.k_end});
+  if (own.begin >= own.end) return {0, 0};
+  return OF_ROWS ? fa_band_columns(band, own) : fa_band_rows(band, own);
+}
+
+// The plan of a block: of rows or columns; at its rank in the order in which they are begun, or, where that is
+// by number, at its number.
+template <bool OF_ROWS>
+__device__ inline fa_cuda_block_plan plan_at(const fa_cuda_arguments &a, int batch, int rank) {
+  const fa_cuda_block_plan *plans = OF_ROWS ? a.row_plans : a.column_plans;
+  const int num_blocks = OF_ROWS ? a.num_q_blocks : a.num_k_blocks;
+  const int4 four = __ldg(reinterpret_cast<const int4 *>(plans) +
+                          (a.bands_batch > 1 ? int64_t(batch) * num_blocks : 0) + rank);
+  return {four.x, four.y, four.z, four.w};
+}
+
+// Goes through the visits of a block, which has the rows or columns `own`: band by band in the order of their
+// numbers, and in each from the last block of the other side, of SIZE, to the first. These lie on the grid that
+// begins at row or column 0, or, ANYWHERE, begin with the first row or column that own sees in the band.
+// Whoever goes through them finds the same visits in the same order.
+template <bool GENERAL, bool OF_ROWS, int SIZE, bool ANYWHERE = false>
+struct Visits {
+  const fa_cuda_arguments &a;
+  int batch, end_band;
+  Range own;
+  fa_band band;    // in which this visit sees
+  int number;      // of the band
+  int begin;       // the first row or column of the block that is visited
+  int last_begin;  // and of the one that is visited last in this band
+
+  // At the first visit. The plan is that of the block; without bands nobody reads it.
+  __device__ Visits(const fa_cuda_arguments &a, int batch, const fa_cuda_block_plan &plan, Range own)
+      : a(a),
+        batch(batch),
+        end_band(plan.end_band),
+        own(own),
+        number(plan.first_band - 1),
+        begin(0),
+        last_begin(0) {
+    if constexpr (GENERAL) {
+      skip(1);
+    } else {
+      number = 0;
+      begin = enter(whole_band(a)) - SIZE;
+    }
+  }
+  __device__ bool done() const { return begin < last_begin; }
+  __device__ int block() const { return begin / SIZE; }  // on the grid
+  __device__ void advance() { skip(1); }
+
+  // Goes on by `count` visits, or to the end.
+  __device__ void skip(int count) {
+    begin -= count * SIZE;
+    if constexpr (GENERAL)
+      while (begin < last_begin) {
+        const int missing = last_begin - begin;
+        if (++number >= end_band) return;
+        begin = enter(band_at(a, batch, number)) - missing;
+      }
+  }
+
+ private:
+  // Where the blocks end that own visits in a band.
+  __device__ int enter(const fa_band &next) {
+    band = next;
+    const Range seen = GENERAL   ? seen_in_band<OF_ROWS>(band, own)
+                       : OF_ROWS ? fa_band_columns(band, own)
+                                 : fa_band_rows(band, own);
+    last_begin = ANYWHERE ? seen.begin : seen.begin / SIZE * SIZE;
+    if (seen.begin >= seen.end) return last_begin;
+    return last_begin + (seen.end - last_begin + SIZE - 1) / SIZE * SIZE;
+  }
+};
+
+// How many visits of a row block come before that of a column block in a band, where they are ordered by column
+// blocks, and by bands where these are the same. plan: that of the row block.
+template <class Shape>
+__device__ inline int place_of_visit(const fa_cuda_arguments &a, int batch, const fa_cuda_block_plan &plan,
+                                     Range rows, int k_block, int number) {
+  int place = 0;
+  for (int n = plan.first_band; n < plan.end_band; n++) {
+    const Blocks blocks = blocks_of(seen_in_band<true>(band_at(a, batch, n), rows), Shape::block_k);
+    const int before = min(max(blocks.place_of(k_block), 0), blocks.count);
+    place += before + (n < number && blocks.place_of(k_block) == before && before < blocks.count);
+  }
+  return place;
+}
+
 // ---- from numbers to blocks --------------------------------------------------------------------------------
 
 __device__ inline int heads_per_kv(const fa_cuda_arguments &a) { return a.num_heads / a.num_kv_heads; }
@@ -95,11 +212,15 @@ __device__ inline RowBlock row_block_at(const fa_cuda_arguments &a, uint32_t pos
   return {int(batch_head / a.num_heads), int(batch_head % a.num_heads), int(position % a.num_q_blocks)};
 }
 
-// The forward of one row block per block of threads: the last row blocks of a head come first, because with a
-// causal mask they have the most to do.
-__device__ inline RowBlock row_block_of(const fa_cuda_arguments &a, uint32_t index) {
+// The forward of one row block per block of threads: those of a head that have the most to do come first. The
+// plans say which these are; without bands they are the last ones, if there is a mask.
+template <bool GENERAL>
+__device__ inline RowBlock row_block_of(const fa_cuda_arguments &a, uint32_t index, fa_cuda_block_plan &plan) {
   RowBlock block = row_block_at(a, index);
-  block.q_block = a.num_q_blocks - 1 - block.q_block;
+  if constexpr (GENERAL)
+    plan = plan_at<true>(a, block.batch, block.q_block), block.q_block = plan.block;
+  else
+    block.q_block = a.num_q_blocks - 1 - block.q_block;
   return block;
 }
 

@@ -95,49 +95,66 @@ __device__ inline void finish_scores(Accumulator<MT, NT> &scores, const fa_cuda_
         scores, [&](int, int, float &x) { x = finish_score<Kind, FA_CUDA_SCORE_PLAIN>(x, score, unscale); });
 }
 
-// Invisible scores become -inf. Groups of columns that all rows see are not tested, nor are those from
-// num_columns on, which no row sees and nobody reads.
-template <int MT, int NT>
-__device__ inline void mask_scores(Accumulator<MT, NT> &scores, const Sequence &s, const Place &at,
+// Scores that the band does not show become -inf. Groups of columns that all rows see are not tested, nor are
+// those from num_columns on, which no row sees and nobody reads. Where there are bands (GENERAL), rows may lie
+// outside of theirs, and columns before it.
+template <bool GENERAL, int MT, int NT>
+__device__ inline void mask_scores(Accumulator<MT, NT> &scores, const fa_band &band, const Place &at,
                                    int num_columns) {
   const int row = at.row, column = at.column;
-  if (visible_columns(s, {row + 16 * MT - 1, row + 16 * MT}).begin > column)
-    for_each_element<MT, NT>(scores, [&](int i, int j, float &score) {
-      if (column + j < visible_columns(s, {row + i, row + i + 1}).begin) score = -INFINITY;
+  if (GENERAL && (row < band.q_begin || row + 16 * MT > band.q_end))
+    for_each_element<MT, NT>(scores, [&](int i, int, float &score) {
+      if (row + i < band.q_begin || row + i >= band.q_end) score = -INFINITY;
     });
-  const int all_see = visible_columns(s, {row, row + 1}).end - column;
+  if (fa_band_columns(band, {row + 16 * MT - 1, row + 16 * MT}).begin > column)
+    for_each_element<MT, NT>(scores, [&](int i, int j, float &score) {
+      if (column + j < fa_band_columns(band, {row + i, row + i + 1}).begin) score = -INFINITY;
+    });
+  const int all_see = fa_band_columns(band, {row, row + 1}).end - column;
   if (all_see < NT * 8) {
 #pragma unroll
     for (int n = 0; n < NT && (n == 0 || n * 8 < num_columns); n += TILES_A_TEST)
       if (all_see < (n + TILES_A_TEST) * 8)
         for_each_element<MT, NT>(scores, n, min(n + TILES_A_TEST, NT), [&](int i, int j, float &score) {
-          if (column + j >= visible_columns(s, {row + i, row + i + 1}).end) score = -INFINITY;
+          if (column + j >= fa_band_columns(band, {row + i, row + i + 1}).end) score = -INFINITY;
         });
   }
 }
-template <int MT, int NT>
-__device__ inline void mask_transposed_scores(Accumulator<MT, NT> &scores, const Sequence &s, const Place &at) {
+template <bool GENERAL, int MT, int NT>
+__device__ inline void mask_transposed_scores(Accumulator<MT, NT> &scores, const fa_band &band,
+                                              const Place &at) {
   for_each_element<MT, NT>(scores, [&](int j, int i, float &score) {
-    const Range visible = visible_rows(s, {at.column + j, at.column + j + 1});
-    if (at.row + i < visible.begin || at.row + i >= visible.end || at.column + j >= s.num_columns())
+    const Range visible = fa_band_rows(band, {at.column + j, at.column + j + 1});
+    if (at.row + i < visible.begin || at.row + i >= visible.end || at.column + j >= band.k_end ||
+        (GENERAL && at.column + j < band.k_begin))
       score = -INFINITY;
   });
 }
 
 // Products of a warp become scores, in place. The warp's accumulator is part of a tile of rows and columns, for
-// which one question decides whether elements are tested. TRANSPOSED: rows run along the accumulator's columns.
-// None of the warp's rows sees columns from num_columns on.
+// which one question decides whether elements are tested against the band. TRANSPOSED: rows run along the
+// accumulator's columns. None of the warp's rows sees columns from num_columns on.
+template <class Kind, bool TRANSPOSED, bool GENERAL, int MT, int NT>
+__device__ inline void make_scores_in_band(Accumulator<MT, NT> &scores, const fa_cuda_arguments &a,
+                                           const fa_band &band, Range rows, Range columns, const Place &at,
+                                           float unscale = 1, int num_columns = NT * 8) {
+  finish_scores<Kind, MT, NT>(scores, a.score, unscale);
+  if constexpr (GENERAL) rows.end = min(rows.end, a.window.seqlen_q);
+  const bool inside =
+      !GENERAL || (rows.begin >= band.q_begin && rows.end <= band.q_end && columns.begin >= band.k_begin);
+  if (inside && fa_band_sees_all(band, rows, columns)) return;
+  if constexpr (TRANSPOSED)
+    mask_transposed_scores<GENERAL, MT, NT>(scores, band, at);
+  else
+    mask_scores<GENERAL, MT, NT>(scores, band, at, num_columns);
+}
+// The same where there are no bands.
 template <class Kind, bool TRANSPOSED, int MT, int NT>
 __device__ inline void make_scores(Accumulator<MT, NT> &scores, const fa_cuda_arguments &a, Range rows,
                                    Range columns, const Place &at, float unscale = 1,
                                    int num_columns = NT * 8) {
-  finish_scores<Kind, MT, NT>(scores, a.score, unscale);
-  const Sequence s = sequence_of(a, at.batch);
-  if (fa_band_sees_all(s.band, rows, columns)) return;
-  if constexpr (TRANSPOSED)
-    mask_transposed_scores<MT, NT>(scores, s, at);
-  else
-    mask_scores<MT, NT>(scores, s, at, num_columns);
+  make_scores_in_band<Kind, TRANSPOSED, false, MT, NT>(scores, a, whole_band(a), rows, columns, at, unscale,
+                                                       num_columns);
 }
 
 // ---- from scores to probabilities, and from dp to ds -------------------------------------------------------

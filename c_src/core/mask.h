@@ -35,10 +35,10 @@ typedef struct fa_band {
 } fa_band;
 
 /* A band of the tensor bands, {q_begin, q_end, k_begin, k_end, left, right}, as far as it lies in the whole
- * problem's band, whose window narrows its own. Whatever the words are, nothing outside of the whole is shown,
- * and sums of the result's positions fit. */
+ * problem's band, whose window narrows its own; one that shows nothing to any row is empty. Whatever the words
+ * are, nothing outside of the whole is shown, and sums of the result's positions fit. */
 FA_MASK_FUNCTION fa_band fa_band_within(fa_band whole, const int32_t *words) {
-  const fa_position most = whole.q_end + whole.k_end;
+  const fa_position most = fa_last(whole.q_end, whole.k_end);
   fa_band band = {fa_last(words[0], whole.q_begin),
                   fa_first(words[1], whole.q_end),
                   fa_last(words[2], whole.k_begin),
@@ -46,7 +46,7 @@ FA_MASK_FUNCTION fa_band fa_band_within(fa_band whole, const int32_t *words) {
                   fa_first(fa_last(words[4], -most), whole.left),
                   fa_first(fa_last(words[5], -most), whole.right)};
   const fa_band none = {0, 0, 0, 0, 0, 0};
-  return band.q_begin < band.q_end && band.k_begin < band.k_end ? band : none;
+  return band.q_begin < band.q_end && band.k_begin < band.k_end && band.left + band.right >= 0 ? band : none;
 }
 
 /* In all functions below, rows and columns that are asked about do not begin before the band's. They may lie

@@ -1,0 +1,110 @@
+// The kernel before a pass over a problem with bands: what every block of rows or of columns visits, and in
+// which order blocks are begun. The bands are data that nobody has checked; all who read them clamp them alike.
+#include "schedule.cuh"
+
+namespace fa {
+
+constexpr int NUM_WARPS = FA_CUDA_PLAN_THREADS / 32;
+// Blocks are ordered by their visits, exactly up to so many.
+constexpr int NUM_KEYS = 1024;
+// Blocks whose plans lie in shared memory while they are made, by number.
+constexpr int NUM_SHARED = 2048;
+
+__device__ inline int key_of(int num_visits) { return NUM_KEYS - 1 - min(num_visits, NUM_KEYS - 1); }
+
+// The sum of the numbers of all threads before this one, whose numbers become these sums.
+__device__ inline int sum_before(int x) {
+  __shared__ int of_warps[NUM_WARPS];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  int sum = x;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const int before = __shfl_up_sync(~0u, sum, step);
+    if (lane >= step) sum += before;
+  }
+  if (lane == 31) of_warps[warp] = sum;
+  __syncthreads();
+  const int before = lane < warp ? of_warps[lane] : 0;
+  return __reduce_add_sync(~0u, before) + sum - x;
+}
+
+// Notes the visits of every block in every band. A warp takes a band, and its lanes the blocks that it touches.
+template <bool OF_ROWS>
+__device__ inline void count_visits(const fa_cuda_plans &a, const fa_cuda_plan_side &side, const int32_t *bands,
+                                    fa_cuda_block_plan *blocks) {
+  const fa_band whole = {0, a.window.seqlen_q, 0, a.window.seqlen_k, a.window.left, a.window.right};
+  for (int number = threadIdx.x / 32; number < a.num_bands; number += NUM_WARPS) {
+    const fa_band band = band_at(whole, bands + int64_t(number) * 6);
+    const Range own = seen_in_band<!OF_ROWS>(band, {0, OF_ROWS ? whole.k_end : whole.q_end});
+    const int end = own.begin < own.end ? (own.end + side.size - 1) / side.size : 0;
+    for (int block = own.begin / side.size + threadIdx.x % 32; block < end; block += 32) {
+      const Range seen =
+          seen_in_band<OF_ROWS>(band, block_range(block, side.size, OF_ROWS ? whole.q_end : whole.k_end));
+      if (seen.begin >= seen.end) continue;
+      atomicMin(&blocks[block].first_band, number);
+      atomicMax(&blocks[block].end_band, number + 1);
+      atomicAdd(&blocks[block].num_visits, blocks_of(seen, side.other_size).count);
+    }
+  }
+}
+
+// Writes the plans in the order of their keys, those of a key by number, from the last to the first: with
+// causal bands, row blocks that have the same columns in common follow one another. firsts: of each key, its
+// first rank.
+__device__ inline void write_in_order(const fa_cuda_plan_side &side, const fa_cuda_block_plan *blocks,
+                                      int *firsts, fa_cuda_block_plan *to) {
+  firsts[threadIdx.x] = 0;
+  __syncthreads();
+  for (int i = threadIdx.x; i < side.num_blocks; i += FA_CUDA_PLAN_THREADS)
+    atomicAdd(firsts + key_of(blocks[i].num_visits), 1);
+  __syncthreads();
+  const int before = sum_before(firsts[threadIdx.x]);
+  firsts[threadIdx.x] = before;
+  __syncthreads();
+  for (int first = 0; first < side.num_blocks; first += FA_CUDA_PLAN_THREADS) {
+    const int i = first + threadIdx.x,
+              num_warps = (min(side.num_blocks - first, FA_CUDA_PLAN_THREADS) + 31) / 32;
+    for (int warp = 0; warp < num_warps; warp++) {  // one after the other, for an order that is always the same
+      if (threadIdx.x / 32 == warp) {
+        const bool there = i < side.num_blocks;
+        const fa_cuda_block_plan plan = there ? blocks[side.num_blocks - 1 - i] : fa_cuda_block_plan{};
+        const int key = there ? key_of(plan.num_visits) : -1;
+        const uint32_t same = __match_any_sync(~0u, key);
+        const int earlier = __popc(same & ((1u << threadIdx.x % 32) - 1));
+        int rank = there ? firsts[key] + earlier : 0;
+        __syncwarp();
+        if (there && earlier == 0) firsts[key] += __popc(same);
+        if (there) to[rank] = plan;
+      }
+      __syncthreads();
+    }
+  }
+}
+
+__global__ void __launch_bounds__(FA_CUDA_PLAN_THREADS) plan(const __grid_constant__ fa_cuda_plans a) {
+  __shared__ fa_cuda_block_plan shared[NUM_SHARED];
+  __shared__ int firsts[NUM_KEYS];
+  static_assert(NUM_KEYS == FA_CUDA_PLAN_THREADS, "a thread a key");
+  const fa_cuda_plan_side &side = a.sides[blockIdx.y];
+  const int32_t *bands = a.bands + int64_t(blockIdx.x) * a.num_bands * 6;
+  fa_cuda_block_plan *to = side.plans + int64_t(blockIdx.x) * side.num_blocks;
+  // Where they do not fit, they are made behind the plans that are to be.
+  fa_cuda_block_plan *blocks = side.num_blocks <= NUM_SHARED ? shared
+                               : side.by_number              ? to
+                                                             : to + int64_t(gridDim.x) * side.num_blocks;
+  for (int i = threadIdx.x; i < side.num_blocks; i += FA_CUDA_PLAN_THREADS) blocks[i] = {i, a.num_bands, 0, 0};
+  __syncthreads();
+  if (side.of_rows)
+    count_visits<true>(a, side, bands, blocks);
+  else
+    count_visits<false>(a, side, bands, blocks);
+  __syncthreads();
+  if (!side.by_number)
+    write_in_order(side, blocks, firsts, to);
+  else if (blocks != to)
+    for (int i = threadIdx.x; i < side.num_blocks; i += FA_CUDA_PLAN_THREADS) to[i] = blocks[i];
+}
+
+}  // namespace fa
+
+const void *const fa_cuda_plan_kernel = (const void *)fa::plan;
