@@ -23,6 +23,11 @@ bench: $(BUILD)/bench_cpu
 bench-gpu: $(LIBRARY)
 	python3 bench/gpu.py --library $(LIBRARY) $(BENCH_ARGS)
 
+# Masks, beside torch's varlen_attn and flex_attention.
+.PHONY: bench-masks
+bench-masks: $(LIBRARY)
+	python3 bench/masks.py --library $(LIBRARY) $(BENCH_ARGS)
+
 # The same kernels in XLA's programs, beside XLA's plain attention.
 .PHONY: bench-xla
 bench-xla: $(LIBRARY)

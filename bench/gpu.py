@@ -34,16 +34,17 @@ import host
 import sustained
 
 HIDDEN = 2048
-TYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
+FLOATS = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
+TYPES = {**FLOATS, "s32": torch.int32}
 PRECISIONS = {"highest": 0, "high": 1, "default": 2}
 
 class Library(c_library.Library):
-    def prepare(self, which, tensors, **options):
+    def prepare(self, which, inputs, outputs, **options):
         """A function that enqueues the pass on torch's current stream and keeps the tensors for as long as it is
-        kept; lse is the one of rank 3."""
-        type_name = next(name for name, dtype in TYPES.items() if dtype == tensors["q"].dtype)
-        plan = self.plan(which, type_name, tensors["q"].shape, tensors["k"].shape, **options)
-        places = c_library.Tensors()
+        kept."""
+        names = {dtype: name for name, dtype in TYPES.items()}
+        plan = self.plan_inputs(which, {name: (names[x.dtype], x.shape) for name, x in inputs.items()}, **options)
+        places, tensors = c_library.Tensors(), {**inputs, **outputs}
         for name, x in tensors.items():
             strides = x.stride()[:3] if x.dim() == 4 else (0, 0, 0)
             setattr(places, name, c_library.Tensor(x.data_ptr(), *strides))
@@ -61,16 +62,18 @@ class Library(c_library.Library):
 
 
 class This:
-    def __init__(self, library, q, k, v, dout, causal, **options):
+    """optional: tensors of options, by name. Options are those of fa_options()."""
+
+    def __init__(self, library, q, k, v, dout, causal, optional={}, **options):
         b, s, h, _ = q.shape
-        lse = torch.empty(b, h, s, device="cuda")
-        tensors = dict(q=q, k=k, v=v, o=torch.empty_like(q), lse=lse)
+        inputs = dict(q=q, k=k, v=v, **optional)
+        results = dict(o=torch.empty_like(q), lse=torch.empty(b, h, s, device="cuda"))
         gradients = dict(dq=torch.empty_like(q), dk=torch.empty_like(k), dv=torch.empty_like(v))
         options.update({"window_right": 0} if causal else {})
-        self.forward = library.prepare("forward", tensors, **options)
-        self.backward = library.prepare("backward", dict(**tensors, **gradients, dout=dout), **options)
+        self.forward = library.prepare("forward", inputs, results, **options)
+        self.backward = library.prepare("backward", dict(dout=dout, **inputs, **results), gradients, **options)
         self.forward()  # the backward reads o and lse
-        self.outputs = (tensors["o"], *gradients.values())
+        self.outputs = (results["o"], *gradients.values())
 
     def results(self):
         self.forward()
@@ -453,7 +456,7 @@ def main():
 
     page.say("## Errors\n")
     page.say("Against f64 on the GPU. max: max |x - exact| / max |exact|; norm: ‖x - exact‖ / ‖exact‖.\n")
-    error_table(page, [Case(type_name, d, causal, 2048) for type_name in TYPES for d in (64, 128)
+    error_table(page, [Case(type_name, d, causal, 2048) for type_name in FLOATS for d in (64, 128)
                        for causal in (False, True) if type_name == "f32" or d == 128], library)
 
     host.section(page, library, args.elixir, args.quick)
@@ -462,7 +465,7 @@ def main():
     page.mark("forward and backward run in a CUDA graph", runs_in_a_graph(library))
     million = (1, 1 << 20, 1, 64)
     half = (1, 1 << 19, 1, 64)
-    for type_name in TYPES:
+    for type_name in FLOATS:
         for which in PASSES:
             full, part = (library.plan(which, type_name, shape, shape).workspace_bytes for shape in (million, half))
             page.mark(f"workspace in O(seqlen): the {type_name} {which} of 1,048,576 rows, head_dim 64, takes "

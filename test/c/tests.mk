@@ -20,7 +20,7 @@ $(BUILD)/test/test_host: $(BUILD)/test/fake_gpu.o
 TEST_ENVIRONMENT := FLASH_ATTENTION_NUM_THREADS=3
 
 # make test-c ATTENTION="--device cuda --sweep 5000" and the like; see test_attention.c
-.PHONY: test-c-examples test-c test-c-sanitize test-c-isas test-c-attention-cuda test-cuda-sanitize $(TEST_NAMES:%=test-c-%)
+.PHONY: test-c-examples test-c test-c-sanitize test-c-isas test-c-attention-cuda test-cuda-sanitize fuzz-bands $(TEST_NAMES:%=test-c-%)
 test-c: $(TEST_NAMES:%=test-c-%) test-c-examples test-c-attention-cuda $(if $(filter 1,$(FA_CUDA)),test-cuda-sanitize)
 
 $(TEST_NAMES:%=test-c-%): test-c-%: $(BUILD)/test/test_%
@@ -70,12 +70,25 @@ test-c-attention-cuda: $(BUILD)/test/test_attention
 RACECHECKED   = $(BUILD)/racecheck
 CUDA_SANITIZE = FLASH_ATTENTION_CACHE=0 compute-sanitizer --error-exitcode 1 --print-limit 10 --tool
 
-test-cuda-sanitize: $(BUILD)/test/test_attention $(BUILD)/test/test_cuda
+test-cuda-sanitize: $(BUILD)/test/test_attention $(BUILD)/test/test_bands $(BUILD)/test/test_cuda
 ifeq ($(shell command -v compute-sanitizer),)
 	@echo "$@: skipped, compute-sanitizer is not installed"
 else
 	$(CUDA_SANITIZE) memcheck $(BUILD)/test/test_attention --device cuda --quick
+	$(CUDA_SANITIZE) memcheck $(BUILD)/test/test_bands --device cuda --rounds 40
 	$(MAKE) --no-print-directory $(RACECHECKED)/test/test_cuda BUILD=$(RACECHECKED) PRIV=$(RACECHECKED)/priv NVCCFLAGS=-DFA_RACECHECK
 	$(CUDA_SANITIZE) racecheck $(RACECHECKED)/test/test_cuda --quick
 	$(CUDA_SANITIZE) initcheck --check-api-memory-access no $(BUILD)/test/test_cuda --quick
 endif
+
+# Bands of random integers for as long as one likes: on the CPU under the address sanitizer, and on a GPU, if one is there,
+# under compute-sanitizer. make fuzz-bands ROUNDS=1000 SEED=5
+ROUNDS ?= 200
+SEED   ?= 1
+fuzz-bands: $(BUILD)/test/test_bands
+	$(MAKE) --no-print-directory $(BUILD)/sanitize/test/test_bands SANITIZE=address,undefined FA_CUDA=0 \
+	  BUILD=$(BUILD)/sanitize PRIV=$(BUILD)/sanitize/priv
+	$(TEST_ENVIRONMENT) $(BUILD)/sanitize/test/test_bands --rounds $(ROUNDS) --seed $(SEED)
+	$(BUILD)/test/test_bands --rounds $(ROUNDS) --seed $(SEED) --device cuda
+	$(if $(shell command -v compute-sanitizer),$(CUDA_SANITIZE) memcheck $(BUILD)/test/test_bands --rounds $(ROUNDS) --seed $(SEED) --device cuda,\
+	  @echo "compute-sanitizer is not installed")
