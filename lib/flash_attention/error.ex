@@ -19,12 +19,19 @@ defmodule FlashAttention.Error do
     * `:out_of_memory`: host or device memory ran out; the next call may succeed
     * `:device_error`: the device reported an error; the message holds its text
     * `:not_loaded`: the native library could not be loaded
+    * `:rank_lost`: a rank of a `FlashAttention.Distributed` group ended, left, or did not answer in time
 
   `argument`, `expected` and `got` are `nil` where they do not apply.
   """
 
   @type reason ::
-          :invalid_argument | :unsupported | :no_device | :out_of_memory | :device_error | :not_loaded
+          :invalid_argument
+          | :unsupported
+          | :no_device
+          | :out_of_memory
+          | :device_error
+          | :not_loaded
+          | :rank_lost
 
   @type t :: %__MODULE__{
           reason: reason,

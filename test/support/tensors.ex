@@ -2,7 +2,7 @@ defmodule FlashAttention.Test.Tensors do
   @moduledoc "Tensors to test with: random ones, their values as lists, and how far two of them may differ."
 
   alias FlashAttention.Check.Values
-  alias FlashAttention.{Native, Options, Tensor}
+  alias FlashAttention.{Mask, Native, Options, Tensor}
 
   @types %{f64: {:f, 64}, f32: {:f, 32}, f16: {:f, 16}, bf16: {:bf, 16}}
 
@@ -45,10 +45,14 @@ defmodule FlashAttention.Test.Tensors do
   def bounds(%{q: q, k: k, v: v, dout: dout, opts: opts}) do
     {:ok, options} = Options.parse(opts)
     inputs = Map.merge(%{q: q, k: k, v: v, dout: dout}, options.tensors)
-    tensors = for {name, x} <- inputs, into: %{}, do: {name, {x.data, x.type, x.shape}}
+    size = {elem(q.shape, 1), elem(k.shape, 1)}
+    tensors = for {name, x} <- inputs, into: %{}, do: {name, native(x, size)}
     {:ok, bounds} = Native.run(:bound, tensors, options.native, {:reference, 0})
     for {name, {data, type, _shape}} <- bounds, into: %{}, do: {name, Values.decode(data, type)}
   end
+
+  defp native(%Mask{} = mask, size), do: mask |> Mask.to_bands(size) |> native(size)
+  defp native(x, _size), do: {x.data, x.type, x.shape}
 
   @doc """
   The largest error of a list, as a part of what is allowed: twice the error of a naive run in the same type, and

@@ -1,0 +1,207 @@
+defmodule FlashAttention.Distributed.Passes do
+  @moduledoc false
+  # One rank's forward and backward: the stages one after the other, while the next one's keys travel.
+  #
+  # A problem is %{deal, stages, targets, tensors: %{q:, k:, v:, sink:}, native: options}; tensors are those of Native.
+
+  alias FlashAttention.{Mask, Telemetry}
+  alias FlashAttention.Distributed.{Inbox, Ranges, Rows}
+
+  # ---- forward -------------------------------------------------------------------------------------------
+
+  @doc "`{:ok, o, lse}`"
+  def forward(group, number, problem) do
+    with {:ok, parts} <- each_stage(group, number, problem, &forward_part(group, problem, &1)) do
+      {o, lse} = merge(problem, Enum.reject(parts, &is_nil/1))
+      {:ok, o, lse}
+    end
+  end
+
+  # The part of one rank alone is all there is, and had the sinks.
+  defp merge(%{stages: [_own]}, [part]), do: part
+  defp merge(problem, parts), do: Rows.merge(parts, problem.tensors[:sink])
+
+  defp forward_part(group, problem, {stage, index, k, v}) do
+    if computes?(stage, index) do
+      inputs = problem.tensors |> Map.take(inputs(problem)) |> Map.merge(%{k: k, v: v})
+      with {:ok, outputs} <- run(:forward, group, problem, stage, inputs), do: {:ok, {outputs.o, outputs.lse}}
+    else
+      {:ok, nil}
+    end
+  end
+
+  # ---- backward ------------------------------------------------------------------------------------------
+
+  @doc """
+  `{:ok, %{dq:, dk:, dv:, dsink:}}`, the last of them where there are sinks, of this rank's rows alone.
+
+  The backward of a part wants the lse and o of the whole: p and delta are then those of the whole.
+  """
+  def backward(group, number, problem, states) do
+    compute = fn stage -> backward_part(group, number, problem, states, stage) end
+
+    with {:ok, parts} <- each_stage(group, number, problem, compute),
+         {owns, [nil | handles]} = Enum.unzip(parts),
+         {:ok, came} <- all(handles, &group.transport.await(group, &1)) do
+      {:ok, problem |> dsink(states, hd(owns)) |> Map.merge(gradients(group, problem, owns, came))}
+    end
+  end
+
+  defp backward_part(group, number, problem, states, {stage, index, k, v}) do
+    with {:ok, own} <- backward_of(group, problem, states, {stage, index, k, v}),
+         {:ok, handle} <- give_gradients(group, number, problem, stage, index, own),
+         do: {:ok, {own, handle}}
+  end
+
+  defp backward_of(group, problem, states, {stage, index, k, v}) do
+    if computes?(stage, index) do
+      inputs = problem.tensors |> Map.take(inputs(problem)) |> Map.merge(states) |> Map.merge(%{k: k, v: v})
+      run(:backward, group, problem, stage, inputs)
+    else
+      {:ok, %{}}
+    end
+  end
+
+  defp give_gradients(_group, _number, _problem, _stage, 0, _own), do: {:ok, nil}
+
+  defp give_gradients(group, number, problem, stage, index, own) do
+    {gives, _end} =
+      Enum.map_reduce(stage.sources, 0, fn {owner, ranges}, at ->
+        rows = [{at, at + Ranges.count(ranges)}]
+        {{owner, [{own.dk, rows}, {own.dv, rows}]}, at + Ranges.count(ranges)}
+      end)
+
+    gets = for {rank, ranges} <- Enum.at(problem.targets, index), do: {rank, Ranges.count(ranges)}
+
+    group.transport.begin(group, {number, :gradients, index}, gives, gets, [
+      problem.tensors.k,
+      problem.tensors.v
+    ])
+  end
+
+  # dq is a sum over stages, dk and dv are sums over ranks: this one's first, then in the order in which they came.
+  defp gradients(group, problem, [%{dk: dk, dv: dv} = own | _others] = parts, came) do
+    whole = fn {_data, _type, shape} = tensor -> {tensor, [{0, 0, elem(shape, 1)}]} end
+
+    came =
+      for {tensors, targets} <- Enum.zip(came, tl(problem.targets)),
+          do: {tensors, segments(group, problem, targets)}
+
+    [dks, dvs] =
+      for index <- [0, 1], do: for({tensors, segments} <- came, do: {Enum.at(tensors, index), segments})
+
+    %{
+      dq: sum(own.dq, for(%{dq: dq} <- parts, do: whole.(dq))),
+      dk: sum(dk, [whole.(dk) | dks]),
+      dv: sum(dv, [whole.(dv) | dvs])
+    }
+  end
+
+  defp dsink(_problem, _states, %{dsink: dsink}), do: %{dsink: dsink}
+
+  defp dsink(%{tensors: %{sink: sink}}, states, _own),
+    do: %{dsink: Rows.dsink(states.dout, states.o, states.lse, sink)}
+
+  defp dsink(_problem, _states, _own), do: %{}
+
+  defp sum(_like, [{tensor, _segments}]), do: tensor
+  defp sum(like, parts), do: Rows.sum(like, parts)
+
+  # Where the rows that other ranks send belong among this rank's columns.
+  defp segments(group, problem, targets) do
+    {segments, _end} =
+      Enum.flat_map_reduce(targets, 0, fn {_rank, ranges}, at ->
+        Enum.map_reduce(Ranges.local(ranges, problem.deal.columns[group.rank]), at, fn {first, last}, at ->
+          {{at, first, last - first}, at + last - first}
+        end)
+      end)
+
+    segments
+  end
+
+  # ---- stages --------------------------------------------------------------------------------------------
+
+  # The keys of the next stage are on their way while one is computed.
+  defp each_stage(group, number, problem, compute) do
+    with {:ok, handle} <- give_keys(group, number, problem, 1),
+         {:ok, first} <- compute.({hd(problem.stages), 0, problem.tensors.k, problem.tensors.v}),
+         do: later_stages(group, number, problem, compute, 1, handle, [first])
+  end
+
+  defp later_stages(_group, _number, _problem, _compute, _index, nil, parts), do: {:ok, Enum.reverse(parts)}
+
+  defp later_stages(group, number, problem, compute, index, handle, parts) do
+    with {:ok, [k, v]} <- group.transport.await(group, handle),
+         {:ok, next} <- give_keys(group, number, problem, index + 1),
+         {:ok, part} <- compute.({Enum.at(problem.stages, index), index, k, v}),
+         do: later_stages(group, number, problem, compute, index + 1, next, [part | parts])
+  end
+
+  defp give_keys(group, number, %{tensors: %{k: k, v: v}} = problem, index) do
+    case Enum.at(problem.stages, index) do
+      nil ->
+        {:ok, nil}
+
+      stage ->
+        gives =
+          for {rank, ranges} <- Enum.at(problem.targets, index),
+              local = Ranges.local(ranges, problem.deal.columns[group.rank]),
+              do: {rank, [{k, local}, {v, local}]}
+
+        gets = for {rank, ranges} <- stage.sources, do: {rank, Ranges.count(ranges)}
+        group.transport.begin(group, {number, :keys, index}, gives, gets, [k, v])
+    end
+  end
+
+  # A rank's own stage is there for rows that see nothing, too.
+  defp computes?(stage, index), do: index == 0 or stage.sources != []
+
+  # A row's sinks count once: at the merge, where there is one.
+  defp inputs(%{stages: [_own]}), do: [:q, :sink]
+  defp inputs(_problem), do: [:q]
+
+  defp run(pass, group, problem, stage, %{q: {_, _, q_shape}, k: {_, _, k_shape}} = inputs) do
+    {bands, window} = visible(stage.bands, elem(q_shape, 1), elem(k_shape, 1))
+    inputs = if bands, do: Map.put(inputs, :bands, bands), else: inputs
+    placement = %{results: group.transport.results()}
+
+    with {:ok, outputs, _kept} <-
+           Telemetry.run(pass, inputs, problem.native ++ window, group.device, placement),
+         do: {:ok, outputs}
+  end
+
+  # One band that is the whole problem is no mask: kernels without bands are the faster ones.
+  defp visible([[{0, seqlen_q, 0, seqlen_k, left, right}]], seqlen_q, seqlen_k) when left >= 0 and right >= 0,
+    do: {nil, [window_left: left, window_right: right]}
+
+  defp visible(bands, _seqlen_q, _seqlen_k) do
+    %{data: data, type: type, shape: shape} = Mask.Bands.to_tensor(bands)
+    {{data, type, shape}, [window_left: :infinity, window_right: :infinity]}
+  end
+
+  # ---- what ranks tell one another -------------------------------------------------------------------------
+
+  @doc "What each rank says, by rank, once all have."
+  def share(group, topic, value) do
+    others = for {rank, inbox} <- group.peers, rank != group.rank, do: {rank, inbox}
+    for {_rank, inbox} <- others, do: Inbox.post(inbox, group.rank, topic, value)
+
+    with {:ok, came} <-
+           Inbox.await(group.inbox, for({rank, _inbox} <- others, do: {rank, topic}), group.timeout),
+         do:
+           {:ok, came |> Map.new(fn {{rank, _topic}, value} -> {rank, value} end) |> Map.put(group.rank, value)}
+  end
+
+  defp all(list, fun) do
+    Enum.reduce_while(list, {:ok, []}, fn item, {:ok, done} ->
+      case fun.(item) do
+        {:ok, result} -> {:cont, {:ok, [result | done]}}
+        {:error, error} -> {:halt, {:error, error}}
+      end
+    end)
+    |> case do
+      {:ok, done} -> {:ok, Enum.reverse(done)}
+      {:error, error} -> {:error, error}
+    end
+  end
+end
