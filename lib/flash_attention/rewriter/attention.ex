@@ -1,0 +1,387 @@
+if FlashAttention.Defn.supported?() do
+  defmodule FlashAttention.Rewriter.Attention do
+    @moduledoc false
+    # What a match becomes: FlashAttention's own attention, with the tensors of the expression brought to
+    # [batch, seqlen, num_heads, head_dim] and the result brought back.
+
+    alias FlashAttention.{Error, Mask}
+    alias FlashAttention.Rewriter.{Graph, Index, Visibility}
+    alias Nx.Defn.{Expr, Kernel}
+
+    @floats [{:f, 64}, {:f, 32}, {:f, 16}, {:bf, 16}]
+
+    # ---- what the library computes -----------------------------------------------------------------------
+
+    @doc "Whether the library has what a match needs."
+    def takes(match, graph, opts) do
+      types = for {number, _} <- [match.q, match.k, match.v], do: Graph.fetch!(graph, number).type
+
+      cond do
+        Enum.any?(types, &(&1 not in @floats)) ->
+          {:refuse, "q, k and v are of types #{Enum.map_join(types, ", ", &Nx.Type.to_string/1)}"}
+
+        match.biases != [] ->
+          {:refuse, "needs bias: #{length(match.biases)} added to its scores"}
+
+        match.visibility.others != [] ->
+          {:refuse, "needs bias: its mask is no band of columns around each row"}
+
+        match.scale == 0 ->
+          {:refuse, "its scores are multiplied by 0"}
+
+        not outer_of_rows?(match) ->
+          {:refuse, "its weights are multiplied by what is no tensor"}
+
+        not bands_of_batch?(match) ->
+          {:refuse, "needs bias: its mask differs between heads"}
+
+        true ->
+          plan(match, graph, opts)
+      end
+    end
+
+    defp outer_of_rows?(match), do: elem(match.outer, 1) == []
+
+    # Numbers known at run time are those of batches.
+    defp bands_of_batch?(match) do
+      batch = match.axes.batch
+
+      Enum.all?(Visibility.views(match.visibility), fn {_, indices} ->
+        indices |> Enum.concat() |> Index.refine(match.atoms) |> Enum.all?(&(&1 in batch))
+      end)
+    end
+
+    # The library's own word on sizes and types.
+    defp plan(match, graph, opts) do
+      type = type(for {number, _} <- [match.q, match.k, match.v], do: Graph.fetch!(graph, number).type)
+      [q, k, v] = for shape <- shapes(match), do: Nx.template(shape, type)
+      attention = fn q, k, v -> FlashAttention.attention(q, k, v, [causal: false] ++ own(opts)) end
+      Nx.Defn.debug_expr_apply(attention, [q, k, v])
+      :ok
+    rescue
+      error in Error -> {:refuse, Exception.message(error)}
+    end
+
+    defp own(opts), do: Keyword.get(opts, :attention, [])
+    defp type([type | types]), do: Enum.reduce(types, type, &Nx.Type.merge/2)
+
+    defp shapes(match) do
+      %{batch: batch, rows: rows, columns: columns, heads: heads, groups: groups} = match.axes
+
+      [batch, rows, columns, kv_heads, groups] =
+        for digits <- [batch, rows, columns, heads, groups], do: Index.size(digits)
+
+      dim = dim(match)
+      [{batch, rows, kv_heads * groups, dim}, {batch, columns, kv_heads, dim}, {batch, columns, kv_heads, dim}]
+    end
+
+    defp dim(%{axes: axes}), do: max(Index.size(axes.dim), Index.size(axes.values))
+
+    # ---- building ----------------------------------------------------------------------------------------
+
+    @doc "The output in the library's layout, and gradients of a stand-in for dout: `%{o:, gradients:, dout:}`."
+    def build(match, inputs, opts) do
+      leaves = for {number, _} <- [match.q, match.k, match.v], do: Map.fetch!(inputs, number)
+
+      if match.gradients == [] do
+        %{o: attend(leaves, match, inputs, opts)}
+      else
+        shape = out_shape(match)
+        like = attend_shape(leaves)
+
+        dout =
+          Expr.parameter(
+            %{hd(leaves) | shape: shape, names: nils(shape), type: like, vectorized_axes: []},
+            1_000_000
+          )
+
+        {{o, _loss}, gradients} =
+          Nx.Defn.Grad.transform(
+            List.to_tuple(leaves),
+            fn leaves ->
+              o = attend(Tuple.to_list(leaves), match, inputs, opts)
+              {o, Nx.sum(Nx.multiply(o, dout))}
+            end,
+            &elem(&1, 1)
+          )
+
+        %{o: o, gradients: Enum.zip([:q, :k, :v], Tuple.to_list(gradients)) |> Map.new(), dout: dout}
+      end
+    end
+
+    defp attend_shape(leaves), do: type(Enum.map(leaves, & &1.type))
+
+    defp out_shape(match) do
+      [{batch, rows, heads, _dim} | _] = shapes(match)
+      {batch, rows, heads, Index.size(match.axes.values)}
+    end
+
+    # [batch, seqlen_q, num_heads, values].
+    defp attend([q, k, v], match, inputs, opts) do
+      %{batch: batch, rows: rows, columns: columns, heads: heads, groups: groups, dim: dim, values: values} =
+        match.axes
+
+      type = type([q.type, k.type, v.type])
+
+      to = fn tensor, {_, indices}, axes ->
+        tensor |> lay_out(indices, axes, match.atoms) |> Nx.as_type(type)
+      end
+
+      q = q |> to.(match.q, [batch, rows, heads ++ groups, dim]) |> times_factors(match, inputs)
+      k = to.(k, match.k, [batch, columns, heads, dim])
+      v = to.(v, match.v, [batch, columns, heads, values])
+      [q, k, wide_v] = for tensor <- [q, k, v], do: widen(tensor, dim(match))
+
+      options =
+        [causal: false, scale: scale(match), softcap: abs(match.softcap)] ++ visible(match, inputs) ++ own(opts)
+
+      {o, lse} = FlashAttention.attention_with_lse(q, k, wide_v, options)
+      o = o |> Nx.slice_along_axis(0, Index.size(values), axis: 3) |> empty_rows(lse, v, match)
+      {coefficient, []} = match.outer
+      if coefficient == 1, do: o, else: Nx.multiply(o, number_like(coefficient, o))
+    end
+
+    # softcap * tanh(scale * x / softcap) is what the program has as softcap * tanh(scale * x).
+    defp scale(%{softcap: softcap, scale: scale}), do: if(softcap == 0, do: scale, else: scale * softcap)
+
+    # Numbers known at run time are factors of q.
+    defp times_factors(q, match, inputs) do
+      %{batch: batch, heads: heads, groups: groups} = match.axes
+
+      Enum.reduce(match.factors, q, fn {kind, {number, indices}}, q ->
+        factor =
+          inputs
+          |> Map.fetch!(number)
+          |> lay_out(indices, [batch, [], heads ++ groups, []], match.atoms)
+          |> Nx.as_type(q.type)
+
+        if kind == :factor, do: Nx.multiply(q, factor), else: Nx.divide(q, factor)
+      end)
+    end
+
+    defp widen(tensor, dim) do
+      case dim - Nx.axis_size(tensor, 3) do
+        0 -> tensor
+        more -> Nx.pad(tensor, number_like(0, tensor), [{0, 0, 0}, {0, 0, 0}, {0, 0, 0}, {0, more, 0}])
+      end
+    end
+
+    # A row that sees nothing: what the program makes of it.
+    defp empty_rows(o, _lse, _v, %{empty_rows: :none}), do: o
+
+    defp empty_rows(o, lse, v, %{empty_rows: kind}) do
+      {batch, _rows, num_heads, values} = o.shape
+      {_, _, num_kv_heads, _} = v.shape
+
+      empty =
+        lse
+        |> Kernel.stop_grad()
+        |> Nx.is_infinity()
+        |> Nx.transpose(axes: [0, 2, 1])
+        |> Nx.new_axis(3)
+        |> Nx.broadcast(o.shape)
+
+      mean =
+        v
+        |> Nx.mean(axes: [1], keep_axes: true)
+        |> Nx.new_axis(3)
+        |> Nx.broadcast({batch, 1, num_kv_heads, div(num_heads, num_kv_heads), values})
+        |> Nx.reshape({batch, 1, num_heads, values})
+        |> Nx.as_type(o.type)
+
+      # NaN that depends on the values, so that their gradient is NaN too, and only for such rows.
+      instead =
+        if kind == :nan, do: Nx.multiply(mean, Nx.select(empty, Nx.Constants.nan(o.type), 1)), else: mean
+
+      Nx.select(empty, Nx.broadcast(instead, o.shape), o)
+    end
+
+    # ---- masks -------------------------------------------------------------------------------------------
+
+    defp visible(match, inputs) do
+      %{visibility: visibility} = match
+      [{_, rows, _, _}, {_, columns, _, _} | _] = shapes(match)
+
+      bounds =
+        for {name, pick, otherwise} <- [
+              {:lower, &max/2, -rows},
+              {:upper, &min/2, columns},
+              {:k_begin, &max/2, 0},
+              {:k_end, &min/2, columns},
+              {:q_begin, &max/2, 0},
+              {:q_end, &min/2, rows}
+            ],
+            into: %{} do
+          {name, bound(Map.fetch!(visibility, name), pick, otherwise, match, inputs)}
+        end
+
+      cond do
+        Visibility.all?(visibility) -> []
+        Enum.all?(Map.values(bounds), &is_integer/1) -> fixed(bounds, rows, columns)
+        true -> [mask: later(bounds)]
+      end
+    end
+
+    # An integer where all are known, else a tensor of numbers, one a batch.
+    defp bound(numbers, pick, otherwise, match, inputs) do
+      {known, unknown} = Enum.split_with(numbers, &Visibility.known/1)
+      known = known |> Enum.map(&Visibility.known/1) |> Enum.reduce(otherwise, pick)
+      pick = if pick.(0, 1) == 1, do: &Nx.max/2, else: &Nx.min/2
+      Enum.reduce(unknown, known, &pick.(number(&1, match, inputs), &2))
+    end
+
+    defp number(number, match, inputs) do
+      Enum.reduce(number, 0, fn
+        {:constant, x}, sum ->
+          Nx.add(sum, x)
+
+        {{at, indices}, factor}, sum ->
+          inputs
+          |> Map.fetch!(at)
+          |> lay_out(indices, [match.axes.batch], match.atoms)
+          |> Nx.as_type(:s32)
+          |> Nx.multiply(factor)
+          |> Nx.add(sum)
+      end)
+      |> Nx.as_type(:s32)
+    end
+
+    defp fixed(%{k_begin: 0, q_begin: 0} = bounds, rows, columns)
+         when bounds.k_end == columns and bounds.q_end == rows do
+      left = if bounds.lower <= 1 - rows, do: :infinity, else: columns - rows - bounds.lower
+      right = if bounds.upper >= columns - 1, do: :infinity, else: bounds.upper - columns + rows
+
+      if left >= 0 and right >= 0,
+        do: [window: {left, right}],
+        else: [mask: Mask.from_bands([band(bounds)])]
+    end
+
+    defp fixed(bounds, _rows, _columns), do: [mask: Mask.from_bands([band(bounds)])]
+
+    # The last row of a band stands beside its last column.
+    defp band(%{q_begin: q_begin, q_end: q_end, k_begin: k_begin, k_end: k_end, lower: lower, upper: upper}),
+      do: {q_begin, q_end, k_begin, k_end, k_end - q_end - lower, upper - k_end + q_end}
+
+    defp later(%{q_end: q_end, k_end: k_end} = bounds) do
+      distance = Nx.subtract(k_end, q_end)
+
+      words =
+        [
+          bounds.q_begin,
+          q_end,
+          bounds.k_begin,
+          k_end,
+          Nx.subtract(distance, bounds.lower),
+          Nx.subtract(bounds.upper, distance)
+        ]
+        |> Enum.map(&Nx.as_type(&1, :s32))
+
+      batch = words |> Enum.map(&Nx.size/1) |> Enum.max()
+      words |> Enum.map(&Nx.broadcast(&1, {batch})) |> Nx.stack(axis: 1) |> Nx.new_axis(1) |> Mask.from_bands()
+    end
+
+    # ---- layouts -----------------------------------------------------------------------------------------
+
+    # A tensor whose axes run along these indices, laid out along these digits, a list of them an axis.
+    defp lay_out(tensor, indices, axes, atoms) do
+      tensor = Nx.devectorize(tensor, keep_names: false)
+      tensor = %{tensor | names: nils(tensor.shape)}
+      indices = for index <- indices, do: Index.refine(index, atoms)
+      tensor = Nx.slice(tensor, List.duplicate(0, tuple_size(tensor.shape)), Enum.map(indices, &Index.size/1))
+      from = Enum.concat(indices)
+      to = Enum.concat(axes)
+      there = Enum.filter(to, &(&1 in from))
+      order = for digit <- there, do: Enum.find_index(from, &(&1 == digit))
+
+      tensor
+      |> Nx.reshape(sizes(from))
+      |> Nx.transpose(axes: order)
+      |> Nx.reshape(List.to_tuple(for {_, _, size} = digit <- to, do: if(digit in from, do: size, else: 1)))
+      |> Nx.broadcast(sizes(to))
+      |> Nx.reshape(List.to_tuple(Enum.map(axes, &Index.size/1)))
+    end
+
+    defp sizes(digits), do: List.to_tuple(for {_, _, size} <- digits, do: size)
+    defp nils(shape), do: List.duplicate(nil, tuple_size(shape))
+
+    @doc "The output in the program's layout."
+    def output(match, built) do
+      %{batch: batch, rows: rows, heads: heads, groups: groups, values: values} = match.axes
+      lay_out(built.o, [batch, rows, heads ++ groups, values], refined(match.out, match), match.atoms)
+    end
+
+    defp refined(indices, match), do: for(index <- indices, do: Index.refine(index, match.atoms))
+
+    @doc "The gradient of the output in the library's layout."
+    def dout(match, {_number, indices}, built, tensor) do
+      %{batch: batch, rows: rows, heads: heads, groups: groups, values: values} = match.axes
+
+      tensor
+      |> lay_out(indices, [batch, rows, heads ++ groups, values], match.atoms)
+      |> Nx.as_type(built.dout.type)
+    end
+
+    @doc "A gradient in the program's layout."
+    def gradient(match, gradient, gradients) do
+      {_, indices} = Map.fetch!(match, gradient.of)
+      axes = refined(gradient.indices, match)
+      result = gradients |> Map.fetch!(gradient.of) |> lay_out(indices, axes, match.atoms)
+      if gradient.factor == 1, do: result, else: Nx.multiply(result, number_like(gradient.factor, result))
+    end
+
+    defp number_like(number, tensor), do: Nx.tensor(number, type: tensor.type, backend: Nx.BinaryBackend)
+
+    # ---- in words ----------------------------------------------------------------------------------------
+
+    @doc "What a match becomes, in a line."
+    def describe(match, graph) do
+      [{batch, rows, heads, dim}, {_, columns, kv_heads, _}, _] = shapes(match)
+      type = type(for {number, _} <- [match.q, match.k, match.v], do: Graph.fetch!(graph, number).type)
+
+      parts =
+        [
+          "#{Nx.Type.to_string(type)} batch #{batch}, seqlen #{rows} x #{columns}, heads #{heads}:#{kv_heads}, head_dim #{dim}"
+        ] ++
+          ["scale #{Float.round(scale(match) / 1, 6)}"] ++
+          if(match.factors != [], do: ["a scale known at run time"], else: []) ++
+          if(match.softcap != 0, do: ["softcap #{abs(match.softcap)}"], else: []) ++
+          mask_in_words(match) ++
+          gradients_in_words(match) ++
+          overflow(match, graph)
+
+      Enum.join(parts, ", ")
+    end
+
+    defp mask_in_words(%{visibility: visibility} = match) do
+      words =
+        cond do
+          Visibility.all?(visibility) -> []
+          Visibility.views(visibility) != [] -> ["a mask known at run time"]
+          true -> visible(match, %{}) |> Enum.map(&in_words/1)
+        end
+
+      words ++
+        List.wrap(
+          %{none: nil, mean: "rows that see nothing give the mean", nan: "rows that see nothing give NaN"}[
+            match.empty_rows
+          ]
+        )
+    end
+
+    defp in_words({:window, {:infinity, 0}}), do: "causal"
+    defp in_words({:window, window}), do: "window #{inspect(window)}"
+    defp in_words({:mask, mask}), do: "bands #{inspect(mask.numbers.bands)}"
+
+    defp gradients_in_words(%{gradients: []}), do: []
+
+    defp gradients_in_words(%{gradients: gradients}),
+      do: ["with " <> Enum.map_join(gradients, ", ", &"d#{&1.of}")]
+
+    # Scores of 16 bits end at 65504, the library's do not.
+    defp overflow(match, graph) do
+      if Graph.fetch!(graph, elem(match.product, 0)).type == {:f, 16},
+        do: ["scores above 65504 overflow in the original"],
+        else: []
+    end
+  end
+end

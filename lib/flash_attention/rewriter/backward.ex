@@ -1,0 +1,360 @@
+defmodule FlashAttention.Rewriter.Backward do
+  @moduledoc false
+  # The gradients of attention: each product of something with what is made of a forward's scores is held against
+  #
+  #     dv = p dout                dq = ds k                dk = ds q
+  #     ds = (p (dout v) - p sum_j p (dout v)) * (derivative of the score's program)
+  #
+  # as terms, in which it does not matter how they were written, nor that the row's maximum was differentiated too: its
+  # share is a term that is 0. Where k and v were repeated for groups of heads, gradients are sums over the group.
+
+  alias FlashAttention.Rewriter.{Graph, Index, Terms}
+
+  @passing [:add, :subtract, :multiply, :divide, :select, :negate, :exp, :tanh, :pow, :as_type, :max, :min] ++
+             [:transpose, :reshape, :broadcast, :slice, :concatenate]
+
+  @doc "The matches with the gradients that are found."
+  def find(_terms, [], _dots), do: []
+
+  def find(terms, matches, dots) do
+    by_product = Enum.group_by(matches, &elem(&1.product, 0))
+    taken = Map.keys(by_product) ++ for(match <- matches, do: match.output)
+    candidates = candidates(terms, dots -- taken)
+
+    gradients =
+      for candidate <- candidates,
+          product <- products(terms, candidate, by_product),
+          match <- by_product[product],
+          {:ok, gradient} <- [gradient(terms, match, candidate)],
+          reduce: %{} do
+        gradients -> Map.update(gradients, match.output, [gradient], &[gradient | &1])
+      end
+
+    for match <- matches, do: %{match | gradients: gradients |> Map.get(match.output, []) |> Enum.reverse()}
+  end
+
+  # ---- what may be a gradient: products, and sums of products ---------------------------------------------
+
+  defp candidates(terms, dots) do
+    sums =
+      for {number, %{op: :sum}} <- Enum.sort(terms.graph.values),
+          candidate = below_sum(terms, fresh(terms, number), number),
+          candidate.dot in dots,
+          do: candidate
+
+    sums ++
+      for dot <- dots,
+          do: %{output: dot, indices: elem(fresh(terms, dot), 1), view: fresh(terms, dot), dot: dot}
+  end
+
+  defp below_sum(terms, view, output), do: below_sum(terms, view, output, elem(view, 1))
+
+  defp below_sum(terms, view, output, indices) do
+    view = Terms.resolve(terms, view)
+
+    case Terms.value(terms, view) do
+      %{op: :sum} ->
+        {[arg], _bound} = Terms.operands(terms, view)
+        below_sum(terms, arg, output, indices)
+
+      _ ->
+        %{output: output, indices: indices, view: view, dot: elem(view, 0)}
+    end
+  end
+
+  defp fresh(terms, number) do
+    shape = Graph.fetch!(terms.graph, number).shape |> Tuple.to_list() |> Enum.with_index()
+    {number, for({size, axis} <- shape, do: Index.variable({:g, axis}, size))}
+  end
+
+  # The products of forwards that lie below either operand, on ways through elementwise operations and layouts.
+  defp products(terms, %{dot: dot}, by_product) do
+    for arg <- Graph.fetch!(terms.graph, dot).args,
+        product <- below(terms, arg, by_product),
+        uniq: true,
+        do: product
+  end
+
+  defp below(terms, number, by_product) do
+    Terms.memo(terms, {:products, number}, fn ->
+      value = Graph.fetch!(terms.graph, number)
+
+      cond do
+        is_map_key(by_product, number) ->
+          [number]
+
+        value.op in @passing ->
+          for(arg <- value.args, product <- below(terms, arg, by_product), uniq: true, do: product)
+
+        true ->
+          []
+      end
+    end)
+  end
+
+  # ---- one of them ---------------------------------------------------------------------------------------
+
+  defp gradient(terms, match, candidate) do
+    {[one, other], _bound} = Terms.operands(terms, candidate.view)
+
+    with :error <- gradient(terms, match, candidate, one, other),
+         do: gradient(terms, match, candidate, other, one)
+  end
+
+  # Of scores or weights and the tensor that they are multiplied by.
+  defp gradient(terms, match, candidate, scores, tensor) do
+    with {:ok, found} <- descend(terms, scores, elem(match.product, 0)),
+         {:ok, names} <- unify(elem(found, 1), elem(match.product, 1), %{}),
+         {:ok, scores} <- Terms.substitute(scores, names),
+         {:ok, tensor} <- Terms.substitute(tensor, names) do
+      term = terms |> Terms.term(scores) |> unmasked(terms, match)
+      candidate = Map.put(candidate, :names, names)
+
+      with :error <- dv(terms, match, candidate, term, Terms.resolve(terms, tensor)),
+           do: dscores(terms, match, candidate, term, Terms.strip(terms, tensor))
+    end
+  end
+
+  # The way from a view down to a product.
+  defp descend(terms, view, product) do
+    view = Terms.strip(terms, view)
+    value = Terms.value(terms, view)
+
+    cond do
+      elem(view, 0) == product ->
+        {:ok, view}
+
+      value.op in @passing ->
+        Enum.find_value(value.args, :error, fn arg ->
+          if product in Terms.memo(terms, {:products, arg}, fn -> [] end) do
+            with :error <- descend(terms, Terms.argument(terms, view, arg), product), do: nil
+          end
+        end)
+
+      true ->
+        :error
+    end
+  end
+
+  # dv = p dout, with v's own axes.
+  defp dv(terms, match, candidate, term, dout) do
+    with {:ok, factor} <- ratio(term, unmasked(Terms.term(terms, match.weights), terms, match)),
+         {:ok, names} <- rest(candidate, match.axes.values),
+         {:ok, dout} <- Terms.substitute(dout, names),
+         do: found(match, %{candidate | names: names}, :v, factor, dout, [])
+  end
+
+  # What no product of the forward has is the axis of the values.
+  defp rest(%{indices: indices, names: names}, values) do
+    case Index.variables(indices) |> Enum.reject(&is_map_key(names, &1)) do
+      [] -> {:ok, names}
+      [name] -> {:ok, Map.put(names, name, values)}
+      _ -> :error
+    end
+  end
+
+  # dq = ds k and dk = ds q.
+  defp dscores(terms, match, candidate, term, tensor) do
+    Enum.find_value([q: match.k, k: match.q], :error, fn {of, leaf} ->
+      leaf = Terms.strip(terms, leaf)
+
+      with true <- elem(leaf, 0) == elem(tensor, 0),
+           {:ok, names} <- unify(elem(tensor, 1), elem(leaf, 1), candidate.names),
+           {:ok, target, dout, inner} <- target(terms, match, term),
+           {:ok, factor} <- ratio(term, target),
+           {:ok, _gradient} = found <- found(match, %{candidate | names: names}, of, factor, dout, inner) do
+        found
+      else
+        _ -> nil
+      end
+    end)
+  end
+
+  # Gradients are those of tensors as they are: along all of their axes, and no other.
+  defp found(match, candidate, of, factor, dout, inner) do
+    {:ok, {_, indices}} = Terms.substitute({candidate.output, candidate.indices}, candidate.names)
+    {_, own} = Map.fetch!(match, of)
+
+    [got, wanted] =
+      for indices <- [indices, own], do: indices |> Enum.concat() |> Index.refine(match.atoms) |> Enum.sort()
+
+    if got == wanted,
+      do:
+        {:ok,
+         %{
+           output: candidate.output,
+           of: of,
+           indices: indices,
+           factor: factor,
+           dout: dout,
+           inner: inner ++ below_output(candidate)
+         }},
+      else: :error
+  end
+
+  defp below_output(%{output: output, dot: dot}), do: if(output == dot, do: [], else: [dot])
+
+  # ---- what the derivative by the product of q and k is --------------------------------------------------
+
+  defp target(terms, match, term) do
+    weights = Terms.term(terms, match.weights)
+    {coefficient, []} = match.outer
+
+    with {:ok, dp, dout} <- dp(terms, match, term) do
+      {:ok, summed_weights} = Terms.substitute(match.weights, at_bound(match))
+      {:ok, summed_dp} = Terms.substitute(dp, at_bound(match))
+      [{:j, 1, size}] = match.axes.columns
+      bound = {:bound, 1, 0}
+
+      products = Terms.multiply(terms, Terms.term(terms, summed_weights), Terms.term(terms, summed_dp))
+      sum = Terms.sum(terms, products, [bound], %{bound => size})
+      p = Terms.scale(weights, 1 / coefficient)
+      dz = Terms.subtract(Terms.multiply(terms, weights, Terms.term(terms, dp)), Terms.multiply(terms, p, sum))
+      {:ok, dz |> through(terms, match.steps) |> unmasked(terms, match), dout, [elem(dp, 0)]}
+    end
+  end
+
+  defp at_bound(match),
+    do: %{j: for({:j, divisor, size} <- match.axes.columns, do: {{:bound, 1, 0}, divisor, size})}
+
+  # The derivative of the program.
+  defp through(dz, terms, steps) do
+    Enum.reduce(steps, dz, fn
+      {:scale, c}, dz -> Terms.scale(dz, c)
+      {:factor, view}, dz -> Terms.multiply(terms, dz, Terms.term(terms, view))
+      {:divisor, view}, dz -> Terms.multiply(terms, dz, Terms.inverse(terms, Terms.term(terms, view)))
+      {:tanh, view}, dz -> Terms.multiply(terms, dz, one_minus_square(terms, Terms.term(terms, view)))
+      _mask_or_bias, dz -> dz
+    end)
+  end
+
+  defp one_minus_square(terms, x), do: Terms.subtract(Terms.constant(1), Terms.multiply(terms, x, x))
+
+  # The product of dout and v in a term: its view, and dout's.
+  defp dp(terms, match, term) do
+    factors = for {monomial, _} <- term, {factor, 1} <- monomial, uniq: true, do: Terms.info(terms, factor)
+
+    Enum.find_value(factors, :error, fn
+      %{structure: {:dot, _}, view: view} -> dout(terms, match, view)
+      _ -> nil
+    end)
+  end
+
+  defp dout(terms, match, view) do
+    {[one, other], _bound} = Terms.operands(terms, view)
+    v = Terms.strip(terms, match.v)
+
+    Enum.find_value([{one, other}, {other, one}], fn {dout, values} ->
+      values = Terms.strip(terms, values)
+
+      with true <- elem(values, 0) == elem(v, 0),
+           {:ok, names} <- unify(elem(values, 1), elem(v, 1), %{}),
+           {:ok, dout} <- Terms.substitute(dout, names) do
+        {:ok, view, Terms.resolve(terms, dout)}
+      else
+        _ -> nil
+      end
+    end)
+  end
+
+  # What is hidden has no weight: a predicate that hides it again changes nothing, and one that shows nothing else
+  # leaves nothing.
+  defp unmasked(term, terms, match) do
+    predicates =
+      for %{predicates: predicates} <- match.hidden, {view, holds} <- predicates, into: %{} do
+        [{[{factor, 1}], _}] = terms |> Terms.predicate(view) |> Map.to_list()
+        {factor, holds}
+      end
+
+    [{[{exponential, 1}], _}] = terms |> Terms.term(match.exponential) |> Map.to_list()
+
+    Enum.reduce(term, %{}, fn {monomial, x}, kept ->
+      hiding =
+        if List.keymember?(monomial, exponential, 0),
+          do: Enum.filter(monomial, fn {factor, _} -> is_map_key(predicates, factor) end),
+          else: []
+
+      if Enum.all?(hiding, fn {factor, _} -> predicates[factor] end),
+        do: Terms.add(kept, %{(monomial -- hiding) => x}),
+        else: kept
+    end)
+  end
+
+  # The number that the one is the other times.
+  defp ratio(one, other) do
+    with true <- map_size(one) > 0 and Map.keys(one) == Map.keys(other),
+         [ratio | ratios] = for({monomial, x} <- one, do: x / other[monomial]),
+         true <- Enum.all?(ratios, &(abs(&1 - ratio) <= 1.0e-6 * abs(ratio))) do
+      {:ok, ratio}
+    else
+      _ -> :error
+    end
+  end
+
+  # ---- names ---------------------------------------------------------------------------------------------
+
+  # The names of variables that make the one tuple of indices the other, beside those that are known.
+  defp unify(indices, others, names) do
+    pairs =
+      Enum.zip(indices, others)
+      |> Enum.reduce_while([], fn {index, other}, pairs ->
+        case pair(Enum.reverse(index), Enum.reverse(other), []) do
+          {:ok, more} -> {:cont, more ++ pairs}
+          :error -> {:halt, :error}
+        end
+      end)
+
+    if pairs == :error, do: :error, else: names(pairs, names)
+  end
+
+  # Digits of equal sizes, from the least significant one on.
+  defp pair([], [], pairs), do: {:ok, pairs}
+
+  defp pair([{name, low, size} | rest], [{other, other_low, other_size} | others], pairs) do
+    common = min(size, other_size)
+
+    if rem(size, common) == 0 and rem(other_size, common) == 0 do
+      more = fn name, low, size ->
+        if size == common, do: [], else: [{name, low * common, div(size, common)}]
+      end
+
+      pairs = [{{name, low, common}, {other, other_low, common}} | pairs]
+      pair(more.(name, low, size) ++ rest, more.(other, other_low, other_size) ++ others, pairs)
+    else
+      :error
+    end
+  end
+
+  defp pair(_index, _other, _pairs), do: :error
+
+  # A variable of the forward's stands for itself.
+  defp names(pairs, names) do
+    {same, new} = Enum.split_with(pairs, fn {{name, _, _}, {_, _, _}} -> forward?(name) end)
+
+    named =
+      new
+      |> Enum.uniq()
+      |> Enum.group_by(fn {{name, _, _}, _} -> name end)
+      |> Map.new(fn {name, pairs} -> {name, pairs |> Enum.sort_by(fn {{_, low, _}, _} -> -low end)} end)
+
+    if Enum.all?(same, fn {one, other} -> one == other end) and
+         Enum.all?(named, fn {_, pairs} -> whole?(pairs) end) do
+      named = Map.new(named, fn {name, pairs} -> {name, Index.merge(for {_, digit} <- pairs, do: digit)} end)
+      {:ok, Map.merge(names, named)}
+    else
+      :error
+    end
+  end
+
+  defp forward?({:o, _}), do: true
+  defp forward?(:j), do: true
+  defp forward?(_name), do: false
+
+  # The digits follow on each other, from 1 on.
+  defp whole?(pairs) do
+    pairs
+    |> Enum.reverse()
+    |> Enum.reduce(1, fn {{_, low, size}, _}, next -> if low == next, do: low * size end)
+    |> is_integer()
+  end
+end

@@ -1,0 +1,590 @@
+defmodule FlashAttention.Rewriter.Forward do
+  @moduledoc false
+  # Attention that ends in a product: softmax(program(q k)) v, from the product back to q and k.
+  #
+  # The elements of the result are written with the variables {:o, axis}, one an axis of the result, and :j, the columns
+  # that it sums over. Which of them are batches, heads, rows follows from what q, k and v depend on.
+
+  alias FlashAttention.Rewriter.{Graph, Index, Terms, Visibility}
+
+  defstruct [
+    :output,
+    :out,
+    :q,
+    :k,
+    :v,
+    :scores,
+    :product,
+    :exponential,
+    :weights,
+    :axes,
+    :atoms,
+    :types,
+    scale: 1.0,
+    softcap: 0,
+    factors: [],
+    biases: [],
+    visibility: %Visibility{},
+    hidden: [],
+    empty_rows: :none,
+    outer: [],
+    steps: [],
+    gradients: [],
+    label: nil
+  ]
+
+  @doc """
+  `{:ok, match}` for attention that ends in the product with that number, `{:refuse, reason}` for what looks like it,
+  or `:no`.
+  """
+  def find(terms, number) do
+    out =
+      for {size, axis} <- Graph.fetch!(terms.graph, number).shape |> Tuple.to_list() |> Enum.with_index(),
+          do: Index.variable({:o, axis}, size)
+
+    {operands, bound} = Terms.operands(terms, {number, out})
+
+    with [column] <- bound,
+         rename = %{column => [{:j, 1, size_of(operands, column)}]},
+         [one, other] = for(operand <- operands, do: elem(Terms.substitute(operand, rename), 1)) do
+      match = %__MODULE__{output: number, out: out}
+      with :no <- from_weights(terms, one, other, match), do: from_weights(terms, other, one, match)
+    else
+      _ -> :no
+    end
+  end
+
+  defp size_of(operands, name), do: operands |> Enum.map(&Terms.sizes/1) |> Enum.find_value(& &1[name])
+
+  # ---- softmax -------------------------------------------------------------------------------------------
+
+  defp from_weights(terms, weights, v, match) do
+    if exponential?(terms, elem(weights, 0)) do
+      weights = Terms.strip(terms, weights)
+
+      with {:ok, exponential, outer} <- softmax(terms, Terms.term(terms, weights)),
+           {:ok, scores} <- scores(terms, exponential) do
+        match = %{match | weights: weights, exponential: exponential, outer: outer, v: Terms.resolve(terms, v)}
+        from_scores(terms, scores, match)
+      end
+    else
+      :no
+    end
+  end
+
+  # Whether there is an exponential in it, on a way through elementwise operations and layouts.
+  defp exponential?(terms, number) do
+    Terms.memo(terms, {:exponential, number}, fn ->
+      case Graph.fetch!(terms.graph, number) do
+        %{op: :exp} ->
+          true
+
+        %{op: op, args: args}
+        when op in [:multiply, :divide, :as_type, :select, :add, :negate] or
+               op in [:transpose, :reshape, :broadcast, :slice] ->
+          Enum.any?(args, &exponential?(terms, &1))
+
+        _ ->
+          false
+      end
+    end)
+  end
+
+  # e / sum e, times what does not depend on the column.
+  defp softmax(terms, weights) do
+    with [{monomial, coefficient}] <- Map.to_list(weights),
+         {inside, outside} = Enum.split_with(monomial, fn {factor, _} -> depends?(terms, factor, :j) end),
+         [{exponential, 1}] <- Enum.filter(inside, fn {factor, _} -> exp?(terms, factor) end) do
+      view = Terms.info(terms, exponential).view
+      {sums, outer} = Enum.split_with(outside, &sum_of?(terms, &1, view))
+
+      cond do
+        sums == [] ->
+          :no
+
+        inside != [{exponential, 1}] ->
+          if leads_to_product?(terms, view), do: {:refuse, why_not_alone(terms, inside)}, else: :no
+
+        true ->
+          {:ok, view, {coefficient, outer}}
+      end
+    else
+      _ -> :no
+    end
+  end
+
+  defp why_not_alone(terms, inside) do
+    if Enum.any?(inside, fn {factor, _} -> match?({:predicate, _}, Terms.info(terms, factor).structure) end),
+      do: "its weights are dropped out, or hidden after the softmax",
+      else: "its weights are multiplied by others before they meet the values"
+  end
+
+  defp exp?(terms, factor), do: match?({:exp, _}, Terms.info(terms, factor).structure)
+  defp depends?(terms, factor, name), do: name in Terms.info(terms, factor).variables
+
+  # Whether a factor is the inverse of the sum of these exponentials over the columns.
+  defp sum_of?(terms, {factor, -1}, {_number, _indices} = view) do
+    with {:sum, [{summed, 1}], [bound]} <- Terms.info(terms, factor).structure,
+         {:ok, other} <- Terms.substitute(view, %{:j => [{bound, 1, column_size(view)}]}) do
+      Terms.term(terms, other) == Terms.of_factor(summed)
+    else
+      _ -> false
+    end
+  end
+
+  defp sum_of?(_terms, _factor, _view), do: false
+
+  defp column_size(view), do: Terms.sizes(view)[:j] || 0
+
+  # Whether a way through elementwise operations leads to a product: what does not is no attention at all.
+  defp leads_to_product?(terms, {number, _indices}), do: product_below?(terms, number)
+
+  @passing [
+             :exp,
+             :add,
+             :subtract,
+             :multiply,
+             :divide,
+             :select,
+             :as_type,
+             :negate,
+             :tanh,
+             :max,
+             :min,
+             :clip,
+             :pow
+           ] ++
+             [:transpose, :reshape, :broadcast, :slice, :abs, :sigmoid, :log, :sqrt, :concatenate]
+  defp product_below?(terms, number) do
+    Terms.memo(terms, {:product, number}, fn ->
+      case Graph.fetch!(terms.graph, number) do
+        %{op: :dot} -> true
+        %{op: op, args: args} when op in @passing -> Enum.any?(args, &product_below?(terms, &1))
+        _ -> false
+      end
+    end)
+  end
+
+  # ---- scores: what the exponential is taken of, without the row's maximum -------------------------------
+
+  defp scores(terms, exponential) do
+    [arg] = Terms.value(terms, exponential).args
+    arg = Terms.strip(terms, Terms.argument(terms, exponential, arg))
+
+    with %{op: :subtract, args: [scores, shift]} <- Terms.value(terms, arg),
+         scores = Terms.argument(terms, arg, scores),
+         true <- maximum?(terms, Terms.argument(terms, arg, shift), scores) do
+      {:ok, scores}
+    else
+      _ -> {:ok, arg}
+    end
+  end
+
+  # Whether a view is the maximum of the scores over the columns.
+  defp maximum?(terms, view, scores) do
+    view = Terms.strip(terms, view)
+
+    with %{op: :reduce_max} <- Terms.value(terms, view),
+         {[arg], [bound]} <- Terms.operands(terms, view),
+         {:ok, other} <- Terms.substitute(scores, %{:j => [{bound, 1, column_size(scores)}]}) do
+      Terms.term(terms, arg) == Terms.term(terms, other)
+    else
+      _ -> false
+    end
+  end
+
+  defp from_scores(terms, scores, match) do
+    if leads_to_product?(terms, scores) do
+      with {:ok, steps, product} <- peel(terms, scores),
+           {:ok, match} <- operands(terms, product, %{match | scores: scores, product: product}),
+           {:ok, match} <- axes(terms, match, steps),
+           {:ok, match} <- fold(terms, Enum.reverse(steps), %{match | steps: steps}),
+           {:ok, match} <- visibility(terms, match),
+           do: atoms(match)
+    else
+      :no
+    end
+  end
+
+  # ---- the program of a score, from the outside in -------------------------------------------------------
+
+  defp peel(terms, view) do
+    view = Terms.strip(terms, view)
+    value = Terms.value(terms, view)
+    args = if value.op in @passing, do: Enum.map(value.args, &Terms.argument(terms, view, &1)), else: []
+    peel(value.op, args, terms, view)
+  end
+
+  defp peel(:dot, _args, _terms, view), do: {:ok, [], view}
+  defp peel(:negate, [x], terms, _view), do: step({:scale, -1.0}, terms, x)
+  defp peel(:tanh, [x], terms, view), do: step({:tanh, view}, terms, x)
+
+  defp peel(:multiply, [x, y], terms, _view) do
+    case {constant(terms, x), constant(terms, y)} do
+      {c, _} when is_float(c) -> step({:scale, c}, terms, y)
+      {_, c} when is_float(c) -> step({:scale, c}, terms, x)
+      _ -> either(terms, x, y, &step({:factor, &1}, terms, &2), "its scores are multiplied by other scores")
+    end
+  end
+
+  defp peel(:divide, [x, y], terms, _view) do
+    case constant(terms, y) do
+      c when is_float(c) and c != 0.0 ->
+        step({:scale, 1 / c}, terms, x)
+
+      _ ->
+        if outer?(terms, y),
+          do: step({:divisor, y}, terms, x),
+          else: {:refuse, "its scores are divided by #{describe(terms, y)}"}
+    end
+  end
+
+  defp peel(:add, [x, y], terms, _view),
+    do: either(terms, x, y, &step({:bias, &1, 1.0}, terms, &2), "its scores are a sum of products")
+
+  defp peel(:subtract, [x, y], terms, _view) do
+    case {product_below?(terms, elem(x, 0)), product_below?(terms, elem(y, 0))} do
+      {true, false} ->
+        step({:bias, y, -1.0}, terms, x)
+
+      {false, true} ->
+        with({:ok, steps, product} <- step({:bias, x, 1.0}, terms, y), do: {:ok, negated(steps), product})
+
+      _ ->
+        either(terms, y, x, &step({:bias, &1, -1.0}, terms, &2), "its scores are a sum of products")
+    end
+  end
+
+  defp peel(:select, [predicate, x, y], terms, _view) do
+    case {fill(terms, x), fill(terms, y)} do
+      {nil, nil} -> {:refuse, "hidden scores are not filled with one number"}
+      {nil, fill} -> step({:mask, predicate, true, fill}, terms, x)
+      {fill, nil} -> step({:mask, predicate, false, fill}, terms, y)
+      _ -> {:refuse, "its scores are constants"}
+    end
+  end
+
+  defp peel(op, _args, _terms, _view), do: {:refuse, "#{op} is done to its scores"}
+
+  # The bias, then the negation of what is inside of it.
+  defp negated([bias | steps]), do: [bias, {:scale, -1.0} | steps]
+
+  defp step(step, terms, view) do
+    with {:ok, steps, product} <- peel(terms, view), do: {:ok, [step | steps], product}
+  end
+
+  # The scores are the operand that leads to a product, and where both do, the one that leads to q and k.
+  defp either(terms, x, y, step, reason) do
+    case {product_below?(terms, elem(x, 0)), product_below?(terms, elem(y, 0))} do
+      {true, false} -> step.(y, x)
+      {false, true} -> step.(x, y)
+      _ -> with({:refuse, _} <- first(terms, x, y, step), do: {:refuse, reason})
+    end
+  end
+
+  defp first(terms, x, y, step) do
+    with {:ok, _, product} = found <- step.(y, x), {:ok, _} <- operands(terms, product, %__MODULE__{}) do
+      found
+    else
+      _ ->
+        with {:ok, _, product} = found <- step.(x, y),
+             {:ok, _} <- operands(terms, product, %__MODULE__{}),
+             do: found
+    end
+  end
+
+  defp constant(terms, view) do
+    case Terms.term(terms, view) do
+      %{[] => c} = term when map_size(term) == 1 -> c
+      _ -> nil
+    end
+  end
+
+  defp fill(terms, view) do
+    case Terms.value(terms, Terms.strip(terms, view)) do
+      %{op: :constant, opts: fill} -> fill
+      _ -> constant(terms, view)
+    end
+  end
+
+  # A number of each batch or head.
+  defp outer?(terms, view), do: :j not in Terms.variables(Terms.strip(terms, view))
+
+  defp describe(terms, view), do: "#{Terms.value(terms, Terms.strip(terms, view)).op}"
+
+  # ---- q and k, and what the axes are --------------------------------------------------------------------
+
+  defp operands(terms, product, match) do
+    {operands, bound} = Terms.operands(terms, product)
+    operands = for operand <- operands, do: Terms.resolve(terms, operand)
+
+    case Enum.split_with(operands, &(:j in Terms.variables(&1))) do
+      {[k], [q]} -> {:ok, %{match | q: q, k: k, axes: %{dim: bound}}}
+      {[_, _], _} -> {:refuse, "rows and columns of its scores are not those of two tensors"}
+      _ -> {:refuse, "its scores do not depend on the keys"}
+    end
+  end
+
+  # Digits of the result by what depends on them.
+  defp axes(terms, %{q: q, k: k, v: v} = match, steps) do
+    digits = for index <- match.out, digit <- index, do: digit
+    [in_q, in_k, in_v] = for view <- [q, k, v], do: digits_of(view)
+    {:ok, atoms} = Index.atoms(for(view <- [q, k, v], index <- elem(view, 1), do: index) ++ match.out)
+    out = digits |> Index.refine(atoms)
+    refined = for set <- [in_q, in_k, in_v], do: Index.refine(set, atoms)
+    [in_q, in_k, in_v] = refined
+
+    {rows_and_groups, rest} = Enum.split_with(out, &(&1 in in_q and &1 not in in_k and &1 not in in_v))
+    {dims, shared} = Enum.split_with(rest, &(&1 in in_v and &1 not in in_q and &1 not in in_k))
+    order = product_order(match.product, atoms)
+    rows = row(terms, steps, Enum.sort_by(rows_and_groups, &position(order, &1)))
+
+    cond do
+      :j not in Terms.variables(v) ->
+        {:refuse, "the values do not depend on the keys"}
+
+      Enum.any?(shared, &(&1 not in in_q and &1 not in in_k and &1 not in in_v)) ->
+        {:refuse, "its result has an axis that is in none of q, k and v"}
+
+      true ->
+        groups = rows_and_groups -- rows
+        shared = Enum.sort_by(shared, &position(order, &1))
+        {batch, heads} = Enum.split(shared, min(length(shared), 1))
+
+        axes = %{batch: batch, heads: heads, groups: Enum.sort_by(groups, &position(order, &1)), rows: rows}
+        {:ok, %{match | axes: Map.merge(match.axes, Map.put(axes, :values, dims))}}
+    end
+  rescue
+    MatchError -> {:refuse, "its axes are split in ways that do not fit together"}
+  end
+
+  defp digits_of({_number, indices}), do: Enum.concat(indices)
+
+  # Axes of the scores in their order, as the program has them.
+  defp product_order({_number, indices}, atoms), do: indices |> Enum.concat() |> Index.refine(atoms)
+  defp position(order, digit), do: Enum.find_index(order, &(&1 == digit)) || length(order)
+
+  # Rows are what masks count; unless one does, what is next to the columns.
+  defp row(_terms, _steps, []), do: []
+  defp row(_terms, _steps, [row]), do: [row]
+
+  defp row(terms, steps, candidates) do
+    counted = for step <- steps, view <- views_of(step), digit <- counted(terms, view), do: digit
+    [Enum.find(candidates, List.last(candidates), &(&1 in counted))]
+  end
+
+  defp views_of({:mask, view, _, _}), do: [view]
+  defp views_of({:bias, view, _}), do: [view]
+  defp views_of(_step), do: []
+
+  # Digits along which a predicate counts.
+  defp counted(terms, view) do
+    {_number, indices} = view = Terms.strip(terms, view)
+
+    case Terms.value(terms, view) do
+      %{op: :iota, opts: [axis: axis]} -> Enum.at(indices, axis)
+      %{op: :tensor} -> Enum.concat(indices)
+      %{op: op} when op in [:parameter, :opaque, :dot, :constant, :slice, :sum, :reduce_max, :concatenate] -> []
+      %{args: args} -> Enum.flat_map(args, &counted(terms, Terms.argument(terms, view, &1)))
+    end
+  end
+
+  # ---- the program from the inside out -------------------------------------------------------------------
+
+  defp fold(_terms, [], match), do: {:ok, match}
+
+  defp fold(terms, [step | steps], match) do
+    with {:ok, match} <- apply_step(step, terms, match), do: fold(terms, steps, match)
+  end
+
+  defp apply_step({:scale, c}, _terms, match), do: {:ok, scaled(match, c)}
+
+  defp apply_step({kind, view}, terms, match) when kind in [:factor, :divisor] do
+    view = Terms.resolve(terms, view)
+    changing = Index.variables([match.axes.rows]) ++ [:j]
+
+    cond do
+      Enum.any?(Terms.variables(view), &(&1 in changing)) ->
+        {:refuse, "its scores are multiplied by #{describe(terms, view)}"}
+
+      match.softcap != 0 or match.biases != [] or match.hidden != [] ->
+        {:refuse, "a number known at run time scales more than the product of q and k"}
+
+      true ->
+        {:ok, %{match | factors: [{kind, view} | match.factors]}}
+    end
+  end
+
+  defp apply_step({:tanh, _view}, _terms, %{softcap: 0, biases: [], hidden: []} = match),
+    do: {:ok, %{match | softcap: 1.0}}
+
+  defp apply_step({:tanh, _view}, _terms, _match),
+    do: {:refuse, "tanh is taken of more than the product of q and k"}
+
+  defp apply_step({:bias, view, sign}, terms, match), do: bias(terms, Terms.strip(terms, view), sign, match)
+
+  defp apply_step({:mask, view, holds, fill}, terms, match),
+    do: hide(terms, [{view, holds}], fill, :replaced, match)
+
+  # A positive factor leaves what is hidden hidden.
+  defp scaled(match, c) do
+    match =
+      if match.softcap == 0, do: %{match | scale: match.scale * c}, else: %{match | softcap: match.softcap * c}
+
+    biases = for {view, sign} <- match.biases, do: {view, sign * c}
+    hidden = for mask <- match.hidden, do: %{mask | fill: scaled_fill(mask.fill, c)}
+    %{match | biases: biases, hidden: hidden}
+  end
+
+  defp scaled_fill(:neg_infinity, c) when c < 0, do: :infinity
+  defp scaled_fill(:infinity, c) when c < 0, do: :neg_infinity
+  defp scaled_fill(fill, _c) when is_atom(fill), do: fill
+  defp scaled_fill(fill, c), do: fill * c
+
+  # What is added is a mask where it is one of two numbers, of which one is 0.
+  defp bias(terms, view, sign, match) do
+    case additive_mask(terms, view, sign) do
+      {:ok, predicates, fill} ->
+        with {:refuse, _} <- hide(terms, predicates, fill, :added, match),
+             do: {:ok, with_bias(match, view, sign)}
+
+      :error ->
+        {:ok, with_bias(match, view, sign)}
+    end
+  end
+
+  defp with_bias(match, view, sign), do: %{match | biases: [{view, sign} | match.biases]}
+
+  defp additive_mask(terms, view, factor) do
+    view = Terms.strip(terms, view)
+    value = Terms.value(terms, view)
+    args = if value.op in @passing, do: Enum.map(value.args, &Terms.argument(terms, view, &1)), else: []
+
+    case {value.op, args} do
+      {:select, [predicate, x, y]} ->
+        case {fill(terms, x), fill(terms, y)} do
+          {zero, fill} when zero == 0 and fill != nil -> {:ok, [{predicate, true}], scaled_fill(fill, factor)}
+          {fill, zero} when zero == 0 and fill != nil -> {:ok, [{predicate, false}], scaled_fill(fill, factor)}
+          _ -> :error
+        end
+
+      {:multiply, [x, y]} ->
+        case {constant(terms, x), constant(terms, y)} do
+          {c, _} when is_float(c) -> zero_or(terms, y, factor * c)
+          {_, c} when is_float(c) -> zero_or(terms, x, factor * c)
+          _ -> :error
+        end
+
+      {:negate, [x]} ->
+        additive_mask(terms, x, -factor)
+
+      {:tensor, []} ->
+        case Enum.uniq(value.opts) do
+          [_, _] = two ->
+            if Enum.any?(two, &(&1 == 0)),
+              do: {:ok, [{view, false}], scaled_fill(Enum.find(two, &(&1 != 0)), factor)},
+              else: :error
+
+          _ ->
+            :error
+        end
+
+      _ ->
+        :error
+    end
+  end
+
+  # A number times what is 0 or 1.
+  defp zero_or(terms, view, fill) do
+    if Visibility.predicate?(terms, view),
+      do: {:ok, [{view, false}], fill},
+      else: additive_mask(terms, view, fill)
+  end
+
+  defp hide(terms, predicates, fill, how, match) do
+    type = Graph.fetch!(terms.graph, elem(match.scores, 0)).type
+
+    if far?(fill, type),
+      do:
+        {:ok, %{match | hidden: [%{predicates: predicates, fill: fill, how: how, type: type} | match.hidden]}},
+      else: {:refuse, "hidden scores are filled with #{inspect(fill)}, which does not hide them"}
+  end
+
+  # The exponential of what is so far below any score is exactly 0.
+  defp far?(:neg_infinity, _type), do: true
+  defp far?(fill, _type) when is_atom(fill), do: false
+  defp far?(fill, {:f, 16}), do: fill <= -3.0e4
+  defp far?(fill, _type), do: fill <= -9.0e3
+
+  # ---- masks ---------------------------------------------------------------------------------------------
+
+  defp visibility(_terms, %{hidden: []} = match), do: {:ok, match}
+
+  defp visibility(terms, match) do
+    # Other factors may have moved the fill since.
+    if Enum.all?(match.hidden, &far?(&1.fill, &1.type)) do
+      predicates = for mask <- match.hidden, predicate <- mask.predicates, do: predicate
+      [row, column] = [one_digit(match.axes.rows), {:j, 1, column_size(match.k)}]
+      visibility = Visibility.of(terms, predicates, row, column)
+      rows = Index.size(match.axes.rows)
+
+      match = %{match | visibility: visibility}
+
+      if Visibility.every_row_sees?(visibility, rows, elem(column, 2)),
+        do: {:ok, match},
+        else: empty_rows(match)
+    else
+      {:refuse, "a factor makes hidden scores visible"}
+    end
+  end
+
+  defp one_digit([digit]), do: digit
+  defp one_digit(_digits), do: {:no_row, 1, 1}
+
+  # A row that sees nothing: softmax of one number everywhere is the mean, of -infinity NaN.
+  defp empty_rows(match) do
+    cond do
+      Enum.all?(match.hidden, &(&1.fill == :neg_infinity)) ->
+        {:ok, %{match | empty_rows: :nan}}
+
+      not Enum.all?(match.hidden, &even?/1) ->
+        {:refuse, "a row that sees nothing would give the softmax of what is hidden"}
+
+      match?([_], match.hidden) ->
+        {:ok, %{match | empty_rows: :mean}}
+
+      true ->
+        {:refuse, "several masks of different numbers may leave a row that sees nothing"}
+    end
+  end
+
+  # Whether hidden scores are all one number, as what is added swallows them.
+  defp even?(%{how: :replaced}), do: true
+  defp even?(%{fill: :neg_infinity}), do: true
+  defp even?(%{fill: fill, type: {:f, 64}}), do: fill <= -1.0e17
+  defp even?(%{type: {:f, 16}}), do: false
+  defp even?(%{fill: fill, type: {:bf, 16}}), do: fill <= -1.0e4
+  defp even?(%{fill: fill}), do: fill <= -9.9e8
+
+  # ---- digits --------------------------------------------------------------------------------------------
+
+  # All indices that the tensors of the match are laid out by.
+  defp atoms(match) do
+    views =
+      [match.q, match.k, match.v] ++
+        for({_, view} <- match.factors, do: view) ++ Visibility.views(match.visibility)
+
+    indices = match.out ++ for(view <- views, index <- elem(view, 1), do: index)
+
+    case Index.atoms(indices) do
+      {:ok, atoms} ->
+        {dim, axes} = Map.pop!(match.axes, :dim)
+        axes = Map.new(axes, fn {name, digits} -> {name, Index.refine(digits, atoms)} end)
+        dim = Enum.flat_map(dim, &Map.fetch!(atoms, &1))
+        {:ok, %{match | atoms: atoms, axes: Map.merge(axes, %{dim: dim, columns: Map.fetch!(atoms, :j)})}}
+
+      :error ->
+        {:refuse, "its axes are split in ways that do not fit together"}
+    end
+  end
+end

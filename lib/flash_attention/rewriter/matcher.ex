@@ -1,0 +1,125 @@
+defmodule FlashAttention.Rewriter.Matcher do
+  @moduledoc false
+  # Every attention of a graph: all forwards first, then the gradients of each, then whether what they were made of is
+  # still asked for by somebody else.
+
+  alias FlashAttention.Rewriter.{Backward, Forward, Graph, Terms, Visibility}
+
+  @doc """
+  `{matches, refusals}`: what can be replaced, and `{number, reason}` for what looks like attention and stays.
+
+  `takes` says of a match whether the library computes it: `:ok`, or `{:refuse, reason}`. With `weights: :keep` products
+  that others use too are computed for them beside.
+  """
+  def run(graph, takes, opts \\ []) do
+    dots = for {number, %{op: :dot}} <- Enum.sort(graph.values), do: number
+
+    if dots == [],
+      do: {[], []},
+      else: Terms.with_terms(graph, &run(&1, graph, dots, takes, opts))
+  end
+
+  defp run(terms, graph, dots, takes, opts) do
+    found = for number <- dots, result = found(terms, number, takes), result != :no, do: {number, result}
+    matches = for {_number, {:ok, match}} <- found, do: match
+    refused = for {number, {:refuse, reason}} <- found, do: {number, reason}
+
+    matches = Backward.find(terms, matches, dots)
+    {matches, unused} = settle(graph, matches, [], opts[:weights] == :keep)
+    {matches, Enum.sort(refused ++ unused)}
+  end
+
+  defp found(terms, number, takes) do
+    with {:ok, match} <- Forward.find(terms, number), :ok <- takes.(match), do: {:ok, match}
+  end
+
+  # Refuses what is still used, until nothing is.
+  defp settle(graph, matches, refused, keep?) do
+    stops = for match <- matches, {number, inputs} <- replaced(match), into: %{}, do: {number, inputs}
+    live = Graph.reachable(graph, graph.results, &stops[&1])
+
+    {matches, unreached} =
+      Enum.split_with(matches, &Enum.any?(replaced(&1), fn {number, _} -> number in live end))
+
+    {used, free} =
+      Enum.split_with(matches, fn match ->
+        not keep? and (elem(match.product, 0) in live or Enum.any?(match.gradients, &used?(&1, live)))
+      end)
+
+    # An attention that only the scores of another one need is reached again once that one stays.
+    case used do
+      [] ->
+        {matches, refused}
+
+      _ ->
+        settle(
+          graph,
+          free ++ unreached,
+          refused ++ Enum.map(used, &{&1.output, user(graph, &1, live, stops)}),
+          keep?
+        )
+    end
+  end
+
+  defp used?(%{inner: inner}, live), do: Enum.any?(inner, &(&1 in live))
+
+  # What a match replaces, and what that is then made of.
+  defp replaced(match) do
+    inputs = inputs(match)
+
+    [
+      {match.output, inputs}
+      | for(gradient <- match.gradients, do: {gradient.output, [elem(gradient.dout, 0) | inputs]})
+    ]
+  end
+
+  @doc "The values that a match is computed from."
+  def inputs(match) do
+    views =
+      [match.q, match.k, match.v] ++
+        for({_, view} <- match.factors ++ outer(match), do: view) ++
+        Visibility.views(match.visibility) ++
+        for({view, _} <- match.visibility.others ++ match.biases, do: view)
+
+    for {number, _indices} <- views, uniq: true, do: number
+  end
+
+  defp outer(%{outer: {_coefficient, factors}}), do: factors
+  defp outer(_match), do: []
+
+  # Names the first that needs what would be gone.
+  defp user(graph, match, live, stops) do
+    above =
+      above(graph, elem(match.product, 0), [
+        match.output | for(g <- match.gradients, n <- g.inner ++ [g.output], do: n)
+      ])
+
+    case Enum.find(
+           Enum.sort(live),
+           &(&1 not in above and not is_map_key(stops, &1) and
+               Enum.any?(Graph.fetch!(graph, &1).args, fn arg -> arg in above end))
+         ) do
+      nil -> "its scores or weights are a result themselves"
+      number -> "its scores or weights are used by #{describe(graph, number)} too"
+    end
+  end
+
+  # What leads from the product to the outputs.
+  defp above(graph, product, outputs) do
+    below = Graph.reachable(graph, outputs, &if(&1 <= product, do: [], else: nil))
+
+    below
+    |> Enum.sort()
+    |> Enum.reduce(MapSet.new([product]), fn number, above ->
+      if number > product and Enum.any?(Graph.fetch!(graph, number).args, &(&1 in above)),
+        do: MapSet.put(above, number),
+        else: above
+    end)
+  end
+
+  @doc "A value in words."
+  def describe(graph, number) do
+    %{op: op, type: {class, bits}, shape: shape} = Graph.fetch!(graph, number)
+    "#{op} #{class}#{bits}#{inspect(Tuple.to_list(shape), charlists: :as_lists)}"
+  end
+end

@@ -1,0 +1,293 @@
+defmodule FlashAttention.Rewriter.MatcherTest do
+  # Attention in graphs that are written down as text: what is found, as what, and what is refused. Without Nx.
+  use ExUnit.Case, async: true
+
+  alias FlashAttention.Rewriter.{Graph, Index, Matcher, Terms}
+
+  doctest FlashAttention.Rewriter.Graph
+
+  # Batches of 2, 4 rows, 6 columns, in layouts of q and k that differ.
+  @forward """
+  q = parameter(0) :: f32(4, 2, 3)
+  k = parameter(1) :: f32(2, 6, 3)
+  v = parameter(2) :: f32(2, 6, 5)
+  half = constant(0.5) :: f32
+  hidden = constant(:neg_infinity) :: f32
+  qt = transpose(q, axes: [1, 2, 0]) :: f32(2, 3, 4)
+  product = dot(qt, k, batch: {[0], [0]}, contract: {[1], [2]}) :: f32(2, 4, 6)
+  scaled = multiply(half, product) :: f32(2, 4, 6)
+  i = iota(axis: 0) :: s32(4, 1)
+  j = iota(axis: 1) :: s32(1, 6)
+  two = constant(2) :: s32
+  at = add(two, i) :: s32(4, 1)
+  see = greater_equal(at, j) :: u8(4, 6)
+  all = broadcast(see, axes: [1, 2]) :: u8(2, 4, 6)
+  s = select(all, scaled, hidden) :: f32(2, 4, 6)
+  m = reduce_max(s, axes: [2]) :: f32(2, 4, 1)
+  below = subtract(s, m) :: f32(2, 4, 6)
+  e = exp(below) :: f32(2, 4, 6)
+  l = sum(e, axes: [2]) :: f32(2, 4, 1)
+  p = divide(e, l) :: f32(2, 4, 6)
+  o = dot(p, v, batch: {[0], [0]}, contract: {[2], [1]}) :: f32(2, 4, 5)
+  """
+
+  # The gradients of the sum of sines, as Nx's grad writes them.
+  @backward """
+  dout = cos(o) :: f32(2, 4, 5)
+  dp = dot(dout, v, batch: {[0], [0]}, contract: {[2], [2]}) :: f32(2, 4, 6)
+  dp_l = divide(dp, l) :: f32(2, 4, 6)
+  p_l = divide(p, l) :: f32(2, 4, 6)
+  minus = negate(p_l) :: f32(2, 4, 6)
+  dl = multiply(dp, minus) :: f32(2, 4, 6)
+  dl_sum = sum(dl, axes: [2]) :: f32(2, 4)
+  dl_all = broadcast(dl_sum, axes: [0, 1]) :: f32(2, 4, 6)
+  de = add(dp_l, dl_all) :: f32(2, 4, 6)
+  dz = multiply(de, e) :: f32(2, 4, 6)
+  dm_each = negate(dz) :: f32(2, 4, 6)
+  dm = sum(dm_each, axes: [2]) :: f32(2, 4)
+  dm_all = broadcast(dm, axes: [0, 1]) :: f32(2, 4, 6)
+  largest = equal(s, m) :: u8(2, 4, 6)
+  dm_at = multiply(dm_all, largest) :: f32(2, 4, 6)
+  ties = sum(largest, axes: [2]) :: u32(2, 4, 1)
+  dm_shared = divide(dm_at, ties) :: f32(2, 4, 6)
+  ds_all = add(dz, dm_shared) :: f32(2, 4, 6)
+  zero = constant(0.0) :: f32
+  ds_seen = select(all, ds_all, zero) :: f32(2, 4, 6)
+  ds = multiply(half, ds_seen) :: f32(2, 4, 6)
+  dq = dot(ds, k, batch: {[0], [0]}, contract: {[2], [1]}) :: f32(2, 4, 3)
+  dk = dot(ds, qt, batch: {[0], [0]}, contract: {[1], [2]}) :: f32(2, 6, 3)
+  dv = dot(p, dout, batch: {[0], [0]}, contract: {[1], [1]}) :: f32(2, 6, 5)
+  """
+
+  @both @forward <> @backward
+  @gradients "result(dq, dk, dv)\n"
+
+  defp run(text, opts \\ []), do: text |> Graph.parse() |> Matcher.run(fn _match -> :ok end, opts)
+
+  defp replace(text, from, to),
+    do: if(text =~ from, do: String.replace(text, from, to), else: flunk("no #{from}"))
+
+  describe "a forward" do
+    test "is found, with its axes, its scale and its mask" do
+      assert {[match], []} = run(@forward <> "result(o)\n")
+      assert match.scale == 0.5
+
+      assert %{batch: [_], heads: [], groups: [], rows: [{_, 1, 4}], columns: [{:j, 1, 6}], values: [{_, 1, 5}]} =
+               match.axes
+
+      assert [{_, 1, 3}] = match.axes.dim
+      # Causal: the last row sees the last column.
+      assert match.visibility.upper == [%{constant: 2}]
+      assert {match.visibility.lower, match.visibility.others, match.empty_rows} == {[], [], :none}
+      assert match.gradients == []
+    end
+
+    test "is found when the weights come second, scores are turned, and the sum is divided by first" do
+      text =
+        @forward
+        |> replace(
+          "p = divide(e, l)",
+          "one = constant(1.0) :: f32\nr = divide(one, l) :: f32(2, 4, 1)\np = multiply(r, e)"
+        )
+        |> replace(
+          "o = dot(p, v, batch: {[0], [0]}, contract: {[2], [1]}) :: f32(2, 4, 5)",
+          "o = dot(v, p, batch: {[0], [0]}, contract: {[1], [2]}) :: f32(2, 5, 4)"
+        )
+
+      assert {[%{scale: 0.5}], []} = run(text <> "result(o)\n")
+    end
+
+    test "masks are read, and not only seen" do
+      for {from, to, expected} <- [
+            {"greater_equal(at, j)", "greater(at, j)", %{upper: [%{constant: 1}]}},
+            {"greater_equal(at, j)", "less(j, two)", %{k_end: [%{constant: 2}]}},
+            {"greater_equal(at, j)", "less_equal(at, j)", %{lower: [%{constant: 2}]}},
+            {"add(two, i)", "subtract(two, i)", %{others: :some}}
+          ] do
+        text =
+          @forward
+          |> replace(from, to)
+          |> then(&if to =~ "less(j", do: replace(&1, ":: u8(4, 6)", ":: u8(1, 6)"), else: &1)
+
+        assert {[match], []} = run(text <> "result(o)\n"), to
+
+        for {name, value} <- expected do
+          found = Map.fetch!(match.visibility, name)
+          if value == :some, do: assert(found != []), else: assert(found == value)
+        end
+      end
+    end
+
+    test "a fill that hides nothing, and the wrong branch, are refused" do
+      assert {[], [{_, reason}]} = run(replace(@forward, ":neg_infinity", "0.0") <> "result(o)\n")
+      assert reason =~ "does not hide"
+
+      assert {[], [{_, reason}]} =
+               run(replace(@forward, "all, scaled, hidden", "all, scaled, product") <> "result(o)\n")
+
+      assert reason =~ "one number"
+      # Rows see what is behind them: the last one sees nothing.
+      assert {[match], []} =
+               run(replace(@forward, "all, scaled, hidden", "all, hidden, scaled") <> "result(o)\n")
+
+      assert match.empty_rows == :nan
+      assert match.visibility.lower == [%{constant: 3}]
+    end
+
+    test "scores and weights that others ask for are theirs, unless told otherwise" do
+      for name <- ["product", "s", "e", "p"] do
+        text = @forward <> "result(o, #{name})\n"
+        assert {[], [{_, reason}]} = run(text), name
+        assert reason =~ "a result themselves"
+        assert {[_], []} = run(text, weights: :keep)
+      end
+
+      used = @forward <> "n = negate(product) :: f32(2, 4, 6)\nresult(o, n)\n"
+      assert {[], [{_, "its scores or weights are used by negate f32[2, 4, 6] too"}]} = run(used)
+    end
+
+    test "what is no softmax over the keys is no attention" do
+      for {from, to} <- [
+            {"sum(e, axes: [2]) :: f32(2, 4, 1)", "sum(e, axes: [1]) :: f32(2, 1, 6)"},
+            {"p = divide(e, l)", "p = divide(below, l)"},
+            {"p = divide(e, l)", "p = sigmoid(s)"},
+            {"e = exp(below)", "e = tanh(below)"},
+            {"l = sum(e, ", "e2 = exp(s) :: f32(2, 4, 6)\nl = sum(e2, "}
+          ] do
+        assert {[], refused} = run(replace(@forward, from, to) <> "result(o)\n"), to
+        assert refused == []
+      end
+    end
+
+    test "a maximum along the rows is no shift of a softmax" do
+      text =
+        replace(
+          @forward,
+          "reduce_max(s, axes: [2]) :: f32(2, 4, 1)",
+          "reduce_max(s, axes: [1]) :: f32(2, 1, 6)"
+        )
+
+      assert {[], [{_, _reason}]} = run(text <> "result(o)\n")
+    end
+  end
+
+  describe "a backward" do
+    test "is found, and the share of the maximum seen to be nothing" do
+      assert {[match], []} = run(@both <> @gradients)
+      assert Enum.sort(for g <- match.gradients, do: {g.of, g.factor}) == [k: 1.0, q: 1.0, v: 1.0]
+      assert {[_], []} = run(@both <> "result(o, dq, dk, dv)\n")
+    end
+
+    test "of some of the tensors is found as well" do
+      for {results, of} <- [{"dv", [:v]}, {"dq", [:q]}, {"dk, dv", [:k, :v]}] do
+        assert {[match], []} = run(@both <> "result(#{results})\n"), results
+        live = for g <- match.gradients, do: g.of
+        assert Enum.all?(of, &(&1 in live))
+      end
+    end
+
+    test "that is written in another order is the same" do
+      text =
+        @both
+        |> replace(
+          "minus = negate(p_l) :: f32(2, 4, 6)\ndl = multiply(dp, minus)",
+          "minus = multiply(dp, p_l) :: f32(2, 4, 6)\ndl = negate(minus)"
+        )
+        |> replace("de = add(dp_l, dl_all)", "de = add(dl_all, dp_l)")
+        |> replace("ds_all = add(dz, dm_shared)", "ds_all = multiply(e, de)")
+
+      assert {[match], []} = run(text <> @gradients)
+      assert length(match.gradients) == 3
+    end
+
+    test "of a multiple of the loss is that multiple" do
+      text =
+        replace(
+          @both,
+          "dq = dot(ds, k",
+          "three = constant(3.0) :: f32\nds3 = multiply(three, ds) :: f32(2, 4, 6)\ndq = dot(ds3, k"
+        )
+
+      assert {[match], []} = run(text <> @gradients)
+      assert [%{factor: factor}] = for(g <- match.gradients, g.of == :q, do: g)
+      assert_in_delta factor, 3.0, 1.0e-9
+    end
+
+    test "that is wrong in one place leaves the forward as it was" do
+      for {from, to} <- [
+            # No negation: the mistake that XLA has a test of.
+            {"minus = negate(p_l)", "minus = multiply(half, p_l)"},
+            {"dl = multiply(dp, minus)", "dl = multiply(dp, p_l)"},
+            {"dl_sum = sum(dl, axes: [2]) :: f32(2, 4)\ndl_all = broadcast(dl_sum, axes: [0, 1])",
+             "dl_sum = sum(dl, axes: [1]) :: f32(2, 6)\ndl_all = broadcast(dl_sum, axes: [0, 2])"},
+            {"dz = multiply(de, e)", "dz = multiply(de, p)"},
+            {"ds_seen = select(all, ds_all, zero)", "ds_seen = select(all, zero, ds_all)"},
+            {"de = add(dp_l, dl_all)", "de = add(dp, dl_all)"},
+            {"dm_each = negate(dz)", "dm_each = negate(de)"}
+          ] do
+        assert {[], [{_, reason} | _]} = run(replace(@both, from, to) <> @gradients), to
+        assert reason =~ "used by"
+      end
+    end
+
+    test "whose scores are asked for is left, forward and all" do
+      for name <- ["ds", "dp", "dz"] do
+        assert {[], [{_, _} | _]} = run(@both <> "result(dq, dk, dv, #{name})\n"), name
+        negated = "n = negate(#{name}) :: f32(2, 4, 6)\nresult(dq, dk, dv, n)\n"
+        assert {[], [{_, _} | _]} = run(@both <> negated), name
+      end
+    end
+  end
+
+  describe "terms" do
+    test "are the same for whatever multiplies out to the same" do
+      graph =
+        Graph.parse("""
+        x = parameter(0) :: f32(3, 4)
+        y = parameter(1) :: f32(4, 3)
+        two = constant(2.0) :: f32
+        yt = transpose(y, axes: [1, 0]) :: f32(3, 4)
+        sum = add(x, yt) :: f32(3, 4)
+        one = multiply(sum, sum) :: f32(3, 4)
+        xx = multiply(x, x) :: f32(3, 4)
+        xy = multiply(yt, x) :: f32(3, 4)
+        xy2 = multiply(xy, two) :: f32(3, 4)
+        yy = multiply(y, y) :: f32(4, 3)
+        yyt = transpose(yy, axes: [1, 0]) :: f32(3, 4)
+        a = add(xx, xy2) :: f32(3, 4)
+        other = add(yyt, a) :: f32(3, 4)
+        wrong = add(yyt, xx) :: f32(3, 4)
+        result(one, other, wrong)
+        """)
+
+      Terms.with_terms(graph, fn terms ->
+        [one, other, wrong] =
+          for number <- graph.results,
+              do: Terms.term(terms, {number, [Index.variable(:a, 3), Index.variable(:b, 4)]})
+
+        assert one == other
+        assert one != wrong
+      end)
+    end
+  end
+
+  describe "indices" do
+    test "go through reshapes that keep digits together, and no others" do
+      [a, b] = [Index.variable(:a, 6), Index.variable(:b, 4)]
+      assert {:ok, [[{:a, 2, 3}], [{:a, 1, 2}, {:b, 1, 4}]]} = Index.reshape([a, b], {6, 4}, {3, 8})
+
+      assert {:ok, [[{:a, 2, 3}], [{:a, 1, 2}], [{:b, 2, 2}], [{:b, 1, 2}]]} =
+               Index.reshape([a, b], {6, 4}, {3, 2, 2, 2})
+
+      assert Index.reshape([a, b], {6, 4}, {8, 3}) == :error
+      {:ok, there} = Index.reshape([a, b], {6, 4}, {2, 3, 4})
+      assert Index.reshape(there, {2, 3, 4}, {6, 4}) == {:ok, [a, b]}
+    end
+
+    test "are cut where the finest of them are" do
+      assert {:ok, %{a: [{:a, 2, 3}, {:a, 1, 2}]}} = Index.atoms([[{:a, 1, 6}], [{:a, 2, 3}]])
+      assert Index.atoms([[{:a, 2, 3}], [{:a, 3, 2}]]) == :error
+      assert Index.refine([{:a, 1, 6}], %{a: [{:a, 2, 3}, {:a, 1, 2}]}) == [{:a, 2, 3}, {:a, 1, 2}]
+    end
+  end
+end

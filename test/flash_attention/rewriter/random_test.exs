@@ -1,0 +1,64 @@
+defmodule FlashAttention.Rewriter.RandomTest do
+  # Programs drawn at random: attention in whatever way it may be written is replaced and stays the same number, and what
+  # is nearly attention stays as it is.
+  use ExUnit.Case, async: true
+
+  alias FlashAttention.Rewriter
+  alias FlashAttention.Test.AttentionPrograms, as: Programs
+  alias Nx.Defn.{Composite, Evaluator}
+
+  @moduletag :defn
+  @compile {:no_warn_undefined, [Nx, Nx.Defn, Composite, Programs, Rewriter]}
+
+  @programs 2000
+  @parts 8
+  @near_misses 500
+
+  for part <- 1..@parts do
+    test "#{@programs} programs and their gradients, part #{part}" do
+      for number <- unquote(part)..@programs//@parts do
+        program = Programs.draw(number)
+        tensors = Programs.tensors(program)
+        fun = &Programs.value_and_gradients(program, &1)
+        {plain, rewritten} = both(fun, tensors)
+
+        assert close?(plain, rewritten, 1.0e-9), "a wrong number: #{inspect(program)}"
+
+        assert match?([%{rewritten: true}], Rewriter.explain(fun, [tensors])) == Programs.found?(program),
+               "#{inspect(program)}: #{inspect(Rewriter.explain(fun, [tensors]))}"
+      end
+    end
+  end
+
+  test "most programs are such as are found" do
+    found = Enum.count(1..@programs, &Programs.found?(Programs.draw(&1)))
+    assert found > 0.9 * @programs
+  end
+
+  test "#{@near_misses} near misses" do
+    for number <- 1..@near_misses do
+      program = Programs.draw(number)
+      tensors = Programs.tensors(program)
+      {name, fun} = Programs.near_miss(program, number)
+      {plain, rewritten} = both(fun, tensors)
+      assert plain == rewritten, "#{name}: #{inspect(program)}"
+      assert Enum.all?(Rewriter.explain(fun, [tensors]), &(not &1.rewritten)), "#{name}: #{inspect(program)}"
+    end
+  end
+
+  defp both(fun, tensors),
+    do:
+      for(
+        compiler <- [Evaluator, Rewriter],
+        do: Composite.flatten_list([Nx.Defn.jit_apply(fun, [tensors], compiler: compiler)])
+      )
+      |> List.to_tuple()
+
+  defp close?(plain, rewritten, tolerance) do
+    Enum.zip(plain, rewritten)
+    |> Enum.all?(fn {x, y} ->
+      x.type == y.type and x.shape == y.shape and
+        x |> Nx.subtract(y) |> Nx.abs() |> Nx.reduce_max() |> Nx.to_number() <= tolerance
+    end)
+  end
+end

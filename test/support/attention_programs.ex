@@ -1,0 +1,411 @@
+if FlashAttention.Defn.supported?() do
+  defmodule FlashAttention.Test.AttentionPrograms do
+    @moduledoc """
+    Attention as people write it, drawn at random: any order of axes, any place for the scale, any way to hide and to
+    normalise, with detours on the way that change nothing. And near misses, which look like it and are not.
+
+    Tensors go about with the labels of their axes: `{tensor, [:b, :h, :i, :d]}`.
+    """
+
+    import Nx.Defn.Kernel, only: [stop_grad: 1]
+
+    @doc "The choices of the program with that number."
+    def draw(number) do
+      :rand.seed(:exsss, {number, 19, 2})
+      rows = pick([1, 3, 4, 5])
+      columns = pick([rows, rows, rows + 2, 4, 6]) |> max(2)
+      batch = pick([[], [:b], [:b, :h], [:b, :h], [:b, :h], [:c, :b, :h]])
+
+      %{
+        number: number,
+        batch: batch,
+        sizes: %{i: rows, j: columns, d: pick([2, 3, 4]), e: pick([2, 3, 4]), b: 2, c: 2, h: pick([2, 3, 4])},
+        group: if(:h in batch, do: pick([1, 1, 2]), else: 1),
+        scale: pick([:none, :multiply, :divide, :on_q, :on_k, :both, :runtime, :twice]),
+        softcap: pick([nil, nil, nil, 2.5]),
+        mask: mask(rows, columns),
+        mask_form: pick([:select, :select, :inverted, :add, :subtract]),
+        mask_first: pick([false, false, true]),
+        fill: pick([:infinity, -1.0e9, :min_finite]),
+        softmax: pick([:divide, :divide, :reciprocal, :right_reciprocal, :naive, :twice]),
+        maximum: pick([:stop_grad, :plain]),
+        detours: pick([0, 0.1, 0.3]),
+        weights_first: pick([true, true, false]),
+        seed: :rand.uniform(1_000_000)
+      }
+    end
+
+    # A row that sees nothing is another matter: see the tests of those.
+    defp mask(rows, columns) do
+      pick(
+        [:none, :none, :length, :runtime_length, :first, :second_on] ++
+          if(rows <= columns,
+            do: [:causal, :causal, :causal, :window, :tril, :table, :both, :not_later, :offset],
+            else: []
+          )
+      )
+    end
+
+    defp pick(list), do: Enum.at(list, :rand.uniform(length(list)) - 1)
+
+    @doc "Tensors for it, f64 unless another type is given: `{q, k, v, number, length}`."
+    def tensors(program, type \\ :f64) do
+      %{sizes: sizes, batch: batch} = program
+      sizes = Map.put(sizes, :g, program.group) |> Map.put(:hk, div(sizes.h, gcd(program.group, sizes.h)))
+      kv = kv_batch(program)
+      shape = fn labels -> labels |> Enum.map(&sizes[&1]) |> List.to_tuple() end
+      key = Nx.Random.key(program.seed)
+      {q, key} = Nx.Random.normal(key, shape: shape.(order(program, 1, batch ++ [:i, :d])), type: type)
+      {k, key} = Nx.Random.normal(key, shape: shape.(order(program, 2, kv ++ [:j, :d])), type: type)
+      {v, _key} = Nx.Random.normal(key, shape: shape.(order(program, 3, kv ++ [:j, :e])), type: type)
+      {q, k, v, Nx.tensor(0.75, type: type), Nx.tensor(max(sizes.j - 1, 1), type: :s32)}
+    end
+
+    defp gcd(group, heads), do: if(rem(heads, group) == 0, do: group, else: 1)
+    defp grouped?(program), do: program.group > 1 and rem(program.sizes.h, program.group) == 0
+
+    defp kv_batch(program),
+      do: if(grouped?(program), do: List.delete(program.batch, :h) ++ [:hk], else: program.batch)
+
+    # The axes of an input, in an order of its own.
+    defp order(program, salt, labels) do
+      :rand.seed(:exsss, {program.seed, salt, 5})
+      Enum.shuffle(labels)
+    end
+
+    @doc "The program itself, on what `tensors/2` gave. `change` may do something to what it is given by name."
+    def run(program, {q, k, v, number, length}, change \\ fn _name, tensor -> tensor end) do
+      :rand.seed(:exsss, {program.seed, 7, 7})
+      %{batch: batch, sizes: sizes} = program
+      kv = kv_batch(program)
+      c = 1 / :math.sqrt(sizes.d)
+
+      q = {q, order(program, 1, batch ++ [:i, :d])}
+      k = {k, order(program, 2, kv ++ [:j, :d])}
+      v = {v, order(program, 3, kv ++ [:j, :e])}
+      :rand.seed(:exsss, {program.seed, 7, 7})
+      [k, v] = for t <- [k, v], do: if(grouped?(program), do: repeat(t, program), else: t)
+
+      q =
+        q
+        |> detour(program)
+        |> on(program.scale, [:on_q], &Nx.multiply(&1, c))
+        |> on(program.scale, [:both], &Nx.multiply(&1, :math.sqrt(c)))
+
+      k =
+        k
+        |> detour(program)
+        |> on(program.scale, [:on_k], &Nx.divide(&1, :math.sqrt(sizes.d)))
+        |> on(program.scale, [:both], &Nx.multiply(&1, :math.sqrt(c)))
+
+      {v, v_labels} = detour(v, program)
+      v = {change.(:v, v), v_labels}
+
+      s = q |> product(k, :d, batch) |> detour(program) |> with_change(change, :product)
+      scaled = fn s -> s |> scale(program.scale, c, number) |> detour(program) end
+
+      capped = fn s ->
+        if program.softcap,
+          do: on_tensor(s, &Nx.multiply(Nx.tanh(Nx.divide(&1, program.softcap)), program.softcap)),
+          else: s
+      end
+
+      masked = fn s -> s |> hide(program, length) |> detour(program) end
+
+      s =
+        if program.mask_first and program.softcap == nil,
+          do: s |> masked.() |> scaled.(),
+          else: s |> scaled.() |> capped.() |> masked.()
+
+      s = with_change(s, change, :scores)
+      p = s |> softmax(program, change) |> detour(program) |> with_change(change, :weights)
+      {o, labels} = if program.weights_first, do: product(p, v, :j, batch), else: product(v, p, :j, batch)
+      {o, labels} = detour({o, labels}, program)
+      {o, _labels} = to({o, labels}, batch ++ [:i, :e])
+      o
+    end
+
+    @doc "A number and its gradients by q, k and v."
+    def value_and_gradients(program, {q, k, v, number, length}, change \\ fn _name, tensor -> tensor end) do
+      Nx.Defn.value_and_grad({q, k, v}, fn {q, k, v} ->
+        o = run(program, {q, k, v, number, length}, change)
+        Nx.sum(Nx.sin(Nx.add(o, 0.3)))
+      end)
+    end
+
+    @doc "Whether it is replaced: not where that would depend on numbers known at run time."
+    def found?(program) do
+      later = program.mask in [:runtime_length, :offset]
+      first = program.mask_first and program.softcap == nil and program.mask != :none
+
+      cond do
+        # Rows that see nothing would have a softmax of what is hidden, as f64 tells the sums apart.
+        later and program.mask_form in [:add, :subtract] and program.fill == -1.0e9 -> false
+        # A factor may make visible what is hidden.
+        first and program.scale == :runtime -> false
+        true -> true
+      end
+    end
+
+    # ---- near misses -------------------------------------------------------------------------------------
+
+    @near [
+      {"weights are a result", :weights, :result},
+      {"scores are a result", :scores, :result},
+      {"the product is a result", :product, :result},
+      {"exponentials are a result", :exponentials, :result},
+      {"weights squared", :weights, &__MODULE__.square/1},
+      {"weights and a little more", :weights, &__MODULE__.more/1},
+      {"the sum and 1", :sum, &__MODULE__.one_more/1},
+      {"other exponentials in the sum", :exponentials, &__MODULE__.square/1},
+      {"the cosine of scores", :scores, &__MODULE__.cosine/1},
+      {"scores that are cut off", :scores, &__MODULE__.clip/1},
+      {"scores squared", :product, &__MODULE__.square/1},
+      {"weights dropped out", :weights, &__MODULE__.drop/1},
+      {"weights in whole numbers", :weights, &__MODULE__.whole/1},
+      {"the sum cut off", :sum, &__MODULE__.clip/1},
+      {"weights sorted", :weights, &__MODULE__.sort/1},
+      {"weights turned round", :weights, &__MODULE__.reverse/1}
+    ]
+
+    @doc "`{name, function of the tensors}`: the program with something done to it that is not attention any more."
+    def near_miss(program, number) do
+      {name, where, how} = Enum.at(@near, rem(number, length(@near)))
+      {name, fn tensors -> changed(program, tensors, where, how) end}
+    end
+
+    defp changed(program, tensors, where, :result) do
+      {:ok, kept} = Agent.start_link(fn -> nil end)
+
+      o =
+        run(program, tensors, fn name, tensor ->
+          if name == where, do: Agent.update(kept, fn _ -> tensor end)
+          tensor
+        end)
+
+      result = {o, Agent.get(kept, & &1)}
+      Agent.stop(kept)
+      result
+    end
+
+    defp changed(program, tensors, where, how),
+      do: run(program, tensors, &if(&1 == where, do: how.(&2), else: &2))
+
+    def square(x), do: Nx.multiply(x, x)
+    def more(x), do: Nx.add(x, 1.0e-3)
+    def one_more(x), do: Nx.add(x, 1)
+    def cosine(x), do: Nx.cos(x)
+    def clip(x), do: Nx.clip(x, -1.5, 1.5)
+    def whole(x), do: x |> Nx.multiply(8) |> Nx.round() |> Nx.divide(8)
+    def sort(x), do: Nx.sort(x, axis: -1)
+    def reverse(x), do: Nx.reverse(x)
+
+    def drop(x),
+      do: Nx.select(Nx.less(Nx.remainder(Nx.iota(Nx.shape(x)), 5), 3), x, Nx.tensor(0, type: Nx.type(x)))
+
+    # ---- the parts ---------------------------------------------------------------------------------------
+
+    defp on_tensor({tensor, labels}, fun), do: {fun.(tensor), labels}
+    defp on(t, choice, choices, fun), do: if(choice in choices, do: on_tensor(t, fun), else: t)
+    defp with_change({tensor, labels}, change, name), do: {change.(name, tensor), labels}
+
+    @doc "A tensor with its axes in that order."
+    def to({tensor, labels}, wanted) do
+      axes = for label <- wanted, do: Enum.find_index(labels, &(&1 == label))
+      {Nx.transpose(tensor, axes: axes), wanted}
+    end
+
+    # k and v of few heads for many.
+    defp repeat({tensor, labels}, program) do
+      at = Enum.find_index(labels, &(&1 == :hk))
+      shape = Nx.shape(tensor)
+      long = shape |> Tuple.insert_at(at + 1, program.group)
+
+      repeated =
+        tensor
+        |> Nx.new_axis(at + 1)
+        |> Nx.broadcast(long)
+        |> Nx.reshape(put_elem(shape, at, elem(shape, at) * program.group))
+
+      {repeated, List.replace_at(labels, at, :h)}
+    end
+
+    # Batches come first, as Nx.dot wants them, and what else there is in any order.
+    defp product({_, x_labels} = x, {_, y_labels} = y, contract, batch) do
+      batch = Enum.shuffle(batch)
+      count = length(batch)
+      [x, y] = for {_, labels} = t <- [x, y], do: to(t, batch ++ Enum.shuffle(labels -- batch))
+
+      [{x, x_labels}, {y, y_labels}] =
+        if :rand.uniform() < 0.7 and x_labels != y_labels, do: [x, y], else: [y, x]
+
+      axes = Enum.to_list(0..(count - 1)//1)
+      at = fn labels -> Enum.find_index(labels, &(&1 == contract)) end
+
+      if batch != [] and :rand.uniform() < 0.2 do
+        folded(x, x_labels, y, y_labels, contract, batch)
+      else
+        o = Nx.dot(x, [at.(x_labels)], axes, y, [at.(y_labels)], axes)
+        {o, batch ++ ((x_labels -- batch) -- [contract]) ++ ((y_labels -- batch) -- [contract])}
+      end
+    end
+
+    # All batches as one.
+    defp folded(x, x_labels, y, y_labels, contract, batch) do
+      count = length(batch)
+      fold = fn t -> Nx.reshape(t, List.to_tuple([:auto | Enum.drop(Tuple.to_list(Nx.shape(t)), count)])) end
+      at = fn labels -> Enum.find_index(labels, &(&1 == contract)) - count + 1 end
+      o = Nx.dot(fold.(x), [at.(x_labels)], [0], fold.(y), [at.(y_labels)], [0])
+      sizes = x |> Nx.shape() |> Tuple.to_list() |> Enum.take(count)
+      o = Nx.reshape(o, List.to_tuple(sizes ++ tl(Tuple.to_list(Nx.shape(o)))))
+      {o, batch ++ ((x_labels -- batch) -- [contract]) ++ ((y_labels -- batch) -- [contract])}
+    end
+
+    defp scale(s, :multiply, c, _number), do: on_tensor(s, &Nx.multiply(&1, c))
+    defp scale(s, :divide, c, _number), do: on_tensor(s, &Nx.divide(&1, 1 / c))
+    defp scale(s, :runtime, _c, number), do: on_tensor(s, &Nx.multiply(&1, number))
+    defp scale(s, :twice, c, _number), do: on_tensor(s, &(&1 |> Nx.multiply(2 * c) |> Nx.divide(2)))
+    defp scale(s, _choice, _c, _number), do: s
+
+    # ---- masks -------------------------------------------------------------------------------------------
+
+    defp hide(s, %{mask: :none}, _length), do: s
+
+    defp hide({s, labels}, program, length) do
+      visible = visible(program.mask, labels, Nx.shape(s), program.sizes, length)
+      fill = fill(program, s)
+      full = Nx.broadcast(visible, Nx.shape(s))
+
+      hidden =
+        case program.mask_form do
+          :select -> Nx.select(full, s, fill)
+          :inverted -> Nx.select(Nx.logical_not(full), fill, s)
+          :add -> Nx.add(s, Nx.select(visible, Nx.tensor(0, type: Nx.type(s)), fill))
+          :subtract -> Nx.add(s, Nx.select(Nx.equal(visible, 0), fill, Nx.tensor(0, type: Nx.type(s))))
+        end
+
+      {hidden, labels}
+    end
+
+    defp fill(%{fill: :infinity}, s), do: Nx.Constants.neg_infinity(Nx.type(s))
+    defp fill(%{fill: :min_finite}, s), do: Nx.divide(Nx.Constants.min_finite(Nx.type(s)), 4)
+    defp fill(%{fill: number}, s), do: Nx.tensor(number, type: Nx.type(s))
+
+    # Along the axes of rows and columns.
+    defp visible(mask, labels, shape, sizes, length) do
+      [i, j] = for label <- [:i, :j], do: label |> counting(labels, shape)
+      shift = sizes.j - sizes.i
+
+      case mask do
+        :causal ->
+          Nx.greater_equal(Nx.add(i, shift), j)
+
+        :not_later ->
+          Nx.logical_not(Nx.less(i, Nx.subtract(j, shift)))
+
+        :window ->
+          Nx.logical_and(
+            Nx.less_equal(Nx.subtract(Nx.add(i, shift), j), 1),
+            Nx.greater_equal(Nx.add(i, shift), j)
+          )
+
+        :both ->
+          Nx.logical_and(
+            Nx.less(j, sizes.j),
+            Nx.less_equal(Nx.abs(Nx.subtract(0, 0)) |> Nx.add(j), Nx.add(i, shift))
+          )
+
+        :length ->
+          Nx.less(j, max(sizes.j - 1, 1))
+
+        :runtime_length ->
+          Nx.less(j, length)
+
+        :offset ->
+          Nx.greater_equal(Nx.add(i, Nx.subtract(length, sizes.j - 1 - shift)), j)
+
+        :first ->
+          Nx.less_equal(j, sizes.j - 2)
+
+        :second_on ->
+          Nx.greater_equal(j, 1)
+
+        :tril ->
+          Nx.broadcast(Nx.u8(1), {sizes.i, sizes.j}) |> Nx.tril(k: shift) |> placed(labels, sizes)
+
+        :table ->
+          table(sizes, shift) |> placed(labels, sizes) |> Nx.greater(0)
+      end
+    end
+
+    defp counting(label, labels, shape) do
+      at = Enum.find_index(labels, &(&1 == label))
+
+      sizes =
+        for {size, axis} <- shape |> Tuple.to_list() |> Enum.with_index(), do: if(axis == at, do: size, else: 1)
+
+      Nx.iota(List.to_tuple(sizes), axis: at)
+    end
+
+    defp table(sizes, shift) do
+      numbers =
+        for i <- 0..(sizes.i - 1), do: for(j <- 0..(sizes.j - 1), do: if(j <= i + shift, do: 1.0, else: 0.0))
+
+      Nx.tensor(numbers, backend: Nx.BinaryBackend)
+    end
+
+    # {rows, columns} where those axes are.
+    defp placed(matrix, labels, sizes) do
+      [i, j] = for label <- [:i, :j], do: Enum.find_index(labels, &(&1 == label))
+      matrix = if i < j, do: matrix, else: Nx.transpose(matrix)
+      shape = for label <- labels, do: if(label in [:i, :j], do: sizes[label], else: 1)
+      Nx.reshape(matrix, List.to_tuple(shape))
+    end
+
+    # ---- softmax -----------------------------------------------------------------------------------------
+
+    defp softmax({s, labels}, program, change) do
+      axis = Enum.find_index(labels, &(&1 == :j))
+
+      maximum =
+        s
+        |> Nx.reduce_max(axes: [axis], keep_axes: true)
+        |> then(&if program.maximum == :stop_grad, do: stop_grad(&1), else: &1)
+
+      naive = program.softmax == :naive and program.mask_first == false and program.fill != :min_finite
+      exp = fn -> Nx.exp(if naive, do: s, else: Nx.subtract(s, maximum)) end
+      e = exp.()
+
+      sum = fn e ->
+        change.(:exponentials, e) |> Nx.sum(axes: [axis], keep_axes: true) |> then(&change.(:sum, &1))
+      end
+
+      p =
+        case program.softmax do
+          :reciprocal -> Nx.multiply(Nx.divide(1, sum.(e)), e)
+          :right_reciprocal -> Nx.multiply(e, Nx.divide(1, sum.(e)))
+          :twice -> Nx.divide(e, sum.(exp.()))
+          _ -> Nx.divide(e, sum.(e))
+        end
+
+      {p, labels}
+    end
+
+    # ---- detours -----------------------------------------------------------------------------------------
+
+    defp detour({tensor, labels} = t, program) do
+      if :rand.uniform() >= program.detours do
+        t
+      else
+        case :rand.uniform(6) do
+          1 -> t |> to(Enum.shuffle(labels))
+          2 -> {tensor |> Nx.flatten() |> Nx.reshape(Nx.shape(tensor)), labels}
+          3 -> {Nx.negate(Nx.negate(tensor)), labels}
+          4 -> {tensor |> Nx.new_axis(1) |> Nx.squeeze(axes: [1]), labels}
+          5 -> {tensor |> Nx.multiply(4) |> Nx.divide(4.0), labels}
+          6 -> {tensor |> Nx.transpose() |> Nx.transpose(), labels}
+        end
+      end
+    end
+  end
+end
