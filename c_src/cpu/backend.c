@@ -1,7 +1,7 @@
 /* The CPU backend: chooses an instruction set's kernels, and runs their tasks on threads. */
 #include "../core/backend.h"
 
-#include <stdatomic.h>
+#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <unistd.h>
@@ -117,8 +117,11 @@ static fa_status plan_cpu(fa_plan *plan, fa_error *error) {
   return FA_STATUS_OK;
 }
 
-/* Calls that are running now: they share the processor's threads instead of each taking all of them. */
-static atomic_int num_calls;
+atomic_int fa_cpu_num_calls;
+
+/* A child of fork() has the count, but not the threads whose calls are counted. */
+static void forget_calls(void) { atomic_store(&fa_cpu_num_calls, 0); }
+__attribute__((constructor)) static void watch_forks(void) { pthread_atfork(NULL, NULL, forget_calls); }
 
 /* A phase that is under way. */
 typedef struct phase_work {
@@ -141,7 +144,7 @@ static fa_status run_cpu(const fa_plan *plan, const fa_tensors *tensors, const f
   fa_cpu_job job = {&plan->problem, tensors, work.parts.shared};
   work.job = &job;
 
-  int calls = atomic_fetch_add(&num_calls, 1) + 1;
+  int calls = atomic_fetch_add(&fa_cpu_num_calls, 1) + 1;
   int threads = plan->num_threads / calls;
   if (execution->num_threads > 0 && execution->num_threads < threads) threads = execution->num_threads;
   if (threads < 1) threads = 1;
@@ -149,7 +152,7 @@ static fa_status run_cpu(const fa_plan *plan, const fa_tensors *tensors, const f
     work.phase = &kernel->phases[i];
     fa_parallel_for(threads, 0, work.phase->num_tasks(&plan->problem), run_task, &work);
   }
-  atomic_fetch_sub(&num_calls, 1);
+  atomic_fetch_sub(&fa_cpu_num_calls, 1);
   return FA_STATUS_OK;
 }
 

@@ -20,6 +20,7 @@
 #include "../../c_src/core/processors.h"
 #include "../../c_src/core/threads.h"
 #include "../../c_src/cpu/half.h"
+#include "../../c_src/cpu/kernels.h"
 #include "check.h"
 #include "fake_gpu.h"
 #include "harness.h"
@@ -838,7 +839,19 @@ static void test_fork(pthread_mutex_t *mutex, const char *name) {
   pthread_join(thread, NULL);
 }
 
+/* Calls of a thread that the child does not have take none of its threads. */
+static void test_fork_amid_calls(void) {
+  int result;
+  atomic_fetch_add(&fa_cpu_num_calls, 5);
+  const pid_t child = fork();
+  if (child == 0) _exit(atomic_load(&fa_cpu_num_calls));
+  CHECK(child > 0 && waitpid(child, &result, 0) == child && WIFEXITED(result) && WEXITSTATUS(result) == 0,
+        "a child counts calls of its parent");
+  atomic_fetch_sub(&fa_cpu_num_calls, 5);
+}
+
 static void test_forks(void) {
+  test_fork_amid_calls();
   fa_heap *heap = heap_of(0);
   test_fork(&fa_threads_mutex, "the threads' lock");
   test_fork(&fa_heaps_mutex, "the heaps' lock");

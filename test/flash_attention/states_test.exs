@@ -199,7 +199,9 @@ defmodule FlashAttention.StatesTest do
                bytes_from_device: 0
              }
 
-      assert stop.kernel_time > 0 and stop.kernel_time <= stop.duration
+      # The VM's clock goes at most 1 % slower or faster than the system's, with which the library measures.
+      assert stop.kernel_time > 0
+      assert stop.kernel_time <= 1.02 * stop.duration + System.convert_time_unit(1, :millisecond, :native)
       assert stop.duration == stop.monotonic_time - start.monotonic_time
 
       {:error, error} = FlashAttention.backward(random(1, :bf16, {1, 1, 2, 16}), states)
