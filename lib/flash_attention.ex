@@ -22,6 +22,7 @@ defmodule FlashAttention do
 
       s[i,j] = scale * dot(q[b,i,h], k[b,j,kv])
       s[i,j] = softcap * tanh(s[i,j] / softcap)           where softcap is given
+      s[i,j] = s[i,j] - alibi_slopes[b,h] * |i + seqlen_k - seqlen_q - j|    where alibi_slopes are given
       s[i,j] = -infinity                                  where column j is not visible from row i
       lse[i] = log(sum_j exp(s[i,j]) + sum_t exp(sink[t,h]))
       o[i]   = sum_j exp(s[i,j] - lse[i]) * v[b,j,kv]
@@ -37,6 +38,7 @@ defmodule FlashAttention do
   | `k`, `v`, `dk`, `dv`   | `{batch, seqlen_k, num_kv_heads, head_dim}`| as `q`                                 |
   | `lse`                  | `{batch, num_heads, seqlen_q}`             | `f32` (`f64` with `f64`)               |
   | `sink`, `dsink`        | `{num_sinks, num_heads}`                   | `f32`                                  |
+  | `alibi_slopes`, `dalibi_slopes` | `{batch or 1, num_heads}`         | `f32`                                  |
 
   `num_kv_heads` divides `num_heads` (grouped-query attention). 16-bit types accumulate in f32. A row that sees
   nothing gives `o` 0 and `lse` -infinity (`log(sum exp(sink))` with sinks), never NaN.
@@ -177,7 +179,7 @@ defmodule FlashAttention do
   The gradients `dq`, `dk` and `dv` of a loss whose gradient by `o` is `dout`.
 
   `o` and `lse` come from `forward_with_states/4`, and the options must be those that it was given. With
-  `sink: sink`, `%{sink: dsink}` comes as a fifth element.
+  `sink: sink`, `%{sink: dsink}` comes as a fifth element; `alibi_slopes` likewise.
 
       delta[i]   = dot(o[i], dout[i])
       p[i,j]     = exp(s[i,j] - lse[i])
@@ -186,6 +188,7 @@ defmodule FlashAttention do
       dk[j]      = scale * sum_i ds[i,j] * q[i]                  (over every head that shares k[j])
       dv[j]      = sum_i p[i,j] * dout[i]
       dsink[t,h] = -sum_{b,i} exp(sink[t,h] - lse[i]) * delta[i]
+      dalibi_slopes[b,h] = -sum_{i,j} ds[i,j] * |i + seqlen_k - seqlen_q - j|     (without softcap's derivative)
 
   Takes the options of `forward/4`.
 
@@ -413,7 +416,7 @@ defmodule FlashAttention do
   require Defn
 
   @doc """
-  Attention inside `defn`: the output `o`, of `q`'s shape, differentiable in `q`, `k`, `v` and `sink`.
+  Attention inside `defn`: the output `o`, of `q`'s shape, differentiable in `q`, `k`, `v` and the tensors of options.
 
   Tensors and options are those of `forward/4`, but for `:keep` and `:results`; errors are raised, as
   `FlashAttention.Error`. It can be called inside `defn` and outside of it, and needs Nx 0.12 or later. Memory
@@ -422,7 +425,7 @@ defmodule FlashAttention do
   Vectorized axes count as part of the batch; `sink` has none. Their gradients, and those through `while`, are Nx's, and
   wrong in some releases: `FlashAttention.Defn.gradient_right?/1` tells. `o` has the axis
   names of `q`. The gradient is linear in that of `o`, and has a gradient by it, which is computed in f64 on the CPU;
-  by `q`, `k`, `v` and `sink` it has none: asking for that raises.
+  by the others it has none: asking for that raises.
 
   On EXLA it is a custom call on the device that the computation runs on, see `FlashAttention.EXLA`. With a
   `:device` other than `:auto`, the default, the library computes there, whatever compiles the rest.

@@ -18,7 +18,9 @@ defmodule FlashAttentionTest do
     {{1, 17, 17, 2, 2, 5}, [window: {4, 9}]},
     {{1, 9, 14, 2, 1, 6}, [causal: false, window: {:infinity, 1}]},
     {{2, 10, 6, 4, 2, 3}, [sink: 1]},
-    {{1, 15, 15, 2, 2, 8}, [sink: 3, softcap: 2, window: {2, 0}]}
+    {{1, 15, 15, 2, 2, 8}, [sink: 3, softcap: 2, window: {2, 0}]},
+    {{2, 9, 13, 4, 2, 5}, [alibi_slopes: 1]},
+    {{2, 12, 7, 2, 2, 3}, [alibi_slopes: 2, sink: 1, softcap: 1.5, causal: false]}
   ]
 
   for {{sizes, opts}, index} <- Enum.with_index(@cases), type <- [:f32, :f64, :bf16, :f16] do
@@ -44,20 +46,23 @@ defmodule FlashAttentionTest do
     grads = named(FlashAttention.backward(dout, q, k, v, o, lse, opts))
     naive = named(FlashAttention.backward(dout, q, k, v, naive_o, naive_lse, naive_opts))
     exact = PlainAttention.backward(dout, q, k, v, opts)
-    assert Enum.sort(Map.keys(grads)) == if(opts[:sink], do: [:dk, :dq, :dsink, :dv], else: [:dk, :dq, :dv])
+    optional = for name <- [:sink, :alibi_slopes], tensor = opts[name], do: {:"d#{name}", tensor}
+    assert Enum.sort(Map.keys(grads)) == Enum.sort([:dk, :dq, :dv] ++ Keyword.keys(optional))
 
     for {name, grad} <- grads,
         do: assert_accurate(grad, exact[name], naive[name], bounds[name])
 
     assert grads.dq.shape == q.shape and grads.dk.shape == k.shape and grads.dv.shape == v.shape
-    if opts[:sink], do: assert(grads.dsink.shape == opts[:sink].shape)
+    for {name, tensor} <- optional, do: assert(grads[name].shape == tensor.shape)
   end
 
   defp assert_accurate(tensor, exact, naive, bounds),
     do: assert(share_of_tolerance(to_list(tensor), exact, to_list(naive), bounds) <= 1)
 
   defp named({:ok, dq, dk, dv}), do: %{dq: dq, dk: dk, dv: dv}
-  defp named({:ok, dq, dk, dv, %{sink: dsink}}), do: %{dq: dq, dk: dk, dv: dv, dsink: dsink}
+
+  defp named({:ok, dq, dk, dv, optional}),
+    do: for({name, gradient} <- optional, into: %{dq: dq, dk: dk, dv: dv}, do: {:"d#{name}", gradient})
 
   test "nil options are the defaults" do
     %{q: q, k: k, v: v} = problem(1, :f32, {1, 5, 5, 2, 2, 3}, [])

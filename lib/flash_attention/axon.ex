@@ -80,11 +80,13 @@ if Code.ensure_loaded?(Axon) do
         do: fn q, k, v, unquote_splicing(optional), _ -> attend.([q, k, v], unquote(optional)) end
     end
 
-    # Mixed precision makes every parameter a narrow one; sinks are f32.
+    # Mixed precision makes every parameter and every layer's output a narrow one; these are f32.
+    @f32 [:sink, :alibi_slopes]
+
     defp attend([q, k, v], optional, opts) do
       optional =
         for {name, tensor} <- optional,
-            do: {name, if(name == :sink, do: Nx.as_type(tensor, :f32), else: tensor)}
+            do: {name, if(name in @f32, do: Nx.as_type(tensor, :f32), else: tensor)}
 
       FlashAttention.attention(q, k, v, optional ++ opts)
     end

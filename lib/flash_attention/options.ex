@@ -42,6 +42,15 @@ defmodule FlashAttention.Options do
         "Attention sinks `[num_sinks, num_heads]`, f32: scores of columns that every row sees and whose value " <>
           "is 0. With it, the backward returns `%{sink: dsink}` too."
     ],
+    alibi_slopes: [
+      type: :tensor,
+      default: nil,
+      default_doc: "none",
+      doc:
+        "ALiBi's slopes `[batch or 1, num_heads]`, f32: a score loses its head's slope times the distance of its column " <>
+          "from the one beside its row, `abs(i + seqlen_k - seqlen_q - j)` (in a mask, within each band). With it, the " <>
+          "backward returns `%{alibi_slopes: dalibi_slopes}` too."
+    ],
     mask: [
       type: :mask,
       default: nil,
@@ -112,7 +121,7 @@ defmodule FlashAttention.Options do
 
       iex> {:error, error} = FlashAttention.Options.parse(casual: false)
       iex> Exception.message(error)
-      "opts: expected keys among causal, scale, window, softcap, sink, mask, device, precision, deterministic, keep, results, got :casual"
+      "opts: expected keys among causal, scale, window, softcap, sink, alibi_slopes, mask, device, precision, deterministic, keep, results, got :casual"
   """
   @spec parse(keyword, [atom]) :: {:ok, parsed} | {:error, Error.t()}
   def parse(opts, keys \\ keys()) do

@@ -60,6 +60,26 @@ defmodule FlashAttention.AxonTest do
     assert Nx.type(o) == {:bf, 16}
   end
 
+  test "slopes of distances come from another layer, in f32 whatever the precision of the model" do
+    [q, k, v, slopes] = for name <- ["q", "k", "v", "slopes"], do: Axon.input(name)
+
+    model =
+      FlashAttention.Axon.attention(q, k, v, alibi_slopes: Axon.nx(slopes, &Nx.divide(&1, 2)), num_sinks: 1)
+
+    random =
+      for {name, seed} <- [{"q", 1}, {"k", 2}, {"v", 3}], into: %{}, do: {name, random(seed, {1, 6, 3, 4})}
+
+    inputs = Map.put(random, "slopes", Nx.tensor([[1.0, 0.25, 2.0]]))
+    options = [alibi_slopes: Nx.tensor([[0.5, 0.125, 1.0]]), sink: Nx.broadcast(0.0, {1, 3})]
+    {o, _} = run(model, inputs)
+    assert o == FlashAttention.attention(random["q"], random["k"], random["v"], options)
+
+    policy = Axon.MixedPrecision.create_policy(compute: {:bf, 16}, output: {:bf, 16})
+    {o, _} = model |> Axon.MixedPrecision.apply_policy(policy) |> run(inputs)
+    [q, k, v] = for name <- ["q", "k", "v"], do: Nx.as_type(random[name], :bf16)
+    assert o == FlashAttention.attention(q, k, v, options)
+  end
+
   test "multi-head attention has the shapes and parameters that its documentation says" do
     input = Axon.input("x")
     memory = Axon.input("memory")

@@ -19,38 +19,47 @@ defmodule FlashAttention.DefnTest do
               FlashAttention.Defn.Probe
             ]}
 
-  # {batch, seqlen_q, seqlen_k, num_heads, num_kv_heads, head_dim}, options. sink: how many.
+  # {batch, seqlen_q, seqlen_k, num_heads, num_kv_heads, head_dim}, options, of which some become tensors.
   @problems [
     {{2, 7, 7, 2, 2, 5}, []},
     {{1, 9, 9, 3, 1, 8}, [causal: false]},
     {{2, 5, 11, 4, 2, 6}, [scale: 0.3]},
     {{2, 13, 13, 2, 1, 4}, [window: {3, 0}, softcap: 2.0]},
     {{1, 6, 9, 4, 2, 7}, [causal: false, window: {4, 1}, sink: 2]},
-    {{3, 8, 8, 2, 2, 3}, [sink: 1, softcap: 1.5, deterministic: true]}
+    {{3, 8, 8, 2, 2, 3}, [sink: 1, softcap: 1.5, deterministic: true]},
+    {{2, 7, 9, 4, 2, 3}, [alibi_slopes: 2, window: {3, 2}, causal: false]},
+    {{2, 9, 6, 2, 1, 4}, [alibi_slopes: 1, sink: 1]}
   ]
+
+  # Options that are tensors.
+  @optional [:sink, :alibi_slopes]
 
   defp nx(%{data: data, type: type, shape: shape}), do: data |> Nx.from_binary(type) |> Nx.reshape(shape)
 
   defp problem(index, type \\ :f64) do
     {sizes, opts} = Enum.at(@problems, index)
     problem = Tensors.problem(index + 1, type, sizes, opts)
-    {sink, opts} = Keyword.pop(problem.opts, :sink)
-
-    {[nx(problem.q), nx(problem.k), nx(problem.v)] ++ if(sink, do: [nx(sink)], else: []), nx(problem.dout),
-     opts}
+    optional = for name <- @optional, tensor = problem.opts[name], do: nx(tensor)
+    {[nx(problem.q), nx(problem.k), nx(problem.v)] ++ optional, nx(problem.dout), opts}
   end
 
-  defp with_sink([q, k, v | sink], opts),
-    do: [q, k, v, if(sink == [], do: opts, else: [sink: hd(sink)] ++ opts)]
+  # The tensors behind q, k and v are of the options that are said to be tensors, of which the first one counts.
+  defp with_optional([q, k, v | tensors], opts) do
+    names = for name <- @optional, opts[name], do: name
+    [q, k, v, Enum.zip(names, tensors) ++ opts]
+  end
 
   defp outputs(module, tensors, opts) do
-    attention = fn tensors -> apply(module, :attention_with_lse, with_sink(Tuple.to_list(tensors), opts)) end
+    attention = fn tensors ->
+      apply(module, :attention_with_lse, with_optional(Tuple.to_list(tensors), opts))
+    end
+
     Nx.Defn.jit_apply(attention, [List.to_tuple(tensors)])
   end
 
   # The dot product with dout: its gradient by the tensors is the backward.
   defp loss(module, tensors, dout, opts),
-    do: module |> apply(:attention, with_sink(tensors, opts)) |> Nx.multiply(dout) |> Nx.sum()
+    do: module |> apply(:attention, with_optional(tensors, opts)) |> Nx.multiply(dout) |> Nx.sum()
 
   defp gradients(module, tensors, dout, opts) do
     grad = fn tensors, dout -> Nx.Defn.grad(tensors, &loss(module, Tuple.to_list(&1), dout, opts)) end
@@ -176,10 +185,12 @@ defmodule FlashAttention.DefnTest do
   test "a device by name: the same numbers, from the device that is asked for" do
     {[q, k, v, sink], dout, opts} = problem(4)
 
-    {o, lse} =
-      Nx.Defn.jit_apply(&FlashAttention.attention_with_lse(&1, &2, &3, [device: :cpu] ++ opts), [q, k, v])
+    plain = Keyword.delete(opts, :sink)
 
-    assert {o, lse} == FlashAttention.forward_with_states!(q, k, v, opts)
+    {o, lse} =
+      Nx.Defn.jit_apply(&FlashAttention.attention_with_lse(&1, &2, &3, [device: :cpu] ++ plain), [q, k, v])
+
+    assert {o, lse} == FlashAttention.forward_with_states!(q, k, v, plain)
 
     tensors = [q, k, v, sink]
 

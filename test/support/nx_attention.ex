@@ -20,6 +20,7 @@ if Code.ensure_loaded?(Nx) do
         rows |> Nx.dot([4], [0, 1], keys, [3], [0, 1]) |> Nx.multiply(opts[:scale] || 1 / :math.sqrt(head_dim))
 
       s = if cap = opts[:softcap], do: Nx.multiply(Nx.tanh(Nx.divide(s, cap)), cap), else: s
+      s = if slopes = opts[:alibi_slopes], do: Nx.subtract(s, distances(slopes, s)), else: s
       # Nx's gradient of a maximum with -infinity in it is NaN, so what is not visible is merely out of reach.
       s = Nx.select(Nx.broadcast(visible(seqlen_q, seqlen_k, opts), s), s, Nx.tensor(-1.0e30, type: type))
 
@@ -38,6 +39,17 @@ if Code.ensure_loaded?(Nx) do
     def attention(q, k, v, opts \\ []), do: attention_with_lse(q, k, v, opts) |> elem(0)
 
     defp nils(count), do: List.duplicate(nil, count)
+
+    # [batch, num_kv_heads, group, seqlen_q, seqlen_k]
+    defp distances(slopes, s) do
+      {_, num_kv_heads, group, seqlen_q, seqlen_k} = Nx.shape(s)
+
+      slopes =
+        slopes |> Nx.as_type(Nx.type(s)) |> Nx.reshape({Nx.axis_size(slopes, 0), num_kv_heads, group, 1, 1})
+
+      row = Nx.add(Nx.iota({seqlen_q, seqlen_k}, axis: 0), seqlen_k - seqlen_q)
+      Nx.multiply(slopes, Nx.abs(Nx.subtract(row, Nx.iota({seqlen_q, seqlen_k}, axis: 1))))
+    end
 
     # Sinks of every row, as further scores.
     defp sinks(sink, s) do

@@ -36,10 +36,12 @@ defmodule FlashAttention.Test.PlainAttention do
           for {j, s} <- row.scores, reduce: sums do
             sums ->
               column = {b, j, div(h, problem.group)}
-              p = :math.exp(s - row.lse)
-              ds = p * (dot(dout, problem.v[column]) - delta) * softcap_derivative(s, problem.softcap)
+              p = :math.exp(s.sum - row.lse)
+              gradient = p * (dot(dout, problem.v[column]) - delta)
+              ds = gradient * softcap_derivative(s.capped, problem.softcap)
 
               sums
+              |> add({:dalibi_slopes, {problem.slope_batch.(b), h}}, [-gradient * s.distance])
               |> add({:dq, at}, scaled(problem.k[column], problem.scale * ds))
               |> add({:dk, column}, scaled(problem.q[at], problem.scale * ds))
               |> add({:dv, column}, scaled(dout, p))
@@ -48,13 +50,14 @@ defmodule FlashAttention.Test.PlainAttention do
 
     {_, _, num_heads, head_dim} = problem.shape
     zero = List.duplicate(0.0, head_dim)
-    sinks = for t <- indices(problem.num_sinks), h <- indices(num_heads), do: {t, h}
+    of_heads = fn count -> for t <- indices(count), h <- indices(num_heads), do: {t, h} end
 
     %{
       dq: Enum.flat_map(keys(q), &Map.get(sums, {:dq, &1}, zero)),
       dk: Enum.flat_map(keys(k), &Map.get(sums, {:dk, &1}, zero)),
       dv: Enum.flat_map(keys(v), &Map.get(sums, {:dv, &1}, zero)),
-      dsink: Enum.flat_map(sinks, &Map.get(sums, {:dsink, &1}, [0.0]))
+      dsink: Enum.flat_map(of_heads.(problem.num_sinks), &Map.get(sums, {:dsink, &1}, [0.0])),
+      dalibi_slopes: Enum.flat_map(of_heads.(problem.num_slopes), &Map.get(sums, {:dalibi_slopes, &1}, [0.0]))
     }
   end
 
@@ -74,14 +77,19 @@ defmodule FlashAttention.Test.PlainAttention do
       scale: opts[:scale] || 1 / :math.sqrt(head_dim),
       softcap: opts[:softcap] || 0,
       sinks: if(opts[:sink], do: opts[:sink] |> to_list() |> Enum.chunk_every(num_heads), else: []),
-      num_sinks: if(opts[:sink], do: elem(opts[:sink].shape, 0), else: 0)
+      num_sinks: if(opts[:sink], do: elem(opts[:sink].shape, 0), else: 0),
+      slopes: if(opts[:alibi_slopes], do: opts[:alibi_slopes] |> to_list() |> Enum.chunk_every(num_heads)),
+      num_slopes: if(opts[:alibi_slopes], do: elem(opts[:alibi_slopes].shape, 0), else: 0),
+      slope_batch: if(match?(%{shape: {1, _}}, opts[:alibi_slopes]), do: fn _b -> 0 end, else: & &1)
     }
 
     rows =
       for b <- indices(batch), i <- indices(seqlen_q), h <- indices(num_heads), into: %{} do
         diagonal = i + seqlen_k - seqlen_q
         # Every number is less than :infinity.
-        visible = for j <- indices(seqlen_k), diagonal - j <= left, j - diagonal <= right, do: j
+        visible =
+          for j <- indices(seqlen_k), diagonal - j <= left, j - diagonal <= right, do: {j, abs(diagonal - j)}
+
         {{b, i, h}, row(problem, {b, i, h}, visible, head_dim)}
       end
 
@@ -92,17 +100,22 @@ defmodule FlashAttention.Test.PlainAttention do
     kv = div(h, problem.group)
 
     scores =
-      for j <- visible do
+      for {j, distance} <- visible do
         s = problem.scale * dot(problem.q[at], problem.k[{b, j, kv}])
-        {j, if(problem.softcap == 0, do: s, else: problem.softcap * :math.tanh(s / problem.softcap))}
+        capped = if problem.softcap == 0, do: s, else: problem.softcap * :math.tanh(s / problem.softcap)
+
+        slope =
+          if problem.slopes, do: problem.slopes |> Enum.at(problem.slope_batch.(b)) |> Enum.at(h), else: 0.0
+
+        {j, %{capped: capped, distance: distance, sum: capped - slope * distance}}
       end
 
     sinks = Enum.map(problem.sinks, &Enum.at(&1, h))
-    lse = log_sum_exp(Enum.map(scores, &elem(&1, 1)) ++ sinks)
+    lse = log_sum_exp(Enum.map(scores, fn {_j, s} -> s.sum end) ++ sinks)
 
     o =
       for {j, s} <- scores, reduce: List.duplicate(0.0, head_dim) do
-        o -> plus(o, scaled(problem.v[{b, j, kv}], :math.exp(s - lse)))
+        o -> plus(o, scaled(problem.v[{b, j, kv}], :math.exp(s.sum - lse)))
       end
 
     %{scores: scores, sinks: sinks, lse: lse, o: o}

@@ -13,18 +13,25 @@ defmodule FlashAttention.Test.Tensors do
   def from_list(values, type, shape),
     do: Tensor.new(Values.encode(values, Map.fetch!(@types, type)), type, shape)
 
-  @doc "Random inputs of both passes, and options; sink: count in the options becomes that many random sinks."
+  @doc """
+  Random inputs of both passes, and options, of which these become random tensors: `sink: count` and
+  `alibi_slopes: batch`.
+  """
   def problem(seed, type, {batch, seqlen_q, seqlen_k, num_heads, num_kv_heads, head_dim}, opts) do
     queries = {batch, seqlen_q, num_heads, head_dim}
     keys = {batch, seqlen_k, num_kv_heads, head_dim}
-    sinks = if opts[:sink], do: [sink: random(10 * seed + 5, :f32, {opts[:sink], num_heads})], else: []
+
+    optional =
+      for {name, place} <- [sink: 5, alibi_slopes: 6],
+          size = opts[name],
+          do: {name, random(10 * seed + place, :f32, {size, num_heads})}
 
     %{
       q: random(10 * seed + 1, type, queries),
       k: random(10 * seed + 2, type, keys),
       v: random(10 * seed + 3, type, keys),
       dout: random(10 * seed + 4, type, queries),
-      opts: Keyword.merge(opts, sinks)
+      opts: Keyword.merge(opts, optional)
     }
   end
 
