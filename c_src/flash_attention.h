@@ -9,6 +9,7 @@
  *
  *     s[i,j]  = scale * dot(q[b,i,h], k[b,j,kv])
  *     s[i,j]  = softcap * tanh(s[i,j] / softcap)         where softcap is not 0
+ *     s[i,j] += bias[b,h,i,j]                            where there is a bias
  *     s[i,j] -= alibi_slopes[b,h] * |i + k_end - q_end - j|   where there are alibi_slopes
  *     s[i,j]  = -inf                                     where column j is not visible from row i
  *     lse[i]  = log(sum_j exp(s[i,j]) + sum_t exp(sink[t,h]))
@@ -20,6 +21,7 @@
  *     delta[i]   = dot(o[i], dout[i])
  *     dv[j]      = sum_{i,h} p[i,j] * dout[i]
  *     ds[i,j]    = p[i,j] * (dot(dout[i], v[j]) - delta[i])
+ *     dbias[b,h,i,j]     = ds[i,j]
  *     dalibi_slopes[b,h] = -sum_{i,j} ds[i,j] * |i + k_end - q_end - j|
  *     dx[i,j]    = ds[i,j] * scale                               (times the derivative of softcap)
  *     dq[i]      = sum_j dx[i,j] * k[j]
@@ -43,6 +45,12 @@
  * is not after its begin has no cells. fa_run takes bands as they are, clamps them to the problem and reads
  * nothing outside of it, whatever they hold; fa_run_anywhere looks at those in the host's memory, and refuses
  * what lies outside of the problem or shares a cell with another. Only what is visible is computed.
+ *
+ * A bias is of q's type or f32. One of u8 is a mask: where it is 0 the score is -inf, and where it is anything
+ * else nothing is added. Where a bias is -inf the score is -inf whatever q and k hold. What a bias holds in
+ * cells that are not visible is not looked at, and dbias is 0 there and wherever the score is -inf. Tiles that
+ * a bias hides whole may not be computed. dbias is summed in f32 (f64 where dtype is f64), then rounded to its
+ * type.
  *
  * The distance that slopes multiply (ALiBi: Press et al. 2022) is that of a cell from the column beside its
  * row: k_end and q_end are those of the cell's band. A tensor broadcasts along an axis where it is 1, and its
@@ -188,12 +196,15 @@ typedef struct fa_problem {
   int64_t num_sinks;              /* 0: none */
   int64_t bands_batch, num_bands; /* of the tensor bands: 1 or batch, and how many; 0: there is none */
   int64_t alibi_batch;            /* of alibi_slopes: 1 or batch; 0: there are none */
+  int64_t bias_batch, bias_heads, bias_rows; /* of bias: 1, or batch, num_heads, seqlen_q; 0: there is none */
+  fa_dtype bias_dtype;                       /* dtype, f32 or u8 */
   /* Options; fa_options() lists them with their bounds. */
   double scale;                      /* 0: 1/sqrt(head_dim) */
   int64_t window_left, window_right; /* keys to either side, or FA_UNBOUNDED */
   double softcap;                    /* 0: none */
   int32_t precision;                 /* fa_precision; f32 only */
   int32_t deterministic;             /* 1: the backward is bitwise repeatable */
+  int32_t constant_bias;             /* 1: the backward gives no dbias */
   /* Where this problem lies in the one that the caller asked about, of which fa_run_anywhere runs slices: its
    * first batch, head and row there. Zeros for callers; no result depends on it. */
   fa_origin origin;
@@ -257,6 +268,7 @@ FA_API fa_status fa_option_set_choice(fa_problem *problem, const fa_option *opti
  *     sink, dsink           [num_sinks, num_heads]                      f32
  *     bands                 [batch or 1, num_bands, 6]                  s32
  *     alibi_slopes, dalibi_slopes   [batch or 1, num_heads]             f32
+ *     bias, dbias           [batch or 1, num_heads or 1, seqlen_q or 1, seqlen_k]   bias_dtype; no dbias of u8
  *     tangent_x, o_tangent, lse_tangent: as x, o and lse
  *
  * Strides are in elements, one for each axis but the last, which is always contiguous, in the order of the
@@ -276,11 +288,11 @@ typedef struct fa_tensor {
 } fa_tensor;
 
 typedef struct fa_tensors {
-  fa_tensor q, k, v, sink, bands, alibi_slopes;
+  fa_tensor q, k, v, sink, bands, alibi_slopes, bias;
   fa_tensor o, lse;
-  fa_tensor dout, dq, dk, dv, dsink, dalibi_slopes;
+  fa_tensor dout, dq, dk, dv, dsink, dalibi_slopes, dbias;
   fa_tensor tangent_q, tangent_k, tangent_v; /* directions, for FA_PASS_TANGENT */
-  fa_tensor tangent_sink, tangent_alibi_slopes;
+  fa_tensor tangent_sink, tangent_alibi_slopes, tangent_bias;
   fa_tensor o_tangent, lse_tangent;
 } fa_tensors;
 
@@ -304,6 +316,7 @@ typedef enum fa_tensor_id {
   FA_TENSOR_SINK,
   FA_TENSOR_BANDS,
   FA_TENSOR_ALIBI_SLOPES,
+  FA_TENSOR_BIAS,
   FA_TENSOR_O,
   FA_TENSOR_LSE,
   FA_TENSOR_DOUT,
@@ -312,11 +325,13 @@ typedef enum fa_tensor_id {
   FA_TENSOR_DV,
   FA_TENSOR_DSINK,
   FA_TENSOR_DALIBI_SLOPES,
+  FA_TENSOR_DBIAS,
   FA_TENSOR_TANGENT_Q,
   FA_TENSOR_TANGENT_K,
   FA_TENSOR_TANGENT_V,
   FA_TENSOR_TANGENT_SINK,
   FA_TENSOR_TANGENT_ALIBI_SLOPES,
+  FA_TENSOR_TANGENT_BIAS,
   FA_TENSOR_O_TANGENT,
   FA_TENSOR_LSE_TANGENT,
   FA_NUM_TENSORS,
@@ -344,7 +359,8 @@ FA_API int fa_tensor_find(const char *name);
 FA_API const char *fa_pass_name(fa_pass pass);
 
 /* What a pass of this problem does with a tensor. FA_ROLE_NONE for what is left out, and for its gradient:
- * where num_sinks is 0, so is there no sink. */
+ * where num_sinks is 0, there is no sink. Nor is there a gradient by whole numbers, or by what an option calls
+ * constant. */
 FA_API fa_tensor_role fa_tensor_role_in(const fa_problem *problem, fa_pass pass, fa_tensor_id id);
 
 /* The tensor that holds the gradient by this one (q: dq; o: dout), or -1 where nothing is derived by it. */

@@ -116,8 +116,10 @@ static fa_status check_problem(const fa_plan *plan, int major, fa_error *error) 
                    fa_pass_name(plan->pass));
   if (plan->problem.dtype == FA_DTYPE_F64)
     return fa_fail(error, FA_STATUS_UNSUPPORTED, "dtype", "f32, bf16 or f16 on CUDA", "f64");
-  if (plan->problem.alibi_batch > 0)
-    return fa_fail(error, FA_STATUS_UNSUPPORTED, "alibi_slopes", "none on CUDA", "a tensor");
+  static const fa_tensor_id beyond[] = {FA_TENSOR_ALIBI_SLOPES, FA_TENSOR_BIAS};
+  for (size_t i = 0; i < sizeof beyond / sizeof *beyond; i++)
+    if (fa_tensor_role_in(&plan->problem, plan->pass, beyond[i]) != FA_ROLE_NONE)
+      return fa_fail(error, FA_STATUS_UNSUPPORTED, fa_tensor_name(beyond[i]), "none on CUDA", "a tensor");
   if (major < 8)
     return fa_fail(error, FA_STATUS_UNSUPPORTED, "device", "compute capability 8.0 or newer",
                    FA_TEXT("%d.x", major));

@@ -21,6 +21,8 @@ static const fa_option options[] = {
      "Arithmetic of f32 matrix products where a device offers a choice."},
     {"deterministic", FA_OPTION_CHOICE, offsetof(fa_problem, deterministic), 0, 1, 0, booleans,
      "Whether the backward must be bitwise repeatable."},
+    {"constant_bias", FA_OPTION_CHOICE, offsetof(fa_problem, constant_bias), 0, 1, 0, booleans,
+     "Whether the backward leaves dbias out."},
 };
 
 const fa_option *fa_options(size_t *num_options) {

@@ -61,6 +61,8 @@ fa_status fa_problem_validate(const fa_problem *problem, fa_error *error) {
                              (long long)fa_axis_size(problem, fa_axes[axis].along)),
                      FA_TEXT("%lld", (long long)size));
   }
+  fa_status tensors = fa_tensors_validate(problem, error);
+  if (tensors) return tensors;
   if (problem->bands_batch > 0 && problem->num_bands == 0)
     return fa_fail(error, FA_STATUS_INVALID_ARGUMENT, "bands", "at least 1 band, which may have no cells", "0");
   if (problem->num_heads % problem->num_kv_heads != 0)
@@ -125,6 +127,7 @@ int fa_problem_format(const fa_problem *problem, char *text, size_t text_bytes) 
     if (fa_axes[axis].offset && (size || is_always_there(axis)))
       append(text, text_bytes, &length, " %s%lld", fa_axes[axis].short_name, (long long)size);
   }
+  if (problem->bias_heads) append(text, text_bytes, &length, " of %s", fa_dtype_name(problem->bias_dtype));
   size_t num_options;
   const fa_option *options = fa_options(&num_options);
   for (const fa_option *option = options; option < options + num_options; option++) {

@@ -21,6 +21,9 @@ const fa_axis_row fa_axes[FA_NUM_AXES] = {
     [FA_AXIS_NUM_BANDS] = SIZE(num_bands, "x", 0),
     [FA_AXIS_BAND_WORDS] = {.name = "q_begin, q_end, k_begin, k_end, left, right:", .minimum = 6},
     [FA_AXIS_ALIBI_BATCH] = SIZE(alibi_batch, "alibi", 0, FA_AXIS_BATCH),
+    [FA_AXIS_BIAS_BATCH] = SIZE(bias_batch, "bias", 0, FA_AXIS_BATCH),
+    [FA_AXIS_BIAS_HEADS] = SIZE(bias_heads, "x", 0, FA_AXIS_NUM_HEADS),
+    [FA_AXIS_BIAS_ROWS] = SIZE(bias_rows, "x", 0, FA_AXIS_SEQLEN_Q),
 };
 #undef SIZE
 
@@ -35,9 +38,12 @@ const fa_axis_row fa_axes[FA_NUM_AXES] = {
 #define SINK_SHAPE  {FA_AXIS_NUM_SINKS, FA_AXIS_NUM_HEADS}, TYPE(F32)
 #define BAND_SHAPE  {FA_AXIS_BANDS_BATCH, FA_AXIS_NUM_BANDS, FA_AXIS_BAND_WORDS}, TYPE(S32)
 #define ALIBI_SHAPE {FA_AXIS_ALIBI_BATCH, FA_AXIS_NUM_HEADS}, TYPE(F32)
-#define IF_SINKS    .only_if = FA_AXIS_NUM_SINKS
-#define IF_BANDS    .only_if = FA_AXIS_NUM_BANDS
-#define IF_ALIBI    .only_if = FA_AXIS_ALIBI_BATCH
+#define BIAS_SHAPE \
+  {FA_AXIS_BIAS_BATCH, FA_AXIS_BIAS_HEADS, FA_AXIS_BIAS_ROWS, FA_AXIS_SEQLEN_K}, AS_Q | TYPE(F32) | TYPE(U8)
+#define IF_SINKS .only_if = FA_AXIS_NUM_SINKS
+#define IF_BANDS .only_if = FA_AXIS_NUM_BANDS
+#define IF_ALIBI .only_if = FA_AXIS_ALIBI_BATCH
+#define IF_BIAS  .only_if = FA_AXIS_BIAS_HEADS, .dtype_offset = offsetof(fa_problem, bias_dtype)
 
 /* One row a tensor. A new one that users may leave out has a field in fa_problem for each size that is its own,
  * a row in fa_axes for each of these (an axis that may broadcast is one of its own, `along` another), and names
@@ -51,6 +57,7 @@ static const struct tensor_row {
   fa_axis only_if;                     /* left out where this axis is 0 */
   fa_tensor_id gradient, tangent;      /* what holds them; 0, which is q and neither, stands for none */
   size_t dtype_offset;                 /* of a fa_dtype in fa_problem */
+  size_t unless;                       /* of an int32_t in fa_problem: left out where that is not 0 */
   fa_status (*check)(const fa_problem *, const void *numbers,
                      fa_error *); /* what else numbers must be, or NULL */
 } rows[FA_NUM_TENSORS] = {
@@ -64,6 +71,7 @@ static const struct tensor_row {
     ROW(SINK, sink, SINK_SHAPE, {IN, IN, IN}, IF_SINKS, DERIVATIVES(SINK)),
     ROW(BANDS, bands, BAND_SHAPE, {IN, IN, IN}, IF_BANDS, .check = fa_bands_check),
     ROW(ALIBI_SLOPES, alibi_slopes, ALIBI_SHAPE, {IN, IN, IN}, IF_ALIBI, DERIVATIVES(ALIBI_SLOPES)),
+    ROW(BIAS, bias, BIAS_SHAPE, {IN, IN, IN}, IF_BIAS, DERIVATIVES(BIAS)),
     ROW(O, o, QUERY_SHAPE, {OUT, IN, OUT}, .gradient = FA_TENSOR_DOUT, .tangent = FA_TENSOR_O_TANGENT),
     ROW(LSE, lse, ROW_SHAPE, {OUT, IN, OUT}, .tangent = FA_TENSOR_LSE_TANGENT),
     ROW(DOUT, dout, QUERY_SHAPE, {0, IN, 0}),
@@ -72,11 +80,13 @@ static const struct tensor_row {
     ROW(DV, dv, KEY_SHAPE, {0, OUT, 0}),
     ROW(DSINK, dsink, SINK_SHAPE, {0, OUT, 0}, IF_SINKS),
     ROW(DALIBI_SLOPES, dalibi_slopes, ALIBI_SHAPE, {0, OUT, 0}, IF_ALIBI),
+    ROW(DBIAS, dbias, BIAS_SHAPE, {0, OUT, 0}, IF_BIAS, .unless = offsetof(fa_problem, constant_bias)),
     ROW(TANGENT_Q, tangent_q, QUERY_SHAPE, {0, 0, IN}),
     ROW(TANGENT_K, tangent_k, KEY_SHAPE, {0, 0, IN}),
     ROW(TANGENT_V, tangent_v, KEY_SHAPE, {0, 0, IN}),
     ROW(TANGENT_SINK, tangent_sink, SINK_SHAPE, {0, 0, IN}, IF_SINKS),
     ROW(TANGENT_ALIBI_SLOPES, tangent_alibi_slopes, ALIBI_SHAPE, {0, 0, IN}, IF_ALIBI),
+    ROW(TANGENT_BIAS, tangent_bias, BIAS_SHAPE, {0, 0, IN}, IF_BIAS),
     ROW(O_TANGENT, o_tangent, QUERY_SHAPE, {0, 0, OUT}),
     ROW(LSE_TANGENT, lse_tangent, ROW_SHAPE, {0, 0, OUT}),
 #undef ROW
@@ -150,11 +160,6 @@ static fa_tensor_role role_of(const struct tensor_row *row, fa_pass pass) {
   return row->roles[FA_PASS_FORWARD] ? row->roles[FA_PASS_FORWARD] : row->roles[FA_PASS_BACKWARD];
 }
 
-fa_tensor_role fa_tensor_role_in(const fa_problem *problem, fa_pass pass, fa_tensor_id id) {
-  const fa_axis only_if = rows[id].only_if;
-  return only_if && fa_axis_size(problem, only_if) == 0 ? FA_ROLE_NONE : role_of(&rows[id], pass);
-}
-
 fa_status fa_tensor_check(const fa_problem *problem, int id, const void *numbers, fa_error *error) {
   return rows[id].check ? rows[id].check(problem, numbers, error) : FA_STATUS_OK;
 }
@@ -166,6 +171,7 @@ static int rank_of(const struct tensor_row *row) {
 }
 
 static bool may_have(const fa_problem *problem, const struct tensor_row *row, fa_dtype dtype) {
+  if ((unsigned)dtype >= FA_NUM_DTYPES) return false;
   return (row->types & AS_Q && dtype == problem->dtype) ||
          (row->types & STAT && dtype == fa_problem_stat_dtype(problem)) || (row->types >> dtype & 1);
 }
@@ -177,6 +183,18 @@ static fa_dtype dtype_of(const fa_problem *problem, const struct tensor_row *row
   else
     while (dtype < FA_NUM_DTYPES && !may_have(problem, row, dtype)) dtype++;
   return dtype;
+}
+
+/* Whether the problem has the tensor. Nothing is derived by whole numbers. */
+static bool is_there(const fa_problem *problem, const struct tensor_row *row) {
+  int32_t unless = 0;
+  if (row->unless) memcpy(&unless, (const char *)problem + row->unless, sizeof unless);
+  if (unless || (row->only_if && fa_axis_size(problem, row->only_if) == 0)) return false;
+  return role_of(row, FA_PASS_FORWARD) || dtype_of(problem, row) < FA_NUM_FLOATS;
+}
+
+fa_tensor_role fa_tensor_role_in(const fa_problem *problem, fa_pass pass, fa_tensor_id id) {
+  return is_there(problem, &rows[id]) ? role_of(&rows[id], pass) : FA_ROLE_NONE;
 }
 
 fa_shape fa_tensor_shape(const fa_problem *problem, fa_tensor_id id) {
@@ -307,6 +325,24 @@ static fa_status fail_missing(const struct tensor_row *row, fa_error *error) {
                  FA_TEXT("a tensor of shape %s", axes_text((char[96]){0}, 96, row)), "none");
 }
 
+fa_status fa_tensors_validate(const fa_problem *problem, fa_error *error) {
+  for (int id = 0; id < FA_NUM_TENSORS; id++) {
+    const struct tensor_row *row = &rows[id];
+    if (!row->only_if || !is_there(problem, row)) continue;
+    if (!may_have(problem, row, dtype_of(problem, row)))
+      return fa_fail(error, FA_STATUS_INVALID_ARGUMENT, row->name, types_text((char[96]){0}, 96, problem, row),
+                     fa_dtype_name(dtype_of(problem, row)));
+    for (int i = 0; i < rank_of(row); i++) {
+      const fa_axis along = fa_axis_at(id, i);
+      if (fa_axis_size(problem, row->axes[i]) == 0 && fa_axis_size(problem, along) > 0)
+        return fa_fail(error, FA_STATUS_INVALID_ARGUMENT, row->name,
+                       FA_TEXT("1 or %s %lld", fa_axes[along].name, (long long)fa_axis_size(problem, along)),
+                       "0");
+    }
+  }
+  return FA_STATUS_OK;
+}
+
 /* Shapes on their way into a problem. */
 typedef struct reading {
   fa_problem *problem;
@@ -322,7 +358,7 @@ static fa_status read_dtype(reading *r, int id, fa_dtype dtype) {
       return fa_fail(r->error, FA_STATUS_INVALID_ARGUMENT, row->name, "type f32, f64, bf16 or f16",
                      fa_dtype_name(dtype));
   }
-  if ((unsigned)dtype >= FA_NUM_DTYPES || !may_have(r->problem, row, dtype))
+  if (!may_have(r->problem, row, dtype))
     return fa_fail(r->error, FA_STATUS_INVALID_ARGUMENT, row->name,
                    types_text((char[96]){0}, 96, r->problem, row), fa_dtype_name(dtype));
   if (row->dtype_offset) memcpy((char *)r->problem + row->dtype_offset, &dtype, sizeof dtype);

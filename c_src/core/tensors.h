@@ -19,6 +19,9 @@ typedef enum fa_axis {
   FA_AXIS_NUM_BANDS,
   FA_AXIS_BAND_WORDS,
   FA_AXIS_ALIBI_BATCH,
+  FA_AXIS_BIAS_BATCH,
+  FA_AXIS_BIAS_HEADS,
+  FA_AXIS_BIAS_ROWS,
   FA_NUM_AXES,
 } fa_axis;
 
@@ -79,6 +82,10 @@ fa_axis fa_tensor_only_if(int id);
 
 /* The tensor that holds the derivative of this one along the tangents (q: tangent_q; o: o_tangent), or -1. */
 int fa_tensor_tangent(int id);
+
+/* Whether every tensor that is there has a type that it may have, and has or broadcasts along all of its axes.
+ */
+fa_status fa_tensors_validate(const fa_problem *problem, fa_error *error);
 
 /* Whether the numbers of an input, which lie contiguously in the host's memory, are such as the tensor may
  * have. */

@@ -65,6 +65,8 @@ typedef struct T(backward_shared) {
   REAL *delta;        /* [batch, num_heads, seqlen_q] */
   atomic_int *steps;  /* [pairs][hands]: how many steps a hand of columns has behind it */
   REAL *dq, *dk, *dv; /* as the tensors, contiguous; NULL where REAL is the tensors' own type */
+  REAL *dbias;        /* as the tensor; NULL where sums are made in the tensor itself */
+  atomic_int *turns;  /* [dbias groups][blocks of columns]: how many cells have added to dbias there */
   double *cell_sums;  /* [batch][hands of columns][steps][num_heads]: sum_{i,j} distance * ds */
 } T(backward_shared);
 
@@ -96,6 +98,11 @@ static T(backward_shared) T(lay_out_shared)(fa_arena *arena, const fa_problem *p
     s.dq = fa_take(arena, queries, sizeof(REAL));
     s.dk = fa_take(arena, keys, sizeof(REAL));
     s.dv = fa_take(arena, keys, sizeof(REAL));
+  }
+  if (fa_is_sum(problem, FA_TENSOR_DBIAS)) {
+    if (T(sums_bias_apart)(problem))
+      s.dbias = fa_take(arena, fa_num_elements(problem, FA_TENSOR_DBIAS), sizeof(REAL));
+    s.turns = fa_take(arena, T(num_turns)(problem), sizeof(atomic_int));
   }
   if (fa_is_sum(problem, FA_TENSOR_DALIBI_SLOPES))
     s.cell_sums = fa_take(arena, T(num_cell_sums)(problem) * problem->batch, sizeof(double));
@@ -179,12 +186,22 @@ static void T(find_delta)(const fa_cpu_job *job, const T(task_rows) * chunk, T(b
   }
 }
 
+static int64_t T(num_prepare_tasks)(const fa_problem *problem) {
+  return T(num_chunks)(problem) + T(num_bias_chunks)(problem);
+}
+
 static void T(prepare_task)(const fa_cpu_job *job, int64_t task, void *scratch) {
   const fa_problem *problem = job->problem;
   T(backward_shared) shared = T(lay_out_shared)(&(fa_arena){.base = job->shared}, problem);
-  T(task_rows) chunk = T(chunk_of)(job, task);
   for (int64_t i = 0; task == 0 && i < T(num_pairs)(problem) * T(num_hands)(problem); i++)
     atomic_init(&shared.steps[i], 0);
+  for (int64_t i = 0; task == 0 && shared.turns && i < T(num_turns)(problem); i++)
+    atomic_init(&shared.turns[i], 0);
+  if (task >= T(num_chunks)(problem)) {
+    T(clear_bias)(job, shared.dbias, T(bias_chunk)(problem, task - T(num_chunks)(problem)));
+    return;
+  }
+  T(task_rows) chunk = T(chunk_of)(job, task);
   if (chunk.of_queries) {
     T(clear_rows)(job, FA_TENSOR_DQ, shared.dq, &chunk);
     T(find_delta)(job, &chunk, T(lay_out_backward)(&(fa_arena){.base = scratch}, problem), shared.delta);
@@ -209,6 +226,7 @@ static void T(backward_tile)(const fa_cpu_job *job, const T(backward_shared) * s
   T(sum_rows) dq = T(sum_rows_of)(job, FA_TENSOR_DQ, shared->dq, tile->sequence, tile->head);
   give_way();
 
+  if (T(has_addends)(problem) && !T(find_addends)(job, tile, s.addends)) return;
   T(pack_rows)(q, tile->rows, d, s.q_rows);
   T(pack_rows)(dout, tile->rows, d, s.dout_rows);
   T(pack_panels)(q, tile->rows, d, s.q_panels, s.buffer);
@@ -223,6 +241,7 @@ static void T(backward_tile)(const fa_cpu_job *job, const T(backward_shared) * s
   bool hides = T(differentiate_scores)(job, tile, lse, delta, s.p, s.ds, s.addends, finite ? NULL : s.hidden);
   const INT *hidden = hides ? s.hidden : NULL;
   if (s.cell_sums) s.cell_sums[tile->head] += T(distance_gradient)(tile, s.addends);
+  if (shared->turns) T(add_bias_gradient)(job, shared->dbias, tile, s.addends);
 
   /* dv += p^T . dout,  dk += ds^T . q,  dq += ds . k */
   T(product_where_seen)
@@ -298,8 +317,16 @@ static void T(cell_task)(const fa_cpu_job *job, int64_t task, void *scratch) {
   atomic_int *steps = shared.steps + pair * num_hands;
   wait_until(&steps[t], (int)step);
   wait_until(&steps[(t + 1) % num_hands], (int)step);
-  for (int64_t i = 0; i < blocks.count; i++) T(backward_columns)
-  (job, &shared, s, &sequence, pair % problem->num_kv_heads, fa_block_at(blocks, i), (t + step) % num_hands);
+  const T(bias_group) group = T(bias_group_of)(problem, pair);
+  const int64_t turn = step * group.size + group.number;
+  for (int64_t i = 0; i < blocks.count; i++) {
+    const fa_range columns = fa_block_at(blocks, i);
+    atomic_int *turns = shared.turns ? shared.turns + T(turns_of)(problem, group.group, columns) : NULL;
+    if (turns) wait_until(turns, (int)turn);
+    T(backward_columns)
+    (job, &shared, s, &sequence, pair % problem->num_kv_heads, columns, (t + step) % num_hands);
+    if (turns) atomic_store_explicit(turns, (int)turn + 1, memory_order_release);
+  }
   atomic_store_explicit(&steps[t], (int)step + 1, memory_order_release);
 }
 
@@ -362,6 +389,7 @@ static int64_t T(num_head_sum_tasks)(const fa_problem *problem, int number) {
 
 static int64_t T(num_finish_tasks)(const fa_problem *problem) {
   int64_t count = T(sums_apart)(problem) ? T(num_chunks)(problem) : 0;
+  count += fa_is_sum(problem, FA_TENSOR_DBIAS) && T(sums_bias_apart)(problem) ? T(num_bias_chunks)(problem) : 0;
   for (int number = 0; number < NUM_HEAD_SUMS; number++) count += T(num_head_sum_tasks)(problem, number);
   return count;
 }
@@ -384,6 +412,11 @@ static void T(finish_task)(const fa_cpu_job *job, int64_t task, void *scratch) {
       return;
     }
     task -= num_tasks;
+  }
+  const int64_t num_chunks = T(sums_apart)(problem) ? T(num_chunks)(problem) : 0;
+  if (task >= num_chunks) {
+    T(finish_bias)(job, shared.dbias, T(bias_chunk)(problem, task - num_chunks));
+    return;
   }
   T(task_rows) chunk = T(chunk_of)(job, task);
   if (chunk.of_queries) {

@@ -90,6 +90,7 @@ static inline void wait_until(atomic_int *value, int at_least) {
 #include "product_template.h"
 #include "scores_template.h"
 #include "forward_template.h"
+#include "dbias_template.h"
 #include "backward_template.h"
 #include "merge_template.h"
 #undef REAL
@@ -112,6 +113,7 @@ static inline void wait_until(atomic_int *value, int at_least) {
 #include "product_template.h"
 #include "scores_template.h"
 #include "forward_template.h"
+#include "dbias_template.h"
 #include "backward_template.h"
 #include "merge_template.h"
 #undef REAL
@@ -143,7 +145,7 @@ static inline void wait_until(atomic_int *value, int at_least) {
   {                                                                                      \
     .name = "cpu/" TEXT(FA_ISA) "/" label, .shared_bytes = backward_shared_bytes_##type, \
     .scratch_bytes = backward_scratch_bytes_##type, .phases = {                          \
-      {num_chunks_##type, prepare_task_##type},                                          \
+      {num_prepare_tasks_##type, prepare_task_##type},                                   \
       {num_cells_##type, cell_task_##type},                                              \
       {num_finish_tasks_##type, finish_task_##type}                                      \
     }                                                                                    \

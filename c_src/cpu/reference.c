@@ -22,6 +22,7 @@ static double element(fa_dtype dtype, const void *data, int64_t index) {
     case FA_DTYPE_F64: return ((const double *)data)[index];
     case FA_DTYPE_BF16: return fa_bf16_to_f32(((const uint16_t *)data)[index]);
     case FA_DTYPE_F16: return fa_f16_to_f32(((const uint16_t *)data)[index]);
+    case FA_DTYPE_U8: return ((const uint8_t *)data)[index];
     default: return ((const float *)data)[index];
   }
 }

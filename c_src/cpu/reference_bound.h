@@ -161,8 +161,7 @@ static void bound_scores(bound_scratch *x, bound_row *row) {
     x->distance[j] = score.distance;
     x->s[j] = scaled(error_of_dot(x->exact.q, k, p->head_dim, u), x->slope[j] * p->scale);
     add_error(&x->s[j], rounding(8 * u * (fabs(score.product) + fabs(score.capped) + p->softcap)));
-    if (score.s != score.capped)
-      add_error(&x->s[j], rounding(8 * u * (fabs(score.s - score.capped) + fabs(score.s))));
+    if (score.added != 0) add_error(&x->s[j], rounding(8 * u * (score.added + fabs(score.s))));
     row->maximum = fmax(row->maximum, score.s);
     row->num_columns++;
   }
@@ -240,6 +239,14 @@ static void add_to_sum(bound_scratch *x, const bound_row *row, int id, int64_t c
   add_error(&x->sums[id][i], e);
 }
 
+/* How many scores share an element of a tensor. */
+static int64_t num_sharing(const fa_problem *p, int id) {
+  static const fa_axis axes[] = {FA_AXIS_BATCH, FA_AXIS_NUM_HEADS, FA_AXIS_SEQLEN_Q, FA_AXIS_SEQLEN_K};
+  int64_t count = 1;
+  for (int i = 0; i < 4; i++) count *= fa_varies_along(p, id, axes[i]) ? 1 : fa_axis_size(p, axes[i]);
+  return count;
+}
+
 /* What the score's gradient in column j adds to the sums. */
 static void bound_sums(bound_scratch *x, const bound_row *row, int64_t j, double ds, error e_ds,
                        error e_delta) {
@@ -248,8 +255,9 @@ static void bound_sums(bound_scratch *x, const bound_row *row, int64_t j, double
   add_error(&e_ds, scaled(row->e_lse, ds));
   add_error(&e_ds, scaled(e_delta, x->p[j]));
   add_error(&e_ds, rounding(4 * u * ds + row->unit.least * (1 + fabs(ds))));
+  add_to_sum(x, row, FA_TENSOR_DBIAS, j, 0, ds, e_ds, num_sharing(p, FA_TENSOR_DBIAS));
   add_to_sum(x, row, FA_TENSOR_DALIBI_SLOPES, j, 0, -ds * distance, scaled(e_ds, distance),
-             p->batch * p->seqlen_q * p->seqlen_k);
+             num_sharing(p, FA_TENSOR_DALIBI_SLOPES));
 }
 
 /* What column j adds to dq and the row to dk[j] and dv[j], without scale, and to their errors. */
@@ -349,9 +357,10 @@ static void save_lse_bound(const fa_problem *p, const fa_tensor *to, int64_t ind
 static void save_sum_bounds(bound_scratch *x, const fa_problem *p, const fa_tensors *t, int id) {
   const fa_dtype dtype = fa_tensor_shape(p, id).dtype;
   const struct unit unit = units[dtype];
+  const double least = dtype == FA_DTYPE_F16 ? 2 * unit.least : 0x1p-126;
   for (int64_t i = 0; i < fa_num_elements(p, id); i++) {
-    add_error(&x->sums[id][i], rounding(2 * unit.stored * fabs(x->exact.sums[id][i]) + 0x1p-126));
-    set_element(dtype, fa_tensor_get(t, id)->data, i, bound_of(x->sums[id][i]));
+    add_error(&x->sums[id][i], rounding(2 * unit.stored * fabs(x->exact.sums[id][i]) + least));
+    set_element(dtype, fa_tensor_get(t, id)->data, i, bound_of(x->sums[id][i]) * (1 + 2 * unit.stored) + least);
   }
 }
 

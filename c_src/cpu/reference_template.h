@@ -104,8 +104,21 @@ typedef struct T(score) {
   bool is_seen;
   REAL product, capped; /* scale * q.k, and that after the softcap */
   REAL distance;        /* of ALiBi */
+  REAL added;           /* sum of the sizes of what is added after that */
   REAL s;               /* -inf where it is not seen */
 } T(score);
+
+/* Adds to a score what is added after the softcap. */
+static void T(add)(const fa_problem *p, T(score) * x, REAL addend) {
+  x->s = addend == -INFINITY ? addend : stored(p->dtype, x->s + addend);
+  x->added += fabs(addend);
+}
+
+/* What a bias adds: one of u8 hides where it is 0. */
+static REAL T(bias)(const fa_problem *p, const T(place) * at, int64_t column) {
+  const REAL bias = T(number_at)(p, FA_TENSOR_BIAS, at, column, 0);
+  return p->bias_dtype != FA_DTYPE_U8 ? bias : bias != 0 ? 0 : -INFINITY;
+}
 
 /* s[i,j] of q[i] and k[j], both [head_dim] */
 static T(score)
@@ -117,8 +130,8 @@ static T(score)
   if (p->softcap != 0) x.capped = stored(p->dtype, (REAL)p->softcap * tanh(x.product / (REAL)p->softcap));
   x.s = x.capped;
   x.distance = (REAL)fa_band_distance(band, at->row, column);
-  if (p->alibi_batch > 0)
-    x.s = stored(p->dtype, x.s - T(number_at)(p, FA_TENSOR_ALIBI_SLOPES, at, column, 0) * x.distance);
+  if (p->bias_heads > 0) T(add)(p, &x, T(bias)(p, at, column));
+  if (p->alibi_batch > 0) T(add)(p, &x, -T(number_at)(p, FA_TENSOR_ALIBI_SLOPES, at, column, 0) * x.distance);
   x.is_seen = x.s != -INFINITY;
   return x;
 }
@@ -195,6 +208,7 @@ static void T(backward_row)(T(scratch) * x, const fa_problem *p, REAL lse, const
     T(add_scaled)(x->dv + j * d, weight, x->dout, d);
     T(add_scaled)(x->dq, dproduct, k, d);
     T(add_scaled)(x->dk + j * d, dproduct, x->q, d);
+    T(add_to_sum)(x, p, FA_TENSOR_DBIAS, at, j, 0, ds);
     T(add_to_sum)(x, p, FA_TENSOR_DALIBI_SLOPES, at, j, 0, -ds * score.distance);
     sees_any = true;
   }

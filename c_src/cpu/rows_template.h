@@ -47,11 +47,20 @@ INLINE void T(store_row)(T(rows) to, int64_t row, int64_t count, const REAL *val
   for (int64_t i = 0; i < count; i++) value[i] = creal(values[i]), tangent[i] = cimag(values[i]) / STEP;
 }
 
-/* What a tensor of f32 without head_dim holds for a cell. */
-static REAL T(number_at)(const fa_cpu_job *job, fa_tensor_id id, const fa_cell *cell) {
-  const int64_t i = fa_element_of(job->problem, id, cell);
-  const float *tangents = fa_tensor_get(job->tensors, fa_tensor_tangent(id))->data;
-  return CMPLX(((const float *)fa_tensor_get(job->tensors, id)->data)[i], (double)tangents[i] * STEP);
+/* What a tensor without head_dim holds from an element on; of u8: what a flag adds to a score. Nobody
+ * differentiates by flags. */
+static void T(load_numbers)(const fa_cpu_job *job, fa_tensor_id id, int64_t element, int64_t count, REAL *to) {
+  const fa_dtype dtype = fa_tensor_shape(job->problem, id).dtype;
+  const char *values = fa_tensor_get(job->tensors, id)->data;
+  const char *tangents = fa_tensor_get(job->tensors, fa_tensor_tangent(id))->data;
+  for (int64_t i = element; i < element + count; i++, to++) {
+    if (dtype == FA_DTYPE_U8)
+      *to = values[i] ? 0 : -INFINITY;
+    else if (dtype == FA_DTYPE_F32)
+      *to = CMPLX(((const float *)values)[i], (double)((const float *)tangents)[i] * STEP);
+    else
+      *to = CMPLX(((const double *)values)[i], ((const double *)tangents)[i] * STEP);
+  }
 }
 
 INLINE void T(store_lse)(const fa_cpu_job *job, int64_t i, REAL lse) {
@@ -94,8 +103,46 @@ INLINE void T(store_row)(T(rows) to, int64_t row, int64_t count, const REAL *val
   }
 }
 
-static REAL T(number_at)(const fa_cpu_job *job, fa_tensor_id id, const fa_cell *cell) {
-  return ((const float *)fa_tensor_get(job->tensors, id)->data)[fa_element_of(job->problem, id, cell)];
+static void T(load_numbers)(const fa_cpu_job *job, fa_tensor_id id, int64_t element, int64_t count, REAL *to) {
+  const fa_dtype dtype = fa_tensor_shape(job->problem, id).dtype;
+  const char *values =
+      (const char *)fa_tensor_get(job->tensors, id)->data + element * (int64_t)fa_dtype_bytes(dtype);
+  const uint16_t *halves = (const uint16_t *)values;
+  switch (dtype) {
+    case FA_DTYPE_BF16:
+      for (int64_t i = 0; i < count; i++) to[i] = fa_bf16_to_f32(halves[i]);
+      break;
+    case FA_DTYPE_F16:
+      for (int64_t i = 0; i < count; i++) to[i] = fa_f16_to_f32(halves[i]);
+      break;
+    case FA_DTYPE_U8:
+      for (int64_t i = 0; i < count; i++) to[i] = values[i] ? 0 : -INFINITY;
+      break;
+    case FA_DTYPE_F32:
+      for (int64_t i = 0; i < count; i++) to[i] = ((const float *)values)[i];
+      break;
+    default: memcpy(to, values, (size_t)count * sizeof *to); /* f64, where REAL is that, too */
+  }
+}
+
+/* Adds to what a tensor without head_dim, of floats, holds from an element on. */
+static void T(add_numbers)(void *data, fa_dtype dtype, int64_t element, int64_t count, const REAL *from) {
+  char *values = (char *)data + element * (int64_t)fa_dtype_bytes(dtype);
+  uint16_t *halves = (uint16_t *)values;
+  switch (dtype) {
+    case FA_DTYPE_BF16:
+      for (int64_t i = 0; i < count; i++)
+        halves[i] = fa_f32_to_bf16(fa_bf16_to_f32(halves[i]) + (float)from[i]);
+      break;
+    case FA_DTYPE_F16:
+      for (int64_t i = 0; i < count; i++) halves[i] = fa_f32_to_f16(fa_f16_to_f32(halves[i]) + (float)from[i]);
+      break;
+    case FA_DTYPE_F32:
+      for (int64_t i = 0; i < count; i++) ((float *)values)[i] += (float)from[i];
+      break;
+    default:
+      for (int64_t i = 0; i < count; i++) ((double *)values)[i] += (double)from[i];
+  }
 }
 
 INLINE void T(store_lse)(const fa_cpu_job *job, int64_t i, REAL lse) {
@@ -103,6 +150,12 @@ INLINE void T(store_lse)(const fa_cpu_job *job, int64_t i, REAL lse) {
 }
 
 #endif
+
+static REAL T(number_at)(const fa_cpu_job *job, fa_tensor_id id, const fa_cell *cell) {
+  REAL number;
+  T(load_numbers)(job, id, fa_element_of(job->problem, id, cell), 1, &number);
+  return number;
+}
 
 static REAL T(sink)(const fa_cpu_job *job, int64_t t, int64_t head) {
   return T(number_at)(job, FA_TENSOR_SINK, &(fa_cell){.head = head, .number = t});

@@ -36,7 +36,41 @@ INLINE T(vec) T(score)(T(score_terms) scoring, bool plain, T(vec) s, T(vec) * sl
 /* ---- what is added to scores ----------------------------------------------------------------------- */
 
 /* Whether anything is added to scores after the softcap. */
-static bool T(has_addends)(const fa_problem *problem) { return problem->alibi_batch > 0; }
+static bool T(has_addends)(const fa_problem *problem) {
+  return problem->alibi_batch > 0 || problem->bias_heads > 0;
+}
+
+/* Where a tile's numbers begin in a tensor that rows may share, and how far apart rows' are. */
+typedef struct T(numbers) {
+  int64_t first, stride;
+} T(numbers);
+
+static T(numbers) T(numbers_of)(const fa_problem *problem, int id, const fa_tile *tile) {
+  const fa_cell cell = {tile->sequence->batch, tile->head, tile->rows.begin, tile->columns.begin, 0};
+  return (T(numbers)){fa_element_of(problem, id, &cell),
+                      fa_varies_along(problem, id, FA_AXIS_SEQLEN_Q) ? problem->seqlen_k : 0};
+}
+
+/* addends [rows][BLOCK] of a tile become those of its bias. */
+static void T(find_bias)(const fa_cpu_job *job, const fa_tile *tile, REAL *addends) {
+  int64_t num_rows = tile->rows.end - tile->rows.begin, num_columns = tile->columns.end - tile->columns.begin;
+  const T(numbers) at = T(numbers_of)(job->problem, FA_TENSOR_BIAS, tile);
+  for (int64_t i = 0; i < num_rows; i++) {
+    if (i == 0 || at.stride)
+      T(load_numbers)(job, FA_TENSOR_BIAS, at.first + i * at.stride, num_columns, addends + i * BLOCK);
+    else
+      memcpy(addends + i * BLOCK, addends, (size_t)num_columns * sizeof *addends);
+  }
+}
+
+/* Whether some addend is not -inf. Mostly it is the first that is looked at. */
+static bool T(shows_any)(const fa_tile *tile, const REAL *addends) {
+  int64_t num_rows = tile->rows.end - tile->rows.begin, num_columns = tile->columns.end - tile->columns.begin;
+  for (int64_t i = 0; i < num_rows; i++)
+    for (int64_t j = 0; j < num_columns; j++)
+      if (addends[i * BLOCK + j] != -INFINITY) return true;
+  return false;
+}
 
 /* How far the first columns of a tile lie before the column beside a row of it, counted from its first. */
 INLINE T(vec) T(distances)(const fa_tile *tile, int64_t row) {
@@ -44,17 +78,31 @@ INLINE T(vec) T(distances)(const fa_tile *tile, int64_t row) {
   return T(splat)((REAL)(beside - tile->columns.begin)) - T(from_integers)(T(lanes)());
 }
 
-/* addends [rows][BLOCK]: what is added to the scores of a tile. */
-static void T(find_addends)(const fa_cpu_job *job, const fa_tile *tile, REAL *addends) {
+/* Subtracts slope times distance from addends [rows][BLOCK]. */
+static void T(add_distances)(const fa_cpu_job *job, const fa_tile *tile, REAL *addends) {
   int64_t num_rows = tile->rows.end - tile->rows.begin, num_columns = tile->columns.end - tile->columns.begin;
   const fa_cell cell = {.batch = tile->sequence->batch, .head = tile->head};
   const REAL slope = T(number_at)(job, FA_TENSOR_ALIBI_SLOPES, &cell);
   for (int64_t i = 0; i < num_rows; i++) {
     const T(vec) distances = T(distances)(tile, i);
     for (int64_t j = 0; j < num_columns; j += LANES)
-      *(T(vec) *)(addends + i * BLOCK + j) = -slope * T(absolute)(distances - (REAL)j);
+      *(T(vec) *)(addends + i * BLOCK + j) -= slope * T(absolute)(distances - (REAL)j);
   }
 }
+
+/* addends [rows][BLOCK] become what is added to the scores of a tile. False where that hides all of them. */
+static bool T(find_addends)(const fa_cpu_job *job, const fa_tile *tile, REAL *addends) {
+  if (job->problem->bias_heads > 0)
+    T(find_bias)(job, tile, addends);
+  else
+    memset(addends, 0, (size_t)((tile->rows.end - tile->rows.begin) * BLOCK) * sizeof *addends);
+  if (!T(shows_any)(tile, addends)) return false;
+  if (job->problem->alibi_batch > 0) T(add_distances)(job, tile, addends);
+  return true;
+}
+
+/* A score with what is added to it, which hides it where it is -inf, whatever it is. */
+INLINE T(vec) T(with_addend)(T(vec) s, T(vec) addend) { return T(hide_where)(s + addend, addend); }
 
 /* ---- what a row sees ------------------------------------------------------------------------------- */
 
@@ -82,22 +130,23 @@ static void T(add_transposed)(const fa_tile *tile, const REAL *addends, REAL *st
       T(vec) square[LANES];
       for (int v = 0; v < LANES; v++) square[v] = *(const T(vec) *)(addends + (i + v) * BLOCK + j);
       T(transpose)(square);
-      for (int v = 0; v < LANES; v++) *(T(vec) *)(st + (j + v) * STRIP + i) += square[v];
+      for (int v = 0; v < LANES; v++) {
+        T(vec) *s = (T(vec) *)(st + (j + v) * STRIP + i);
+        *s = T(with_addend)(*s, square[v]);
+      }
     }
 }
 
-/* st[BLOCK of columns, STRIP of rows]: scaled products become scores. addends [STRIP, BLOCK] is scratch. */
-static void T(make_scores)(const fa_cpu_job *job, const fa_tile *tile, REAL *st, REAL *addends) {
+/* st[BLOCK of columns, STRIP of rows]: scaled products become scores. addends [STRIP, BLOCK]: of find_addends.
+ */
+static void T(make_scores)(const fa_cpu_job *job, const fa_tile *tile, REAL *st, const REAL *addends) {
   int64_t num_rows = tile->rows.end - tile->rows.begin, num_columns = tile->columns.end - tile->columns.begin;
   T(score_terms) scoring = T(scoring_of)(job->problem);
   for (int64_t x = 0; x < num_columns * STRIP && !T(is_plain)(scoring); x += LANES) {
     T(vec) *s = (T(vec) *)(st + x), slope;
     *s = T(score)(scoring, false, *s, &slope);
   }
-  if (T(has_addends)(job->problem)) {
-    T(find_addends)(job, tile, addends);
-    T(add_transposed)(tile, addends, st);
-  }
+  if (T(has_addends)(job->problem)) T(add_transposed)(tile, addends, st);
   if (fa_tile_sees_all(tile)) return;
   T(seen_columns) seen;
   T(find_seen)(tile, &seen);
@@ -166,7 +215,7 @@ INLINE bool T(differentiate_tile)(T(score_terms) scoring, const fa_tile *tile, c
       T(vec) *p_ij = (T(vec) *)(p + i * BLOCK + j), *ds_ij = (T(vec) *)(ds + i * BLOCK + j);
       T(vec) *addend = (T(vec) *)(addends + (adds ? i * BLOCK + j : 0));
       T(vec) slope, s = T(score)(scoring, plain, *p_ij, &slope);
-      if (adds) s += *addend;
+      if (adds) s = T(with_addend)(s, *addend);
       /* s exceeds lse by rounding only, unless lse is not this problem's: inf then, as exp has it. */
       *p_ij = T(exp)(T(min)(T(splat)(EXP_HIGHEST), s - lse[i]));
       T(vec) of_score = *p_ij * (*ds_ij - delta[i]);
@@ -195,7 +244,6 @@ static bool T(differentiate_scores)(const fa_cpu_job *job, const fa_tile *tile, 
   T(score_terms) scoring = T(scoring_of)(job->problem);
   const bool plain = T(is_plain)(scoring), adds = T(has_addends)(job->problem);
   bool any;
-  if (adds) T(find_addends)(job, tile, addends);
   if (adds && !plain)
     any = T(differentiate_tile)(scoring, tile, lse, delta, p, ds, addends, hidden, false, true, true);
   else if (adds)

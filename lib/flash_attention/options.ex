@@ -79,6 +79,11 @@ defmodule FlashAttention.Options do
       default: false,
       doc: "Whether the backward must be bitwise repeatable. On the CPU it always is."
     ],
+    constant_bias: [
+      type: :boolean,
+      default: false,
+      doc: "Whether the backward leaves out the gradient by a bias."
+    ],
     keep: [
       type: {:in, [:device]},
       default: nil,
@@ -121,7 +126,7 @@ defmodule FlashAttention.Options do
 
       iex> {:error, error} = FlashAttention.Options.parse(casual: false)
       iex> Exception.message(error)
-      "opts: expected keys among causal, scale, window, softcap, sink, alibi_slopes, mask, device, precision, deterministic, keep, results, got :casual"
+      "opts: expected keys among causal, scale, window, softcap, sink, alibi_slopes, mask, device, precision, deterministic, constant_bias, keep, results, got :casual"
   """
   @spec parse(keyword, [atom]) :: {:ok, parsed} | {:error, Error.t()}
   def parse(opts, keys \\ keys()) do
@@ -285,7 +290,8 @@ defmodule FlashAttention.Options do
       window_right: if(values.causal, do: 0, else: window_length(right)),
       softcap: values.softcap,
       precision: values.precision,
-      deterministic: values.deterministic
+      deterministic: values.deterministic,
+      constant_bias: values.constant_bias
     ]
   end
 

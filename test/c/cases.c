@@ -30,6 +30,8 @@
 #define CAUSAL        .window_right = 0
 #define BANDS(n)      .bands_batch = 1, .num_bands = n
 #define ALIBI(b)      .alibi_batch = b
+#define BIAS(b, h, s) .bias_batch = b, .bias_heads = h, .bias_rows = s
+#define MASK(b, h, s) BIAS(b, h, s), .bias_dtype = FA_DTYPE_U8
 
 /* Every head_dim: a causal one with grouped heads, and one of a few rows. */
 #define HEAD_DIM(d)                                                     \
@@ -81,6 +83,17 @@ static const fa_case cases[] = {
            ALIBI(2), .softcap = 3, .num_sinks = 1),
     TAGGED("tiny, alibi, bands", CASE_TINY, LENGTHS(7, 9), .batch = 2, HEADS(2, 2), .head_dim = 3, ALIBI(1),
            .bands_batch = 2, .num_bands = 4),
+
+    TAGGED("tiny, bias", CASE_TINY | CASE_QUICK, LENGTHS(5, 6), .batch = 2, HEADS(2, 1), .head_dim = 3,
+           BIAS(2, 2, 5)),
+    TAGGED("tiny, bias of all batches and heads", CASE_TINY, LENGTHS(4, 6), .batch = 2, HEADS(4, 2),
+           .head_dim = 2, BIAS(1, 1, 4), .softcap = 2),
+    TAGGED("tiny, bias of keys", CASE_TINY | CASE_QUICK, LENGTHS(7, 5), .batch = 2, HEADS(2, 2), .head_dim = 3,
+           BIAS(2, 1, 1), CAUSAL, .num_sinks = 1),
+    TAGGED("tiny, mask of u8", CASE_TINY | CASE_QUICK, LENGTHS(6, 7), .batch = 2, HEADS(2, 2), .head_dim = 3,
+           MASK(2, 1, 6)),
+    TAGGED("tiny, bias, alibi, bands", CASE_TINY, LENGTHS(7, 9), .batch = 2, HEADS(2, 2), .head_dim = 3,
+           ALIBI(1), BIAS(1, 2, 7), .bands_batch = 2, .num_bands = 3),
 
     /* Nothing to do, or nothing to see. */
     TAGGED("no batch", CASE_QUICK, LENGTHS(3, 4), .batch = 0, .num_sinks = 1),
@@ -204,6 +217,40 @@ static const fa_case cases[] = {
             .head_dim = 80, .bands_batch = 2, .num_bands = 4, ALIBI(2), WINDOW(61, 7), .softcap = 4,
             .scale = -0.6, .num_sinks = 2, .deterministic = 1),
 
+    /* Biases of every shape, and masks. */
+    TAGGED("bias", CASE_QUICK, LENGTHS(141, 163), .batch = 2, HEADS(4, 2), .head_dim = 24, BIAS(2, 4, 141)),
+    TAGGED("bias, f32", CASE_QUICK | CASE_F32_BIAS, LENGTHS(130, 205), .batch = 2, HEADS(2, 1), .head_dim = 64,
+           BIAS(1, 2, 130), CAUSAL),
+    TAGGED("bias, f32, of each batch", CASE_F32_BIAS, LENGTHS(257, 93), .batch = 3, HEADS(2, 2), .head_dim = 40,
+           BIAS(3, 1, 257)),
+    TAGGED("bias of all batches and heads", CASE_QUICK, LENGTHS(211, 173), .batch = 3, HEADS(4, 2),
+           .head_dim = 16, BIAS(1, 1, 211), WINDOW(90, 15)),
+    TAGGED("bias of keys", CASE_QUICK, LENGTHS(205, 230), .batch = 2, HEADS(3, 3), .head_dim = 72,
+           BIAS(2, 1, 1)),
+    ROW("bias of keys and heads", LENGTHS(300, 119), .batch = 2, HEADS(4, 1), .head_dim = 32, BIAS(1, 4, 1),
+        CAUSAL),
+    TAGGED("bias of all keys", CASE_F32_BIAS, LENGTHS(99, 301), .batch = 2, HEADS(2, 2), .head_dim = 8,
+           BIAS(1, 1, 1)),
+    ROW("bias, sinks, softcap", LENGTHS(133, 270), HEADS(2, 2), .head_dim = 128, BIAS(1, 2, 133),
+        .num_sinks = 2, .softcap = 4),
+    ROW("bias, bands", LENGTHS(259, 311), .batch = 2, HEADS(2, 1), .head_dim = 40, BIAS(1, 2, 259), BANDS(6)),
+    ROW("bias, constant", LENGTHS(85, 101), .batch = 2, HEADS(2, 2), .head_dim = 48, BIAS(1, 2, 85),
+        .constant_bias = 1),
+    ROW("bias, wide", LENGTHS(101, 190), .batch = 2, HEADS(2, 1), .head_dim = 200, BIAS(1, 2, 101), CAUSAL),
+    ROW("bias, long", LENGTHS(530, 517), .batch = 2, HEADS(2, 2), .head_dim = 64, BIAS(1, 2, 530), CAUSAL),
+    FILLED("bias, large", FILL_LARGE, LENGTHS(75, 101), .head_dim = 64, BIAS(1, 1, 75)),
+    TAGGED("bias, no keys", CASE_QUICK, LENGTHS(5, 0), .batch = 2, BIAS(2, 1, 5)),
+    TAGGED("bias, no queries", CASE_QUICK, LENGTHS(0, 5), .batch = 2, BIAS(2, 1, 1)),
+    TAGGED("mask of u8", CASE_QUICK, LENGTHS(301, 267), .batch = 2, HEADS(2, 1), .head_dim = 40,
+           MASK(2, 1, 301)),
+    TAGGED("mask of keys", CASE_QUICK, LENGTHS(230, 397), .batch = 3, HEADS(4, 2), .head_dim = 64,
+           MASK(3, 1, 1)),
+    ROW("mask of heads, causal, sinks", LENGTHS(211, 203), .batch = 2, HEADS(2, 2), .head_dim = 96,
+        MASK(1, 2, 211), CAUSAL, .num_sinks = 1),
+    STRIDED("bias, everything, strided", CASE_QUICK | CASE_F32_BIAS, LENGTHS(237, 267), .batch = 2, HEADS(4, 2),
+            .head_dim = 80, .bands_batch = 2, .num_bands = 3, ALIBI(1), BIAS(1, 4, 237), WINDOW(101, 37),
+            .softcap = 4, .scale = -0.6, .num_sinks = 2, .deterministic = 1),
+
     /* Sinks. */
     ROW("1 sink", LENGTHS(81, 75), HEADS(2, 2), .num_sinks = 1),
     ROW("3 sinks", LENGTHS(81, 75), .batch = 2, HEADS(4, 2), .num_sinks = 3, CAUSAL),
@@ -254,6 +301,14 @@ const fa_case *fa_cases(size_t *num_cases) {
   return cases;
 }
 
+fa_case fa_case_in(const fa_case *c, fa_dtype dtype) {
+  fa_case result = *c;
+  result.problem.dtype = dtype;
+  if (c->problem.bias_heads > 0 && c->problem.bias_dtype != FA_DTYPE_U8)
+    result.problem.bias_dtype = c->tags & CASE_F32_BIAS ? FA_DTYPE_F32 : dtype;
+  return result;
+}
+
 static int64_t random_length(fa_random *random) {
   double kind = random_uniform(random);
   if (kind < 0.01) return 0;
@@ -302,6 +357,15 @@ fa_case fa_case_random(uint64_t seed, uint64_t index) {
     p->bands_batch = random_uniform(random) < 0.5 ? 1 : p->batch;
   }
   if (random_uniform(random) < 0.2) p->alibi_batch = random_uniform(random) < 0.5 ? 1 : p->batch;
+  if (random_uniform(random) < 0.2) {
+    static const fa_dtype types[] = {FA_DTYPE_F32, FA_DTYPE_U8};
+    const int64_t kind = random_integer(random, 0, 2);
+    p->bias_dtype = kind == 2 ? p->dtype : types[kind];
+    p->bias_batch = random_uniform(random) < 0.5 ? 1 : p->batch;
+    p->bias_heads = random_uniform(random) < 0.5 ? 1 : p->num_heads;
+    p->bias_rows = random_uniform(random) < 0.4 ? 1 : p->seqlen_q;
+    p->constant_bias = random_uniform(random) < 0.2;
+  }
   if (random_uniform(random) < 0.3) result.fill = (fa_fill)random_integer(random, FILL_LARGE, FILL_LOGNORMAL);
   if (random_uniform(random) < 0.3) result.layout = LAYOUT_STRIDED;
   /* What the reference has to do stays small: batches, heads, then lengths give way. */
@@ -310,10 +374,13 @@ fa_case fa_case_random(uint64_t seed, uint64_t index) {
       p->batch--;
       p->bands_batch -= p->bands_batch > 1;
       p->alibi_batch -= p->alibi_batch > 1;
+      p->bias_batch -= p->bias_batch > 1;
     } else if (p->num_kv_heads > 1) {
+      if (p->bias_heads > 1) p->bias_heads -= p->num_heads / p->num_kv_heads;
       p->num_heads -= p->num_heads / p->num_kv_heads;
       p->num_kv_heads--;
     } else {
+      if (p->bias_rows > 1) p->bias_rows = p->bias_rows * 4 / 5;
       p->seqlen_q = p->seqlen_q * 4 / 5;
       p->seqlen_k = p->seqlen_k * 6 / 7;
     }

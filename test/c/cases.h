@@ -21,9 +21,10 @@ typedef enum fa_layout {
 } fa_layout;
 
 enum fa_case_tag {
-  CASE_QUICK = 1 << 0, /* one of the few that run where time is short, such as under sanitizers */
-  CASE_TINY = 1 << 1,  /* small enough to differentiate element by element */
-  CASE_SPEED = 1 << 2, /* for benchmarks: far too large for the reference */
+  CASE_QUICK = 1 << 0,    /* one of the few that run where time is short, such as under sanitizers */
+  CASE_TINY = 1 << 1,     /* small enough to differentiate element by element */
+  CASE_SPEED = 1 << 2,    /* for benchmarks: far too large for the reference */
+  CASE_F32_BIAS = 1 << 3, /* a bias of floats is of f32 whatever the dtype is, not of the dtype */
 };
 
 typedef struct fa_case {
@@ -36,6 +37,9 @@ typedef struct fa_case {
 
 /* The table and, through num_cases, its length. */
 const fa_case *fa_cases(size_t *num_cases);
+
+/* The case in a type, and its bias, unless it is of u8, in the type that goes with it. */
+fa_case fa_case_in(const fa_case *c, fa_dtype dtype);
 
 /* A case, dtype included, that depends on seed and index alone: small, awkward, everything combined. */
 fa_case fa_case_random(uint64_t seed, uint64_t index);

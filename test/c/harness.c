@@ -17,7 +17,10 @@ double get_element(fa_dtype dtype, const unsigned char *at) {
   float f32;
   uint16_t half;
   int32_t s32;
+  uint32_t u32;
   switch (dtype) {
+    case FA_DTYPE_U8: return *at;
+    case FA_DTYPE_U32: return memcpy(&u32, at, sizeof u32), u32;
     case FA_DTYPE_F64: return memcpy(&f64, at, sizeof f64), f64;
     case FA_DTYPE_BF16: return memcpy(&half, at, sizeof half), fa_bf16_to_f32(half);
     case FA_DTYPE_F16: return memcpy(&half, at, sizeof half), fa_f16_to_f32(half);
@@ -30,7 +33,10 @@ void set_element(fa_dtype dtype, unsigned char *at, double value) {
   const float f32 = (float)value;
   uint16_t half;
   int32_t s32;
+  uint32_t u32;
   switch (dtype) {
+    case FA_DTYPE_U8: *at = (unsigned char)value; break;
+    case FA_DTYPE_U32: u32 = (uint32_t)value, memcpy(at, &u32, sizeof u32); break;
     case FA_DTYPE_F64: memcpy(at, &value, sizeof value); break;
     case FA_DTYPE_BF16: half = fa_f32_to_bf16(f32), memcpy(at, &half, sizeof half); break;
     case FA_DTYPE_F16: half = fa_f32_to_f16(f32), memcpy(at, &half, sizeof half); break;
@@ -124,6 +130,24 @@ static void fill_bands(double *data, const fa_problem *problem, fa_random *rando
   }
 }
 
+/* A bias hides some scores, and a rectangle of each head, as masks do. */
+static void fill_bias(double *data, const fa_problem *problem, fa_random *random) {
+  const fa_shape shape = fa_tensor_shape(problem, FA_TENSOR_BIAS);
+  const int64_t rows = shape.dims[2], columns = shape.dims[3], heads = shape.dims[0] * shape.dims[1];
+  const bool is_flag = shape.dtype == FA_DTYPE_U8;
+  for (int64_t head = 0; head < heads; head++) {
+    const int64_t first_row = random_integer(random, 0, rows),
+                  first_column = random_integer(random, 0, columns);
+    for (int64_t i = 0; i < rows; i++)
+      for (int64_t j = 0; j < columns; j++) {
+        const bool hides = random_uniform(random) < 0.05 || (i >= first_row && j >= first_column);
+        const double number = 0x1p-6 * rint(0x1p6 * random_normal(random));
+        const double shown = is_flag ? (double)random_integer(random, 1, 255) : number;
+        *data++ = round_to_type(shape.dtype, hides ? (is_flag ? 0 : -INFINITY) : shown);
+      }
+  }
+}
+
 static bool is_input_alone(const fa_problem *problem, int id) {
   bool is_input = false;
   for (int pass = 0; pass < FA_NUM_PASSES; pass++) {
@@ -140,6 +164,8 @@ void values_fill(fa_values *values, const fa_problem *problem, fa_dtype round_to
     fa_random random = random_stream(seed, id);
     if (id == FA_TENSOR_BANDS) {
       fill_bands(values->data[id], problem, &random);
+    } else if (id == FA_TENSOR_BIAS) {
+      fill_bias(values->data[id], problem, &random);
     } else if (fa_axis_of(id, FA_AXIS_HEAD_DIM) < 0) {
       const double size = size_on_grid(id);
       fill_grid(values->data[id], count, size, size * (fa_tensor_tangent(id) < 0 ? 0x1p-6 : 0x1p-10), &random);

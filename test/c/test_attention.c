@@ -117,9 +117,7 @@ static void test_table(void) {
     if (cases[i].tags & CASE_SPEED || (options.quick && !(cases[i].tags & CASE_QUICK))) continue;
     for (int dtype = 0; dtype < FA_NUM_FLOATS; dtype++) {
       if (options.dtype >= 0 && options.dtype != dtype) continue;
-      fa_case c = cases[i];
-      c.problem.dtype = (fa_dtype)dtype;
-      check_modes(c);
+      check_modes(fa_case_in(&cases[i], (fa_dtype)dtype));
     }
   }
 }

@@ -51,6 +51,7 @@ static void test_names(void) {
                                                       "sink",
                                                       "bands",
                                                       "alibi_slopes",
+                                                      "bias",
                                                       "o",
                                                       "lse",
                                                       "dout",
@@ -59,11 +60,13 @@ static void test_names(void) {
                                                       "dv",
                                                       "dsink",
                                                       "dalibi_slopes",
+                                                      "dbias",
                                                       "tangent_q",
                                                       "tangent_k",
                                                       "tangent_v",
                                                       "tangent_sink",
                                                       "tangent_alibi_slopes",
+                                                      "tangent_bias",
                                                       "o_tangent",
                                                       "lse_tangent"};
   for (int i = 0; i < FA_NUM_TENSORS; i++) CHECK_TEXT(fa_tensor_name((fa_tensor_id)i), tensors[i]);
@@ -159,12 +162,13 @@ static void test_overflow(void) {
 /* ---- options ---------------------------------------------------------------------------------------- */
 
 static void test_option_table(void) {
-  static const char *const names[] = {"scale",   "window_left", "window_right",
-                                      "softcap", "precision",   "deterministic"};
+  static const char *const names[] = {"scale",     "window_left",   "window_right", "softcap",
+                                      "precision", "deterministic", "constant_bias"};
+  const size_t num_names = sizeof names / sizeof *names;
   size_t num_options;
   const fa_option *options = fa_options(&num_options);
-  CHECK(num_options == 6, "%zu options", num_options);
-  for (size_t i = 0; i < num_options && i < 6; i++) {
+  CHECK(num_options == num_names, "%zu options", num_options);
+  for (size_t i = 0; i < num_options && i < num_names; i++) {
     CHECK_TEXT(options[i].name, names[i]);
     CHECK(fa_option_find(names[i]) == &options[i], "%s is not found", names[i]);
     CHECK(isfinite(options[i].minimum) && isfinite(options[i].maximum), "%s: bounds", names[i]);
@@ -385,7 +389,8 @@ static void test_axes(void) {
   CHECK(fa_axis_of(FA_TENSOR_LSE, FA_AXIS_SEQLEN_Q) == 2 && fa_axis_of(FA_TENSOR_SINK, FA_AXIS_BATCH) == -1,
         "lse");
   fa_problem p = valid_problem();
-  p.num_sinks = 3, p.num_bands = 5, p.bands_batch = p.alibi_batch = p.batch;
+  p.num_sinks = 3, p.num_bands = 5, p.bands_batch = p.alibi_batch = p.bias_batch = p.batch;
+  p.bias_heads = p.num_heads, p.bias_rows = p.seqlen_q;
   for (int id = 0; id < FA_NUM_TENSORS; id++) {
     const fa_shape shape = fa_tensor_shape(&p, id);
     const char *name = fa_tensor_name(id);
@@ -420,6 +425,33 @@ static void test_partners(void) {
             fa_tensor_gradient(FA_TENSOR_DQ) == -1,
         "gradients");
   CHECK(fa_tensor_only_if(FA_TENSOR_SINK) == FA_AXIS_NUM_SINKS && !fa_tensor_only_if(FA_TENSOR_Q), "only_if");
+}
+
+/* A bias of any of its types, broadcast or not, and what derives from it. */
+static void test_bias(void) {
+  fa_problem p = valid_problem();
+  fa_error error;
+  p.bias_batch = 1, p.bias_heads = p.num_heads, p.bias_rows = 1, p.bias_dtype = FA_DTYPE_U8;
+  CHECK(fa_problem_validate(&p, &error) == FA_STATUS_OK, "%s", error.message);
+  CHECK(fa_tensor_role_in(&p, FA_PASS_FORWARD, FA_TENSOR_BIAS) == FA_ROLE_INPUT, "bias of u8");
+  CHECK(fa_tensor_role_in(&p, FA_PASS_BACKWARD, FA_TENSOR_DBIAS) == FA_ROLE_NONE, "dbias of u8");
+  CHECK(fa_tensor_role_in(&p, FA_PASS_TANGENT, FA_TENSOR_TANGENT_BIAS) == FA_ROLE_NONE, "tangent_bias of u8");
+  p.bias_dtype = FA_DTYPE_F32;
+  CHECK(fa_tensor_role_in(&p, FA_PASS_BACKWARD, FA_TENSOR_DBIAS) == FA_ROLE_OUTPUT, "dbias");
+  p.constant_bias = 1;
+  CHECK(fa_tensor_role_in(&p, FA_PASS_BACKWARD, FA_TENSOR_DBIAS) == FA_ROLE_NONE, "dbias of a constant");
+  p.bias_dtype = FA_DTYPE_S32;
+  check_invalid(&p, "bias", "type f32 or u8", "s32");
+  p.bias_dtype = (fa_dtype)99;
+  check_invalid(&p, "bias", "type f32 or u8", "unknown");
+  p.bias_dtype = FA_DTYPE_F32, p.bias_rows = 0;
+  check_invalid(&p, "bias", "1 or seqlen_q 5", "0");
+  p.bias_rows = 3;
+  check_invalid(&p, "bias_rows", "1 or seqlen_q 5", "3");
+  fa_shape shape = SHAPE(FA_DTYPE_F32, 4, 1, 4, 4, 7);
+  check_shape(FA_PASS_FORWARD, FA_TENSOR_BIAS, &shape, "bias: expected bias_rows 5 as in q, or 1, got 4");
+  shape = SHAPE(FA_DTYPE_F16, 4, 1, 1, 5, 7);
+  check_shape(FA_PASS_FORWARD, FA_TENSOR_BIAS, &shape, "bias: expected type f32 or u8, got f16");
 }
 
 static void test_elements(void) {
@@ -734,6 +766,7 @@ int main(void) {
   test_softcap();
   test_axes();
   test_partners();
+  test_bias();
   test_elements();
   test_strides();
   test_windows();

@@ -227,6 +227,13 @@ static fa_problem random_problem(fa_random *random) {
   problem.num_sinks = random_integer(random, 0, 3) ? 0 : random_integer(random, 1, 2);
   if (random_integer(random, 0, 1)) problem.window_right = random_integer(random, 0, 3) * 3;
   if (random_integer(random, 0, 1)) problem.window_left = random_integer(random, 0, 12);
+  if (random_integer(random, 0, 3) == 0) problem.alibi_batch = random_integer(random, 0, 1) ? 1 : problem.batch;
+  if (random_integer(random, 0, 3) == 0) {
+    problem.bias_batch = random_integer(random, 0, 1) ? 1 : problem.batch;
+    problem.bias_heads = random_integer(random, 0, 1) ? 1 : problem.num_heads;
+    problem.bias_rows = random_integer(random, 0, 1) ? 1 : problem.seqlen_q;
+    if (random_integer(random, 0, 1)) problem.bias_dtype = FA_DTYPE_U8;
+  }
   return problem;
 }
 

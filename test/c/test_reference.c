@@ -53,6 +53,14 @@ static long double weight(const fa_problem *p, const fa_values *x, int64_t b, in
          at(p, x->data[FA_TENSOR_K], p->seqlen_k, p->num_kv_heads, b, j, kv, c);
   s *= p->scale == 0 ? 1 / sqrtl((long double)p->head_dim) : (long double)p->scale;
   if (p->softcap != 0) s = (long double)p->softcap * tanhl(s / (long double)p->softcap);
+  if (p->bias_heads) {
+    const int64_t row =
+        ((p->bias_batch > 1 ? b : 0) * p->bias_heads + (p->bias_heads > 1 ? h : 0)) * p->bias_rows +
+        (p->bias_rows > 1 ? i : 0);
+    const double bias = x->data[FA_TENSOR_BIAS][row * p->seqlen_k + j];
+    if (p->bias_dtype == FA_DTYPE_U8 ? bias == 0 : bias == -INFINITY) return 0;
+    s += p->bias_dtype == FA_DTYPE_U8 ? 0 : bias;
+  }
   if (p->alibi_batch)
     s -= x->data[FA_TENSOR_ALIBI_SLOPES][(p->alibi_batch > 1 ? b : 0) * p->num_heads + h] * distance;
   return expl(s);
@@ -184,8 +192,7 @@ int main(void) {
   const fa_case *cases = fa_cases(&num_cases);
   for (size_t i = 0; i < num_cases; i++) {
     if (!(cases[i].tags & CASE_TINY)) continue;
-    fa_case c = cases[i];
-    c.problem.dtype = FA_DTYPE_F64;
+    const fa_case c = fa_case_in(&cases[i], FA_DTYPE_F64);
     test_definition(&c);
     test_gradients(&c);
   }

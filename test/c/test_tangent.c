@@ -109,8 +109,8 @@ int main(void) {
   const fa_case *cases = fa_cases(&num_cases);
   for (size_t i = 0; i < num_cases; i++) {
     if (cases[i].tags & CASE_SPEED) continue;
-    fa_case c = cases[i];
-    c.problem.dtype = FA_DTYPE_F64;
+    fa_case c = fa_case_in(&cases[i], FA_DTYPE_F64);
+    c.problem.constant_bias = 0; /* every gradient is asked for */
     test_case(&c);
   }
   return report();

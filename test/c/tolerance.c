@@ -14,6 +14,7 @@ static fa_values run_reference(const fa_case *c, fa_dtype dtype, const fa_pass *
   fa_values values = values_new(&problem);
   values_fill(&values, &problem, problem.dtype, c->fill, seed);
   problem.dtype = dtype;
+  if (problem.bias_heads > 0 && problem.bias_dtype == c->problem.dtype) problem.bias_dtype = dtype;
   for (size_t i = 0; i < num_passes; i++) must_run(&setup, &problem, passes[i], &values);
   return values;
 }

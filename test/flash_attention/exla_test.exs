@@ -109,7 +109,8 @@ defmodule FlashAttention.EXLATest do
              "window_right" => "3 : i64",
              "softcap" => "30 : i64",
              "precision" => ~s("highest"),
-             "deterministic" => ~s("false")
+             "deterministic" => ~s("false"),
+             "constant_bias" => ~s("false")
            }
 
     # One axis, or XLA would lay them out as it likes.
