@@ -56,25 +56,28 @@ if Code.ensure_loaded?(Axon) do
       {num_sinks, opts} = Keyword.pop(opts, :num_sinks, 0)
       {nodes, opts} = Enum.split_with(opts, fn {name, value} -> name in @tensors and is_struct(value, Axon) end)
       Options.parse!(opts, @options)
-      {names, optional} = Enum.unzip(sinks(num_sinks) ++ nodes)
+      {names, optional} = Enum.unzip(sinks(num_sinks, length(nodes)) ++ nodes)
 
       layer = layer(length(names), &attend(&1, Enum.zip(names, &2), opts))
       Axon.layer(layer, [query, key, value | optional], [op_name: :flash_attention] ++ layer_options)
     end
 
-    defp sinks(none) when none in [0, nil], do: []
+    defp sinks(none, _num_nodes) when none in [0, nil], do: []
 
-    defp sinks(num_sinks) when is_integer(num_sinks) and num_sinks > 0 do
-      shape = fn query, _key, _value -> {num_sinks, elem(query, 2)} end
-      [sink: Axon.param("sink", shape, initializer: :zeros)]
-    end
+    defp sinks(num_sinks, num_nodes) when is_integer(num_sinks) and num_sinks > 0,
+      do: [sink: Axon.param("sink", sink_shape(num_nodes, num_sinks), initializer: :zeros)]
 
-    defp sinks(other), do: raise(Error.invalid(:num_sinks, "a whole number of at least 0", Error.show(other)))
+    defp sinks(other, _num_nodes),
+      do: raise(Error.invalid(:num_sinks, "a whole number of at least 0", Error.show(other)))
 
     # Axon wants a parameter for each input. The last argument, what Axon adds to the options of a layer, must not
     # end up among attention's.
     for count <- 0..length(@tensors) do
       optional = Macro.generate_arguments(count, __MODULE__)
+      ignored = for _ <- optional, do: quote(do: _)
+
+      defp sink_shape(unquote(count), num_sinks),
+        do: fn query, _key, _value, unquote_splicing(ignored) -> {num_sinks, elem(query, 2)} end
 
       defp layer(unquote(count), attend),
         do: fn q, k, v, unquote_splicing(optional), _ -> attend.([q, k, v], unquote(optional)) end
