@@ -3,62 +3,159 @@ require FlashAttention.Packages
 if FlashAttention.Defn.supported?() do
   defmodule FlashAttention.Rewriter do
     @moduledoc """
-    A compiler that finds attention in programs written with Nx, replaces it by this library's, and leaves the rest to
-    another compiler.
+    Attention in programs that somebody else wrote: a compiler that finds it in what Nx traced, forward and backward,
+    puts this library's in its place, and leaves the rest to another compiler.
 
         Nx.Defn.jit(&MyModel.predict/2, compiler: FlashAttention.Rewriter, inner: EXLA)
+
+    It goes wherever a compiler goes: `Nx.Defn.default_options(compiler: FlashAttention.Rewriter, inner: EXLA)`, the options of
+    `Axon.build/2`, `Axon.Loop.run/4`, `Nx.Serving`, Bumblebee's servings. Inputs, outputs, types, names and parameters stay
+    what they are; memory grows linearly with the sequence instead of with its square.
+
+    ## Options
+
+    | option | default | meaning |
+    |---|---|---|
+    | `:inner` | `Nx.Defn.Evaluator` | The compiler that runs the rewritten program. |
+    | `:report` | `false` | A line a place for every compile, to Logger: `true` at level `:info`, or a level. |
+    | `:weights` | `:refuse` | What happens where weights or scores are asked for elsewhere too: `:keep` computes them a second time, for those who asked. |
+    | `:attention` | `[]` | `:device`, `:precision` and `:deterministic` of `FlashAttention.attention/4`. |
+
+    All others are the inner compiler's.
+
+    ## What is found
+
+    `softmax(program(q k)) v`, where the program is any order of
+
+      * a scale: a constant by which q, k or scores are multiplied or divided, or a scalar known at run time
+      * a softcap: `c * tanh(s / c)`
+      * masks, by `select` on either branch, or added: causal, windows, ranges of keys, lengths and offsets known at run time,
+        constants of any origin (`Nx.tril/2`, a table) that are one of these
+
+    in any layout, with any batch axes, with k and v repeated for groups of heads (they are not, then); the softmax with or without
+    the row's maximum, by division or by a reciprocal, in another precision than the products. The gradients of all of these by q, k and v
+    are found in the same way: whatever multiplies out to the formula is the formula.
+
+    ## What is not
+
+    What is not the same function stays as it is: nothing is replaced that only looks like attention, no constant is taken for another.
+    `explain/3` says of each place why. A row that sees nothing is what the program makes of it: the mean of the values where
+    hidden scores are a finite number, NaN where they are -infinity. Such rows give no gradient to q and k.
+
+    Dropout stays, as its bits are the program's own.
     """
 
     @behaviour Nx.Defn.Compiler
 
+    alias FlashAttention.{Error, Options}
     alias FlashAttention.Rewriter.Expression
+    require Logger
 
     @own [:inner, :report, :weights, :attention]
 
+    @typedoc """
+    A place where attention is: how it ends, after the layer of Axon that it is in; and what it became, or why it stays.
+    """
+    @type place ::
+            %{place: String.t(), rewritten: true, as: String.t()}
+            | %{place: String.t(), rewritten: false, reason: String.t()}
+
+    @doc """
+    The expression with attention replaced: a tensor, or a container of tensors, as `Nx.Defn.debug_expr/2` returns it.
+
+    Nodes that nothing was done to keep their ids. Takes the options `:weights` and `:attention`.
+    """
+    @spec rewrite(Nx.Container.t(), keyword) :: Nx.Container.t()
+    def rewrite(expression, opts \\ []), do: expression |> Expression.rewrite(check!(opts)) |> elem(0)
+
+    @doc """
+    What would become of a function that is called with these arguments, which may be templates: a list of places.
+
+        FlashAttention.Rewriter.explain(&MyModel.predict/2, [params, inputs])
+        #=> [%{place: "custom: dot f32[1, 12, 512, 64]", rewritten: true, as: "f32 batch 1, seqlen 512 x 512, ..., causal"}]
+
+    Nothing is computed.
+    """
+    @spec explain(fun, [term], keyword) :: [place]
+    def explain(fun, args, opts \\ []) do
+      {_expression, places} = fun |> Nx.Defn.debug_expr() |> apply(args) |> Expression.rewrite(check!(opts))
+      places
+    end
+
+    # ---- the compiler ------------------------------------------------------------------------------------
+
     @impl true
     def __jit__(key, vars, fun, args_list, opts) do
-      {own, inner, opts} = split(opts)
+      {own, inner, opts} = split!(opts)
       inner.__jit__(key(key, own), vars, rewriting(fun, own), args_list, opts)
     end
 
     @impl true
     def __compile__(key, vars, fun, opts) do
-      {own, inner, opts} = split(opts)
+      {own, inner, opts} = split!(opts)
       inner.__compile__(key(key, own), vars, rewriting(fun, own), opts)
     end
 
     @impl true
     def __shard_jit__(key, mesh, vars, fun, args_list, opts) do
-      {own, inner, opts} = split(opts)
+      {own, inner, opts} = split!(opts)
       inner.__shard_jit__(key(key, own), mesh, vars, rewriting(fun, own), args_list, opts)
     end
 
+    # What comes back are options of Nx.Defn, for each partition: they must lead here again.
     @impl true
     def __partitions_options__(opts) do
-      {own, inner, opts} = split(opts)
+      {own, inner, opts} = split!(opts)
       for opts <- inner.__partitions_options__(opts), do: Keyword.merge(opts, [compiler: __MODULE__] ++ own)
     end
 
     @impl true
     def __to_backend__(opts) do
-      {_own, inner, opts} = split(opts)
+      {_own, inner, opts} = split!(opts)
       inner.__to_backend__(opts)
     end
 
-    defp split(opts) do
-      {own, opts} = Keyword.split(opts, @own)
-      {own, own[:inner] || Nx.Defn.Evaluator, Keyword.delete(opts, :compiler)}
+    defp split!(opts) do
+      {own, opts} = opts |> Keyword.delete(:compiler) |> Keyword.split(@own)
+      own = check!(own)
+      {own, own[:inner] || Nx.Defn.Evaluator, opts}
     end
 
+    # What compilers keep of a function they keep under its key. A program that was rewritten is another one, and so is
+    # one that was rewritten with other options. Keys are functions: compilers ask where they come from.
     defp key(key, own), do: fn -> {key, own} end
 
-    defp rewriting(fun, own), do: &(&1 |> fun.() |> rewrite(own))
+    defp rewriting(fun, own) do
+      fn vars ->
+        {expression, places} = vars |> fun.() |> Expression.rewrite(own)
+        report(places, own[:report])
+        expression
+      end
+    end
 
-    def rewrite(container, opts \\ []), do: container |> Expression.rewrite(opts) |> elem(0)
+    defp report(_places, off) when off in [nil, false], do: :ok
+    defp report(places, true), do: report(places, :info)
+    defp report(places, level), do: for(place <- places, do: Logger.log(level, fn -> line(place) end))
 
-    def explain(fun, args, opts \\ []) do
-      {_container, found} = fun |> Nx.Defn.debug_expr() |> apply(args) |> Expression.rewrite(opts)
-      found
+    defp line(%{rewritten: true} = place), do: "FlashAttention.Rewriter: #{place.place} -> #{place.as}"
+    defp line(place), do: "FlashAttention.Rewriter: #{place.place} stays: #{place.reason}"
+
+    # ---- options -----------------------------------------------------------------------------------------
+
+    defp check!(opts) do
+      unknown = Keyword.keys(opts) -- @own
+
+      if unknown != [],
+        do: raise(Error.invalid(:opts, "keys among #{Enum.join(@own, ", ")}", inspect(hd(unknown))))
+
+      if opts[:weights] not in [nil, :refuse, :keep],
+        do: raise(Error.invalid(:weights, ":refuse or :keep", inspect(opts[:weights])))
+
+      if opts[:inner] == __MODULE__,
+        do: raise(Error.invalid(:inner, "another compiler", inspect(__MODULE__)))
+
+      Options.parse!(opts[:attention] || [], [:device, :precision, :deterministic])
+      opts
     end
   end
 else

@@ -93,23 +93,18 @@ if FlashAttention.Defn.supported?() do
     defp node(:constant, [number], tensor, state),
       do: put(state, tensor, :constant, [], in_range(number, tensor.type))
 
+    # A table that was broadcast before it came here is the smaller one, broadcast.
     defp node(:tensor, [numbers], tensor, state) do
-      if table?(numbers),
-        do: put(state, tensor, :tensor, [], Nx.to_flat_list(numbers)),
-        else: put(state, tensor, :opaque, [], tensor.data.id)
+      case table?(numbers) and first(numbers) do
+        false -> put(state, tensor, :opaque, [], tensor.data.id)
+        ^numbers -> put(state, tensor, :tensor, [], Nx.to_flat_list(numbers))
+        first -> put(state, tensor, :broadcast, [Expr.tensor(first)], axes: behind(numbers, first))
+      end
     end
 
     # Without an axis it counts in the order of memory.
-    defp node(:iota, [nil], tensor, state) do
-      long = %{tensor | shape: {Nx.size(tensor)}, names: [nil]}
-
-      {number, graph} =
-        Graph.put(state.graph, %{op: :iota, args: [], opts: [axis: 0], type: long.type, shape: long.shape})
-
-      value = %{op: :reshape, args: [number], opts: nil, type: tensor.type, shape: tensor.shape}
-      {number, graph} = Graph.put(graph, value)
-      {number, %{state | graph: graph, tensors: Map.put_new(state.tensors, number, tensor)}}
-    end
+    defp node(:iota, [nil], tensor, state),
+      do: put(state, tensor, :reshape, [Nx.iota({Nx.size(tensor)}, axis: 0, type: tensor.type)], nil)
 
     defp node(:iota, [axis], tensor, state), do: put(state, tensor, :iota, [], axis: axis)
     defp node(:squeeze, [inner, _axes], tensor, state), do: put(state, tensor, :reshape, [inner], nil)
@@ -161,6 +156,16 @@ if FlashAttention.Defn.supported?() do
       {number, graph} = Graph.put(state.graph, value)
       {number, %{state | graph: graph, tensors: Map.put_new(state.tensors, number, tensor)}}
     end
+
+    # What stands at each place of the first axes, where that is the same everywhere.
+    defp first(%T{shape: shape} = numbers) when tuple_size(shape) > 1 do
+      [one | others] = for row <- 0..(elem(shape, 0) - 1), do: numbers[row]
+      if Enum.all?(others, &(Nx.to_binary(&1) == Nx.to_binary(one))), do: first(one), else: numbers
+    end
+
+    defp first(numbers), do: numbers
+
+    defp behind(numbers, first), do: numbers |> Nx.axes() |> Enum.take(-Nx.rank(first))
 
     # Constants are of any size until a compiler makes them numbers of their type.
     @largest %{{:f, 16} => 65_504, {:bf, 16} => 3.39e38, {:f, 32} => 3.4029e38}

@@ -56,6 +56,8 @@ defmodule FlashAttention.Rewriter.Forward do
 
   defp size_of(operands, name), do: operands |> Enum.map(&Terms.sizes/1) |> Enum.find_value(& &1[name])
 
+  @dropped "its weights are dropped out, or hidden after the softmax"
+
   # ---- softmax -------------------------------------------------------------------------------------------
 
   defp from_weights(terms, weights, v, match) do
@@ -92,22 +94,23 @@ defmodule FlashAttention.Rewriter.Forward do
 
   # e / sum e, times what does not depend on the column.
   defp softmax(terms, weights) do
-    with [{monomial, coefficient}] <- Map.to_list(weights),
-         {inside, outside} = Enum.split_with(monomial, fn {factor, _} -> depends?(terms, factor, :j) end),
-         [{exponential, 1}] <- Enum.filter(inside, fn {factor, _} -> exp?(terms, factor) end) do
-      view = Terms.info(terms, exponential).view
-      {sums, outer} = Enum.split_with(outside, &sum_of?(terms, &1, view))
+    found = for {monomial, coefficient} <- weights, do: {softmax_in(terms, monomial), coefficient}
 
-      cond do
-        sums == [] ->
-          :no
+    case found do
+      [{{:ok, view, outer}, coefficient}] -> {:ok, view, {coefficient, outer}}
+      [{other, _}] -> other
+      _ -> if Enum.all?(found, fn {found, _} -> found != :no end), do: {:refuse, @dropped}, else: :no
+    end
+  end
 
-        inside != [{exponential, 1}] ->
-          if leads_to_product?(terms, view), do: {:refuse, why_not_alone(terms, inside)}, else: :no
+  defp softmax_in(terms, monomial) do
+    {inside, outside} = Enum.split_with(monomial, fn {factor, _} -> depends?(terms, factor, :j) end)
 
-        true ->
-          {:ok, view, {coefficient, outer}}
-      end
+    with [{exponential, 1}] <- Enum.filter(inside, fn {factor, _} -> exp?(terms, factor) end),
+         view = Terms.info(terms, exponential).view,
+         true <- leads_to_product?(terms, view),
+         {[_ | _], outer} <- Enum.split_with(outside, &sum_of?(terms, &1, view)) do
+      if inside == [{exponential, 1}], do: {:ok, view, outer}, else: {:refuse, why_not_alone(terms, inside)}
     else
       _ -> :no
     end
@@ -115,7 +118,7 @@ defmodule FlashAttention.Rewriter.Forward do
 
   defp why_not_alone(terms, inside) do
     if Enum.any?(inside, fn {factor, _} -> match?({:predicate, _}, Terms.info(terms, factor).structure) end),
-      do: "its weights are dropped out, or hidden after the softmax",
+      do: @dropped,
       else: "its weights are multiplied by others before they meet the values"
   end
 
@@ -248,7 +251,11 @@ defmodule FlashAttention.Rewriter.Forward do
         step({:bias, y, -1.0}, terms, x)
 
       {false, true} ->
-        with({:ok, steps, product} <- step({:bias, x, 1.0}, terms, y), do: {:ok, negated(steps), product})
+        with {:ok, steps, product} <- step({:scale, -1.0}, terms, y) do
+          if Terms.term(terms, x) == %{},
+            do: {:ok, steps, product},
+            else: {:ok, [{:bias, x, 1.0} | steps], product}
+        end
 
       _ ->
         either(terms, y, x, &step({:bias, &1, -1.0}, terms, &2), "its scores are a sum of products")
@@ -265,9 +272,6 @@ defmodule FlashAttention.Rewriter.Forward do
   end
 
   defp peel(op, _args, _terms, _view), do: {:refuse, "#{op} is done to its scores"}
-
-  # The bias, then the negation of what is inside of it.
-  defp negated([bias | steps]), do: [bias, {:scale, -1.0} | steps]
 
   defp step(step, terms, view) do
     with {:ok, steps, product} <- peel(terms, view), do: {:ok, [step | steps], product}
@@ -342,6 +346,9 @@ defmodule FlashAttention.Rewriter.Forward do
     cond do
       :j not in Terms.variables(v) ->
         {:refuse, "the values do not depend on the keys"}
+
+      Enum.any?(shared, &(&1 in in_k != &1 in in_v)) ->
+        {:refuse, "its keys and its values are not those of the same batches"}
 
       Enum.any?(shared, &(&1 not in in_q and &1 not in in_k and &1 not in in_v)) ->
         {:refuse, "its result has an axis that is in none of q, k and v"}

@@ -94,11 +94,10 @@ defmodule FlashAttention.Rewriter.Matcher do
         match.output | for(g <- match.gradients, n <- g.inner ++ [g.output], do: n)
       ])
 
-    case Enum.find(
-           Enum.sort(live),
-           &(&1 not in above and not is_map_key(stops, &1) and
-               Enum.any?(Graph.fetch!(graph, &1).args, fn arg -> arg in above end))
-         ) do
+    needed = fn arg -> arg in above and not is_map_key(stops, arg) end
+    others = Enum.reject(live, &(&1 in above or is_map_key(stops, &1)))
+
+    case others |> Enum.sort() |> Enum.find(&Enum.any?(Graph.fetch!(graph, &1).args, needed)) do
       nil -> "its scores or weights are a result themselves"
       number -> "its scores or weights are used by #{describe(graph, number)} too"
     end

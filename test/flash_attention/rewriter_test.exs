@@ -1,0 +1,314 @@
+defmodule FlashAttention.RewriterTest do
+  # The compiler around programs, and forms of attention that stand in guides, models and livebooks: found, and the same
+  # numbers; or left, and why.
+  use ExUnit.Case, async: true
+
+  import ExUnit.CaptureLog
+
+  alias FlashAttention.Rewriter
+  alias FlashAttention.Test.{AttentionForms, RecordingCompiler}
+  alias Nx.Defn.{Composite, Evaluator, Expr, Kernel, Tree}
+
+  @moduletag :defn
+  @compile {:no_warn_undefined,
+            [
+              Nx,
+              Nx.Constants,
+              Nx.Defn,
+              Nx.Serving,
+              Composite,
+              Expr,
+              Kernel,
+              Tree,
+              AttentionForms,
+              Rewriter,
+              RecordingCompiler
+            ]}
+
+  defp normal(seed, shape, type) do
+    {tensor, _key} = Nx.Random.normal(Nx.Random.key(seed), shape: shape, type: type)
+    tensor
+  end
+
+  defp qkv(shape \\ {2, 3, 6, 4}, type \\ :f64), do: for(seed <- 1..3, do: normal(seed, shape, type))
+
+  defp softmax(s) do
+    e = Nx.exp(Nx.subtract(s, Nx.reduce_max(s, axes: [-1], keep_axes: true)))
+    Nx.divide(e, Nx.sum(e, axes: [-1], keep_axes: true))
+  end
+
+  defp plain(q, k, v, change \\ & &1) do
+    s = q |> Nx.dot([3], [0, 1], k, [3], [0, 1]) |> Nx.divide(2)
+    Nx.dot(softmax(change.(s)), [3], [0, 1], v, [2], [0, 1])
+  end
+
+  defp run(fun, args, compiler, opts \\ []),
+    do: Composite.flatten_list([Nx.Defn.jit_apply(fun, args, [compiler: compiler] ++ opts)])
+
+  defp distance(x, y),
+    do:
+      x |> Nx.as_type(:f64) |> Nx.subtract(Nx.as_type(y, :f64)) |> Nx.abs() |> Nx.reduce_max() |> Nx.to_number()
+
+  defp assert_same(fun, args, opts \\ []) do
+    [plain, rewritten] =
+      for {compiler, opts} <- [{Evaluator, []}, {Rewriter, opts}], do: run(fun, args, compiler, opts)
+
+    for {x, y} <- Enum.zip(plain, rewritten) do
+      assert {x.type, x.shape, x.names} == {y.type, y.shape, y.names}
+      assert distance(x, y) <= 1.0e-9
+    end
+  end
+
+  defp found(fun, args, opts \\ []),
+    do: for(place <- Rewriter.explain(fun, args, opts), do: place[:as] || place.reason)
+
+  defp blocks(fun, args), do: fun |> Nx.Defn.debug_expr() |> apply(args) |> Rewriter.rewrite() |> blocks()
+  defp blocks(expression), do: expression |> Composite.reduce({MapSet.new(), 0}, &count/2) |> elem(1)
+
+  defp count(%{data: %{id: id, op: op, args: args}} = node, {seen, count}) do
+    if id in seen do
+      {seen, count}
+    else
+      ours = if op == :block and match?([%FlashAttention.Defn.Forward{} | _], args), do: 1, else: 0
+      {_, acc} = Tree.apply_args(node, :all, {MapSet.put(seen, id), count + ours}, &{&1, count(&1, &2)})
+      acc
+    end
+  end
+
+  describe "the compiler" do
+    test "hands its own options to nobody, and all others on" do
+      args = qkv()
+      opts = [inner: RecordingCompiler, weights: :keep, attention: [device: :cpu], max_concurrency: 3]
+      assert [_] = run(&plain/3, args, Rewriter, opts)
+      assert_received {:compiled, key, max_concurrency: 3}
+      assert is_function(key)
+    end
+
+    test "has a key for each function and each of its own options, the same each time" do
+      args = qkv()
+      fun = &plain/3
+
+      keys =
+        for opts <- [[], [], [weights: :keep], [attention: [device: :cpu]]] do
+          run(fun, args, Rewriter, [inner: RecordingCompiler] ++ opts)
+          assert_received {:compiled, key, []}
+          key
+        end
+
+      run(fun, args, RecordingCompiler)
+      assert_received {:compiled, plain, []}
+
+      assert [first, first | others] = keys
+      assert length(Enum.uniq([plain, first | others])) == 4
+      # EXLA asks functions where they come from.
+      assert :erlang.fun_info(first)[:module] == Rewriter
+    end
+
+    test "partitions lead to it again, and backends are the inner compiler's" do
+      opts = [inner: RecordingCompiler, weights: :keep, client: :host]
+
+      assert for(opts <- Rewriter.__partitions_options__(opts), do: Enum.sort(opts)) ==
+               for(n <- 0..1, do: Enum.sort([compiler: Rewriter, device_id: n] ++ opts))
+
+      assert Rewriter.__to_backend__(opts) == {Nx.BinaryBackend, [client: :host]}
+      assert Rewriter.__to_backend__([]) == Nx.default_backend()
+    end
+
+    test "shards are the inner compiler's, of a program that is rewritten" do
+      args = for tensor <- qkv(), do: Nx.to_template(tensor)
+      Rewriter.__shard_jit__(:key, :mesh, args, & &1, [], inner: RecordingCompiler, input_shardings: [])
+      assert_received {:sharded, key, :mesh, fun, input_shardings: []}
+      assert is_function(key, 0) and is_function(fun, 1)
+    end
+
+    test "refuses options that it does not know the values of" do
+      for {opts, message} <- [
+            {[weights: :drop], "weights: expected :refuse or :keep, got :drop"},
+            {[inner: Rewriter], "inner: expected another compiler, got FlashAttention.Rewriter"},
+            {[attention: [scale: 1]], "opts: expected keys among device, precision, deterministic, got :scale"}
+          ] do
+        assert_raise FlashAttention.Error, message, fn -> run(&plain/3, qkv(), Rewriter, opts) end
+      end
+
+      assert_raise FlashAttention.Error, ~r/keys among inner/, fn ->
+        Rewriter.explain(&plain/3, qkv(), cache: 1)
+      end
+    end
+
+    test "says what it did, once a compile" do
+      log = capture_log(fn -> run(&plain/3, qkv(), Rewriter, report: :error) end)
+
+      assert log =~
+               "FlashAttention.Rewriter: dot f64[2, 3, 6, 4] -> f64 batch 2, seqlen 6 x 6, heads 3:3, head_dim 4, scale 0.5"
+
+      squared = &plain(&1, &2, &3, fn s -> Nx.pow(s, 2) end)
+      log = capture_log(fn -> run(squared, qkv(), Rewriter, report: :error) end)
+      assert log =~ "dot f64[2, 3, 6, 4] stays: pow is done to its scores"
+    end
+
+    test "compiles once what is called often, and works in a serving" do
+      compiled = Nx.Defn.compile(&plain/3, for(t <- qkv(), do: Nx.to_template(t)), compiler: Rewriter)
+      assert distance(apply(compiled, qkv()), apply(&plain/3, qkv())) < 1.0e-12
+
+      serving =
+        Nx.Serving.jit(fn %{x: x} -> plain(x, x, x) end, compiler: Rewriter)
+        |> then(
+          &Nx.Serving.new(
+            fn opts -> fn batch -> Nx.Defn.jit_apply(fn %{x: x} -> plain(x, x, x) end, [batch], opts) end end,
+            compiler: Rewriter,
+            foo: &1
+          )
+        )
+        |> Map.put(:defn_options, compiler: Rewriter)
+
+      [x, _, _] = qkv()
+      batch = Nx.Batch.concatenate([%{x: x}])
+      assert distance(Nx.Serving.run(serving, batch), plain(x, x, x)) < 1.0e-12
+    end
+  end
+
+  describe "expressions" do
+    test "without attention stay as they are, node for node" do
+      fun = fn q, k, v ->
+        q |> Nx.dot([3], [0, 1], k, [3], [0, 1]) |> Nx.dot([3], [0, 1], v, [2], [0, 1]) |> Nx.sin()
+      end
+
+      expression = apply(Nx.Defn.debug_expr(fun), qkv())
+      assert Rewriter.rewrite(expression) == expression
+      assert Rewriter.explain(fun, qkv()) == []
+    end
+
+    test "keep the nodes around it, and names" do
+      fun = fn q, k, v ->
+        before = Nx.multiply(v, 3)
+        {before, plain(q, k, before) |> Nx.rename([:batch, :head, :row, nil])}
+      end
+
+      {before, _} = expression = apply(Nx.Defn.debug_expr(fun), qkv())
+      {same, o} = Rewriter.rewrite(expression)
+      assert same.data.id == before.data.id
+      assert o.names == [:batch, :head, :row, nil]
+      assert_same(fun, qkv())
+    end
+
+    test "have attention in bodies of while and in branches of cond" do
+      defmodule Loops do
+        import Nx.Defn
+
+        deftransform(step(q, k, v), do: FlashAttention.RewriterTest.step(q, k, v))
+
+        defn(loop(q, k, v),
+          do:
+            while {q, k, v, i = 0}, i < 3 do
+              {step(q, k, v), k, v, i + 1}
+            end
+        )
+
+        defn branches(q, k, v) do
+          if Nx.sum(q) > 0,
+            do: step(q, k, v),
+            else: step(v, k, q)
+        end
+      end
+
+      assert blocks(&Loops.loop/3, qkv()) == 1
+      assert_same(&Loops.loop/3, qkv())
+      assert blocks(&Loops.branches/3, qkv()) == 2
+      assert_same(&Loops.branches/3, qkv())
+    end
+
+    test "that are vectorized are found as well" do
+      fun = fn q, k, v ->
+        [q, k, v] = for t <- [q, k, v], do: Nx.vectorize(t, [:x, :y])
+        Nx.dot(softmax(Nx.dot(q, [1], k, [1])), [1], v, [0])
+      end
+
+      assert [_] = found(fun, qkv())
+      assert blocks(fun, qkv()) == 1
+      assert_same(fn q, k, v -> Nx.devectorize(fun.(q, k, v)) end, qkv())
+    end
+
+    test "that somebody looks into with a hook stay" do
+      test = self()
+
+      hooked = fn q, k, v ->
+        plain(q, k, v, &Kernel.hook(&1, :scores, fn s -> send(test, {:scores, s.shape}) end))
+      end
+
+      assert blocks(hooked, qkv()) == 0
+      run(hooked, qkv(), Rewriter)
+      assert_received {:scores, {2, 3, 6, 6}}
+      named = fn q, k, v -> plain(q, k, v, &Expr.metadata(&1, %{somebody: :else})) end
+      assert blocks(named, qkv()) == 0
+    end
+
+    test "of this library stay its own" do
+      fun = fn q, k, v -> Nx.sum(FlashAttention.attention(q, k, v)) end
+      expression = apply(Nx.Defn.debug_expr(fun), qkv())
+      assert Rewriter.rewrite(expression) == expression
+    end
+
+    test "whose weights are asked for too are computed beside when that is wanted" do
+      fun = fn q, k, v ->
+        p = softmax(Nx.dot(q, [3], [0, 1], k, [3], [0, 1]))
+        {Nx.dot(p, [3], [0, 1], v, [2], [0, 1]), p}
+      end
+
+      assert found(fun, qkv()) == ["its scores or weights are a result themselves"]
+      assert ["f64" <> _] = found(fun, qkv(), weights: :keep)
+      assert_same(fun, qkv(), weights: :keep)
+    end
+
+    test "that follow on each other, with gradients through all of them" do
+      fun = fn q, k, v ->
+        Nx.Defn.value_and_grad({q, k, v}, fn {q, k, v} ->
+          q |> plain(k, v) |> plain(v, k) |> plain(k, v, &Nx.multiply(&1, 2)) |> Nx.sin() |> Nx.sum()
+        end)
+      end
+
+      assert [_, _, _] = found(fun, qkv())
+      assert Enum.all?(found(fun, qkv()), &(&1 =~ "with dq"))
+      assert_same(fun, qkv())
+    end
+  end
+
+  def step(q, k, v), do: plain(q, k, v)
+
+  describe "forms" do
+    for {name, expected} <- AttentionForms.names() do
+      test "#{name}: #{expected}" do
+        {fun, args} = AttentionForms.form(unquote(name))
+        found = found(fun, args)
+
+        case unquote(expected) do
+          "found" <> rest ->
+            assert [as] = found
+            assert as =~ "seqlen", "#{as}"
+            for word <- String.split(rest, [": ", ", "], trim: true), do: assert(as =~ word)
+            assert_same(fun, args)
+
+          reason ->
+            assert Enum.all?(Rewriter.explain(fun, args), &(not &1.rewritten))
+            if reason != "silent", do: assert(Enum.any?(found, &(&1 =~ reason)), inspect(found))
+        end
+      end
+
+      if String.starts_with?(expected, "found") do
+        test "#{name}: gradients" do
+          {fun, args} = AttentionForms.form(unquote(name))
+          {[q, k, v], rest} = Enum.split(args, 3)
+
+          grad = fn q, k, v ->
+            Nx.Defn.value_and_grad({q, k, v}, fn {q, k, v} ->
+              apply(fun, [q, k, v | rest]) |> Nx.sin() |> Nx.sum()
+            end)
+          end
+
+          assert [as] = found(grad, [q, k, v])
+          assert as =~ "with d"
+          assert_same(grad, [q, k, v])
+        end
+      end
+    end
+  end
+end

@@ -1,0 +1,262 @@
+defmodule FlashAttention.Test.AttentionForms do
+  @moduledoc """
+  Attention as it stands in models, guides and livebooks, and what looks like it: `{name, what becomes of it}`.
+
+  What is found says which words its description has; what is not, the reason, or `"silent"` where it is no attention.
+  """
+
+  def names, do: for({name, expected, _fun, _args} <- forms(), do: {name, expected})
+
+  def form(name) do
+    {_, _, fun, args} = Enum.find(forms(), fn {other, _, _, _} -> other == name end)
+    {fun, args.()}
+  end
+
+  @compile {:no_warn_undefined, [Nx, Nx.Constants, Nx.Random, Nx.Defn.Kernel, Nx.Defn.Expr]}
+
+  defp normal(seed, shape, type) do
+    {tensor, _key} = Nx.Random.normal(Nx.Random.key(seed), shape: shape, type: type)
+    tensor
+  end
+
+  defp three(shape, type \\ :f64), do: fn -> for(seed <- 1..3, do: normal(seed, shape, type)) end
+  defp with_more(args, more), do: fn -> args.() ++ more.() end
+
+  defp stable(s, axis \\ -1) do
+    m = s |> Nx.reduce_max(axes: [axis], keep_axes: true) |> Nx.Defn.Kernel.stop_grad()
+    e = Nx.exp(Nx.subtract(s, m))
+    {e, Nx.sum(e, axes: [axis], keep_axes: true)}
+  end
+
+  defp softmax(s, axis \\ -1) do
+    {e, sum} = stable(s, axis)
+    Nx.divide(e, sum)
+  end
+
+  # Axon.Activations.softmax.
+  defp reciprocal(s) do
+    {e, sum} = stable(s)
+    s |> then(fn _ -> Nx.multiply(Nx.divide(1, sum), e) end) |> Nx.Defn.Expr.metadata(%{logits: s})
+  end
+
+  defp scores(q, k), do: Nx.dot(q, [3], [0, 1], k, [3], [0, 1])
+  defp values(p, v), do: Nx.dot(p, [3], [0, 1], v, [2], [0, 1])
+  defp c(number), do: Nx.tensor(number, type: :f64)
+
+  defp causal(rows, columns, shift \\ 0),
+    do: Nx.greater_equal(Nx.add(Nx.iota({rows, 1}), shift), Nx.iota({1, columns}))
+
+  defp all(mask, s), do: Nx.broadcast(mask, Nx.shape(s))
+  defp hide(s, mask, fill), do: Nx.select(all(mask, s), s, fill)
+
+  # Bumblebee's attention: [batch, seqlen, heads, head_dim].
+  defp bumblebee(q, k, v, mask) do
+    [q, k, v] = for t <- [q, k, v], do: Nx.transpose(t, axes: [0, 2, 1, 3])
+    s = Nx.multiply(scores(q, k), 1 / :math.sqrt(Nx.axis_size(q, 3)))
+    mask = Nx.logical_and(Nx.broadcast(1, {1, 1, 1, 1}), mask |> Nx.new_axis(0) |> Nx.new_axis(0))
+    bias = Nx.select(mask, c(0.0), Nx.Constants.min_finite(:f64))
+    s |> Nx.add(bias) |> reciprocal() |> values(v) |> Nx.transpose(axes: [0, 2, 1, 3])
+  end
+
+  defp repeat(t, times) do
+    {b, s, h, d} = Nx.shape(t)
+    t |> Nx.new_axis(3) |> Nx.broadcast({b, s, h, times, d}) |> Nx.reshape({b, s, h * times, d})
+  end
+
+  defp forms do
+    four = three({2, 3, 6, 4})
+    bshd = three({2, 6, 3, 4})
+    flat = three({2, 6, 4})
+    two = three({6, 4})
+
+    [
+      # ---- F1: Bumblebee
+      {"Bumblebee, causal", "found: causal", &bumblebee(&1, &2, &3, causal(6, 6)), bshd},
+      {"Bumblebee, everything visible", "found", &bumblebee(&1, &2, &3, Nx.broadcast(1, {1, 1})), bshd},
+      {"Bumblebee, a window", "found: window {2, 0}",
+       fn q, k, v ->
+         distance = Nx.subtract(Nx.iota({6, 1}), Nx.iota({1, 6}))
+         bumblebee(q, k, v, Nx.logical_and(Nx.greater_equal(2, distance), Nx.greater_equal(distance, 0)))
+       end, bshd},
+      {"Bumblebee, grouped heads", "found: heads 4:2, causal",
+       fn q, k, v -> bumblebee(q, repeat(k, 2), repeat(v, 2), causal(6, 6)) end,
+       fn -> [normal(1, {2, 6, 4, 4}, :f64), normal(2, {2, 6, 2, 4}, :f64), normal(3, {2, 6, 2, 4}, :f64)] end},
+      {"Bumblebee, a cache of fixed size", "found: a mask known at run time",
+       fn q, k, v, offset -> bumblebee(q, k, v, causal(2, 6, offset)) end,
+       fn ->
+         [
+           normal(1, {2, 2, 3, 4}, :f64),
+           normal(2, {2, 6, 3, 4}, :f64),
+           normal(3, {2, 6, 3, 4}, :f64),
+           Nx.tensor(3)
+         ]
+       end},
+      {"Bumblebee, a mask of keys", "needs bias",
+       fn q, k, v, mask -> bumblebee(q, k, v, Nx.reshape(mask, {1, 6})) end,
+       with_more(bshd, fn -> [Nx.tensor([1, 1, 0, 1, 1, 1])] end)},
+      # ---- F2, F3: Axon
+      {"Axon's softmax", "found",
+       fn q, k, v -> scores(q, k) |> Nx.multiply(0.5) |> reciprocal() |> values(v) end, four},
+      # ---- F4: rank 3, f32 inside, no stop_grad
+      {"rank 3, -1.0e9", "found: causal",
+       fn q, k, v ->
+         s = Nx.divide(Nx.dot(q, [2], [0], k, [2], [0]), 2.0)
+         s = hide(s, causal(6, 6), -1.0e9)
+         e = Nx.exp(Nx.subtract(s, Nx.reduce_max(s, axes: [-1], keep_axes: true)))
+         Nx.dot(Nx.divide(e, Nx.sum(e, axes: [-1], keep_axes: true)), [2], [0], v, [1], [0])
+       end, flat},
+      {"a little more in the sum, in f64", "silent",
+       fn q, k, v ->
+         {e, sum} = stable(scores(q, k))
+         values(Nx.divide(e, Nx.add(sum, 1.0e-8)), v)
+       end, four},
+      {"slices of one dense", "found: causal",
+       fn qkv, _k, _v ->
+         [q, k, v] =
+           for n <- 0..2, do: qkv |> Nx.slice_along_axis(n * 12, 12, axis: 2) |> Nx.reshape({2, 6, 3, 4})
+
+         bumblebee(q, k, v, causal(6, 6))
+       end, three({2, 6, 36})},
+      {"a table as a mask", "found: causal",
+       fn q, k, v ->
+         table = for i <- 0..5, do: for(j <- 0..5, do: if(j <= i, do: 1, else: 0))
+         scores(q, k) |> hide(Nx.tensor(table, backend: Nx.BinaryBackend), -1.0e9) |> softmax() |> values(v)
+       end, four},
+      {"a table that is added", "found: causal",
+       fn q, k, v ->
+         table = for i <- 0..5, do: for(j <- 0..5, do: if(j <= i, do: 0.0, else: -1.0e9))
+
+         scores(q, k)
+         |> Nx.add(Nx.tensor(table, type: :f64, backend: Nx.BinaryBackend))
+         |> softmax()
+         |> values(v)
+       end, four},
+      {"slopes of distances", "needs bias",
+       fn q, k, v ->
+         distance = Nx.subtract(Nx.iota({1, 6}), Nx.iota({6, 1}))
+         scores(q, k) |> Nx.add(Nx.multiply(distance, 0.25)) |> softmax() |> values(v)
+       end, four},
+      # ---- F5: livebooks
+      {"rank 2", "found", fn q, k, v -> Nx.dot(softmax(Nx.divide(Nx.dot(q, [1], [], k, [1], []), 2)), v) end,
+       two},
+      {"rank 2, k transposed", "found", fn q, k, v -> Nx.dot(softmax(Nx.dot(q, Nx.transpose(k))), v) end, two},
+      {"the fill where the mask is 1", "found: causal",
+       fn q, k, v ->
+         mask = Nx.greater(Nx.triu(Nx.broadcast(1, {6, 6}), k: 1), 0)
+         s = scores(q, k)
+         Nx.select(all(mask, s), Nx.Constants.neg_infinity(:f64), s) |> softmax() |> values(v)
+       end, four},
+      {"the mask before the scale", "found: causal, scale 0.25",
+       fn q, k, v -> scores(q, k) |> hide(causal(6, 6), -1.0e9) |> Nx.divide(4) |> softmax() |> values(v) end,
+       four},
+      {"tril", "found: causal",
+       fn q, k, v ->
+         scores(q, k) |> hide(Nx.tril(Nx.broadcast(1, {6, 6})), -1.0e9) |> softmax() |> values(v)
+       end, four},
+      {"no maximum", "found",
+       fn q, k, v ->
+         s = scores(q, k)
+         values(Nx.divide(Nx.exp(s), Nx.sum(Nx.exp(s), axes: [-1], keep_axes: true)), v)
+       end, four},
+      {"a scale that is an argument", "found: a scale known at run time",
+       fn q, k, v, scale -> scores(q, k) |> Nx.multiply(scale) |> softmax() |> values(v) end,
+       with_more(four, fn -> [c(0.3)] end)},
+      {"a scale on q", "found: scale 1.0",
+       fn q, k, v -> q |> Nx.multiply(0.5) |> scores(k) |> softmax() |> values(v) end, four},
+      {"a power of head_dim", "found: scale 0.5",
+       fn q, k, v -> scores(q, k) |> Nx.divide(Nx.pow(Nx.axis_size(q, 3), 0.5)) |> softmax() |> values(v) end,
+       four},
+      {"roots on q and k", "found",
+       fn q, k, v ->
+         q |> Nx.divide(:math.sqrt(2)) |> scores(Nx.divide(k, :math.sqrt(2))) |> softmax() |> values(v)
+       end, four},
+      {"a negated product, subtracted", "found",
+       fn q, k, v -> Nx.subtract(0, scores(q, Nx.negate(k))) |> softmax() |> values(v) end, four},
+      {"own dropout", "dropped out",
+       fn q, k, v ->
+         p = softmax(scores(q, k))
+         values(Nx.select(Nx.less(Nx.remainder(Nx.iota({2, 3, 6, 6}), 5), 1), 0.0, p), v)
+       end, four},
+      {"lengths that are arguments", "found: a mask known at run time",
+       fn q, k, v, lengths ->
+         mask = Nx.less(Nx.iota({1, 1, 1, 6}), Nx.reshape(lengths, {2, 1, 1, 1}))
+         scores(q, k) |> hide(mask, -1.0e9) |> softmax() |> values(v)
+       end, with_more(four, fn -> [Nx.tensor([4, 0])] end)},
+      {"lengths and causal, -infinity", "found: a mask known at run time, NaN",
+       fn q, k, v, lengths ->
+         mask = Nx.logical_and(Nx.less(Nx.iota({1, 1, 1, 6}), Nx.reshape(lengths, {2, 1, 1, 1})), causal(6, 6))
+         scores(q, k) |> hide(mask, Nx.Constants.neg_infinity(:f64)) |> softmax() |> values(v)
+       end, with_more(four, fn -> [Nx.tensor([4, 5])] end)},
+      {"documents", "needs bias",
+       fn q, k, v, ids ->
+         mask = Nx.equal(Nx.reshape(ids, {1, 1, 6, 1}), Nx.reshape(ids, {1, 1, 1, 6}))
+         scores(q, k) |> hide(mask, -1.0e9) |> softmax() |> values(v)
+       end, with_more(four, fn -> [Nx.tensor([1, 1, 2, 2, 2, 3])] end)},
+      {"a softcap", "found: softcap 3.0",
+       fn q, k, v -> scores(q, k) |> Nx.divide(3) |> Nx.tanh() |> Nx.multiply(3) |> softmax() |> values(v) end,
+       four},
+      {"rows that see nothing", "found: mean",
+       fn q, k, v -> scores(q, k) |> hide(causal(6, 6, -2), -1.0e9) |> softmax() |> values(v) end, four},
+      {"one row of queries", "found", fn q, k, v -> scores(q, k) |> softmax() |> values(v) end,
+       fn -> [normal(1, {2, 3, 1, 4}, :f64), normal(2, {2, 3, 6, 4}, :f64), normal(3, {2, 3, 6, 4}, :f64)] end},
+      {"values of another size", "found: head_dim 7", fn q, k, v -> scores(q, k) |> softmax() |> values(v) end,
+       fn -> [normal(1, {2, 3, 6, 4}, :f64), normal(2, {2, 3, 5, 4}, :f64), normal(3, {2, 3, 5, 7}, :f64)] end},
+      {"keys of all batches", "found", fn q, k, v -> Nx.dot(softmax(Nx.dot(q, [3], k, [1])), [3], v, [0]) end,
+       fn -> [normal(1, {2, 3, 6, 4}, :f64), normal(2, {5, 4}, :f64), normal(3, {5, 4}, :f64)] end},
+      # ---- what looks like it
+      {"all axes transposed", "silent",
+       fn q, k, v -> Nx.dot(softmax(Nx.dot(q, Nx.transpose(k))), [1, 2], v, [1, 0]) end, three({4, 4, 4})},
+      {"a softmax of columns", "silent", fn q, k, v -> Nx.dot(softmax(Nx.dot(q, [1], k, [1]), 0), v) end, two},
+      {"sigmoid attention", "silent", fn q, k, v -> scores(q, k) |> Nx.sigmoid() |> values(v) end, four},
+      {"retention", "silent", fn q, k, v -> scores(q, k) |> Nx.multiply(causal(6, 6)) |> values(v) end, four},
+      {"linear attention", "silent", fn q, k, v -> scores(q, k) |> values(v) end, four},
+      {"talking heads", "not those of the same batches",
+       fn q, k, v ->
+         mix = Nx.iota({3, 3}, type: :f64)
+         scores(q, k) |> Nx.dot([1], mix, [0]) |> Nx.transpose(axes: [0, 3, 1, 2]) |> softmax() |> values(v)
+       end, four},
+      {"softmax and one", "silent",
+       fn q, k, v ->
+         {e, sum} = stable(scores(q, k))
+         values(Nx.divide(e, Nx.add(sum, 1)), v)
+       end, four},
+      {"softpick", "silent",
+       fn q, k, v ->
+         e = Nx.subtract(Nx.exp(scores(q, k)), 1)
+         values(Nx.divide(Nx.max(e, 0), Nx.sum(Nx.abs(e), axes: [-1], keep_axes: true)), v)
+       end, four},
+      {"scores scaled by their row", "multiplied by",
+       fn q, k, v ->
+         n = Nx.log(Nx.add(2, Nx.iota({6, 1}, type: :f64)))
+         scores(q, k) |> Nx.multiply(n) |> softmax() |> values(v)
+       end, four},
+      {"cosine attention", "found",
+       fn q, k, v ->
+         unit = fn t -> Nx.divide(t, Nx.sqrt(Nx.sum(Nx.multiply(t, t), axes: [-1], keep_axes: true))) end
+         unit.(q) |> scores(unit.(k)) |> softmax() |> values(v)
+       end, four},
+      {"exponentials of values", "found", fn q, k, v -> scores(q, k) |> softmax() |> values(Nx.exp(v)) end,
+       four},
+      {"the largest scores only", "needs bias",
+       fn q, k, v ->
+         s = scores(q, k)
+         least = Nx.sort(s, axis: 3) |> Nx.slice_along_axis(3, 1, axis: 3)
+         s |> then(&Nx.select(Nx.greater_equal(&1, least), &1, -1.0e9)) |> softmax() |> values(v)
+       end, four},
+      {"a softcap after the mask", "tanh is taken of more",
+       fn q, k, v ->
+         scores(q, k)
+         |> hide(causal(6, 6), -1.0e9)
+         |> Nx.divide(3)
+         |> Nx.tanh()
+         |> Nx.multiply(3)
+         |> softmax()
+         |> values(v)
+       end, four},
+      {"hidden scores of 0", "does not hide",
+       fn q, k, v -> scores(q, k) |> hide(causal(6, 6), 0.0) |> softmax() |> values(v) end, four},
+      {"a mask that is multiplied", "multiplied by",
+       fn q, k, v -> scores(q, k) |> Nx.multiply(causal(6, 6)) |> softmax() |> values(v) end, four}
+    ]
+  end
+end
