@@ -104,7 +104,14 @@ if FlashAttention.Defn.supported?() do
 
     # Without an axis it counts in the order of memory.
     defp node(:iota, [nil], tensor, state),
-      do: put(state, tensor, :reshape, [Nx.iota({Nx.size(tensor)}, axis: 0, type: tensor.type)], nil)
+      do:
+        put(
+          state,
+          tensor,
+          :reshape,
+          [Nx.iota({Nx.size(tensor)}, axis: 0, type: tensor.type, backend: Expr)],
+          nil
+        )
 
     defp node(:iota, [axis], tensor, state), do: put(state, tensor, :iota, [], axis: axis)
     defp node(:squeeze, [inner, _axes], tensor, state), do: put(state, tensor, :reshape, [inner], nil)
