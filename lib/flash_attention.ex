@@ -6,7 +6,6 @@ defmodule FlashAttention do
     Mask,
     Native,
     Options,
-    Packages,
     States,
     Telemetry,
     Tensor,
@@ -499,30 +498,10 @@ defmodule FlashAttention do
     native_tensor(bands.(), device)
   rescue
     error in Error -> {:error, error.expected || error.message, error.got || ""}
-    error -> {:error, "a mask that can be read", as_got(error)}
+    error -> {:error, "a mask that can be read", Error.raised(error)}
   end
 
-  # A tensor's own module reads it; what it raises says what is wrong with a forged one.
-  defp native_tensor(tensor, device) do
-    with implementation when implementation != nil <- TensorLike.impl_for(tensor),
-         {:ok, {_data, _type, shape}, names} = native <- implementation.to_native(tensor, device) do
-      if Tensor.names?(names, shape), do: native, else: {:error, "a name for every axis", Error.show(names)}
-    else
-      nil -> {:error, "a tensor (Nx.Tensor or FlashAttention.Tensor)", Error.show(tensor) <> if_nx_came_later()}
-      {:error, expected, got} -> {:error, expected, got}
-    end
-  rescue
-    error -> {:error, "a tensor that can be read", as_got(error)}
-  end
-
-  defp as_got(error), do: "an error: " <> hd(String.split(Exception.message(error), "\n"))
-
-  defp if_nx_came_later do
-    case Packages.came_later(:nx) do
-      nil -> ""
-      what_to_run -> " (#{what_to_run})"
-    end
-  end
+  defp native_tensor(tensor, device), do: Tensor.read(tensor, device)
 
   # A gradient has the axes of its input. What is as long as q has q's, in the order of the tensor.
   defp axis_names(:o, names), do: names.q

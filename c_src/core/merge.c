@@ -14,6 +14,28 @@ static fa_dtype stat_dtype(const fa_merge *merge) {
   return merge->merged.dtype == FA_DTYPE_F64 ? FA_DTYPE_F64 : FA_DTYPE_F32;
 }
 
+static fa_status check_sizes(const fa_merge *merge, fa_error *error) {
+  const struct {
+    const char *name;
+    int64_t size, least, most;
+  } sizes[] = {{"batch", merge->batch, 0, INT64_MAX},         {"seqlen_q", merge->seqlen_q, 0, INT64_MAX},
+               {"num_heads", merge->num_heads, 1, INT64_MAX}, {"head_dim", merge->head_dim, 1, INT64_MAX},
+               {"num_sinks", merge->num_sinks, 0, INT64_MAX}, {"parts", merge->num_parts, 0, FA_MAX_PARTS}};
+  int64_t limit = (INT64_C(1) << 56) / 8; /* every tensor must be addressable in bytes of f64 */
+  for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
+    if (sizes[i].size < sizes[i].least || sizes[i].size > sizes[i].most)
+      return fa_fail(error, FA_STATUS_INVALID_ARGUMENT, sizes[i].name,
+                     sizes[i].most == INT64_MAX
+                         ? FA_TEXT("at least %lld", (long long)sizes[i].least)
+                         : FA_TEXT("%lld to %lld", (long long)sizes[i].least, (long long)sizes[i].most),
+                     FA_TEXT("%lld", (long long)sizes[i].size));
+    limit /= sizes[i].size ? sizes[i].size : 1;
+  }
+  return limit > 0 ? FA_STATUS_OK
+                   : fa_fail_message(error, FA_STATUS_INVALID_ARGUMENT, "parts",
+                                     "the product of the sizes of a merge overflows");
+}
+
 /* ---- shapes ---------------------------------------------------------------------------------------------- */
 
 /* "f32[2, 5, 3]" */
@@ -72,6 +94,8 @@ static fa_status set_sink(fa_merge *merge, const fa_shape *sink, fa_error *error
                    FA_TEXT("rank %d", sink->rank));
   merge->sink_per_row = sink->rank == 4;
   merge->num_sinks = sink->dims[sink->rank - 2];
+  fa_status status = check_sizes(merge, error);
+  if (status) return status;
   const int64_t dims[] = {merge->batch, merge->seqlen_q, merge->num_sinks, merge->num_heads};
   return check_shape("sink", sink, FA_DTYPE_F32, sink->rank, dims + (4 - sink->rank), error);
 }
@@ -83,32 +107,12 @@ fa_status fa_merge_set_shapes(fa_merge *merge, const fa_shape *o, const fa_shape
   merge->batch = o->dims[0], merge->seqlen_q = o->dims[1];
   merge->num_heads = o->dims[2], merge->head_dim = o->dims[3];
   merge->num_sinks = 0, merge->sink_per_row = 0;
+  fa_status status = check_sizes(merge, error);
+  if (status) return status;
   return sink ? set_sink(merge, sink, error) : fa_succeed(error);
 }
 
 /* ---- checks ---------------------------------------------------------------------------------------------- */
-
-static fa_status check_sizes(const fa_merge *merge, fa_error *error) {
-  const struct {
-    const char *name;
-    int64_t size, least, most;
-  } sizes[] = {{"batch", merge->batch, 0, INT64_MAX},         {"seqlen_q", merge->seqlen_q, 0, INT64_MAX},
-               {"num_heads", merge->num_heads, 1, INT64_MAX}, {"head_dim", merge->head_dim, 1, INT64_MAX},
-               {"num_sinks", merge->num_sinks, 0, INT64_MAX}, {"parts", merge->num_parts, 0, FA_MAX_PARTS}};
-  int64_t limit = (INT64_C(1) << 56) / 8; /* every tensor must be addressable in bytes of f64 */
-  for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
-    if (sizes[i].size < sizes[i].least || sizes[i].size > sizes[i].most)
-      return fa_fail(error, FA_STATUS_INVALID_ARGUMENT, sizes[i].name,
-                     sizes[i].most == INT64_MAX
-                         ? FA_TEXT("at least %lld", (long long)sizes[i].least)
-                         : FA_TEXT("%lld to %lld", (long long)sizes[i].least, (long long)sizes[i].most),
-                     FA_TEXT("%lld", (long long)sizes[i].size));
-    limit /= sizes[i].size ? sizes[i].size : 1;
-  }
-  return limit > 0 ? FA_STATUS_OK
-                   : fa_fail_message(error, FA_STATUS_INVALID_ARGUMENT, "parts",
-                                     "the product of the sizes of a merge overflows");
-}
 
 static fa_status check_pointer(const char *name, const void *pointer, fa_error *error) {
   return pointer ? FA_STATUS_OK : fa_fail(error, FA_STATUS_INVALID_ARGUMENT, name, "a pointer", "NULL");

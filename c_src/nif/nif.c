@@ -19,6 +19,7 @@ static int upgrade(ErlNifEnv *env, void **priv_data, void **old_priv_data, ERL_N
 /* execute computes, and what asks a driver may have to wait for it. Neither may hold a normal scheduler. */
 static ErlNifFunc functions[] = {
     {"execute", 5, fa_nif_execute, ERL_NIF_DIRTY_JOB_CPU_BOUND},
+    {"merge", 4, fa_nif_merge, ERL_NIF_DIRTY_JOB_CPU_BOUND},
     {"plan", 4, fa_nif_plan, ERL_NIF_DIRTY_JOB_IO_BOUND},
     {"backend_info", 0, fa_nif_backend_info, ERL_NIF_DIRTY_JOB_IO_BOUND},
     {"options", 0, fa_nif_options, 0},

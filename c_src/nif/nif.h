@@ -5,6 +5,7 @@
 #include <erl_nif.h>
 
 ERL_NIF_TERM fa_nif_execute(ErlNifEnv *env, int argc, const ERL_NIF_TERM argv[]);
+ERL_NIF_TERM fa_nif_merge(ErlNifEnv *env, int argc, const ERL_NIF_TERM argv[]);
 ERL_NIF_TERM fa_nif_memory_info(ErlNifEnv *env, int argc, const ERL_NIF_TERM argv[]);
 ERL_NIF_TERM fa_nif_release(ErlNifEnv *env, int argc, const ERL_NIF_TERM argv[]);
 ERL_NIF_TERM fa_nif_read(ErlNifEnv *env, int argc, const ERL_NIF_TERM argv[]);

@@ -96,8 +96,7 @@ bool fa_get_options(ErlNifEnv *env, ERL_NIF_TERM term, fa_problem *problem, fa_e
   return enif_is_empty_list(env, tail) || fa_reject_term(env, error, "options", "a proper list", term);
 }
 
-static bool get_type(ErlNifEnv *env, ERL_NIF_TERM term, const char *argument, fa_dtype *dtype,
-                     fa_error *error) {
+bool fa_get_type(ErlNifEnv *env, ERL_NIF_TERM term, const char *argument, fa_dtype *dtype, fa_error *error) {
   static const char expected[] = "type f32, f64, bf16 or f16";
   int arity, bits;
   const ERL_NIF_TERM *parts;
@@ -130,7 +129,7 @@ static bool get_dims(ErlNifEnv *env, ERL_NIF_TERM term, const char *argument, fa
 
 bool fa_get_type_and_dims(ErlNifEnv *env, const ERL_NIF_TERM parts[2], const char *argument, fa_shape *shape,
                           fa_error *error) {
-  return get_type(env, parts[0], argument, &shape->dtype, error) &&
+  return fa_get_type(env, parts[0], argument, &shape->dtype, error) &&
          get_dims(env, parts[1], argument, shape, error);
 }
 

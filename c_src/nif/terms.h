@@ -27,7 +27,8 @@ bool fa_get_choice(ErlNifEnv *env, ERL_NIF_TERM term, const ERL_NIF_TERM *atoms,
 bool fa_get_device(ErlNifEnv *env, ERL_NIF_TERM term, fa_device *device, fa_error *error);
 /* A list of {name, number | infinity | choice}. */
 bool fa_get_options(ErlNifEnv *env, ERL_NIF_TERM term, fa_problem *problem, fa_error *error);
-/* {class, bits} and {dims…}, as two terms. */
+/* {class, bits}, and with {dims…}, as two terms. */
+bool fa_get_type(ErlNifEnv *env, ERL_NIF_TERM term, const char *argument, fa_dtype *dtype, fa_error *error);
 bool fa_get_type_and_dims(ErlNifEnv *env, const ERL_NIF_TERM parts[2], const char *argument, fa_shape *shape,
                           fa_error *error);
 /* {{class, bits}, {dims…}}; how many bytes there are is not known. */

@@ -75,6 +75,11 @@ defmodule FlashAttention.Error do
   end
 
   @doc false
+  # What was raised, as `got`.
+  @spec raised(Exception.t()) :: String.t()
+  def raised(error), do: "an error: " <> hd(String.split(Exception.message(error), "\n"))
+
+  @doc false
   @spec from_native(FlashAttention.Native.error()) :: t
   def from_native({reason, argument, expected, got, message}) do
     %__MODULE__{

@@ -132,6 +132,21 @@ defmodule FlashAttention.Native do
           {:ok, shapes, workspace_bytes :: non_neg_integer, kernel :: String.t()} | {:error, error}
   def plan(pass, shapes, options, device), do: once_loaded(:plan, [pass, shapes, options, device])
 
+  @doc """
+  Merges parts of attention, or gives the gradients of that: what stands behind `FlashAttention.Parts`.
+
+  `:forward` takes `%{parts: [{o, lse}], type: type}` and perhaps a `sink`, and gives `%{o: o, lse: lse}`, `o` of that type.
+  `:backward` takes `%{dout: dout, o: o, lse: lse, parts: [{o, lse}]}`, perhaps `dlse` and a `sink`, and gives
+  `%{parts: [{dout, dlse}], dsink: dsink}`; there may be no part. On a GPU, binaries are copied there and back.
+
+      iex> part = {{<<3.0::float-32-native>>, {:f, 32}, {1, 1, 1, 1}}, {<<0.0::float-32-native>>, {:f, 32}, {1, 1, 1}}}
+      iex> {:ok, %{o: o}} = FlashAttention.Native.merge(:forward, %{parts: [part, part], type: {:f, 32}}, {:cpu, 0}, :host)
+      iex> o
+      {<<3.0::float-32-native>>, {:f, 32}, {1, 1, 1, 1}}
+  """
+  @spec merge(:forward | :backward, map, device, :host | :device) :: {:ok, map} | {:error, error}
+  def merge(pass, tensors, device, results), do: once_loaded(:merge, [pass, tensors, device, results])
+
   @doc "The library's version, the kinds of devices, the devices that it finds, and why it finds none of the others."
   @spec backend_info() :: %{
           version: String.t(),

@@ -9,7 +9,7 @@ defmodule FlashAttention.Tensor do
   as this one is used.
   """
 
-  alias FlashAttention.{DeviceMemory, Error}
+  alias FlashAttention.{DeviceMemory, Error, Packages, TensorLike}
 
   @enforce_keys [:data, :type, :shape]
   defstruct [:data, :type, :shape]
@@ -76,6 +76,30 @@ defmodule FlashAttention.Tensor do
 
   defp shape?(shape),
     do: is_tuple(shape) and Enum.all?(Tuple.to_list(shape), &(is_integer(&1) and &1 >= 0))
+
+  @doc false
+  # What the library reads of a tensor. A tensor's own module says; what it raises says what is wrong with a forged one.
+  @spec read(term, FlashAttention.Native.device()) ::
+          {:ok, FlashAttention.Native.tensor(), TensorLike.names()}
+          | {:error, expected :: String.t(), got :: String.t()}
+  def read(tensor, device) do
+    with implementation when implementation != nil <- TensorLike.impl_for(tensor),
+         {:ok, {_data, _type, shape}, names} = native <- implementation.to_native(tensor, device) do
+      if names?(names, shape), do: native, else: {:error, "a name for every axis", Error.show(names)}
+    else
+      nil -> {:error, "a tensor (Nx.Tensor or FlashAttention.Tensor)", Error.show(tensor) <> if_nx_came_later()}
+      {:error, expected, got} -> {:error, expected, got}
+    end
+  rescue
+    error -> {:error, "a tensor that can be read", Error.raised(error)}
+  end
+
+  defp if_nx_came_later do
+    case Packages.came_later(:nx) do
+      nil -> ""
+      what_to_run -> " (#{what_to_run})"
+    end
+  end
 
   @doc false
   # Whether these can be the names of that shape's axes.

@@ -510,7 +510,6 @@ static fa_problem attention_problem(fa_dtype dtype, int64_t num_keys, int64_t nu
   fa_problem_init(&p);
   p.dtype = dtype, p.batch = BATCH, p.seqlen_q = SEQLEN_Q, p.seqlen_k = num_keys, p.num_sinks = num_sinks;
   p.num_heads = HEADS, p.num_kv_heads = KV_HEADS, p.head_dim = HEAD_DIM, p.softcap = 5;
-  if (!num_sinks) p.bands_batch = p.num_bands = 1;
   return p;
 }
 
@@ -575,11 +574,10 @@ static void test_attention_in_parts(fa_dtype dtype, double allowed) {
   for (int p = 0; p < num_parts; p++) {
     const int64_t begin = ends[p], end = ends[p + 1];
     problems[p] = attention_problem(dtype, end - begin, 0);
+    problems[p].window_right =
+        SEQLEN_K - end; /* row i sees columns up to i + SEQLEN_K - SEQLEN_Q of the whole */
     values[p] = values_new(&problems[p]);
     values_fill(&values[p], &problems[p], dtype, FILL_NORMAL, 1);
-    /* Row i sees columns up to i + SEQLEN_K - SEQLEN_Q of the whole. */
-    const double band[6] = {0, SEQLEN_Q, 0, (double)(end - begin), INT32_MAX, (double)(SEQLEN_K - end)};
-    memcpy(values[p].data[FA_TENSOR_BANDS], band, sizeof band);
     memcpy(values[p].data[FA_TENSOR_Q], x.data[FA_TENSOR_Q],
            (size_t)values_count(&whole, FA_TENSOR_Q) * sizeof(double));
     move_keys(x.data[FA_TENSOR_K], values[p].data[FA_TENSOR_K], begin, end, false);

@@ -16,6 +16,8 @@ defmodule FlashAttention.WrongArgumentsTest do
     shapes = Map.new(native, fn {name, {_data, type, shape}} -> {name, {type, shape}} end)
     memory = %DeviceMemory{ref: make_ref(), device: {:cuda, 0}, address: 0, bytes: 8}
 
+    part = {{o.data, o.type, o.shape}, {lse.data, lse.type, lse.shape}}
+
     [
       {FlashAttention, :forward, [q, q, q, opts]},
       {FlashAttention, :forward!, [q, q, q, opts]},
@@ -30,6 +32,11 @@ defmodule FlashAttention.WrongArgumentsTest do
       {FlashAttention, :release, [%{q | data: memory}]},
       {FlashAttention, :attention, [q, q, q, opts]},
       {FlashAttention, :attention_with_lse, [q, q, q, opts]},
+      {FlashAttention.Parts, :merge, [[{o, lse}, {q, lse}], [sink: opts[:sink], type: :bf16, device: :cpu]]},
+      {FlashAttention.Parts, :gradient,
+       [q, [{o, lse}], o, lse, [sink: opts[:sink], dlse: lse, results: :host]]},
+      {FlashAttention.Sink, :correct, [o, lse, opts[:sink], [device: :cpu]]},
+      {FlashAttention.Sink, :gradient, [q, o, lse, opts[:sink], []]},
       {States, :bytes, [states]},
       {DeviceMemory, :to_binary, [memory]},
       {Tensor, :new, [q.data, q.type, q.shape]},
@@ -37,6 +44,14 @@ defmodule FlashAttention.WrongArgumentsTest do
       {Options, :parse!, [opts]},
       {Native, :execute, [:forward, native, [softcap: 2], {:cpu, 0}, %{keep: true}]},
       {Native, :plan, [:forward, shapes, [softcap: 2], {:cpu, 0}]},
+      {Native, :merge, [:forward, %{parts: [part, part], type: {:f, 16}}, {:cpu, 0}, :host]},
+      {Native, :merge,
+       [
+         :backward,
+         %{parts: [part], o: elem(part, 0), lse: elem(part, 1), dout: elem(part, 0)},
+         {:cpu, 0},
+         :device
+       ]},
       {Native, :memory_info, [make_ref()]},
       {Native, :release, [make_ref()]},
       {Native, :read, [make_ref()]},
@@ -87,7 +102,9 @@ defmodule FlashAttention.WrongArgumentsTest do
   end
 
   defp raises?(function),
-    do: function in [:new, :attention, :attention_with_lse] or String.ends_with?("#{function}", "!")
+    do:
+      function in [:new, :attention, :attention_with_lse, :merge, :gradient, :correct] or
+        String.ends_with?("#{function}", "!")
 
   defp flunk_with(error, module, function, arguments),
     do: flunk("#{Exception.message(error)}\nfrom #{show(module, function, arguments)}")
