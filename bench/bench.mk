@@ -38,3 +38,11 @@ bench-xla: $(LIBRARY)
 bench-responsiveness: RESULT := bench/results/responsiveness.md
 bench-responsiveness: elixir
 	$(MIX) run bench/responsiveness.exs $(BENCH_ARGS) | tee $(RESULT)
+
+# Merges of parts beside the memory's bandwidth. BENCH_ARGS: cuda 4800
+$(BUILD)/bench_merge: bench/merge.c $(LIBRARY)
+	$(CC) $(FA_CFLAGS) -o $@ $< $(FA_LDFLAGS) -L$(BUILD) -lflash_attention
+
+.PHONY: bench-merge
+bench-merge: $(BUILD)/bench_merge
+	$< $(BENCH_ARGS)

@@ -561,4 +561,5 @@ const fa_backend fa_cuda_backend = {.kind = FA_DEVICE_CUDA,
                                     .plan = plan_cuda,
                                     .run = run,
                                     .unpack = unpack,
+                                    .merge = fa_cuda_merge,
                                     .memory = &fa_cuda_memory};

@@ -10,6 +10,10 @@
 /* Memory, streams and events, for the backend's table. */
 extern const fa_memory_ops fa_cuda_memory;
 
+/* The backend's merge. */
+fa_status fa_cuda_merge(const fa_merge *merge, bool is_backward, int32_t index, const fa_execution *execution,
+                        fa_error *error);
+
 static inline fa_status check(cudaError_t result, const char *operation, fa_error *error) {
   if (result == cudaSuccess) return FA_STATUS_OK;
   cudaGetLastError(); /* or the next call would report it again */

@@ -1,0 +1,41 @@
+/* What the kernels that merge parts and the host code that launches them share. Plain C, compiled by nvcc too.
+ */
+#ifndef FA_CUDA_MERGE_H
+#define FA_CUDA_MERGE_H
+
+#include "../c_src/flash_attention.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* num_lanes threads share a row of a head, eight numbers each at a time, and have so many rows: of the
+ * gradients in pairs. A block takes FA_CUDA_MERGE_ROWS. */
+enum {
+  FA_CUDA_MERGE_THREADS = 256,
+  FA_CUDA_MERGE_GROUP = 4,
+  FA_CUDA_MERGE_PAIR = 2,
+  FA_CUDA_MERGE_SINK_THREADS = 1024
+};
+#define FA_CUDA_MERGE_ROWS(num_lanes) (FA_CUDA_MERGE_THREADS / (num_lanes)*FA_CUDA_MERGE_GROUP)
+
+/* Blocks' tiles: 2^log_rows rows, whose lse lie together, of 2^log_heads heads, whose o do. */
+typedef struct fa_cuda_merge_tiles {
+  int32_t log_rows, log_heads, num_row_tiles, num_head_tiles;
+} fa_cuda_merge_tiles;
+
+typedef struct fa_cuda_merge_kernel {
+  int32_t num_lanes;
+  const void
+      *forward[2]; /* fa_merge, fa_cuda_merge_tiles; shared memory: a float a row and part. [1] takes f32 */
+  const void *backward; /* fa_merge, fa_cuda_merge_tiles, float *delta */
+} fa_cuda_merge_kernel;
+
+extern const fa_cuda_merge_kernel fa_cuda_merge_kernels[]; /* of 4, 8, 16, 32 lanes */
+extern const void *const fa_cuda_merge_sink_kernel; /* fa_merge, const float *delta; a block a sink and head */
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif
