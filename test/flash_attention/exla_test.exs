@@ -12,6 +12,8 @@ defmodule FlashAttention.EXLATest do
               EXLA,
               EXLA.Client,
               EXLA.CustomCall,
+              EXLA.MLIR.Module,
+              FlashAttention.Rewriter,
               EXLA.NIF,
               EXLA.Application,
               Nx,
@@ -63,6 +65,43 @@ defmodule FlashAttention.EXLATest do
   test "a step through XLA, or the text of one", %{runs?: runs?} do
     shapes = [{2, 4, 12, 8}, {2, 2, 12, 8}, {2, 2, 12, 8}, {2, 4}, {2, 4, 12, 8}]
     check_through_xla(&step/5, shapes, "test/xla/exla.mlir", runs?)
+  end
+
+  # As one writes it who has never heard of this library.
+  defp plain_step(q, k, v, weights) do
+    Nx.Defn.value_and_grad({q, k, v}, fn {q, k, v} ->
+      {_, _, rows, dim} = Nx.shape(q)
+      s = Nx.divide(Nx.dot(q, [3], [0, 1], k, [3], [0, 1]), :math.sqrt(dim))
+      causal = Nx.greater_equal(Nx.iota({rows, 1}), Nx.iota({1, rows}))
+      s = Nx.select(Nx.broadcast(causal, s), s, -1.0e9)
+      e = Nx.exp(Nx.subtract(s, Nx.reduce_max(s, axes: [3], keep_axes: true)))
+      p = Nx.divide(e, Nx.sum(e, axes: [3], keep_axes: true))
+      Nx.sum(Nx.multiply(Nx.dot(p, [3], [0, 1], v, [2], [0, 1]), weights))
+    end)
+  end
+
+  test "a rewritten step through XLA, or the text of one", %{runs?: runs?} do
+    shapes = List.duplicate({2, 3, 12, 8}, 4)
+    rewritten = fn q, k, v, weights -> FlashAttention.Rewriter.rewrite(plain_step(q, k, v, weights)) end
+    check_through_xla(rewritten, shapes, "test/xla/exla_rewritten.mlir", runs?)
+
+    # The same by way of the compiler.
+    options = [compiler: FlashAttention.Rewriter, inner: EXLA, module_compilation: :to_mlir, client: :host]
+
+    text =
+      try do
+        Nx.Defn.compile(&plain_step/4, Enum.map(shapes, &template/1), options)
+      catch
+        {:mlir_module, ref, _used_inputs, _outputs} ->
+          EXLA.MLIR.Module.as_string(struct!(EXLA.MLIR.Module, ref: ref))
+      end
+
+    assert [
+             {"flash_attention_forward", %{"window_right" => "0 : i64"}, _, _},
+             {"flash_attention_backward", _, _, _}
+           ] = calls(text)
+
+    refute text =~ "x12x12x"
   end
 
   @tag :nx_while

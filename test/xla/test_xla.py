@@ -407,6 +407,7 @@ class Tests:
         # JAX registered the same handlers before: the runtime must see that they are the same.
         check(register_all(ctypes.c_void_p(api), ctypes.byref(error)) == 0, f"fa_xla_register: {error.message.decode()}")
         self.exla_step()
+        self.exla_rewritten()
         if self.args.platform == "cpu":
             self.exla_while()
 
@@ -424,6 +425,20 @@ class Tests:
 
         text = self.with_workspaces(self.exla_text("exla.mlir"), inputs)
         self.check_exla(text, inputs, step, ("the loss", "dq", "dk", "dv", "dsink"))
+
+    def exla_rewritten(self):
+        """A loss of attention that was written plainly, and its gradients, as FlashAttention.Rewriter leaves them."""
+        inputs = self.random(*4 * [(2, 3, 12, 8)])
+
+        def step(q, k, v, weights):
+            def loss(q, k, v):
+                q, k, v = (x.transpose(0, 2, 1, 3) for x in (q, k, v))
+                return jnp.sum(plain(q, k, v, None, window_right=0)[0].transpose(0, 2, 1, 3) * weights)
+
+            return loss(q, k, v), *jax.grad(loss, (0, 1, 2))(q, k, v)
+
+        text = self.with_workspaces(self.exla_text("exla_rewritten.mlir"), inputs)
+        self.check_exla(text, inputs, step, ("the rewritten loss", "dq", "dk", "dv"))
 
     def exla_while(self):
         """Attention three times over in a while, and the gradient through it."""
@@ -469,9 +484,9 @@ class Tests:
 
     def with_workspaces(self, text, inputs):
         """The text is that of a machine without a GPU. On CUDA each call has one more result."""
-        q, k, v, sink, dout = (x.transpose(0, 2, 1, 3) if x.ndim == 4 else x for x in inputs)
+        q, k, v, *sink, dout = (x.transpose(0, 2, 1, 3) if x.ndim == 4 else x for x in inputs)
         lse = jax.ShapeDtypeStruct((q.shape[0], q.shape[2], q.shape[1]), np.float32)
-        forward = dict(q=q, k=k, v=v, sink=sink)
+        forward = dict(q=q, k=k, v=v, **({"sink": sink[0]} if sink else {}))
         for which, operands in dict(forward=forward, backward=dict(**forward, dout=dout, o=q, lse=lse)).items():
             for result in self.attention.workspace(which, operands, {}):
                 text = re.sub(rf'(%[^=]*) = (.*"flash_attention_{which}".*)\)', rf"\1, %{which} = \2, "

@@ -4,9 +4,12 @@ if FlashAttention.Defn.supported?() do
     # What a match becomes: FlashAttention's own attention, with the tensors of the expression brought to
     # [batch, seqlen, num_heads, head_dim] and the result brought back.
 
-    alias FlashAttention.{Error, Mask}
+    alias FlashAttention.{Error, Mask, Options}
     alias FlashAttention.Rewriter.{Graph, Index, Visibility}
     alias Nx.Defn.{Expr, Kernel}
+
+    # Whether the library adds a tensor to scores: without that, masks that are no bands stay as they are.
+    defp bias?, do: Keyword.has_key?(Options.tensors(), :bias)
 
     @floats [{:f, 64}, {:f, 32}, {:f, 16}, {:bf, 16}]
 
@@ -20,27 +23,19 @@ if FlashAttention.Defn.supported?() do
         Enum.any?(types, &(&1 not in @floats)) ->
           {:refuse, "q, k and v are of types #{Enum.map_join(types, ", ", &Nx.Type.to_string/1)}"}
 
-        match.biases != [] ->
-          {:refuse, "needs bias: #{length(match.biases)} added to its scores"}
-
-        match.visibility.others != [] ->
-          {:refuse, "needs bias: its mask is no band of columns around each row"}
+        not bias?() and (match.biases != [] or match.visibility.others != []) ->
+          {:refuse, "needs bias"}
 
         match.scale == 0 ->
           {:refuse, "its scores are multiplied by 0"}
 
-        not outer_of_rows?(match) ->
-          {:refuse, "its weights are multiplied by what is no tensor"}
-
         not bands_of_batch?(match) ->
-          {:refuse, "needs bias: its mask differs between heads"}
+          {:refuse, "its mask has ranges of its own for heads"}
 
         true ->
           plan(match, graph, opts)
       end
     end
-
-    defp outer_of_rows?(match), do: elem(match.outer, 1) == []
 
     # Numbers known at run time are those of batches.
     defp bands_of_batch?(match) do
@@ -63,7 +58,6 @@ if FlashAttention.Defn.supported?() do
     end
 
     defp own(opts), do: Keyword.get(opts, :attention, [])
-    defp type([type | types]), do: Enum.reduce(types, type, &Nx.Type.merge/2)
 
     defp shapes(match) do
       %{batch: batch, rows: rows, columns: columns, heads: heads, groups: groups} = match.axes
@@ -79,66 +73,86 @@ if FlashAttention.Defn.supported?() do
 
     # ---- building ----------------------------------------------------------------------------------------
 
-    @doc "The output in the library's layout, and gradients of a stand-in for dout: `%{o:, gradients:, dout:}`."
+    @doc """
+    The output in the library's layout; and, where there are gradients, those of a stand-in for dout, and that.
+    """
     def build(match, inputs, opts) do
-      leaves = for {number, _} <- [match.q, match.k, match.v], do: Map.fetch!(inputs, number)
-
-      if match.gradients == [] do
-        %{o: attend(leaves, match, inputs, opts)}
-      else
-        shape = out_shape(match)
-        like = attend_shape(leaves)
-
-        dout =
-          Expr.parameter(
-            %{hd(leaves) | shape: shape, names: nils(shape), type: like, vectorized_axes: []},
-            1_000_000
-          )
-
-        {{o, _loss}, gradients} =
-          Nx.Defn.Grad.transform(
-            List.to_tuple(leaves),
-            fn leaves ->
-              o = attend(Tuple.to_list(leaves), match, inputs, opts)
-              {o, Nx.sum(Nx.multiply(o, dout))}
-            end,
-            &elem(&1, 1)
-          )
-
-        %{o: o, gradients: Enum.zip([:q, :k, :v], Tuple.to_list(gradients)) |> Map.new(), dout: dout}
-      end
+      if match.gradients == [],
+        do: %{o: attend(inputs, match, opts)},
+        else: build_with_gradients(match, inputs, opts)
     end
 
-    defp attend_shape(leaves), do: type(Enum.map(leaves, & &1.type))
+    defp build_with_gradients(match, inputs, opts) do
+      shape = out_shape(match)
+      like = Map.fetch!(inputs, :q)
+      dout = %{like | shape: shape, names: nils(shape), type: type(inputs), vectorized_axes: []}
+      dout = Expr.parameter(dout, 1_000_000)
+      wanted = for gradient <- match.gradients, uniq: true, do: gradient.of
+
+      {{o, _loss}, gradients} =
+        Nx.Defn.Grad.transform(
+          List.to_tuple(for name <- wanted, do: Map.fetch!(inputs, name)),
+          fn leaves ->
+            o = attend(Map.merge(inputs, wanted |> Enum.zip(Tuple.to_list(leaves)) |> Map.new()), match, opts)
+            {o, Nx.sum(Nx.multiply(o, dout))}
+          end,
+          &elem(&1, 1)
+        )
+
+      %{o: o, gradients: wanted |> Enum.zip(Tuple.to_list(gradients)) |> Map.new(), dout: dout}
+    end
+
+    # The type that is computed in.
+    defp type(%{q: q, k: k, v: v}), do: type([q.type, k.type, v.type])
+    defp type([type | types]), do: Enum.reduce(types, type, &Nx.Type.merge/2)
 
     defp out_shape(match) do
       [{batch, rows, heads, _dim} | _] = shapes(match)
       {batch, rows, heads, Index.size(match.axes.values)}
     end
 
-    # [batch, seqlen_q, num_heads, values].
-    defp attend([q, k, v], match, inputs, opts) do
+    # [batch, seqlen_q, num_heads, values], from the tensors by name, and the others by number.
+    defp attend(inputs, match, opts) do
       %{batch: batch, rows: rows, columns: columns, heads: heads, groups: groups, dim: dim, values: values} =
         match.axes
 
-      type = type([q.type, k.type, v.type])
+      type = type(inputs)
 
-      to = fn tensor, {_, indices}, axes ->
-        tensor |> lay_out(indices, axes, match.atoms) |> Nx.as_type(type)
+      to = fn name, axes ->
+        {_, indices} = Map.fetch!(match, name)
+        inputs |> Map.fetch!(name) |> lay_out(indices, axes, match.atoms) |> Nx.as_type(type)
       end
 
-      q = q |> to.(match.q, [batch, rows, heads ++ groups, dim]) |> times_factors(match, inputs)
-      k = to.(k, match.k, [batch, columns, heads, dim])
-      v = to.(v, match.v, [batch, columns, heads, values])
-      [q, k, wide_v] = for tensor <- [q, k, v], do: widen(tensor, dim(match))
+      q = :q |> to.([batch, rows, heads ++ groups, dim]) |> times_factors(match, inputs)
+      v = to.(:v, [batch, columns, heads, values])
+
+      [q, k, wide_v] =
+        for tensor <- [q, to.(:k, [batch, columns, heads, dim]), v], do: widen(tensor, dim(match))
 
       options =
-        [causal: false, scale: scale(match), softcap: abs(match.softcap)] ++ visible(match, inputs) ++ own(opts)
+        [causal: false, scale: scale(match), softcap: abs(match.softcap)] ++
+          visible(match, inputs) ++ bias(match, inputs, type) ++ own(opts)
 
       {o, lse} = FlashAttention.attention_with_lse(q, k, wide_v, options)
-      o = o |> Nx.slice_along_axis(0, Index.size(values), axis: 3) |> empty_rows(lse, v, match)
-      {coefficient, []} = match.outer
-      if coefficient == 1, do: o, else: Nx.multiply(o, number_like(coefficient, o))
+
+      o
+      |> cut([Index.size(batch), Index.size(rows), Index.size(heads ++ groups), Index.size(values)])
+      |> empty_rows(lse, v, match)
+      |> times_outer(match, inputs)
+    end
+
+    # What weights are multiplied by, the output is.
+    defp times_outer(o, match, inputs) do
+      %{batch: batch, rows: rows, heads: heads, groups: groups} = match.axes
+      {coefficient, outer} = match.outer
+      o = if coefficient == 1, do: o, else: Nx.multiply(o, number_like(coefficient, o))
+
+      Enum.reduce(outer, o, fn {number, indices}, o ->
+        factor =
+          inputs |> Map.fetch!(number) |> lay_out(indices, [batch, rows, heads ++ groups, []], match.atoms)
+
+        Nx.multiply(o, Nx.as_type(factor, o.type))
+      end)
     end
 
     # softcap * tanh(scale * x / softcap) is what the program has as softcap * tanh(scale * x).
@@ -216,7 +230,7 @@ if FlashAttention.Defn.supported?() do
         end
 
       cond do
-        Visibility.all?(visibility) -> []
+        Visibility.all?(%{visibility | others: []}) -> []
         Enum.all?(Map.values(bounds), &is_integer/1) -> fixed(bounds, rows, columns)
         true -> [mask: later(bounds)]
       end
@@ -280,6 +294,55 @@ if FlashAttention.Defn.supported?() do
       words |> Enum.map(&Nx.broadcast(&1, {batch})) |> Nx.stack(axis: 1) |> Nx.new_axis(1) |> Mask.from_bands()
     end
 
+    # What is added to scores, and what no bands say: of the axes that it depends on.
+    defp bias(%{biases: [], visibility: %{others: []}}, _inputs, _type), do: []
+
+    defp bias(match, inputs, type) do
+      %{batch: batch, heads: heads, groups: groups, rows: rows, columns: columns} = match.axes
+      %{biases: biases, visibility: %{others: others}} = match
+
+      used =
+        for {{_, indices}, _} <- biases ++ others,
+            index <- indices,
+            digit <- Index.refine(index, match.atoms),
+            do: digit
+
+      axes =
+        for digits <- [batch, heads ++ groups, rows],
+            do: if(Enum.any?(digits, &(&1 in used)), do: digits, else: [])
+
+      to = fn tensor, {_, indices} -> lay_out(tensor, indices, axes ++ [columns], match.atoms) end
+
+      visible =
+        for {{number, _} = view, holds} <- others do
+          seen = inputs |> Map.fetch!(number) |> to.(view) |> Nx.not_equal(0)
+          if holds, do: seen, else: Nx.equal(seen, 0)
+        end
+
+      added =
+        for {{{number, _} = view, factor}, n} <- Enum.with_index(biases) do
+          tensor =
+            (inputs[{:bias, n}] || Map.fetch!(inputs, number)) |> to.(view) |> Nx.as_type(added_type(type))
+
+          if factor == 1, do: tensor, else: Nx.multiply(tensor, number_like(factor, tensor))
+        end
+
+      [bias: bias_of(visible, added)]
+    end
+
+    # Sums are not rounded to 16 bits.
+    defp added_type({:f, 64}), do: {:f, 64}
+    defp added_type(_type), do: {:f, 32}
+
+    defp bias_of(visible, []), do: visible |> Enum.reduce(&Nx.logical_and/2) |> Nx.as_type(:u8)
+    defp bias_of([], added), do: Enum.reduce(added, &Nx.add/2)
+
+    defp bias_of(visible, added) do
+      sum = Enum.reduce(added, &Nx.add/2)
+      seen = Enum.reduce(visible, &Nx.logical_and/2)
+      Nx.select(seen, sum, Nx.Constants.neg_infinity(sum.type))
+    end
+
     # ---- layouts -----------------------------------------------------------------------------------------
 
     # A tensor whose axes run along these indices, laid out along these digits, a list of them an axis.
@@ -287,7 +350,7 @@ if FlashAttention.Defn.supported?() do
       tensor = Nx.devectorize(tensor, keep_names: false)
       tensor = %{tensor | names: nils(tensor.shape)}
       indices = for index <- indices, do: Index.refine(index, atoms)
-      tensor = Nx.slice(tensor, List.duplicate(0, tuple_size(tensor.shape)), Enum.map(indices, &Index.size/1))
+      tensor = cut(tensor, Enum.map(indices, &Index.size/1))
       from = Enum.concat(indices)
       to = Enum.concat(axes)
       there = Enum.filter(to, &(&1 in from))
@@ -299,6 +362,13 @@ if FlashAttention.Defn.supported?() do
       |> Nx.reshape(List.to_tuple(for {_, _, size} = digit <- to, do: if(digit in from, do: size, else: 1)))
       |> Nx.broadcast(sizes(to))
       |> Nx.reshape(List.to_tuple(Enum.map(axes, &Index.size/1)))
+    end
+
+    # The first elements along each axis; a slice that takes all of them would have a gradient all the same.
+    defp cut(tensor, lengths) do
+      if Tuple.to_list(tensor.shape) == lengths,
+        do: tensor,
+        else: Nx.slice(tensor, List.duplicate(0, length(lengths)), lengths)
     end
 
     defp sizes(digits), do: List.to_tuple(for {_, _, size} <- digits, do: size)
@@ -323,11 +393,14 @@ if FlashAttention.Defn.supported?() do
 
     @doc "A gradient in the program's layout."
     def gradient(match, gradient, gradients) do
-      {_, indices} = Map.fetch!(match, gradient.of)
+      {_, indices} = leaf(match, gradient.of)
       axes = refined(gradient.indices, match)
       result = gradients |> Map.fetch!(gradient.of) |> lay_out(indices, axes, match.atoms)
       if gradient.factor == 1, do: result, else: Nx.multiply(result, number_like(gradient.factor, result))
     end
+
+    defp leaf(match, {:bias, n}), do: match.biases |> Enum.at(n) |> elem(0)
+    defp leaf(match, name), do: Map.fetch!(match, name)
 
     defp number_like(number, tensor), do: Nx.tensor(number, type: tensor.type, backend: Nx.BinaryBackend)
 
@@ -346,6 +419,7 @@ if FlashAttention.Defn.supported?() do
           if(match.factors != [], do: ["a scale known at run time"], else: []) ++
           if(match.softcap != 0, do: ["softcap #{abs(match.softcap)}"], else: []) ++
           mask_in_words(match) ++
+          bias_in_words(match) ++
           gradients_in_words(match) ++
           overflow(match, graph)
 
@@ -355,7 +429,7 @@ if FlashAttention.Defn.supported?() do
     defp mask_in_words(%{visibility: visibility} = match) do
       words =
         cond do
-          Visibility.all?(visibility) -> []
+          Visibility.all?(%{visibility | others: []}) -> []
           Visibility.views(visibility) != [] -> ["a mask known at run time"]
           true -> visible(match, %{}) |> Enum.map(&in_words/1)
         end
@@ -368,6 +442,11 @@ if FlashAttention.Defn.supported?() do
         )
     end
 
+    defp bias_in_words(match) do
+      if(match.visibility.others != [], do: ["a mask of single scores"], else: []) ++
+        if match.biases != [], do: ["a bias"], else: []
+    end
+
     defp in_words({:window, {:infinity, 0}}), do: "causal"
     defp in_words({:window, window}), do: "window #{inspect(window)}"
     defp in_words({:mask, mask}), do: "bands #{inspect(mask.numbers.bands)}"
@@ -375,7 +454,10 @@ if FlashAttention.Defn.supported?() do
     defp gradients_in_words(%{gradients: []}), do: []
 
     defp gradients_in_words(%{gradients: gradients}),
-      do: ["with " <> Enum.map_join(gradients, ", ", &"d#{&1.of}")]
+      do: ["with " <> (gradients |> Enum.map(&name/1) |> Enum.uniq() |> Enum.join(", "))]
+
+    defp name(%{of: {:bias, _n}}), do: "dbias"
+    defp name(%{of: of}), do: "d#{of}"
 
     # Scores of 16 bits end at 65504, the library's do not.
     defp overflow(match, graph) do

@@ -26,11 +26,38 @@ defmodule FlashAttention.Rewriter.Backward do
           product <- products(terms, candidate, by_product),
           match <- by_product[product],
           {:ok, gradient} <- [gradient(terms, match, candidate)],
-          reduce: %{} do
-        gradients -> Map.update(gradients, match.output, [gradient], &[gradient | &1])
-      end
+          do: {match.output, gradient}
 
-    for match <- matches, do: %{match | gradients: gradients |> Map.get(match.output, []) |> Enum.reverse()}
+    gradients = Enum.group_by(gradients ++ of_biases(terms, by_product), &elem(&1, 0), &elem(&1, 1))
+    for match <- matches, do: %{match | gradients: Map.get(gradients, match.output, [])}
+  end
+
+  # ---- gradients of what is added to scores: sums of the scores' own, or those ----------------------------
+
+  @scores [:add, :subtract, :multiply, :divide, :select, :negate, :as_type, :sum]
+
+  defp of_biases(terms, by_product) do
+    if Enum.any?(by_product, fn {_, matches} -> Enum.any?(matches, &(&1.biases != [])) end) do
+      for {number, %{op: op}} when op in @scores <- Enum.sort(terms.graph.values),
+          candidate = below_sum(terms, fresh(terms, number), number),
+          product <- below(terms, candidate.dot, by_product),
+          match <- by_product[product],
+          {{_view, factor} = bias, n} <- Enum.with_index(match.biases),
+          {:ok, gradient} <- [of_bias(terms, match, candidate, bias, {:bias, n}, factor)],
+          do: {match.output, gradient}
+    else
+      []
+    end
+  end
+
+  defp of_bias(terms, match, candidate, _bias, name, factor) do
+    with {:ok, product} <- descend(terms, candidate.view, elem(match.product, 0)),
+         {:ok, names} <- unify(elem(product, 1), elem(match.product, 1), %{}),
+         {:ok, scores} <- Terms.substitute(candidate.view, names),
+         term = terms |> Terms.term(scores) |> unmasked(terms, match),
+         {:ok, dp, dout} <- dp(terms, match, term),
+         {:ok, ratio} <- ratio(term, terms |> dz(match, dp) |> Terms.scale(factor) |> unmasked(terms, match)),
+         do: found(match, Map.put(candidate, :names, names), name, ratio, dout, [elem(dp, 0)])
   end
 
   # ---- what may be a gradient: products, and sums of products ---------------------------------------------
@@ -173,7 +200,7 @@ defmodule FlashAttention.Rewriter.Backward do
   # Gradients are those of tensors as they are: along all of their axes, and no other.
   defp found(match, candidate, of, factor, dout, inner) do
     {:ok, {_, indices}} = Terms.substitute({candidate.output, candidate.indices}, candidate.names)
-    {_, own} = Map.fetch!(match, of)
+    {_, own} = leaf(match, of)
 
     [got, wanted] =
       for indices <- [indices, own], do: indices |> Enum.concat() |> Index.refine(match.atoms) |> Enum.sort()
@@ -192,26 +219,36 @@ defmodule FlashAttention.Rewriter.Backward do
       else: :error
   end
 
+  defp leaf(match, {:bias, n}), do: match.biases |> Enum.at(n) |> elem(0)
+  defp leaf(match, name), do: Map.fetch!(match, name)
+
   defp below_output(%{output: output, dot: dot}), do: if(output == dot, do: [], else: [dot])
 
   # ---- what the derivative by the product of q and k is --------------------------------------------------
 
+  # Once through all of the program; with a bias, also down to that.
   defp target(terms, match, term) do
-    weights = Terms.term(terms, match.weights)
-    {coefficient, []} = match.outer
-
     with {:ok, dp, dout} <- dp(terms, match, term) do
-      {:ok, summed_weights} = Terms.substitute(match.weights, at_bound(match))
-      {:ok, summed_dp} = Terms.substitute(dp, at_bound(match))
-      [{:j, 1, size}] = match.axes.columns
-      bound = {:bound, 1, 0}
-
-      products = Terms.multiply(terms, Terms.term(terms, summed_weights), Terms.term(terms, summed_dp))
-      sum = Terms.sum(terms, products, [bound], %{bound => size})
-      p = Terms.scale(weights, 1 / coefficient)
-      dz = Terms.subtract(Terms.multiply(terms, weights, Terms.term(terms, dp)), Terms.multiply(terms, p, sum))
-      {:ok, dz |> through(terms, match.steps) |> unmasked(terms, match), dout, [elem(dp, 0)]}
+      {:ok, terms |> dz(match, dp) |> through(terms, match.steps) |> unmasked(terms, match), dout,
+       [elem(dp, 0)]}
     end
+  end
+
+  # The derivative by what the softmax is taken of: w (dout v) - p sum_j w (dout v), where w is p times what weights are
+  # multiplied by.
+  defp dz(terms, match, dp) do
+    w = Terms.term(terms, match.weights)
+    {coefficient, outer} = match.outer
+    outer = Enum.reduce(outer, Terms.constant(coefficient), &Terms.multiply(terms, &2, Terms.term(terms, &1)))
+    p = Terms.multiply(terms, w, Terms.inverse(terms, outer))
+
+    {:ok, w_there} = Terms.substitute(match.weights, at_bound(match))
+    {:ok, dp_there} = Terms.substitute(dp, at_bound(match))
+    [{:j, 1, size}] = match.axes.columns
+    bound = {:bound, 1, 0}
+    products = Terms.multiply(terms, Terms.term(terms, w_there), Terms.term(terms, dp_there))
+    sum = Terms.sum(terms, products, [bound], %{bound => size})
+    Terms.subtract(Terms.multiply(terms, w, Terms.term(terms, dp)), Terms.multiply(terms, p, sum))
   end
 
   defp at_bound(match),

@@ -313,9 +313,18 @@ if FlashAttention.Defn.supported?() do
               {{number, tensor}, state}
             end)
 
-          built = Attention.build(match, Map.new(inputs), state.opts)
+          built = Attention.build(match, named(match, Map.new(inputs)), state.opts)
           {built, %{state | built: Map.put(state.built, output, built)}}
       end
+    end
+
+    # The tensors that gradients may be wanted of go by name too.
+    defp named(match, inputs) do
+      leaves =
+        [q: match.q, k: match.k, v: match.v] ++
+          for {{view, _factor}, n} <- Enum.with_index(match.biases), do: {{:bias, n}, view}
+
+      for {name, {number, _indices}} <- leaves, into: inputs, do: {name, Map.fetch!(inputs, number)}
     end
 
     defp result(:o, match, built, state), do: {Attention.output(match, built), state}

@@ -56,6 +56,15 @@ defmodule FlashAttention.Rewriter.Forward do
 
   defp size_of(operands, name), do: operands |> Enum.map(&Terms.sizes/1) |> Enum.find_value(& &1[name])
 
+  # What weights are multiplied by that does not depend on the column: a number, and tensors.
+  defp outer(terms, {coefficient, factors}) do
+    views = for {factor, power} <- factors, do: {power, Terms.info(terms, factor)}
+
+    if Enum.all?(views, fn {power, info} -> power == 1 and match?({_, _}, info.view) end),
+      do: {:ok, {coefficient, for({_power, info} <- views, do: info.view)}},
+      else: {:refuse, "its weights are multiplied by what is no tensor"}
+  end
+
   @dropped "its weights are dropped out, or hidden after the softmax"
 
   # ---- softmax -------------------------------------------------------------------------------------------
@@ -64,7 +73,8 @@ defmodule FlashAttention.Rewriter.Forward do
     if exponential?(terms, elem(weights, 0)) do
       weights = Terms.strip(terms, weights)
 
-      with {:ok, exponential, outer} <- softmax(terms, Terms.term(terms, weights)),
+      with {:ok, exponential, factors} <- softmax(terms, Terms.term(terms, weights)),
+           {:ok, outer} <- outer(terms, factors),
            {:ok, scores} <- scores(terms, exponential) do
         match = %{match | weights: weights, exponential: exponential, outer: outer, v: Terms.resolve(terms, v)}
         from_scores(terms, scores, match)
@@ -439,9 +449,14 @@ defmodule FlashAttention.Rewriter.Forward do
       if match.softcap == 0, do: %{match | scale: match.scale * c}, else: %{match | softcap: match.softcap * c}
 
     biases = for {view, sign} <- match.biases, do: {view, sign * c}
-    hidden = for mask <- match.hidden, do: %{mask | fill: scaled_fill(mask.fill, c)}
+    hidden = for mask <- match.hidden, do: scaled_mask(mask, c)
     %{match | biases: biases, hidden: hidden}
   end
+
+  defp scaled_mask(%{bias: {view, sign}} = mask, c),
+    do: %{mask | fill: scaled_fill(mask.fill, c), bias: {view, sign * c}}
+
+  defp scaled_mask(mask, c), do: %{mask | fill: scaled_fill(mask.fill, c)}
 
   defp scaled_fill(:neg_infinity, c) when c < 0, do: :infinity
   defp scaled_fill(:infinity, c) when c < 0, do: :neg_infinity
@@ -450,13 +465,11 @@ defmodule FlashAttention.Rewriter.Forward do
 
   # What is added is a mask where it is one of two numbers, of which one is 0.
   defp bias(terms, view, sign, match) do
-    case additive_mask(terms, view, sign) do
-      {:ok, predicates, fill} ->
-        with {:refuse, _} <- hide(terms, predicates, fill, :added, match),
-             do: {:ok, with_bias(match, view, sign)}
-
-      :error ->
-        {:ok, with_bias(match, view, sign)}
+    with {:ok, predicates, fill} <- additive_mask(terms, view, sign),
+         {:ok, %{hidden: [mask | hidden]} = match} <- hide(terms, predicates, fill, :added, match) do
+      {:ok, %{match | hidden: [Map.put(mask, :bias, {view, sign}) | hidden]}}
+    else
+      _ -> {:ok, with_bias(match, view, sign)}
     end
   end
 
@@ -539,7 +552,7 @@ defmodule FlashAttention.Rewriter.Forward do
 
       if Visibility.every_row_sees?(visibility, rows, elem(column, 2)),
         do: {:ok, match},
-        else: empty_rows(match)
+        else: empty_rows(terms, match)
     else
       {:refuse, "a factor makes hidden scores visible"}
     end
@@ -548,17 +561,21 @@ defmodule FlashAttention.Rewriter.Forward do
   defp one_digit([digit]), do: digit
   defp one_digit(_digits), do: {:no_row, 1, 1}
 
-  # A row that sees nothing: softmax of one number everywhere is the mean, of -infinity NaN.
-  defp empty_rows(match) do
+  # A row that sees nothing: softmax of one number everywhere is the mean, of -infinity NaN. Where it is that of hidden
+  # scores themselves, what is added stays what is added.
+  defp empty_rows(terms, match) do
+    {added, replaced} = Enum.split_with(match.hidden, &(&1.how == :added))
+
     cond do
       Enum.all?(match.hidden, &(&1.fill == :neg_infinity)) ->
         {:ok, %{match | empty_rows: :nan}}
 
-      not Enum.all?(match.hidden, &even?/1) ->
-        {:refuse, "a row that sees nothing would give the softmax of what is hidden"}
-
-      match?([_], match.hidden) ->
+      match?([_], match.hidden) and Enum.all?(match.hidden, &even?/1) ->
         {:ok, %{match | empty_rows: :mean}}
+
+      added != [] ->
+        biases = for(%{bias: bias} <- added, do: bias) ++ match.biases
+        visibility(terms, %{match | hidden: replaced, biases: biases, visibility: %Visibility{}})
 
       true ->
         {:refuse, "several masks of different numbers may leave a row that sees nothing"}
@@ -575,12 +592,20 @@ defmodule FlashAttention.Rewriter.Forward do
 
   # ---- digits --------------------------------------------------------------------------------------------
 
+  @doc "Views of all that a match is computed from."
+  def views(match) do
+    {_coefficient, outer} = match.outer
+
+    [match.q, match.k, match.v] ++
+      outer ++
+      for({_kind, view} <- match.factors, do: view) ++
+      Visibility.views(match.visibility) ++
+      for({view, _} <- match.visibility.others ++ match.biases, do: view)
+  end
+
   # All indices that the tensors of the match are laid out by.
   defp atoms(match) do
-    views =
-      [match.q, match.k, match.v] ++
-        for({_, view} <- match.factors, do: view) ++ Visibility.views(match.visibility)
-
+    views = views(match)
     indices = match.out ++ for(view <- views, index <- elem(view, 1), do: index)
 
     case Index.atoms(indices) do

@@ -3,7 +3,7 @@ defmodule FlashAttention.Rewriter.Matcher do
   # Every attention of a graph: all forwards first, then the gradients of each, then whether what they were made of is
   # still asked for by somebody else.
 
-  alias FlashAttention.Rewriter.{Backward, Forward, Graph, Terms, Visibility}
+  alias FlashAttention.Rewriter.{Backward, Forward, Graph, Terms}
 
   @doc """
   `{matches, refusals}`: what can be replaced, and `{number, reason}` for what looks like attention and stays.
@@ -74,18 +74,7 @@ defmodule FlashAttention.Rewriter.Matcher do
   end
 
   @doc "The values that a match is computed from."
-  def inputs(match) do
-    views =
-      [match.q, match.k, match.v] ++
-        for({_, view} <- match.factors ++ outer(match), do: view) ++
-        Visibility.views(match.visibility) ++
-        for({view, _} <- match.visibility.others ++ match.biases, do: view)
-
-    for {number, _indices} <- views, uniq: true, do: number
-  end
-
-  defp outer(%{outer: {_coefficient, factors}}), do: factors
-  defp outer(_match), do: []
+  def inputs(match), do: for({number, _indices} <- Forward.views(match), uniq: true, do: number)
 
   # Names the first that needs what would be gone.
   defp user(graph, match, live, stops) do

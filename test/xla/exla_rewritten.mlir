@@ -1,0 +1,38 @@
+module {
+  func.func public @main(%arg0: tensor<8xui8>, %arg1: tensor<2x3x12x8xf32>, %arg2: tensor<2x3x12x8xf32>, %arg3: tensor<2x3x12x8xf32>, %arg4: tensor<2x3x12x8xf32>) -> (tensor<f32>, tensor<2x3x12x8xf32>, tensor<2x3x12x8xf32>, tensor<2x3x12x8xf32>) {
+    %0 = "stablehlo.transpose"(%arg1) {permutation = array<i64: 0, 2, 1, 3>} : (tensor<2x3x12x8xf32>) -> (tensor<2x12x3x8xf32>)
+    %1 = "stablehlo.reshape"(%0) : (tensor<2x12x3x8xf32>) -> (tensor<576xf32>)
+    %2 = "stablehlo.transpose"(%arg2) {permutation = array<i64: 0, 2, 1, 3>} : (tensor<2x3x12x8xf32>) -> (tensor<2x12x3x8xf32>)
+    %3 = "stablehlo.reshape"(%2) : (tensor<2x12x3x8xf32>) -> (tensor<576xf32>)
+    %4 = "stablehlo.transpose"(%arg3) {permutation = array<i64: 0, 2, 1, 3>} : (tensor<2x3x12x8xf32>) -> (tensor<2x12x3x8xf32>)
+    %5 = "stablehlo.reshape"(%4) : (tensor<2x12x3x8xf32>) -> (tensor<576xf32>)
+    %6, %7 = "stablehlo.custom_call"(%1, %3, %5) {backend_config = {operands = "q,k,v", q = array<i64: 2, 12, 3, 8>, k = array<i64: 2, 12, 3, 8>, v = array<i64: 2, 12, 3, 8>, scale = 0.35355339059327373 : f64, window_right = 0 : i64, softcap = 0 : i64, precision = "highest", deterministic = "false"}, call_target_name = "flash_attention_forward", api_version = 4 : i32} : (tensor<576xf32>, tensor<576xf32>, tensor<576xf32>) -> (tensor<576xf32>, tensor<72xf32>)
+    %8 = "stablehlo.reshape"(%6) : (tensor<576xf32>) -> (tensor<2x12x3x8xf32>)
+    %9 = "stablehlo.transpose"(%8) {permutation = array<i64: 0, 2, 1, 3>} : (tensor<2x12x3x8xf32>) -> (tensor<2x3x12x8xf32>)
+    %10 = "stablehlo.multiply"(%9, %arg4) : (tensor<2x3x12x8xf32>, tensor<2x3x12x8xf32>) -> (tensor<2x3x12x8xf32>)
+    %11 = "stablehlo.constant"() {value = dense<0x00000000> : tensor<f32>} : () -> (tensor<f32>)
+    %15 = "stablehlo.reduce"(%10, %11) ({
+^block12(%12: tensor<f32>, %13: tensor<f32>):
+    %14 = "stablehlo.add"(%13, %12) : (tensor<f32>, tensor<f32>) -> (tensor<f32>)
+    "stablehlo.return"(%14) : (tensor<f32>) -> ()
+}) {dimensions = array<i64: 0, 1, 2, 3>} : (tensor<2x3x12x8xf32>, tensor<f32>) -> (tensor<f32>)
+    %16 = "stablehlo.transpose"(%arg4) {permutation = array<i64: 0, 2, 1, 3>} : (tensor<2x3x12x8xf32>) -> (tensor<2x12x3x8xf32>)
+    %17 = "stablehlo.reshape"(%16) : (tensor<2x12x3x8xf32>) -> (tensor<576xf32>)
+    %18 = "stablehlo.reshape"(%0) : (tensor<2x12x3x8xf32>) -> (tensor<576xf32>)
+    %19 = "stablehlo.reshape"(%2) : (tensor<2x12x3x8xf32>) -> (tensor<576xf32>)
+    %20 = "stablehlo.reshape"(%4) : (tensor<2x12x3x8xf32>) -> (tensor<576xf32>)
+    %21 = "stablehlo.reshape"(%8) : (tensor<2x12x3x8xf32>) -> (tensor<576xf32>)
+    %22 = "stablehlo.reshape"(%7) : (tensor<72xf32>) -> (tensor<2x3x12xf32>)
+    %23 = "stablehlo.reshape"(%22) : (tensor<2x3x12xf32>) -> (tensor<72xf32>)
+    %24, %25, %26 = "stablehlo.custom_call"(%17, %18, %19, %20, %21, %23) {backend_config = {operands = "dout,q,k,v,o,lse", dout = array<i64: 2, 12, 3, 8>, q = array<i64: 2, 12, 3, 8>, k = array<i64: 2, 12, 3, 8>, v = array<i64: 2, 12, 3, 8>, o = array<i64: 2, 12, 3, 8>, lse = array<i64: 2, 3, 12>, scale = 0.35355339059327373 : f64, window_right = 0 : i64, softcap = 0 : i64, precision = "highest", deterministic = "false"}, call_target_name = "flash_attention_backward", api_version = 4 : i32} : (tensor<576xf32>, tensor<576xf32>, tensor<576xf32>, tensor<576xf32>, tensor<576xf32>, tensor<72xf32>) -> (tensor<576xf32>, tensor<576xf32>, tensor<576xf32>)
+    %27 = "stablehlo.reshape"(%24) : (tensor<576xf32>) -> (tensor<2x12x3x8xf32>)
+    %28 = "stablehlo.transpose"(%27) {permutation = array<i64: 0, 2, 1, 3>} : (tensor<2x12x3x8xf32>) -> (tensor<2x3x12x8xf32>)
+    %29 = "stablehlo.reshape"(%25) : (tensor<576xf32>) -> (tensor<2x12x3x8xf32>)
+    %30 = "stablehlo.transpose"(%29) {permutation = array<i64: 0, 2, 1, 3>} : (tensor<2x12x3x8xf32>) -> (tensor<2x3x12x8xf32>)
+    %31 = "stablehlo.reshape"(%26) : (tensor<576xf32>) -> (tensor<2x12x3x8xf32>)
+    %32 = "stablehlo.transpose"(%31) {permutation = array<i64: 0, 2, 1, 3>} : (tensor<2x12x3x8xf32>) -> (tensor<2x3x12x8xf32>)
+    %33 = "stablehlo.transpose"(%32) {permutation = array<i64: 0, 1, 3, 2>} : (tensor<2x3x12x8xf32>) -> (tensor<2x3x8x12xf32>)
+    %34 = "stablehlo.transpose"(%33) {permutation = array<i64: 0, 1, 3, 2>} : (tensor<2x3x8x12xf32>) -> (tensor<2x3x12x8xf32>)
+    "func.return"(%15, %28, %30, %34) : (tensor<f32>, tensor<2x3x12x8xf32>, tensor<2x3x12x8xf32>, tensor<2x3x12x8xf32>) -> ()
+  }
+}
