@@ -139,13 +139,15 @@ if FlashAttention.Defn.supported?() do
       first = program.mask_first and program.softcap == nil and program.mask != :none
 
       cond do
-        # Rows that see nothing would have a softmax of what is hidden, as f64 tells the sums apart.
-        later and program.mask_form in [:add, :subtract] and program.fill == -1.0e9 -> false
         # A factor may make visible what is hidden.
         first and program.scale == :runtime -> false
+        # Rows that see nothing have a softmax of what is hidden, as f64 tells the sums apart: that needs a bias.
+        later and program.mask_form in [:add, :subtract] and program.fill == -1.0e9 -> bias?()
         true -> true
       end
     end
+
+    defp bias?, do: Keyword.has_key?(FlashAttention.Options.tensors(), :bias)
 
     # ---- near misses -------------------------------------------------------------------------------------
 

@@ -357,7 +357,7 @@ defmodule FlashAttention.Rewriter.Forward do
       :j not in Terms.variables(v) ->
         {:refuse, "the values do not depend on the keys"}
 
-      Enum.any?(shared, &(&1 in in_k != &1 in in_v)) ->
+      Enum.any?(shared, &(&1 not in in_q and &1 in in_k != &1 in in_v)) ->
         {:refuse, "its keys and its values are not those of the same batches"}
 
       Enum.any?(shared, &(&1 not in in_q and &1 not in in_k and &1 not in in_v)) ->
@@ -464,10 +464,12 @@ defmodule FlashAttention.Rewriter.Forward do
   defp scaled_fill(fill, c), do: fill * c
 
   # What is added is a mask where it is one of two numbers, of which one is 0.
+  # What is added and hides is a mask, and what it adds where it does not hide is a bias.
   defp bias(terms, view, sign, match) do
-    with {:ok, predicates, fill} <- additive_mask(terms, view, sign),
+    with {:ok, predicates, fill, shown} <- additive_mask(terms, view, sign),
          {:ok, %{hidden: [mask | hidden]} = match} <- hide(terms, predicates, fill, :added, match) do
-      {:ok, %{match | hidden: [Map.put(mask, :bias, {view, sign}) | hidden]}}
+      match = %{match | hidden: [Map.merge(mask, %{bias: {view, sign}, shown: shown}) | hidden]}
+      if shown, do: {:ok, with_bias(match, shown, sign)}, else: {:ok, match}
     else
       _ -> {:ok, with_bias(match, view, sign)}
     end
@@ -475,50 +477,55 @@ defmodule FlashAttention.Rewriter.Forward do
 
   defp with_bias(match, view, sign), do: %{match | biases: [{view, sign} | match.biases]}
 
+  # {:ok, predicates that show, what is added where they do not, what is added where they do}: nil stands for 0.
   defp additive_mask(terms, view, factor) do
     view = Terms.strip(terms, view)
     value = Terms.value(terms, view)
     args = if value.op in @passing, do: Enum.map(value.args, &Terms.argument(terms, view, &1)), else: []
+    additive_mask(value.op, value, args, view, factor, terms)
+  end
 
-    case {value.op, args} do
-      {:select, [predicate, x, y]} ->
-        case {fill(terms, x), fill(terms, y)} do
-          {zero, fill} when zero == 0 and fill != nil -> {:ok, [{predicate, true}], scaled_fill(fill, factor)}
-          {fill, zero} when zero == 0 and fill != nil -> {:ok, [{predicate, false}], scaled_fill(fill, factor)}
-          _ -> :error
-        end
-
-      {:multiply, [x, y]} ->
-        case {constant(terms, x), constant(terms, y)} do
-          {c, _} when is_float(c) -> zero_or(terms, y, factor * c)
-          {_, c} when is_float(c) -> zero_or(terms, x, factor * c)
-          _ -> :error
-        end
-
-      {:negate, [x]} ->
-        additive_mask(terms, x, -factor)
-
-      {:tensor, []} ->
-        case Enum.uniq(value.opts) do
-          [_, _] = two ->
-            if Enum.any?(two, &(&1 == 0)),
-              do: {:ok, [{view, false}], scaled_fill(Enum.find(two, &(&1 != 0)), factor)},
-              else: :error
-
-          _ ->
-            :error
-        end
-
-      _ ->
-        :error
+  defp additive_mask(:select, value, [predicate, x, y], _view, factor, terms) do
+    case {fill(terms, x), fill(terms, y)} do
+      {zero, fill} when zero == 0 and fill != nil -> {:ok, [{predicate, true}], scaled_fill(fill, factor), nil}
+      {fill, zero} when zero == 0 and fill != nil -> {:ok, [{predicate, false}], scaled_fill(fill, factor), nil}
+      {nil, fill} when fill != nil -> shown(terms, {predicate, true}, scaled_fill(fill, factor), x, value.type)
+      {fill, nil} when fill != nil -> shown(terms, {predicate, false}, scaled_fill(fill, factor), y, value.type)
+      _ -> :error
     end
   end
 
+  defp additive_mask(:multiply, _value, [x, y], _view, factor, terms) do
+    case {constant(terms, x), constant(terms, y)} do
+      {c, _} when is_float(c) -> zero_or(terms, y, factor * c)
+      {_, c} when is_float(c) -> zero_or(terms, x, factor * c)
+      _ -> :error
+    end
+  end
+
+  defp additive_mask(:negate, _value, [x], _view, factor, terms), do: additive_mask(terms, x, -factor)
+
+  defp additive_mask(:tensor, value, [], view, factor, _terms) do
+    with [_, _] = two <- Enum.uniq(value.opts), true <- Enum.any?(two, &(&1 == 0)) do
+      {:ok, [{view, false}], scaled_fill(Enum.find(two, &(&1 != 0)), factor), nil}
+    else
+      _ -> :error
+    end
+  end
+
+  defp additive_mask(_op, _value, _args, _view, _factor, _terms), do: :error
+
+  # The rest is a bias, where hidden scores are hidden.
+  defp shown(terms, predicate, fill, rest, type),
+    do: if(far?(fill, type), do: {:ok, [predicate], fill, Terms.strip(terms, rest)}, else: :error)
+
   # A number times what is 0 or 1.
   defp zero_or(terms, view, fill) do
-    if Visibility.predicate?(terms, view),
-      do: {:ok, [{view, false}], fill},
-      else: additive_mask(terms, view, fill)
+    with true <- Visibility.predicate?(terms, view) do
+      {:ok, [{view, false}], fill, nil}
+    else
+      false -> additive_mask(terms, view, fill)
+    end
   end
 
   defp hide(terms, predicates, fill, how, match) do
@@ -574,7 +581,8 @@ defmodule FlashAttention.Rewriter.Forward do
         {:ok, %{match | empty_rows: :mean}}
 
       added != [] ->
-        biases = for(%{bias: bias} <- added, do: bias) ++ match.biases
+        shown = for %{shown: shown, bias: {_, sign}} when shown != nil <- added, do: {shown, sign}
+        biases = for(%{bias: bias} <- added, do: bias) ++ (match.biases -- shown)
         visibility(terms, %{match | hidden: replaced, biases: biases, visibility: %Visibility{}})
 
       true ->
