@@ -4,6 +4,8 @@
  *
  *   bench_cpu [--quick] [--threads N]
  *   bench_cpu --memory SEQLEN [--threads N]     one row of the memory table, which the first form asks for
+ *   bench_cpu --options [--threads N]           what masks and other options cost, beside the problem without
+ * them
  *
  * GFLOP/s, the median of several runs. The forward counts 4 * batch * heads * seqlen^2 * head_dim operations,
  * half of it under a causal mask, the backward 2.5 times that. "peak" is the most that fused multiply-adds on
@@ -145,7 +147,8 @@ static fa_tensor random_tensor(const fa_problem *problem, fa_tensor_id id, uint6
   return fa_tensor_contiguous(problem, id, data);
 }
 
-static workload prepare(const fa_problem *problem) {
+/* bands: those of the problem, or NULL where it has none. */
+static workload prepare(const fa_problem *problem, const int32_t *bands) {
   workload w = {.problem = *problem};
   uint64_t state = 1;
   for (int pass = 0; pass < 2; pass++) {
@@ -160,6 +163,7 @@ static workload prepare(const fa_problem *problem) {
       if (fa_tensor_role_in(problem, (fa_pass)pass, id) != FA_ROLE_NONE && !fa_tensor_at(&w.tensors, id)->data)
         *fa_tensor_at(&w.tensors, id) = random_tensor(problem, id, &state);
   }
+  if (bands) memcpy(w.tensors.bands.data, bands, (size_t)fa_tensor_shape(problem, FA_TENSOR_BANDS).size_bytes);
   return w;
 }
 
@@ -273,7 +277,7 @@ static double operations(const fa_problem *problem, int pass) {
 #define REPEATS 5
 
 static void speed_row(const fa_problem *problem, const int *thread_counts, int num_counts) {
-  workload w = prepare(problem);
+  workload w = prepare(problem, NULL);
   for (int pass = 0; pass < 2; pass++) {
     printf("| %s %s s%lld h%lld d%lld %s |", pass ? "backward" : "forward", fa_dtype_name(problem->dtype),
            (long long)problem->seqlen_q, (long long)problem->num_heads, (long long)problem->head_dim,
@@ -323,7 +327,7 @@ static void speed_row(const fa_problem *problem, const int *thread_counts, int n
  */
 static int memory_row(int64_t seqlen, int threads) {
   fa_problem problem = square_problem(FA_DTYPE_F32, seqlen, 1, 64, false);
-  workload w = prepare(&problem);
+  workload w = prepare(&problem, NULL);
   for (int id = 0; id < FA_NUM_TENSORS; id++) {
     void *data = fa_tensor_at(&w.tensors, (fa_tensor_id)id)->data;
     if (data) memset(data, 0, (size_t)fa_tensor_shape(&problem, (fa_tensor_id)id).size_bytes);
@@ -339,8 +343,140 @@ static int memory_row(int64_t seqlen, int threads) {
   return 0;
 }
 
+/* ---- options beside none ------------------------------------------------------------------------- */
+
+#define TURNS 7
+
+/* A problem with something and the one without it, by turns: the time of one in that of the other, which should
+ * be share, at most `most` times; most 0: there is no such mark. */
+static void beside_row(const char *name, const fa_problem *with, const int32_t *bands,
+                       const fa_problem *without, double share, double most, int threads) {
+  workload w[2] = {prepare(with, bands), prepare(without, NULL)};
+  double ratios[2], times[2][2];
+  for (int i = 0; i < 2; i++) time_flash(&w[i], 0, threads); /* o and lse for the backward */
+  for (int pass = 0; pass < 2; pass++) {
+    double measured[2][TURNS], ratio[TURNS];
+    for (int turn = 0; turn < TURNS; turn++) {
+      for (int i = 0; i < 2; i++) {
+        measured[i][turn] = time_flash(&w[i], pass, threads);
+      }
+      ratio[turn] = measured[0][turn] / measured[1][turn];
+    }
+    ratios[pass] = median(ratio, TURNS);
+    for (int i = 0; i < 2; i++) times[i][pass] = 1000 * median(measured[i], TURNS);
+  }
+  printf("| %s | %.1f / %.1f | %.1f / %.1f | %.3f | %.3f / %.3f | %.2f / %.2f |", name, times[0][0],
+         times[0][1], times[1][0], times[1][1], share, ratios[0], ratios[1], ratios[0] / share,
+         ratios[1] / share);
+  if (most == 0)
+    printf(" - |\n");
+  else
+    printf(" %s |\n", ratios[0] <= most * share && ratios[1] <= most * share ? "met" : "MISSED");
+  fflush(stdout);
+  for (int i = 0; i < 2; i++) release(&w[i]);
+}
+
+#define MAX_BANDS 10000
+
+static int32_t words[6 * MAX_BANDS];
+
+static int64_t add_band(int64_t n, int64_t q_begin, int64_t q_end, int64_t k_begin, int64_t k_end,
+                        int64_t right) {
+  const int64_t band[6] = {q_begin, q_end, k_begin, k_end, INT32_MAX, right};
+  for (int i = 0; i < 6; i++) words[6 * n + i] = (int32_t)band[i];
+  return n + 1;
+}
+
+/* Cells that the bands show: of rows and columns that none share. */
+static double area(int64_t num_bands, bool causal) {
+  double cells = 0;
+  for (int64_t n = 0; n < num_bands; n++) {
+    const int32_t *band = words + 6 * n;
+    for (int64_t i = band[0]; i < band[1]; i++) {
+      const int64_t last = i - band[1] + band[3] + (causal ? 0 : (int64_t)band[5]);
+      cells += (double)((last < band[3] - 1 ? last : band[3] - 1) - band[2] + 1);
+    }
+  }
+  return cells;
+}
+
+static double full_area(const fa_problem *p) {
+  const double n = (double)p->seqlen_q;
+  return (double)p->bands_batch * (p->window_right == 0 ? n * (n + 1) / 2 : n * n);
+}
+
+static void mask_row(const char *name, fa_problem with, int64_t num_bands, double most, int threads) {
+  fa_problem without = with;
+  with.bands_batch = with.num_bands == 1 && with.batch > 1 ? with.batch : 1;
+  with.num_bands = num_bands / with.bands_batch;
+  double share = area(num_bands, with.window_right == 0) / full_area(&with);
+  without.bands_batch = without.num_bands = 0;
+  beside_row(name, &with, words, &without, share, most, threads);
+}
+
+/* A number from 1 to most. */
+static int64_t draw(uint64_t *state, int64_t most) {
+  *state = *state * 6364136223846793005u + 1442695040888963407u;
+  return 1 + (int64_t)(*state >> 33) % most;
+}
+
+static void mask_rows(int threads) {
+  for (int causal = 0; causal < 2; causal++) {
+    char name[64];
+    fa_problem padded = square_problem(FA_DTYPE_F32, 4096, 1, 64, causal);
+    uint64_t state = 5;
+    padded.batch = 8, padded.num_bands = 1;
+    for (int64_t b = 0; b < padded.batch; b++) {
+      const int64_t length = draw(&state, padded.seqlen_q);
+      add_band(b, 0, length, 0, length, INT32_MAX);
+    }
+    snprintf(name, sizeof name, "a padded batch, 8 x 4096, %s", causal ? "causal" : "full");
+    mask_row(name, padded, padded.batch, 1.1, threads);
+
+    const fa_problem packed = square_problem(FA_DTYPE_F32, 8192, 2, 64, causal);
+    int64_t n = 0, at = 0;
+    while (at < packed.seqlen_q) {
+      int64_t end = at + 100 + draw(&state, 900);
+      if (end > packed.seqlen_q - 100) end = packed.seqlen_q;
+      n = add_band(n, at, end, at, end, INT32_MAX);
+      at = end;
+    }
+    snprintf(name, sizeof name, "%d packed sequences in 8192, %s", (int)n, causal ? "causal" : "full");
+    mask_row(name, packed, n, 1.1, threads);
+
+    mask_row(causal ? "one band, causal within" : "one band, full", packed,
+             add_band(0, 0, 8192, 0, 8192, INT32_MAX), 1.02, threads);
+  }
+  const fa_problem large = square_problem(FA_DTYPE_F32, 8192, 2, 64, false);
+  int64_t n = 0;
+  for (int64_t at = 0; at < 8192; at += 1024) n = add_band(n, at, at + 1024, 0, at + 1024, INT32_MAX);
+  mask_row("block causal, 8 blocks of 1024", large, n, 1.1, threads);
+  n = add_band(0, 0, 8192, 0, 3000, INT32_MAX);
+  mask_row("a prefix of 3000 in 8192", large, add_band(n, 3000, 8192, 3000, 8192, 0), 1.1, threads);
+  for (n = 0; n < MAX_BANDS;) n = add_band(n, 2 * n, 2 * n + 2, 2 * n, 2 * n + 2, INT32_MAX);
+  fa_problem many = square_problem(FA_DTYPE_F32, 2 * MAX_BANDS, 1, 64, true), window = many;
+  many.bands_batch = 1, many.num_bands = n, window.window_left = 1;
+  beside_row("10,000 packed sequences of 2, causal, beside a window of 2", &many, words, &window, 0.75, 0,
+             threads);
+}
+
+static int option_rows(int threads) {
+  fa_device_info info;
+  fa_device_get_info((fa_device){FA_DEVICE_CPU, 0}, &info, NULL);
+  printf(
+      "# What masks cost on the CPU\n\n"
+      "%s, kernels %s, %d threads, f32, head_dim 64. Milliseconds forward / backward, with and without by "
+      "turns; "
+      "the share is that\nof the visible cells; the ratios are medians of %d turns.\n\n"
+      "| case | with | without | share | time, of that without | over the share | mark |\n"
+      "|---|---|---|---|---|---|---|\n",
+      info.name, info.features, threads, TURNS);
+  mask_rows(threads);
+  return 0;
+}
+
 int main(int argc, char **argv) {
-  bool quick = false;
+  bool quick = false, options = false;
   int64_t memory_seqlen = 0;
   int threads = omp_get_max_threads();
   for (int i = 1; i < argc; i++) {
@@ -348,12 +484,15 @@ int main(int argc, char **argv) {
       quick = true;
     else if (strcmp(argv[i], "--threads") == 0 && i + 1 < argc)
       threads = atoi(argv[++i]);
+    else if (strcmp(argv[i], "--options") == 0)
+      options = true;
     else if (strcmp(argv[i], "--memory") == 0 && i + 1 < argc)
       memory_seqlen = atoll(argv[++i]);
     else
-      return fprintf(stderr, "usage: %s [--quick] [--memory SEQLEN] [--threads N]\n", argv[0]), 2;
+      return fprintf(stderr, "usage: %s [--quick] [--options] [--memory SEQLEN] [--threads N]\n", argv[0]), 2;
   }
   if (memory_seqlen) return memory_row(memory_seqlen, threads);
+  if (options) return option_rows(threads);
   fa_device_info info;
   fa_device_get_info((fa_device){FA_DEVICE_CPU, 0}, &info, NULL);
   printf("# The CPU backend\n\n%s, kernels %s, 1 and %d threads. GFLOP/s are medians of %d.\n\n", info.name,

@@ -21,6 +21,7 @@ defmodule FlashAttention do
 
       s[i,j] = scale * dot(q[b,i,h], k[b,j,kv])
       s[i,j] = softcap * tanh(s[i,j] / softcap)           where softcap is given
+      s[i,j] = s[i,j] + bias[b,h,i,j]                     where there is a bias
       s[i,j] = s[i,j] - alibi_slopes[b,h] * |i + seqlen_k - seqlen_q - j|    where alibi_slopes are given
       s[i,j] = -infinity                                  where column j is not visible from row i
       lse[i] = log(sum_j exp(s[i,j]) + sum_t exp(sink[t,h]))
@@ -38,6 +39,7 @@ defmodule FlashAttention do
   | `lse`                  | `{batch, num_heads, seqlen_q}`             | `f32` (`f64` with `f64`)               |
   | `sink`, `dsink`        | `{num_sinks, num_heads}`                   | `f32`                                  |
   | `alibi_slopes`, `dalibi_slopes` | `{batch or 1, num_heads}`         | `f32`                                  |
+  | `bias`, `dbias`        | `{batch or 1, num_heads or 1, seqlen_q or 1, seqlen_k}` | as `q`, `f32`, or `u8` (0 hides) |
 
   `num_kv_heads` divides `num_heads` (grouped-query attention). 16-bit types accumulate in f32. A row that sees
   nothing gives `o` 0 and `lse` -infinity (`log(sum exp(sink))` with sinks), never NaN.
@@ -178,7 +180,7 @@ defmodule FlashAttention do
   The gradients `dq`, `dk` and `dv` of a loss whose gradient by `o` is `dout`.
 
   `o` and `lse` come from `forward_with_states/4`, and the options must be those that it was given. With
-  `sink: sink`, `%{sink: dsink}` comes as a fifth element; `alibi_slopes` likewise.
+  `sink: sink`, `%{sink: dsink}` comes as a fifth element; `alibi_slopes` and `bias` likewise.
 
       delta[i]   = dot(o[i], dout[i])
       p[i,j]     = exp(s[i,j] - lse[i])
@@ -188,6 +190,7 @@ defmodule FlashAttention do
       dv[j]      = sum_i p[i,j] * dout[i]
       dsink[t,h] = -sum_{b,i} exp(sink[t,h] - lse[i]) * delta[i]
       dalibi_slopes[b,h] = -sum_{i,j} ds[i,j] * |i + seqlen_k - seqlen_q - j|     (without softcap's derivative)
+      dbias[b,h,i,j]     = ds[i,j]                                                (likewise; summed where it is 1)
 
   Takes the options of `forward/4`.
 

@@ -2,11 +2,11 @@
 %% what is computed and what each option means. Nothing is decided here but how terms are written.
 %%
 %% A tensor is `{Data, Type, Shape}', or a map with these three: elements in a binary, contiguous, in the
-%% machine's byte order; `f32', `f64', `bf16' or `f16'; and a tuple of sizes. Results are written as the first
-%% tensor is. Options are a map or a proplist; the option `mask' is a term that names the function of the Elixir
-%% module `FlashAttention.Mask' and its arguments, `{packed, [3, 2]}' or `{lengths, [2, 3], [{side, left}]}',
-%% or what mask/1 made of one. Whatever is wrong comes back as `{error, Map}', whose `message'
-%% is a sentence.
+%% machine's byte order; `f32', `f64', `bf16' or `f16' (of some options `u8', `s32' or `u32'); and a tuple of
+%% sizes. Results are written as the first tensor is. Options are a map or a proplist; the option `mask' is a term
+%% that names the function of the Elixir module `FlashAttention.Mask' and its arguments, `{packed, [3, 2]}' or
+%% `{lengths, [2, 3], [{side, left}]}', or what mask/1 made of one. Whatever is wrong comes back as
+%% `{error, Map}', whose `message' is a sentence.
 -module(flash_attention).
 
 -export([forward/3, forward/4, forward_with_states/3, forward_with_states/4]).
@@ -15,7 +15,7 @@
 
 -export_type([tensor/0, options/0, mask/0, states/0, error/0]).
 
--type type() :: f32 | f64 | bf16 | f16 | {f, 16 | 32 | 64} | {bf, 16}.
+-type type() :: f32 | f64 | bf16 | f16 | u8 | s32 | u32 | {f, 16 | 32 | 64} | {bf, 16} | {u, 8 | 32} | {s, 32}.
 -type tensor() :: {Data :: term(), type(), Shape :: tuple()}
                 | #{data := term(), type := type(), shape := tuple()}.
 -type options() :: #{atom() => term()} | [{atom(), term()} | atom()].
@@ -138,6 +138,9 @@ type(f32) -> {f, 32};
 type(f64) -> {f, 64};
 type(f16) -> {f, 16};
 type(bf16) -> {bf, 16};
+type(u8) -> {u, 8};
+type(s32) -> {s, 32};
+type(u32) -> {u, 32};
 type(Type) -> Type.
 
 %% As a keyword list, or the error of a mask.
@@ -151,7 +154,8 @@ options(Options) when is_list(Options) ->
 options(Other) -> Other.
 
 option({Key, undefined}) -> {Key, nil};
-option({sink, Sink}) -> {sink, in(Sink)};
+option({Key, Tensor}) when Key =:= sink; Key =:= alibi_slopes; Key =:= bias; Key =:= dropout_seed ->
+    {Key, in(Tensor)};
 option({mask, Mask}) when is_tuple(Mask) -> {mask, unwrap(to_mask(Mask))};
 option(Option) -> Option.
 

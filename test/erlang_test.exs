@@ -30,6 +30,24 @@ defmodule ErlangTest do
     end
   end
 
+  test "biases and slopes are tensors too, and have their gradients" do
+    options = [alibi_slopes: 1, bias: {:f32, {1, 2, 1, 5}}]
+    %{q: q, k: k, v: v, dout: dout, opts: opts} = problem(2, :f32, {1, 4, 5, 2, 1, 3}, options)
+    {o, lse} = FlashAttention.forward_with_states!(q, k, v, opts)
+    {dq, dk, dv, optional} = FlashAttention.backward!(dout, q, k, v, o, lse, opts)
+    given = %{alibi_slopes: tuple(opts[:alibi_slopes]), bias: map(opts[:bias])}
+    optional = for {name, gradient} <- optional, into: %{}, do: {name, tuple(gradient)}
+    [eq, ek, ev, edout, eo, elses] = Enum.map([q, k, v, dout, o, lse], &tuple/1)
+    assert map_size(optional) == 2
+
+    assert :flash_attention.backward(edout, eq, ek, ev, eo, elses, given) ==
+             {:ok, tuple(dq), tuple(dk), tuple(dv), optional}
+
+    hidden = <<1, 0, 1, 1, 0>>
+    o = FlashAttention.forward!(q, k, v, bias: FlashAttention.Tensor.new(hidden, {:u, 8}, {1, 1, 1, 5}))
+    assert :flash_attention.forward(eq, ek, ev, bias: {hidden, :u8, {1, 1, 1, 5}}) == {:ok, tuple(o)}
+  end
+
   test "options have their defaults; atoms of a proplist are true; types are written in two ways" do
     %{q: q} = problem(1, :f32, {1, 5, 5, 2, 2, 3}, [])
     {:ok, o, lse} = :flash_attention.forward_with_states(tuple(q), tuple(q), tuple(q))

@@ -20,12 +20,17 @@ defmodule FlashAttentionTest do
     {{2, 10, 6, 4, 2, 3}, [sink: 1]},
     {{1, 15, 15, 2, 2, 8}, [sink: 3, softcap: 2, window: {2, 0}]},
     {{2, 9, 13, 4, 2, 5}, [alibi_slopes: 1]},
-    {{2, 12, 7, 2, 2, 3}, [alibi_slopes: 2, sink: 1, softcap: 1.5, causal: false]}
+    {{2, 12, 7, 2, 2, 3}, [alibi_slopes: 2, sink: 1, softcap: 1.5, causal: false]},
+    {{2, 7, 11, 4, 2, 5}, [bias: {nil, {1, 4, 7, 11}}]},
+    {{2, 9, 9, 2, 1, 3}, [bias: {:f32, {2, 1, 1, 9}}, softcap: 2, causal: false, alibi_slopes: 1]},
+    {{1, 8, 13, 3, 3, 4}, [bias: {nil, {1, 1, 8, 13}}, sink: 1, window: {5, 1}, constant_bias: true]},
+    {{2, 10, 10, 2, 2, 4}, [bias: {:u8, {2, 1, 1, 10}}]},
+    {{1, 6, 9, 2, 1, 3}, [bias: {:u8, {1, 2, 6, 9}}, causal: false, sink: 1]}
   ]
 
   for {{sizes, opts}, index} <- Enum.with_index(@cases), type <- [:f32, :f64, :bf16, :f16] do
     test "#{type} #{inspect(sizes)} #{inspect(opts)}: forward and backward are those of the definition" do
-      check_case(unquote(index), unquote(type), unquote(Macro.escape(sizes)), unquote(opts))
+      check_case(unquote(index), unquote(type), unquote(Macro.escape(sizes)), unquote(Macro.escape(opts)))
     end
   end
 
@@ -46,7 +51,13 @@ defmodule FlashAttentionTest do
     grads = named(FlashAttention.backward(dout, q, k, v, o, lse, opts))
     naive = named(FlashAttention.backward(dout, q, k, v, naive_o, naive_lse, naive_opts))
     exact = PlainAttention.backward(dout, q, k, v, opts)
-    optional = for name <- [:sink, :alibi_slopes], tensor = opts[name], do: {:"d#{name}", tensor}
+
+    optional =
+      for name <- [:sink, :alibi_slopes, :bias],
+          tensor = opts[name],
+          tensor.type != {:u, 8} and not (name == :bias and opts[:constant_bias] == true),
+          do: {:"d#{name}", tensor}
+
     assert Enum.sort(Map.keys(grads)) == Enum.sort([:dk, :dq, :dv] ++ Keyword.keys(optional))
 
     for {name, grad} <- grads,

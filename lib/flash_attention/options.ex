@@ -51,6 +51,15 @@ defmodule FlashAttention.Options do
           "from the one beside its row, `abs(i + seqlen_k - seqlen_q - j)` (in a mask, within each band). With it, the " <>
           "backward returns `%{alibi_slopes: dalibi_slopes}` too."
     ],
+    bias: [
+      type: :tensor,
+      default: nil,
+      default_doc: "none",
+      doc:
+        "Added to the scores, after `softcap`: `[batch or 1, num_heads or 1, seqlen_q or 1, seqlen_k]`, in q's type or f32; " <>
+          "-infinity hides. Of u8 it is a mask: 0 hides, and nothing is added. With it, unless of u8 or with " <>
+          "`constant_bias`, the backward returns `%{bias: dbias}` too."
+    ],
     mask: [
       type: :mask,
       default: nil,
@@ -82,7 +91,7 @@ defmodule FlashAttention.Options do
     constant_bias: [
       type: :boolean,
       default: false,
-      doc: "Whether the backward leaves out the gradient by a bias."
+      doc: "Whether the backward leaves out the gradient by a `bias`."
     ],
     keep: [
       type: {:in, [:device]},
@@ -126,7 +135,7 @@ defmodule FlashAttention.Options do
 
       iex> {:error, error} = FlashAttention.Options.parse(casual: false)
       iex> Exception.message(error)
-      "opts: expected keys among causal, scale, window, softcap, sink, alibi_slopes, mask, device, precision, deterministic, constant_bias, keep, results, got :casual"
+      "opts: expected keys among causal, scale, window, softcap, sink, alibi_slopes, bias, mask, device, precision, deterministic, constant_bias, keep, results, got :casual"
   """
   @spec parse(keyword, [atom]) :: {:ok, parsed} | {:error, Error.t()}
   def parse(opts, keys \\ keys()) do

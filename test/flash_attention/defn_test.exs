@@ -28,11 +28,13 @@ defmodule FlashAttention.DefnTest do
     {{1, 6, 9, 4, 2, 7}, [causal: false, window: {4, 1}, sink: 2]},
     {{3, 8, 8, 2, 2, 3}, [sink: 1, softcap: 1.5, deterministic: true]},
     {{2, 7, 9, 4, 2, 3}, [alibi_slopes: 2, window: {3, 2}, causal: false]},
-    {{2, 9, 6, 2, 1, 4}, [alibi_slopes: 1, sink: 1]}
+    {{2, 9, 6, 2, 1, 4}, [alibi_slopes: 1, sink: 1]},
+    {{2, 7, 9, 4, 2, 3}, [bias: {nil, {1, 4, 7, 9}}]},
+    {{2, 6, 6, 2, 2, 3}, [bias: {:f32, {2, 1, 1, 6}}, causal: false, softcap: 2.0]}
   ]
 
   # Options that are tensors.
-  @optional [:sink, :alibi_slopes]
+  @optional [:sink, :alibi_slopes, :bias]
 
   defp nx(%{data: data, type: type, shape: shape}), do: data |> Nx.from_binary(type) |> Nx.reshape(shape)
 

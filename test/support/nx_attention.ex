@@ -21,6 +21,7 @@ if Code.ensure_loaded?(Nx) do
 
       s = if cap = opts[:softcap], do: Nx.multiply(Nx.tanh(Nx.divide(s, cap)), cap), else: s
       s = if slopes = opts[:alibi_slopes], do: Nx.subtract(s, distances(slopes, s)), else: s
+      s = if bias = opts[:bias], do: biased(s, bias), else: s
       # Nx's gradient of a maximum with -infinity in it is NaN, so what is not visible is merely out of reach.
       s = Nx.select(Nx.broadcast(visible(seqlen_q, seqlen_k, opts), s), s, Nx.tensor(-1.0e30, type: type))
 
@@ -39,6 +40,17 @@ if Code.ensure_loaded?(Nx) do
     def attention(q, k, v, opts \\ []), do: attention_with_lse(q, k, v, opts) |> elem(0)
 
     defp nils(count), do: List.duplicate(nil, count)
+
+    defp biased(s, bias) do
+      {_, num_kv_heads, group, _, _} = Nx.shape(s)
+      {batch, heads, rows, columns} = Nx.shape(bias)
+      {kv, group} = if heads == 1, do: {1, 1}, else: {num_kv_heads, group}
+      cells = Nx.reshape(bias, {batch, kv, group, rows, columns})
+
+      if Nx.type(bias) == {:u, 8},
+        do: Nx.select(Nx.broadcast(cells, s), s, Nx.tensor(-1.0e30, type: Nx.type(s))),
+        else: Nx.add(s, Nx.as_type(cells, Nx.type(s)))
+    end
 
     # [batch, num_kv_heads, group, seqlen_q, seqlen_k]
     defp distances(slopes, s) do

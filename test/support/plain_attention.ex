@@ -23,7 +23,7 @@ defmodule FlashAttention.Test.PlainAttention do
 
     # One map of sums for everything; each visible pair of row and column adds to three vectors.
     sums =
-      for {{b, _i, h} = at, row} <- rows, reduce: %{} do
+      for {{b, i, h} = at, row} <- rows, reduce: %{} do
         sums ->
           dout = douts[at]
           delta = dot(row.o, dout)
@@ -42,6 +42,7 @@ defmodule FlashAttention.Test.PlainAttention do
 
               sums
               |> add({:dalibi_slopes, {problem.slope_batch.(b), h}}, [-gradient * s.distance])
+              |> add({:dbias, problem.bias_place.({b, h, i, j})}, [gradient])
               |> add({:dq, at}, scaled(problem.k[column], problem.scale * ds))
               |> add({:dk, column}, scaled(problem.q[at], problem.scale * ds))
               |> add({:dv, column}, scaled(dout, p))
@@ -57,7 +58,8 @@ defmodule FlashAttention.Test.PlainAttention do
       dk: Enum.flat_map(keys(k), &Map.get(sums, {:dk, &1}, zero)),
       dv: Enum.flat_map(keys(v), &Map.get(sums, {:dv, &1}, zero)),
       dsink: Enum.flat_map(of_heads.(problem.num_sinks), &Map.get(sums, {:dsink, &1}, [0.0])),
-      dalibi_slopes: Enum.flat_map(of_heads.(problem.num_slopes), &Map.get(sums, {:dalibi_slopes, &1}, [0.0]))
+      dalibi_slopes: Enum.flat_map(of_heads.(problem.num_slopes), &Map.get(sums, {:dalibi_slopes, &1}, [0.0])),
+      dbias: Enum.flat_map(places(opts[:bias]), &Map.get(sums, {:dbias, &1}, [0.0]))
     }
   end
 
@@ -80,6 +82,10 @@ defmodule FlashAttention.Test.PlainAttention do
       num_sinks: if(opts[:sink], do: elem(opts[:sink].shape, 0), else: 0),
       slopes: if(opts[:alibi_slopes], do: opts[:alibi_slopes] |> to_list() |> Enum.chunk_every(num_heads)),
       num_slopes: if(opts[:alibi_slopes], do: elem(opts[:alibi_slopes].shape, 0), else: 0),
+      bias:
+        opts[:bias] |> places() |> Enum.zip(if(opts[:bias], do: to_list(opts[:bias]), else: [])) |> Map.new(),
+      hides?: match?(%{type: {:u, 8}}, opts[:bias]),
+      bias_place: bias_place(opts[:bias]),
       slope_batch: if(match?(%{shape: {1, _}}, opts[:alibi_slopes]), do: fn _b -> 0 end, else: & &1)
     }
 
@@ -90,13 +96,26 @@ defmodule FlashAttention.Test.PlainAttention do
         visible =
           for j <- indices(seqlen_k), diagonal - j <= left, j - diagonal <= right, do: {j, abs(diagonal - j)}
 
-        {{b, i, h}, row(problem, {b, i, h}, visible, head_dim)}
+        hidden? = fn {j, _} -> problem.hides? and problem.bias[problem.bias_place.({b, h, i, j})] == 0 end
+        {{b, i, h}, row(problem, {b, i, h}, Enum.reject(visible, hidden?), head_dim)}
       end
 
     {problem, rows}
   end
 
-  defp row(problem, {b, _i, h} = at, visible, head_dim) do
+  defp places(nil), do: []
+
+  defp places(%{shape: {batch, heads, rows, columns}}),
+    do:
+      for(b <- indices(batch), h <- indices(heads), i <- indices(rows), j <- indices(columns), do: {b, h, i, j})
+
+  # Where the bias of a cell lies, whose first three axes may be 1.
+  defp bias_place(nil), do: fn _cell -> nil end
+
+  defp bias_place(%{shape: {batch, heads, rows, _}}),
+    do: fn {b, h, i, j} -> {min(b, batch - 1), min(h, heads - 1), min(i, rows - 1), j} end
+
+  defp row(problem, {b, i, h} = at, visible, head_dim) do
     kv = div(h, problem.group)
 
     scores =
@@ -107,7 +126,8 @@ defmodule FlashAttention.Test.PlainAttention do
         slope =
           if problem.slopes, do: problem.slopes |> Enum.at(problem.slope_batch.(b)) |> Enum.at(h), else: 0.0
 
-        {j, %{capped: capped, distance: distance, sum: capped - slope * distance}}
+        bias = if problem.hides?, do: 0.0, else: Map.get(problem.bias, problem.bias_place.({b, h, i, j}), 0.0)
+        {j, %{capped: capped, distance: distance, sum: capped + bias - slope * distance}}
       end
 
     sinks = Enum.map(problem.sinks, &Enum.at(&1, h))

@@ -10,12 +10,20 @@ defmodule FlashAttention.Test.Tensors do
   def random(seed, type, shape),
     do: shape |> Tuple.to_list() |> Enum.product() |> Values.random(seed) |> from_list(type, shape)
 
+  # Of u8, a third is hidden.
+  defp bias(seed, :u8, shape) do
+    values = seed |> random(:f64, shape) |> to_list()
+    Tensor.new(for(x <- values, into: <<>>, do: <<if(x > -0.4, do: 1, else: 0)>>), {:u, 8}, shape)
+  end
+
+  defp bias(seed, type, shape), do: random(seed, type, shape)
+
   def from_list(values, type, shape),
     do: Tensor.new(Values.encode(values, Map.fetch!(@types, type)), type, shape)
 
   @doc """
-  Random inputs of both passes, and options, of which these become random tensors: `sink: count` and
-  `alibi_slopes: batch`.
+  Random inputs of both passes, and options, of which these become random tensors: `sink: count`,
+  `alibi_slopes: batch` and `bias: {type, shape}`, whose type `nil` stands for that of q.
   """
   def problem(seed, type, {batch, seqlen_q, seqlen_k, num_heads, num_kv_heads, head_dim}, opts) do
     queries = {batch, seqlen_q, num_heads, head_dim}
@@ -26,16 +34,21 @@ defmodule FlashAttention.Test.Tensors do
           size = opts[name],
           do: {name, random(10 * seed + place, :f32, {size, num_heads})}
 
+    bias =
+      for {bias_type, shape} <- List.wrap(opts[:bias]),
+          do: {:bias, bias(10 * seed + 7, bias_type || type, shape)}
+
     %{
       q: random(10 * seed + 1, type, queries),
       k: random(10 * seed + 2, type, keys),
       v: random(10 * seed + 3, type, keys),
       dout: random(10 * seed + 4, type, queries),
-      opts: Keyword.merge(opts, optional)
+      opts: Keyword.merge(opts, optional ++ bias)
     }
   end
 
   @doc "The values of a tensor; an atom where one is no finite number."
+  def to_list(%Tensor{data: data, type: {:u, 8}}), do: :binary.bin_to_list(data)
   def to_list(%Tensor{data: data, type: type}), do: Values.decode(data, type)
 
   @doc "The same values in another type; exact where that type is wider."

@@ -111,7 +111,7 @@ if FlashAttention.Defn.supported?() do
 
       {gradients, []} =
         Enum.map_reduce(inputs, gradients, fn {name, input}, gradients ->
-          if has_gradient?(input) do
+          if has_gradient?(name, input, opts) do
             [gradient | gradients] = gradients
             {linear(gradient, name, dout, inputs, opts), gradients}
           else
@@ -123,7 +123,8 @@ if FlashAttention.Defn.supported?() do
     end
 
     # Whole numbers are not computed with.
-    defp has_gradient?(%{type: {class, _bits}}), do: class not in [:s, :u]
+    defp has_gradient?(name, %{type: {class, _bits}}, opts),
+      do: class not in [:s, :u] and not (name == :bias and opts[:constant_bias] == true)
 
     # A gradient is linear in dout, and what that adds to it is the derivative of o along the direction in which the
     # gradient's input moves. In the inputs it is not, and their gradient is not there: should it be asked for, the
@@ -170,6 +171,9 @@ if FlashAttention.Defn.supported?() do
           raise Error.from_native(error)
       end
     end
+
+    # A bias may be f32 beside tensors of f64, and no narrower.
+    defp in_f64(:bias, %{type: {_class, 16}} = tensor), do: in_f64(:bias, Nx.as_type(tensor, :f32))
 
     defp in_f64(name, tensor) do
       tensor = if name in @optional_names, do: tensor, else: Nx.as_type(tensor, :f64)
