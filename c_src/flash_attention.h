@@ -615,6 +615,62 @@ FA_API fa_status fa_merge_backward(const fa_merge *merge, fa_device device, cons
                                    fa_error *error);
 
 /* ---------------------------------------------------------------------------------------------------
+ * Ranks: sums of gradients, and exchanges between GPUs
+ * ------------------------------------------------------------------------------------------------- */
+
+/* Of keys that several ranks see, each gives a part of dk and dv; of rows that see keys in several parts, each
+ * part gives a dq. Their sum is made in f32 (f64 where dtype is), part by part, and rounded once. */
+typedef enum fa_sum_step {
+  FA_SUM_BEGIN, /* sum = part */
+  FA_SUM_ADD,   /* sum = sum + part */
+  FA_SUM_ROUND  /* part = sum */
+} fa_sum_step;
+
+/* One step of count elements, which lie contiguously on the device; part is of type dtype: f32, bf16, f16, or
+ * f64 on the CPU. Enqueues on the stream of a GPU. */
+FA_API fa_status fa_sum(fa_device device, fa_sum_step step, void *sum, void *part, fa_dtype dtype,
+                        int64_t count, void *stream, fa_error *error);
+
+/* A link connects one GPU each of num_ranks ranks, be they threads of a process or processes of several
+ * machines, by NCCL: libnccl.so.2 is loaded when the first one is made. FA_STATUS_UNSUPPORTED where it is not
+ * there, and on devices that have no such links.
+ *
+ * Rank 0 makes the id and gives it to the others by whatever way there is. */
+#define FA_LINK_ID_BYTES 128
+typedef struct fa_link fa_link;
+
+FA_API fa_status fa_link_make_id(fa_device device, unsigned char id[FA_LINK_ID_BYTES], fa_error *error);
+
+/* Returns when all ranks have called it, or with an error when they have not within so many milliseconds. */
+FA_API fa_status fa_link_new(fa_device device, const unsigned char id[FA_LINK_ID_BYTES], int32_t num_ranks,
+                             int32_t rank, int64_t timeout_ms, fa_link **link, fa_error *error);
+
+/* Contiguous memory of the device that goes to a rank, or comes from it. */
+typedef struct fa_transfer {
+  void *memory;
+  size_t bytes;
+  int32_t rank;
+  bool is_received;
+} fa_transfer;
+
+/* Begins transfers, which run beside other work of the device; what they read must be there. The n-th one to a
+ * rank meets the n-th one that this rank receives from here, and both must be as long. The exchange is for
+ * fa_link_await, once; until then the memory belongs to it. */
+typedef struct fa_exchange fa_exchange;
+FA_API fa_status fa_link_begin(fa_link *link, const fa_transfer *transfers, int32_t num_transfers,
+                               fa_exchange **exchange, fa_error *error);
+
+/* Waits for the exchange's end. After an error the link is good for nothing but being freed. */
+FA_API fa_status fa_link_await(fa_link *link, fa_exchange *exchange, fa_error *error);
+
+/* Ends all exchanges, whose ranks may be gone, and returns when none uses its memory any longer: calls under
+ * way in other threads return with an error, as later ones do. */
+FA_API void fa_link_abort(fa_link *link);
+
+/* Aborts and frees the link, which nobody uses any longer. */
+FA_API void fa_link_free(fa_link *link);
+
+/* ---------------------------------------------------------------------------------------------------
  * XLA: the passes as custom calls
  * ------------------------------------------------------------------------------------------------- */
 

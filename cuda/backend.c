@@ -562,4 +562,6 @@ const fa_backend fa_cuda_backend = {.kind = FA_DEVICE_CUDA,
                                     .run = run,
                                     .unpack = unpack,
                                     .merge = fa_cuda_merge,
-                                    .memory = &fa_cuda_memory};
+                                    .sum = fa_cuda_sum,
+                                    .memory = &fa_cuda_memory,
+                                    .link = &fa_cuda_link};

@@ -42,6 +42,22 @@ typedef struct fa_memory_ops {
   fa_status (*synchronize)(int32_t index, void *stream, fa_error *error);
 } fa_memory_ops;
 
+/* What fa_link_new and the like do. A link begins with a pointer to these. */
+typedef struct fa_link_ops {
+  fa_status (*make_id)(unsigned char *id, fa_error *error);
+  fa_status (*new_link)(int32_t index, const unsigned char *id, int32_t num_ranks, int32_t rank,
+                        int64_t timeout_ms, fa_link **link, fa_error *error);
+  fa_status (*begin)(fa_link *link, const fa_transfer *transfers, int32_t num_transfers, fa_exchange **exchange,
+                     fa_error *error);
+  fa_status (*await)(fa_link *link, fa_exchange *exchange, fa_error *error);
+  void (*abort)(fa_link *link);
+  void (*free)(fa_link *link);
+} fa_link_ops;
+
+struct fa_link {
+  const fa_link_ops *ops;
+};
+
 typedef struct fa_backend {
   fa_device_kind kind;
 
@@ -67,8 +83,15 @@ typedef struct fa_backend {
   fa_status (*merge)(const fa_merge *merge, bool is_backward, int32_t index, const fa_execution *execution,
                      fa_error *error);
 
+  /* fa_sum, of at least one element. NULL where there is none. */
+  fa_status (*sum)(int32_t index, fa_sum_step step, void *sum, void *part, fa_dtype dtype, int64_t count,
+                   void *stream, fa_error *error);
+
   /* NULL where the device's memory is the host's. */
   const fa_memory_ops *memory;
+
+  /* NULL where no links connect devices. */
+  const fa_link_ops *link;
 } fa_backend;
 
 /* Whether FLASH_ATTENTION_DISABLE lists a feature: "avx512,avx2,sm90". For tests, and for comparing. */

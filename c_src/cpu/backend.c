@@ -12,6 +12,7 @@
 #include "../core/processors.h"
 #include "../core/threads.h"
 #include "kernels.h"
+#include "sum.h"
 
 /* The best instruction set that this processor has. */
 static const fa_cpu_kernels *kernels_here(const char **isa) {
@@ -208,4 +209,5 @@ const fa_backend fa_cpu_backend = {.kind = FA_DEVICE_CPU,
                                    .device_info = device_info,
                                    .plan = plan_cpu,
                                    .run = run_cpu,
-                                   .merge = merge_cpu};
+                                   .merge = merge_cpu,
+                                   .sum = fa_cpu_sum};

@@ -57,7 +57,7 @@ static void pinned_collected(ErlNifEnv *env, void *memory) {
   if (pinned->data) fa_host_free(pinned->device, pinned->data, NULL);
 }
 
-static ErlNifResourceType *open_type(ErlNifEnv *env, const char *name, ErlNifResourceDtor *collected) {
+ErlNifResourceType *fa_open_type(ErlNifEnv *env, const char *name, ErlNifResourceDtor *collected) {
   char own[64];
   snprintf(own, sizeof own, "%s of %p", name, (void *)&memory_type);
   return enif_open_resource_type(env, NULL, own, collected, ERL_NIF_RT_CREATE | ERL_NIF_RT_TAKEOVER, NULL);
@@ -68,8 +68,8 @@ static ErlNifResourceType *open_type(ErlNifEnv *env, const char *name, ErlNifRes
  * allocated it, and a reference to it is none to the other. A module that is loaded again with the same library
  * takes its types over. */
 bool fa_memory_open_types(ErlNifEnv *env) {
-  memory_type = open_type(env, "device_memory", memory_collected);
-  pinned_type = open_type(env, "pinned_memory", pinned_collected);
+  memory_type = fa_open_type(env, "device_memory", memory_collected);
+  pinned_type = fa_open_type(env, "pinned_memory", pinned_collected);
   return memory_type && pinned_type;
 }
 

@@ -4,7 +4,10 @@
 
 #include "terms.h"
 
+/* Types of resources, which belong to this load of the library. */
+ErlNifResourceType *fa_open_type(ErlNifEnv *env, const char *name, ErlNifResourceDtor *collected);
 bool fa_memory_open_types(ErlNifEnv *env);
+bool fa_link_open_types(ErlNifEnv *env);
 
 /* Memory of a device: a resource, whose term is a reference. */
 typedef struct fa_memory fa_memory;

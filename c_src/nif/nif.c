@@ -6,7 +6,7 @@
 static int load(ErlNifEnv *env, void **priv_data, ERL_NIF_TERM info) {
   (void)priv_data, (void)info;
   fa_atoms_init(env);
-  return fa_memory_open_types(env) ? 0 : 1;
+  return fa_memory_open_types(env) && fa_link_open_types(env) ? 0 : 1;
 }
 
 /* Atoms are the same in every instance, and new code takes over the old one's memory: it loads as the first
@@ -28,6 +28,14 @@ static ErlNifFunc functions[] = {
     {"read", 1, fa_nif_read, ERL_NIF_DIRTY_JOB_IO_BOUND},
     {"trim", 1, fa_nif_trim, ERL_NIF_DIRTY_JOB_IO_BOUND},
     {"set_pinned_limit", 1, fa_nif_set_pinned_limit, ERL_NIF_DIRTY_JOB_IO_BOUND},
+    {"allocate", 2, fa_nif_allocate, ERL_NIF_DIRTY_JOB_IO_BOUND},
+    {"upload", 2, fa_nif_upload, ERL_NIF_DIRTY_JOB_IO_BOUND},
+    {"sum", 3, fa_nif_sum, ERL_NIF_DIRTY_JOB_CPU_BOUND},
+    {"link_id", 1, fa_nif_link_id, ERL_NIF_DIRTY_JOB_IO_BOUND},
+    {"link_open", 5, fa_nif_link_open, ERL_NIF_DIRTY_JOB_IO_BOUND},
+    {"link_begin", 2, fa_nif_link_begin, ERL_NIF_DIRTY_JOB_IO_BOUND},
+    {"link_await", 1, fa_nif_link_await, ERL_NIF_DIRTY_JOB_IO_BOUND},
+    {"link_abort", 1, fa_nif_link_abort, ERL_NIF_DIRTY_JOB_IO_BOUND},
     {"register_xla", 1, fa_nif_register_xla, ERL_NIF_DIRTY_JOB_IO_BOUND},
 };
 

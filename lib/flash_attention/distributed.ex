@@ -38,9 +38,9 @@ defmodule FlashAttention.Distributed do
   """
 
   alias FlashAttention.{Error, Native, Options, TensorLike}
-  alias FlashAttention.Distributed.{Deal, Group, Inbox, Messages, Passes, Ranges, Stages, States}
+  alias FlashAttention.Distributed.{Deal, Group, Inbox, Messages, NCCL, Passes, Ranges, Stages, States}
 
-  @transports %{messages: Messages}
+  @transports %{messages: Messages, nccl: NCCL}
   @timeout 60_000
 
   @typedoc "See `FlashAttention`."
@@ -55,7 +55,7 @@ defmodule FlashAttention.Distributed do
   connected (`Node.connect/1`). Options:
 
     * `:device` - as in `FlashAttention.forward/4`, but one device; the default is `:auto`
-    * `:transport` - `:messages`, see `FlashAttention.Distributed.Transport`
+    * `:transport` - `:messages`, the default, or `:nccl`, between GPUs; see `FlashAttention.Distributed.Transport`
     * `:timeout` - how many milliseconds any wait for another rank may take, here and in later calls; default
       60,000. It has to be longer than a rank computes in one stage. `:infinity` waits until a rank is gone.
 
@@ -238,15 +238,16 @@ defmodule FlashAttention.Distributed do
   `:deterministic` of `FlashAttention.forward/4`; what rows see is the deal's. And
 
     * `:stages` - in how many stages at most the columns of other ranks come: more of them overlap better and hold fewer
-      columns at a time, fewer are larger problems; default 4
+      columns at a time, fewer are larger problems; 1 to 31, default 4
   """
   @spec forward(Group.t(), Deal.t(), tensor, tensor, tensor, keyword) ::
           {:ok, tensor, States.t()} | {:error, Error.t()}
   def forward(%Group{} = group, %Deal{} = deal, q, k, v, opts \\ []) do
     call(group, fn -> forward_problem(group, deal, q, k, v, opts) end, fn number, problem ->
-      with {:ok, o, lse} <- Passes.forward(group, number, problem) do
+      with {:ok, o, lse} <- Passes.forward(group, number, problem),
+           {:ok, result} <- deliver(o, problem.on_host) do
         states = %States{deal: deal, number: number, problem: problem, o: o, lse: lse}
-        {:ok, {TensorLike.from_native(q, o, problem.names.q), states}}
+        {:ok, {TensorLike.from_native(q, result, problem.names.q), states}}
       end
     end)
     |> case do
@@ -273,7 +274,8 @@ defmodule FlashAttention.Distributed do
     call(group, fn -> backward_problem(group, dout, states, opts, reduce) end, fn number, dout ->
       with {:ok, gradients} <-
              Passes.backward(group, number, problem, %{dout: dout, o: states.o, lse: states.lse}),
-           do: reduce_sink(group, number, gradients, reduce)
+           {:ok, gradients} <- reduce_sink(group, number, gradients, reduce),
+           do: deliver_all(gradients, problem.on_host)
     end)
     |> case do
       {:ok, gradients} -> gradients(gradients, dout, problem.names)
@@ -291,9 +293,28 @@ defmodule FlashAttention.Distributed do
     end
   end
 
+  # Results lie where q did.
+  defp deliver({memory, type, shape}, true) when is_reference(memory) do
+    case Native.read(memory) do
+      {:ok, data} -> {:ok, {data, type, shape}}
+      {:error, error} -> {:error, Error.from_native(error)}
+    end
+  end
+
+  defp deliver(tensor, _on_host), do: {:ok, tensor}
+
+  defp deliver_all(tensors, on_host) do
+    Enum.reduce_while(tensors, {:ok, %{}}, fn {name, tensor}, {:ok, delivered} ->
+      case deliver(tensor, on_host) do
+        {:ok, tensor} -> {:cont, {:ok, Map.put(delivered, name, tensor)}}
+        {:error, error} -> {:halt, {:error, error}}
+      end
+    end)
+  end
+
   # Every rank adds the same numbers in the same order.
   defp reduce_sink(group, number, %{dsink: dsink} = gradients, reduce) when reduce != :none do
-    with {:ok, {data, type, shape}} <- Messages.bring(group, dsink),
+    with {:ok, {data, type, shape}} <- deliver(dsink, true),
          {:ok, shares} <- Passes.share(group, {number, :dsink}, data) do
       sums = 0..(group.num_ranks - 1) |> Enum.map(&floats(shares[&1])) |> Enum.zip_with(&Enum.sum/1)
       divisor = if reduce == :avg, do: group.num_ranks, else: 1
@@ -317,7 +338,7 @@ defmodule FlashAttention.Distributed do
     with :ok <- check_deal(group, deal),
          :ok <- check_stages(num_stages),
          {:ok, options} <- Options.parse(opts, @forward_options),
-         {:ok, tensors, names} <- read(group, [q: q, k: k, v: v] ++ Map.to_list(options.tensors)),
+         {:ok, tensors, names, on_host} <- read(group, [q: q, k: k, v: v] ++ Map.to_list(options.tensors)),
          :ok <- check_rows(tensors.q, :q, deal, group.rank, :rows),
          :ok <- check_rows(tensors.k, :k, deal, group.rank, :columns),
          :ok <- check_batch(tensors.q, deal),
@@ -329,11 +350,12 @@ defmodule FlashAttention.Distributed do
         targets: Stages.targets(deal, group.rank, num_stages),
         tensors: tensors,
         names: names,
+        on_host: on_host,
         native: native
       }
 
       {:ok,
-       [call: "forward", deal: "number #{:erlang.phash2(deal, 0x1_0000_0000)}", stages: num_stages] ++
+       [call: "forward", deal: "number #{hash(deal)}", stages: num_stages] ++
          describe(tensors) ++ native, problem}
     end
   end
@@ -342,7 +364,7 @@ defmodule FlashAttention.Distributed do
     with :ok <- check_keys(opts, [:reduce]),
          {:ok, _reduce} <- one_of(:reduce, reduce, %{none: :none, sum: :sum, avg: :avg}),
          :ok <- check_deal(group, states.deal),
-         {:ok, %{dout: dout}, _names} <- read(group, dout: dout),
+         {:ok, %{dout: dout}, _names, _on_host} <- read(group, dout: dout),
          :ok <- check_like(dout, states.problem.tensors.q) do
       {:ok, [call: "backward", states: "those of call #{states.number}", reduce: reduce], dout}
     end
@@ -355,7 +377,8 @@ defmodule FlashAttention.Distributed do
 
     sink =
       case tensors do
-        %{sink: {data, _type, shape}} -> "#{inspect(shape)} of number #{:erlang.phash2(data, 0x1_0000_0000)}"
+        %{sink: {data, _type, shape}} when is_binary(data) -> "#{inspect(shape)} of number #{hash(data)}"
+        %{sink: {_memory, _type, shape}} -> inspect(shape)
         _ -> "none"
       end
 
@@ -369,12 +392,16 @@ defmodule FlashAttention.Distributed do
     ]
   end
 
-  defp read(group, tensors) do
-    Enum.reduce_while(tensors, {:ok, %{}, %{}}, fn {name, tensor}, {:ok, read, names} ->
+  defp hash(term), do: :erlang.phash2(term, 0x1_0000_0000)
+
+  # The tensors where the transport wants them, the names of their axes, and whether the first one was the host's.
+  defp read(group, [{first, _} | _] = tensors) do
+    Enum.reduce_while(tensors, {:ok, %{}, %{}, true}, fn {name, tensor}, {:ok, read, names, on_host} ->
       with implementation when implementation != nil <- TensorLike.impl_for(tensor),
-           {:ok, native, axis_names} <- implementation.to_native(tensor, group.device),
+           {:ok, {data, _, _} = native, axis_names} <- implementation.to_native(tensor, group.device),
            {:ok, native} <- group.transport.bring(group, native) do
-        {:cont, {:ok, Map.put(read, name, native), Map.put(names, name, axis_names)}}
+        on_host = if name == first, do: is_binary(data), else: on_host
+        {:cont, {:ok, Map.put(read, name, native), Map.put(names, name, axis_names), on_host}}
       else
         nil -> {:halt, {:error, Error.invalid(name, "a tensor", Error.show(tensor))}}
         {:error, %Error{} = error} -> {:halt, {:error, error}}
@@ -390,8 +417,9 @@ defmodule FlashAttention.Distributed do
       {:error,
        Error.invalid(:deal, "one for #{group.num_ranks} ranks as in the group", "one for #{deal.num_ranks}")}
 
-  defp check_stages(num) when is_integer(num) and num > 0, do: :ok
-  defp check_stages(num), do: {:error, Error.invalid(:stages, "a whole number of at least 1", Error.show(num))}
+  # One merge takes 32 parts.
+  defp check_stages(num) when num in 1..31, do: :ok
+  defp check_stages(num), do: {:error, Error.invalid(:stages, "a whole number from 1 to 31", Error.show(num))}
 
   defp check_rows({_data, _type, shape}, name, deal, rank, axis) do
     count = deal |> Deal.ranges!(rank, axis) |> Ranges.count()

@@ -213,6 +213,87 @@ defmodule FlashAttention.Native do
   def set_pinned_limit(bytes), do: once_loaded(:set_pinned_limit, [bytes])
 
   @doc """
+  Memory of a device, which is the host's own where the device has none.
+
+      iex> {:ok, memory} = FlashAttention.Native.allocate({:cpu, 0}, 16)
+      iex> {{:cpu, 0}, _address, 16} = FlashAttention.Native.memory_info(memory)
+      iex> FlashAttention.Native.allocate({:cpu, 0}, -1)
+      {:error, {:invalid_argument, "bytes", "a number of bytes", "-1", "bytes: expected a number of bytes, got -1"}}
+  """
+  @spec allocate(device, non_neg_integer) :: {:ok, memory} | {:error, error}
+  def allocate(device, bytes), do: once_loaded(:allocate, [device, bytes])
+
+  @doc """
+  A device's memory with what a binary, or memory of that device, holds.
+
+      iex> {:ok, memory} = FlashAttention.Native.upload({:cpu, 0}, "1234")
+      iex> FlashAttention.Native.read(memory)
+      {:ok, "1234"}
+  """
+  @spec upload(device, binary | memory) :: {:ok, memory} | {:error, error}
+  def upload(device, data), do: once_loaded(:upload, [device, data])
+
+  @doc """
+  The sum of a tensor and of rows of others, on the device, where all of them lie.
+
+  Tensors are `[batch, seqlen, ...]`, alike but for `seqlen`. Of each of the others there are segments
+  `{from, to, count}`: so many of its rows from that one on, in each batch, are added to those of the first tensor
+  from there on. The sum is made in f32 (f64 of f64), in the order of the parts, and rounded once.
+
+      iex> tensor = fn numbers ->
+      ...>   {for(x <- numbers, into: <<>>, do: <<x::float-32-native>>), {:f, 32}, {1, length(numbers)}}
+      ...> end
+      iex> parts = [{tensor.([10.0, 20.0]), [{1, 0, 1}, {0, 2, 1}]}]
+      iex> {:ok, sum} = FlashAttention.Native.sum(tensor.([1.0, 2.0, 3.0]), parts, {:cpu, 0})
+      iex> sum == tensor.([21.0, 2.0, 13.0])
+      true
+  """
+  @spec sum(tensor, [{tensor, [{non_neg_integer, non_neg_integer, non_neg_integer}]}], device) ::
+          {:ok, tensor} | {:error, error}
+  def sum(first, parts, device), do: once_loaded(:sum, [first, parts, device])
+
+  @typedoc "A device's link to those of other ranks, see `link_open/5`, and an exchange over it."
+  @type link :: reference
+  @type exchange :: reference
+
+  @doc """
+  What rank 0 makes and tells the others, so that all can open a link.
+
+      iex> {:error, {:unsupported, "device", _expected, "cpu", _message}} = FlashAttention.Native.link_id({:cpu, 0})
+  """
+  @spec link_id(device) :: {:ok, binary} | {:error, error}
+  def link_id(device), do: once_loaded(:link_id, [device])
+
+  @doc """
+  Links a GPU to those of other ranks, by NCCL; returns when all of them have called it, or an error after so many
+  milliseconds.
+
+  Somebody aborts each link in the end (`link_abort/1`): only then is it given back, together with the term.
+  """
+  @spec link_open(device, id :: binary, pos_integer, rank :: non_neg_integer, milliseconds :: integer) ::
+          {:ok, link} | {:error, error}
+  def link_open(device, id, num_ranks, rank, milliseconds),
+    do: once_loaded(:link_open, [device, id, num_ranks, rank, milliseconds])
+
+  @doc """
+  Begins transfers between the link's device and other ranks': parts of memories of that device. The n-th one sent to a
+  rank is the n-th that it receives from here.
+  """
+  @spec link_begin(link, [
+          {:send | :receive, rank :: non_neg_integer, memory, offset :: non_neg_integer,
+           bytes :: non_neg_integer}
+        ]) :: {:ok, exchange} | {:error, error}
+  def link_begin(link, transfers), do: once_loaded(:link_begin, [link, transfers])
+
+  @doc "Waits for an exchange to end."
+  @spec link_await(exchange) :: :ok | {:error, error}
+  def link_await(exchange), do: once_loaded(:link_await, [exchange])
+
+  @doc "Ends a link and what is under way on it, from any process."
+  @spec link_abort(link) :: :ok | {:error, error}
+  def link_abort(link), do: once_loaded(:link_abort, [link])
+
+  @doc """
   Registers the passes with the XLA that is loaded in this VM as the library of that name, as the custom calls
   `flash_attention_forward` and `flash_attention_backward`. The C header says what they take.
 

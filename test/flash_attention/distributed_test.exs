@@ -316,7 +316,7 @@ defmodule FlashAttention.DistributedTest do
           {[:a, 2, 2], "rank: expected 0 to 1, got 2"},
           {[:a, 0, 0], "num_ranks: expected a whole number of at least 1, got 0"},
           {[:a, 0, 1, [devices: 1]], "opts: expected keys among device, transport, timeout, got :devices"},
-          {[:a, 0, 1, [transport: :pigeons]], "transport: expected :messages, got :pigeons"},
+          {[:a, 0, 1, [transport: :pigeons]], "transport: expected :messages or :nccl, got :pigeons"},
           {[:a, 0, 1, [timeout: 0]], "timeout: expected milliseconds, above 0, or :infinity, got 0"},
           {[:a, 0, 1, [device: :tpu]], "device: expected :auto, :cpu, :cuda or {kind, index}, got :tpu"}
         ] do

@@ -30,6 +30,13 @@ defmodule FlashAttention.Distributed.Inbox do
   @doc "What to call when the group breaks; `nil`: nothing."
   def on_break(inbox, fun), do: ask(inbox, {:on_break, fun})
 
+  @doc "Breaks the group unless `unguard/1` follows soon enough: for a wait that is not for post."
+  def guard(inbox, timeout), do: ask(inbox, {:guard, timeout})
+  def unguard(inbox), do: ask(inbox, :unguard)
+
+  @doc "`:ok`, or why the group is not whole any more."
+  def whole(inbox), do: ask(inbox, :whole)
+
   @doc "What a call left is forgotten, memory too."
   def tidy(inbox), do: ask(inbox, :tidy)
 
@@ -85,6 +92,7 @@ defmodule FlashAttention.Distributed.Inbox do
          call: 0,
          post: %{},
          waiting: nil,
+         guard: nil,
          broken: nil,
          on_break: nil
        }}
@@ -111,7 +119,8 @@ defmodule FlashAttention.Distributed.Inbox do
   def handle_call(_question, {pid, _tag}, %{owner: owner} = state) when pid != owner,
     do: {:reply, {:error, Error.invalid(:group, "a call from the rank's own process", inspect(pid))}, state}
 
-  def handle_call(:next_call, _from, %{lost: lost} = state) when lost != %{} do
+  def handle_call(question, _from, %{lost: lost} = state)
+      when question in [:next_call, :whole] and lost != %{} do
     error = lost |> Map.values() |> hd()
     {:reply, {:error, error}, break_all(state, error)}
   end
@@ -121,6 +130,15 @@ defmodule FlashAttention.Distributed.Inbox do
   end
 
   def handle_call(:tidy, _from, state), do: {:reply, :ok, forget(state, state.call + 1), :hibernate}
+  def handle_call(:whole, _from, state), do: {:reply, :ok, state}
+  def handle_call(:unguard, _from, state), do: {:reply, :ok, %{state | guard: nil}}
+
+  def handle_call({:guard, timeout}, _from, state) do
+    guard = make_ref()
+    if timeout != :infinity, do: Process.send_after(self(), {:too_long, guard, timeout}, timeout)
+    {:reply, :ok, %{state | guard: guard}}
+  end
+
   def handle_call({:await, keys, timeout}, from, state), do: {:noreply, wait(state, from, keys, timeout)}
 
   @impl true
@@ -150,7 +168,10 @@ defmodule FlashAttention.Distributed.Inbox do
     handle_info({:hello, rank, inbox, owner}, state)
   end
 
-  def handle_info({:DOWN, _ref, :process, owner, _reason}, %{owner: owner} = state), do: {:stop, :normal, state}
+  def handle_info({:DOWN, _ref, :process, owner, _reason}, %{owner: owner} = state) do
+    if state.on_break, do: spawn(state.on_break)
+    {:stop, :normal, state}
+  end
 
   def handle_info({:DOWN, ref, :process, _pid, reason}, state) do
     case state.watched do
@@ -166,6 +187,9 @@ defmodule FlashAttention.Distributed.Inbox do
     error = lost("#{missing(state, keys)} within #{timeout} ms")
     {:noreply, break_all(state, error)}
   end
+
+  def handle_info({:too_long, guard, timeout}, %{guard: guard} = state),
+    do: {:noreply, break_all(state, lost("rank #{state.rank}: an exchange did not end within #{timeout} ms"))}
 
   def handle_info(_late, state), do: {:noreply, state}
 

@@ -37,7 +37,7 @@ defmodule FlashAttention.Distributed.Messages do
       Inbox.post(group.peers[rank], group.rank, number, taken, :long)
     end
 
-    {:ok, {for({rank, _count} <- gets, do: {rank, number}), likes}}
+    {:ok, {for({rank, _counts} <- gets, do: {rank, number}), likes}}
   end
 
   @impl true

@@ -11,15 +11,14 @@ defmodule FlashAttention.Distributed.Passes do
 
   @doc "`{:ok, o, lse}`"
   def forward(group, number, problem) do
-    with {:ok, parts} <- each_stage(group, number, problem, &forward_part(group, problem, &1)) do
-      {o, lse} = merge(problem, Enum.reject(parts, &is_nil/1))
-      {:ok, o, lse}
-    end
+    with {:ok, parts} <- each_stage(group, number, problem, &forward_part(group, problem, &1)),
+         {:ok, {o, lse}} <- merge(group, problem, Enum.reject(parts, &is_nil/1)),
+         do: {:ok, o, lse}
   end
 
   # The part of one rank alone is all there is, and had the sinks.
-  defp merge(%{stages: [_own]}, [part]), do: part
-  defp merge(problem, parts), do: Rows.merge(parts, problem.tensors[:sink])
+  defp merge(_group, %{stages: [_own]}, [part]), do: {:ok, part}
+  defp merge(group, problem, parts), do: Rows.merge(group, parts, problem.tensors[:sink])
 
   defp forward_part(group, problem, {stage, index, k, v}) do
     if computes?(stage, index) do
@@ -43,7 +42,7 @@ defmodule FlashAttention.Distributed.Passes do
     with {:ok, parts} <- each_stage(group, number, problem, compute),
          {owns, [nil | handles]} = Enum.unzip(parts),
          {:ok, came} <- all(handles, &group.transport.await(group, &1)) do
-      {:ok, problem |> dsink(states, hd(owns)) |> Map.merge(gradients(group, problem, owns, came))}
+      finish_gradients(group, problem, states, owns, came)
     end
   end
 
@@ -67,11 +66,11 @@ defmodule FlashAttention.Distributed.Passes do
   defp give_gradients(group, number, problem, stage, index, own) do
     {gives, _end} =
       Enum.map_reduce(stage.sources, 0, fn {owner, ranges}, at ->
-        rows = [{at, at + Ranges.count(ranges)}]
+        rows = for {first, last, at} <- Ranges.placed(ranges, at), do: {at, at + last - first}
         {{owner, [{own.dk, rows}, {own.dv, rows}]}, at + Ranges.count(ranges)}
       end)
 
-    gets = for {rank, ranges} <- Enum.at(problem.targets, index), do: {rank, Ranges.count(ranges)}
+    gets = counts(Enum.at(problem.targets, index))
 
     group.transport.begin(group, {number, :gradients, index}, gives, gets, [
       problem.tensors.k,
@@ -80,9 +79,7 @@ defmodule FlashAttention.Distributed.Passes do
   end
 
   # dq is a sum over stages, dk and dv are sums over ranks: this one's first, then in the order in which they came.
-  defp gradients(group, problem, [%{dk: dk, dv: dv} = own | _others] = parts, came) do
-    whole = fn {_data, _type, shape} = tensor -> {tensor, [{0, 0, elem(shape, 1)}]} end
-
+  defp finish_gradients(group, problem, states, [%{dk: dk, dv: dv} = own | others], came) do
     came =
       for {tensors, targets} <- Enum.zip(came, tl(problem.targets)),
           do: {tensors, segments(group, problem, targets)}
@@ -90,22 +87,22 @@ defmodule FlashAttention.Distributed.Passes do
     [dks, dvs] =
       for index <- [0, 1], do: for({tensors, segments} <- came, do: {Enum.at(tensors, index), segments})
 
-    %{
-      dq: sum(own.dq, for(%{dq: dq} <- parts, do: whole.(dq))),
-      dk: sum(dk, [whole.(dk) | dks]),
-      dv: sum(dv, [whole.(dv) | dvs])
-    }
+    dqs = for %{dq: {_data, _type, shape} = dq} <- others, do: {dq, [{0, 0, elem(shape, 1)}]}
+
+    with {:ok, dq} <- Rows.sum(group, own.dq, dqs),
+         {:ok, dk} <- Rows.sum(group, dk, dks),
+         {:ok, dv} <- Rows.sum(group, dv, dvs),
+         {:ok, sinks} <- dsink(group, problem, states, own),
+         do: {:ok, Map.merge(sinks, %{dq: dq, dk: dk, dv: dv})}
   end
 
-  defp dsink(_problem, _states, %{dsink: dsink}), do: %{dsink: dsink}
+  defp dsink(_group, _problem, _states, %{dsink: dsink}), do: {:ok, %{dsink: dsink}}
 
-  defp dsink(%{tensors: %{sink: sink}}, states, _own),
-    do: %{dsink: Rows.dsink(states.dout, states.o, states.lse, sink)}
+  defp dsink(group, %{tensors: %{sink: sink}}, states, _own) do
+    with {:ok, dsink} <- Rows.dsink(group, states, sink), do: {:ok, %{dsink: dsink}}
+  end
 
-  defp dsink(_problem, _states, _own), do: %{}
-
-  defp sum(_like, [{tensor, _segments}]), do: tensor
-  defp sum(like, parts), do: Rows.sum(like, parts)
+  defp dsink(_group, _problem, _states, _own), do: {:ok, %{}}
 
   # Where the rows that other ranks send belong among this rank's columns.
   defp segments(group, problem, targets) do
@@ -148,10 +145,12 @@ defmodule FlashAttention.Distributed.Passes do
               local = Ranges.local(ranges, problem.deal.columns[group.rank]),
               do: {rank, [{k, local}, {v, local}]}
 
-        gets = for {rank, ranges} <- stage.sources, do: {rank, Ranges.count(ranges)}
-        group.transport.begin(group, {number, :keys, index}, gives, gets, [k, v])
+        group.transport.begin(group, {number, :keys, index}, gives, counts(stage.sources), [k, v])
     end
   end
+
+  defp counts(ranks),
+    do: for({rank, ranges} <- ranks, do: {rank, for({first, last} <- ranges, do: last - first)})
 
   # A rank's own stage is there for rows that see nothing, too.
   defp computes?(stage, index), do: index == 0 or stage.sources != []

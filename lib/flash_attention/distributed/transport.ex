@@ -16,8 +16,8 @@ defmodule FlashAttention.Distributed.Transport do
   @typedoc "To a rank: these ranges of the rows of each tensor."
   @type give :: {non_neg_integer, [{Native.tensor(), Ranges.t()}]}
 
-  @typedoc "From a rank: so many rows of each tensor."
-  @type get :: {non_neg_integer, non_neg_integer}
+  @typedoc "From a rank: of each tensor ranges of so many rows, as that rank gives them."
+  @type get :: {non_neg_integer, [pos_integer]}
 
   @doc "Connects the ranks. What it returns is `group.link` from then on."
   @callback open(Group.t()) :: {:ok, link :: term} | {:error, Error.t()}
