@@ -14,13 +14,13 @@
  *     s[i,j]  = -inf                                     where column j is not visible from row i
  *     lse[i]  = log(sum_j exp(s[i,j]) + sum_t exp(sink[t,h]))
  *     p[i,j]  = exp(s[i,j] - lse[i])
- *     o[i]    = sum_j p[i,j] * v[b,j,kv]
+ *     o[i]    = sum_j keep[i,j] * p[i,j] * v[b,j,kv]
  *
  * and in the backward pass, given dout = d(loss)/d(o):
  *
  *     delta[i]   = dot(o[i], dout[i])
- *     dv[j]      = sum_{i,h} p[i,j] * dout[i]
- *     ds[i,j]    = p[i,j] * (dot(dout[i], v[j]) - delta[i])
+ *     dv[j]      = sum_{i,h} keep[i,j] * p[i,j] * dout[i]
+ *     ds[i,j]    = p[i,j] * (keep[i,j] * dot(dout[i], v[j]) - delta[i])
  *     dbias[b,h,i,j]     = ds[i,j]
  *     dalibi_slopes[b,h] = -sum_{i,j} ds[i,j] * |i + k_end - q_end - j|
  *     dx[i,j]    = ds[i,j] * scale                               (times the derivative of softcap)
@@ -55,6 +55,18 @@
  * The distance that slopes multiply (ALiBi: Press et al. 2022) is that of a cell from the column beside its
  * row: k_end and q_end are those of the cell's band. A tensor broadcasts along an axis where it is 1, and its
  * gradient is then summed over that axis, as all gradients are over the axes that they do not have.
+ *
+ * keep is 1 without dropout, and otherwise 0 or 1 / (1 - rate), where rate is dropout rounded to a multiple of
+ * 2^-16. lse is that of all scores. What is dropped depends on dropout_seed, b, h, i and j alone, whatever
+ * computes it:
+ *
+ *     words(x, key, n) are n rounds of Philox2x32 (Salmon et al. 2011) on the words x[0], x[1] of 32 bits:
+ *         x[0], x[1] = high(x[0] * 0xD256D193) ^ key ^ x[1], low(x[0] * 0xD256D193);  key = key + 0x9E3779B9
+ *     pair(n)   = n / 16 * 8 + n % 8
+ *     a         = words({b, h}, dropout_seed[0], 10)
+ *     z         = words(a, dropout_seed[1], 10)
+ *     w         = words({pair(i) ^ z[1], pair(j)}, z[0], 7)
+ *     keep[i,j] = 0 where the 16 bits from 16 * (i / 8 % 2) on of w[j / 8 % 2] are below rate * 2^16
  *
  * A column whose score is -inf is not there for the row, be it that the mask hides it or that an infinite q or
  * k makes it so. Whatever k and v hold in it, NaN and infinities included, reaches neither the row's o, lse and
@@ -198,15 +210,17 @@ typedef struct fa_problem {
   int64_t alibi_batch;            /* of alibi_slopes: 1 or batch; 0: there are none */
   int64_t bias_batch, bias_heads, bias_rows; /* of bias: 1, or batch, num_heads, seqlen_q; 0: there is none */
   fa_dtype bias_dtype;                       /* dtype, f32 or u8 */
+  int64_t num_seed_words;                    /* of dropout_seed: 2; 0: there is none */
   /* Options; fa_options() lists them with their bounds. */
   double scale;                      /* 0: 1/sqrt(head_dim) */
   int64_t window_left, window_right; /* keys to either side, or FA_UNBOUNDED */
   double softcap;                    /* 0: none */
+  double dropout;                    /* the share of scores that are dropped; 0: none */
   int32_t precision;                 /* fa_precision; f32 only */
   int32_t deterministic;             /* 1: the backward is bitwise repeatable */
   int32_t constant_bias;             /* 1: the backward gives no dbias */
   /* Where this problem lies in the one that the caller asked about, of which fa_run_anywhere runs slices: its
-   * first batch, head and row there. Zeros for callers; no result depends on it. */
+   * first batch, head and row there, by which dropout counts. Zeros for callers. */
   fa_origin origin;
 } fa_problem;
 
@@ -268,6 +282,7 @@ FA_API fa_status fa_option_set_choice(fa_problem *problem, const fa_option *opti
  *     sink, dsink           [num_sinks, num_heads]                      f32
  *     bands                 [batch or 1, num_bands, 6]                  s32
  *     alibi_slopes, dalibi_slopes   [batch or 1, num_heads]             f32
+ *     dropout_seed          [2]                                         u32
  *     bias, dbias           [batch or 1, num_heads or 1, seqlen_q or 1, seqlen_k]   bias_dtype; no dbias of u8
  *     tangent_x, o_tangent, lse_tangent: as x, o and lse
  *
@@ -288,7 +303,7 @@ typedef struct fa_tensor {
 } fa_tensor;
 
 typedef struct fa_tensors {
-  fa_tensor q, k, v, sink, bands, alibi_slopes, bias;
+  fa_tensor q, k, v, sink, bands, alibi_slopes, bias, dropout_seed;
   fa_tensor o, lse;
   fa_tensor dout, dq, dk, dv, dsink, dalibi_slopes, dbias;
   fa_tensor tangent_q, tangent_k, tangent_v; /* directions, for FA_PASS_TANGENT */
@@ -317,6 +332,7 @@ typedef enum fa_tensor_id {
   FA_TENSOR_BANDS,
   FA_TENSOR_ALIBI_SLOPES,
   FA_TENSOR_BIAS,
+  FA_TENSOR_DROPOUT_SEED,
   FA_TENSOR_O,
   FA_TENSOR_LSE,
   FA_TENSOR_DOUT,

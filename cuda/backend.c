@@ -116,7 +116,7 @@ static fa_status check_problem(const fa_plan *plan, int major, fa_error *error) 
                    fa_pass_name(plan->pass));
   if (plan->problem.dtype == FA_DTYPE_F64)
     return fa_fail(error, FA_STATUS_UNSUPPORTED, "dtype", "f32, bf16 or f16 on CUDA", "f64");
-  static const fa_tensor_id beyond[] = {FA_TENSOR_ALIBI_SLOPES, FA_TENSOR_BIAS};
+  static const fa_tensor_id beyond[] = {FA_TENSOR_ALIBI_SLOPES, FA_TENSOR_BIAS, FA_TENSOR_DROPOUT_SEED};
   for (size_t i = 0; i < sizeof beyond / sizeof *beyond; i++)
     if (fa_tensor_role_in(&plan->problem, plan->pass, beyond[i]) != FA_ROLE_NONE)
       return fa_fail(error, FA_STATUS_UNSUPPORTED, fa_tensor_name(beyond[i]), "none on CUDA", "a tensor");

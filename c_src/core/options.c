@@ -17,6 +17,8 @@ static const fa_option options[] = {
      "How many keys after its own position a row sees; 0 is causal attention."},
     {"softcap", FA_OPTION_REAL, offsetof(fa_problem, softcap), 0, 1e30, 0, NULL,
      "Scores s become softcap * tanh(s / softcap); 0 stands for none."},
+    {"dropout", FA_OPTION_REAL, offsetof(fa_problem, dropout), 0, 1 - 0x1p-16, 0, NULL,
+     "The share of scores that are dropped after the softmax, by dropout_seed; a multiple of 2^-16."},
     {"precision", FA_OPTION_CHOICE, offsetof(fa_problem, precision), 0, 2, 0, precisions,
      "Arithmetic of f32 matrix products where a device offers a choice."},
     {"deterministic", FA_OPTION_CHOICE, offsetof(fa_problem, deterministic), 0, 1, 0, booleans,

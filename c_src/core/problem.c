@@ -7,6 +7,7 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "dropout.h"
 #include "error.h"
 #include "integers.h"
 #include "tensors.h"
@@ -65,6 +66,12 @@ fa_status fa_problem_validate(const fa_problem *problem, fa_error *error) {
   if (tensors) return tensors;
   if (problem->bands_batch > 0 && problem->num_bands == 0)
     return fa_fail(error, FA_STATUS_INVALID_ARGUMENT, "bands", "at least 1 band, which may have no cells", "0");
+  if (problem->num_seed_words != 0 && problem->num_seed_words != 2)
+    return fa_fail(error, FA_STATUS_INVALID_ARGUMENT, "dropout_seed", "2 words",
+                   FA_TEXT("%lld", (long long)problem->num_seed_words));
+  if (problem->dropout != 0 && problem->num_seed_words == 0)
+    return fa_fail(error, FA_STATUS_INVALID_ARGUMENT, "dropout_seed",
+                   "a tensor of shape [2], as there is dropout", "none");
   if (problem->num_heads % problem->num_kv_heads != 0)
     return fa_fail(error, FA_STATUS_INVALID_ARGUMENT, "num_kv_heads",
                    FA_TEXT("a divisor of num_heads %lld", (long long)problem->num_heads),
@@ -97,6 +104,7 @@ static void canonicalise_softcap(fa_problem *problem) {
 void fa_problem_canonicalise(fa_problem *problem) {
   if (problem->scale == 0) problem->scale = 1 / sqrt((double)problem->head_dim);
   if (problem->dtype != FA_DTYPE_F64) canonicalise_softcap(problem);
+  problem->dropout = rint(problem->dropout * FA_DROPOUT_ONE) / FA_DROPOUT_ONE;
   /* No row is further than seqlen_k from the first column, nor than seqlen_q from the last. */
   problem->window_left = fa_min(problem->window_left, problem->seqlen_k);
   problem->window_right = fa_min(problem->window_right, problem->seqlen_q);

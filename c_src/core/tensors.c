@@ -24,6 +24,7 @@ const fa_axis_row fa_axes[FA_NUM_AXES] = {
     [FA_AXIS_BIAS_BATCH] = SIZE(bias_batch, "bias", 0, FA_AXIS_BATCH),
     [FA_AXIS_BIAS_HEADS] = SIZE(bias_heads, "x", 0, FA_AXIS_NUM_HEADS),
     [FA_AXIS_BIAS_ROWS] = SIZE(bias_rows, "x", 0, FA_AXIS_SEQLEN_Q),
+    [FA_AXIS_SEED_WORDS] = SIZE(num_seed_words, "seed", 0),
 };
 #undef SIZE
 
@@ -43,6 +44,7 @@ const fa_axis_row fa_axes[FA_NUM_AXES] = {
 #define IF_SINKS .only_if = FA_AXIS_NUM_SINKS
 #define IF_BANDS .only_if = FA_AXIS_NUM_BANDS
 #define IF_ALIBI .only_if = FA_AXIS_ALIBI_BATCH
+#define IF_SEED  .only_if = FA_AXIS_SEED_WORDS
 #define IF_BIAS  .only_if = FA_AXIS_BIAS_HEADS, .dtype_offset = offsetof(fa_problem, bias_dtype)
 
 /* One row a tensor. A new one that users may leave out has a field in fa_problem for each size that is its own,
@@ -72,6 +74,7 @@ static const struct tensor_row {
     ROW(BANDS, bands, BAND_SHAPE, {IN, IN, IN}, IF_BANDS, .check = fa_bands_check),
     ROW(ALIBI_SLOPES, alibi_slopes, ALIBI_SHAPE, {IN, IN, IN}, IF_ALIBI, DERIVATIVES(ALIBI_SLOPES)),
     ROW(BIAS, bias, BIAS_SHAPE, {IN, IN, IN}, IF_BIAS, DERIVATIVES(BIAS)),
+    ROW(DROPOUT_SEED, dropout_seed, {FA_AXIS_SEED_WORDS}, TYPE(U32), {IN, IN, IN}, IF_SEED),
     ROW(O, o, QUERY_SHAPE, {OUT, IN, OUT}, .gradient = FA_TENSOR_DOUT, .tangent = FA_TENSOR_O_TANGENT),
     ROW(LSE, lse, ROW_SHAPE, {OUT, IN, OUT}, .tangent = FA_TENSOR_LSE_TANGENT),
     ROW(DOUT, dout, QUERY_SHAPE, {0, IN, 0}),

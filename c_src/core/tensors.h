@@ -22,6 +22,7 @@ typedef enum fa_axis {
   FA_AXIS_BIAS_BATCH,
   FA_AXIS_BIAS_HEADS,
   FA_AXIS_BIAS_ROWS,
+  FA_AXIS_SEED_WORDS,
   FA_NUM_AXES,
 } fa_axis;
 

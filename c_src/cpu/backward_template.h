@@ -28,6 +28,7 @@ typedef struct T(backward_scratch) {
   REAL *q_panels, *dout_panels;      /* [head_dim / NR][BLOCK][NR] */
   REAL *p, *ds, *addends;            /* [BLOCK][BLOCK] */
   INT *hidden;                       /* [BLOCK][BLOCK]: which scores are -inf */
+  INT *kept;                         /* [BLOCK][BLOCK]: which scores are not dropped */
   REAL *dq, *dk, *dv;                /* [BLOCK][padded head_dim] */
   REAL *buffer;                      /* [head_dim] */
   double *cell_sums;                 /* shared, of the cell at hand: see there */
@@ -47,6 +48,7 @@ static T(backward_scratch) T(lay_out_backward)(fa_arena *arena, const fa_problem
   s.ds = fa_take(arena, BLOCK * BLOCK, sizeof(REAL));
   s.addends = fa_take(arena, T(has_addends)(problem) ? BLOCK * BLOCK : 0, sizeof(REAL));
   s.hidden = fa_take(arena, BLOCK * BLOCK, sizeof(INT));
+  s.kept = fa_take(arena, problem->dropout != 0 ? BLOCK * BLOCK : 0, sizeof(INT));
   s.dq = fa_take(arena, panels, sizeof(REAL));
   s.dk = fa_take(arena, panels, sizeof(REAL));
   s.dv = fa_take(arena, panels, sizeof(REAL));
@@ -238,7 +240,8 @@ static void T(backward_tile)(const fa_cpu_job *job, const T(backward_shared) * s
    NULL);
   T(product)(num_rows, num_columns, d, s.dout_rows, d, 1, s.v_transposed, d * NR, s.ds, BLOCK, STORE, 1, NULL);
   bool finite = finite_k && T(all_finite)(s.q_rows, num_rows * d) && T(all_finite)(s.dout_rows, num_rows * d);
-  bool hides = T(differentiate_scores)(job, tile, lse, delta, s.p, s.ds, s.addends, finite ? NULL : s.hidden);
+  bool hides =
+      T(differentiate_scores)(job, tile, lse, delta, s.p, s.ds, s.addends, finite ? NULL : s.hidden, s.kept);
   const INT *hidden = hides ? s.hidden : NULL;
   if (s.cell_sums) s.cell_sums[tile->head] += T(distance_gradient)(tile, s.addends);
   if (shared->turns) T(add_bias_gradient)(job, shared->dbias, tile, s.addends);

@@ -25,6 +25,7 @@ typedef struct T(forward_scratch) {
   REAL *scores;  /* [BLOCK][STRIP] */
   REAL *addends; /* [STRIP][BLOCK]: what is added to scores */
   INT *hidden;   /* [BLOCK][STRIP]: which scores are -inf */
+  INT *kept;     /* [BLOCK][STRIP]: which scores are not dropped */
   REAL *o;       /* [FORWARD_ROWS][padded head_dim] */
   REAL *m, *l;   /* [FORWARD_ROWS]: the largest score so far, and the sum of exp(score - m) */
   REAL *decay;   /* [STRIP] */
@@ -40,6 +41,7 @@ static T(forward_scratch) T(lay_out_forward)(fa_arena *arena, const fa_problem *
   s.scores = fa_take(arena, BLOCK * STRIP, sizeof(REAL));
   s.addends = fa_take(arena, T(has_addends)(problem) ? STRIP * BLOCK : 0, sizeof(REAL));
   s.hidden = fa_take(arena, BLOCK * STRIP, sizeof(INT));
+  s.kept = fa_take(arena, problem->dropout != 0 ? BLOCK * STRIP : 0, sizeof(INT));
   s.o = fa_take(arena, FORWARD_ROWS * padded, sizeof(REAL));
   s.m = fa_take(arena, FORWARD_ROWS, sizeof(REAL));
   s.l = fa_take(arena, FORWARD_ROWS, sizeof(REAL));
@@ -78,8 +80,9 @@ static void T(finish_row)(const fa_cpu_job *job, const fa_sequence *sequence, in
     m = T(first)(origin), l = T(first)(sum);
   }
   /* l is 0 only where the row saw nothing: o is 0 then, and lse = -inf. */
+  const REAL divisor = l * (1 - (REAL)problem->dropout);
   if (l != 0)
-    for (int64_t p = 0; p < problem->head_dim; p++) o[p] /= l;
+    for (int64_t p = 0; p < problem->head_dim; p++) o[p] /= divisor;
   T(store_row)(T(rows_of)(job, FA_TENSOR_O, sequence, head), row, problem->head_dim, o);
   T(store_lse)(job, fa_first_stat(sequence, head) + row, l != 0 ? m + LOG(l) : -INFINITY);
 }
@@ -96,6 +99,7 @@ static void T(forward_tile)(const fa_cpu_job *job, const fa_tile *tile, T(forwar
   T(make_scores)(job, tile, s.scores, s.addends);
   bool hides = !finite_v && T(find_hidden)(tile, s.scores, s.hidden);
   T(soften_scores)(tile, s.scores, m, l, s.decay);
+  if (problem->dropout != 0) T(drop)(job, tile, s.scores, s.kept);
   T(product_where_seen)
   (num_rows, d, num_columns, s.scores, hides ? s.hidden : NULL, 1, STRIP, s.v, BLOCK * NR, o, padded, RESCALE,
    0, s.decay);

@@ -26,9 +26,12 @@
  *     e(dq)    = scale (Sum_j e(dx) k + e(lse) Sum_j (dx k) + e(delta) Sum_j (p slope k) + sum(dx k))
  *                + r((w + 4 u) dq)
  *     e(dk)    = scale (Sum_i (e(dx) + e(lse) dx + e(delta) p slope) q + sum(dx q)) + r((w + 4 u) dk)
- *     e(dslope) = Sum_ij (e(ds) + e(lse) ds + e(delta) p + r(4 u ds)) distance + sum(ds distance) + r(2 w
- * dslope) e(dv)    = Sum_i (x(s, lse) + e(lse) + r(w)) p dout + sum(p dout) + r((w + 4 u) dv) e(dsink) = Sum_bi
- * p_sink ((x(sink, lse) + e(lse)) delta + e(delta)) + sum(p_sink delta) + r(2 w dsink)
+ *     e(dv)    = Sum_i (x(s, lse) + e(lse) + r(w)) p dout + sum(p dout) + r((w + 4 u) dv)
+ *     e(dsink) = Sum_bi p_sink ((x(sink, lse) + e(lse)) delta + e(delta)) + sum(p_sink delta) + r(2 w dsink)
+ *     e(dbias) = Sum (e(ds) + e(lse) ds + e(delta) p + r(4 u ds)) + sum(ds) + r(2 w dbias)
+ *     e(dslope) = the same of distance ds
+ *
+ * With dropout, v stands for keep v and dp for keep dp, and each of them, and o, has one more rounding, r(2 u).
  *
  * An error that is the same for all of a row multiplies a sum that has signs: that of lse moves every p alike,
  * that of delta every dp, and what moves all p leaves o where it is. r(w v), r(w dp) and r(w ds) are there for
@@ -97,11 +100,11 @@ static error error_of_exponential(double p, double s, error e, double origin, do
 
 typedef struct bound_scratch {
   scratch_f64 exact;
-  double *slope, *distance, *p; /* [seqlen_k] */
-  double *sum_p_slope_k;        /* [head_dim] */
-  error *o, *own_o, *dq;        /* [head_dim] */
-  error *s, *dk, *dv;           /* [seqlen_k], [seqlen_k, head_dim] */
-  error *sums[FA_NUM_TENSORS];  /* as exact.sums */
+  double *slope, *distance, *p, *keep; /* [seqlen_k] */
+  double *sum_p_slope_k;               /* [head_dim] */
+  error *o, *own_o, *dq;               /* [head_dim] */
+  error *s, *dk, *dv;                  /* [seqlen_k], [seqlen_k, head_dim] */
+  error *sums[FA_NUM_TENSORS];         /* as exact.sums */
 } bound_scratch;
 
 static bound_scratch lay_out_bound(fa_arena *arena, const fa_problem *p) {
@@ -110,6 +113,7 @@ static bound_scratch lay_out_bound(fa_arena *arena, const fa_problem *p) {
   x.slope = fa_take(arena, p->seqlen_k, sizeof(double));
   x.distance = fa_take(arena, p->seqlen_k, sizeof(double));
   x.p = fa_take(arena, p->seqlen_k, sizeof(double));
+  x.keep = fa_take(arena, p->seqlen_k, sizeof(double));
   x.sum_p_slope_k = fa_take(arena, d, sizeof(double));
   x.o = fa_take(arena, d, sizeof(error));
   x.own_o = fa_take(arena, d, sizeof(error));
@@ -159,6 +163,7 @@ static void bound_scores(bound_scratch *x, bound_row *row) {
     if (!is_seen(x, j)) continue;
     x->slope[j] = score_slope_f64(p, &score);
     x->distance[j] = score.distance;
+    x->keep[j] = keep_f64(p, &row->at, j);
     x->s[j] = scaled(error_of_dot(x->exact.q, k, p->head_dim, u), x->slope[j] * p->scale);
     add_error(&x->s[j], rounding(8 * u * (fabs(score.product) + fabs(score.capped) + p->softcap)));
     if (score.added != 0) add_error(&x->s[j], rounding(8 * u * (score.added + fabs(score.s))));
@@ -189,25 +194,26 @@ static void bound_forward(bound_scratch *x, bound_row *row) {
   add_error(&row->e_lse, e_sinks);
   for (int64_t j = 0; j < row->at.sequence->seqlen_k; j++) {
     x->p[j] = is_seen(x, j) ? exp(x->exact.s[j] - row->lse) : 0;
-    if (is_seen(x, j)) add_scaled_f64(x->exact.o, x->p[j], x->exact.v + j * d, d);
+    if (is_seen(x, j)) add_scaled_f64(x->exact.o, x->p[j] * x->keep[j], x->exact.v + j * d, d);
   }
   for (int64_t c = 0; c < d; c++) {
     x->o[c] = scaled(e_sinks, x->exact.o[c]);
     x->own_o[c] = rounding(unit.stored * fabs(x->exact.o[c]) + unit.least);
     add_error(&x->own_o[c], scaled(term, x->exact.o[c])); /* the sum that it is divided by */
     add_error(&x->own_o[c], scaled(error_of_sum(row->num_columns, unit.arithmetic), x->exact.o[c]));
+    if (p->dropout != 0) add_error(&x->own_o[c], rounding(2 * unit.arithmetic * x->exact.o[c]));
   }
   for (int64_t j = 0; j < row->at.sequence->seqlen_k; j++) {
     if (!is_seen(x, j)) continue;
-    const double *v = x->exact.v + j * d, weight = x->p[j];
+    const double *v = x->exact.v + j * d, weight = x->p[j], keep = x->keep[j];
     error e_p = error_of_exponential(weight, x->exact.s[j], x->s[j], row->maximum, unit.arithmetic);
     e_p = scaled(e_p, weight);
     add_error(&row->e_lse, e_p);
     const error stored = rounding(unit.stored * weight + unit.least);
     for (int64_t c = 0; c < d; c++) {
-      add_error(&x->o[c], scaled(e_p, v[c] - x->exact.o[c]));
-      add_error(&x->o[c], scaled(stored, v[c]));
-      add_error(&x->own_o[c], scaled(term, weight * v[c]));
+      add_error(&x->o[c], scaled(e_p, keep * v[c] - x->exact.o[c]));
+      add_error(&x->o[c], scaled(stored, keep * v[c]));
+      add_error(&x->own_o[c], scaled(term, keep * weight * v[c]));
     }
   }
   for (int64_t c = 0; c < d; c++) add_error(&x->o[c], x->own_o[c]);
@@ -221,7 +227,7 @@ static error error_of_delta(const bound_scratch *x, const bound_row *row, double
   for (int64_t c = 0; c < d; c++) add_error(&e, scaled(x->own_o[c], x->exact.dout[c]));
   for (int64_t j = 0; j < row->at.sequence->seqlen_k; j++) {
     if (!is_seen(x, j)) continue;
-    const double dp = dot_f64(x->exact.dout, x->exact.v + j * d, d), weight = x->p[j];
+    const double dp = x->keep[j] * dot_f64(x->exact.dout, x->exact.v + j * d, d), weight = x->p[j];
     const error e_p = error_of_exponential(weight, x->exact.s[j], x->s[j], row->maximum, u);
     add_error(&e, scaled(e_p, weight * (dp - delta)));
     add_error(&e, rounding((row->unit.stored * weight + row->unit.least) * dp));
@@ -268,12 +274,13 @@ static void bound_column(bound_scratch *x, const bound_row *row, int64_t j, doub
                 rows_per_column = row->at.sequence->seqlen_q * (p->num_heads / p->num_kv_heads);
   const double *k = x->exact.k + j * d, *v = x->exact.v + j * d, *q = x->exact.q, *dout = x->exact.dout;
   const double u = unit.arithmetic, weight = x->p[j], slope = x->slope[j];
-  const double dp = dot_f64(dout, v, d), ds = weight * (dp - delta), dx = slope * ds;
+  const double keep = x->keep[j], dp = keep * dot_f64(dout, v, d), ds = weight * (dp - delta), dx = slope * ds;
   const error in_row = error_of_term(row->num_columns, u), in_column = error_of_term(rows_per_column, u);
   const error e_p = error_of_exponential(weight, x->exact.s[j], x->s[j], row->lse, u);
 
   error e_ds = scaled(e_p, ds);
-  add_error(&e_ds, scaled(error_of_dot(dout, v, d, u), weight));
+  add_error(&e_ds, scaled(error_of_dot(dout, v, d, u), weight * keep));
+  if (p->dropout != 0) add_error(&e_ds, rounding(2 * u * weight * dp));
   add_error(&e_ds, rounding(weight * u * (fabs(dp) + fabs(delta))));
   error e_dx = scaled(e_ds, slope);
   add_error(&e_dx, rounding(unit.least * (slope * (dp - delta) + 1 + 1 / fabs(p->scale))));
@@ -292,11 +299,13 @@ static void bound_column(bound_scratch *x, const bound_row *row, int64_t j, doub
   add_error(&to_dv, scaled(row->e_lse, weight));
   add_error(&to_dv, rounding(unit.stored * weight + unit.least));
   add_error(&to_dv, scaled(in_column, weight));
+  if (p->dropout != 0) add_error(&to_dv, rounding(2 * u * weight));
+  to_dv = scaled(to_dv, keep);
   for (int64_t c = 0; c < d; c++) {
     x->exact.dq[c] += dx * k[c];
     x->sum_p_slope_k[c] += weight * slope * k[c];
     x->exact.dk[j * d + c] += dx * q[c];
-    x->exact.dv[j * d + c] += weight * dout[c];
+    x->exact.dv[j * d + c] += keep * weight * dout[c];
     add_error(&x->dq[c], scaled(to_dq, k[c]));
     add_error(&x->dk[j * d + c], scaled(to_dk, q[c]));
     add_error(&x->dv[j * d + c], scaled(to_dv, dout[c]));

@@ -136,6 +136,13 @@ static T(score)
   return x;
 }
 
+/* keep[i,j] */
+static REAL T(keep)(const fa_problem *p, const T(place) * at, int64_t column) {
+  if (p->dropout == 0) return 1;
+  const fa_dropout dropout = fa_dropout_in(p, at->tensors, at->sequence, at->head);
+  return fa_dropout_keeps(dropout, p->origin.row + at->row, column) ? 1 / (1 - (REAL)p->dropout) : 0;
+}
+
 /* d(s)/d(scaled dot product): tanh' = 1 - tanh^2 */
 static REAL T(score_slope)(const fa_problem *p, const T(score) * x) {
   if (p->softcap == 0) return 1;
@@ -160,8 +167,8 @@ static REAL T(forward_row)(T(scratch) * x, const fa_problem *p, const T(place) *
     if (x->s[j] != -INFINITY) sum += exp(x->s[j] - maximum);
   T(fill_zero)(x->o, d);
   for (int64_t j = 0; j < num_columns; j++)
-    if (x->s[j] != -INFINITY)
-      T(add_scaled)(x->o, stored(p->dtype, exp(x->s[j] - maximum) / sum), x->v + j * d, d);
+    if (x->s[j] != -INFINITY) T(add_scaled)
+  (x->o, stored(p->dtype, exp(x->s[j] - maximum) / sum * T(keep)(p, at, j)), x->v + j * d, d);
   return maximum + log(sum);
 }
 
@@ -201,11 +208,11 @@ static void T(backward_row)(T(scratch) * x, const fa_problem *p, REAL lse, const
     const REAL *k = x->k + j * d, *v = x->v + j * d;
     const T(score) score = T(score_of)(p, at, j, x->q, k);
     if (!score.is_seen) continue;
-    const REAL weight = stored(p->dtype, exp(score.s - lse));
-    const REAL dweight = stored(p->dtype, T(dot)(x->dout, v, d));
+    const REAL weight = stored(p->dtype, exp(score.s - lse)), keep = T(keep)(p, at, j);
+    const REAL dweight = stored(p->dtype, T(dot)(x->dout, v, d) * keep);
     const REAL ds = weight * (dweight - delta);
     const REAL dproduct = stored(p->dtype, ds * T(score_slope)(p, &score));
-    T(add_scaled)(x->dv + j * d, weight, x->dout, d);
+    T(add_scaled)(x->dv + j * d, stored(p->dtype, weight * keep), x->dout, d);
     T(add_scaled)(x->dq, dproduct, k, d);
     T(add_scaled)(x->dk + j * d, dproduct, x->q, d);
     T(add_to_sum)(x, p, FA_TENSOR_DBIAS, at, j, 0, ds);

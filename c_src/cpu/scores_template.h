@@ -104,6 +104,86 @@ static bool T(find_addends)(const fa_cpu_job *job, const fa_tile *tile, REAL *ad
 /* A score with what is added to it, which hides it where it is -inf, whatever it is. */
 INLINE T(vec) T(with_addend)(T(vec) s, T(vec) addend) { return T(hide_where)(s + addend, addend); }
 
+/* ---- what is dropped --------------------------------------------------------------------------------- */
+
+#if IS_F32 /* once for all types */
+
+/* The words of a pair of rows or, along rows, of columns, and count pairs of the other from the first on. */
+INLINE void fa_dropout_line(fa_dropout dropout, bool along_rows, uint32_t pair, uint32_t first, int count,
+                            uint32_t *restrict words, uint32_t *restrict second_words) {
+  enum { AT_ONCE = 8 };
+  for (int x = 0; x < count; x += AT_ONCE) {
+    uint32_t a[AT_ONCE], b[AT_ONCE], key = dropout.key;
+    for (int v = 0; v < AT_ONCE; v++) {
+      a[v] = (along_rows ? first + (uint32_t)(x + v) : pair) ^ dropout.row_mask;
+      b[v] = along_rows ? pair : first + (uint32_t)(x + v);
+    }
+#pragma GCC unroll 7
+    for (int i = 0; i < FA_DROPOUT_ROUNDS; i++, key += (uint32_t)FA_PHILOX_WEYL)
+      for (int v = 0; v < AT_ONCE; v++) {
+        const uint64_t product = (uint64_t)a[v] * (uint32_t)FA_PHILOX_MULTIPLIER;
+        a[v] = (uint32_t)(product >> 32) ^ key ^ b[v];
+        b[v] = (uint32_t)product;
+      }
+    memcpy(words + x, a, sizeof a);
+    memcpy(second_words + x, b, sizeof b);
+  }
+}
+
+#endif
+
+/* A line of flags of a tile from words, of which every 8 are those of 16 scores, the two halves' one after the
+ * other.
+ */
+INLINE void T(keep_line)(const uint32_t *words, const uint32_t *next_words, int count, uint32_t shift,
+                         uint32_t next_shift, uint32_t threshold, INT *restrict line) {
+  for (int x = 0; x < count; x += 8) {
+    for (int v = 0; v < 8; v++) line[2 * x + v] = -(INT)((words[x + v] >> shift & 0xffff) >= threshold);
+    for (int v = 0; v < 8; v++)
+      line[2 * x + 8 + v] = -(INT)((next_words[x + v] >> next_shift & 0xffff) >= threshold);
+  }
+}
+
+/* kept [across][stride]: ~0 where a score stays, 0 where it is dropped, for ranges of positions in the whole
+ * problem. What lies along a line is rows, or else columns. Two lines that are 8 apart share their words, as do
+ * two scores of a line: bit 3 of the column chooses the word, and that of the row its half. */
+INLINE void T(find_kept_along)(fa_dropout dropout, bool along_rows, fa_range across, fa_range along, INT *kept,
+                               int64_t stride) {
+  enum { MOST = (BLOCK + 32) / 16 * 8 }; /* pairs along a line that begins and ends anywhere */
+  const int64_t begin = along.begin / 16 * 16, length = along.end - along.begin;
+  const int count = (int)fa_divide_up(along.end - begin, 16) * 8;
+  uint32_t words[2][MOST];
+  INT line[2 * MOST];
+  for (int64_t group = across.begin / 16; group * 16 < across.end; group++)
+    for (int64_t n = 0; n < 8; n++) {
+      fa_dropout_line(dropout, along_rows, (uint32_t)(group * 8 + n), (uint32_t)(begin / 2), count, words[0],
+                      words[1]);
+      for (int second = 0; second < 2; second++) {
+        const int64_t at = group * 16 + second * 8 + n - across.begin;
+        if (at < 0 || at >= across.end - across.begin) continue;
+        INT *to = begin == along.begin && length == 2 * count ? kept + at * stride : line;
+        if (along_rows)
+          T(keep_line)(words[second], words[second], count, 0, 16, dropout.threshold, to);
+        else
+          T(keep_line)(words[0], words[1], count, second * 16u, second * 16u, dropout.threshold, to);
+        if (to == line) memcpy(kept + at * stride, line + (along.begin - begin), (size_t)length * sizeof *line);
+      }
+    }
+}
+
+static void T(find_kept)(fa_dropout dropout, bool along_rows, fa_range across, fa_range along, INT *kept,
+                         int64_t stride) {
+  if (along_rows)
+    T(find_kept_along)(dropout, true, across, along, kept, stride);
+  else
+    T(find_kept_along)(dropout, false, across, along, kept, stride);
+}
+
+/* The rows of a tile in the whole problem. */
+static fa_range T(whole_rows)(const fa_problem *problem, const fa_tile *tile) {
+  return (fa_range){problem->origin.row + tile->rows.begin, problem->origin.row + tile->rows.end};
+}
+
 /* ---- what a row sees ------------------------------------------------------------------------------- */
 
 /* Of each row of a tile the columns that it sees: those from begin to end, counted from the tile's first. */
@@ -194,6 +274,19 @@ static void T(soften_scores)(const fa_tile *tile, REAL *st, REAL *m, REAL *l, RE
   }
 }
 
+/* Probabilities become 0 where they are dropped. kept [BLOCK, STRIP] is scratch. The factor that the others
+ * gain is left to the end of the row. */
+static void T(drop)(const fa_cpu_job *job, const fa_tile *tile, REAL *pt, INT *kept) {
+  int64_t num_rows = tile->rows.end - tile->rows.begin, num_columns = tile->columns.end - tile->columns.begin;
+  const fa_dropout dropout = fa_dropout_in(job->problem, job->tensors, tile->sequence, tile->head);
+  T(find_kept)(dropout, true, tile->columns, T(whole_rows)(job->problem, tile), kept, STRIP);
+  for (int64_t j = 0; j < num_columns; j++)
+    for (int64_t i = 0; i < num_rows; i += LANES) {
+      T(vec) *p = (T(vec) *)(pt + j * STRIP + i);
+      *p = T(select)(*(const T(mask) *)(kept + j * STRIP + i), *p, T(splat)(0));
+    }
+}
+
 /* ---- backward: columns lie along the vectors ---------------------------------------------------------- */
 
 #if !IS_COMPLEX
@@ -201,11 +294,13 @@ static void T(soften_scores)(const fa_tile *tile, REAL *st, REAL *m, REAL *l, RE
 /* p and ds [BLOCK, BLOCK] hold the scaled products of q and k, and dp = dout . v; they become
  *     p = exp(score - lse),   ds = slope * p * (dp - delta),
  * the gradient of the product of q and k; addends [BLOCK, BLOCK], if not NULL, become p * (dp - delta), their
- * own gradient. Where masked, all are 0 where the score is -inf, whatever lse, delta and dp are, and hidden
- * [BLOCK, BLOCK], if not NULL, becomes other than 0 there. Whether it is so anywhere. */
+ * own gradient. With dropout, p and dp are multiplied with keep, which is factor where kept [BLOCK, BLOCK] is
+ * not 0, before they meet dout and delta. Where masked, all are 0 where the score is -inf, whatever lse, delta
+ * and dp are, and hidden [BLOCK, BLOCK], if not NULL, becomes other than 0 there. Whether it is so anywhere. */
 INLINE bool T(differentiate_tile)(T(score_terms) scoring, const fa_tile *tile, const REAL *lse,
-                                  const REAL *delta, REAL *p, REAL *ds, REAL *addends, INT *hidden, bool plain,
-                                  bool adds, bool masked) {
+                                  const REAL *delta, REAL *p, REAL *ds, REAL *addends, INT *hidden,
+                                  const INT *kept, REAL factor, bool plain, bool adds, bool drops,
+                                  bool masked) {
   int64_t num_rows = tile->rows.end - tile->rows.begin, num_columns = tile->columns.end - tile->columns.begin;
   T(seen_columns) seen;
   if (masked) T(find_seen)(tile, &seen);
@@ -218,7 +313,13 @@ INLINE bool T(differentiate_tile)(T(score_terms) scoring, const fa_tile *tile, c
       if (adds) s = T(with_addend)(s, *addend);
       /* s exceeds lse by rounding only, unless lse is not this problem's: inf then, as exp has it. */
       *p_ij = T(exp)(T(min)(T(splat)(EXP_HIGHEST), s - lse[i]));
-      T(vec) of_score = *p_ij * (*ds_ij - delta[i]);
+      T(vec) weight = *p_ij, dp = *ds_ij;
+      if (drops) {
+        const T(mask) stays = *(const T(mask) *)(kept + i * BLOCK + j);
+        *p_ij = T(select)(stays, weight * factor, T(splat)(0));
+        dp = T(select)(stays, dp * factor, T(splat)(0));
+      }
+      T(vec) of_score = weight * (dp - delta[i]);
       *ds_ij = of_score * slope;
       if (adds) *addend = of_score;
       if (masked) {
@@ -238,22 +339,34 @@ INLINE bool T(differentiate_tile)(T(score_terms) scoring, const fa_tile *tile, c
 }
 
 /* The same, choosing how. hidden is NULL where q, k and dout are finite: a score that the mask does not hide is
- * -inf then only by overflow, and p = 0 is all that it takes. Whether hidden shows anything. */
+ * -inf then only by overflow, and p = 0 is all that it takes. Whether hidden shows anything. kept is scratch.
+ */
 static bool T(differentiate_scores)(const fa_cpu_job *job, const fa_tile *tile, const REAL *lse,
-                                    const REAL *delta, REAL *p, REAL *ds, REAL *addends, INT *hidden) {
-  T(score_terms) scoring = T(scoring_of)(job->problem);
-  const bool plain = T(is_plain)(scoring), adds = T(has_addends)(job->problem);
+                                    const REAL *delta, REAL *p, REAL *ds, REAL *addends, INT *hidden,
+                                    INT *kept) {
+  const fa_problem *problem = job->problem;
+  T(score_terms) scoring = T(scoring_of)(problem);
+  const bool plain = T(is_plain)(scoring), adds = T(has_addends)(problem), drops = problem->dropout != 0;
+  const REAL factor = 1 / (1 - (REAL)problem->dropout);
+  if (drops) {
+    const fa_dropout dropout = fa_dropout_in(problem, job->tensors, tile->sequence, tile->head);
+    T(find_kept)(dropout, false, T(whole_rows)(problem, tile), tile->columns, kept, BLOCK);
+  }
+#define DIFFERENTIATE(plain, adds, drops, masked) \
+  T(differentiate_tile)                           \
+  (scoring, tile, lse, delta, p, ds, addends, hidden, kept, factor, plain, adds, drops, masked)
   bool any;
-  if (adds && !plain)
-    any = T(differentiate_tile)(scoring, tile, lse, delta, p, ds, addends, hidden, false, true, true);
+  if (!plain)
+    any = DIFFERENTIATE(false, adds, drops, true);
+  else if (drops)
+    any = DIFFERENTIATE(true, adds, true, true);
   else if (adds)
-    any = T(differentiate_tile)(scoring, tile, lse, delta, p, ds, addends, hidden, true, true, true);
-  else if (!plain)
-    any = T(differentiate_tile)(scoring, tile, lse, delta, p, ds, NULL, hidden, false, false, true);
+    any = DIFFERENTIATE(true, true, false, true);
   else if (hidden || !fa_tile_sees_all(tile))
-    any = T(differentiate_tile)(scoring, tile, lse, delta, p, ds, NULL, hidden, true, false, true);
+    any = DIFFERENTIATE(true, false, false, true);
   else
-    any = T(differentiate_tile)(scoring, tile, lse, delta, p, ds, NULL, hidden, true, false, false);
+    any = DIFFERENTIATE(true, false, false, false);
+#undef DIFFERENTIATE
   return hidden && any;
 }
 

@@ -9,6 +9,7 @@
 #ifndef FA_CPU_SEQUENCE_H
 #define FA_CPU_SEQUENCE_H
 
+#include "../core/dropout.h"
 #include "../core/integers.h"
 #include "../core/problem.h"
 
@@ -72,6 +73,15 @@ static inline bool fa_sees_any(const fa_sequence *sequence, int64_t row, fa_rang
 static inline bool fa_sees_nothing(const fa_sequence *sequence, int64_t row) {
   fa_band band;
   return !fa_sees_any(sequence, row, (fa_range){0, sequence->seqlen_k}, &band);
+}
+
+/* What a head's scores are dropped by; rows are counted from the origin's on. */
+static inline fa_dropout fa_dropout_in(const fa_problem *problem, const fa_tensors *tensors,
+                                       const fa_sequence *sequence, int64_t head) {
+  const uint32_t threshold = (uint32_t)(problem->dropout * FA_DROPOUT_ONE);
+  return fa_dropout_of(tensors->dropout_seed.data, threshold,
+                       (uint32_t)(problem->origin.batch + sequence->batch),
+                       (uint32_t)(problem->origin.head + head));
 }
 
 /* ---- blocks ---------------------------------------------------------------------------------------- */

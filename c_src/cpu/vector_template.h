@@ -138,6 +138,7 @@ INLINE T(vec) T(exp)(T(vec) x) { return cexp(x); }
 INLINE T(vec) T(tanh)(T(vec) x) { return ctanh(x); }
 INLINE void T(transpose)(T(vec) * m) { (void)m; }
 INLINE T(mask) T(lanes)(void) { return 0; }
+INLINE T(vec) T(select)(T(mask) mask, T(vec) yes, T(vec) no) { return mask ? yes : no; }
 INLINE T(vec) T(hide_where)(T(vec) x, T(vec) hider) { return creal(hider) == -INFINITY ? -INFINITY : x; }
 INLINE T(vec) T(from_integers)(T(mask) x) { return (double)x; }
 INLINE T(vec) T(absolute)(T(vec) x) { return T(max)(x, -x); }

@@ -34,6 +34,13 @@ defmodule FlashAttention.Options do
       default: 0,
       doc: "Scores `s` become `softcap * tanh(s / softcap)`; 0 stands for none."
     ],
+    dropout: [
+      type: :rate,
+      default: 0,
+      doc:
+        "The share of scores that are dropped after the softmax, rounded to a multiple of 2⁻¹⁶, where `o` makes up for it: " <>
+          "which ones, a seed says."
+    ],
     sink: [
       type: :tensor,
       default: nil,
@@ -135,7 +142,7 @@ defmodule FlashAttention.Options do
 
       iex> {:error, error} = FlashAttention.Options.parse(casual: false)
       iex> Exception.message(error)
-      "opts: expected keys among causal, scale, window, softcap, sink, alibi_slopes, bias, mask, device, precision, deterministic, constant_bias, keep, results, got :casual"
+      "opts: expected keys among causal, scale, window, softcap, dropout, sink, alibi_slopes, bias, mask, device, precision, deterministic, constant_bias, keep, results, got :casual"
   """
   @spec parse(keyword, [atom]) :: {:ok, parsed} | {:error, Error.t()}
   def parse(opts, keys \\ keys()) do
@@ -224,6 +231,7 @@ defmodule FlashAttention.Options do
 
   defp valid?(:boolean, value), do: is_boolean(value)
   defp valid?(:scale, value), do: is_number(value) and value != 0
+  defp valid?(:rate, value), do: is_number(value) and value >= 0 and value <= 1 - 1 / 65_536
   defp valid?(:softcap, value), do: is_number(value) and value >= 0
   defp valid?(:window, {left, right}), do: window_side?(left) and window_side?(right)
   defp valid?(:window, _value), do: false
@@ -246,6 +254,9 @@ defmodule FlashAttention.Options do
 
   defp describe(:scale),
     do: %{expected: "a number other than 0", doc: "number, not 0", spec: quote(do: number)}
+
+  defp describe(:rate),
+    do: %{expected: "a number from 0 to 1 - 2⁻¹⁶", doc: "number ≥ 0, < 1", spec: quote(do: number)}
 
   defp describe(:softcap),
     do: %{expected: "a number of at least 0", doc: "number ≥ 0", spec: quote(do: number)}
@@ -298,6 +309,7 @@ defmodule FlashAttention.Options do
       window_left: window_length(left),
       window_right: if(values.causal, do: 0, else: window_length(right)),
       softcap: values.softcap,
+      dropout: values.dropout,
       precision: values.precision,
       deterministic: values.deterministic,
       constant_bias: values.constant_bias

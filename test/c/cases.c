@@ -31,6 +31,7 @@
 #define BANDS(n)      .bands_batch = 1, .num_bands = n
 #define ALIBI(b)      .alibi_batch = b
 #define BIAS(b, h, s) .bias_batch = b, .bias_heads = h, .bias_rows = s
+#define DROPOUT(r)    .dropout = r, .num_seed_words = 2
 #define MASK(b, h, s) BIAS(b, h, s), .bias_dtype = FA_DTYPE_U8
 
 /* Every head_dim: a causal one with grouped heads, and one of a few rows. */
@@ -94,6 +95,11 @@ static const fa_case cases[] = {
            MASK(2, 1, 6)),
     TAGGED("tiny, bias, alibi, bands", CASE_TINY, LENGTHS(7, 9), .batch = 2, HEADS(2, 2), .head_dim = 3,
            ALIBI(1), BIAS(1, 2, 7), .bands_batch = 2, .num_bands = 3),
+
+    TAGGED("tiny, dropout", CASE_TINY | CASE_QUICK, LENGTHS(9, 11), .batch = 2, HEADS(4, 2), .head_dim = 3,
+           DROPOUT(0.3), .num_sinks = 1),
+    TAGGED("tiny, dropout, softcap, bias", CASE_TINY, LENGTHS(10, 12), .batch = 2, HEADS(2, 2), .head_dim = 2,
+           DROPOUT(0.5), .softcap = 2, BIAS(1, 2, 10), CAUSAL),
 
     /* Nothing to do, or nothing to see. */
     TAGGED("no batch", CASE_QUICK, LENGTHS(3, 4), .batch = 0, .num_sinks = 1),
@@ -251,6 +257,27 @@ static const fa_case cases[] = {
             .head_dim = 80, .bands_batch = 2, .num_bands = 3, ALIBI(1), BIAS(1, 4, 237), WINDOW(101, 37),
             .softcap = 4, .scale = -0.6, .num_sinks = 2, .deterministic = 1),
 
+    /* Dropout. */
+    TAGGED("dropout", CASE_QUICK, LENGTHS(141, 163), .batch = 2, HEADS(3, 3), .head_dim = 24, DROPOUT(0.1)),
+    TAGGED("dropout, causal", CASE_QUICK, LENGTHS(173, 167), .batch = 2, HEADS(4, 2), .head_dim = 64,
+           DROPOUT(0.25), CAUSAL),
+    ROW("dropout, most", LENGTHS(211, 130), HEADS(2, 1), .head_dim = 40, DROPOUT(0.99)),
+    ROW("dropout, next to none", LENGTHS(97, 230), HEADS(2, 2), .head_dim = 128, DROPOUT(0x1p-16)),
+    ROW("dropout, a seed alone", LENGTHS(49, 51), .num_seed_words = 2),
+    ROW("dropout, a window, softcap", LENGTHS(259, 301), HEADS(2, 1), .head_dim = 72, DROPOUT(0.2),
+        WINDOW(77, 21), .softcap = 5),
+    ROW("dropout, alibi, bands", LENGTHS(301, 259), .batch = 2, HEADS(2, 2), .head_dim = 32, .bands_batch = 2,
+        .num_bands = 5, ALIBI(1), DROPOUT(0.1)),
+    ROW("dropout, bias, sinks", LENGTHS(203, 211), .batch = 2, HEADS(4, 1), .head_dim = 16, BIAS(1, 4, 203),
+        DROPOUT(0.4), .num_sinks = 2),
+    ROW("dropout, mask of keys", LENGTHS(97, 330), .batch = 2, HEADS(2, 2), .head_dim = 96, MASK(2, 1, 1),
+        DROPOUT(0.1)),
+    ROW("dropout, wide", LENGTHS(130, 141), HEADS(2, 1), .head_dim = 256, DROPOUT(0.1), CAUSAL),
+    ROW("dropout, long", LENGTHS(530, 517), HEADS(2, 2), .head_dim = 64, DROPOUT(0.1), CAUSAL),
+    STRIDED("dropout, everything, strided", CASE_QUICK, LENGTHS(237, 267), .batch = 2, HEADS(4, 2),
+            .head_dim = 80, .bands_batch = 2, .num_bands = 3, ALIBI(2), BIAS(1, 4, 237), DROPOUT(0.15),
+            WINDOW(101, 37), .softcap = 4, .scale = -0.6, .num_sinks = 2, .deterministic = 1),
+
     /* Sinks. */
     ROW("1 sink", LENGTHS(81, 75), HEADS(2, 2), .num_sinks = 1),
     ROW("3 sinks", LENGTHS(81, 75), .batch = 2, HEADS(4, 2), .num_sinks = 3, CAUSAL),
@@ -365,6 +392,10 @@ fa_case fa_case_random(uint64_t seed, uint64_t index) {
     p->bias_heads = random_uniform(random) < 0.5 ? 1 : p->num_heads;
     p->bias_rows = random_uniform(random) < 0.4 ? 1 : p->seqlen_q;
     p->constant_bias = random_uniform(random) < 0.2;
+  }
+  if (random_uniform(random) < 0.2) {
+    p->num_seed_words = 2;
+    p->dropout = random_uniform(random) < 0.9 ? 0.6 * random_uniform(random) : 0;
   }
   if (random_uniform(random) < 0.3) result.fill = (fa_fill)random_integer(random, FILL_LARGE, FILL_LOGNORMAL);
   if (random_uniform(random) < 0.3) result.layout = LAYOUT_STRIDED;

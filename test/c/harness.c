@@ -164,6 +164,8 @@ void values_fill(fa_values *values, const fa_problem *problem, fa_dtype round_to
     fa_random random = random_stream(seed, id);
     if (id == FA_TENSOR_BANDS) {
       fill_bands(values->data[id], problem, &random);
+    } else if (id == FA_TENSOR_DROPOUT_SEED) {
+      for (int64_t i = 0; i < count; i++) values->data[id][i] = (double)random_integer(&random, 0, UINT32_MAX);
     } else if (id == FA_TENSOR_BIAS) {
       fill_bias(values->data[id], problem, &random);
     } else if (fa_axis_of(id, FA_AXIS_HEAD_DIM) < 0) {

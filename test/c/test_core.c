@@ -52,6 +52,7 @@ static void test_names(void) {
                                                       "bands",
                                                       "alibi_slopes",
                                                       "bias",
+                                                      "dropout_seed",
                                                       "o",
                                                       "lse",
                                                       "dout",
@@ -162,8 +163,8 @@ static void test_overflow(void) {
 /* ---- options ---------------------------------------------------------------------------------------- */
 
 static void test_option_table(void) {
-  static const char *const names[] = {"scale",     "window_left",   "window_right", "softcap",
-                                      "precision", "deterministic", "constant_bias"};
+  static const char *const names[] = {"scale",   "window_left", "window_right",  "softcap",
+                                      "dropout", "precision",   "deterministic", "constant_bias"};
   const size_t num_names = sizeof names / sizeof *names;
   size_t num_options;
   const fa_option *options = fa_options(&num_options);
@@ -390,7 +391,7 @@ static void test_axes(void) {
         "lse");
   fa_problem p = valid_problem();
   p.num_sinks = 3, p.num_bands = 5, p.bands_batch = p.alibi_batch = p.bias_batch = p.batch;
-  p.bias_heads = p.num_heads, p.bias_rows = p.seqlen_q;
+  p.bias_heads = p.num_heads, p.bias_rows = p.seqlen_q, p.num_seed_words = 2;
   for (int id = 0; id < FA_NUM_TENSORS; id++) {
     const fa_shape shape = fa_tensor_shape(&p, id);
     const char *name = fa_tensor_name(id);

@@ -66,6 +66,29 @@ static long double weight(const fa_problem *p, const fa_values *x, int64_t b, in
   return expl(s);
 }
 
+/* Philox2x32 by its definition, on words that hold 32 bits. */
+static void philox(uint64_t x[2], uint64_t key, int rounds) {
+  for (; rounds > 0; rounds--) {
+    const uint64_t product = x[0] * 0xD256D193;
+    x[0] = product >> 32 ^ key ^ x[1];
+    x[1] = product & 0xffffffff;
+    key = (key + 0x9E3779B9) & 0xffffffff;
+  }
+}
+
+/* keep of flash_attention.h */
+static double keep(const fa_problem *p, const fa_values *x, int64_t b, int64_t h, int64_t i, int64_t j) {
+  const double threshold = round(p->dropout * 65536);
+  if (threshold == 0) return 1;
+  uint64_t z[2] = {(uint64_t)b, (uint64_t)h};
+  philox(z, (uint64_t)x->data[FA_TENSOR_DROPOUT_SEED][0], 10);
+  philox(z, (uint64_t)x->data[FA_TENSOR_DROPOUT_SEED][1], 10);
+  uint64_t w[2] = {(uint64_t)(i / 16 * 8 + i % 8) ^ z[1], (uint64_t)(j / 16 * 8 + j % 8)};
+  philox(w, z[0], 7);
+  const double bits = (double)(w[j / 8 % 2] >> 16 * (i / 8 % 2) & 0xffff);
+  return bits < threshold ? 0 : 1 / (1 - threshold / 65536);
+}
+
 /* o and lse of one row, by the formulas as they stand. */
 static void define_row(const fa_problem *p, fa_values *x, int64_t b, int64_t h, int64_t i) {
   const int64_t kv = h / (p->num_heads / p->num_kv_heads);
@@ -77,7 +100,7 @@ static void define_row(const fa_problem *p, fa_values *x, int64_t b, int64_t h, 
     long double element = 0;
     for (int64_t j = 0; j < p->seqlen_k; j++)
       if (weight(p, x, b, h, i, j) != 0)
-        element += weight(p, x, b, h, i, j) / sum *
+        element += weight(p, x, b, h, i, j) / sum * keep(p, x, b, h, i, j) *
                    at(p, x->data[FA_TENSOR_V], p->seqlen_k, p->num_kv_heads, b, j, kv, c);
     o[c] = (double)element;
   }

@@ -147,6 +147,7 @@ defmodule FlashAttention.EXLATest do
              "window_left" => "7 : i64",
              "window_right" => "3 : i64",
              "softcap" => "30 : i64",
+             "dropout" => "0 : i64",
              "precision" => ~s("highest"),
              "deterministic" => ~s("false"),
              "constant_bias" => ~s("false")

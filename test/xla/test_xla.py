@@ -192,7 +192,7 @@ class Tests:
 
     def cases(self):
         cases = self.harness.cases(self.args.quick)
-        taken = [case for case in cases if not case.problem.alibi_batch and not case.problem.bias_heads and (self.takes_bands() or not case.problem.num_bands)]
+        taken = [case for case in cases if not case.problem.alibi_batch and not case.problem.bias_heads and not case.problem.num_seed_words and (self.takes_bands() or not case.problem.num_bands)]
         if len(taken) < len(cases):
             print(f"EXCLUDED: {len(cases) - len(taken)} cases with bands, which this platform does not take")
         return taken
