@@ -16,7 +16,13 @@ defmodule GuidesTest do
     :ok
   end
 
-  @needs %{"training" => :nx, "axon_and_exla" => :axon, "bumblebee" => :bumblebee, "masks" => :axon}
+  @needs %{
+    "training" => :nx,
+    "axon_and_exla" => :axon,
+    "bumblebee" => :bumblebee,
+    "existing_models" => :bumblebee,
+    "masks" => :axon
+  }
 
   for file <- Path.wildcard("guides/*.md") do
     @external_resource file

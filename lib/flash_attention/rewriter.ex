@@ -78,7 +78,8 @@ if FlashAttention.Defn.supported?() do
     """
     @spec explain(fun, [term], keyword) :: [place]
     def explain(fun, args, opts \\ []) do
-      {_expression, places} = fun |> Nx.Defn.debug_expr() |> apply(args) |> Expression.rewrite(check!(opts))
+      {own, _inner, _opts} = opts |> Keyword.delete(:client) |> check!() |> Keyword.merge(opts) |> split!()
+      {_expression, places} = fun |> Nx.Defn.debug_expr() |> apply(args) |> Expression.rewrite(own)
       places
     end
 
@@ -106,7 +107,9 @@ if FlashAttention.Defn.supported?() do
     @impl true
     def __partitions_options__(opts) do
       {own, inner, opts} = split!(opts)
-      for opts <- inner.__partitions_options__(opts), do: Keyword.merge(opts, [compiler: __MODULE__] ++ own)
+
+      for opts <- inner.__partitions_options__(opts),
+          do: Keyword.merge(opts, [compiler: __MODULE__] ++ Keyword.take(own, @own))
     end
 
     @impl true
@@ -115,11 +118,23 @@ if FlashAttention.Defn.supported?() do
       inner.__to_backend__(opts)
     end
 
+    # Own options, the inner compiler, and its own. It matters to what there is to put in a place on which device that
+    # computes.
     defp split!(opts) do
       {own, opts} = opts |> Keyword.delete(:compiler) |> Keyword.split(@own)
-      own = check!(own)
-      {own, own[:inner] || Nx.Defn.Evaluator, opts}
+      inner = check!(own)[:inner] || Nx.Defn.Evaluator
+      {own ++ kind(inner, opts), inner, opts}
     end
+
+    @compile {:no_warn_undefined, EXLA.Client}
+    defp kind(EXLA, opts) do
+      case EXLA.Client.fetch!(opts[:client] || EXLA.Client.default_name()).platform do
+        :host -> [kind: :cpu]
+        platform -> [kind: platform]
+      end
+    end
+
+    defp kind(_inner, _opts), do: []
 
     # What compilers keep of a function they keep under its key. A program that was rewritten is another one, and so is
     # one that was rewritten with other options. Keys are functions: compilers ask where they come from.

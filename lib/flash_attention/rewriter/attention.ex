@@ -46,17 +46,50 @@ if FlashAttention.Defn.supported?() do
       end)
     end
 
-    # The library's own word on sizes and types.
+    # The library's own word on what there is, for the device that will compute it: both passes where there are gradients.
     defp plan(match, graph, opts) do
       type = type(for {number, _} <- [match.q, match.k, match.v], do: Graph.fetch!(graph, number).type)
-      [q, k, v] = for shape <- shapes(match), do: Nx.template(shape, type)
-      attention = fn q, k, v -> FlashAttention.attention(q, k, v, [causal: false] ++ own(opts)) end
-      Nx.Defn.debug_expr_apply(attention, [q, k, v])
+      tensors = for shape <- shapes(match), do: Nx.template(shape, type)
+      optional = for {name, shape, type} <- optional(match, type), do: {name, Nx.template(shape, type)}
+      options = [causal: false, softcap: abs(match.softcap)] ++ own(opts) ++ device(opts)
+
+      attention = fn [q, k, v], optional ->
+        optional =
+          for {name, tensor} <- optional,
+              do: {name, if(name == :mask, do: Mask.from_bands(tensor), else: tensor)}
+
+        FlashAttention.attention(q, k, v, optional ++ options)
+      end
+
+      Nx.Defn.debug_expr_apply(&differentiated(attention, match, &1), [
+        {List.to_tuple(tensors), Map.new(optional)}
+      ])
+
       :ok
     rescue
       error in Error -> {:refuse, Exception.message(error)}
     end
 
+    defp differentiated(attention, %{gradients: []}, {tensors, optional}),
+      do: attention.(Tuple.to_list(tensors), optional)
+
+    defp differentiated(attention, _match, {tensors, optional}),
+      do: Nx.Defn.grad(tensors, &Nx.sum(attention.(Tuple.to_list(&1), optional)))
+
+    # What is given beside q, k and v, with its shape and type.
+    defp optional(match, type) do
+      [{batch, rows, heads, _} | [{_, columns, _, _} | _]] = shapes(match)
+      bands = if Visibility.views(match.visibility) != [], do: [{:mask, {batch, 1, 6}, {:s, 32}}], else: []
+
+      case match do
+        %{biases: [], visibility: %{others: []}} -> bands
+        %{biases: []} -> [{:bias, {batch, heads, rows, columns}, {:u, 8}} | bands]
+        _ -> [{:bias, {batch, heads, rows, columns}, added_type(type)} | bands]
+      end
+    end
+
+    # A compiler for another device than the one that is here is asked about that.
+    defp device(opts), do: if(opts[:kind], do: [device: opts[:kind]], else: [])
     defp own(opts), do: Keyword.get(opts, :attention, [])
 
     defp shapes(match) do
@@ -327,7 +360,9 @@ if FlashAttention.Defn.supported?() do
           if factor == 1, do: tensor, else: Nx.multiply(tensor, number_like(factor, tensor))
         end
 
-      [bias: bias_of(visible, added)]
+      # Its gradient is as large as the scores are: it is left out where nobody asks for it.
+      wanted = Enum.any?(match.gradients, &match?({:bias, _}, &1.of))
+      [bias: bias_of(visible, added)] ++ if(biases != [] and not wanted, do: [constant_bias: true], else: [])
     end
 
     # Sums are not rounded to 16 bits.
@@ -453,8 +488,10 @@ if FlashAttention.Defn.supported?() do
 
     defp gradients_in_words(%{gradients: []}), do: []
 
-    defp gradients_in_words(%{gradients: gradients}),
-      do: ["with " <> (gradients |> Enum.map(&name/1) |> Enum.uniq() |> Enum.join(", "))]
+    defp gradients_in_words(%{gradients: gradients}) do
+      names = Enum.map(gradients, &name/1)
+      ["with " <> Enum.join(Enum.filter(["dq", "dk", "dv", "dbias"], &(&1 in names)), ", ")]
+    end
 
     defp name(%{of: {:bias, _n}}), do: "dbias"
     defp name(%{of: of}), do: "d#{of}"

@@ -298,10 +298,11 @@ defmodule FlashAttention.Rewriter.Backward do
   # leaves nothing.
   defp unmasked(term, terms, match) do
     predicates =
-      for %{predicates: predicates} <- match.hidden, {view, holds} <- predicates, into: %{} do
-        [{[{factor, 1}], _}] = terms |> Terms.predicate(view) |> Map.to_list()
-        {factor, holds}
-      end
+      for %{predicates: predicates} <- match.hidden,
+          {view, holds} <- predicates,
+          [[{factor, 1}]] <- [terms |> Terms.predicate(view) |> Map.keys()],
+          into: %{},
+          do: {factor, holds}
 
     [{[{exponential, 1}], _}] = terms |> Terms.term(match.exponential) |> Map.to_list()
 

@@ -14,7 +14,8 @@ if FlashAttention.Defn.supported?() do
     @same [:add, :subtract, :multiply, :divide, :pow, :remainder, :max, :min, :quotient, :atan2, :select, :clip] ++
             [:equal, :not_equal, :greater, :less, :less_equal, :greater_equal, :bitwise_and, :bitwise_or] ++
             [:logical_and, :logical_or, :logical_xor, :exp, :tanh, :log, :sqrt, :rsqrt, :negate, :abs, :sigmoid] ++
-            [:as_type, :is_nan, :is_infinity, :sign, :floor, :ceil, :round, :erf, :log1p, :expm1]
+            [:as_type, :is_nan, :is_infinity, :sign, :floor, :ceil, :round, :erf, :log1p, :expm1, :sin, :cos] ++
+            [:bitcast, :right_shift, :left_shift]
 
     # Results may differ from call to call, or have effects.
     @unique [

@@ -366,13 +366,24 @@ defmodule FlashAttention.Rewriter.Forward do
       true ->
         groups = rows_and_groups -- rows
         shared = Enum.sort_by(shared, &position(order, &1))
-        {batch, heads} = Enum.split(shared, min(length(shared), 1))
+        {batch, heads} = Enum.split_with(shared, &(&1 in first_batch(match.product, atoms, rows, shared)))
 
         axes = %{batch: batch, heads: heads, groups: Enum.sort_by(groups, &position(order, &1)), rows: rows}
         {:ok, %{match | axes: Map.merge(match.axes, Map.put(axes, :values, dims))}}
     end
   rescue
     MatchError -> {:refuse, "its axes are split in ways that do not fit together"}
+  end
+
+  # What counts as the batch: the first axis of the scores that is none of rows and columns, where there are more, also of
+  # size 1; of a single one that is made of several, the first of those.
+  defp first_batch({_number, indices}, atoms, rows, shared) do
+    axes = for index <- indices, do: Index.refine(index, atoms)
+
+    case Enum.reject(axes, fn digits -> Enum.any?(digits, &(&1 in rows or elem(&1, 0) == :j)) end) do
+      [first, _ | _] -> first
+      _ -> Enum.take(shared, 1)
+    end
   end
 
   defp digits_of({_number, indices}), do: Enum.concat(indices)

@@ -20,17 +20,18 @@ defmodule FlashAttention.Rewriter.Matcher do
   end
 
   defp run(terms, graph, dots, takes, opts) do
-    found = for number <- dots, result = found(terms, number, takes), result != :no, do: {number, result}
-    matches = for {_number, {:ok, match}} <- found, do: match
-    refused = for {number, {:refuse, reason}} <- found, do: {number, reason}
-
-    matches = Backward.find(terms, matches, dots)
+    found = for number <- dots, result = Forward.find(terms, number), result != :no, do: {number, result}
+    matches = Backward.find(terms, for({_number, {:ok, match}} <- found, do: match), dots)
+    {matches, refused} = taken(matches, takes, for({number, {:refuse, reason}} <- found, do: {number, reason}))
     {matches, unused} = settle(graph, matches, [], opts[:weights] == :keep)
     {matches, Enum.sort(refused ++ unused)}
   end
 
-  defp found(terms, number, takes) do
-    with {:ok, match} <- Forward.find(terms, number), :ok <- takes.(match), do: {:ok, match}
+  defp taken(matches, takes, refused) do
+    answers = for match <- matches, do: {match, takes.(match)}
+
+    {for({match, :ok} <- answers, do: match),
+     refused ++ for({match, {:refuse, reason}} <- answers, do: {match.output, reason})}
   end
 
   # Refuses what is still used, until nothing is.

@@ -373,6 +373,19 @@ defmodule FlashAttention.Rewriter.Terms do
     of_factor(factor(terms, structure, variables(view), view))
   end
 
+  # Dropout at a rate of 0 keeps what is less than 1 of numbers that all are.
+  defp of(:less, _value, view, terms) do
+    [x, y] = args(terms, view)
+
+    case term(terms, y) do
+      %{[] => bound} = constant when map_size(constant) == 1 and bound >= 1 ->
+        if below_one?(terms, x), do: constant(1), else: function(:less, view, terms)
+
+      _ ->
+        function(:less, view, terms)
+    end
+  end
+
   # What is multiplied is known by where its numbers are, and not looked into.
   defp of(:dot, _value, view, terms) do
     {operands, bound} = operands(terms, view)
@@ -381,22 +394,11 @@ defmodule FlashAttention.Rewriter.Terms do
     of_factor(factor(terms, {:dot, Enum.sort(operands)}, names -- bound, view))
   end
 
-  defp of(op, _value, view, terms)
-       when op in [
-              :exp,
-              :tanh,
-              :log,
-              :sqrt,
-              :rsqrt,
-              :equal,
-              :not_equal,
-              :greater,
-              :less,
-              :greater_equal,
-              :less_equal
-            ] or
-              op in [:logical_and, :logical_or, :logical_not, :max, :min, :abs, :sigmoid],
-       do: function(op, view, terms)
+  @functions [:exp, :tanh, :log, :sqrt, :rsqrt, :equal, :not_equal, :greater, :greater_equal, :less_equal] ++
+               [:logical_and, :logical_or, :logical_not, :max, :min, :abs, :sigmoid]
+
+  defp of(op, _value, view, terms) when op in @functions,
+    do: function(op, view, terms)
 
   defp of(_op, _value, view, terms), do: leaf(terms, view)
 
@@ -416,13 +418,56 @@ defmodule FlashAttention.Rewriter.Terms do
 
   @doc "The predicate of a select as a factor that is 0 or 1."
   def predicate(terms, view) do
-    term = term(terms, view)
-    of_factor(factor(terms, {:predicate, key(terms, term)}, term_variables(terms, term), view))
+    case term(terms, view) do
+      constant when constant == %{} -> constant
+      %{[] => x} = constant when map_size(constant) == 1 and x != 0 -> constant(1)
+      term -> of_factor(factor(terms, {:predicate, key(terms, term)}, term_variables(terms, term), view))
+    end
   end
 
   @doc "The sizes of the variables that a view has as whole indices."
   def sizes({_number, indices}),
     do: for(index <- indices, {name, 1, size} <- index, into: %{}, do: {name, size})
+
+  # The exponent of 1 with any bits for the fraction, less 1: how bits are made numbers from 0 to 1.
+  @one %{
+    {:f, 64} => {12, 0x3FF0000000000000},
+    {:f, 32} => {9, 0x3F800000},
+    {:f, 16} => {6, 0x3C00},
+    {:bf, 16} => {9, 0x3F80}
+  }
+  defp below_one?(terms, view) do
+    view = resolve(terms, view)
+
+    case {value(terms, view), args_of(terms, view, [:max, :as_type, :subtract])} do
+      {%{op: :max}, [x, y]} ->
+        term(terms, y) == %{} and below_one?(terms, x)
+
+      {%{op: :subtract, type: type}, [x, y]} ->
+        term(terms, y) == constant(1) and fraction?(terms, resolve(terms, x), type)
+
+      _ ->
+        false
+    end
+  end
+
+  defp fraction?(terms, view, type) do
+    with {shift, one} <- @one[type],
+         [bits] <- args_of(terms, view, [:bitcast]),
+         [x, y] <- args_of(terms, resolve(terms, bits), [:bitwise_or]),
+         true <- whole_constant(terms, y) == one,
+         [source, by] <- args_of(terms, resolve(terms, x), [:right_shift]) do
+      whole_constant(terms, by) == shift and match?({:u, _}, value(terms, source).type)
+    else
+      _ -> false
+    end
+  end
+
+  defp whole_constant(terms, view) do
+    with %{op: :constant, opts: x} <- value(terms, resolve(terms, view)), do: x, else: (_ -> nil)
+  end
+
+  defp args_of(terms, view, ops), do: if(value(terms, view).op in ops, do: args(terms, view), else: [])
 
   # What is added to a sum that is at least 1 and vanishes in rounding: in that type the sum is what it was.
   defp lost?(terms, %{type: type}, sum, added) do
