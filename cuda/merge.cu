@@ -1,6 +1,6 @@
-// Parts of attention merged, and the gradients of that. The kernels' argument is fa_merge itself. They move
-// each number once and compute little, so that they take what memory takes: a row of a head is read eight
-// numbers a lane.
+// Parts of attention merged, and the gradients of that. The kernels' argument is fa_merge itself. Each number
+// moves once and little is computed of it, so that they take what memory takes: where all o lie alike, which
+// the launch knows (fa_cuda_merge_tiles), a row's place is found once for all of them.
 #include <cstdint>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -40,21 +40,48 @@ __device__ inline void from_floats(uint4 *words, const float (&x)[8]) {
   for (int i = 0; i < 8; i++) reinterpret_cast<Io *>(words)[i] = static_cast<Io>(x[i]);
 }
 
-__device__ inline int bytes_of(fa_dtype dtype) { return dtype == FA_DTYPE_F32 ? 4 : 2; }
+__device__ inline int log_bytes(fa_dtype dtype) { return dtype == FA_DTYPE_F32 ? 2 : 1; }
 
-// A row of a head.
+// A row of a head, and where its o begins, in eights of elements, where all lie alike.
 struct Row {
   int batch, row, head;
+  bool is_there;
+  uint32_t offset;
 };
 
-__device__ inline char *row_of(const fa_part &part, const Row &r) {
-  return static_cast<char *>(part.o.data) +
-         (r.batch * part.o.stride_batch + r.row * part.o.stride_row + r.head * part.o.stride_head) *
-             bytes_of(part.dtype);
+__device__ inline int64_t offset_in(const fa_tensor &tensor, const Row &r) {
+  return r.batch * tensor.stride_batch + r.row * tensor.stride_row + r.head * tensor.stride_head;
+}
+
+// The n-th row of this block's tile, whose heads of a row follow one another.
+__device__ inline Row row_at(const fa_merge &m, const fa_cuda_merge_tiles &tiles, int n) {
+  const unsigned head_tile = blockIdx.x % unsigned(tiles.num_head_tiles);
+  const unsigned row_tile = blockIdx.x / unsigned(tiles.num_head_tiles);
+  Row r;
+  r.batch = row_tile / unsigned(tiles.num_row_tiles);
+  r.row = (row_tile % unsigned(tiles.num_row_tiles) << tiles.log_rows) + (n >> tiles.log_heads);
+  r.head = (head_tile << tiles.log_heads) + (n & ((1 << tiles.log_heads) - 1));
+  r.is_there = r.row < int(m.seqlen_q) && r.head < int(m.num_heads);
+  r.offset = r.batch * tiles.stride_batch + r.row * tiles.stride_row + r.head * tiles.stride_head;
+  return r;
+}
+
+// Where number d of a row is. ALIKE: all o have the strides of merged's, and begin at multiples of eight
+// numbers.
+template <bool ALIKE>
+__device__ inline char *address_of(const fa_part &part, const Row &r, int d) {
+  char *data = static_cast<char *>(part.o.data);
+  return ALIKE ? data + uint64_t(r.offset + d / 8) * (8u << log_bytes(part.dtype))
+               : data + ((offset_in(part.o, r) + d) << log_bytes(part.dtype));
+}
+
+// Below 2^30, as that of a sink is.
+__device__ inline uint32_t lse_index(const fa_merge &m, const Row &r) {
+  return (r.batch * uint32_t(m.num_heads) + r.head) * uint32_t(m.seqlen_q) + r.row;
 }
 
 __device__ inline float &lse_of(const fa_merge &m, const fa_part &part, const Row &r) {
-  return static_cast<float *>(part.lse)[(int64_t(r.batch) * m.num_heads + r.head) * m.seqlen_q + r.row];
+  return static_cast<float *>(part.lse)[lse_index(m, r)];
 }
 
 template <class Word>
@@ -64,25 +91,31 @@ __device__ inline void copy_some(Word *to, const Word *from, int wanted) {
     if (i < wanted) to[i] = from[i];
 }
 
-// Numbers d to d + 7 of a row, of which `wanted` are there; the others become 0.
-template <bool HAS_F32>
-__device__ inline Eight<HAS_F32> load(const fa_part &part, const Row &r, int d, int wanted) {
+__device__ inline bool is_whole(const void *at, int wanted) {
+  return wanted >= 8 && reinterpret_cast<uintptr_t>(at) % 16 == 0;
+}
+
+// Numbers d to d + 7 of a row; those past its end are 0.
+template <bool ALIKE, bool HAS_F32>
+__device__ inline Eight<HAS_F32> load(const fa_merge &m, const fa_part &part, const Row &r, int d) {
   Eight<HAS_F32> eight = {};
   const bool is_f32 = HAS_F32 && part.dtype == FA_DTYPE_F32;
-  const char *from = row_of(part, r) + d * bytes_of(part.dtype);
-  if (wanted >= 8 && reinterpret_cast<uintptr_t>(from) % 16 == 0) {
+  const char *from = address_of<ALIKE>(part, r, d);
+  if (ALIKE || is_whole(from, m.head_dim - d)) {
     eight.words[0] = __ldcs(reinterpret_cast<const uint4 *>(from));
     if constexpr (HAS_F32)
       if (is_f32) eight.words[1] = __ldcs(reinterpret_cast<const uint4 *>(from) + 1);
   } else if (is_f32) {
-    copy_some(reinterpret_cast<float *>(eight.words), reinterpret_cast<const float *>(from), wanted);
+    copy_some(reinterpret_cast<float *>(eight.words), reinterpret_cast<const float *>(from), m.head_dim - d);
   } else {
-    copy_some(reinterpret_cast<uint16_t *>(eight.words), reinterpret_cast<const uint16_t *>(from), wanted);
+    copy_some(reinterpret_cast<uint16_t *>(eight.words), reinterpret_cast<const uint16_t *>(from),
+              m.head_dim - d);
   }
   return eight;
 }
 
-__device__ inline void store(const fa_part &part, const Row &r, int d, int wanted, const float (&x)[8]) {
+template <bool ALIKE>
+__device__ inline void store(const fa_merge &m, const fa_part &part, const Row &r, int d, const float (&x)[8]) {
   uint4 words[2];
   const bool is_f32 = part.dtype == FA_DTYPE_F32;
   if (part.dtype == FA_DTYPE_BF16)
@@ -91,29 +124,21 @@ __device__ inline void store(const fa_part &part, const Row &r, int d, int wante
     from_floats<__half>(words, x);
   else
     from_floats<float>(words, x);
-  char *to = row_of(part, r) + d * bytes_of(part.dtype);
-  if (wanted >= 8 && reinterpret_cast<uintptr_t>(to) % 16 == 0) {
+  char *to = address_of<ALIKE>(part, r, d);
+  if (ALIKE || is_whole(to, m.head_dim - d)) {
     reinterpret_cast<uint4 *>(to)[0] = words[0];
     if (is_f32) reinterpret_cast<uint4 *>(to)[1] = words[1];
   } else if (is_f32) {
-    copy_some(reinterpret_cast<float *>(to), reinterpret_cast<const float *>(words), wanted);
+    copy_some(reinterpret_cast<float *>(to), reinterpret_cast<const float *>(words), m.head_dim - d);
   } else {
-    copy_some(reinterpret_cast<uint16_t *>(to), reinterpret_cast<const uint16_t *>(words), wanted);
+    copy_some(reinterpret_cast<uint16_t *>(to), reinterpret_cast<const uint16_t *>(words), m.head_dim - d);
   }
 }
 
 // The first sink of the row's head; the others follow num_heads apart.
-__device__ inline int64_t first_sink(const fa_merge &m, const Row &r) {
-  return (m.sink_per_row ? (int64_t(r.batch) * m.seqlen_q + r.row) * m.num_sinks : 0) * m.num_heads + r.head;
-}
-
-// The n-th row of this block's tile, whose heads of a row follow one another; false where it is not there.
-__device__ inline bool row_at(const fa_merge &m, const fa_cuda_merge_tiles &tiles, int n, Row &r) {
-  const int head_tile = blockIdx.x % tiles.num_head_tiles, row_tile = blockIdx.x / tiles.num_head_tiles;
-  r.batch = row_tile / tiles.num_row_tiles;
-  r.row = (row_tile % tiles.num_row_tiles << tiles.log_rows) + (n >> tiles.log_heads);
-  r.head = (head_tile << tiles.log_heads) + (n & ((1 << tiles.log_heads) - 1));
-  return r.row < m.seqlen_q && r.head < m.num_heads;
+__device__ inline uint32_t first_sink(const fa_merge &m, const Row &r) {
+  const uint32_t row = m.sink_per_row ? r.batch * uint32_t(m.seqlen_q) + r.row : 0;
+  return row * uint32_t(m.num_sinks) * uint32_t(m.num_heads) + r.head;
 }
 
 template <int LANES>
@@ -123,104 +148,140 @@ __device__ inline float sum_lanes(float x) {
   return x;
 }
 
-__device__ inline float larger(float x, float y) {
-  return y <= x ? x : y;
-}  // of a NaN and a number the NaN, or y
-
-// The shares of a row's parts in the sum of their exponentials and the sinks', and lse. The share of a part
-// that has nothing for the row is -1, so that nobody looks at its o.
-__device__ inline void softmax_over_parts(const fa_merge &m, const Row &r, float *shares) {
-  const float *sink = m.sink + first_sink(m, r);
-  float largest = -INFINITY, total = 0;
-#pragma unroll 4
-  for (int p = 0; p < m.num_parts; p++) {
-    shares[p] = lse_of(m, m.parts[p], r);
-    largest = larger(largest, shares[p]);
-  }
-  for (int t = 0; t < m.num_sinks; t++) largest = larger(largest, sink[t * m.num_heads]);
-  for (int p = 0; p < m.num_parts; p++) {
-    shares[p] = shares[p] == -INFINITY ? -1 : expf(shares[p] - largest);
-    if (!(shares[p] < 0)) total += shares[p];
-  }
-  for (int t = 0; t < m.num_sinks && largest != -INFINITY; t++) total += expf(sink[t * m.num_heads] - largest);
-  for (int p = 0; p < m.num_parts; p++)
-    if (!(shares[p] < 0)) shares[p] /= total;
-  lse_of(m, m.merged, r) = largest == -INFINITY ? -INFINITY : largest + logf(total);
+// A NaN that meets a number may be lost here; the sum of exponentials has it.
+template <int LANES>
+__device__ inline float largest_of_lanes(float x) {
+#pragma unroll
+  for (int lane = LANES / 2; lane > 0; lane /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, lane));
+  return x;
 }
 
-// What a lane reads of a part: eight numbers of each of its GROUP rows.
-template <int GROUP, bool HAS_F32>
-__device__ inline void load_group(const fa_merge &m, const fa_part &part, const Row (&rows)[GROUP],
-                                  const bool (&is_there)[GROUP], int d, Eight<HAS_F32> (&eights)[GROUP]) {
+// The shares of a row's parts in the sum of their exponentials and the sinks', and lse, by SLOTS lanes that
+// take turns. The share of a part that has nothing for the row is -1, so that nobody looks at its o.
+template <int SLOTS>
+__device__ inline void softmax_over_parts(const fa_merge &m, const Row &r, int slot, float *shares) {
+  const float *sink = m.sink + first_sink(m, r);
+  const int num_parts = m.num_parts, num_sinks = r.is_there ? m.num_sinks : 0, heads = m.num_heads;
+  float largest = -INFINITY, total = 0;
+#pragma unroll 1
+  for (int p = slot; p < num_parts; p += SLOTS) {
+    shares[p] = r.is_there ? lse_of(m, m.parts[p], r) : -INFINITY;
+    largest = fmaxf(largest, shares[p]);
+  }
+#pragma unroll 1
+  for (int t = slot; t < num_sinks; t += SLOTS) largest = fmaxf(largest, sink[t * heads]);
+  largest = largest_of_lanes<SLOTS>(largest);
+#pragma unroll 1
+  for (int p = slot; p < num_parts; p += SLOTS) {
+    const float share = shares[p] == -INFINITY ? -1 : expf(shares[p] - largest);
+    if (!(share < 0)) total += share;
+    shares[p] = share;
+  }
+#pragma unroll 1
+  for (int t = slot; t < num_sinks; t += SLOTS)
+    if (sink[t * heads] != -INFINITY) total += expf(sink[t * heads] - largest);
+  total = sum_lanes<SLOTS>(total);
+  const float unit = __frcp_rn(total);
+#pragma unroll 1
+  for (int p = slot; p < num_parts; p += SLOTS)
+    if (!(shares[p] < 0)) shares[p] *= unit;
+  if (r.is_there && slot == 0) lse_of(m, m.merged, r) = total == 0 ? -INFINITY : largest + logf(total);
+}
+
+// What a lane reads of a part: eight numbers of each of its rows.
+template <bool ALIKE, int GROUP, bool HAS_F32>
+__device__ inline void load_group(const fa_merge &m, const fa_part &part, const Row (&rows)[GROUP], int d,
+                                  Eight<HAS_F32> (&eights)[GROUP]) {
 #pragma unroll
   for (int n = 0; n < GROUP; n++)
-    if (is_there[n]) eights[n] = load<HAS_F32>(part, rows[n], d, m.head_dim - d);
+    if (rows[n].is_there) eights[n] = load<ALIKE, HAS_F32>(m, part, rows[n], d);
+}
+
+// o += shares * what was read; the shares of a lane's rows are `apart` from each other.
+template <class Io, int GROUP, bool HAS_F32>
+__device__ inline void add_group(const Eight<HAS_F32> (&eights)[GROUP], const float *shares, int apart,
+                                 float (&o)[GROUP][8]) {
+#pragma unroll
+  for (int n = 0; n < GROUP; n++) {
+    const float share = shares[n * apart];
+    if (share < 0) continue;  // whatever its o holds
+    float x[8];
+    to_floats<Io>(x, eights[n].words);
+#pragma unroll
+    for (int i = 0; i < 8; i++) o[n][i] += share * x[i];
+  }
+}
+
+template <int GROUP, bool HAS_F32>
+__device__ inline void add_group(fa_dtype dtype, const Eight<HAS_F32> (&eights)[GROUP], const float *shares,
+                                 int apart, float (&o)[GROUP][8]) {
+  if (HAS_F32 && dtype == FA_DTYPE_F32)
+    add_group<float>(eights, shares, apart, o);
+  else if (dtype == FA_DTYPE_BF16)
+    add_group<__nv_bfloat16>(eights, shares, apart, o);
+  else
+    add_group<__half>(eights, shares, apart, o);
 }
 
 // parts' o [batch, seqlen_q, num_heads, head_dim] and lse [batch, num_heads, seqlen_q], sinks -> merged's,
 // which may be one of the parts': who writes a number is who read it. A block takes a tile of rows and heads,
 // and each warp some of its rows: LANES lanes take one, GROUP of them each. The first part is asked for before
-// a lane a row makes the shares; it is bytes on their way that the speed of memory asks for.
-template <int LANES, bool HAS_F32>
+// the shares are made; it is bytes on their way that the speed of memory asks for.
+template <int LANES, bool ALIKE, bool HAS_F32>
 __global__ void __launch_bounds__(THREADS, HAS_F32 ? 2 : 3)
     merge_rows(const __grid_constant__ fa_merge m, const __grid_constant__ fa_cuda_merge_tiles tiles) {
   constexpr int AT_ONCE = 32 / LANES, GROUP = FA_CUDA_MERGE_GROUP, ROWS = AT_ONCE * GROUP;  // of a warp
+  constexpr int SLOTS = 32 / ROWS;
   extern __shared__ float shares_of_block[];  // [rows of the block, num_parts]
   const int lane = threadIdx.x % 32, first = threadIdx.x / 32 * ROWS;
   float *shares = shares_of_block + first * m.num_parts;
   Row rows[GROUP];
-  bool is_there[GROUP];
   Eight<HAS_F32> eights[GROUP];
 #pragma unroll
-  for (int n = 0; n < GROUP; n++) is_there[n] = row_at(m, tiles, first + n * AT_ONCE + lane / LANES, rows[n]);
-  int d = lane % LANES * 8;
-  if (m.num_parts > 0 && d < m.head_dim) load_group(m, m.parts[0], rows, is_there, d, eights);
-  for (int n = lane; n < ROWS; n += 32) {
-    Row r;
-    if (row_at(m, tiles, first + n, r)) softmax_over_parts(m, r, shares + n * m.num_parts);
+  for (int n = 0; n < GROUP; n++) {
+    rows[n] = row_at(m, tiles, first + n * AT_ONCE + lane / LANES);
   }
+  int d = lane % LANES * 8;
+  if (m.num_parts > 0 && d < m.head_dim) load_group<ALIKE>(m, m.parts[0], rows, d, eights);
+  softmax_over_parts<SLOTS>(m, row_at(m, tiles, first + lane / SLOTS), lane % SLOTS,
+                            shares + lane / SLOTS * m.num_parts);
   __syncwarp();
   for (; d < m.head_dim; d += LANES * 8) {
     float o[GROUP][8] = {};
+#pragma unroll 1
     for (int p = 0; p < m.num_parts; p++) {
-      if (p > 0 || d >= LANES * 8) load_group(m, m.parts[p], rows, is_there, d, eights);
-#pragma unroll
-      for (int n = 0; n < GROUP; n++) {
-        const float share = is_there[n] ? shares[(n * AT_ONCE + lane / LANES) * m.num_parts + p] : -1;
-        if (share < 0) continue;  // whatever its o holds
-        float x[8];
-        to_floats(x, eights[n], m.parts[p].dtype);
-#pragma unroll
-        for (int i = 0; i < 8; i++) o[n][i] += share * x[i];
-      }
+      if (p > 0 || d >= LANES * 8) load_group<ALIKE>(m, m.parts[p], rows, d, eights);
+      add_group(m.parts[p].dtype, eights, shares + lane / LANES * m.num_parts + p, AT_ONCE * m.num_parts, o);
     }
 #pragma unroll
     for (int n = 0; n < GROUP; n++)
-      if (is_there[n]) store(m.merged, rows[n], d, m.head_dim - d, o[n]);
+      if (rows[n].is_there) store<ALIKE>(m, m.merged, rows[n], d, o[n]);
   }
 }
 
 constexpr int PAIR = FA_CUDA_MERGE_PAIR;  // rows that a lane has a share in at a time, in the gradients
 
-__device__ inline void load_pair(float (&x)[PAIR][8], const fa_merge &m, const fa_part &part,
-                                 const Row (&rows)[PAIR], int d) {
+// Rows of one part, and of dout, eight numbers of each.
+template <bool ALIKE>
+__device__ inline void load_pair(const fa_merge &m, const fa_part &part, const Row (&rows)[PAIR], int d,
+                                 float (&x)[PAIR][8]) {
   Eight<true> eights[PAIR];
 #pragma unroll
-  for (int n = 0; n < PAIR; n++) eights[n] = load<true>(part, rows[n], d, m.head_dim - d);
+  for (int n = 0; n < PAIR; n++) eights[n] = load<ALIKE, true>(m, part, rows[n], d);
 #pragma unroll
   for (int n = 0; n < PAIR; n++) to_floats(x[n], eights[n], part.dtype);
 }
 
 // dot(part's o, dout) of rows, the same in all their lanes.
-template <int LANES>
-__device__ inline void dot_with_dout(float (&dots)[PAIR], const fa_merge &m, const fa_part &part,
-                                     const Row (&rows)[PAIR]) {
+template <int LANES, bool ALIKE>
+__device__ inline void dot_with_dout(const fa_merge &m, const fa_part &part, const Row (&rows)[PAIR],
+                                     float (&dots)[PAIR]) {
 #pragma unroll
   for (int n = 0; n < PAIR; n++) dots[n] = 0;
   for (int d = threadIdx.x % LANES * 8; d < m.head_dim; d += LANES * 8) {
     float x[PAIR][8], y[PAIR][8];
-    load_pair(x, m, part, rows, d);
-    load_pair(y, m, m.dmerged, rows, d);
+    load_pair<ALIKE>(m, part, rows, d, x);
+    load_pair<ALIKE>(m, m.dmerged, rows, d, y);
 #pragma unroll
     for (int n = 0; n < PAIR; n++)
 #pragma unroll
@@ -231,17 +292,17 @@ __device__ inline void dot_with_dout(float (&dots)[PAIR], const fa_merge &m, con
 }
 
 // A negative weight: the part has nothing for the row.
-template <int LANES>
+template <int LANES, bool ALIKE>
 __device__ inline void store_scaled_dout(const fa_merge &m, const fa_part &to, const Row (&rows)[PAIR],
-                                         const bool (&is_there)[PAIR], const float (&weights)[PAIR]) {
+                                         const float (&weights)[PAIR]) {
   for (int d = threadIdx.x % LANES * 8; d < m.head_dim; d += LANES * 8) {
     float x[PAIR][8];
-    load_pair(x, m, m.dmerged, rows, d);
+    load_pair<ALIKE>(m, m.dmerged, rows, d, x);
 #pragma unroll
     for (int n = 0; n < PAIR; n++) {
 #pragma unroll
       for (int i = 0; i < 8; i++) x[n][i] = weights[n] < 0 ? 0 : weights[n] * x[n][i];
-      if (is_there[n]) store(to, rows[n], d, m.head_dim - d, x[n]);
+      if (rows[n].is_there) store<ALIKE>(m, to, rows[n], d, x[n]);
     }
   }
 }
@@ -252,10 +313,10 @@ __device__ inline void sink_backward(const fa_merge &m, const Row &r, float lse,
                                      float *delta_of_rows) {
   const int lane = threadIdx.x % LANES;
   if (!m.sink_per_row) {
-    if (lane == 0) delta_of_rows[(int64_t(r.batch) * m.num_heads + r.head) * m.seqlen_q + r.row] = delta;
+    if (lane == 0) delta_of_rows[lse_index(m, r)] = delta;
     return;
   }
-  const int64_t first = first_sink(m, r);
+  const uint32_t first = first_sink(m, r);
   for (int t = lane; t < m.num_sinks; t += LANES) {
     const float sink = m.sink[first + t * m.num_heads];
     const bool is_empty = lse == -INFINITY || sink == -INFINITY;
@@ -267,27 +328,28 @@ __device__ inline void sink_backward(const fa_merge &m, const Row &r, float lse,
 // row's own, or else delta [batch, num_heads, seqlen_q]. A block takes a tile of rows and heads, LANES lanes
 // PAIR rows at a time; all of them take part in sums, and for a row that is not there they read the first one
 // and write nothing.
-template <int LANES>
+template <int LANES, bool ALIKE>
 __global__ void __launch_bounds__(THREADS, 3)
     merge_rows_backward(const __grid_constant__ fa_merge m, const __grid_constant__ fa_cuda_merge_tiles tiles,
                         float *__restrict__ delta_of_rows) {
   constexpr int AT_ONCE = THREADS / LANES;
+#pragma unroll 1
   for (int first = threadIdx.x / LANES; first < FA_CUDA_MERGE_ROWS(LANES); first += AT_ONCE * PAIR) {
     Row rows[PAIR];
-    bool is_there[PAIR];
     float lse[PAIR], delta[PAIR];
 #pragma unroll
     for (int n = 0; n < PAIR; n++) {
-      is_there[n] = row_at(m, tiles, first + n * AT_ONCE, rows[n]);
-      if (!is_there[n]) rows[n] = {0, 0, 0};
+      rows[n] = row_at(m, tiles, first + n * AT_ONCE);
+      if (!rows[n].is_there) rows[n] = {0, 0, 0, false, 0};
       lse[n] = lse_of(m, m.merged, rows[n]);
     }
-    dot_with_dout<LANES>(delta, m, m.merged, rows);
+    dot_with_dout<LANES, ALIKE>(m, m.merged, rows, delta);
 #pragma unroll
     for (int n = 0; n < PAIR; n++) {
       if (m.dmerged.lse) delta[n] -= lse_of(m, m.dmerged, rows[n]);
       if (lse[n] == -INFINITY) delta[n] = 0;
     }
+#pragma unroll 1
     for (int p = 0; p < m.num_parts; p++) {
       const fa_part &to = m.dparts[p];
       float weights[PAIR], dots[PAIR];
@@ -296,16 +358,16 @@ __global__ void __launch_bounds__(THREADS, 3)
         const float part_lse = lse_of(m, m.parts[p], rows[n]);
         weights[n] = lse[n] == -INFINITY || part_lse == -INFINITY ? -1 : expf(part_lse - lse[n]);
       }
-      if (to.lse) dot_with_dout<LANES>(dots, m, m.parts[p], rows);
+      if (to.lse) dot_with_dout<LANES, ALIKE>(m, m.parts[p], rows, dots);
 #pragma unroll
       for (int n = 0; n < PAIR; n++)
-        if (to.lse && is_there[n] && threadIdx.x % LANES == 0)
+        if (to.lse && rows[n].is_there && threadIdx.x % LANES == 0)
           lse_of(m, to, rows[n]) = weights[n] < 0 ? 0 : weights[n] * (dots[n] - delta[n]);
-      if (to.o.data) store_scaled_dout<LANES>(m, to, rows, is_there, weights);
+      if (to.o.data) store_scaled_dout<LANES, ALIKE>(m, to, rows, weights);
     }
 #pragma unroll
     for (int n = 0; n < PAIR; n++)
-      if (m.dsink && is_there[n]) sink_backward<LANES>(m, rows[n], lse[n], delta[n], delta_of_rows);
+      if (m.dsink && rows[n].is_there) sink_backward<LANES>(m, rows[n], lse[n], delta[n], delta_of_rows);
   }
 }
 
@@ -335,10 +397,13 @@ __global__ void __launch_bounds__(SINK_THREADS)
 }  // namespace
 }  // namespace fa
 
-#define MERGE_KERNEL(lanes)                                                                         \
-  {                                                                                                 \
-    lanes, {(const void *)fa::merge_rows<lanes, false>, (const void *)fa::merge_rows<lanes, true>}, \
-        (const void *)fa::merge_rows_backward<lanes>                                                \
+#define MERGE_FORWARD(lanes, alike) \
+  { (const void *)fa::merge_rows<lanes, alike, false>, (const void *)fa::merge_rows<lanes, alike, true> }
+#define MERGE_KERNEL(lanes)                                                                                   \
+  {                                                                                                           \
+    lanes, {MERGE_FORWARD(lanes, false), MERGE_FORWARD(lanes, true)}, {                                       \
+      (const void *)fa::merge_rows_backward<lanes, false>, (const void *)fa::merge_rows_backward<lanes, true> \
+    }                                                                                                         \
   }
 const fa_cuda_merge_kernel fa_cuda_merge_kernels[] = {MERGE_KERNEL(4), MERGE_KERNEL(8), MERGE_KERNEL(16),
                                                       MERGE_KERNEL(32)};

@@ -19,16 +19,19 @@ enum {
 };
 #define FA_CUDA_MERGE_ROWS(num_lanes) (FA_CUDA_MERGE_THREADS / (num_lanes)*FA_CUDA_MERGE_GROUP)
 
-/* Blocks' tiles: 2^log_rows rows, whose lse lie together, of 2^log_heads heads, whose o do. */
+/* Blocks' tiles: 2^log_rows rows, whose lse lie together, of 2^log_heads heads, whose o do. The strides of all
+ * o in eights of elements, where they lie alike. */
 typedef struct fa_cuda_merge_tiles {
   int32_t log_rows, log_heads, num_row_tiles, num_head_tiles;
+  uint32_t stride_batch, stride_row, stride_head;
 } fa_cuda_merge_tiles;
 
+/* Where all o lie alike, with the strides of merged's and so that eight numbers can be moved at once, [1] are
+ * taken, and else [0]; of forward, [..][1] where a part is of f32. */
 typedef struct fa_cuda_merge_kernel {
   int32_t num_lanes;
-  const void
-      *forward[2]; /* fa_merge, fa_cuda_merge_tiles; shared memory: a float a row and part. [1] takes f32 */
-  const void *backward; /* fa_merge, fa_cuda_merge_tiles, float *delta */
+  const void *forward[2][2]; /* fa_merge, fa_cuda_merge_tiles; shared memory: a float a row and part */
+  const void *backward[2];   /* fa_merge, fa_cuda_merge_tiles, float *delta */
 } fa_cuda_merge_kernel;
 
 extern const fa_cuda_merge_kernel fa_cuda_merge_kernels[]; /* of 4, 8, 16, 32 lanes */

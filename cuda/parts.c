@@ -1,4 +1,6 @@
 /* What is launched for a merge of parts. */
+#include <string.h>
+
 #include "../c_src/core/integers.h"
 #include "merge.h"
 #include "runtime.h"
@@ -35,6 +37,9 @@ static fa_cuda_merge_tiles tiles_of(const fa_merge *merge, int32_t num_lanes) {
   tiles.log_rows = log_tile - tiles.log_heads;
   tiles.num_row_tiles = (int32_t)fa_divide_up(merge->seqlen_q, INT64_C(1) << tiles.log_rows);
   tiles.num_head_tiles = (int32_t)fa_divide_up(merge->num_heads, INT64_C(1) << tiles.log_heads);
+  tiles.stride_batch = (uint32_t)(merge->merged.o.stride_batch / 8);
+  tiles.stride_row = (uint32_t)(merge->merged.o.stride_row / 8);
+  tiles.stride_head = (uint32_t)(merge->merged.o.stride_head / 8);
   return tiles;
 }
 
@@ -42,6 +47,25 @@ static bool has_f32(const fa_merge *merge) {
   for (int p = 0; p < merge->num_parts; p++)
     if (merge->parts[p].dtype == FA_DTYPE_F32) return true;
   return false;
+}
+
+static bool is_like(const fa_merge *merge, const fa_part *part) {
+  return !part->o.data || (memcmp(part->o.strides, merge->merged.o.strides, sizeof part->o.strides) == 0 &&
+                           (uintptr_t)part->o.data % 16 == 0);
+}
+
+/* Whether all o can be read eight numbers at a time at the same places, 2^32 of which there may be. */
+static bool lie_alike(const fa_merge *merge) {
+  const int64_t sizes[] = {merge->batch, merge->seqlen_q, merge->num_heads}, *strides = merge->merged.o.strides;
+  bool alike = merge->head_dim % 8 == 0 && is_like(merge, &merge->merged) && is_like(merge, &merge->dmerged);
+  double span = (double)merge->head_dim;
+  for (int i = 0; i < FA_MAX_RANK - 1; i++) {
+    alike = alike && strides[i] % 8 == 0 && strides[i] >= 0;
+    span += (double)strides[i] * (double)(sizes[i] - 1);
+  }
+  for (int p = 0; p < merge->num_parts; p++)
+    alike = alike && is_like(merge, &merge->parts[p]) && is_like(merge, &merge->dparts[p]);
+  return alike && span < 8 * (double)UINT32_MAX;
 }
 
 static fa_status enqueue(fa_merge *merge, bool is_backward, const fa_execution *execution, fa_error *error) {
@@ -52,12 +76,12 @@ static fa_status enqueue(fa_merge *merge, bool is_backward, const fa_execution *
   const size_t shared_bytes =
       (size_t)(FA_CUDA_MERGE_ROWS(kernel->num_lanes) * merge->num_parts) * sizeof(float);
   if (!is_backward)
-    return launch(kernel->forward[has_f32(merge)], num_blocks, threads, shared_bytes, (void *[]){merge, &tiles},
-                  execution, error);
+    return launch(kernel->forward[lie_alike(merge)][has_f32(merge)], num_blocks, threads, shared_bytes,
+                  (void *[]){merge, &tiles}, execution, error);
   if (!merge->num_sinks) merge->dsink = NULL;
   void *delta = execution->workspace;
-  fa_status status =
-      launch(kernel->backward, num_blocks, threads, 0, (void *[]){merge, &tiles, &delta}, execution, error);
+  fa_status status = launch(kernel->backward[lie_alike(merge)], num_blocks, threads, 0,
+                            (void *[]){merge, &tiles, &delta}, execution, error);
   if (status || !merge->dsink || merge->sink_per_row) return status;
   return launch(fa_cuda_merge_sink_kernel, merge->num_sinks * merge->num_heads, FA_CUDA_MERGE_SINK_THREADS, 0,
                 (void *[]){merge, &delta}, execution, error);
@@ -65,12 +89,14 @@ static fa_status enqueue(fa_merge *merge, bool is_backward, const fa_execution *
 
 fa_status fa_cuda_merge(const fa_merge *merge, bool is_backward, int32_t index, const fa_execution *execution,
                         fa_error *error) {
-  const int64_t most = INT64_C(1) << 30;
+  const double most = 1 << 30;
   if (merge->merged.dtype == FA_DTYPE_F64)
     return fa_fail(error, FA_STATUS_UNSUPPORTED, "o", "type f32, bf16 or f16 on CUDA", "f64");
-  if (merge->head_dim >= most || merge->num_heads >= most || merge->num_sinks >= most / merge->num_heads ||
-      merge->batch * merge->seqlen_q >= most / merge->num_heads)
-    return fa_fail(error, FA_STATUS_UNSUPPORTED, "o", "fewer than 2^30 rows of heads on CUDA", "more");
+  const double rows = (double)merge->batch * (double)merge->seqlen_q * (double)merge->num_heads;
+  const double sinks = (double)merge->num_sinks * (merge->sink_per_row ? rows : (double)merge->num_heads);
+  if ((double)merge->head_dim >= most || rows >= most || sinks >= most)
+    return fa_fail(error, FA_STATUS_UNSUPPORTED, "o",
+                   "fewer than 2^30 rows of heads, and sinks of them, on CUDA", "more");
   fa_merge copy = *merge; /* cudaLaunchKernel takes arguments that are not const */
   device_scope scope;
   fa_status status = enter_device(&scope, index, error);
