@@ -156,7 +156,7 @@ endif
 
 OBJECTS += $(BUILD)/xla/registry.o
 ifneq ($(XLA_FFI_INCLUDE),)
-OBJECTS += $(BUILD)/xla/handlers.o
+OBJECTS += $(BUILD)/xla/handlers.o $(BUILD)/xla/merge.o
 $(BUILD)/xla/%.o: EXTRA_CFLAGS := -DFA_XLA -isystem $(call quote,$(XLA_FFI_INCLUDE))
 else
 $(BUILD)/xla/registry.o: NOTE := , without the XLA custom calls: xla/ffi/api/c_api.h is not there (XLA_FFI_INCLUDE)

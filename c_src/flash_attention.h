@@ -713,6 +713,17 @@ FA_API void fa_link_free(fa_link *link);
  * i32 or i1 (a length of INT64_MAX or of infinity: FA_UNBOUNDED), choices by name or by index. There are no
  * others.
  *
+ * Parts, n of them (fa_merge_forward, fa_merge_backward):
+ *
+ *     flash_attention_merge             o, lse of each part, [sink]                     -> o, lse
+ *     flash_attention_merge_backward    dout, dlse, o, lse, o, lse of each part, [sink] -> the gradients by the
+ * parts' o and lse, [dsink], [workspace]
+ *
+ * Operands come in this order; the number of them tells how many parts there are, of a backward perhaps none,
+ * and whether there is a sink. Each o has a type of its own. Attributes are the shapes of every o and of the
+ * sink where tensors come flat, o = array<i64: 2, 128, 8, 64> and sink, and no others. Results may be flat
+ * likewise. The workspace is wanted on CUDA where dsink is summed over rows: u8[n] of fa_merge_workspace_bytes.
+ *
  * On CUDA a call enqueues on XLA's stream and does not wait: it is compatible with command buffers. Whatever is
  * wrong with a call is an error of XLA whose text names the argument: "k: expected head_dim 64 as in q, got
  * 48".

@@ -58,8 +58,8 @@ __device__ inline Row row_at(const fa_merge &m, const fa_cuda_merge_tiles &tiles
   const unsigned head_tile = blockIdx.x % unsigned(tiles.num_head_tiles);
   const unsigned row_tile = blockIdx.x / unsigned(tiles.num_head_tiles);
   Row r;
-  r.batch = row_tile / unsigned(tiles.num_row_tiles);
-  r.row = (row_tile % unsigned(tiles.num_row_tiles) << tiles.log_rows) + (n >> tiles.log_heads);
+  r.batch = blockIdx.y;
+  r.row = (row_tile << tiles.log_rows) + (n >> tiles.log_heads);
   r.head = (head_tile << tiles.log_heads) + (n & ((1 << tiles.log_heads) - 1));
   r.is_there = r.row < int(m.seqlen_q) && r.head < int(m.num_heads);
   r.offset = r.batch * tiles.stride_batch + r.row * tiles.stride_row + r.head * tiles.stride_head;
@@ -156,35 +156,40 @@ __device__ inline float largest_of_lanes(float x) {
   return x;
 }
 
+// A sum of exponentials, scaled by the largest so far.
+struct Exponentials {
+  float largest = -INFINITY, total = 0;
+
+  __device__ void add(float x) {
+    if (x == -INFINITY) return;
+    const float before = largest;
+    largest = fmaxf(largest, x);  // a NaN that is lost here is in the total
+    if (before != largest) total *= expf(before - largest);
+    total += expf(x - largest);
+  }
+};
+
 // The shares of a row's parts in the sum of their exponentials and the sinks', and lse, by SLOTS lanes that
-// take turns. The share of a part that has nothing for the row is -1, so that nobody looks at its o.
+// take turns, so that all are on their way at once. The share of a part that has nothing for the row is -1, so
+// that nobody looks at its o.
 template <int SLOTS>
 __device__ inline void softmax_over_parts(const fa_merge &m, const Row &r, int slot, float *shares) {
-  const float *sink = m.sink + first_sink(m, r);
+  const float *sinks = m.sink + first_sink(m, r);
   const int num_parts = m.num_parts, num_sinks = r.is_there ? m.num_sinks : 0, heads = m.num_heads;
-  float largest = -INFINITY, total = 0;
+  Exponentials sum;
 #pragma unroll 1
-  for (int p = slot; p < num_parts; p += SLOTS) {
-    shares[p] = r.is_there ? lse_of(m, m.parts[p], r) : -INFINITY;
-    largest = fmaxf(largest, shares[p]);
+  for (int i = slot; i < num_parts + num_sinks; i += SLOTS) {
+    float x = -INFINITY;
+    if (r.is_there) x = i < num_parts ? lse_of(m, m.parts[i], r) : sinks[(i - num_parts) * heads];
+    if (i < num_parts) shares[i] = x;
+    sum.add(x);
   }
-#pragma unroll 1
-  for (int t = slot; t < num_sinks; t += SLOTS) largest = fmaxf(largest, sink[t * heads]);
-  largest = largest_of_lanes<SLOTS>(largest);
-#pragma unroll 1
-  for (int p = slot; p < num_parts; p += SLOTS) {
-    const float share = shares[p] == -INFINITY ? -1 : expf(shares[p] - largest);
-    if (!(share < 0)) total += share;
-    shares[p] = share;
-  }
-#pragma unroll 1
-  for (int t = slot; t < num_sinks; t += SLOTS)
-    if (sink[t * heads] != -INFINITY) total += expf(sink[t * heads] - largest);
-  total = sum_lanes<SLOTS>(total);
+  const float largest = largest_of_lanes<SLOTS>(sum.largest);
+  const float total = sum_lanes<SLOTS>(sum.total == 0 ? 0 : sum.total * expf(sum.largest - largest));
   const float unit = __frcp_rn(total);
 #pragma unroll 1
   for (int p = slot; p < num_parts; p += SLOTS)
-    if (!(shares[p] < 0)) shares[p] *= unit;
+    shares[p] = shares[p] == -INFINITY ? -1 : expf(shares[p] - largest) * unit;
   if (r.is_there && slot == 0) lse_of(m, m.merged, r) = total == 0 ? -INFINITY : largest + logf(total);
 }
 
@@ -228,7 +233,7 @@ __device__ inline void add_group(fa_dtype dtype, const Eight<HAS_F32> (&eights)[
 // and each warp some of its rows: LANES lanes take one, GROUP of them each. The first part is asked for before
 // the shares are made; it is bytes on their way that the speed of memory asks for.
 template <int LANES, bool ALIKE, bool HAS_F32>
-__global__ void __launch_bounds__(THREADS, HAS_F32 ? 2 : 3)
+__global__ void __launch_bounds__(THREADS, 3)
     merge_rows(const __grid_constant__ fa_merge m, const __grid_constant__ fa_cuda_merge_tiles tiles) {
   constexpr int AT_ONCE = 32 / LANES, GROUP = FA_CUDA_MERGE_GROUP, ROWS = AT_ONCE * GROUP;  // of a warp
   constexpr int SLOTS = 32 / ROWS;

@@ -20,7 +20,7 @@ enum {
 #define FA_CUDA_MERGE_ROWS(num_lanes) (FA_CUDA_MERGE_THREADS / (num_lanes)*FA_CUDA_MERGE_GROUP)
 
 /* Blocks' tiles: 2^log_rows rows, whose lse lie together, of 2^log_heads heads, whose o do. The strides of all
- * o in eights of elements, where they lie alike. */
+ * o in eights of elements, where they lie alike. A block's y is its batch. */
 typedef struct fa_cuda_merge_tiles {
   int32_t log_rows, log_heads, num_row_tiles, num_head_tiles;
   uint32_t stride_batch, stride_row, stride_head;

@@ -12,12 +12,12 @@ static const fa_cuda_merge_kernel *kernel_of(const fa_merge *merge) {
   return kernel;
 }
 
-static fa_status launch(const void *kernel, int64_t num_blocks, int32_t num_threads, size_t shared_bytes,
+static fa_status launch(const void *kernel, dim3 num_blocks, int32_t num_threads, size_t shared_bytes,
                         void **arguments, const fa_execution *execution, fa_error *error) {
   const char *operation = "launch of the merge";
-  if (num_blocks == 0) return FA_STATUS_OK;
-  CHECK(cudaLaunchKernel(kernel, (dim3){(unsigned)num_blocks, 1, 1}, (dim3){(unsigned)num_threads, 1, 1},
-                         arguments, shared_bytes, execution->stream));
+  if (num_blocks.x == 0 || num_blocks.y == 0) return FA_STATUS_OK;
+  CHECK(cudaLaunchKernel(kernel, num_blocks, (dim3){(unsigned)num_threads, 1, 1}, arguments, shared_bytes,
+                         execution->stream));
   return FA_STATUS_OK;
 }
 
@@ -72,7 +72,7 @@ static fa_status enqueue(fa_merge *merge, bool is_backward, const fa_execution *
   const int32_t threads = FA_CUDA_MERGE_THREADS;
   const fa_cuda_merge_kernel *kernel = kernel_of(merge);
   fa_cuda_merge_tiles tiles = tiles_of(merge, kernel->num_lanes);
-  const int64_t num_blocks = merge->batch * tiles.num_row_tiles * tiles.num_head_tiles;
+  const dim3 num_blocks = {(unsigned)(tiles.num_row_tiles * tiles.num_head_tiles), (unsigned)merge->batch, 1};
   const size_t shared_bytes =
       (size_t)(FA_CUDA_MERGE_ROWS(kernel->num_lanes) * merge->num_parts) * sizeof(float);
   if (!is_backward)
@@ -83,8 +83,8 @@ static fa_status enqueue(fa_merge *merge, bool is_backward, const fa_execution *
   fa_status status = launch(kernel->backward[lie_alike(merge)], num_blocks, threads, 0,
                             (void *[]){merge, &tiles, &delta}, execution, error);
   if (status || !merge->dsink || merge->sink_per_row) return status;
-  return launch(fa_cuda_merge_sink_kernel, merge->num_sinks * merge->num_heads, FA_CUDA_MERGE_SINK_THREADS, 0,
-                (void *[]){merge, &delta}, execution, error);
+  return launch(fa_cuda_merge_sink_kernel, (dim3){(unsigned)(merge->num_sinks * merge->num_heads), 1, 1},
+                FA_CUDA_MERGE_SINK_THREADS, 0, (void *[]){merge, &delta}, execution, error);
 }
 
 fa_status fa_cuda_merge(const fa_merge *merge, bool is_backward, int32_t index, const fa_execution *execution,
@@ -97,6 +97,9 @@ fa_status fa_cuda_merge(const fa_merge *merge, bool is_backward, int32_t index, 
   if ((double)merge->head_dim >= most || rows >= most || sinks >= most)
     return fa_fail(error, FA_STATUS_UNSUPPORTED, "o",
                    "fewer than 2^30 rows of heads, and sinks of them, on CUDA", "more");
+  if (merge->batch > 65535)
+    return fa_fail(error, FA_STATUS_UNSUPPORTED, "batch", "at most 65535 in a merge on CUDA",
+                   FA_TEXT("%lld", (long long)merge->batch));
   fa_merge copy = *merge; /* cudaLaunchKernel takes arguments that are not const */
   device_scope scope;
   fa_status status = enter_device(&scope, index, error);

@@ -5,8 +5,6 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "../flash_attention.h"
-
 static const XLA_FFI_DataType data_types[FA_NUM_DTYPES] = {
     [FA_DTYPE_F32] = XLA_FFI_DataType_F32,   [FA_DTYPE_F64] = XLA_FFI_DataType_F64,
     [FA_DTYPE_BF16] = XLA_FFI_DataType_BF16, [FA_DTYPE_F16] = XLA_FFI_DataType_F16,
@@ -111,25 +109,30 @@ static bool read_attributes(xla_call *call) {
   return true;
 }
 
-/* ---- operands -------------------------------------------------------------------------------------- */
-
-/* Reads the operand's own shape, or the one that an attribute gives it. The library says whether it fits the
- * problem, the number of bytes included. */
-static bool read_shape(xla_call *call, fa_tensor_id id, const XLA_FFI_Buffer *buffer, fa_shape *shape) {
+bool fa_xla_read_shape(const XLA_FFI_Buffer *buffer, const XLA_FFI_Array *array, const char *name,
+                       fa_shape *shape, fa_error *error) {
   int dtype = 0;
   while (dtype < FA_NUM_DTYPES && data_types[dtype] != buffer->dtype) dtype++;
   if (dtype == FA_NUM_DTYPES) {
     char got[32];
     snprintf(got, sizeof got, "XLA's type %d", (int)buffer->dtype);
-    return reject(call, fa_tensor_name(id), "a type of the library's", got);
+    fa_fail(error, FA_STATUS_INVALID_ARGUMENT, name, "a type of the library's", got);
+    return false;
   }
-  const XLA_FFI_Array *array = call->shapes[id];
   const int64_t *dims = array ? array->data : buffer->dims;
   *shape = (fa_shape){.dtype = (fa_dtype)dtype, .rank = (int32_t)(array ? (int64_t)array->size : buffer->rank)};
   for (int i = 0; i < shape->rank && i < FA_MAX_RANK; i++) shape->dims[i] = dims[i];
   shape->size_bytes = (int64_t)fa_dtype_bytes(shape->dtype);
   for (int i = 0; i < buffer->rank; i++) shape->size_bytes *= buffer->dims[i];
   return true;
+}
+
+/* ---- operands -------------------------------------------------------------------------------------- */
+
+/* Reads the operand's own shape, or the one that an attribute gives it. The library says whether it fits the
+ * problem, the number of bytes included. */
+static bool read_shape(xla_call *call, fa_tensor_id id, const XLA_FFI_Buffer *buffer, fa_shape *shape) {
+  return fa_xla_read_shape(buffer, call->shapes[id], fa_tensor_name(id), shape, &call->error);
 }
 
 static bool reject_count(xla_call *call, const char *what, int64_t count, const char *bound, int64_t wanted) {
@@ -212,7 +215,7 @@ static bool bind_results(xla_call *call) {
 /* ---- running --------------------------------------------------------------------------------------- */
 
 /* Tells the runtime what the handler was built against, and that its calls may be recorded. */
-static bool answer_metadata(const XLA_FFI_CallFrame *frame) {
+bool fa_xla_answer_metadata(const XLA_FFI_CallFrame *frame) {
   /* XLA has renamed the type that this begins with, so the frame is read as the extension itself. */
   const XLA_FFI_Metadata_Extension *extension = (const void *)frame->extension_start;
   if (!extension || extension->extension_base.type != XLA_FFI_Extension_Metadata) return false;
@@ -225,16 +228,15 @@ static bool answer_metadata(const XLA_FFI_CallFrame *frame) {
 }
 
 /* The device and the stream that XLA wants the call on. */
-static XLA_FFI_Error *find_stream(xla_call *call) {
-  const XLA_FFI_Api *api = call->frame->api;
+XLA_FFI_Error *fa_xla_find_stream(const XLA_FFI_CallFrame *frame, fa_device *device, fa_execution *execution) {
+  const XLA_FFI_Api *api = frame->api;
   XLA_FFI_DeviceOrdinal_Get_Args ordinal = {.struct_size = XLA_FFI_DeviceOrdinal_Get_Args_STRUCT_SIZE,
-                                            .ctx = call->frame->ctx};
-  XLA_FFI_Stream_Get_Args stream = {.struct_size = XLA_FFI_Stream_Get_Args_STRUCT_SIZE,
-                                    .ctx = call->frame->ctx};
+                                            .ctx = frame->ctx};
+  XLA_FFI_Stream_Get_Args stream = {.struct_size = XLA_FFI_Stream_Get_Args_STRUCT_SIZE, .ctx = frame->ctx};
   XLA_FFI_Error *error = api->XLA_FFI_DeviceOrdinal_Get(&ordinal);
   if (!error) error = api->XLA_FFI_Stream_Get(&stream);
-  call->device.index = ordinal.device_ordinal;
-  call->execution.stream = stream.stream;
+  device->index = ordinal.device_ordinal;
+  execution->stream = stream.stream;
   return error;
 }
 
@@ -265,24 +267,25 @@ static XLA_FFI_Error_Code error_code(fa_status status) {
   return XLA_FFI_Error_Code_UNKNOWN;
 }
 
-static XLA_FFI_Error *make_error(const xla_call *call) {
+XLA_FFI_Error *fa_xla_make_error(const XLA_FFI_CallFrame *frame, const char *call, const fa_error *error) {
   char message[512];
-  snprintf(message, sizeof message, "flash_attention_%s: %s", fa_pass_name(call->pass), call->error.message);
-  return call->frame->api->XLA_FFI_Error_Create(
+  snprintf(message, sizeof message, "flash_attention_%s: %s", call, error->message);
+  return frame->api->XLA_FFI_Error_Create(
       &(XLA_FFI_Error_Create_Args){.struct_size = XLA_FFI_Error_Create_Args_STRUCT_SIZE,
                                    .message = message,
-                                   .errc = error_code(call->error.status)});
+                                   .errc = error_code(error->status)});
 }
 
 static XLA_FFI_Error *handle(const XLA_FFI_CallFrame *frame, fa_pass pass, fa_device_kind kind) {
-  if (answer_metadata(frame)) return NULL;
+  if (fa_xla_answer_metadata(frame)) return NULL;
   xla_call call = {.frame = frame, .pass = pass, .device.kind = kind};
-  XLA_FFI_Error *error = fa_has_own_memory(kind) ? find_stream(&call) : NULL;
+  XLA_FFI_Error *error =
+      fa_has_own_memory(kind) ? fa_xla_find_stream(frame, &call.device, &call.execution) : NULL;
   if (error) return error;
   bool done = read_attributes(&call) && read_operands(&call) && bind_results(&call) &&
               fa_plan_init(&call.plan, &call.problem, pass, call.device, &call.error) == FA_STATUS_OK &&
               run(&call);
-  return done ? NULL : make_error(&call);
+  return done ? NULL : fa_xla_make_error(frame, fa_pass_name(pass), &call.error);
 }
 
 XLA_FFI_Error *fa_xla_forward_host(XLA_FFI_CallFrame *frame) {

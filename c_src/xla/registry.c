@@ -16,6 +16,10 @@ static const struct {
     {"flash_attention_forward", "CUDA", fa_xla_forward_cuda},
     {"flash_attention_backward", "Host", fa_xla_backward_host},
     {"flash_attention_backward", "CUDA", fa_xla_backward_cuda},
+    {"flash_attention_merge", "Host", fa_xla_merge_host},
+    {"flash_attention_merge", "CUDA", fa_xla_merge_cuda},
+    {"flash_attention_merge_backward", "Host", fa_xla_merge_backward_host},
+    {"flash_attention_merge_backward", "CUDA", fa_xla_merge_backward_cuda},
 };
 enum { NUM_ROWS = sizeof rows / sizeof *rows };
 

@@ -14,6 +14,7 @@ import numpy as np
 import c_library
 
 FORWARD, BACKWARD = "flash_attention_forward", "flash_attention_backward"
+MERGE, MERGE_BACKWARD = "flash_attention_merge", "flash_attention_merge_backward"
 PLATFORMS = {"cpu": "Host", "cuda": "CUDA"}  # XLA's names of JAX's platforms
 
 
@@ -95,6 +96,50 @@ class Attention:
 
         attend.defvjp(forward, lambda saved, dout: (*self.backward(dout, *saved, **options), None))
         return attend(q, k, v, sink, bands)
+
+
+class Parts:
+    """Merges of parts: a list of (o, lse), and sinks of either layout or None."""
+
+    def __init__(self, library, platform):
+        self.library, self.platform = library, platform
+        for target in (MERGE, MERGE_BACKWARD):
+            register(target, handler(library, target, platform), platform)
+
+    def merge(self, parts, sink=None, dtype=None):
+        """(o, lse), o of that type or of the first part's."""
+        o, lse = parts[0]
+        operands = [*(x for part in parts for x in part), *([] if sink is None else [sink])]
+        return jax.ffi.ffi_call(MERGE, [jax.ShapeDtypeStruct(o.shape, dtype or o.dtype), like(lse)])(*operands)
+
+    def backward(self, cotangents, parts, merged, sink=None):
+        """([(do, dlse) of each part], dsink or None)"""
+        sinks = [] if sink is None else [sink]
+        inputs = [x for part in parts for x in part]
+        # Where dsink is summed over rows, the workspace has a number for each of them.
+        shared = self.platform == "cuda" and sinks and sink.ndim == 2
+        workspace = [jax.ShapeDtypeStruct((4 * merged[1].size,), np.uint8)] if shared else []
+        results = jax.ffi.ffi_call(MERGE_BACKWARD, [*map(like, inputs + sinks), *workspace])(*cotangents, *merged, *inputs, *sinks)
+        pairs = [(results[i], results[i + 1]) for i in range(0, len(inputs), 2)]
+        return pairs, results[len(inputs)] if sinks else None
+
+    def __call__(self, parts, sink=None):
+        """(o, lse), with gradients by the parts and the sink."""
+
+        @jax.custom_vjp
+        def merge(parts, sink):
+            return tuple(self.merge(parts, sink))
+
+        def forward(parts, sink):
+            merged = tuple(self.merge(parts, sink))
+            return merged, (parts, merged, sink)
+
+        def backward(saved, cotangents):
+            pairs, dsink = self.backward(cotangents, *saved)
+            return pairs, dsink
+
+        merge.defvjp(forward, backward)
+        return merge(parts, sink)
 
 
 # ---- for benchmarks ---------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ XLA_ENVIRONMENT := $(TEST_ENVIRONMENT) $(if $(SANITIZE),ASAN_OPTIONS=detect_leak
 .PHONY: test-xla test-xla-sanitize
 test-xla: $(HARNESS) $(LIBRARY)
 	$(XLA_ENVIRONMENT) $(PYTHON) test/xla/test_xla.py --library $(LIBRARY) --harness $(HARNESS) $(XLA_ARGS)
+	$(if $(findstring cuda,$(XLA_ARGS)),,$(XLA_ENVIRONMENT) $(PYTHON) test/xla/test_shards.py --library $(LIBRARY))
 
 test-xla-sanitize:
 	UBSAN_OPTIONS=print_stacktrace=1 $(MAKE) --no-print-directory test-xla SANITIZE=address,undefined FA_CUDA=0 \
