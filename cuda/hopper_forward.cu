@@ -45,22 +45,93 @@ struct ForwardTile {
 
 // The tile that is begun as the index-th. It takes as long as a product to find: the producer does, ahead, and
 // tells the consumers.
-template <class Shape>
-__device__ inline ForwardTile tile_of(const fa_cuda_arguments &a, uint32_t index) {
+template <class Shape, bool GENERAL>
+__device__ inline ForwardTile tile_of(const fa_cuda_arguments &a, uint32_t index, fa_cuda_block_plan &plan) {
   ForwardTile tile;
   RowBlock block;
-  if (!persistent_row_block_of(a, index, block)) return tile;
+  if (!persistent_row_block_of<GENERAL>(a, index, block, plan)) return tile;
   const Sequence sequence = sequence_of(a, block.batch);
   tile.head = block.head, tile.batch = block.batch;
   tile.rows = row_range<Shape>(sequence, block.q_block);
-  tile.k_blocks = k_blocks_of<Shape>(sequence, tile.rows);
-  if (tile.k_blocks.count == 0) tile.k_blocks = {0, 1};
+  if constexpr (!GENERAL) {
+    tile.k_blocks = k_blocks_of<Shape>(sequence, tile.rows);
+    if (tile.k_blocks.count == 0) tile.k_blocks = {0, 1};
+  }
   return tile;
+}
+template <class Shape, bool GENERAL>
+__device__ inline ForwardTile tile_of(const fa_cuda_arguments &a, uint32_t index) {
+  fa_cuda_block_plan plan;
+  return tile_of<Shape, GENERAL>(a, index, plan);
+}
+
+// ---- visits, where there are bands -------------------------------------------------------------------------
+
+// The producer goes through a tile's visits and tells the consumers what they need of each: where its columns
+// begin, whether it is the tile's last, for each consumer whether its rows see any and whether they see all of
+// them; and the band, which is only looked at for rows that see some of the columns.
+struct ToldVisit {
+  static constexpr int NUM_WORDS = 8, BYTES = NUM_WORDS * 4, BAND_AT = 8;
+  static constexpr uint32_t LAST = 1;
+  __device__ static constexpr uint32_t sees_any(int consumer) { return 2 << consumer * 2; }
+  __device__ static constexpr uint32_t sees_all(int consumer) { return 4 << consumer * 2; }
+
+  int column;
+  uint32_t flags;
+};
+
+__device__ inline ToldVisit hear_visit(uint32_t from) {
+  return {int(uniform(load_shared_word(from))), uniform(load_shared_word(from + 4))};
+}
+__device__ inline fa_band hear_band(uint32_t from) {
+  int words[6];
+#pragma unroll
+  for (int i = 0; i < 6; i++) words[i] = uniform(load_shared_word(from + ToldVisit::BAND_AT + i * 4));
+  return {words[0], words[1], words[2], words[3], words[4], words[5]};
+}
+
+// What the visit shows to each consumer's rows.
+template <class Shape>
+__device__ inline uint32_t flags_of(const fa_band &band, Range rows, Range columns) {
+  uint32_t flags = 0;
+#pragma unroll
+  for (int consumer = 0; consumer < Shape::num_consumers; consumer++) {
+    const Range own = {rows.begin + consumer * 64, min(rows.begin + consumer * 64 + 64, rows.end)};
+    const Range seen = overlap(seen_in_band<true>(band, own), columns);
+    if (seen.begin >= seen.end) continue;
+    flags |= ToldVisit::sees_any(consumer);
+    if (own.begin >= band.q_begin && own.end <= band.q_end && columns.begin >= band.k_begin &&
+        fa_band_sees_all(band, own, columns))
+      flags |= ToldVisit::sees_all(consumer);
+  }
+  return flags;
+}
+
+// Tells the visit and goes on to the next; true where there is none: of a tile that sees nothing too, which
+// thus has one visit that nobody takes.
+template <class Shape, class Visits>
+__device__ inline bool tell_visit(Visits &visits, int &column, uint32_t to) {
+  uint32_t flags = 0;
+  column = 0;
+  if (!visits.done()) {
+    column = visits.begin;
+    flags = flags_of<Shape>(visits.band, visits.own, {column, column + Shape::block_k});
+    const int words[6] = {visits.band.q_begin, visits.band.q_end, visits.band.k_begin,
+                          visits.band.k_end,   visits.band.left,  visits.band.right};
+#pragma unroll
+    for (int i = 0; i < 6; i++) store_shared(to + ToldVisit::BAND_AT + i * 4, uint32_t(words[i]));
+    visits.advance();
+  }
+  const bool last = visits.done();
+  store_shared(to, uint32_t(column));
+  store_shared(to + 4, flags | (last ? ToldVisit::LAST : 0));
+  return last;
 }
 
 // Shared memory: the stages of q, of k and of v, then a barrier for each stage being full and one for its being
-// empty; and for each stage of v, where that is a tile's last, which tile comes next.
-template <class Kind, class Shape>
+// empty; for each stage of v, where that is a tile's last, which tile comes next; and visits. Of these there
+// are twice as many as stages: that of a stage of k may still be read when the next comes there.
+template <class Kind, class Shape, bool GENERAL>
 struct ForwardBuffers {
   static constexpr int Q_STAGES = Shape::q_stages, STAGES = 2;
   using QTile = BoxTile<Shape::block_q, Shape::head_dim>;
@@ -72,7 +143,8 @@ struct ForwardBuffers {
   static constexpr int K_AT = Q_STAGES * Q_BYTES, V_AT = K_AT + STAGES * K_BYTES;
   static constexpr int BARRIERS_AT = V_AT + STAGES * K_BYTES, NUM_BARRIERS = 2 * (Q_STAGES + 2 * STAGES);
   static constexpr int NEXT_AT = BARRIERS_AT + NUM_BARRIERS * 8,
-                       BYTES = NEXT_AT + STAGES * ForwardTile::WORDS * 4;
+                       VISITS_AT = NEXT_AT + STAGES * ForwardTile::WORDS * 4, NUM_VISITS = 2 * STAGES,
+                       BYTES = VISITS_AT + (GENERAL ? NUM_VISITS * ToldVisit::BYTES : 0);
 
   struct Stage {
     uint32_t tile, full, empty;
@@ -86,6 +158,11 @@ struct ForwardBuffers {
   __device__ Stage v(int i) const { return stage(V_AT + i * K_BYTES, Q_STAGES + STAGES + i); }
   __device__ uint32_t next_tile(int i) const { return base + NEXT_AT + i * ForwardTile::WORDS * 4; }
 
+  // Of what the ring has at a stage of k.
+  __device__ uint32_t visit(const Ring<STAGES> &at) const {
+    return base + VISITS_AT + (at.phase * STAGES + at.stage) * ToldVisit::BYTES;
+  }
+
   __device__ void init_barriers() const {
     for (int i = 0; i < NUM_BARRIERS; i += 2) {
       barrier_init(base + BARRIERS_AT + i * 8, 1);  // full: the producer's
@@ -98,19 +175,22 @@ struct ForwardBuffers {
 
 // ---- the producer: one thread ------------------------------------------------------------------------
 
-template <class Kind, class Shape>
-__device__ inline void produce(const fa_cuda_arguments &a, const fa_cuda_maps &maps,
-                               const ForwardBuffers<Kind, Shape> &buffers) {
-  using Buffers = ForwardBuffers<Kind, Shape>;
+template <class Kind, class Shape, bool GENERAL>
+struct Producer {
+  using Buffers = ForwardBuffers<Kind, Shape, GENERAL>;
   using QBoxes = typename Buffers::QBoxes;
   using KTile = typename Buffers::KTile;
-  constexpr int Q_BOX_COLS = 128 / sizeof(typename Kind::Io);
+  static constexpr int Q_BOX_COLS = 128 / sizeof(typename Kind::Io);
+
+  const fa_cuda_arguments &a;
+  const fa_cuda_maps &maps;
+  const Buffers buffers;
   Ring<Buffers::Q_STAGES> q_ring;
   Ring<Buffers::STAGES> ring;
   uint32_t index = blockIdx.x;
-  for (ForwardTile tile = tile_of<Shape>(a, index); tile.head >= 0; q_ring.advance()) {
-    const Sequence sequence = sequence_of(a, tile.batch);
-    const int kv_head = kv_head_of(a, tile.head), first_row = sequence.first_row + tile.rows.begin;
+
+  __device__ void load_q(const ForwardTile &tile) const {
+    const int first_row = sequence_of(a, tile.batch).first_row + tile.rows.begin;
     const auto q = buffers.q(q_ring.stage);
     const bool mapped = !Kind::SCALED || a.q.aligned;  // or the consumers fetch q
     if (Buffers::Q_STAGES == 1 && mapped)
@@ -122,32 +202,69 @@ __device__ inline void produce(const fa_cuda_arguments &a, const fa_cuda_maps &m
     } else {
       barrier_arrive(q.full);
     }
-    ForwardTile next;
-    for (int i = 0, left = tile.k_blocks.count - 1; left >= 0; i++, left--, ring.advance()) {
-      // The next tile: late, as a block of threads that is free sooner may take it, but not without time for
-      // the answer.
-      if (left == min(1, tile.k_blocks.count - 1))
-        index = a.tickets ? gridDim.x + atomicAdd(a.tickets, 1) : index + gridDim.x;
-      const int column = sequence.first_column + tile.k_blocks.at(i) * Shape::block_k;
-      auto load = [&](typename Buffers::Stage to, const CUtensorMap &map) {
-        barrier_expect(to.full, Buffers::K_BYTES);
-#pragma unroll
-        for (int part = 0; part < Kind::PARTS; part++)
-          load_boxes<KTile>(to.tile + part * KTile::BYTES, map, to.full, column, kv_head,
-                            tile.batch + part * a.batch);
-      };
-      const auto k = buffers.k(ring.stage), v = buffers.v(ring.stage);
-      barrier_wait(k.empty, ring.phase ^ 1);
-      load(k, maps.k);
-      if (left == 0) next = tile_of<Shape>(a, index);
-      barrier_wait(v.empty, ring.phase ^ 1);
-      if (left == 0) next.tell(buffers.next_tile(ring.stage));
-      load(v, maps.v);
-    }
-    tile = next;
-    tile.for_each_word([](int, int &word) { word = uniform(word, 1); });
   }
-}
+
+  // The number of the next tile: taken late, as a block of threads that is free sooner may take it, but not
+  // without time for the answer.
+  __device__ void take_next() { index = a.tickets ? gridDim.x + atomicAdd(a.tickets, 1) : index + gridDim.x; }
+
+  __device__ void load(typename Buffers::Stage to, const CUtensorMap &map, int column, int kv_head,
+                       int batch) const {
+    barrier_expect(to.full, Buffers::K_BYTES);
+#pragma unroll
+    for (int part = 0; part < Kind::PARTS; part++)
+      load_boxes<KTile>(to.tile + part * KTile::BYTES, map, to.full, column, kv_head, batch + part * a.batch);
+  }
+
+  // Loads k and v of a column block; of the tile's last one, finds the next tile and tells it.
+  __device__ void load_columns(const ForwardTile &tile, int kv_head, int column, bool last, ForwardTile &next,
+                               fa_cuda_block_plan &next_plan) {
+    const auto k = buffers.k(ring.stage), v = buffers.v(ring.stage);
+    barrier_wait(k.empty, ring.phase ^ 1);
+    load(k, maps.k, column, kv_head, tile.batch);
+    if (last) next = tile_of<Shape, GENERAL>(a, index, next_plan);
+    barrier_wait(v.empty, ring.phase ^ 1);
+    if (last) next.tell(buffers.next_tile(ring.stage));
+    load(v, maps.v, column, kv_head, tile.batch);
+    ring.advance();
+  }
+
+  __device__ void go_through_columns(const ForwardTile &tile, ForwardTile &next,
+                                     fa_cuda_block_plan &next_plan) {
+    const int first_column = sequence_of(a, tile.batch).first_column, kv_head = kv_head_of(a, tile.head);
+    for (int i = 0, left = tile.k_blocks.count - 1; left >= 0; i++, left--) {
+      if (left == min(1, tile.k_blocks.count - 1)) take_next();
+      load_columns(tile, kv_head, first_column + tile.k_blocks.at(i) * Shape::block_k, left == 0, next,
+                   next_plan);
+    }
+  }
+
+  __device__ void go_through_visits(const ForwardTile &tile, const fa_cuda_block_plan &plan, ForwardTile &next,
+                                    fa_cuda_block_plan &next_plan) {
+    const int kv_head = kv_head_of(a, tile.head);
+    Visits<true, true, Shape::block_k, !Kind::SCALED> visits(a, tile.batch, plan, tile.rows);
+    for (bool last = false; !last;) {
+      int column;
+      last = tell_visit<Shape>(visits, column, buffers.visit(ring));
+      if (last) take_next();
+      load_columns(tile, kv_head, column, last, next, next_plan);
+    }
+  }
+
+  __device__ void produce() {
+    fa_cuda_block_plan plan, next_plan;
+    ForwardTile next;
+    for (ForwardTile tile = tile_of<Shape, GENERAL>(a, index, plan); tile.head >= 0; q_ring.advance()) {
+      load_q(tile);
+      if constexpr (GENERAL)
+        go_through_visits(tile, plan, next, next_plan);
+      else
+        go_through_columns(tile, next, next_plan);
+      tile = next, plan = next_plan;
+      tile.for_each_word([](int, int &word) { word = uniform(word, 1); });
+    }
+  }
+};
 
 // ---- the consumers -----------------------------------------------------------------------------------
 
@@ -211,9 +328,9 @@ __device__ inline int split_rows(uint32_t tile, int tile_row) {
 }
 
 // A consumer: a warpgroup, and what its threads hold while they go through tiles.
-template <class Kind, class Shape>
+template <class Kind, class Shape, bool GENERAL>
 struct Consumer {
-  using Buffers = ForwardBuffers<Kind, Shape>;
+  using Buffers = ForwardBuffers<Kind, Shape, GENERAL>;
   using Stage = typename Buffers::Stage;
   using QTile = typename Buffers::QTile;
   using KTile = typename Buffers::KTile;
@@ -254,7 +371,7 @@ struct Consumer {
         turns(consumer),
         unit(exponent_of_unit<Kind>(a.score)),
         warp_row(consumer * 64 + threadIdx.x / 32 % 4 * 16),
-        next_tile(tile_of<Shape>(a, blockIdx.x)) {}
+        next_tile(tile_of<Shape, GENERAL>(a, blockIdx.x)) {}
 
   __device__ float (&product())[DT][4] { return SCALED ? fresh[0] : o[0]; }
 
@@ -270,13 +387,17 @@ struct Consumer {
   // block but a consumer's first.
   __device__ void skip(bool turn) {
     if (turn) turns.wait(), turns.pass();
+    leave_columns();
+    visited++;
+  }
+  __device__ void leave_columns() {
     const Stage k = buffers.k(ring.stage), v = buffers.v(ring.stage);
     barrier_wait(k.full, ring.phase);
     barrier_arrive_warp(k.empty);
     barrier_wait(v.full, ring.phase);
     next_tile.hear(buffers.next_tile(ring.stage));  // which holds if this is the tile's last
     barrier_arrive_warp(v.empty);
-    ring.advance(), visited++;
+    ring.advance();
   }
 
   // The column blocks that the consumer's own rows see, or the tile's last one if they see nothing; none where
@@ -303,8 +424,8 @@ struct Consumer {
   }
 
   // What to multiply products with; read ahead of them.
-  __device__ float unscaling(int exponent, const fa_cuda_operand &operand, int block) const {
-    const int column = sequence_of(a, tile.batch).first_column + block * Shape::block_k;
+  __device__ float unscaling(int exponent, const fa_cuda_operand &operand, int column) const {
+    column += sequence_of(a, tile.batch).first_column;
     return power_of_two(-exponent - exponent_of<Kind>(operand, tile.batch, kv_head, column));
   }
 
@@ -320,8 +441,7 @@ struct Consumer {
   }
 
   // Products become exponentials; true where o is due a rescale_rows.
-  __device__ bool make_exponentials(int block, float unscale, int num_columns = Shape::block_k) {
-    const int column = block * Shape::block_k;
+  __device__ bool make_exponentials(int column, float unscale, int num_columns = Shape::block_k) {
     make_scores<Kind, false, 1, NT>(scores, a, {row, row + 64}, {column, column + Shape::block_k},
                                     {tile.batch, tile.head, first_row, column}, unscale, num_columns);
     return softmax.update(scores, unit, num_columns);
@@ -344,8 +464,8 @@ struct Consumer {
   // one before, whose exponentials are p. Leaves o's last product due; returns what to multiply that with.
   __device__ float go_through_columns(Stage q, int end) {
     const BoxOperand<QTile, true> q_rows(q.tile, consumer * 64);
-    int block = tile.k_blocks.at(visited);
-    float of_scores = unscaling(exponent_q, a.k, block), of_o = unscaling(P_EXPONENT, a.v, block);
+    int column = tile.k_blocks.at(visited) * Shape::block_k;
+    float of_scores = unscaling(exponent_q, a.k, column), of_o = unscaling(P_EXPONENT, a.v, column);
     barrier_wait(buffers.k(ring.stage).full, ring.phase);
     start_scores(q_rows, buffers.k(ring.stage));
     release_stored();
@@ -353,15 +473,15 @@ struct Consumer {
     barrier_arrive_warp(buffers.k(ring.stage).empty);
     // In the first column block the warp's rows may see no more than the first columns.
     const Range seen = visible_columns(sequence_of(a, tile.batch), {first_row, first_row + 16});
-    make_exponentials(block, of_scores, seen.end - block * Shape::block_k);
+    make_exponentials(column, of_scores, seen.end - column);
     convert<Kind>(p, scores, 1 << P_EXPONENT);
     for (visited++; __any_sync(~0u, visited < end); visited++) {
       Ring<Buffers::STAGES> next = ring;
       next.advance();
       const Stage k = buffers.k(next.stage), v = buffers.v(ring.stage);
-      block = tile.k_blocks.at(visited);
-      of_scores = unscaling(exponent_q, a.k, block);
-      const float of_next_o = unscaling(P_EXPONENT, a.v, block);
+      column = tile.k_blocks.at(visited) * Shape::block_k;
+      of_scores = unscaling(exponent_q, a.k, column);
+      const float of_next_o = unscaling(P_EXPONENT, a.v, column);
       barrier_wait(k.full, next.phase);
       turns.wait();
       start_scores(q_rows, k);
@@ -370,7 +490,7 @@ struct Consumer {
       turns.pass();
       wgmma_wait<1>(scores[0]);
       barrier_arrive_warp(k.empty);
-      const bool moved = make_exponentials(block, of_scores);
+      const bool moved = make_exponentials(column, of_scores);
       finish_o(v, of_o);
       if (moved) softmax.rescale_rows(o);
       convert<Kind>(p, scores, 1 << P_EXPONENT);
@@ -380,23 +500,125 @@ struct Consumer {
     return of_o;
   }
 
-  // Multiplies the last column block, and writes o and lse of the warp's rows.
-  __device__ void finish_tile(Stage q, float of_o) {
+  // ---- the same where there are bands
+
+  __device__ bool is_mine(const ToldVisit &visit) const {
+    return __any_sync(~0u, visit.flags & ToldVisit::sees_any(consumer));
+  }
+  __device__ bool is_last(const ToldVisit &visit) const {
+    return __any_sync(~0u, visit.flags & ToldVisit::LAST);
+  }
+
+  // The visit at a stage of k, when that is full.
+  __device__ ToldVisit next_visit(const Ring<Buffers::STAGES> &at) {
+    barrier_wait(buffers.k(at.stage).full, at.phase);
+    return hear_visit(buffers.visit(at));
+  }
+
+  // Products of a visit become exponentials; num_columns_of(band) is asked only where rows do not see all.
+  template <class NumColumnsOf>
+  __device__ bool make_exponentials(const ToldVisit &visit, const Ring<Buffers::STAGES> &at, float unscale,
+                                    NumColumnsOf num_columns_of) {
+    int num_columns = Shape::block_k;
+    finish_scores<Kind, 1, NT>(scores, a.score, unscale);
+    if (!__any_sync(~0u, visit.flags & ToldVisit::sees_all(consumer))) {
+      const fa_band band = hear_band(buffers.visit(at));
+      num_columns = num_columns_of(band);
+      mask_scores<true, 1, NT>(scores, band, {tile.batch, tile.head, first_row, visit.column}, num_columns);
+    }
+    return softmax.update(scores, unit, num_columns);
+  }
+
+  // Goes through the tile's visits. Where those of other consumers come between, the product that is due is
+  // made first. True where it leaves o's last product due; then of_o is what to multiply that with.
+  __device__ bool go_through_visits(Stage q, float &of_o) {
+    const BoxOperand<QTile, true> q_rows(q.tile, consumer * 64);
+    ToldVisit visit = next_visit(ring);
+    bool turn = false;  // all take one for each visit but the first
+    for (;;) {
+#pragma unroll 1
+      while (!is_mine(visit)) {
+        release_stored();
+        if (turn) turns.wait(), turns.pass();
+        turn = true;
+        leave_columns();
+        if (is_last(visit)) return false;
+        visit = next_visit(ring);
+      }
+      float of_scores = unscaling(exponent_q, a.k, visit.column);
+      of_o = unscaling(P_EXPONENT, a.v, visit.column);
+      if (turn) turns.wait();
+      start_scores(q_rows, buffers.k(ring.stage));
+      if (turn) turns.pass();
+      turn = true;
+      release_stored();
+      wgmma_wait<0>(scores[0]);
+      barrier_arrive_warp(buffers.k(ring.stage).empty);
+      // With a causal band, the warp's rows see no more than the first columns of this block.
+      make_exponentials(visit, ring, of_scores, [&](const fa_band &band) {
+        return fa_band_columns(band, {first_row, first_row + 16}).end - visit.column;
+      });
+      convert<Kind>(p, scores, 1 << P_EXPONENT);
+      for (;;) {
+        if (is_last(visit)) return true;
+        Ring<Buffers::STAGES> next = ring;
+        next.advance();
+        visit = next_visit(next);
+        if (!is_mine(visit)) break;
+        const Stage k = buffers.k(next.stage), v = buffers.v(ring.stage);
+        of_scores = unscaling(exponent_q, a.k, visit.column);
+        const float of_next_o = unscaling(P_EXPONENT, a.v, visit.column);
+        turns.wait();
+        start_scores(q_rows, k);
+        barrier_wait(v.full, ring.phase);
+        start_o(v);
+        turns.pass();
+        wgmma_wait<1>(scores[0]);
+        barrier_arrive_warp(k.empty);
+        const bool moved =
+            make_exponentials(visit, next, of_scores, [](const fa_band &) { return int(Shape::block_k); });
+        finish_o(v, of_o);
+        if (moved) softmax.rescale_rows(o);
+        convert<Kind>(p, scores, 1 << P_EXPONENT);
+        ring = next;
+        of_o = of_next_o;
+      }
+      const Stage v = buffers.v(ring.stage);
+      barrier_wait(v.full, ring.phase);
+      start_o(v);
+      finish_o(v, of_o);
+      ring.advance();
+    }
+  }
+
+  // ---- the end of a tile
+
+  // What to multiply o with; writes lse of the warp's rows.
+  __device__ void finish_softmax(float (&scale)[1][2]) {
     const Sequence sequence = sequence_of(a, tile.batch);
+    float lse[1][2];
+    softmax.finish(scale, lse, a.score, a.sink + tile.head, a.num_sinks, a.num_heads);
+    store_lse<1>(lse_at(a, sequence, tile.head, first_row), lse, sequence.num_rows() - first_row);
+  }
+
+  // Multiplies the last column block, and writes lse.
+  __device__ void finish_columns(float (&scale)[1][2], float of_o) {
     const Stage v = buffers.v(ring.stage);
-    const int num_rows = sequence.num_rows() - first_row;
     barrier_wait(v.full, ring.phase);
     start_o(v);
     next_tile.hear(buffers.next_tile(ring.stage));
-    float scale[1][2], lse[1][2];
-    softmax.finish(scale, lse, a.score, a.sink + tile.head, a.num_sinks, a.num_heads);
-    store_lse<1>(lse_at(a, sequence, tile.head, first_row), lse, num_rows);
+    finish_softmax(scale);
     finish_o(v, of_o);
     ring.advance();
+  }
+
+  // Writes o of the warp's rows.
+  __device__ void store_o(Stage q, const float (&scale)[1][2]) {
+    const Sequence sequence = sequence_of(a, tile.batch);
     if constexpr (SCALED) {
       using Io = typename Kind::Io;
-      store_accumulator<Io, 1, DT>(row_of<Io>(a.o, sequence, tile.head, first_row), a.o.stride_row, num_rows,
-                                   a.head_dim, o, scale);
+      store_accumulator<Io, 1, DT>(row_of<Io>(a.o, sequence, tile.head, first_row), a.o.stride_row,
+                                   sequence.num_rows() - first_row, a.head_dim, o, scale);
     } else {  // by way of q's rows: nobody else reads those of this warp
       put_rows<typename Kind::Element, QTile>(q.tile, warp_row, o[0], scale[0]);
       fence_async();
@@ -410,76 +632,108 @@ struct Consumer {
     }
   }
 
-  __device__ void consume_tile() {
-    const Stage q = buffers.q(q_ring.stage);
+  __device__ void begin_tile(Stage q) {
     row = tile.rows.begin + consumer * 64, first_row = tile.rows.begin + warp_row;
     kv_head = kv_head_of(a, tile.head);
     visited = 0, exponent_q = 0;
     softmax = OnlineSoftmax<Kind, 1>();
     barrier_wait(q.full, q_ring.phase);
+  }
+
+  __device__ void leave_rows(Stage q) {
+    release_stored();
+    barrier_arrive_warp(q.empty);
+  }
+
+  __device__ void consume_tile() {
+    const Stage q = buffers.q(q_ring.stage);
+    begin_tile(q);
     // To the compiler these differ from thread to thread, and with them all state of the loops; but not where a
     // warp votes.
     const Range own = own_blocks();
     const bool has_rows = __any_sync(~0u, own.begin < own.end);
 #pragma unroll 1
     for (bool turn = has_rows; __any_sync(~0u, visited < own.begin); turn = true) skip(turn);
-    if (!has_rows) {
-      release_stored();
-      barrier_arrive_warp(q.empty);
-      return;
-    }
+    if (!has_rows) return leave_rows(q);
     prepare_q(q);
     set_zero<1, DT>(o);
     const float of_o = go_through_columns(q, own.end);
     if constexpr (SCALED) barrier_arrive_warp(q.empty);
-    finish_tile(q, of_o);
+    float scale[1][2];
+    finish_columns(scale, of_o);
+    store_o(q, scale);
 #pragma unroll 1
     while (__any_sync(~0u, visited < tile.k_blocks.count)) skip(true);
   }
 
+  __device__ void consume_tile_with_bands() {
+    const Stage q = buffers.q(q_ring.stage);
+    begin_tile(q);
+    prepare_q(q);
+    set_zero<1, DT>(o);
+    float of_o, scale[1][2];
+    const bool due = go_through_visits(q, of_o);
+    release_stored();
+    const bool has_rows = __any_sync(~0u, row < tile.rows.end);
+    if (!has_rows) return leave_rows(q);
+    if constexpr (SCALED) barrier_arrive_warp(q.empty);
+    if (due)
+      finish_columns(scale, of_o);
+    else
+      finish_softmax(scale);
+    store_o(q, scale);
+  }
+
   __device__ void consume() {
-    for (tile = next_tile; __any_sync(~0u, tile.head >= 0); tile = next_tile, q_ring.advance()) consume_tile();
+    for (tile = next_tile; __any_sync(~0u, tile.head >= 0); tile = next_tile, q_ring.advance())
+      if constexpr (GENERAL)
+        consume_tile_with_bands();
+      else
+        consume_tile();
     if (threadIdx.x % 32 == 0) bulk_wait_read<0>();
   }
 };
 
-template <class Kind, class Shape>
+template <class Kind, class Shape, bool GENERAL>
 __global__ void __launch_bounds__(Shape::num_threads, 1)
     forward(const __grid_constant__ fa_cuda_arguments a, const __grid_constant__ fa_cuda_maps maps) {
   extern __shared__ __align__(1024) uint8_t shared[];
-  const ForwardBuffers<Kind, Shape> buffers = {shared_address(shared)};
+  const ForwardBuffers<Kind, Shape, GENERAL> buffers = {shared_address(shared)};
   if (threadIdx.x == 0) buffers.init_barriers();
   __syncthreads();
   const int warpgroup = uniform(threadIdx.x / WARPGROUP);
   if (warpgroup == 0) {
-    give_registers<Shape::producer_registers>();
-    if (threadIdx.x == 0) produce(a, maps, buffers);
+    give_registers<GENERAL ? 32 : Shape::producer_registers>();
+    if (threadIdx.x == 0) Producer<Kind, Shape, GENERAL>{a, maps, buffers}.produce();
   } else {
     take_registers<Shape::consumer_registers>();
-    Consumer<Kind, Shape>(a, maps, buffers, warpgroup - 1).consume();
+    Consumer<Kind, Shape, GENERAL>(a, maps, buffers, warpgroup - 1).consume();
   }
 }
 
-template <class Kind, class Shape>
+template <class Kind, class Shape, bool GENERAL>
 constexpr fa_cuda_kernel row(const char *name) {
   return {.name = name,
           .bucket = Shape::head_dim,
           .block_q = Shape::block_q,
           .block_k = Shape::block_k,
           .num_threads = Shape::num_threads,
-          .shared_bytes = ForwardBuffers<Kind, Shape>::BYTES,
-          .takes = FA_CUDA_PLAIN_NEEDS,
+          .shared_bytes = ForwardBuffers<Kind, Shape, GENERAL>::BYTES,
+          .takes = GENERAL ? FA_CUDA_ALL_NEEDS : FA_CUDA_PLAIN_NEEDS,
           .mapped = true,
           .persistent = true,
-          .main = (const void *)forward<Kind, Shape>};
+          .main = (const void *)forward<Kind, Shape, GENERAL>};
 }
 
 }  // namespace hopper
 }  // namespace fa
 
-#define ROW(rest, ...)                                                                                      \
-  fa::hopper::row<fa::kinds::FA_KIND, fa::hopper::ForwardShape<__VA_ARGS__>>("cuda/sm90/" FA_QUOTE(FA_KIND) \
-                                                                                 rest)
+// A kernel for problems without bands, and one for those with.
+#define KERNEL(general, name, ...) \
+  fa::hopper::row<fa::kinds::FA_KIND, fa::hopper::ForwardShape<__VA_ARGS__>, general>(name)
+#define ROW(rest, ...)                                             \
+  KERNEL(false, "cuda/sm90/" FA_QUOTE(FA_KIND) rest, __VA_ARGS__), \
+      KERNEL(true, "cuda/sm90/" FA_QUOTE(FA_KIND) rest "/bands", __VA_ARGS__)
 
 // Registers a consumer's thread needs for its arrays: (block_k * 1.5 + head_dim) / 2, and block_k + head_dim of
 // f32 in two parts. Three consumers at 64, which use each column block for 192 rows; at 256, and of f32, column

@@ -225,10 +225,13 @@ __device__ inline RowBlock row_block_of(const fa_cuda_arguments &a, uint32_t ind
 }
 
 // The persistent forward: row blocks in the order in which they are begun, from the last heads to the first,
-// heads_at_once of them together, so that their k and v stay in cache, and of those the last row blocks first.
-// With a causal mask these have the most to do, and short ones at the end let all multiprocessors end at once;
-// the group that has fewer heads is the first. False where there are no more blocks.
-__device__ inline bool persistent_row_block_of(const fa_cuda_arguments &a, uint32_t index, RowBlock &block) {
+// heads_at_once of them together, so that their k and v stay in cache, and of those the row blocks that have
+// the most to do first, as their plans say, or the last ones, as it is with a causal mask. Short ones at the
+// end let all multiprocessors end at once; the group that has fewer heads is the first. False where there are
+// no more blocks.
+template <bool GENERAL>
+__device__ inline bool persistent_row_block_of(const fa_cuda_arguments &a, uint32_t index, RowBlock &block,
+                                               fa_cuda_block_plan &plan) {
   const uint32_t num_blocks = a.batch * a.num_heads * a.num_q_blocks;
   if (index >= num_blocks) return false;
   index = num_blocks - 1 - index;
@@ -237,6 +240,10 @@ __device__ inline bool persistent_row_block_of(const fa_cuda_arguments &a, uint3
   index -= first * a.num_q_blocks;
   const uint32_t batch_head = first + index % num_heads;
   block = {int(batch_head / a.num_heads), int(batch_head % a.num_heads), int(index / num_heads)};
+  if constexpr (GENERAL) {
+    plan = plan_at<true>(a, block.batch, a.num_q_blocks - 1 - block.q_block);
+    block.q_block = plan.block;
+  }
   return true;
 }
 

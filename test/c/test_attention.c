@@ -2,12 +2,14 @@
  * A device against the oracle: the case table and a random sweep.
  *
  *   --device cpu|cuda|reference   --dtype f32|f64|bf16|f16   --quick   --sweep N   --seed S   --verbose
+ *   --name TEXT (of the table, the cases whose name holds it)
  *
  * tolerance.h says how near it must come. Reruns, and runs with other numbers of threads, must agree bitwise;
  * on CUDA, where only a deterministic backward promises that, every case also runs deterministically.
  */
 #include <math.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "check.h"
 #include "harness.h"
@@ -19,7 +21,8 @@ static struct {
   bool quick, verbose;
   int64_t sweep;
   uint64_t seed;
-} options = {.dtype = -1, .sweep = -1, .seed = 1};
+  const char *name;
+} options = {.dtype = -1, .sweep = -1, .seed = 1, .name = ""};
 
 static const fa_device_kind kinds[] = {FA_DEVICE_CPU, FA_DEVICE_CUDA, FA_DEVICE_REFERENCE};
 
@@ -115,6 +118,7 @@ static void test_table(void) {
   const fa_case *cases = fa_cases(&num_cases);
   for (size_t i = 0; i < num_cases; i++) {
     if (cases[i].tags & CASE_SPEED || (options.quick && !(cases[i].tags & CASE_QUICK))) continue;
+    if (!strstr(cases[i].name, options.name)) continue;
     for (int dtype = 0; dtype < FA_NUM_FLOATS; dtype++) {
       if (options.dtype >= 0 && options.dtype != dtype) continue;
       check_modes(fa_case_in(&cases[i], (fa_dtype)dtype));
@@ -316,6 +320,8 @@ static void parse(int argc, char **argv) {
       options.dtype = choice(option, argv[++i], dtype_name, FA_NUM_FLOATS);
     } else if (strcmp(option, "--sweep") == 0) {
       options.sweep = strtoll(argv[++i], NULL, 10);
+    } else if (strcmp(option, "--name") == 0) {
+      options.name = argv[++i];
     } else if (strcmp(option, "--seed") == 0) {
       options.seed = strtoull(argv[++i], NULL, 10);
     } else {
