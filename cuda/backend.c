@@ -330,6 +330,7 @@ static void lay_out_bands(const fa_plan *plan, const fa_cuda_kernel *kernel, con
   a->bands_batch = plans->bands_batch = (int32_t)p->bands_batch;
   a->num_bands = plans->num_bands = (int32_t)p->num_bands;
   plans->window = a->window;
+  plans->tickets = backward ? NULL : a->tickets;
   a->row_plans = take_plans(workspace, plans, a->num_q_blocks, true, kernel, backward);
   if (backward) a->column_plans = take_plans(workspace, plans, a->num_k_blocks, false, kernel, a->in_order);
 }
@@ -362,9 +363,9 @@ static cuda_job lay_out(const fa_plan *plan, const fa_cuda_kernel *kernel, const
 
   /* First what starts at 0. A forward needs tickets where its row blocks differ in length. */
   if (backward || (kernel->persistent && is_uneven(p) && rows * a->num_q_blocks > job.num_multiprocessors))
-    a->tickets = fa_take(&workspace, 2, sizeof *a->tickets);
+    a->tickets = fa_take(&workspace, FA_CUDA_NUM_TICKETS, sizeof *a->tickets);
   if (backward) a->dq_order = fa_take(&workspace, rows * a->num_q_blocks, sizeof *a->dq_order);
-  job.zeroed_bytes = workspace.used;
+  job.zeroed_bytes = !backward && p->num_bands > 0 ? 0 : workspace.used; /* or the plan kernel does it */
   if (backward) {
     a->num_sums = (int32_t)(heads_summed(p, kernel, a) * a->num_q_blocks);
     a->dq_sum = fa_take(&workspace, (int64_t)a->num_sums * kernel->block_q * kernel->bucket, sizeof *a->dq_sum);

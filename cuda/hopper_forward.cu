@@ -22,6 +22,18 @@ struct ForwardShape {
   static constexpr bool holds_q = HOLDS_Q;  // a consumer's rows of it, in registers
 };
 
+// Of the registers that a block of threads begins with, the same number for each thread, more than the row says
+// go to the producer where it goes through visits, if two consumers can spare them.
+template <class Shape, bool GENERAL>
+struct ForwardRegisters {
+  static constexpr int SPARED = GENERAL && Shape::num_consumers == 2 ? 8 : 0;
+  static constexpr int CONSUMER = Shape::consumer_registers - SPARED;
+  static constexpr int PRODUCER = Shape::producer_registers + SPARED * Shape::num_consumers;
+  static constexpr int EACH = 65536 / Shape::num_threads / 8 * 8;
+  static_assert(CONSUMER * Shape::num_consumers + PRODUCER <= EACH * (Shape::num_consumers + 1),
+                "no more than there are, or a consumer waits for them for ever");
+};
+
 // Rows of a head that the consumers of a block of threads work on together.
 struct ForwardTile {
   int head = -1, batch;  // head: negative where there is no further tile
@@ -67,28 +79,33 @@ __device__ inline ForwardTile tile_of(const fa_cuda_arguments &a, uint32_t index
 
 // ---- visits, where there are bands -------------------------------------------------------------------------
 
-// The producer goes through a tile's visits and tells the consumers what they need of each: where its columns
-// begin, whether it is the tile's last, for each consumer whether its rows see any and whether they see all of
-// them; and the band, which is only looked at for rows that see some of the columns.
+// The producer goes through a tile's visits and tells the consumers what they need of each, in shared memory:
+// flags, whether it is the tile's last, and for each consumer whether its rows see any of the columns and
+// whether they see all of them; where its columns begin; and the band, at which consumers look only where they
+// do not see all.
 struct ToldVisit {
-  static constexpr int NUM_WORDS = 8, BYTES = NUM_WORDS * 4, BAND_AT = 8;
+  static constexpr int COLUMN_AT = 4, BAND_AT = 8, BYTES = 32;
   static constexpr uint32_t LAST = 1;
   __device__ static constexpr uint32_t sees_any(int consumer) { return 2 << consumer * 2; }
   __device__ static constexpr uint32_t sees_all(int consumer) { return 4 << consumer * 2; }
 
-  int column;
-  uint32_t flags;
-};
-
-__device__ inline ToldVisit hear_visit(uint32_t from) {
-  return {int(uniform(load_shared_word(from))), uniform(load_shared_word(from + 4))};
-}
-__device__ inline fa_band hear_band(uint32_t from) {
-  int words[6];
+  uint32_t at;
+  __device__ void tell_flags(uint32_t flags) const { store_shared(at, flags); }
+  __device__ void tell_column(int column) const { store_shared(at + COLUMN_AT, uint32_t(column)); }
+  __device__ void tell_band(const fa_band &band) const {
+    const int words[6] = {band.q_begin, band.q_end, band.k_begin, band.k_end, band.left, band.right};
 #pragma unroll
-  for (int i = 0; i < 6; i++) words[i] = uniform(load_shared_word(from + ToldVisit::BAND_AT + i * 4));
-  return {words[0], words[1], words[2], words[3], words[4], words[5]};
-}
+    for (int i = 0; i < 6; i++) store_shared(at + BAND_AT + i * 4, uint32_t(words[i]));
+  }
+  __device__ uint32_t flags() const { return uniform(load_shared_word(at)); }
+  __device__ int column() const { return uniform(load_shared_word(at + COLUMN_AT)); }
+  __device__ fa_band band() const {
+    int words[6];
+#pragma unroll
+    for (int i = 0; i < 6; i++) words[i] = uniform(load_shared_word(at + BAND_AT + i * 4));
+    return {words[0], words[1], words[2], words[3], words[4], words[5]};
+  }
+};
 
 // What the visit shows to each consumer's rows.
 template <class Shape>
@@ -110,21 +127,18 @@ __device__ inline uint32_t flags_of(const fa_band &band, Range rows, Range colum
 // Tells the visit and goes on to the next; true where there is none: of a tile that sees nothing too, which
 // thus has one visit that nobody takes.
 template <class Shape, class Visits>
-__device__ inline bool tell_visit(Visits &visits, int &column, uint32_t to) {
+__device__ inline bool tell_visit(Visits &visits, int &column, const ToldVisit &to) {
   uint32_t flags = 0;
   column = 0;
   if (!visits.done()) {
     column = visits.begin;
     flags = flags_of<Shape>(visits.band, visits.own, {column, column + Shape::block_k});
-    const int words[6] = {visits.band.q_begin, visits.band.q_end, visits.band.k_begin,
-                          visits.band.k_end,   visits.band.left,  visits.band.right};
-#pragma unroll
-    for (int i = 0; i < 6; i++) store_shared(to + ToldVisit::BAND_AT + i * 4, uint32_t(words[i]));
+    to.tell_band(visits.band);
     visits.advance();
   }
   const bool last = visits.done();
-  store_shared(to, uint32_t(column));
-  store_shared(to + 4, flags | (last ? ToldVisit::LAST : 0));
+  to.tell_column(column);
+  to.tell_flags(flags | (last ? ToldVisit::LAST : 0));
   return last;
 }
 
@@ -159,8 +173,8 @@ struct ForwardBuffers {
   __device__ uint32_t next_tile(int i) const { return base + NEXT_AT + i * ForwardTile::WORDS * 4; }
 
   // Of what the ring has at a stage of k.
-  __device__ uint32_t visit(const Ring<STAGES> &at) const {
-    return base + VISITS_AT + (at.phase * STAGES + at.stage) * ToldVisit::BYTES;
+  __device__ ToldVisit visit(const Ring<STAGES> &at) const {
+    return {base + VISITS_AT + (at.phase * STAGES + at.stage) * ToldVisit::BYTES};
   }
 
   __device__ void init_barriers() const {
@@ -502,29 +516,34 @@ struct Consumer {
 
   // ---- the same where there are bands
 
-  __device__ bool is_mine(const ToldVisit &visit) const {
-    return __any_sync(~0u, visit.flags & ToldVisit::sees_any(consumer));
+  __device__ bool is_mine(uint32_t flags) const {
+    return __any_sync(~0u, flags & ToldVisit::sees_any(consumer));
   }
-  __device__ bool is_last(const ToldVisit &visit) const {
-    return __any_sync(~0u, visit.flags & ToldVisit::LAST);
-  }
+  __device__ bool is_last(uint32_t flags) const { return __any_sync(~0u, flags & ToldVisit::LAST); }
 
-  // The visit at a stage of k, when that is full.
-  __device__ ToldVisit next_visit(const Ring<Buffers::STAGES> &at) {
+  // The flags of the visit at a stage of k, when that is full.
+  __device__ uint32_t next_visit(const Ring<Buffers::STAGES> &at) {
     barrier_wait(buffers.k(at.stage).full, at.phase);
-    return hear_visit(buffers.visit(at));
+    return buffers.visit(at).flags();
   }
 
-  // Products of a visit become exponentials; num_columns_of(band) is asked only where rows do not see all.
+  __device__ float unscaling(int exponent, const fa_cuda_operand &operand, const ToldVisit &visit) const {
+    if constexpr (!SCALED) return 1;
+    return unscaling(exponent, operand, visit.column());
+  }
+
+  // Products of a visit become exponentials; num_columns_of(band, column) is asked only where rows do not see
+  // all.
   template <class NumColumnsOf>
-  __device__ bool make_exponentials(const ToldVisit &visit, const Ring<Buffers::STAGES> &at, float unscale,
+  __device__ bool make_exponentials(uint32_t flags, const ToldVisit &visit, float unscale,
                                     NumColumnsOf num_columns_of) {
     int num_columns = Shape::block_k;
     finish_scores<Kind, 1, NT>(scores, a.score, unscale);
-    if (!__any_sync(~0u, visit.flags & ToldVisit::sees_all(consumer))) {
-      const fa_band band = hear_band(buffers.visit(at));
-      num_columns = num_columns_of(band);
-      mask_scores<true, 1, NT>(scores, band, {tile.batch, tile.head, first_row, visit.column}, num_columns);
+    if (!__any_sync(~0u, flags & ToldVisit::sees_all(consumer))) {
+      const fa_band band = visit.band();
+      const int column = visit.column();
+      num_columns = num_columns_of(band, column);
+      mask_scores<true, 1, NT>(scores, band, {tile.batch, tile.head, first_row, column}, num_columns);
     }
     return softmax.update(scores, unit, num_columns);
   }
@@ -533,20 +552,21 @@ struct Consumer {
   // made first. True where it leaves o's last product due; then of_o is what to multiply that with.
   __device__ bool go_through_visits(Stage q, float &of_o) {
     const BoxOperand<QTile, true> q_rows(q.tile, consumer * 64);
-    ToldVisit visit = next_visit(ring);
-    bool turn = false;  // all take one for each visit but the first
+    uint32_t flags = next_visit(ring);
+    bool turn = false;   // all take one for each visit but the first
+    bool begun = false;  // o is no longer 0
     for (;;) {
 #pragma unroll 1
-      while (!is_mine(visit)) {
+      while (!is_mine(flags)) {
         release_stored();
         if (turn) turns.wait(), turns.pass();
         turn = true;
         leave_columns();
-        if (is_last(visit)) return false;
-        visit = next_visit(ring);
+        if (is_last(flags)) return false;
+        flags = next_visit(ring);
       }
-      float of_scores = unscaling(exponent_q, a.k, visit.column);
-      of_o = unscaling(P_EXPONENT, a.v, visit.column);
+      float of_scores = unscaling(exponent_q, a.k, buffers.visit(ring));
+      of_o = unscaling(P_EXPONENT, a.v, buffers.visit(ring));
       if (turn) turns.wait();
       start_scores(q_rows, buffers.k(ring.stage));
       if (turn) turns.pass();
@@ -555,19 +575,22 @@ struct Consumer {
       wgmma_wait<0>(scores[0]);
       barrier_arrive_warp(buffers.k(ring.stage).empty);
       // With a causal band, the warp's rows see no more than the first columns of this block.
-      make_exponentials(visit, ring, of_scores, [&](const fa_band &band) {
-        return fa_band_columns(band, {first_row, first_row + 16}).end - visit.column;
-      });
+      const bool moved =
+          make_exponentials(flags, buffers.visit(ring), of_scores, [&](const fa_band &band, int column) {
+            return fa_band_columns(band, {first_row, first_row + 16}).end - column;
+          });
+      if (moved && begun) softmax.rescale_rows(o);
+      begun = true;
       convert<Kind>(p, scores, 1 << P_EXPONENT);
       for (;;) {
-        if (is_last(visit)) return true;
+        if (is_last(flags)) return true;
         Ring<Buffers::STAGES> next = ring;
         next.advance();
-        visit = next_visit(next);
-        if (!is_mine(visit)) break;
+        flags = next_visit(next);
+        if (!is_mine(flags)) break;
         const Stage k = buffers.k(next.stage), v = buffers.v(ring.stage);
-        of_scores = unscaling(exponent_q, a.k, visit.column);
-        const float of_next_o = unscaling(P_EXPONENT, a.v, visit.column);
+        of_scores = unscaling(exponent_q, a.k, buffers.visit(next));
+        const float of_next_o = unscaling(P_EXPONENT, a.v, buffers.visit(next));
         turns.wait();
         start_scores(q_rows, k);
         barrier_wait(v.full, ring.phase);
@@ -575,8 +598,8 @@ struct Consumer {
         turns.pass();
         wgmma_wait<1>(scores[0]);
         barrier_arrive_warp(k.empty);
-        const bool moved =
-            make_exponentials(visit, next, of_scores, [](const fa_band &) { return int(Shape::block_k); });
+        const bool moved = make_exponentials(flags, buffers.visit(next), of_scores,
+                                             [](const fa_band &, int) { return int(Shape::block_k); });
         finish_o(v, of_o);
         if (moved) softmax.rescale_rows(o);
         convert<Kind>(p, scores, 1 << P_EXPONENT);
@@ -703,10 +726,10 @@ __global__ void __launch_bounds__(Shape::num_threads, 1)
   __syncthreads();
   const int warpgroup = uniform(threadIdx.x / WARPGROUP);
   if (warpgroup == 0) {
-    give_registers<GENERAL ? 32 : Shape::producer_registers>();
+    give_registers<ForwardRegisters<Shape, GENERAL>::PRODUCER>();
     if (threadIdx.x == 0) Producer<Kind, Shape, GENERAL>{a, maps, buffers}.produce();
   } else {
-    take_registers<Shape::consumer_registers>();
+    take_registers<ForwardRegisters<Shape, GENERAL>::CONSUMER>();
     Consumer<Kind, Shape, GENERAL>(a, maps, buffers, warpgroup - 1).consume();
   }
 }

@@ -14,6 +14,8 @@ extern "C" {
  */
 enum { FA_CUDA_SCALE_ROWS = 128 };
 
+enum { FA_CUDA_NUM_TICKETS = 2 };
+
 /* A tensor as the tensor cores read it: 16-bit elements, strides in elements. Of f32 tensors it is the copy
  * that the split kernel makes, in one or two parts, stride_part apart. */
 typedef struct fa_cuda_operand {
@@ -98,6 +100,7 @@ typedef struct fa_cuda_plans {
   fa_cuda_window window;
   const int32_t *bands; /* [bands_batch, num_bands, 6] */
   int32_t bands_batch, num_bands, num_sides;
+  int32_t *tickets; /* to become 0, or NULL */
   fa_cuda_plan_side sides[2];
 } fa_cuda_plans;
 

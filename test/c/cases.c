@@ -187,6 +187,10 @@ static const fa_case cases[] = {
             .num_sinks = 2, .deterministic = 1),
     ROW("bands, long", LENGTHS(701, 733), HEADS(2, 1), .head_dim = 64, BANDS(6), CAUSAL),
     ROW("bands, d128", LENGTHS(530, 517), HEADS(2, 1), .head_dim = 128, BANDS(6)),
+    ROW("bands, d256", LENGTHS(333, 410), .head_dim = 256, BANDS(7), .num_sinks = 1),
+    /* More row blocks than a GPU has multiprocessors. */
+    ROW("bands, very many heads", LENGTHS(300, 250), .batch = 2, HEADS(72, 36), .head_dim = 16,
+        .bands_batch = 2, .num_bands = 9, CAUSAL),
 
     /* Heads. */
     ROW("grouped heads", LENGTHS(71, 83), .batch = 2, HEADS(6, 3), .head_dim = 24),

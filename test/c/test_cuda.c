@@ -85,9 +85,25 @@ static void set(host *host, int id, int64_t index, double value) {
   set_element(dtype, host->data[id] + (size_t)index * fa_dtype_bytes(dtype), value);
 }
 
+/* As many sequences as there are bands, one behind the other. */
+static void host_fill_bands(host *host) {
+  const fa_problem *p = &host->problem;
+  for (int64_t n = 0; n < p->bands_batch * p->num_bands; n++) {
+    const int64_t i = n % p->num_bands, count = p->num_bands;
+    const int64_t band[6] = {p->seqlen_q * i / count,
+                             p->seqlen_q * (i + 1) / count,
+                             p->seqlen_k * i / count,
+                             p->seqlen_k * (i + 1) / count,
+                             INT32_MAX,
+                             INT32_MAX};
+    for (int word = 0; word < 6; word++) set(host, FA_TENSOR_BANDS, 6 * n + word, (double)band[word]);
+  }
+}
+
 static void host_fill(host *host) {
+  host_fill_bands(host);
   for (int id = 0; id < FA_NUM_TENSORS; id++) {
-    if (!is_used(&host->problem, id) || is_output(&host->problem, id)) continue;
+    if (!is_used(&host->problem, id) || is_output(&host->problem, id) || id == FA_TENSOR_BANDS) continue;
     fa_random random = random_stream(1, (uint64_t)id);
     for (int64_t i = values_count(&host->problem, id) - 1; i >= 0; i--)
       set(host, id, i, random_normal(&random));
@@ -394,7 +410,7 @@ static void test_repeats_of_table(void) {
       fa_problem problem = cases[i].problem;
       fa_plan plan;
       problem.dtype = dtypes[j];
-      if (fa_plan_init(&plan, &problem, FA_PASS_FORWARD, cuda, NULL) == FA_STATUS_UNSUPPORTED)
+      if (fa_plan_init(&plan, &problem, FA_PASS_BACKWARD, cuda, NULL) == FA_STATUS_UNSUPPORTED)
         num_skipped++;
       else
         check_repeats(&problem, 1);
@@ -614,6 +630,22 @@ static void test_out_of_memory(void) {
   CHECK(works(), "the call after one that found no memory");
 }
 
+/* A kernel that does not take bands is passed over for the next one, which does. */
+static void test_needs(void) {
+  for (size_t i = 0; i < NUM_DTYPES; i++)
+    for (int64_t head_dim = 40; head_dim <= 256; head_dim += 72) {
+      fa_error error;
+      fa_plan plain, banded;
+      fa_problem problem = problem_of(dtypes[i], 1, 67, 1, head_dim);
+      must(fa_plan_init(&plain, &problem, FA_PASS_FORWARD, cuda, &error), &error);
+      problem.bands_batch = problem.num_bands = 1;
+      must(fa_plan_init(&banded, &problem, FA_PASS_FORWARD, cuda, &error), &error);
+      const size_t length = strlen(plain.kernel);
+      CHECK(strncmp(plain.kernel, banded.kernel, length) == 0 && strcmp(banded.kernel + length, "/bands") == 0,
+            "%s without bands, %s with them", plain.kernel, banded.kernel);
+    }
+}
+
 static void test_no_such_device(void) {
   fa_error error;
   fa_plan plan;
@@ -655,6 +687,7 @@ int main(int argc, char **argv) {
     return report();
   }
   test_no_such_device();
+  test_needs();
   test_places();
   test_order();
   test_repeats_of_table();
