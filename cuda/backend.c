@@ -421,14 +421,30 @@ static cudaError_t launch(const void *kernel, dim3 num_blocks, int32_t num_threa
                           (size_t)shared_bytes, stream);
 }
 
+/* The same for a kernel that follows the plan kernel and waits for it by itself, when it has begun. */
+static cudaError_t launch_beside_plans(const void *kernel, dim3 num_blocks, int32_t num_threads,
+                                       int32_t shared_bytes, void **arguments, cudaStream_t stream) {
+  cudaLaunchAttribute beside = {.id = cudaLaunchAttributeProgrammaticStreamSerialization,
+                                .val.programmaticStreamSerializationAllowed = 1};
+  const cudaLaunchConfig_t config = {.gridDim = num_blocks,
+                                     .blockDim = {(unsigned)num_threads, 1, 1},
+                                     .dynamicSmemBytes = (size_t)shared_bytes,
+                                     .stream = stream,
+                                     .attrs = &beside,
+                                     .numAttrs = 1};
+  if (num_blocks.x == 0 || num_blocks.y == 0) return cudaSuccess;
+  return cudaLaunchKernelExC(&config, kernel, arguments);
+}
+
 static dim3 blocks(int64_t number) { return (dim3){(unsigned)number, 1, 1}; }
 
 /* One block of threads for each of so many pieces of work, or for each multiprocessor. */
 static cudaError_t launch_main(const fa_cuda_kernel *kernel, int64_t number, cuda_job *job,
                                cudaStream_t stream) {
   if (kernel->persistent && number > job->num_multiprocessors) number = job->num_multiprocessors;
-  return launch(kernel->main, blocks(number), kernel->num_threads, kernel->shared_bytes,
-                (void *[]){&job->arguments, &job->maps}, stream);
+  return (kernel->awaits_plans ? launch_beside_plans : launch)(kernel->main, blocks(number),
+                                                               kernel->num_threads, kernel->shared_bytes,
+                                                               (void *[]){&job->arguments, &job->maps}, stream);
 }
 
 static fa_status launch_splits(fa_cuda_splits *splits, cudaStream_t stream, fa_error *error) {

@@ -59,6 +59,9 @@ __device__ inline void named_barrier_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// Waits until the kernel before, if this one has begun beside it, is done and what it wrote can be read.
+__device__ inline void wait_for_kernel_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
 // A number that is the same in all threads of a warp, or in the lanes that are here, 0 among them, as one that
 // the compiler knows to be: in uniform registers.
 __device__ inline uint32_t uniform(uint32_t x, uint32_t lanes = ~0u) { return __shfl_sync(lanes, x, 0); }

@@ -724,6 +724,7 @@ __global__ void __launch_bounds__(Shape::num_threads, 1)
   const ForwardBuffers<Kind, Shape, GENERAL> buffers = {shared_address(shared)};
   if (threadIdx.x == 0) buffers.init_barriers();
   __syncthreads();
+  if constexpr (GENERAL) wait_for_kernel_before();
   const int warpgroup = uniform(threadIdx.x / WARPGROUP);
   if (warpgroup == 0) {
     give_registers<ForwardRegisters<Shape, GENERAL>::PRODUCER>();
@@ -745,6 +746,7 @@ constexpr fa_cuda_kernel row(const char *name) {
           .takes = GENERAL ? FA_CUDA_ALL_NEEDS : FA_CUDA_PLAIN_NEEDS,
           .mapped = true,
           .persistent = true,
+          .awaits_plans = GENERAL,
           .main = (const void *)forward<Kind, Shape, GENERAL>};
 }
 

@@ -161,6 +161,7 @@ typedef struct fa_cuda_kernel {
   uint32_t takes;         /* which needs of a problem it serves */
   bool mapped;            /* main reads by fa_cuda_maps */
   bool persistent;        /* main has at most one block a multiprocessor, which takes one after the other */
+  bool awaits_plans;      /* main waits for the kernel before it, the plan kernel, by itself */
   const void *main;       /* one block a q block (forward) or k block (backward) of a head */
   const void *statistics; /* backward: delta and shift */
   const void *finish_dq; /* backward: dq_sum to dq; one block of finish_threads a q block. NULL: main does it */

@@ -81,10 +81,18 @@ __device__ inline void write_in_order(const fa_cuda_plan_side &side, const fa_cu
   }
 }
 
+// A kernel that waits for this one by itself may begin.
+__device__ inline void let_dependents_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 __global__ void __launch_bounds__(FA_CUDA_PLAN_THREADS) plan(const __grid_constant__ fa_cuda_plans a) {
   __shared__ fa_cuda_block_plan shared[NUM_SHARED];
   __shared__ int firsts[NUM_KEYS];
   static_assert(NUM_KEYS == FA_CUDA_PLAN_THREADS, "a thread a key");
+  let_dependents_start();
   const fa_cuda_plan_side &side = a.sides[blockIdx.y];
   const int32_t *bands = a.bands + int64_t(blockIdx.x) * a.num_bands * 6;
   fa_cuda_block_plan *to = side.plans + int64_t(blockIdx.x) * side.num_blocks;

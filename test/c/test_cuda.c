@@ -450,6 +450,44 @@ static void test_repeats_of_long(void) {
   printf("of %d reruns of fast backwards %d differ\n", num_fast, num_fast_that_differ);
 }
 
+/* ---- bands ---------------------------------------------------------------------------------------------- */
+
+static void check_near(const host *x, const host *y, int id, double most) {
+  double largest = 0;
+  for (int64_t i = values_count(&x->problem, id) - 1; i >= 0; i--) {
+    const double difference = fabs(get(x, id, i) - get(y, id, i));
+    if (!(difference <= largest)) largest = difference; /* a NaN too */
+  }
+  CHECK(largest <= most, "%s of packed sequences is %.3g from that of a batch", fa_tensor_name(id), largest);
+}
+
+/* More row blocks and column blocks than the plan kernel has room for in shared memory, with sequences that
+ * straddle them: the same numbers lie in a batch that has a sequence each. */
+static void test_long_plan(void) {
+  enum { COUNT = 601, SEQLEN = 509 };
+  fa_problem packed = problem_of(FA_DTYPE_F32, 1, COUNT * SEQLEN, 1, 8),
+             batch = problem_of(FA_DTYPE_F32, COUNT, SEQLEN, 1, 8);
+  packed.bands_batch = 1, packed.num_bands = COUNT;
+  host x = host_new(&packed), y = host_new(&batch);
+  host_fill(&x);
+  const fa_tensor_id inputs[] = {FA_TENSOR_Q, FA_TENSOR_K, FA_TENSOR_V, FA_TENSOR_DOUT};
+  for (size_t i = 0; i < sizeof inputs / sizeof *inputs; i++)
+    memcpy(y.data[inputs[i]], x.data[inputs[i]], size_of(&batch, inputs[i]));
+  for (fa_pass pass = FA_PASS_FORWARD; pass <= FA_PASS_BACKWARD; pass++) {
+    fa_plan plan;
+    if (fa_plan_init(&plan, &packed, pass, cuda, NULL) == FA_STATUS_UNSUPPORTED) {
+      num_skipped++;
+      continue;
+    }
+    host_must_run(&x, cuda, pass);
+    host_must_run(&y, cuda, pass);
+    for (int id = 0; id < FA_NUM_TENSORS; id++)
+      if (fa_tensor_role_in(&packed, pass, id) == FA_ROLE_OUTPUT) check_near(&x, &y, id, 2e-5);
+  }
+  host_free(&x);
+  host_free(&y);
+}
+
 /* ---- places, and whose turn it is ----------------------------------------------------------------------- */
 
 static void test_places(void) {
@@ -695,6 +733,7 @@ int main(int argc, char **argv) {
     test_repeats_often();
     test_repeats_of_long();
     test_rounded_on_the_way();
+    test_long_plan();
     test_out_of_memory();
     test_elements();
     test_million_rows();
