@@ -15,12 +15,12 @@ constexpr int WARPGROUP = 128;  // threads
 
 // ---- synchronisation -------------------------------------------------------------------------------
 
-// A barrier is 8 bytes of shared memory, named by their address. It completes a phase (0, 1, 0, ...) when
+// A barrier is 8 bytes of shared memory and is named by their address. It completes a phase (0, 1, 0, ...) when
 // `arrivals` threads have arrived and the bytes that they announced have come.
 __device__ inline void barrier_init(uint32_t barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
-// After the barriers' initialisation, by who made it, before the block's __syncthreads.
+// The thread that initialised the barriers calls this before the block's __syncthreads.
 __device__ inline void barrier_init_done() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -28,8 +28,8 @@ __device__ inline void barrier_init_done() {
 __device__ inline void barrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
-// By a warp, of which one thread arrives. To compute-sanitizer's racecheck a wait is one for the threads that
-// arrived and for no others of their warp: for it all of them do (FA_RACECHECK).
+// A warp calls this, and one of its threads arrives. To compute-sanitizer's racecheck a wait is one for the
+// threads that arrived and for no others of their warp: for it all of them do (FA_RACECHECK).
 #ifdef FA_RACECHECK
 constexpr int ARRIVALS_OF_WARP = 32;
 #else
@@ -51,7 +51,7 @@ __device__ inline void barrier_wait(uint32_t barrier, uint32_t phase) {
       : "memory");
 }
 
-// One of the 16 barriers in hardware, 0 being __syncthreads': `threads` of them arrive or wait.
+// `threads` threads arrive or wait at one of the 16 barriers in hardware, of which __syncthreads has number 0.
 __device__ inline void named_barrier_wait(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
@@ -62,8 +62,8 @@ __device__ inline void named_barrier_arrive(int id, int threads) {
 // Waits until the kernel before, if this one has begun beside it, is done and what it wrote can be read.
 __device__ inline void wait_for_kernel_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
-// A number that is the same in all threads of a warp, or in the lanes that are here, 0 among them, as one that
-// the compiler knows to be: in uniform registers.
+// Gives a number that is the same in all threads of a warp, or in the lanes that are here, 0 among them, in a
+// form that the compiler knows to be the same, so that it may lie in uniform registers.
 __device__ inline uint32_t uniform(uint32_t x, uint32_t lanes = ~0u) { return __shfl_sync(lanes, x, 0); }
 
 // Makes what this thread wrote to shared memory visible to bulk copies and wgmma.
@@ -71,7 +71,7 @@ __device__ inline void fence_async() { asm volatile("fence.proxy.async.shared::c
 // Makes what this thread knows to be in memory visible to its bulk copies from there.
 __device__ inline void fence_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
-// Registers per thread from here on, for all warps of a warpgroup; a multiple of 8.
+// From here on, all threads of the warpgroup have so many registers, a multiple of 8.
 template <int REGISTERS>
 __device__ inline void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
@@ -81,8 +81,8 @@ __device__ inline void give_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
 
-// A position in a ring of STAGES buffers, and the phase of the barrier that says it is full. Who fills it waits
-// for it to be empty with the opposite phase: at first it is.
+// This is a position in a ring of STAGES buffers, and the phase of the barrier that says it is full. Who fills
+// it waits for it to be empty with the opposite phase, because at first it is empty.
 template <int STAGES>
 struct Ring {
   uint32_t stage = 0, phase = 0;
@@ -93,15 +93,16 @@ struct Ring {
 
 // ---- tiles -----------------------------------------------------------------------------------------
 
-// A tile [ROWS, COLS] of 16-bit elements as a tensor map's box writes it and wgmma reads it: sub-tiles of
-// 64 columns one after another, rows of 128 bytes, chunks of 16 bytes swizzled by row % 8. At 1,024 bytes.
+// A tile [ROWS, COLS] of 16-bit elements lies as a tensor map's box writes it and wgmma reads it: sub-tiles of
+// 64 columns follow one another, have rows of 128 bytes and begin at multiples of 1,024; chunks of 16 bytes are
+// swizzled by row % 8.
 template <int ROWS_, int COLS_>
 struct BoxTile {
   static constexpr int ROWS = ROWS_, COLS = COLS_, BOXES = COLS / 64;
   static constexpr int BOX_BYTES = ROWS * 128, BYTES = BOXES * BOX_BYTES;
   static_assert(COLS % 64 == 0 && ROWS % 8 == 0, "boxes are 64 columns wide and swizzled by 8 rows");
 
-  // Of 8 columns of a row.
+  // Says where 8 columns of a row lie.
   __device__ static uint32_t offset(int row, int chunk) {
     return chunk / 8 * BOX_BYTES + row * 128 + ((chunk ^ row) % 8 << 4);
   }
@@ -121,7 +122,7 @@ __device__ inline void load_boxes(uint32_t tile, const CUtensorMap &map, uint32_
         : "memory");
 }
 
-// Brings the same to the cache.
+// Brings the same numbers to the cache alone.
 template <class T, int BOX_COLS = 64>
 __device__ inline void prefetch_boxes(const CUtensorMap &map, int row, int head, int batch) {
 #pragma unroll
@@ -132,7 +133,7 @@ __device__ inline void prefetch_boxes(const CUtensorMap &map, int row, int head,
 }
 
 // Starts the copy of 16 rows of a tile, from `tile_row` on, to (column, row, head, batch) of the map, whose
-// boxes have 16 rows; what lies outside of the tensor is left out. By one thread, in its bulk group.
+// boxes have 16 rows; what lies outside of the tensor is left out. One thread does this, in its bulk group.
 template <class T>
 __device__ inline void store_boxes(const CUtensorMap &map, uint32_t tile, int tile_row, int row, int head,
                                    int batch, int column = 0) {
@@ -158,7 +159,7 @@ __device__ inline void add_bulk(float *to, uint32_t from, int bytes) {
                "r"(from), "r"(bytes)
                : "memory");
 }
-// Starts the copy of consecutive bytes from there; the same.
+// Starts the copy of consecutive bytes from shared memory; the same holds for addresses and bytes.
 __device__ inline void store_bulk(float *to, uint32_t from, int bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes)
                : "memory");
@@ -193,30 +194,31 @@ __device__ inline void put_rows(uint32_t tile, int tile_row, const float (&acc)[
 
 // ---- products of a warpgroup -----------------------------------------------------------------------
 
-// An operand of a product in a BoxTile. Its axes are `own` (rows of a left operand, columns of a right one) and
-// k, along which the product sums. K_IN_ROW: the tile is [own, k], else [k, own].
+// An operand of a product lies in a BoxTile. Its axes are `own` (rows of a left operand, columns of a right
+// one) and k, along which the product sums. The tile is [own, k] (K_IN_ROW) or [k, own].
 template <class T, bool K_IN_ROW_>
 struct BoxOperand {
   static constexpr bool K_IN_ROW = K_IN_ROW_;
-  // A descriptor, in units of 16 bytes. low: the start, and at bit 16 from one 64 columns to the next; high:
-  // from one 8 rows to the next, and the 128-byte swizzle.
+  // A descriptor counts in units of 16 bytes. Its low word holds the start and, at bit 16, the distance from
+  // one 64 columns to the next; its high word the distance from one 8 rows to the next, and the 128-byte
+  // swizzle.
   static constexpr uint32_t NEXT_BOX = K_IN_ROW ? 1 : T::BOX_BYTES / 16, HIGH = 1024 / 16 | 1u << 30;
   uint32_t low;
 
-  // own_begin: a multiple of 8.
+  // own_begin is a multiple of 8.
   __device__ BoxOperand(uint32_t tile, int own_begin = 0)
       : low((tile + (K_IN_ROW ? own_begin * 128 : own_begin / 64 * T::BOX_BYTES + own_begin % 64 * 2)) >> 4 |
             NEXT_BOX << 16) {}
 
-  // Of 16 elements of k; the parts of a split tensor are tiles one after another.
+  // Describes 16 elements of k; the parts of a split tensor are tiles that follow one another.
   __device__ uint64_t descriptor(int part, int k) const {
     const uint32_t offset = part * T::BYTES + (K_IN_ROW ? k / 4 * T::BOX_BYTES + k % 4 * 32 : k * 16 * 128);
     return uint64_t(HIGH) << 32 | (low + offset / 16);
   }
 };
 
-// wgmma(c[64, N], a, b, add): c = a * b, or c += a * b; asynchronous, see below. c is laid out as one
-// Accumulator of 16 rows in each of the warpgroup's warps; a comes from shared memory or from registers.
+// wgmma(c[64, N], a, b, add) starts c = a * b, or c += a * b, which runs on behind it, see below. c is laid out
+// as one Accumulator of 16 rows in each of the warpgroup's warps; a comes from shared memory or from registers.
 #define FA_TEN(t) \
   "%" #t "0, %" #t "1, %" #t "2, %" #t "3, %" #t "4, %" #t "5, %" #t "6, %" #t "7, %" #t "8, %" #t "9"
 #define FA_FOUR(n) "+f"(c[n][0]), "+f"(c[n][1]), "+f"(c[n][2]), "+f"(c[n][3])
@@ -238,7 +240,7 @@ struct BoxOperand {
                : CONSTRAINTS                                                                                \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(add)), "n"(!B_K_IN_ROW))
 #define FA_UNPACK(...) __VA_ARGS__
-// a0 to a6: the numbers that follow the accumulator's N / 2 registers.
+// a0 to a6 are the numbers that follow the accumulator's N / 2 registers.
 #define FA_WGMMA(N, REGISTERS, CONSTRAINTS, a0, a1, a2, a3, a4, a5, a6)                            \
   template <class Element, bool A_K_IN_ROW, bool B_K_IN_ROW>                                       \
   __device__ inline void wgmma(float(&c)[N / 8][4], uint64_t a, uint64_t b, bool add) {            \
@@ -266,12 +268,13 @@ FA_WGMMA(256, FA_SIXTY ", " FA_TEN(6) ", " FA_TEN(7) ", " FA_TEN(8) ", " FA_TEN(
          (FA_64(0), FA_64(16)), 128, 129, 130, 131, 132, 133, 134)
 // clang-format on
 
-// Products run behind the program. start: before the first one that uses registers which this thread wrote.
+// Products run behind the program. wgmma_start comes before the first one that uses registers which this thread
+// wrote.
 __device__ inline void wgmma_start() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ inline void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
-// To the compiler, registers that may have changed: it keeps what reads them behind this point, and their names
-// taken up to it.
+// To the compiler, these are registers that may have changed: it keeps what reads them behind this point, and
+// their names taken up to it.
 template <int NT>
 __device__ inline void registers_in_use(float (&c)[NT][4]) {
 #pragma unroll
@@ -287,16 +290,16 @@ __device__ inline void registers_in_use(uint32_t (&parts)[PARTS][KT][4]) {
   }
 }
 
-// To the compiler, registers whose old values nobody reads: it need not keep them for a product that overwrites
-// them.
+// To the compiler, these are registers whose old values nobody reads: it need not keep them for a product that
+// overwrites them.
 template <int NT>
 __device__ inline void registers_are_free(float (&c)[NT][4]) {
 #pragma unroll
   for (int n = 0; n < NT; n++) asm volatile("" : "=f"(c[n][0]), "=f"(c[n][1]), "=f"(c[n][2]), "=f"(c[n][3]));
 }
 
-// To the compiler, a number that may have changed: what follows from it is worked out again behind this point,
-// and not kept in registers.
+// To the compiler, this is a number that may have changed: what follows from it is worked out again behind this
+// point, and not kept in registers.
 __device__ inline void forget(uint32_t &x) { asm volatile("" : "+r"(x)); }
 
 // Waits until at most PENDING groups, the last ones, still run; the registers are those of the groups that are
@@ -307,7 +310,7 @@ __device__ inline void wgmma_wait(Registers &...registers) {
   (registers_in_use(registers), ...);
 }
 
-// The same of a number that is known where loops are unrolled.
+// This is the same with a number that is known where loops are unrolled.
 template <class... Registers>
 __device__ inline void wgmma_wait(int pending, Registers &...registers) {
   if (pending == 0) wgmma_wait<0>(registers...);
@@ -315,8 +318,9 @@ __device__ inline void wgmma_wait(int pending, Registers &...registers) {
   if (pending == 2) wgmma_wait<2>(registers...);
 }
 
-// A condition that never holds, as nobody but us knows: ptxas gives a product that overwrites its accumulator
-// other registers where that saves waiting, and runs out of them; one that may add keeps those that it has.
+// This is a condition that never holds, as nobody but us knows: ptxas gives a product that overwrites its
+// accumulator other registers where that saves waiting, and runs out of them; one that may add keeps those that
+// it has.
 struct Never {
   bool never;
   __device__ operator bool() const { return never; }

@@ -1,11 +1,11 @@
-// The online softmax of the forward.
+// Here is the online softmax of the forward.
 #pragma once
 
 #include "scores.cuh"
 
 namespace fa {
 
-// The largest and the sum over the four lanes that share a row of an accumulator.
+// These give the largest and the sum over the four lanes that share a row of an accumulator.
 __device__ inline float row_max(float x) {
   x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
   return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
@@ -15,8 +15,8 @@ __device__ inline float row_sum(float x) {
   return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-// A reference maximum (in units of the scores) and the sum of exponentials against it (this lane's share) of
-// each row. Exponentials are 2^SHIFT times what they were, for kinds whose probabilities are scaled.
+// Each row has a reference maximum, in units of the scores, and the sum of exponentials against it, of which
+// this lane has a share. For kinds whose probabilities are scaled, convert() and the like scale them later.
 //
 // The reference need not be the true maximum: as long as no score is more than 2^MAX_LAG above it, nothing
 // overflows and the quotient at the end is the same. So it is moved, and o with it, only when some row needs
@@ -26,7 +26,7 @@ constexpr int MAX_LAG = 5;
 template <class Kind, int MT>
 struct OnlineSoftmax {
   float max[MT][2], sum[MT][2];
-  float rescale[MT][2];  // after an update that moved the reference: what o is to be multiplied with
+  float rescale[MT][2];  // o is to be multiplied with it after an update that moved the reference
 
   __device__ OnlineSoftmax() {
 #pragma unroll
@@ -36,8 +36,8 @@ struct OnlineSoftmax {
     }
   }
 
-  // Turns a block of scores into exponentials; none of the rows sees columns from num_columns on. True where
-  // the reference has moved: then o is due a rescale_rows.
+  // Turns a block of scores into exponentials; none of the rows sees columns from num_columns on. The result is
+  // true where the reference has moved: then o is due a rescale_rows.
   template <int NT>
   __device__ bool update(Accumulator<MT, NT> &scores, float unit, int num_columns = NT * 8) {
     // Visits scores of columns that some row sees, by groups.
@@ -64,7 +64,7 @@ struct OnlineSoftmax {
     for (int m = 0; m < MT; m++)
 #pragma unroll
       for (int half = 0; half < 2; half++)
-        lags |= (largest[m][half] - max[m][half]) * unit > MAX_LAG;  // of -inf and -inf: false
+        lags |= (largest[m][half] - max[m][half]) * unit > MAX_LAG;  // -inf and -inf make it false
     lags = __any_sync(~0u, lags);
     if (lags) {
 #pragma unroll
@@ -76,7 +76,7 @@ struct OnlineSoftmax {
     for (int m = 0; m < MT; m++)
 #pragma unroll
       for (int half = 0; half < 2; half++) {
-        const float reference = max[m][half] == -INFINITY ? 0 : max[m][half];  // no -inf - -inf
+        const float reference = max[m][half] == -INFINITY ? 0 : max[m][half];  // -inf - -inf would be NaN
         shift[m][half] = Kind::SCALED ? reference : reference * unit;
       }
     for_each_visible([&](int m, int half, float &x) {
@@ -114,7 +114,7 @@ struct OnlineSoftmax {
           for (int i = 0; i < 2; i++) o[m][n][half * 2 + i] *= rescale[m][half];
   }
 
-  // Ends the sums, with the sinks of a head in them: what to multiply o with, and the rows' lse.
+  // Ends the sums, with the sinks of a head in them, and gives what to multiply o with and the rows' lse.
   __device__ void finish(float (&scale)[MT][2], float (&lse)[MT][2], const fa_cuda_score &score,
                          const float *sink, int num_sinks, int sink_stride) {
     float own[MT][2], rescale[MT][2], total[MT][2];

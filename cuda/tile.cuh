@@ -12,7 +12,8 @@ __device__ inline uint32_t shared_address(const void *pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// 16 bytes to shared memory, of which the first `bytes` come from memory and the others are 0.
+// Starts the copy of 16 bytes to shared memory, of which the first `bytes` come from memory and the others
+// become 0.
 __device__ inline void copy_async(uint32_t to, const void *from, int bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
@@ -61,7 +62,7 @@ __device__ inline void load_matrices(uint32_t (&r)[4], uint32_t from) {
                  : "r"(from));
 }
 
-// The reverse: lane l gives the address of row l % 8 of matrix l / 8. (sm_90)
+// This is the reverse, which needs sm_90: lane l gives the address of row l % 8 of matrix l / 8.
 template <bool TRANSPOSED>
 __device__ inline void store_matrices(uint32_t to, const uint32_t (&r)[4]) {
   if constexpr (TRANSPOSED)
@@ -74,7 +75,7 @@ __device__ inline void store_matrices(uint32_t to, const uint32_t (&r)[4]) {
                  : "memory");
 }
 
-// c[16, 8] += a[16, 16] * b[16, 8]
+// Makes c[16, 8] += a[16, 16] * b[16, 8].
 __device__ inline void mma(__half, float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
       "{%0, %1, %2, %3};"
@@ -88,14 +89,14 @@ __device__ inline void mma(__nv_bfloat16, float (&c)[4], const uint32_t (&a)[4],
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// 2^x to about 2 units in the last place; 0 for -inf.
+// Gives 2^x to about 2 units in the last place, and 0 for -inf.
 __device__ inline float exp2_fast(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
-// The larger one; NaN where one of them is.
+// Gives the larger one, or NaN where one of them is NaN, which fmaxf would drop.
 __device__ inline float max_nan(float a, float b) {
   float y;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
@@ -104,8 +105,8 @@ __device__ inline float max_nan(float a, float b) {
 
 // ---- tiles in shared memory ------------------------------------------------------------------------
 
-// A tile [ROWS, COLS] in chunks of 8 elements (16 bytes). Chunks are permuted within a row so that 8 rows of
-// one chunk column, which is what one 8x8 matrix of ldmatrix reads, lie in 8 different groups of banks.
+// A tile [ROWS, COLS] lies in chunks of 8 elements (16 bytes). Chunks are permuted within a row so that 8 rows
+// of one chunk column, which is what one 8x8 matrix of ldmatrix reads, lie in 8 different groups of banks.
 template <int ROWS_, int COLS_>
 struct Tile {
   static constexpr int ROWS = ROWS_, COLS = COLS_;
@@ -119,7 +120,7 @@ struct Tile {
 };
 
 // Starts the copy of a tile whose row 0 lies at `from`; rows from num_rows on and columns from num_cols on
-// become 0. aligned: `from` and stride_row are multiples of 16 bytes; where not, the copy is done on return.
+// become 0. Where `from` and stride_row are not multiples of 16 bytes (aligned), the copy is done on return.
 template <class T, int THREADS>
 __device__ inline void load_tile(uint32_t tile, const uint16_t *from, int64_t stride_row, int num_rows,
                                  int num_cols, bool aligned) {
@@ -157,17 +158,17 @@ __device__ inline void load_tile(uint32_t tile, const uint16_t *from, int64_t st
 
 // ---- operands of a product -------------------------------------------------------------------------
 
-// One operand of a product, read from a tile as fragments of 16 by 16. Its two axes are `own` (the rows of a
-// left operand, the columns of a right one) and k, along which the product sums.
-//   LEFT: left operand, else right.   K_IN_ROW: the tile is [own, k], else [k, own].
+// One operand of a product is read from a tile as fragments of 16 by 16. Its two axes are `own` (the rows of a
+// left operand, the columns of a right one) and k, along which the product sums. It is the LEFT or the right
+// operand, and its tile is [own, k] (K_IN_ROW) or [k, own].
 template <class T, bool LEFT, bool K_IN_ROW>
 struct TileOperand {
   uint32_t base, column;
 
-  // own_begin: where this warp's part of the own axis begins; a multiple of its length.
+  // own_begin, a multiple of the part's length, is where this warp's part of the own axis begins.
   __device__ TileOperand(uint32_t tile, int own_begin) {
     const int lane = threadIdx.x % 32;
-    // Which row of which 8x8 matrix this lane points ldmatrix at.
+    // This lane points ldmatrix at this row of that 8x8 matrix.
     const bool down_first = LEFT == K_IN_ROW;
     const int row = down_first ? lane & 15 : (lane & 7) | (lane >> 4 << 3);
     const int chunk = (down_first ? lane >> 4 : lane >> 3 & 1) + (K_IN_ROW ? 0 : own_begin / 8);
@@ -182,7 +183,7 @@ struct TileOperand {
   }
 };
 
-// A left operand in registers.
+// A left operand can lie in registers, too.
 template <int PARTS, int OWN, int K>
 struct RegisterOperand {
   uint32_t fragments[PARTS][OWN][K][4];
@@ -193,15 +194,16 @@ struct RegisterOperand {
   }
 };
 
-// The accumulator of a product [16 * MT, 8 * NT] in one warp. Lane l holds, of block [m, n], the elements
-//   i = 0, 1: row l / 4, columns 2 * (l % 4) + i        i = 2, 3: row l / 4 + 8, the same columns
+// One warp holds the accumulator of a product [16 * MT, 8 * NT]. Of block [m, n], elements 0 and 1 of lane l
+// are those of row l / 4 in columns 2 * (l % 4) and the next, and elements 2 and 3 those of row l / 4 + 8
+// there.
 template <int MT, int NT>
 using Accumulator = float[MT][NT][4];
 // Columns are tested and left out by groups of so many tiles of 8.
 constexpr int TILES_A_TEST = 4;
 
-// Its elements in columns 8 * begin <= column < 8 * end: calls visit(row, column, element), row and column
-// within the accumulator.
+// Calls visit(row, column, element) for the elements in columns 8 * begin <= column < 8 * end; row and column
+// are counted within the accumulator.
 template <int MT, int NT, class Visit>
 __device__ inline void for_each_element(Accumulator<MT, NT> &acc, int begin, int end, Visit visit) {
   const int lane = threadIdx.x % 32;
@@ -231,7 +233,7 @@ __device__ inline void set_zero(Accumulator<MT, NT> &acc) {
       for (int i = 0; i < 4; i++) acc[m][n][i] = 0;
 }
 
-// acc += scale * left * right, over KT fragments of k; scale is what unscales the operands of a SCALED kind.
+// Makes acc += scale * left * right, over KT fragments of k; scale unscales the operands of a SCALED kind.
 //
 // Tensor cores add to their accumulator by cutting off, which leans towards 0 and adds up over a long sum. So
 // where f32 is asked for, a product goes into fresh accumulators, the small terms (high * low, low * high)
@@ -262,7 +264,7 @@ __device__ inline void multiply(Accumulator<MT, NT> &acc, const Left &left, cons
     constexpr int PARTS = Kind::PARTS;
 #pragma unroll
     for (int begin = 0; begin < NT; begin += NC) {
-      float fresh[PARTS][MT][NC][4];  // [0]: high * high, [1]: the small terms
+      float fresh[PARTS][MT][NC][4];  // [0] is for high * high, [1] for the small terms
 #pragma unroll
       for (int part = 0; part < PARTS; part++) set_zero<MT, NC>(fresh[part]);
 #pragma unroll
@@ -303,8 +305,8 @@ __device__ inline void multiply(Accumulator<MT, NT> &acc, const Left &left, cons
   }
 }
 
-// Two neighbours in a row of an accumulator, from column n * 8 on, as elements of the left operand of a product
-// along its columns: two column blocks a step of k. scale: of SCALED kinds.
+// Makes two neighbours in a row of an accumulator, from column n * 8 on, elements of the left operand of a
+// product along its columns, of which two column blocks are a step of k. Only SCALED kinds have a scale.
 template <class Kind, int KT>
 __device__ inline void convert_pair(uint32_t (&operand)[Kind::PARTS][KT][4], int n, int half, float x0,
                                     float x1, float scale) {
@@ -330,7 +332,7 @@ __device__ inline void store_number(float *to, float x) { *to = x; }
 __device__ inline void store_number(__half *to, float x) { *to = __float2half_rn(x); }
 __device__ inline void store_number(__nv_bfloat16 *to, float x) { *to = __float2bfloat16_rn(x); }
 
-// Among the four lanes that share a row: word i of lane l goes to word l of lane i.
+// Transposes words among the four lanes that share a row: word i of lane l goes to word l of lane i.
 __device__ inline void transpose_quad(uint32_t (&words)[4]) {
 #pragma unroll
   for (int step = 1; step <= 2; step *= 2) {
@@ -371,8 +373,8 @@ __device__ inline void store_row(Io *to, const float (&x)[8], bool inside, int n
   }
 }
 
-// Writes scale * acc to memory: element [row, col] of the accumulator to to[row * stride_row + col], where row
-// < num_rows and col < num_cols.
+// Writes scale * acc to memory: element [row, col] of the accumulator goes to to[row * stride_row + col], where
+// row < num_rows and col < num_cols.
 template <class Io, int MT, int NT>
 __device__ inline void store_accumulator(Io *to, int64_t stride_row, int num_rows, int num_cols,
                                          const Accumulator<MT, NT> &acc, const float (&scale)[MT][2]) {
