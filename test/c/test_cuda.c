@@ -726,6 +726,7 @@ int main(int argc, char **argv) {
   }
   test_no_such_device();
   test_needs();
+  test_long_plan();
   test_places();
   test_order();
   test_repeats_of_table();
@@ -733,7 +734,6 @@ int main(int argc, char **argv) {
     test_repeats_often();
     test_repeats_of_long();
     test_rounded_on_the_way();
-    test_long_plan();
     test_out_of_memory();
     test_elements();
     test_million_rows();
