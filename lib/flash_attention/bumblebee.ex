@@ -14,36 +14,35 @@ if Code.ensure_loaded?(Axon) and FlashAttention.Defn.supported?() do
 
     ## What is done
 
-    Causal masks, windows, scales, masks of keys (`{batch, seqlen_k}`, padding on either side), head masks, and the
-    offset into a cache of fixed size.
+    Causal masks, windows, scales, relative attention biases (T5, MPNet, Swin), masks of keys (`{batch, seqlen_k}`, padding on
+    either side) and of single scores (`{batch, num_heads, seqlen_q, seqlen_k}`, of which all but the last may be 1), head masks,
+    and the offset into a cache of fixed size.
 
-    A mask of keys costs a few columns: queries get a column of ones and keys one that is far below 0 where they are
-    masked, so that head_dim grows to the next multiple of 8. Rows that see nothing at all give what they give in
-    Bumblebee, the mean of all values. Their gradients by queries and keys are 0, on which a mean does not depend, where
-    Bumblebee has those of scores that were rounded away; a loss that leaves padding out sees neither.
+    A mask of keys is a bias of u8, which costs one number a column. Where a model's masks are known to have their ones in one
+    run, as padding on one side leaves them, `contiguous_masks: true` makes bands of them (`FlashAttention.Mask`), and
+    what is padding is not computed at all.
+
+    Rows that see nothing at all give what they give in Bumblebee, the mean of all values. Their gradients by queries and keys
+    are 0, on which a mean does not depend, where Bumblebee has those of scores that were rounded away; a loss that leaves padding
+    out sees neither.
 
     ## What is left alone
 
     Where the same numbers are not to be had, Bumblebee's own layers compute:
 
-      * with a relative attention bias (T5, MPNet, Swin) or masks of single scores (`{batch, num_heads, seqlen_q, seqlen_k}`)
-      * with a window that looks ahead and a sequence that is not aligned with its keys
       * in training mode, where attention weights are dropped out; configure the model with
         `attention_dropout_rate: 0.0` to train with FlashAttention
-      * with tensors of different types, or a head_dim that does not fit 256 with the columns of the mask
+      * with tensors of different types
+      * with what the first device of `:device` does not take
 
     `explain/3` tells of each attention which of the two computes it, and why.
 
     Attention weights that a model is asked for (`output_attentions`) are computed by Bumblebee, beside.
     """
 
-    alias FlashAttention.{Error, Options}
+    alias FlashAttention.{Error, Mask, Native, Options}
 
-    # A masked key's score is 2^20 times scale below what it would be: exp of it is 0 exactly, and the numbers
-    # themselves are exact in every type and small enough to cost other columns no precision.
-    @far 1024
-
-    @max_head_dim 256
+    @unbounded 0x7FFFFFFF
 
     @typedoc "An `Axon` model built by Bumblebee, or what `Bumblebee.load_model/2` returned."
     @type model :: Axon.t() | %{model: Axon.t()} | {:ok, %{model: Axon.t()}}
@@ -62,14 +61,15 @@ if Code.ensure_loaded?(Axon) and FlashAttention.Defn.supported?() do
     @doc """
     Replaces attention in a model of Bumblebee; what comes in decides what comes out.
 
-    Options are `:device`, `:precision` and `:deterministic` of `FlashAttention.attention/4`; the model says the rest.
+    Options are `:device`, `:precision` and `:deterministic` of `FlashAttention.attention/4`, the model says the rest; and
+    `:contiguous_masks` (default false), whether masks of keys are known to have their ones in one run.
     A model without attention comes back as it is.
     """
     @spec swap_attention(model, keyword) :: model
     def swap_attention(model, opts \\ [])
 
     def swap_attention(%Axon{nodes: nodes} = model, opts) do
-      Options.parse!(opts, [:device, :precision, :deterministic])
+      check!(opts)
 
       Axon.rewrite_nodes(model, fn node ->
         case find(node, nodes) do
@@ -86,6 +86,19 @@ if Code.ensure_loaded?(Axon) and FlashAttention.Defn.supported?() do
 
     def swap_attention(other, _opts),
       do: raise(Error.invalid(:model, "a model of Bumblebee's", Error.show(other)))
+
+    @options [:device, :precision, :deterministic]
+
+    defp check!(opts) do
+      # What is no keyword list, the library says.
+      {own, opts} = if Keyword.keyword?(opts), do: Keyword.split(opts, [:contiguous_masks]), else: {[], opts}
+      contiguous = Keyword.get(own, :contiguous_masks, false)
+
+      if not is_boolean(contiguous),
+        do: raise(Error.invalid(:contiguous_masks, "true or false", Error.show(contiguous)))
+
+      Options.parse!(opts, @options)
+    end
 
     @doc """
     What `swap_attention/2` makes of a model, for inputs of such shapes: every attention in it, in the order of the layers.
@@ -215,9 +228,15 @@ if Code.ensure_loaded?(Axon) and FlashAttention.Defn.supported?() do
 
             dropout_rate = if layer_opts[:mode] == :train, do: dropout_rate, else: 0
 
-            if tensors |> obstacle(model, dropout_rate) |> note(node),
-              do: node.op.(weights, value, layer_opts),
-              else: tensors |> given() |> attend(model, opts)
+            case prepare(tensors, model, dropout_rate, opts) do
+              {:ok, options} ->
+                note(nil, node)
+                attend(tensors, options)
+
+              {:error, reason} ->
+                note(reason, node)
+                node.op.(weights, value, layer_opts)
+            end
           end,
           inputs ++ [weights, value],
           op_name: :flash_attention
@@ -228,149 +247,150 @@ if Code.ensure_loaded?(Axon) and FlashAttention.Defn.supported?() do
 
     # ---- what can be done exactly ------------------------------------------------------------------------
 
-    # Why Bumblebee's layers must compute; nil where they need not.
-    defp obstacle(%{q: q, k: k, v: v, key_mask: key_mask} = tensors, model, dropout_rate) do
-      columns = if none?(key_mask) and aligned?(tensors), do: 0, else: columns(q)
+    # The options of attention, or why Bumblebee's layers must compute.
+    defp prepare(%{q: q, k: k, v: v} = tensors, model, dropout_rate, opts) do
       types = Enum.map([q, k, v], &Nx.type/1)
 
       cond do
         dropout_rate > 0 ->
-          "its weights are dropped out in training, at a rate of #{dropout_rate}"
+          {:error, "its weights are dropped out in training, at a rate of #{dropout_rate}"}
 
-        not none?(tensors.bias) ->
-          "a bias is added to its scores, #{inspect(Nx.shape(tensors.bias))}"
+        not match?([{class, _}] when class in [:f, :bf], Enum.uniq(types)) ->
+          {:error, "q, k and v are of types #{Enum.map_join(types, ", ", &Nx.Type.to_string/1)}"}
 
-        not key_mask_of_keys?(key_mask) ->
-          "its mask is one of single scores, #{inspect(Nx.shape(key_mask))}"
-
-        not placed?(tensors, window(model)) ->
-          "its window looks ahead where rows are not aligned with keys"
-
-        match?([_, _ | _], Enum.uniq(types)) or not match?([{class, _} | _] when class in [:f, :bf], types) ->
-          "q, k and v are of types #{Enum.map_join(types, ", ", &Nx.Type.to_string/1)}"
-
-        Nx.axis_size(q, 3) + columns > @max_head_dim ->
-          "head_dim is #{Nx.axis_size(q, 3)}, with #{columns} more for a mask; #{@max_head_dim} is the most"
+        name = Enum.find([:key_mask, :bias], &(not of_scores?(tensors[&1], q, k))) ->
+          {:error, "its #{name} is #{inspect(Nx.shape(tensors[name]))}"}
 
         true ->
-          nil
+          options = options(tensors, model, opts)
+          if reason = declined([q: q, k: k, v: v], options), do: {:error, reason}, else: {:ok, options}
       end
     end
 
-    # See place/2.
-    defp placed?(_tensors, {:infinity, :infinity}), do: true
+    # {batch, seqlen_k}, or {batch, num_heads, seqlen_q, seqlen_k} where each axis may be 1.
+    defp of_scores?(%Axon.None{}, _q, _k), do: true
 
-    defp placed?(%{q: q, k: k} = tensors, {_left, right}) do
-      {rows, keys} = {Nx.axis_size(q, 1), Nx.axis_size(k, 1)}
-      aligned?(tensors) or rows == 1 or (right == 0 and rows <= keys)
+    defp of_scores?(%{shape: shape}, %{shape: {batch, rows, heads, _}}, %{shape: {_, keys, _, _}}) do
+      sizes = if tuple_size(shape) == 2, do: [batch, keys], else: [batch, heads, rows, keys]
+
+      length(sizes) == tuple_size(shape) and
+        shape |> Tuple.to_list() |> Enum.zip(sizes) |> Enum.all?(fn {x, size} -> x in [1, size] end)
     end
 
-    defp none?(tensor), do: is_struct(tensor, Axon.None)
+    # What the first device has against it, in either pass.
+    defp declined(tensors, options) do
+      {optional, _others} = Keyword.split(options, [:bias, :mask])
 
-    # Masks of rank 4 may be masks of keys too: {batch, 1, 1, seqlen_k}.
-    defp key_mask_of_keys?(%Axon.None{}), do: true
-    defp key_mask_of_keys?(%{shape: {_batch, _seqlen_k}}), do: true
-    defp key_mask_of_keys?(%{shape: {_batch, 1, 1, _seqlen_k}}), do: true
-    defp key_mask_of_keys?(_mask), do: false
+      shapes =
+        for {name, x} <- tensors ++ Enum.map(optional, &tensor/1),
+            into: %{},
+            do: {name, {Nx.type(x), Nx.shape(x)}}
 
-    # Whether the last row is that of the last key, as FlashAttention has it.
-    defp aligned?(%{q: q, k: k, offset: offset}),
-      do: none?(offset) and Nx.axis_size(q, 1) == Nx.axis_size(k, 1)
+      %{devices: [device | _], native: native} = Options.parse!(options)
+
+      with {:ok, outputs, _bytes, _kernel} <- Native.plan(:forward, shapes, native, device),
+           inputs = shapes |> Map.merge(outputs) |> Map.put(:dout, outputs.o),
+           {:ok, _gradients, _bytes, _kernel} <- Native.plan(:backward, inputs, native, device) do
+        nil
+      else
+        {:error, {_reason, _argument, _expected, _got, message}} -> message
+      end
+    end
+
+    defp tensor({:mask, %Mask{numbers: %{bands: bands}}}), do: {:bands, bands}
+    defp tensor(bias), do: bias
 
     # ---- attention ---------------------------------------------------------------------------------------
 
-    # Tensors by name, nil where there is none. mask is {batch, seqlen_k}; offset nil where the rows are aligned.
-    defp given(tensors) do
-      aligned? = aligned?(tensors)
-      tensors = Map.new(tensors, fn {name, tensor} -> {name, if(!none?(tensor), do: tensor)} end)
-      {key_mask, tensors} = Map.pop!(tensors, :key_mask)
-      mask = key_mask && Nx.not_equal(Nx.reshape(key_mask, {:auto, Nx.axis_size(tensors.k, 1)}), 0)
-      Map.merge(tensors, %{mask: mask, offset: if(!aligned?, do: tensors.offset || 0)})
+    defp attend(%{q: q, k: k, v: v} = tensors, options) do
+      {o, lse} = FlashAttention.attention_with_lse(q, k, v, options)
+      o = if none?(tensors.key_mask), do: o, else: or_mean(o, lse, v)
+      if none?(tensors.head_mask), do: o, else: Nx.multiply(o, Nx.reshape(tensors.head_mask, {1, 1, :auto, 1}))
     end
 
-    defp attend(%{q: q, v: v, head_mask: head_mask} = tensors, model, opts) do
-      mean = Nx.mean(v, axes: [1], keep_axes: true)
-      {tensors, visibility} = place(tensors, window(model))
+    # What rows that see nothing give in Bumblebee.
+    defp or_mean(o, lse, v) do
+      nothing = lse |> Nx.Defn.Kernel.stop_grad() |> Nx.equal(Nx.Constants.neg_infinity(Nx.type(lse)))
+      nothing = nothing |> Nx.transpose(axes: [0, 2, 1]) |> Nx.new_axis(-1) |> Nx.broadcast(Nx.shape(o))
+      Nx.select(nothing, Nx.broadcast(Nx.mean(v, axes: [1], keep_axes: true), Nx.shape(o)), o)
+    end
+
+    defp options(%{q: q, k: k} = tensors, model, opts) do
+      {contiguous, opts} = Keyword.pop(opts, :contiguous_masks, false)
+      mask = cells(tensors.key_mask, k, &Nx.not_equal(&1, 0))
+      bias = cells(tensors.bias, k, &as_bias(&1, q))
+      run = if contiguous, do: run(mask)
       scale = model[:scale] || 1 / :math.sqrt(Nx.axis_size(q, 3))
-      opts = [causal: false, window: visibility, scale: scale] ++ opts
 
-      o = attend_masked(tensors, opts, visibility, mean)
-      if head_mask, do: Nx.multiply(o, Nx.reshape(head_mask, {1, 1, :auto, 1})), else: o
+      [causal: false, scale: scale] ++
+        visibility(tensors, window(model), run) ++ bias(bias, if(run, do: nil, else: mask)) ++ opts
     end
+
+    # As a tensor of rank 4 with all columns.
+    defp cells(%Axon.None{}, _k, _fun), do: nil
+
+    defp cells(tensor, k, fun) do
+      tensor = fun.(tensor)
+      tensor = if Nx.rank(tensor) == 2, do: tensor |> Nx.new_axis(1) |> Nx.new_axis(1), else: tensor
+      Nx.broadcast(tensor, tensor |> Nx.shape() |> put_elem(3, Nx.axis_size(k, 1)))
+    end
+
+    defp as_bias(bias, q), do: if(Nx.type(bias) == {:f, 32}, do: bias, else: Nx.as_type(bias, Nx.type(q)))
+
+    defp bias(nil, nil), do: []
+    defp bias(nil, mask), do: [bias: mask]
+    defp bias(bias, nil), do: [bias: bias]
+
+    defp bias(bias, mask) do
+      shape =
+        Enum.zip_with(Tuple.to_list(Nx.shape(bias)), Tuple.to_list(Nx.shape(mask)), &max/2) |> List.to_tuple()
+
+      hidden = Nx.Constants.neg_infinity(Nx.type(bias))
+      [bias: Nx.select(Nx.broadcast(mask, shape), Nx.broadcast(bias, shape), Nx.broadcast(hidden, shape))]
+    end
+
+    # Where the ones of a mask of keys begin and end.
+    defp run(%{shape: {batch, 1, 1, keys}} = mask) do
+      mask = Nx.reshape(mask, {batch, keys})
+      first = Nx.argmax(mask, axis: 1, tie_break: :low)
+      {first, Nx.add(first, Nx.sum(mask, axes: [1]))}
+    end
+
+    defp run(_none), do: nil
 
     defp window(model) do
       {left, right} = model[:window_size] || {:infinity, :infinity}
       {left, if(model[:causal], do: 0, else: right)}
     end
 
-    # Brings the last row to the last key, and returns the window that then remains. Row i stands at offset + i.
-    defp place(%{offset: nil} = tensors, window), do: {tensors, window}
-    defp place(tensors, {:infinity, :infinity} = window), do: {tensors, window}
-
-    # One row: what it sees is a mask of keys.
-    defp place(%{q: %{shape: {_, 1, _, _}}, k: k, offset: offset} = tensors, {left, right}) do
-      distance = Nx.subtract(Nx.iota({1, Nx.axis_size(k, 1)}, axis: 1), offset)
-      behind = if left != :infinity, do: Nx.greater_equal(distance, -left)
-      ahead = if right != :infinity, do: Nx.less_equal(distance, right)
-      {mask(tensors, both(behind, ahead)), {:infinity, :infinity}}
-    end
-
-    # Causal: keys behind the last row are never seen. They go round to the front, and are masked there.
-    defp place(%{q: q, k: k, offset: offset} = tensors, {_left, 0} = window) do
+    # What the window shows of the keys from first to last - 1, or of all. Row i stands at offset + i.
+    defp visibility(%{q: q, k: k} = tensors, window, run) do
       {rows, keys} = {Nx.axis_size(q, 1), Nx.axis_size(k, 1)}
-      positions = Nx.iota({keys})
-      ends = Nx.add(offset, rows)
-      turned = Nx.remainder(Nx.add(positions, ends), keys)
-      turn = &(&1 && Nx.take(&1, turned, axis: 1))
-      tensors = %{tensors | k: turn.(k), v: turn.(tensors.v), mask: turn.(tensors.mask)}
-      {mask(tensors, Nx.reshape(Nx.greater_equal(positions, Nx.subtract(keys, ends)), {1, keys})), window}
+      aligned? = window == {:infinity, :infinity} or (none?(tensors.offset) and rows == keys)
+
+      if run == nil and aligned? do
+        [window: window]
+      else
+        offset = if none?(tensors.offset), do: 0, else: tensors.offset
+        {first, last} = run || {0, keys}
+        [mask: Mask.from_bands(band(rows, first, last, offset, window))]
+      end
     end
 
-    defp mask(%{mask: mask} = tensors, more), do: %{tensors | mask: both(mask, more)}
+    # The band's last row stands beside its last column, and so its window is further to the left than the model's.
+    defp band(rows, first, last, offset, {left, right}) do
+      shift = last |> Nx.subtract(rows) |> Nx.subtract(offset)
+      left = if left == :infinity, do: @unbounded, else: Nx.add(left, shift)
+      right = if right == :infinity, do: @unbounded, else: Nx.subtract(right, shift)
+      count = Enum.max(for x <- [first, shift], is_struct(x, Nx.Tensor), do: Nx.size(x))
 
-    defp both(nil, mask), do: mask
-    defp both(mask, nil), do: mask
-    defp both(one, other), do: Nx.logical_and(one, other)
-
-    defp attend_masked(%{q: q, k: k, v: v, mask: nil}, opts, _window, _mean),
-      do: FlashAttention.attention(q, k, v, opts)
-
-    defp attend_masked(%{q: q, k: k, v: v, mask: mask}, opts, window, mean) do
-      far = mask |> Nx.select(0, -@far) |> Nx.new_axis(-1) |> Nx.new_axis(-1)
-      o = FlashAttention.attention(widen(q, @far), widen(k, far), widen(v, 0), opts)
-      o = o[[.., .., .., 0..(Nx.axis_size(q, 3) - 1)]]
-
-      visible = mask |> visible_keys(Nx.axis_size(q, 1), window) |> Nx.new_axis(-1) |> Nx.new_axis(-1)
-      Nx.select(Nx.broadcast(Nx.greater(visible, 0), o), o, Nx.broadcast(mean, o))
+      [0, rows, first, last, left, right]
+      |> Enum.map(&(&1 |> Nx.as_type(:s32) |> Nx.reshape({:auto}) |> Nx.broadcast({count})))
+      |> Nx.stack(axis: 1)
+      |> Nx.new_axis(1)
     end
 
-    # How many columns make head_dim the multiple of 8 that has room for one more.
-    defp columns(tensor), do: 8 - rem(Nx.axis_size(tensor, 3), 8)
-
-    # Columns behind those of the tensor: the given one, and zeros.
-    defp widen(tensor, column) do
-      first = tensor |> Nx.shape() |> put_elem(3, columns(tensor)) |> Nx.iota(axis: 3) |> Nx.equal(0)
-      Nx.concatenate([tensor, Nx.as_type(Nx.multiply(first, column), Nx.type(tensor))], axis: 3)
-    end
-
-    # {batch, seqlen_q}: how many keys that are not masked each row sees.
-    defp visible_keys(mask, rows, {left, right}) do
-      keys = Nx.axis_size(mask, 1)
-      sums = mask |> Nx.as_type(:s32) |> Nx.cumulative_sum(axis: 1) |> Nx.pad(0, [{0, 0, 0}, {1, 0, 0}])
-      position = Nx.add(Nx.iota({rows}), keys - rows)
-
-      until =
-        if right == :infinity,
-          do: Nx.broadcast(keys, {rows}),
-          else: position |> Nx.add(right + 1) |> Nx.clip(0, keys)
-
-      from =
-        if left == :infinity,
-          do: Nx.broadcast(0, {rows}),
-          else: position |> Nx.subtract(left) |> Nx.clip(0, keys)
-
-      Nx.subtract(Nx.take(sums, until, axis: 1), Nx.take(sums, from, axis: 1))
-    end
+    defp none?(tensor), do: is_struct(tensor, Axon.None)
   end
 else
   FlashAttention.Packages.stand_in(FlashAttention.Bumblebee, "Axon, Bumblebee and Nx 0.12 or later", [

@@ -82,11 +82,11 @@ defmodule FlashAttention.BumblebeeTest do
   end
 
   # Both models' outputs from the same parameters, with all hidden states.
-  defp outputs(spec, inputs) do
+  defp outputs(spec, inputs, swap_opts \\ []) do
     model = Bumblebee.build_model(spec)
     opts = [global_layer_options: [output_hidden_states: true]]
     {state, predict} = init(model, inputs, opts)
-    {_, predict_swapped} = init(Flash.swap_attention(model), inputs, opts)
+    {_, predict_swapped} = init(Flash.swap_attention(model, swap_opts), inputs, opts)
     {predict.(state, inputs), predict_swapped.(state, inputs)}
   end
 
@@ -121,6 +121,9 @@ defmodule FlashAttention.BumblebeeTest do
     end
   end
 
+  defp largest(outputs),
+    do: outputs |> flatten() |> Enum.map(&Nx.to_number(Nx.reduce_max(Nx.abs(&1)))) |> Enum.max()
+
   defp flatten(%{__struct__: Axon.None}), do: []
   defp flatten(%{__struct__: Nx.Tensor} = tensor), do: [tensor]
   defp flatten(tuple) when is_tuple(tuple), do: tuple |> Tuple.to_list() |> flatten()
@@ -145,6 +148,9 @@ defmodule FlashAttention.BumblebeeTest do
         assert tuple_size(original.hidden_states) >= 3
         assert_close(original, swapped)
         assert forwards(spec, inputs) == 2
+        # All of these have their ones in one run.
+        {^original, swapped} = outputs(spec, inputs, contiguous_masks: true)
+        assert_close(original, swapped)
       end
     end
   end
@@ -190,14 +196,15 @@ defmodule FlashAttention.BumblebeeTest do
           "seed" => Nx.tensor([1, 2], type: :s64)
         })
 
-      [original, swapped] =
-        for model <- [model, Flash.swap_attention(model)] do
+      [original, swapped, contiguous] =
+        for model <- [model, Flash.swap_attention(model), Flash.swap_attention(model, contiguous_masks: true)] do
           generate = Generation.build_generate(model, spec, config)
           Nx.Defn.jit_apply(generate, [state, inputs], compiler: Evaluator).token_ids
         end
 
       assert Nx.shape(original) == {2, 5}
       assert Nx.to_list(original) == Nx.to_list(swapped)
+      assert Nx.to_list(original) == Nx.to_list(contiguous)
     end
 
     test "#{name}: a cache is filled by several rows at once and by single ones" do
@@ -246,13 +253,77 @@ defmodule FlashAttention.BumblebeeTest do
     }
   end
 
-  test "what cannot be done exactly is left alone" do
-    # T5 adds a bias to every score of self-attention; across there is none.
+  test "relative biases are added, under masks too" do
     inputs = %{"input_ids" => Nx.tensor(@tokens), "decoder_input_ids" => Nx.tensor([[1, 2, 3], [4, 5, 6]])}
-    {original, swapped} = outputs(spec(:t5), inputs)
-    assert_close(original, swapped)
-    assert forwards(spec(:t5), inputs) == 1
 
+    for mask <- [@whole, @behind, @in_front], opts <- [[], [contiguous_masks: true]] do
+      inputs = Map.put(inputs, "attention_mask", Nx.tensor(mask))
+      {original, swapped} = outputs(spec(:t5), inputs, opts)
+      # T5 does not scale its scores, and its hidden states are not of size 1.
+      assert_close(original, swapped, 2.0e-6 * largest(original))
+      assert forwards(spec(:t5), inputs) == 3
+
+      {original, swapped} = outputs(spec(:mpnet), inputs, opts)
+      assert_close(original, swapped)
+    end
+
+    {pixels, _} = Nx.Random.normal(Nx.Random.key(1), shape: {2, 8, 8, 3})
+    {original, swapped} = outputs(spec(:swin), %{"pixel_values" => pixels})
+    assert_close(original, swapped)
+  end
+
+  test "masks of single scores, and masks that are no run" do
+    for mask <- [
+          Nx.tensor([[1, 0, 1, 1, 0, 1, 0], [0, 1, 0, 1, 1, 1, 1]]),
+          Nx.tensor([[1, 0, 1, 1, 0, 1, 0]]) |> Nx.reshape({1, 1, 1, 7}),
+          Nx.greater(random(1, {2, 3, 7, 7}), 0),
+          Nx.greater(random(2, {1, 1, 7, 7}), 0),
+          Nx.greater(random(3, {2, 1, 7, 1}), 0)
+        ],
+        name <- [:bert, :gpt2] do
+      assert_same_attention(%{"mask" => mask, "query" => random(4, {2, 7, 3, 4})}, causal: name == :gpt2)
+    end
+  end
+
+  test "windows that look ahead, anywhere in a cache" do
+    for offset <- 0..4, window <- [{2, 1}, {0, 3}, {9, 0}], rows <- [1, 3], causal <- [true, false] do
+      inputs = %{
+        "query" => random(4, {2, rows, 3, 4}),
+        "offset" => Nx.tensor(offset),
+        "mask" => Nx.tensor([[0, 1, 1, 1, 1, 1, 0], [1, 1, 1, 0, 0, 0, 0]])
+      }
+
+      assert_same_attention(inputs, window_size: window, causal: causal)
+      assert_same_attention(inputs, [window_size: window, causal: causal], contiguous_masks: true)
+      assert_same_attention(Map.delete(inputs, "mask"), window_size: window, causal: causal)
+    end
+  end
+
+  # One attention of Bumblebee's: weights and what comes out.
+  defp assert_same_attention(inputs, opts, swap_opts \\ []) do
+    inputs = Map.merge(inputs, %{"key" => random(5, {2, 7, 3, 4}), "value" => random(6, {2, 7, 3, 4})})
+    [query, key, value] = for input <- ~w(query key value), do: Axon.input(input)
+    none = Axon.layer(fn _query, _ -> %Axon.None{} end, [query])
+    [mask, offset] = for input <- ~w(mask offset), do: if(inputs[input], do: Axon.input(input), else: none)
+    arguments = [query, key, value, mask, none, none, offset, opts]
+    {output, weights} = apply(Bumblebee.Layers, :attention, arguments)
+    model = Axon.container({weights, output})
+    swapped = Flash.swap_attention(model, swap_opts)
+    assert [%{computed_by: :flash_attention}] = Flash.explain(swapped, inputs)
+
+    [{weights, output}, {swapped_weights, swapped_output}] =
+      for model <- [model, swapped] do
+        {state, predict} = init(model, inputs)
+        predict.(state, inputs)
+      end
+
+    assert weights == swapped_weights
+    assert_close(output, swapped_output)
+  end
+
+  defp random(seed, shape), do: Nx.Random.normal(Nx.Random.key(seed), shape: shape) |> elem(0)
+
+  test "what cannot be done exactly is left alone" do
     # Weights are dropped in training mode.
     inputs = %{"input_ids" => Nx.tensor(@tokens)}
     dropout = spec(:bert, attention_dropout_rate: 0.5)
@@ -296,42 +367,20 @@ defmodule FlashAttention.BumblebeeTest do
 
     test "says why the library does not compute one" do
       decoder = %{"input_ids" => ids(), "decoder_input_ids" => Nx.template({2, 3}, :s64)}
-      biased = "a bias is added to its scores, {1, 3, 7, 7}"
 
-      assert [
-               %{
-                 name: "encoder.blocks.0.self_attention",
-                 swapped: true,
-                 computed_by: :bumblebee,
-                 reason: ^biased
-               },
-               %{
-                 name: "decoder.blocks.0.self_attention",
-                 computed_by: :bumblebee,
-                 reason: "a bias is added" <> _
-               },
-               %{name: "decoder.blocks.0.cross_attention", computed_by: :flash_attention, reason: nil}
-             ] = explain(:t5, decoder)
+      names = [
+        "encoder.blocks.0.self_attention",
+        "decoder.blocks.0.self_attention",
+        "decoder.blocks.0.cross_attention"
+      ]
 
-      assert [%{computed_by: :bumblebee, reason: ^biased}] = explain(:mpnet, %{"input_ids" => ids()})
-      swin = explain(:swin, %{"pixel_values" => Nx.template({1, 8, 8, 3}, :f32)})
-      assert swin != []
-
-      assert Enum.all?(
-               swin,
-               &(&1.swapped and &1.computed_by == :bumblebee and &1.reason =~ "a bias is added to its")
-             )
+      assert names ==
+               for(%{computed_by: :flash_attention, reason: nil, name: name} <- explain(:t5, decoder), do: name)
 
       assert [%{reason: "its weights are dropped out in training, at a rate of 0.5"}, _] =
                explain(:bert, %{"input_ids" => ids()}, mode: :train, spec: [attention_dropout_rate: 0.5])
 
       assert [%{reason: nil}, _] = explain(:bert, %{"input_ids" => ids()}, spec: [attention_dropout_rate: 0.5])
-
-      for {head_dim, columns, mask} <- [{300, 0, %{}}, {256, 8, %{"attention_mask" => ids()}}] do
-        reason = "head_dim is #{head_dim}, with #{columns} more for a mask; 256 is the most"
-        wide = [hidden_size: head_dim, num_attention_heads: 1]
-        assert [%{reason: ^reason}, _] = explain(:bert, Map.put(mask, "input_ids", ids()), spec: wide)
-      end
     end
 
     test "takes what swap_attention takes, swapped or not, and leaves nothing behind" do
@@ -369,6 +418,9 @@ defmodule FlashAttention.BumblebeeTest do
     check_gradients(spec(:bert, attention_dropout_rate: 0.0, dropout_rate: 0.0), @behind, everything)
     # Rows that see nothing are left out.
     check_gradients(spec(:llama), @in_front, Nx.tensor(@in_front))
+    # That of a relative bias among them.
+    no_dropout = [attention_dropout_rate: 0.0, dropout_rate: 0.0]
+    check_gradients(spec(:mpnet, no_dropout), @behind, everything)
   end
 
   defp check_gradients(spec, mask, weights) do
@@ -388,9 +440,8 @@ defmodule FlashAttention.BumblebeeTest do
         Nx.Defn.jit_apply(gradients, [state.data, inputs], compiler: Evaluator)
       end
 
-    largest = original |> flatten() |> Enum.map(&Nx.to_number(Nx.reduce_max(Nx.abs(&1)))) |> Enum.max()
-    assert largest > 0.1
-    assert_close(original, swapped, 2.0e-6 * largest)
+    assert largest(original) > 0.1
+    assert_close(original, swapped, 2.0e-6 * largest(original))
   end
 
   test "mixed precision stays, and what load_model returns is taken as a whole" do
@@ -415,6 +466,8 @@ defmodule FlashAttention.BumblebeeTest do
 
     for {opts, message} <- [
           {[causal: true], ~r/^opts: expected keys among device, precision, deterministic, got :causal$/},
+          {[contiguous_masks: :left], ~r/^contiguous_masks: expected true or false, got :left$/},
+          {5, ~r/^opts: expected a keyword list, got 5$/},
           {[device: :gpu], ~r/^device: expected :auto, :cpu/}
         ],
         do: assert_raise(FlashAttention.Error, message, fn -> Flash.swap_attention(model, opts) end)
