@@ -40,7 +40,7 @@ if FlashAttention.Defn.supported?() do
 
     What is not the same function stays as it is: nothing is replaced that only looks like attention, no constant is taken for another.
     `explain/3` says of each place why. A row that sees nothing is what the program makes of it: the mean of the values where
-    hidden scores are a finite number, NaN where they are -infinity. Such rows give no gradient to q and k.
+    hidden scores are a finite number, NaN where they are -infinity, with the gradients of that.
 
     Dropout stays, as its bits are the program's own.
     """

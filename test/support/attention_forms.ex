@@ -201,6 +201,23 @@ defmodule FlashAttention.Test.AttentionForms do
        four},
       {"rows that see nothing", "found: mean",
        fn q, k, v -> scores(q, k) |> hide(causal(6, 6, -2), -1.0e9) |> softmax() |> values(v) end, four},
+      {"rows that see nothing, by what is added", "found: mean",
+       fn q, k, v ->
+         hidden = Nx.select(causal(6, 6, -2), c(0.0), Nx.Constants.min_finite(:f64))
+         scores(q, k) |> Nx.multiply(0.5) |> Nx.add(hidden) |> softmax() |> values(v)
+       end, four},
+      {"rows that see nothing, grouped, by what is added", "found: heads 4:2, mean",
+       fn q, k, v, mask ->
+         bumblebee(q, repeat(k, 2), repeat(v, 2), Nx.logical_and(Nx.reshape(mask, {1, 6}), causal(6, 6)))
+       end,
+       fn ->
+         [
+           normal(1, {2, 6, 4, 4}, :f64),
+           normal(2, {2, 6, 2, 4}, :f64),
+           normal(3, {2, 6, 2, 4}, :f64),
+           Nx.tensor([0, 0, 1, 0, 1, 1])
+         ]
+       end},
       {"one row of queries", "found", fn q, k, v -> scores(q, k) |> softmax() |> values(v) end,
        fn -> [normal(1, {2, 3, 1, 4}, :f64), normal(2, {2, 3, 6, 4}, :f64), normal(3, {2, 3, 6, 4}, :f64)] end},
       {"values of another size", "found: head_dim 7", fn q, k, v -> scores(q, k) |> softmax() |> values(v) end,

@@ -26,6 +26,9 @@ if FlashAttention.Defn.supported?() do
         not bias?() and (match.biases != [] or match.visibility.others != []) ->
           {:refuse, "needs bias"}
 
+        slopes_of_empty_rows?(match) and (match.softcap != 0 or other_biases?(match)) ->
+          {:refuse, "rows that see nothing pass on gradients of scores that are more than products of q and k"}
+
         match.scale == 0 ->
           {:refuse, "its scores are multiplied by 0"}
 
@@ -35,6 +38,18 @@ if FlashAttention.Defn.supported?() do
         true ->
           plan(match, graph, opts)
       end
+    end
+
+    # What is added to scores and swallows them lets their gradients pass.
+    defp slopes_of_empty_rows?(%{empty_rows: :mean, hidden: [%{how: :added}], gradients: [_ | _]}), do: true
+    defp slopes_of_empty_rows?(_match), do: false
+
+    # Whether gradients are wanted of biases that hidden scores have too.
+    defp other_biases?(%{hidden: [mask], biases: biases, gradients: gradients}) do
+      Enum.any?(gradients, fn
+        %{of: {:bias, n}} -> elem(Enum.at(biases, n), 0) != mask[:shown]
+        _ -> false
+      end)
     end
 
     # Numbers known at run time are those of batches.
@@ -159,18 +174,18 @@ if FlashAttention.Defn.supported?() do
       q = :q |> to.([batch, rows, heads ++ groups, dim]) |> times_factors(match, inputs)
       v = to.(:v, [batch, columns, heads, values])
 
-      [q, k, wide_v] =
-        for tensor <- [q, to.(:k, [batch, columns, heads, dim]), v], do: widen(tensor, dim(match))
+      k = to.(:k, [batch, columns, heads, dim])
+      [wide_q, wide_k, wide_v] = for tensor <- [q, k, v], do: widen(tensor, dim(match))
 
       options =
         [causal: false, scale: scale(match), softcap: abs(match.softcap)] ++
           visible(match, inputs) ++ bias(match, inputs, type) ++ own(opts)
 
-      {o, lse} = FlashAttention.attention_with_lse(q, k, wide_v, options)
+      {o, lse} = FlashAttention.attention_with_lse(wide_q, wide_k, wide_v, options)
 
       o
       |> cut([Index.size(batch), Index.size(rows), Index.size(heads ++ groups), Index.size(values)])
-      |> empty_rows(lse, v, match)
+      |> empty_rows(lse, {q, k, v}, match)
       |> times_outer(match, inputs)
     end
 
@@ -214,12 +229,9 @@ if FlashAttention.Defn.supported?() do
     end
 
     # A row that sees nothing: what the program makes of it.
-    defp empty_rows(o, _lse, _v, %{empty_rows: :none}), do: o
+    defp empty_rows(o, _lse, _q_k_v, %{empty_rows: :none}), do: o
 
-    defp empty_rows(o, lse, v, %{empty_rows: kind}) do
-      {batch, _rows, num_heads, values} = o.shape
-      {_, _, num_kv_heads, _} = v.shape
-
+    defp empty_rows(o, lse, {q, k, v}, match) do
       empty =
         lse
         |> Kernel.stop_grad()
@@ -228,19 +240,55 @@ if FlashAttention.Defn.supported?() do
         |> Nx.new_axis(3)
         |> Nx.broadcast(o.shape)
 
-      mean =
-        v
-        |> Nx.mean(axes: [1], keep_axes: true)
-        |> Nx.new_axis(3)
-        |> Nx.broadcast({batch, 1, num_kv_heads, div(num_heads, num_kv_heads), values})
-        |> Nx.reshape({batch, 1, num_heads, values})
-        |> Nx.as_type(o.type)
+      mean = v |> Nx.mean(axes: [1], keep_axes: true) |> of_all_heads(o.shape) |> Nx.as_type(o.type)
 
-      # NaN that depends on the values, so that their gradient is NaN too, and only for such rows.
       instead =
-        if kind == :nan, do: Nx.multiply(mean, Nx.select(empty, Nx.Constants.nan(o.type), 1)), else: mean
+        cond do
+          # NaN that depends on the values, so that their gradient is NaN too, and only for such rows.
+          match.empty_rows == :nan -> Nx.multiply(mean, Nx.select(empty, Nx.Constants.nan(o.type), 1))
+          slopes_of_empty_rows?(match) -> mean |> Nx.broadcast(o.shape) |> Nx.add(slope(q, k, v, match))
+          true -> mean
+        end
 
       Nx.select(empty, Nx.broadcast(instead, o.shape), o)
+    end
+
+    # [batch, 1, num_kv_heads, values] for every head.
+    defp of_all_heads(tensor, {batch, _rows, num_heads, values}) do
+      num_kv_heads = Nx.axis_size(tensor, 2)
+
+      tensor
+      |> Nx.new_axis(3)
+      |> Nx.broadcast({batch, 1, num_kv_heads, div(num_heads, num_kv_heads), values})
+      |> Nx.reshape({batch, 1, num_heads, values})
+    end
+
+    # Scores that were swallowed leave their derivative behind, that of a softmax where all scores are one number:
+    # do = scale / n dq sum_j k_j (v_j - mean v), and likewise by k. Its value is 0.
+    defp slope(q, k, v, match) do
+      {batch, rows, num_heads, dim} = q.shape
+      {_, columns, num_kv_heads, values} = v.shape
+      group = div(num_heads, num_kv_heads)
+      type = Nx.Type.merge(q.type, {:f, 32})
+      heads_first = fn tensor -> tensor |> Nx.as_type(type) |> Nx.transpose(axes: [0, 2, 1, 3]) end
+
+      centred =
+        v
+        |> Kernel.stop_grad()
+        |> heads_first.()
+        |> then(&Nx.subtract(&1, Nx.mean(&1, axes: [2], keep_axes: true)))
+
+      moments = Nx.dot(heads_first.(k), [2], [0, 1], centred, [2], [0, 1])
+      q = q |> heads_first.() |> Nx.reshape({batch, num_kv_heads, group * rows, dim})
+
+      slope =
+        q
+        |> Nx.dot([3], [0, 1], moments, [2], [0, 1])
+        |> Nx.multiply(number_like(scale(match) / columns, q))
+        |> Nx.reshape({batch, num_heads, rows, values})
+        |> Nx.transpose(axes: [0, 2, 1, 3])
+
+      slope |> Nx.subtract(Kernel.stop_grad(slope)) |> Nx.as_type(v.type)
     end
 
     # ---- masks -------------------------------------------------------------------------------------------
