@@ -30,11 +30,13 @@ if FlashAttention.Defn.supported?() do
       * a scale: a constant by which q, k or scores are multiplied or divided, or a scalar known at run time
       * a softcap: `c * tanh(s / c)`
       * masks, by `select` on either branch, or added: causal, windows, ranges of keys, lengths and offsets known at run time,
-        constants of any origin (`Nx.tril/2`, a table) that are one of these
+        constants of any origin (`Nx.tril/2`, a table) that are one of these become windows and bands; any other
+        a mask of single scores
+      * biases, also under a mask
 
     in any layout, with any batch axes, with k and v repeated for groups of heads (they are not, then); the softmax with or without
-    the row's maximum, by division or by a reciprocal, in another precision than the products. The gradients of all of these by q, k and v
-    are found in the same way: whatever multiplies out to the formula is the formula.
+    the row's maximum, by division or by a reciprocal, in another precision than the products, and weights times a factor a head. The gradients
+    of all of these by q, k, v and biases are found in the same way: whatever multiplies out to the formula is the formula.
 
     ## What is not
 

@@ -8,7 +8,7 @@ defmodule FlashAttention.Rewriter.RandomTest do
   alias Nx.Defn.{Composite, Evaluator}
 
   @moduletag :defn
-  @compile {:no_warn_undefined, [Nx, Nx.Defn, Composite, Programs, Rewriter]}
+  @compile {:no_warn_undefined, [Nx, Nx.Constants, Nx.Defn, Nx.Type, Composite, Programs, Rewriter]}
 
   @programs 2000
   @parts 8
@@ -29,6 +29,28 @@ defmodule FlashAttention.Rewriter.RandomTest do
       end
     end
   end
+
+  for type <- [:f32, :bf16, :f16] do
+    test "programs in #{type}: no farther from f64 than they are themselves, twice over" do
+      for number <- 1..60 do
+        program = Programs.draw(number)
+        tensors = Programs.tensors(program, unquote(type))
+        fun = &Programs.value_and_gradients(program, &1)
+        wide = Composite.traverse(tensors, &if(Nx.Type.float?(&1.type), do: Nx.as_type(&1, :f64), else: &1))
+        {exact, _} = both(fun, wide)
+        {plain, rewritten} = both(fun, tensors)
+
+        for [exact, plain, rewritten] <- Enum.zip([exact, plain, rewritten]) do
+          assert {plain.type, plain.shape} == {rewritten.type, rewritten.shape}
+          rounding = 4 * Nx.to_number(Nx.Constants.epsilon(plain.type)) * max(largest(exact), 0.25)
+          assert distance(rewritten, exact) <= 2 * distance(plain, exact) + rounding, inspect(program)
+        end
+      end
+    end
+  end
+
+  defp largest(x), do: x |> Nx.abs() |> Nx.reduce_max() |> Nx.to_number()
+  defp distance(x, y), do: x |> Nx.as_type(:f64) |> Nx.subtract(y) |> largest()
 
   test "most programs are such as are found" do
     found = Enum.count(1..@programs, &Programs.found?(Programs.draw(&1)))
