@@ -248,6 +248,30 @@ defmodule FlashAttention.Test.AttentionForms do
        with_more(four, fn ->
          [normal(7, {1, 3, 6, 6}, :f64), Nx.tensor([[1, 1, 0, 1, 1, 1], [0, 1, 1, 1, 0, 1]])]
        end)},
+      # ---- F6: sinks
+      {"a sink in the denominator", "found: 1 sink",
+       fn q, k, v, sink ->
+         s = scores(q, k)
+         sink = Nx.reshape(sink, {1, 3, 1, 1})
+         m = s |> Nx.reduce_max(axes: [3], keep_axes: true) |> Nx.max(sink) |> Nx.Defn.Kernel.stop_grad()
+         e = Nx.exp(Nx.subtract(s, m))
+         values(Nx.divide(e, Nx.add(Nx.sum(e, axes: [3], keep_axes: true), Nx.exp(Nx.subtract(sink, m)))), v)
+       end, with_more(four, fn -> [Nx.tensor([0.3, -0.2, 1.0])] end)},
+      {"a sink in f64", "in f32",
+       fn q, k, v, sink ->
+         column = sink |> Nx.reshape({1, 3, 1, 1}) |> Nx.broadcast({2, 3, 6, 1})
+
+         Nx.concatenate([scores(q, k), column], axis: 3)
+         |> softmax()
+         |> Nx.slice_along_axis(0, 6, axis: 3)
+         |> values(v)
+       end, with_more(four, fn -> [c([0.3, -0.2, 1.0])] end)},
+      {"a sink as a column, causal", "forward: 1 sink, causal",
+       fn q, k, v, sink ->
+         s = scores(q, k) |> hide(causal(6, 6), -1.0e9)
+         column = sink |> Nx.reshape({1, 3, 1, 1}) |> Nx.broadcast({2, 3, 6, 1})
+         Nx.concatenate([s, column], axis: 3) |> softmax() |> Nx.slice_along_axis(0, 6, axis: 3) |> values(v)
+       end, with_more(four, fn -> [Nx.tensor([0.3, -0.2, 1.0])] end)},
       # ---- what looks like it
       {"all axes transposed", "silent",
        fn q, k, v -> Nx.dot(softmax(Nx.dot(q, Nx.transpose(k))), [1, 2], v, [1, 0]) end, three({4, 4, 4})},

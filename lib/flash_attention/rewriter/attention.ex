@@ -29,6 +29,12 @@ if FlashAttention.Defn.supported?() do
         slopes_of_empty_rows?(match) and (match.softcap != 0 or other_biases?(match)) ->
           {:refuse, "rows that see nothing pass on gradients of scores that are more than products of q and k"}
 
+        Enum.any?(match.sinks, fn {number, _} -> Graph.fetch!(graph, number).type == {:f, 64} end) ->
+          {:refuse, "its sinks are in f64, and the library's in f32"}
+
+        not sinks_of_heads?(match) ->
+          {:refuse, "its sinks differ between rows or batches"}
+
         match.scale == 0 ->
           {:refuse, "its scores are multiplied by 0"}
 
@@ -50,6 +56,15 @@ if FlashAttention.Defn.supported?() do
         %{of: {:bias, n}} -> elem(Enum.at(biases, n), 0) != mask[:shown]
         _ -> false
       end)
+    end
+
+    defp sinks_of_heads?(%{axes: axes} = match) do
+      for {_, indices} <- match.sinks,
+          index <- indices,
+          digit <- Index.refine(index, match.atoms),
+          reduce: true do
+        so_far -> so_far and digit in (axes.heads ++ axes.groups)
+      end
     end
 
     # Numbers known at run time are those of batches.
@@ -179,7 +194,7 @@ if FlashAttention.Defn.supported?() do
 
       options =
         [causal: false, scale: scale(match), softcap: abs(match.softcap)] ++
-          visible(match, inputs) ++ bias(match, inputs, type) ++ own(opts)
+          visible(match, inputs) ++ bias(match, inputs, type) ++ sink(match, inputs) ++ own(opts)
 
       {o, lse} = FlashAttention.attention_with_lse(wide_q, wide_k, wide_v, options)
 
@@ -375,6 +390,21 @@ if FlashAttention.Defn.supported?() do
       words |> Enum.map(&Nx.broadcast(&1, {batch})) |> Nx.stack(axis: 1) |> Nx.new_axis(1) |> Mask.from_bands()
     end
 
+    # [num_sinks, num_heads].
+    defp sink(%{sinks: []}, _inputs), do: []
+
+    defp sink(%{axes: %{heads: heads, groups: groups}} = match, inputs) do
+      rows =
+        for {number, indices} <- match.sinks,
+            do:
+              inputs
+              |> Map.fetch!(number)
+              |> lay_out(indices, [heads ++ groups], match.atoms)
+              |> Nx.as_type(:f32)
+
+      [sink: Nx.stack(rows)]
+    end
+
     # What is added to scores, and what no bands say: of the axes that it depends on.
     defp bias(%{biases: [], visibility: %{others: []}}, _inputs, _type), do: []
 
@@ -500,6 +530,7 @@ if FlashAttention.Defn.supported?() do
         ] ++
           ["scale #{Float.round(scale(match) / 1, 6)}"] ++
           if(match.factors != [], do: ["a scale known at run time"], else: []) ++
+          if(match.sinks != [], do: ["#{length(match.sinks)} sink"], else: []) ++
           if(match.softcap != 0, do: ["softcap #{abs(match.softcap)}"], else: []) ++
           mask_in_words(match) ++
           bias_in_words(match) ++

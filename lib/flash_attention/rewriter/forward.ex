@@ -28,6 +28,7 @@ defmodule FlashAttention.Rewriter.Forward do
     hidden: [],
     empty_rows: :none,
     outer: [],
+    sinks: [],
     steps: [],
     gradients: [],
     label: nil
@@ -73,10 +74,18 @@ defmodule FlashAttention.Rewriter.Forward do
     if exponential?(terms, elem(weights, 0)) do
       weights = Terms.strip(terms, weights)
 
-      with {:ok, exponential, factors} <- softmax(terms, Terms.term(terms, weights)),
+      with {:ok, exponential, sinks, factors} <- softmax(terms, Terms.term(terms, weights)),
            {:ok, outer} <- outer(terms, factors),
-           {:ok, scores} <- scores(terms, exponential) do
-        match = %{match | weights: weights, exponential: exponential, outer: outer, v: Terms.resolve(terms, v)}
+           {:ok, scores, sinks} <- scores(terms, exponential, sinks) do
+        match = %{
+          match
+          | weights: weights,
+            exponential: exponential,
+            outer: outer,
+            sinks: sinks,
+            v: Terms.resolve(terms, v)
+        }
+
         from_scores(terms, scores, match)
       end
     else
@@ -107,7 +116,7 @@ defmodule FlashAttention.Rewriter.Forward do
     found = for {monomial, coefficient} <- weights, do: {softmax_in(terms, monomial), coefficient}
 
     case found do
-      [{{:ok, view, outer}, coefficient}] -> {:ok, view, {coefficient, outer}}
+      [{{:ok, view, sinks, outer}, coefficient}] -> {:ok, view, sinks, {coefficient, outer}}
       [{other, _}] -> other
       _ -> if Enum.all?(found, fn {found, _} -> found != :no end), do: {:refuse, @dropped}, else: :no
     end
@@ -119,8 +128,10 @@ defmodule FlashAttention.Rewriter.Forward do
     with [{exponential, 1}] <- Enum.filter(inside, fn {factor, _} -> exp?(terms, factor) end),
          view = Terms.info(terms, exponential).view,
          true <- leads_to_product?(terms, view),
-         {[_ | _], outer} <- Enum.split_with(outside, &sum_of?(terms, &1, view)) do
-      if inside == [{exponential, 1}], do: {:ok, view, outer}, else: {:refuse, why_not_alone(terms, inside)}
+         {[sum | _], outer} <- Enum.split_with(outside, &sum_of(terms, &1, view)) do
+      if inside == [{exponential, 1}],
+        do: {:ok, view, sum_of(terms, sum, view), outer},
+        else: {:refuse, why_not_alone(terms, inside)}
     else
       _ -> :no
     end
@@ -135,8 +146,24 @@ defmodule FlashAttention.Rewriter.Forward do
   defp exp?(terms, factor), do: match?({:exp, _}, Terms.info(terms, factor).structure)
   defp depends?(terms, factor, name), do: name in Terms.info(terms, factor).variables
 
-  # Whether a factor is the inverse of the sum of these exponentials over the columns.
-  defp sum_of?(terms, {factor, -1}, {_number, _indices} = view) do
+  # Of a factor that is the inverse of the sum of these exponentials over the columns, what else is in that sum; nil of
+  # any other.
+  defp sum_of(terms, {factor, power}, view) do
+    case {power, Terms.info(terms, factor)} do
+      {-1, %{structure: {:sum, _, _}}} -> if sum_over_columns?(terms, [{factor, 1}], view), do: []
+      {1, %{structure: {:inverse, _}, view: term}} -> sum_and_sinks(terms, Map.to_list(term), view)
+      _ -> nil
+    end
+  end
+
+  # Every one once.
+  defp sum_and_sinks(terms, term, view) do
+    {sums, others} = Enum.split_with(term, fn {monomial, _} -> sum_over_columns?(terms, monomial, view) end)
+    exponentials = for {[{factor, 1}], 1.0} <- others, exp?(terms, factor), do: Terms.info(terms, factor).view
+    if match?([{_, 1.0}], sums) and length(exponentials) == length(others), do: exponentials
+  end
+
+  defp sum_over_columns?(terms, [{factor, 1}], view) do
     with {:sum, [{summed, 1}], [bound]} <- Terms.info(terms, factor).structure,
          {:ok, other} <- Terms.substitute(view, %{:j => [{bound, 1, column_size(view)}]}) do
       Terms.term(terms, other) == Terms.of_factor(summed)
@@ -145,7 +172,7 @@ defmodule FlashAttention.Rewriter.Forward do
     end
   end
 
-  defp sum_of?(_terms, _factor, _view), do: false
+  defp sum_over_columns?(_terms, _monomial, _view), do: false
 
   defp column_size(view), do: Terms.sizes(view)[:j] || 0
 
@@ -180,16 +207,66 @@ defmodule FlashAttention.Rewriter.Forward do
 
   # ---- scores: what the exponential is taken of, without the row's maximum -------------------------------
 
-  defp scores(terms, exponential) do
+  defp scores(terms, exponential, sinks) do
+    case difference(terms, exponential) do
+      {scores, shift} ->
+        cond do
+          sinks != [] -> shifted_sinks(terms, sinks, scores, shift)
+          maximum?(terms, shift, scores) -> {:ok, scores, []}
+          true -> {:ok, argument(terms, exponential), []}
+        end
+
+      nil ->
+        if sinks == [],
+          do: {:ok, argument(terms, exponential), []},
+          else: {:refuse, "the sum of its exponentials has others in it"}
+    end
+  end
+
+  defp argument(terms, exponential) do
     [arg] = Terms.value(terms, exponential).args
-    arg = Terms.strip(terms, Terms.argument(terms, exponential, arg))
+    Terms.strip(terms, Terms.argument(terms, exponential, arg))
+  end
+
+  # What an exponential is taken of, as a difference.
+  defp difference(terms, exponential) do
+    arg = argument(terms, exponential)
 
     with %{op: :subtract, args: [scores, shift]} <- Terms.value(terms, arg),
-         scores = Terms.argument(terms, arg, scores),
-         true <- maximum?(terms, Terms.argument(terms, arg, shift), scores) do
-      {:ok, scores}
+         do: {Terms.argument(terms, arg, scores), Terms.argument(terms, arg, shift)},
+         else: (_ -> nil)
+  end
+
+  # Sinks are scores of columns that every row sees, less what is subtracted from all scores: the largest of them all.
+  defp shifted_sinks(terms, sinks, scores, shift) do
+    sinks = for sink <- sinks, do: difference(terms, sink)
+
+    if Enum.all?(sinks, &match?({_, _}, &1)) and largest_of_all?(terms, shift, scores) and
+         Enum.all?(sinks, fn {_, other} -> Terms.term(terms, other) == Terms.term(terms, shift) end),
+       do: {:ok, scores, for({sink, _} <- sinks, do: Terms.strip(terms, sink))},
+       else: {:refuse, "the sum of its exponentials has others in it"}
+  end
+
+  # The maximum of scores and sinks, side by side or one after the other.
+  defp largest_of_all?(terms, shift, scores) do
+    shift = Terms.strip(terms, shift)
+    value = Terms.value(terms, shift)
+
+    case value.op do
+      :max -> Enum.any?(value.args, &maximum?(terms, Terms.argument(terms, shift, &1), scores))
+      :reduce_max -> maximum_beside?(terms, shift, scores)
+      _ -> false
+    end
+  end
+
+  defp maximum_beside?(terms, view, scores) do
+    with {[arg], [bound]} <- Terms.operands(terms, view),
+         columns = column_size(scores),
+         first = Terms.within(arg, bound, 0, columns),
+         {:ok, other} <- Terms.substitute(scores, %{:j => [{bound, 1, columns}]}) do
+      Terms.term(terms, first) == Terms.term(terms, other)
     else
-      _ -> {:ok, arg}
+      _ -> false
     end
   end
 
@@ -585,6 +662,10 @@ defmodule FlashAttention.Rewriter.Forward do
     {added, replaced} = Enum.split_with(match.hidden, &(&1.how == :added))
 
     cond do
+      # The sinks take all.
+      match.sinks != [] ->
+        {:ok, match}
+
       Enum.all?(match.hidden, &(&1.fill == :neg_infinity)) ->
         {:ok, %{match | empty_rows: :nan}}
 
@@ -617,6 +698,7 @@ defmodule FlashAttention.Rewriter.Forward do
 
     [match.q, match.k, match.v] ++
       outer ++
+      match.sinks ++
       for({_kind, view} <- match.factors, do: view) ++
       Visibility.views(match.visibility) ++
       for({view, _} <- match.visibility.others ++ match.biases, do: view)

@@ -84,12 +84,20 @@ defmodule FlashAttention.Rewriter.Terms do
       else: :error
   end
 
-  # What stands before all others, where only that is looked at.
-  defp moved(:concatenate, %{args: [arg | _], opts: [axis: axis]}, indices, terms) do
-    if Index.size(Enum.at(indices, axis)) <= elem(Graph.fetch!(terms.graph, arg).shape, axis) and
-         Enum.at(indices, axis) != [],
-       do: {:ok, {arg, indices}},
-       else: :error
+  # What stands before all others, where only that is looked at; or the part that the index is within.
+  defp moved(:concatenate, %{args: [first | _] = args, opts: [axis: axis]}, indices, terms) do
+    case Enum.at(indices, axis) do
+      [{{:within, part, name}, 1, size}] ->
+        {:ok, {Enum.at(args, part), List.replace_at(indices, axis, Index.variable(name, size))}}
+
+      [_ | _] = index ->
+        if Index.size(index) <= elem(Graph.fetch!(terms.graph, first).shape, axis),
+          do: {:ok, {first, indices}},
+          else: :error
+
+      [] ->
+        :error
+    end
   end
 
   defp moved(_op, _value, _indices, _terms), do: :error
@@ -192,6 +200,14 @@ defmodule FlashAttention.Rewriter.Terms do
   def substitute({number, indices}, map) do
     indices = Enum.map(indices, &Index.substitute(&1, map))
     if :error in indices, do: :error, else: {:ok, {number, Enum.map(indices, &elem(&1, 1))}}
+  end
+
+  @doc "A view of that part of tensors that stand side by side along a variable."
+  def within({number, indices}, name, part, size) do
+    {number,
+     for index <- indices do
+       if match?([{^name, 1, _}], index), do: [{{:within, part, name}, 1, size}], else: index
+     end}
   end
 
   # ---- factors -------------------------------------------------------------------------------------------
@@ -303,6 +319,25 @@ defmodule FlashAttention.Rewriter.Terms do
 
   # ---- the term of a view --------------------------------------------------------------------------------
 
+  # The sizes of tensors that stand side by side along a variable, below a few elementwise operations; [] where none do.
+  @few [:exp, :subtract, :multiply]
+  defp parts(terms, view, name) do
+    {_number, indices} = view = strip(terms, view)
+
+    case value(terms, view) do
+      %{op: :concatenate, args: args, opts: [axis: axis]} ->
+        if match?([{^name, 1, _}], Enum.at(indices, axis)),
+          do: for(arg <- args, do: elem(Graph.fetch!(terms.graph, arg).shape, axis)),
+          else: []
+
+      %{op: op} when op in @few ->
+        Enum.find_value(args(terms, view), [], fn arg -> with [] <- parts(terms, arg, name), do: nil end)
+
+      _ ->
+        []
+    end
+  end
+
   @doc "The normal form of the element at a view."
   @spec term(struct, view) :: t
   def term(terms, view) do
@@ -362,9 +397,19 @@ defmodule FlashAttention.Rewriter.Terms do
     add(product(terms, predicate, x, view), subtract(y, product(terms, predicate, y, view)))
   end
 
+  # Along tensors that stand side by side it is the sum of their sums.
   defp of(:sum, _value, view, terms) do
     {[arg], bound} = operands(terms, view)
-    sum(terms, term(terms, arg), bound, sizes(arg))
+
+    with [name] <- bound, [_ | _] = parts <- parts(terms, arg, name) do
+      for {size, part} <- Enum.with_index(parts), reduce: %{} do
+        sum ->
+          there = term(terms, within(arg, name, part, size))
+          add(sum, sum(terms, there, [name], %{name => size}))
+      end
+    else
+      _ -> sum(terms, term(terms, arg), bound, sizes(arg))
+    end
   end
 
   defp of(:reduce_max, _value, view, terms) do
