@@ -308,14 +308,15 @@ static int64_t heads_summed(const fa_problem *p, const fa_cuda_kernel *kernel, c
 
 /* Takes the plans of one side's blocks; where these are to be ordered, with room for as many more meanwhile. */
 static fa_cuda_block_plan *take_plans(fa_arena *workspace, fa_cuda_plans *plans, int64_t num_blocks,
-                                      bool of_rows, const fa_cuda_kernel *kernel, bool by_number) {
+                                      bool of_rows, const fa_cuda_kernel *kernel, fa_cuda_plan_order order) {
   fa_cuda_plan_side *side = &plans->sides[plans->num_sides++];
   *side = (fa_cuda_plan_side){.num_blocks = (int32_t)num_blocks,
                               .size = of_rows ? kernel->block_q : kernel->block_k,
                               .other_size = of_rows ? kernel->block_k : kernel->block_q,
                               .of_rows = of_rows,
-                              .by_number = by_number};
-  side->plans = fa_take(workspace, plans->bands_batch * num_blocks * (by_number ? 1 : 2), sizeof *side->plans);
+                              .order = order};
+  const int64_t copies = order == FA_CUDA_BY_NUMBER ? 1 : 2;
+  side->plans = fa_take(workspace, plans->bands_batch * num_blocks * copies, sizeof *side->plans);
   return side->plans;
 }
 
@@ -331,8 +332,11 @@ static void lay_out_bands(const fa_plan *plan, const fa_cuda_kernel *kernel, con
   a->num_bands = plans->num_bands = (int32_t)p->num_bands;
   plans->window = a->window;
   plans->tickets = backward ? NULL : a->tickets;
-  a->row_plans = take_plans(workspace, plans, a->num_q_blocks, true, kernel, backward);
-  if (backward) a->column_plans = take_plans(workspace, plans, a->num_k_blocks, false, kernel, a->in_order);
+  const fa_cuda_plan_order order = !backward     ? FA_CUDA_BY_VISITS
+                                   : a->in_order ? FA_CUDA_BY_NUMBER
+                                                 : FA_CUDA_BY_BAND;
+  a->row_plans = take_plans(workspace, plans, a->num_q_blocks, true, kernel, order);
+  if (backward) a->column_plans = take_plans(workspace, plans, a->num_k_blocks, false, kernel, order);
 }
 
 /* The one place that knows the workspace: called with NULL to size it, and again to run. */

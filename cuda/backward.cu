@@ -82,8 +82,10 @@ __device__ inline uint32_t block_max(uint32_t bits, uint32_t *words) {
 }
 
 // One block of threads at its column block.
-template <class Kind, class Shape>
+template <class Kind, class Shape, bool GENERAL>
 struct ColumnWorker {
+  using Work = ColumnWork<Shape, GENERAL>;
+  using Step = typename Work::Step;
   using Layout = BackwardLayout<Kind, Shape>;
   using QTile = typename Layout::QTile;
   using KTile = typename Layout::KTile;
@@ -99,21 +101,21 @@ struct ColumnWorker {
   const fa_cuda_arguments &a;
   uint8_t *shared;
   uint32_t k_tile;
-  ColumnBlock block;
+  const Work &work;
+  const ColumnBlock &block;
   Sequence sequence;
-  Range columns;
-  Blocks q_blocks;
+  const Range &columns;
   int exponent_k, exponent_v, exponent_ds;
   float dk[Dkv::MT][Dkv::NT][4], dv[Dkv::MT][Dkv::NT][4];
 
-  __device__ ColumnWorker(const fa_cuda_arguments &a, uint8_t *shared, const ColumnBlock &block)
+  __device__ ColumnWorker(const fa_cuda_arguments &a, uint8_t *shared, const Work &work)
       : a(a),
         shared(shared),
         k_tile(shared_address(shared)),
-        block(block),
-        sequence(sequence_of(a, block.batch)) {
-    columns = column_range<Shape>(sequence, block.k_block);
-    q_blocks = q_blocks_of<Shape>(sequence, columns);
+        work(work),
+        block(work.block),
+        sequence(sequence_of(a, block.batch)),
+        columns(work.columns) {
     exponent_k = exponent_of<Kind>(a.k, block.batch, block.kv_head, sequence.first_column + columns.begin);
     exponent_v = exponent_of<Kind>(a.v, block.batch, block.kv_head, sequence.first_column + columns.begin);
     set_zero<Dkv::MT, Dkv::NT>(dk);
@@ -124,9 +126,6 @@ struct ColumnWorker {
   __device__ uint32_t p_tile() const { return k_tile + Layout::P_AT; }
   __device__ uint32_t ds_tile() const { return p_tile() + Layout::P_BYTES; }
   __device__ uint32_t *words() const { return reinterpret_cast<uint32_t *>(shared + Layout::WORDS_AT); }
-  __device__ int position_of(Step step) const {
-    return fa::position_of(a, {block.batch, step.head, q_blocks.at(step.i)});
-  }
 
   __device__ void load_columns() const {
     load_operand<Kind, KTile, THREADS>(k_tile, a.k, fa::columns_of(a.k, sequence, block.kv_head), columns.begin,
@@ -135,14 +134,14 @@ struct ColumnWorker {
                                        columns.begin, sequence.num_columns());
   }
 
-  __device__ void load_step(Step step, uint32_t stage) const {
-    const int row = q_blocks.at(step.i) * Shape::block_q;
+  __device__ void load_step(const Step &step, uint32_t stage) const {
+    const int row = work.q_block_of(step) * Shape::block_q;
     load_operand<Kind, QTile, THREADS>(stage, a.q, fa::rows_of(a.q, sequence, step.head), row,
                                        sequence.num_rows());
     load_operand<Kind, QTile, THREADS>(stage + Layout::Q_BYTES, a.dout,
                                        fa::rows_of(a.dout, sequence, step.head), row, sequence.num_rows());
     if (threadIdx.x < Shape::block_q / 4) {
-      const int64_t first = int64_t(position_of(step)) * Shape::block_q + threadIdx.x * 4;
+      const int64_t first = int64_t(work.position_of(a, step)) * Shape::block_q + threadIdx.x * 4;
       const uint32_t to = stage + 2 * Layout::Q_BYTES + threadIdx.x * 16;
       copy_async(to, a.shift + first, 16);
       copy_async(to + Layout::ROW_BYTES, a.delta + first, 16);
@@ -150,11 +149,11 @@ struct ColumnWorker {
   }
 
   // Writes p and ds of a step, whose rows lie at stage_at, to shared memory.
-  __device__ void put_p_and_ds(Step step, uint32_t stage_at, int exponent_q, int exponent_dout) {
+  __device__ void put_p_and_ds(const Step &step, uint32_t stage_at, int exponent_q, int exponent_dout) {
     const uint32_t q_tile = k_tile + stage_at, dout_tile = q_tile + Layout::Q_BYTES;
     const float *shift = reinterpret_cast<const float *>(shared + stage_at + 2 * Layout::Q_BYTES);
     const float *delta = shift + Shape::block_q;
-    const Range rows = row_range<Shape>(sequence, q_blocks.at(step.i));
+    const Visit visit = work.visit_of(a, step);
     float p[Scores::MT][Scores::NT][4], ds[Scores::MT][Scores::NT][4];
     set_zero<Scores::MT, Scores::NT>(p);
     set_zero<Scores::MT, Scores::NT>(ds);
@@ -164,9 +163,9 @@ struct ColumnWorker {
     multiply<Kind, HEAD_DIM / 16, Scores::NT>(ds, TileOperand<QTile, true, true>(dout_tile, Scores::row()),
                                               TileOperand<KTile, false, true>(v_tile(), Scores::column()),
                                               power_of_two(-exponent_dout - exponent_v));
-    make_scores<Kind, false, Scores::MT, Scores::NT>(
-        p, a, rows, {columns.begin, columns.begin + Shape::block_k},
-        {block.batch, step.head, rows.begin + Scores::row(), columns.begin + Scores::column()});
+    make_scores_in_band<Kind, false, GENERAL, Scores::MT, Scores::NT>(
+        p, a, visit.band, visit.rows, {columns.begin, columns.begin + Shape::block_k},
+        {block.batch, visit.head, visit.rows.begin + Scores::row(), columns.begin + Scores::column()});
     make_p_and_ds<Kind, Scores::MT, Scores::NT>(p, ds, a.score, shift + Scores::row(), delta + Scores::row());
     exponent_ds = 0;
     if constexpr (Kind::SCALED)
@@ -205,32 +204,35 @@ struct ColumnWorker {
   }
 
   __device__ void go_through_rows() {
-    const Step first = {block.kv_head * heads_per_kv(a), 0};
-    const int end_head = q_blocks.count > 0 ? first.head + heads_per_kv(a) : first.head;
-    if (first.head < end_head) {
+    Step step = work.first_step(a);
+    if (work.num_steps > 0) {
       load_columns();
-      load_step(first, k_tile + Layout::STAGES_AT);
+      load_step(step, k_tile + Layout::STAGES_AT);
     }
     uint32_t stage_at = Layout::STAGES_AT;
     int32_t *to_count = nullptr;  // the dq_order of the step before, in order
-    for (Step step = first, following; step.head < end_head; step = following) {
+    for (int steps_left = work.num_steps; steps_left > 0; steps_left--) {
       const uint32_t here = stage_at;
-      following = next_step(step, q_blocks);
+      const Step following = work.next(a, step);
       copy_async_wait_all();
       __syncthreads();  // this step's rows are there, and nobody reads the last step's any more
       if constexpr (Shape::stages == 2) {
         stage_at = 2 * Layout::STAGES_AT + Layout::STAGE_BYTES - stage_at;
-        if (following.head < end_head) load_step(following, k_tile + stage_at);
+        if (steps_left > 1) load_step(following, k_tile + stage_at);
       }
-      const int row = sequence.first_row + q_blocks.at(step.i) * Shape::block_q;
+      const int row = sequence.first_row + work.q_block_of(step) * Shape::block_q;
       const int exponent_q = exponent_of<Kind>(a.q, block.batch, step.head, row);
       const int exponent_dout = exponent_of<Kind>(a.dout, block.batch, step.head, row);
       put_p_and_ds(step, here, exponent_q, exponent_dout);
       if (a.in_order) {
         if (to_count) __threadfence();
+        if (GENERAL && to_count) {  // already now, for this step may be of the same row block in another band
+          __syncthreads();
+          if (threadIdx.x == 0) count_on(to_count);
+          to_count = nullptr;
+        }
         if (threadIdx.x == 0)
-          wait_for_count(a.dq_order + position_of(step),
-                         1 + place_in_order<Shape>(sequence, q_blocks.at(step.i), block.k_block));
+          wait_for_count(a.dq_order + work.position_of(a, step), 1 + work.place_of(a, step));
       }
       __syncthreads();
       // The additions of the step before have long been made.
@@ -241,10 +243,11 @@ struct ColumnWorker {
       make_dq(dq);
       if constexpr (Shape::stages == 1) {
         __syncthreads();
-        if (following.head < end_head) load_step(following, k_tile + here);
+        if (steps_left > 1) load_step(following, k_tile + here);
       }
-      add_dq(position_of(step), dq);
-      to_count = a.dq_order + position_of(step);
+      add_dq(work.position_of(a, step), dq);
+      to_count = a.dq_order + work.position_of(a, step);
+      step = following;
     }
     if (a.in_order && to_count) {
       __threadfence();
@@ -262,7 +265,7 @@ struct ColumnWorker {
   }
 };
 
-template <class Kind, class Shape>
+template <class Kind, class Shape, bool GENERAL>
 __global__ void __launch_bounds__(Shape::num_warps * 32, Shape::blocks_per_sm)
     backward(const __grid_constant__ fa_cuda_arguments a) {
   using Layout = BackwardLayout<Kind, Shape>;
@@ -274,14 +277,15 @@ __global__ void __launch_bounds__(Shape::num_warps * 32, Shape::blocks_per_sm)
     if (threadIdx.x == 0) *words = atomicAdd(a.tickets, 1);
     __syncthreads();
   }
-  const ColumnBlock block = column_block_of(a, a.in_order ? *words : blockIdx.x, a.num_k_blocks);
+  ColumnWork<Shape, GENERAL> work;
+  work.find(a, a.in_order ? *words : blockIdx.x);
   __syncthreads();
-  ColumnWorker<Kind, Shape> worker(a, shared, block);
+  ColumnWorker<Kind, Shape, GENERAL> worker(a, shared, work);
   worker.go_through_rows();
   worker.store();
 }
 
-template <class Kind, class Shape>
+template <class Kind, class Shape, bool GENERAL>
 constexpr fa_cuda_kernel row(const char *name) {
   using Layout = BackwardLayout<Kind, Shape>;
   return {.name = name,
@@ -290,8 +294,8 @@ constexpr fa_cuda_kernel row(const char *name) {
           .block_k = Shape::block_k,
           .num_threads = Layout::THREADS,
           .shared_bytes = Layout::SHARED_BYTES,
-          .takes = FA_CUDA_PLAIN_NEEDS,
-          .main = (const void *)backward<Kind, Shape>,
+          .takes = GENERAL ? FA_CUDA_ALL_NEEDS : FA_CUDA_PLAIN_NEEDS,
+          .main = (const void *)backward<Kind, Shape, GENERAL>,
           .statistics = (const void *)statistics<Kind, Shape>,
           .finish_dq = (const void *)finish_dq<Kind, Shape>,
           .finish_threads = Layout::THREADS};
@@ -299,8 +303,10 @@ constexpr fa_cuda_kernel row(const char *name) {
 
 }  // namespace fa
 
-#define ROW(rest, ...) \
-  fa::row<fa::kinds::FA_KIND, fa::BackwardShape<__VA_ARGS__>>("cuda/sm80/" FA_QUOTE(FA_KIND) rest)
+// A shape's plain kernel, and the one that takes whatever there is.
+#define ROW_OF(rest, general, ...) \
+  fa::row<fa::kinds::FA_KIND, fa::BackwardShape<__VA_ARGS__>, general>("cuda/sm80/" FA_QUOTE(FA_KIND) rest)
+#define ROWS(rest, ...) ROW_OF(rest, false, __VA_ARGS__), ROW_OF(rest "/general", true, __VA_ARGS__)
 
 // Rows fill the registers with dk and dv (block_k * head_dim / threads each) and the shared memory with what is
 // left; at 64, several blocks a multiprocessor, so that while one waits at a barrier another multiplies. The
@@ -308,17 +314,17 @@ constexpr fa_cuda_kernel row(const char *name) {
 const fa_cuda_kernel FA_JOIN(fa_cuda_backward_, FA_KIND)[] = {
 // bucket, block_q, block_k, warps, blocks per multiprocessor, stages; warps along q or k: scores, dk and dv, dq
 #if FA_KIND_PARTS == 1
-    ROW("/d64", 64, 64, 64, 4, 3, 2, 2, 2, 2),
-    ROW("/d128", 128, 64, 128, 8, 1, 2, 2, 4, 2),
-    ROW("/d256", 256, 64, 64, 8, 1, 2, 4, 2, 2),
-    ROW("/d128/small", 128, 64, 64, 8, 1, 1, 4, 2, 2),
-    ROW("/d256/small", 256, 32, 32, 4, 1, 1, 2, 2, 2),
+    ROWS("/d64", 64, 64, 64, 4, 3, 2, 2, 2, 2),
+    ROWS("/d128", 128, 64, 128, 8, 1, 2, 2, 4, 2),
+    ROWS("/d256", 256, 64, 64, 8, 1, 2, 4, 2, 2),
+    ROWS("/d128/small", 128, 64, 64, 8, 1, 1, 4, 2, 2),
+    ROWS("/d256/small", 256, 32, 32, 4, 1, 1, 2, 2, 2),
 #else
-    ROW("/d64", 64, 64, 64, 4, 2, 1, 2, 2, 2),
-    ROW("/d128", 128, 64, 64, 8, 1, 2, 2, 2, 2),
-    ROW("/d256", 256, 32, 64, 8, 1, 1, 2, 2, 2),
-    ROW("/d128/small", 128, 32, 32, 4, 1, 1, 2, 2, 2),
-    ROW("/d256/small", 256, 32, 32, 4, 1, 1, 2, 2, 2),
+    ROWS("/d64", 64, 64, 64, 4, 2, 1, 2, 2, 2),
+    ROWS("/d128", 128, 64, 64, 8, 1, 2, 2, 2, 2),
+    ROWS("/d256", 256, 32, 64, 8, 1, 1, 2, 2, 2),
+    ROWS("/d128/small", 128, 32, 32, 4, 1, 1, 2, 2, 2),
+    ROWS("/d256/small", 256, 32, 32, 4, 1, 1, 2, 2, 2),
 #endif
     {},
 };

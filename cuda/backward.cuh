@@ -74,11 +74,122 @@ __device__ inline void count_on(int32_t *dq_order) {
 }
 __device__ inline void fence_counts() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
-// How many column blocks add to a row block's dq before this one does, where they add in order.
-template <class Shape>
-__device__ inline int place_in_order(const Sequence &s, int q_block, int k_block) {
-  return k_blocks_of<Shape>(s, row_range<Shape>(s, q_block)).place_of(k_block);
+// How many times a row block's dq is added to. plan: that of the row block, where the problem has bands.
+template <class Shape, bool GENERAL>
+__device__ inline int num_additions(const fa_cuda_arguments &a, const RowBlock &mine,
+                                    const fa_cuda_block_plan &plan) {
+  if (GENERAL) return plan.num_visits;
+  const Sequence sequence = sequence_of(a, mine.batch);
+  return k_blocks_of<Shape>(sequence, row_range<Shape>(sequence, mine.q_block)).count;
 }
+
+// ---- the work of a column block ------------------------------------------------------------------------
+
+// A step as whoever computes it sees it: which cells of these rows are visible.
+struct Visit {
+  fa_band band;
+  int head;
+  Range rows;
+};
+
+// A column block and its steps, each a row block of a query head, one head after the other.
+template <class Shape, bool GENERAL>
+struct ColumnWork {
+  using Step = fa::Step;
+  ColumnBlock block;
+  Range columns;
+  Blocks q_blocks;
+  Step first;
+  int num_steps;
+
+  // The column block of that number in the order in which they are begun.
+  __device__ void find(const fa_cuda_arguments &a, int index) {
+    block = column_block_of(a, index, a.num_k_blocks);
+    const Sequence sequence = sequence_of(a, block.batch);
+    columns = column_range<Shape>(sequence, block.k_block);
+    q_blocks = q_blocks_of<Shape>(sequence, columns);
+    first = {block.kv_head * heads_per_kv(a), 0};
+    num_steps = q_blocks.count * heads_per_kv(a);
+  }
+
+  __device__ Step first_step(const fa_cuda_arguments &) const { return first; }
+  __device__ Step next(const fa_cuda_arguments &, const Step &step) const { return next_step(step, q_blocks); }
+  // The step that comes after `count` others.
+  __device__ Step step_after(const fa_cuda_arguments &, int count) const {
+    return fa::step_after(first, count, q_blocks);
+  }
+
+  __device__ int q_block_of(const Step &step) const { return q_blocks.at(step.i); }
+  __device__ int position_of(const fa_cuda_arguments &a, const Step &step) const {
+    return fa::position_of(a, {block.batch, step.head, q_block_of(step)});
+  }
+  __device__ Visit visit_of(const fa_cuda_arguments &a, const Step &step) const {
+    const Sequence sequence = sequence_of(a, block.batch);
+    return {sequence.band, step.head, row_range<Shape>(sequence, q_block_of(step))};
+  }
+  // How many steps add to the row block's dq before this one does, where they add in order.
+  __device__ int place_of(const fa_cuda_arguments &a, const Step &step) const {
+    const Sequence sequence = sequence_of(a, block.batch);
+    return k_blocks_of<Shape>(sequence, row_range<Shape>(sequence, q_block_of(step))).place_of(block.k_block);
+  }
+};
+
+// The same where the problem has bands: a step is a visit in a query head. The columns' own plan says how many
+// there are.
+template <class Shape>
+struct ColumnWork<Shape, true> {
+  struct Step {
+    int head;
+    Visits<true, false, Shape::block_q> visits;
+  };
+  ColumnBlock block;
+  Range columns;
+  fa_cuda_block_plan plan;
+  int num_steps;
+
+  __device__ void find(const fa_cuda_arguments &a, int index) {
+    block = column_block_of(a, index, a.num_k_blocks);
+    plan = plan_at<false>(a, block.batch, block.k_block);
+    block.k_block = plan.block;
+    columns = column_range<Shape>(sequence_of(a, block.batch), block.k_block);
+    num_steps = plan.num_visits * heads_per_kv(a);
+  }
+
+  __device__ Step first_step(const fa_cuda_arguments &a) const {
+    return first_of(a, block.kv_head * heads_per_kv(a));
+  }
+  __device__ Step next(const fa_cuda_arguments &a, Step step) const {
+    step.visits.advance();
+    return step.visits.done() ? first_of(a, step.head + 1) : step;
+  }
+  __device__ Step step_after(const fa_cuda_arguments &a, int count) const {
+    Step step = first_of(a, block.kv_head * heads_per_kv(a) + count / plan.num_visits);
+    step.visits.skip(count % plan.num_visits);
+    return step;
+  }
+
+  __device__ int q_block_of(const Step &step) const { return step.visits.block(); }
+  __device__ int position_of(const fa_cuda_arguments &a, const Step &step) const {
+    return fa::position_of(a, {block.batch, step.head, q_block_of(step)});
+  }
+  __device__ Visit visit_of(const fa_cuda_arguments &a, const Step &step) const {
+    return {step.visits.band, step.head, row_range<Shape>(sequence_of(a, block.batch), q_block_of(step))};
+  }
+  // A row block's visits are ordered by column block and band.
+  __device__ int place_of(const fa_cuda_arguments &a, const Step &step) const {
+    const int q_block = q_block_of(step);
+    return place_of_visit<Shape>(a, block.batch, plan_at<true>(a, block.batch, q_block),
+                                 row_range<Shape>(sequence_of(a, block.batch), q_block), block.k_block,
+                                 step.visits.number);
+  }
+
+ private:
+  __device__ Step first_of(const fa_cuda_arguments &a, int head) const {
+    return {head, {a, block.batch, plan, columns}};
+  }
+};
+
+// ---- dq from its sum -----------------------------------------------------------------------------------
 
 // Writes what the threads of a row block have of dq.
 template <int ROWS, int COLUMNS, int NUM_WARPS, int DOWN, class Io, int MT, int NT>

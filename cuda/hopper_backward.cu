@@ -17,9 +17,9 @@ namespace hopper {
 
 // Beside the common buffers: two stages of ds; dq as it is in memory; of each writer, a piece of dq's sum and
 // what becomes of it.
-template <class Kind, class Shape>
-struct BackwardBuffers : CommonBuffers<Kind, Shape> {
-  using Common = CommonBuffers<Kind, Shape>;
+template <class Kind, class Shape, bool GENERAL>
+struct BackwardBuffers : CommonBuffers<Kind, Shape, GENERAL> {
+  using Common = CommonBuffers<Kind, Shape, GENERAL>;
   using Dq = DqShare<Shape>;
   using DsTile = BoxTile<Shape::block_q, Shape::block_k>;
   using PieceTile = BoxTile<32, 64>;
@@ -36,10 +36,12 @@ struct BackwardBuffers : CommonBuffers<Kind, Shape> {
 
 // The consumers' work, in one function and its lambdas: as members of a struct the same instructions came out
 // in an order that was 3 % slower.
-template <class Kind, class Shape>
-__device__ inline void consume_blocks(const fa_cuda_arguments &a, BackwardBuffers<Kind, Shape> buffers,
+template <class Kind, class Shape, bool GENERAL>
+__device__ inline void consume_blocks(const fa_cuda_arguments &a, BackwardBuffers<Kind, Shape, GENERAL> buffers,
                                       int consumer) {
-  using Buffers = BackwardBuffers<Kind, Shape>;
+  using Buffers = BackwardBuffers<Kind, Shape, GENERAL>;
+  using Work = typename Buffers::Work;
+  using Step = typename Work::ConsumerStep;
   using QTile = typename Buffers::QTile;
   using KTile = typename Buffers::KTile;
   using DsTile = typename Buffers::DsTile;
@@ -82,12 +84,13 @@ __device__ inline void consume_blocks(const fa_cuda_arguments &a, BackwardBuffer
   // own for it, ptxas keeps numbers of the loop in memory.
   auto do_step = [&](const Work &work, Step step, auto is_first, auto is_last, bool alone = false) {
     constexpr bool IS_FIRST = decltype(is_first)::value, IS_LAST = decltype(is_last)::value;
-    const Range rows = row_range<Shape>(sequence_of(a, work.block.batch), work.q_block_of(step));
+    const Visit visit = work.consumers_visit(a, step, buffers.visit(steps % 2));
     const int first_column = work.columns.begin + consumer * 64;
     const int stage = steps % 2;
     forget(buffers.base);  // or every address in this step is kept in a register
-    make_scores<Kind, true, 1, NT>(scores, a, rows, {first_column, first_column + 64},
-                                   {work.block.batch, step.head, rows.begin, first_column + warp_row});
+    make_scores_in_band<Kind, true, GENERAL, 1, NT>(
+        scores, a, visit.band, visit.rows, {first_column, first_column + 64},
+        {work.block.batch, visit.head, visit.rows.begin, first_column + warp_row});
     make_transposed_p<Kind, Shape::from_shift>(scores, p_operand, a.score, buffers.shift(stage));
     wgmma_wait<0>(ds[0]);
     if (IS_LAST) arrive_once(buffers.barrier(V_EMPTY));
@@ -130,49 +133,51 @@ __device__ inline void consume_blocks(const fa_cuda_arguments &a, BackwardBuffer
       start_dp();
       wgmma_wait<1>(scores[0]);
       busy_blocks++;
-      Step step = work.first;
+      Step step = work.consumers_first();
       int steps_left = work.num_steps - 1;
       const bool alone = steps_left == 0;
       if (!alone) {
         do_step(work, step, std::true_type(), std::false_type());
         for (;;) {
-          step = next_step(step, work.q_blocks);
+          step = work.consumers_next(step);
           if (--steps_left == 0) break;
           do_step(work, step, std::false_type(), std::false_type());
         }
       }
       do_step(work, step, std::false_type(), std::true_type(), alone);
     }
-    current_work(a, buffers, blocks, work);  // again, and not in registers all the time
-    store_columns<Kind>(a, work, a.dv, consumer * 64 + warp_row, 0, dv, 1);
-    store_columns<Kind>(a, work, a.dk, consumer * 64 + warp_row, 0, dk, a.scale);
+    store_dk_and_dv(a, buffers, blocks, work, consumer * 64 + warp_row, dk, dv);
   }
 }
 
-template <class Kind, class Shape>
+template <class Kind, class Shape, bool GENERAL>
 struct BackwardConsumer {
-  using Buffers = BackwardBuffers<Kind, Shape>;
+  using Buffers = BackwardBuffers<Kind, Shape, GENERAL>;
   const fa_cuda_arguments &a;
   Buffers buffers;
   const int consumer;
 
   __device__ BackwardConsumer(const fa_cuda_arguments &a, const Buffers &buffers, int consumer)
       : a(a), buffers(buffers), consumer(consumer) {}
-  __device__ void consume() { consume_blocks<Kind, Shape>(a, buffers, consumer); }
+  __device__ void consume() { consume_blocks<Kind, Shape, GENERAL>(a, buffers, consumer); }
 };
 
 }  // namespace hopper
 }  // namespace fa
 
-#define ROW(rest, ...)                                                                                       \
-  fa::hopper::row<fa::hopper::BackwardConsumer<fa::kinds::FA_KIND, fa::hopper::BackwardShape<__VA_ARGS__>>>( \
+// The plain kernel of a shape, and the one that takes whatever there is.
+#define ROW(rest, general, ...)                                                                           \
+  fa::hopper::row<                                                                                        \
+      fa::hopper::BackwardConsumer<fa::kinds::FA_KIND, fa::hopper::BackwardShape<__VA_ARGS__>, general>>( \
       "cuda/sm90/" FA_QUOTE(FA_KIND) rest)
 
 // A consumer's thread needs head_dim registers (dk, dv) and 1.25 * block_q (scores, dp and p) for its arrays.
 // Shared memory, KiB: 219 and 218.
 const fa_cuda_kernel FA_JOIN(fa_hopper_backward_, FA_KIND)[] = {
     // bucket, block_q, dq's shares, writers, scores from shift
-    ROW("/d64", 64, 128, 1, 2),
-    ROW("/d128", 128, 64, 1, 2, true),
+    ROW("/d64", false, 64, 128, 1, 2),
+    ROW("/d128", false, 128, 64, 1, 2, true),
+    ROW("/d64/general", true, 64, 128, 1, 2),
+    ROW("/d128/general", true, 128, 64, 1, 2, true),
     {},
 };

@@ -37,13 +37,47 @@ struct BackwardShape {
   static constexpr int consumer_registers = 240, other_registers = 24;
 };
 
+// ---- the work ------------------------------------------------------------------------------------------
+
+// A column block's work as the warps share it. Without bands consumers find each step as everybody else does.
+// With bands the producer, which goes through the visits ahead of them, tells them with each stage of q what it
+// is for.
+template <class Shape, bool GENERAL>
+struct Work : ColumnWork<Shape, GENERAL> {
+  using ConsumerStep = typename ColumnWork<Shape, GENERAL>::Step;
+  __device__ ConsumerStep consumers_first() const { return this->first; }
+  __device__ ConsumerStep consumers_next(ConsumerStep step) const { return next_step(step, this->q_blocks); }
+  __device__ Visit consumers_visit(const fa_cuda_arguments &a, ConsumerStep step, uint32_t) const {
+    return this->visit_of(a, step);
+  }
+};
+template <class Shape>
+struct Work<Shape, true> : ColumnWork<Shape, true> {
+  struct ConsumerStep {};
+  __device__ ConsumerStep consumers_first() const { return {}; }
+  __device__ ConsumerStep consumers_next(ConsumerStep) const { return {}; }
+  __device__ Visit consumers_visit(const fa_cuda_arguments &, ConsumerStep, uint32_t told) const {
+    const int4 x = load_shared_words(told), y = load_shared_words(told + 16);
+    return {{x.x, x.y, x.z, x.w, y.x, y.y}, y.z, {y.w, y.w + Shape::block_q}};
+  }
+  __device__ void tell_visit(const Visit &visit, uint32_t to) const {
+    const fa_band &band = visit.band;
+    store_shared(to, make_uint4(band.q_begin, band.q_end, band.k_begin, band.k_end));
+    store_shared(to + 16, make_uint4(band.left, band.right, visit.head, visit.rows.begin));
+  }
+};
+
+// ---- shared memory --------------------------------------------------------------------------------------
+
 // Shared memory of every kernel: k and v; two stages of q and of dout, of shift and of delta; of SCALED kinds,
-// by which power of two the rows of what is full are scaled; barriers; two numbers of column blocks; and from
-// OWN_AT on what the kernel's own Buffers add.
-template <class Kind_, class Shape_, int NUM_BARRIERS = NUM_BARRIER_KINDS>
+// by which power of two the rows of what is full are scaled; barriers; two numbers of column blocks; of GENERAL
+// kernels, the visit that each stage of q is for; and from OWN_AT on what the kernel's own Buffers add.
+template <class Kind_, class Shape_, bool GENERAL, int NUM_BARRIERS = NUM_BARRIER_KINDS>
 struct CommonBuffers {
   using Kind = Kind_;
   using Shape = Shape_;
+  using Work = hopper::Work<Shape, GENERAL>;
+  static constexpr bool general = GENERAL;
   static constexpr int STAGES = 2;
   using QTile = BoxTile<Shape::block_q, Shape::head_dim>;
   using KTile = BoxTile<Shape::block_k, Shape::head_dim>;
@@ -53,7 +87,9 @@ struct CommonBuffers {
   static constexpr int EXPONENTS_AT = STATISTICS_AT + NUM_SIDES * STAGES * ROW_BYTES;
   static constexpr int BARRIERS_AT = EXPONENTS_AT + DQ_SENT * STAGES * 4;
   static constexpr int BLOCKS_AT = BARRIERS_AT + NUM_BARRIERS * STAGES * 8;
-  static constexpr int OWN_AT = (BLOCKS_AT + STAGES * 4 + 1023) / 1024 * 1024;
+  static constexpr int VISITS_AT = BLOCKS_AT + STAGES * 4, VISIT_BYTES = GENERAL ? 32 : 0;
+  static constexpr int OWN_AT = (VISITS_AT + STAGES * VISIT_BYTES + 1023) / 1024 * 1024;
+  static_assert(VISITS_AT % 16 == 0, "a visit is read as vectors");
 
   uint32_t base;
   __device__ uint32_t columns(int side) const { return base + side * K_BYTES; }
@@ -72,6 +108,7 @@ struct CommonBuffers {
     return base + EXPONENTS_AT + (full * STAGES + stage) * 4;
   }
   __device__ uint32_t block(int stage) const { return base + BLOCKS_AT + stage * 4; }
+  __device__ uint32_t visit(int stage) const { return base + VISITS_AT + stage * VISIT_BYTES; }
   __device__ uint32_t barrier(int kind, int stage = 0) const {
     return base + BARRIERS_AT + (kind * STAGES + stage) * 8;
   }
@@ -100,7 +137,7 @@ __device__ inline Buffers set_up_buffers(bool in_order) {
   return buffers;
 }
 
-// ---- the work ------------------------------------------------------------------------------------------
+// ---- column blocks from warp to warp -----------------------------------------------------------------------
 
 // By a warp: arrives when all of its lanes are here.
 __device__ inline void arrive_once(uint32_t barrier) {
@@ -108,28 +145,11 @@ __device__ inline void arrive_once(uint32_t barrier) {
   barrier_arrive_warp(barrier);
 }
 
-// A column block's work.
-struct Work {
-  ColumnBlock block;
-  Range columns;
-  Blocks q_blocks;
-  Step first;
-  int num_steps;
-
-  __device__ int q_block_of(Step step) const { return q_blocks.at(step.i); }
-  __device__ int position_of(const fa_cuda_arguments &a, Step step) const {
-    return fa::position_of(a, {block.batch, step.head, q_block_of(step)});
-  }
-};
-template <class Shape>
-__device__ inline bool work_of(const fa_cuda_arguments &a, int index, Work &work) {
+// The column block of a number, or false where there is none.
+template <class Work>
+__device__ inline bool find_work(const fa_cuda_arguments &a, int index, Work &work) {
   if (index >= a.batch * a.num_kv_heads * a.num_k_blocks) return false;
-  work.block = column_block_of(a, index, a.num_k_blocks);
-  const Sequence sequence = sequence_of(a, work.block.batch);
-  work.columns = column_range<Shape>(sequence, work.block.k_block);
-  work.q_blocks = q_blocks_of<Shape>(sequence, work.columns);
-  work.first = {work.block.kv_head * heads_per_kv(a), 0};
-  work.num_steps = work.q_blocks.count * heads_per_kv(a);
+  work.find(a, index);
   return true;
 }
 
@@ -137,9 +157,9 @@ __device__ inline bool work_of(const fa_cuda_arguments &a, int index, Work &work
 // or by one thread that stands for it: it is done with this one.
 template <class Buffers>
 __device__ inline bool current_work(const fa_cuda_arguments &a, const Buffers &buffers, uint32_t count,
-                                    Work &work) {
+                                    typename Buffers::Work &work) {
   barrier_wait(buffers.barrier(BLOCK_FULL, count % 2), count / 2 % 2);
-  return work_of<typename Buffers::Shape>(a, load_shared_word(buffers.block(count % 2)), work);
+  return find_work(a, load_shared_word(buffers.block(count % 2)), work);
 }
 template <bool ALONE = false, class Buffers>
 __device__ inline void next_work(const Buffers &buffers, uint32_t &count) {
@@ -153,7 +173,7 @@ __device__ inline void next_work(const Buffers &buffers, uint32_t &count) {
 // Starts the copy of k or v; and, when the ring's stage is empty, of q or dout.
 template <class Buffers>
 __device__ inline void load_columns(const fa_cuda_arguments &a, const fa_cuda_maps &maps,
-                                    const Buffers &buffers, const Work &work, int side) {
+                                    const Buffers &buffers, const typename Buffers::Work &work, int side) {
   using Kind = typename Buffers::Kind;
   using KTile = typename Buffers::KTile;
   const ColumnBlock &block = work.block;
@@ -170,7 +190,8 @@ __device__ inline void load_columns(const fa_cuda_arguments &a, const fa_cuda_ma
 }
 template <class Buffers>
 __device__ inline void load_rows(const fa_cuda_arguments &a, const fa_cuda_maps &maps, const Buffers &buffers,
-                                 const Work &work, Step step, const Ring<Buffers::STAGES> &ring, int side) {
+                                 const typename Buffers::Work &work, const typename Buffers::Work::Step &step,
+                                 const Ring<Buffers::STAGES> &ring, int side) {
   using Kind = typename Buffers::Kind;
   using QTile = typename Buffers::QTile;
   const int batch = work.block.batch, stage = ring.stage;
@@ -179,6 +200,8 @@ __device__ inline void load_rows(const fa_cuda_arguments &a, const fa_cuda_maps 
   const int exponent = exponent_of<Kind>(side == K_SIDE ? a.q : a.dout, batch, step.head, row);
   barrier_wait(buffers.barrier(Q_EMPTY + side, stage), ring.phase ^ 1);
   if constexpr (Kind::SCALED) store_shared(buffers.exponent(Q_FULL + side, stage), exponent);
+  if constexpr (Buffers::general)
+    if (side == K_SIDE) work.tell_visit(work.visit_of(a, step), buffers.visit(stage));
   barrier_expect(barrier, Buffers::Q_BYTES + Buffers::ROW_BYTES);
 #pragma unroll
   for (int part = 0; part < Kind::PARTS; part++)
@@ -192,9 +215,10 @@ __device__ inline void load_rows(const fa_cuda_arguments &a, const fa_cuda_maps 
 // Copies the sides from BEGIN to END of a column block.
 template <int BEGIN, int END, class Buffers>
 __device__ inline void load_sides(const fa_cuda_arguments &a, const fa_cuda_maps &maps, const Buffers &buffers,
-                                  const Work &work, Ring<Buffers::STAGES> &ring, uint32_t &k_phase) {
-  Step step = work.first;
-  for (int i = 0; i < work.num_steps; i++, step = next_step(step, work.q_blocks), ring.advance())
+                                  const typename Buffers::Work &work, Ring<Buffers::STAGES> &ring,
+                                  uint32_t &k_phase) {
+  typename Buffers::Work::Step step = work.first_step(a);
+  for (int i = 0; i < work.num_steps; i++, step = work.next(a, step), ring.advance())
 #pragma unroll
     for (int side = BEGIN; side < END; side++) {
       if (i == 0) {
@@ -210,13 +234,14 @@ __device__ inline void load_sides(const fa_cuda_arguments &a, const fa_cuda_maps
 // Column blocks that wait for one with a lower number thus wait for one that runs or is done.
 template <class Buffers>
 __device__ inline bool take_work(const fa_cuda_arguments &a, const Buffers &buffers,
-                                 const Ring<Buffers::STAGES> &blocks, uint32_t k_phase, Work &work) {
+                                 const Ring<Buffers::STAGES> &blocks, uint32_t k_phase,
+                                 typename Buffers::Work &work) {
   barrier_wait(buffers.barrier(V_EMPTY), k_phase ^ 1);  // not before the last step: another may be idle
   const int index = atomicAdd(a.tickets, 1);
   barrier_wait(buffers.barrier(BLOCK_EMPTY, blocks.stage), blocks.phase ^ 1);
   store_shared(buffers.block(blocks.stage), uint32_t(index));
   barrier_arrive(buffers.barrier(BLOCK_FULL, blocks.stage));
-  return work_of<typename Buffers::Shape>(a, index, work);
+  return find_work(a, index, work);
 }
 
 // Takes column blocks as long as there are some, and copies the sides up to END.
@@ -224,7 +249,7 @@ template <int END, class Buffers>
 __device__ inline void produce(const fa_cuda_arguments &a, const fa_cuda_maps &maps, const Buffers &buffers) {
   Ring<Buffers::STAGES> blocks, ring;
   uint32_t k_phase = 0;
-  Work work;
+  typename Buffers::Work work;
   for (; take_work(a, buffers, blocks, k_phase, work); blocks.advance())
     load_sides<K_SIDE, END>(a, maps, buffers, work, ring, k_phase);
 }
@@ -239,19 +264,16 @@ __device__ inline void send_dq(const fa_cuda_arguments &a, const Buffers &buffer
   using Shape = typename Buffers::Shape;
   constexpr int SHARES = Shape::dq_shares, THREADS = Shape::num_consumers / SHARES * WARPGROUP + 32;
   const int lane = threadIdx.x % 32, uncounted = a.in_order ? 0 : Shape::num_writers > 0 ? 7 : 31;
-  Work work;
+  typename Buffers::Work work;
   for (uint32_t blocks = 0; current_work(a, buffers, blocks, work); next_work(buffers, blocks)) {
     for (int first = 0; first < work.num_steps; first += 32) {
       const int num_steps = min(work.num_steps - first, 32);
-      const Step here = step_after(work.first, first + min(lane, num_steps - 1), work.q_blocks);
+      const typename Buffers::Work::Step here = work.step_after(a, first + min(lane, num_steps - 1));
       const int position = work.position_of(a, here);
       float *sum = dq_sum_of<Shape, (Shape::num_writers > 0)>(a, position);
       int32_t *order = a.dq_order + position;
       int place = 1, now = look_at_count(order);
-      if (a.in_order) {
-        const Sequence sequence = sequence_of(a, work.block.batch);
-        place += place_in_order<Shape>(sequence, work.q_block_of(here), work.block.k_block) * SHARES + share;
-      }
+      if (a.in_order) place += work.place_of(a, here) * SHARES + share;
       fence_async_global();
       for (int step = 0; step < num_steps; step++) {
         if (lane == step && now < place) {
@@ -300,14 +322,15 @@ __device__ inline void write_dq(const fa_cuda_arguments &a, const fa_cuda_maps &
   for (uint32_t phase = 0;;) {
     const int index = uniform(lane == 0 ? atomicAdd(a.tickets + 1, 1) : 0);
     if (index >= num_positions) break;
-    const RowBlock mine = finished_row_block_of(a, index);
+    fa_cuda_block_plan plan;
+    const RowBlock mine = finished_row_block_of<Buffers::general>(a, index, plan);
     const Sequence sequence = sequence_of(a, mine.batch);
     const Range rows = row_range<Shape>(sequence, mine.q_block);
     const int position = position_of(a, mine);
     const bool sums_again = position + a.num_sums < num_positions;
     float *sum = dq_sum_of<Shape, true>(a, position);
     if (lane == 0) {
-      wait_for_count(a.dq_order + position, 1 + k_blocks_of<Shape>(sequence, rows).count);
+      wait_for_count(a.dq_order + position, 1 + num_additions<Shape, Buffers::general>(a, mine, plan));
       fence_async_global();
     }
     for (int piece = 0; piece < 2 * Shape::num_consumers;
@@ -374,7 +397,7 @@ __device__ inline void start_transposed(float (&product)[1][NT][4], const Buffer
 __device__ inline float4 four_of(const float (&x)[4]) { return make_float4(x[0], x[1], x[2], x[3]); }
 
 // Writes scale * sum, whose first element is [column, d] of the column block, to dk or dv.
-template <class Kind, int DT>
+template <class Kind, class Work, int DT>
 __device__ inline void store_columns(const fa_cuda_arguments &a, const Work &work, const fa_tensor &to,
                                      int column, int d, const float (&sum)[1][DT][4], float scale) {
   using Io = typename Kind::Io;
@@ -382,6 +405,18 @@ __device__ inline void store_columns(const fa_cuda_arguments &a, const Work &wor
   column += work.columns.begin;
   store_accumulator<Io, 1, DT>(column_of<Io>(to, sequence, work.block.kv_head, column) + d, to.stride_row,
                                work.columns.end - column, a.head_dim - d, sum, scale);
+}
+
+// Writes a consumer's dk and dv, whose first element is [column, 0] of the current column block. The block is
+// looked up again so that it need not stay in registers all the time.
+template <class Buffers, int DT>
+__device__ inline void store_dk_and_dv(const fa_cuda_arguments &a, const Buffers &buffers, uint32_t blocks,
+                                       typename Buffers::Work &work, int column, const float (&dk)[1][DT][4],
+                                       const float (&dv)[1][DT][4]) {
+  using Kind = typename Buffers::Kind;
+  current_work(a, buffers, blocks, work);
+  store_columns<Kind>(a, work, a.dv, column, 0, dv, 1);
+  store_columns<Kind>(a, work, a.dk, column, 0, dk, a.scale);
 }
 
 // ---- the kernel --------------------------------------------------------------------------------------------
@@ -425,7 +460,7 @@ constexpr fa_cuda_kernel row_of_kernel(const char *name, const void *main) {
                         .block_k = Shape::block_k,
                         .num_threads = Shape::num_threads,
                         .shared_bytes = Buffers::BYTES,
-                        .takes = FA_CUDA_PLAIN_NEEDS,
+                        .takes = Buffers::general ? FA_CUDA_ALL_NEEDS : FA_CUDA_PLAIN_NEEDS,
                         .mapped = true,
                         .persistent = true,
                         .main = main,

@@ -30,9 +30,9 @@ __device__ inline void store_dq(DqTransposed<Shape>, Io *to, int64_t stride_row,
 }
 
 // Beside the common buffers: ds and then dq of each consumer; a word for each of their warps.
-template <class Kind, class Shape>
-struct BackwardBuffers : CommonBuffers<Kind, Shape> {
-  using Common = CommonBuffers<Kind, Shape>;
+template <class Kind, class Shape, bool GENERAL>
+struct BackwardBuffers : CommonBuffers<Kind, Shape, GENERAL> {
+  using Common = CommonBuffers<Kind, Shape, GENERAL>;
   using Dq = DqTransposed<Shape>;
   using DsTile = BoxTile<Shape::block_q, 64>;
   static constexpr int WORDS_AT = Shape::dq_shares * Common::DQ_BYTES;
@@ -61,9 +61,11 @@ __device__ inline int exponent_of_largest(const float (&ds)[1][NT][4], uint32_t 
   return scaling_exponent(__float_as_uint(fmaxf(fmaxf(all.x, all.y), fmaxf(all.z, all.w))));
 }
 
-template <class Kind, class Shape>
+template <class Kind, class Shape, bool GENERAL>
 struct BackwardConsumer {
-  using Buffers = BackwardBuffers<Kind, Shape>;
+  using Buffers = BackwardBuffers<Kind, Shape, GENERAL>;
+  using Work = typename Buffers::Work;
+  using Step = typename Work::ConsumerStep;
   using QTile = typename Buffers::QTile;
   using KTile = typename Buffers::KTile;
   using DsTile = typename Buffers::DsTile;
@@ -173,12 +175,13 @@ struct BackwardConsumer {
   // Finds the scores there and dp running, and leaves the same of the next step.
   template <bool IS_LAST>
   __device__ void do_step(const Work &work, Step step, bool is_first) {
-    const Range rows = row_range<Shape>(sequence_of(a, work.block.batch), work.q_block_of(step));
+    const Visit visit = work.consumers_visit(a, step, buffers.visit(steps % 2));
     const int first_column = work.columns.begin + consumer * 64, stage = steps % 2;
     forget(buffers.base);  // or every address in this step is kept in a register
-    make_scores<Kind, true, 1, NT>(scores, a, rows, {first_column, first_column + 64},
-                                   {work.block.batch, step.head, rows.begin, first_column + warp_row},
-                                   power_of_two(-exponent(Q_FULL, stage) - exponent(K_FULL)));
+    make_scores_in_band<Kind, true, GENERAL, 1, NT>(
+        scores, a, visit.band, visit.rows, {first_column, first_column + 64},
+        {work.block.batch, visit.head, visit.rows.begin, first_column + warp_row},
+        power_of_two(-exponent(Q_FULL, stage) - exponent(K_FULL)));
     if (!is_first) hand_over_dq();  // of the step before; now the fence has nothing to wait for
     make_transposed_p<Kind>(scores, p_operand, a.score, buffers.shift(stage), 1 << P_EXPONENT);
     wgmma_wait<0>(ds[0]);
@@ -215,10 +218,10 @@ struct BackwardConsumer {
     start_dp();
     wgmma_wait<1>(scores[0]);
     busy_blocks++;
-    Step step = work.first;
+    Step step = work.consumers_first();
     for (int steps_left = work.num_steps - 1; steps_left > 0; steps_left--) {
       do_step<false>(work, step, steps_left == work.num_steps - 1);
-      step = next_step(step, work.q_blocks);
+      step = work.consumers_next(step);
     }
     do_step<true>(work, step, work.num_steps == 1);
   }
@@ -229,9 +232,7 @@ struct BackwardConsumer {
       set_zero<1, DT>(dk);
       set_zero<1, DT>(dv);
       if (work.num_steps > 0) go_through_rows(work);
-      current_work(a, buffers, blocks, work);  // again, and not in registers all the time
-      store_columns<Kind>(a, work, a.dv, consumer * 64 + warp_row, 0, dv, 1);
-      store_columns<Kind>(a, work, a.dk, consumer * 64 + warp_row, 0, dk, a.scale);
+      store_dk_and_dv(a, buffers, blocks, work, consumer * 64 + warp_row, dk, dv);
     }
   }
 };
@@ -239,15 +240,19 @@ struct BackwardConsumer {
 }  // namespace hopper
 }  // namespace fa
 
-#define ROW(rest, ...)                                                                                       \
-  fa::hopper::row<fa::hopper::BackwardConsumer<fa::kinds::FA_KIND, fa::hopper::BackwardShape<__VA_ARGS__>>>( \
+// The plain kernel of a shape, and the one that takes whatever there is.
+#define ROW(rest, general, ...)                                                                           \
+  fa::hopper::row<                                                                                        \
+      fa::hopper::BackwardConsumer<fa::kinds::FA_KIND, fa::hopper::BackwardShape<__VA_ARGS__>, general>>( \
       "cuda/sm90/" FA_QUOTE(FA_KIND) rest)
 
 // A consumer's thread needs head_dim registers (dk, dv), 32 for the fresh product, and block_q times 1 (scores,
 // dp) and 0.5 a part (p or ds) for its arrays. Shared memory, KiB, of two parts: 162 and 225.
 const fa_cuda_kernel FA_JOIN(fa_hopper_backward_, FA_KIND)[] = {
     // bucket, block_q, dq's shares, writers
-    ROW("/d64", 64, 64, 2, 0),
-    ROW("/d128", 128, 32, 2, 0),
+    ROW("/d64", false, 64, 64, 2, 0),
+    ROW("/d128", false, 128, 32, 2, 0),
+    ROW("/d64/general", true, 64, 64, 2, 0),
+    ROW("/d128/general", true, 128, 32, 2, 0),
     {},
 };

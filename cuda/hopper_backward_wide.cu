@@ -31,9 +31,9 @@ struct WideShape {
 enum { P_FULL = NUM_BARRIER_KINDS, P_EMPTY, DQ_PLACE, DQ_ADDED, NUM_WIDE_BARRIER_KINDS };
 
 // Beside the common buffers: two stages of ds; p in f32, each thread's own.
-template <class Kind, class Shape>
-struct WideBuffers : CommonBuffers<Kind, Shape, NUM_WIDE_BARRIER_KINDS> {
-  using Common = CommonBuffers<Kind, Shape, NUM_WIDE_BARRIER_KINDS>;
+template <class Kind, class Shape, bool GENERAL>
+struct WideBuffers : CommonBuffers<Kind, Shape, GENERAL, NUM_WIDE_BARRIER_KINDS> {
+  using Common = CommonBuffers<Kind, Shape, GENERAL, NUM_WIDE_BARRIER_KINDS>;
   using Dq = DqShare<Shape>;
   using DsTile = BoxTile<Shape::block_q, Shape::block_k>;
   static constexpr int P_AT = Common::STAGES * DsTile::BYTES;
@@ -66,7 +66,7 @@ __device__ inline void consume_blocks(const fa_cuda_arguments &a, const Buffers 
                                       DoStep do_step, float (&sum)[2][1][DT][4], const fa_tensor &tensor,
                                       float scale) {
   uint32_t blocks = 0, busy_blocks = 0;
-  Work work;
+  typename Buffers::Work work;
   for (; current_work(a, buffers, blocks, work); next_work(buffers, blocks)) {
     set_zero<1, DT>(sum[0]);
     set_zero<1, DT>(sum[1]);
@@ -74,10 +74,10 @@ __device__ inline void consume_blocks(const fa_cuda_arguments &a, const Buffers 
       barrier_wait(buffers.barrier(full), busy_blocks % 2);
       make();
       busy_blocks++;
-      Step step = work.first;
+      typename Buffers::Work::ConsumerStep step = work.consumers_first();
       for (int steps_left = work.num_steps - 1; steps_left > 0; steps_left--) {
         do_step(work, step, std::false_type());
-        step = next_step(step, work.q_blocks);
+        step = work.consumers_next(step);
       }
       do_step(work, step, std::true_type());
     }
@@ -90,9 +90,11 @@ __device__ inline void consume_blocks(const fa_cuda_arguments &a, const Buffers 
 
 // ---- s, p, dv --------------------------------------------------------------------------------------
 
-template <class Kind, class Shape>
-__device__ inline void consume_scores(const fa_cuda_arguments &a, WideBuffers<Kind, Shape> buffers) {
-  using Buffers = WideBuffers<Kind, Shape>;
+template <class Kind, class Shape, bool GENERAL>
+__device__ inline void consume_scores(const fa_cuda_arguments &a, WideBuffers<Kind, Shape, GENERAL> buffers) {
+  using Buffers = WideBuffers<Kind, Shape, GENERAL>;
+  using Work = typename Buffers::Work;
+  using Step = typename Work::ConsumerStep;
   using QTile = typename Buffers::QTile;
   constexpr int HALVES = 2, NT = Shape::block_q / 8, DT = Shape::head_dim / HALVES / 8;
   constexpr int Q_STEPS = Shape::block_q / 16;
@@ -110,11 +112,12 @@ __device__ inline void consume_scores(const fa_cuda_arguments &a, WideBuffers<Ki
   // Finds the scores there, and leaves the next step's.
   auto do_step = [&](const Work &work, Step step, auto is_last) {
     constexpr bool IS_LAST = decltype(is_last)::value;
-    const Range rows = row_range<Shape>(sequence_of(a, work.block.batch), work.q_block_of(step));
+    const Visit visit = work.consumers_visit(a, step, buffers.visit(steps % 2));
     const int column = work.columns.begin, stage = steps % 2;
     forget(buffers.base);  // or every address in this step is kept in a register
-    make_scores<Kind, true, 1, NT>(scores, a, rows, {column, column + Shape::block_k},
-                                   {work.block.batch, step.head, rows.begin, column + warp_row});
+    make_scores_in_band<Kind, true, GENERAL, 1, NT>(
+        scores, a, visit.band, visit.rows, {column, column + Shape::block_k},
+        {work.block.batch, visit.head, visit.rows.begin, column + warp_row});
     barrier_wait(buffers.barrier(P_EMPTY), steps % 2 ^ 1);
     make_transposed_p<Kind>(scores, a.score, buffers.shift(stage),
                             [&](int n, const float(&p)[4], const float(&slopes)[4]) {
@@ -143,9 +146,11 @@ __device__ inline void consume_scores(const fa_cuda_arguments &a, WideBuffers<Ki
 
 // ---- dp, ds, dk ------------------------------------------------------------------------------------
 
-template <class Kind, class Shape>
-__device__ inline void consume_ds(const fa_cuda_arguments &a, WideBuffers<Kind, Shape> buffers) {
-  using Buffers = WideBuffers<Kind, Shape>;
+template <class Kind, class Shape, bool GENERAL>
+__device__ inline void consume_ds(const fa_cuda_arguments &a, WideBuffers<Kind, Shape, GENERAL> buffers) {
+  using Buffers = WideBuffers<Kind, Shape, GENERAL>;
+  using Work = typename Buffers::Work;
+  using Step = typename Work::ConsumerStep;
   using QTile = typename Buffers::QTile;
   using DsTile = typename Buffers::DsTile;
   constexpr int HALVES = 2, NT = Shape::block_q / 8, DT = Shape::head_dim / HALVES / 8;
@@ -193,9 +198,10 @@ __device__ inline void consume_ds(const fa_cuda_arguments &a, WideBuffers<Kind, 
 
 // ---- dq --------------------------------------------------------------------------------------------
 
-template <class Kind, class Shape>
-__device__ inline void consume_dq(const fa_cuda_arguments &a, WideBuffers<Kind, Shape> buffers) {
-  using Buffers = WideBuffers<Kind, Shape>;
+template <class Kind, class Shape, bool GENERAL>
+__device__ inline void consume_dq(const fa_cuda_arguments &a, WideBuffers<Kind, Shape, GENERAL> buffers) {
+  using Buffers = WideBuffers<Kind, Shape, GENERAL>;
+  using Work = typename Buffers::Work;
   using KTile = typename Buffers::KTile;
   using DsTile = typename Buffers::DsTile;
   using Dq = typename Buffers::Dq;
@@ -213,8 +219,8 @@ __device__ inline void consume_dq(const fa_cuda_arguments &a, WideBuffers<Kind, 
     if (work.num_steps == 0) continue;
     barrier_wait(buffers.barrier(K_FULL), busy_blocks % 2);
     busy_blocks++;
-    Step step = work.first;
-    for (int i = 0; i < work.num_steps; i++, steps++, step = next_step(step, work.q_blocks)) {
+    typename Work::Step step = work.first_step(a);
+    for (int i = 0; i < work.num_steps; i++, steps++, step = work.next(a, step)) {
       const int stage = steps % 2;
       float *dq_sum = dq_sum_of<Shape>(a, work.position_of(a, step)) + dq_offset<Dq>(0, 0);
       barrier_wait(buffers.barrier(DS_FULL, stage), steps / 2 % 2);
@@ -243,7 +249,7 @@ __device__ inline void produce_dout(const fa_cuda_arguments &a, const fa_cuda_ma
                                     const Buffers &buffers) {
   Ring<Buffers::STAGES> ring;
   uint32_t v_phase = 0;
-  Work work;
+  typename Buffers::Work work;
   for (uint32_t blocks = 0; current_work(a, buffers, blocks, work); next_work<true>(buffers, blocks))
     load_sides<V_SIDE, NUM_SIDES>(a, maps, buffers, work, ring, v_phase);
 }
@@ -253,27 +259,29 @@ __device__ inline void produce_dout(const fa_cuda_arguments &a, const fa_cuda_ma
 template <class Buffers, class Visit>
 __device__ inline void for_each_step(const fa_cuda_arguments &a, const Buffers &buffers, Visit visit) {
   uint32_t steps = 0;
-  Work work;
+  typename Buffers::Work work;
   for (uint32_t blocks = 0; current_work(a, buffers, blocks, work); next_work<true>(buffers, blocks)) {
-    Step step = work.first;
-    for (int i = 0; i < work.num_steps; i++, steps++, step = next_step(step, work.q_blocks))
+    typename Buffers::Work::Step step = work.first_step(a);
+    for (int i = 0; i < work.num_steps; i++, steps++, step = work.next(a, step))
       visit(work, step, a.dq_order + work.position_of(a, step), steps % 2);
   }
 }
 template <class Buffers>
 __device__ inline void await_places(const fa_cuda_arguments &a, const Buffers &buffers) {
-  using Shape = typename Buffers::Shape;
-  for_each_step(a, buffers, [&](const Work &work, Step step, int32_t *order, uint32_t phase) {
-    const Sequence sequence = sequence_of(a, work.block.batch);
-    wait_for_count(order, 1 + place_in_order<Shape>(sequence, work.q_block_of(step), work.block.k_block));
+  using Work = typename Buffers::Work;
+  using Step = typename Work::Step;
+  for_each_step(a, buffers, [&](const Work &work, const Step &step, int32_t *order, uint32_t phase) {
+    wait_for_count(order, 1 + work.place_of(a, step));
     barrier_arrive(buffers.barrier(DQ_PLACE));
     barrier_wait(buffers.barrier(DQ_PLACE), phase);
   });
 }
 template <class Buffers>
 __device__ inline void count_additions(const fa_cuda_arguments &a, const Buffers &buffers) {
+  using Work = typename Buffers::Work;
+  using Step = typename Work::Step;
   barrier_arrive(buffers.barrier(DQ_PLACE));
-  for_each_step(a, buffers, [&](const Work &, Step, int32_t *order, uint32_t phase) {
+  for_each_step(a, buffers, [&](const Work &, const Step &, int32_t *order, uint32_t phase) {
     barrier_wait(buffers.barrier(DQ_ADDED), phase);
     barrier_arrive(buffers.barrier(DQ_PLACE));
     count_on(order);
@@ -306,14 +314,20 @@ __global__ void __launch_bounds__(Buffers::Shape::num_threads, 1)
   }
 }
 
-using Buffers256 = WideBuffers<kinds::FA_KIND, WideShape<256>>;  // 226 KiB
-constexpr auto backward256 = backward_wide<Buffers256>;
+template <bool GENERAL>
+using Buffers256 = WideBuffers<kinds::FA_KIND, WideShape<256>, GENERAL>;  // 226 KiB
+template <bool GENERAL>
+constexpr auto backward256 = backward_wide<Buffers256<GENERAL>>;
 
 }  // namespace hopper
 }  // namespace fa
 
+#define ROW(rest, general)                                                                        \
+  fa::hopper::row_of_kernel<fa::hopper::Buffers256<general>>("cuda/sm90/" FA_QUOTE(FA_KIND) rest, \
+                                                             (const void *)fa::hopper::backward256<general>)
+
 const fa_cuda_kernel FA_JOIN(fa_hopper_backward_wide_, FA_KIND)[] = {
-    fa::hopper::row_of_kernel<fa::hopper::Buffers256>("cuda/sm90/" FA_QUOTE(FA_KIND) "/d256",
-                                                      (const void *)fa::hopper::backward256),
+    ROW("/d256", false),
+    ROW("/d256/general", true),
     {},
 };

@@ -81,20 +81,29 @@ typedef struct fa_cuda_arguments {
   /* Backward: how many column blocks, and how many row blocks' ends, have been taken. Forward: how many tiles,
    * after everybody's first; or NULL: each takes those that lie a grid apart. */
   int32_t *tickets;
-  /* Of a problem with bands, which window bounds. The plans lie in the order in which their blocks are begun:
-   * the forward's row blocks and the backward's column blocks those with the most visits first, the backward's
-   * row blocks, and its column blocks in_order, by number. */
+  /* Of a problem with bands, which window bounds. The plans lie in the order in which their blocks are begun,
+   * or ended: see fa_cuda_plan_order. */
   const int32_t *bands; /* [bands_batch, num_bands, 6] */
   int32_t bands_batch, num_bands;
   fa_cuda_block_plan *row_plans;    /* [bands_batch, num_q_blocks] */
   fa_cuda_block_plan *column_plans; /* [bands_batch, num_k_blocks], of the backward */
 } fa_cuda_arguments;
 
+/* The order of the plans of a side's blocks. */
+typedef enum fa_cuda_plan_order {
+  FA_CUDA_BY_NUMBER, /* in a backward where column blocks add to dq in order */
+  FA_CUDA_BY_VISITS, /* in a forward: those with the most visits first */
+  /* In other backwards: first the blocks of the bands whose blocks have the most visits, and those of a band
+   * together, because what they read, and the dq that they add to, should stay in cache. */
+  FA_CUDA_BY_BAND,
+} fa_cuda_plan_order;
+
 /* The plan kernel's argument: plans to make of one side's blocks. */
 typedef struct fa_cuda_plan_side {
   fa_cuda_block_plan *plans;            /* [bands_batch, num_blocks] */
   int32_t num_blocks, size, other_size; /* of a block, and of one of the other side */
-  int32_t of_rows, by_number;           /* or those with the most visits first */
+  int32_t of_rows;
+  fa_cuda_plan_order order;
 } fa_cuda_plan_side;
 typedef struct fa_cuda_plans {
   fa_cuda_window window;

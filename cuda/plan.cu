@@ -28,7 +28,17 @@ __device__ inline int sum_before(int x) {
   return __reduce_add_sync(~0u, before) + sum - x;
 }
 
+// How many blocks of the other side a block visits in a band.
+template <bool OF_ROWS>
+__device__ inline int visits_in_band(const fa_cuda_plan_side &side, const fa_band &whole, const fa_band &band,
+                                     int block) {
+  const Range own = block_range(block, side.size, OF_ROWS ? whole.q_end : whole.k_end);
+  return blocks_of(seen_in_band<OF_ROWS>(band, own), side.other_size).count;
+}
+
 // Notes the visits of every block in every band. A warp takes a band, and its lanes the blocks that it touches.
+// What orders the blocks takes the place of their numbers meanwhile: their visits, or, by bands, those of the
+// longest block in any of their bands.
 template <bool OF_ROWS>
 __device__ inline void count_visits(const fa_cuda_plans &a, const fa_cuda_plan_side &side, const int32_t *bands,
                                     fa_cuda_block_plan *blocks) {
@@ -37,26 +47,32 @@ __device__ inline void count_visits(const fa_cuda_plans &a, const fa_cuda_plan_s
     const fa_band band = band_at(whole, bands + int64_t(number) * 6);
     const Range own = seen_in_band<!OF_ROWS>(band, {0, OF_ROWS ? whole.k_end : whole.q_end});
     const int end = own.begin < own.end ? (own.end + side.size - 1) / side.size : 0;
-    for (int block = own.begin / side.size + threadIdx.x % 32; block < end; block += 32) {
-      const Range seen =
-          seen_in_band<OF_ROWS>(band, block_range(block, side.size, OF_ROWS ? whole.q_end : whole.k_end));
-      if (seen.begin >= seen.end) continue;
+    const int first = own.begin / side.size + threadIdx.x % 32;
+    int most = 0;
+    for (int block = first; block < end; block += 32) {
+      const int visits = visits_in_band<OF_ROWS>(side, whole, band, block);
+      if (visits == 0) continue;
       atomicMin(&blocks[block].first_band, number);
       atomicMax(&blocks[block].end_band, number + 1);
-      atomicAdd(&blocks[block].num_visits, blocks_of(seen, side.other_size).count);
+      atomicAdd(&blocks[block].num_visits, visits);
+      if (side.order == FA_CUDA_BY_VISITS) atomicAdd(&blocks[block].block, visits);
+      most = max(most, visits);
     }
+    most = __reduce_max_sync(~0u, most);
+    if (side.order == FA_CUDA_BY_BAND)
+      for (int block = first; block < end; block += 32) atomicMax(&blocks[block].block, most);
   }
 }
 
-// Writes the plans in the order of their keys, those of a key by number, from the last to the first: with
-// causal bands, row blocks that have the same columns in common follow one another. firsts: of each key, its
-// first rank.
+// Writes the plans in the order of their keys. Those of a key lie by number, but by visits from the last to the
+// first: with causal bands, row blocks that have the same columns in common follow one another. firsts: of each
+// key, its first rank.
 __device__ inline void write_in_order(const fa_cuda_plan_side &side, const fa_cuda_block_plan *blocks,
                                       int *firsts, fa_cuda_block_plan *to) {
   firsts[threadIdx.x] = 0;
   __syncthreads();
   for (int i = threadIdx.x; i < side.num_blocks; i += FA_CUDA_PLAN_THREADS)
-    atomicAdd(firsts + key_of(blocks[i].num_visits), 1);
+    atomicAdd(firsts + key_of(blocks[i].block), 1);
   __syncthreads();
   const int before = sum_before(firsts[threadIdx.x]);
   firsts[threadIdx.x] = before;
@@ -67,8 +83,10 @@ __device__ inline void write_in_order(const fa_cuda_plan_side &side, const fa_cu
     for (int warp = 0; warp < num_warps; warp++) {  // one after the other, for an order that is always the same
       if (threadIdx.x / 32 == warp) {
         const bool there = i < side.num_blocks;
-        const fa_cuda_block_plan plan = there ? blocks[side.num_blocks - 1 - i] : fa_cuda_block_plan{};
-        const int key = there ? key_of(plan.num_visits) : -1;
+        const int number = side.order == FA_CUDA_BY_VISITS ? side.num_blocks - 1 - i : i;
+        fa_cuda_block_plan plan = there ? blocks[number] : fa_cuda_block_plan{};
+        const int key = there ? key_of(plan.block) : -1;
+        plan.block = number;
         const uint32_t same = __match_any_sync(~0u, key);
         const int earlier = __popc(same & ((1u << threadIdx.x % 32) - 1));
         int rank = there ? firsts[key] + earlier : 0;
@@ -97,20 +115,21 @@ __global__ void __launch_bounds__(FA_CUDA_PLAN_THREADS) plan(const __grid_consta
   const int32_t *bands = a.bands + int64_t(blockIdx.x) * a.num_bands * 6;
   fa_cuda_block_plan *to = side.plans + int64_t(blockIdx.x) * side.num_blocks;
   // Where they do not fit, they are made behind the plans that are to be.
-  fa_cuda_block_plan *blocks = side.num_blocks <= NUM_SHARED ? shared
-                               : side.by_number              ? to
-                                                             : to + int64_t(gridDim.x) * side.num_blocks;
-  for (int i = threadIdx.x; i < side.num_blocks; i += FA_CUDA_PLAN_THREADS) blocks[i] = {i, a.num_bands, 0, 0};
+  fa_cuda_block_plan *blocks = side.num_blocks <= NUM_SHARED     ? shared
+                               : side.order == FA_CUDA_BY_NUMBER ? to
+                                                                 : to + int64_t(gridDim.x) * side.num_blocks;
+  for (int i = threadIdx.x; i < side.num_blocks; i += FA_CUDA_PLAN_THREADS) blocks[i] = {0, a.num_bands, 0, 0};
   __syncthreads();
   if (side.of_rows)
     count_visits<true>(a, side, bands, blocks);
   else
     count_visits<false>(a, side, bands, blocks);
   __syncthreads();
-  if (!side.by_number)
+  if (side.order != FA_CUDA_BY_NUMBER)
     write_in_order(side, blocks, firsts, to);
-  else if (blocks != to)
-    for (int i = threadIdx.x; i < side.num_blocks; i += FA_CUDA_PLAN_THREADS) to[i] = blocks[i];
+  else
+    for (int i = threadIdx.x; i < side.num_blocks; i += FA_CUDA_PLAN_THREADS)
+      to[i] = {i, blocks[i].first_band, blocks[i].end_band, blocks[i].num_visits};
 }
 
 }  // namespace fa

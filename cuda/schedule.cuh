@@ -128,7 +128,7 @@ __device__ inline fa_cuda_block_plan plan_at(const fa_cuda_arguments &a, int bat
 // Whoever goes through them finds the same visits in the same order.
 template <bool GENERAL, bool OF_ROWS, int SIZE, bool ANYWHERE = false>
 struct Visits {
-  const fa_cuda_arguments &a;
+  const fa_cuda_arguments *a;  // no reference, so that one can be assigned to another
   int batch, end_band;
   Range own;
   fa_band band;    // in which this visit sees
@@ -138,7 +138,7 @@ struct Visits {
 
   // At the first visit. The plan is that of the block; without bands nobody reads it.
   __device__ Visits(const fa_cuda_arguments &a, int batch, const fa_cuda_block_plan &plan, Range own)
-      : a(a),
+      : a(&a),
         batch(batch),
         end_band(plan.end_band),
         own(own),
@@ -163,7 +163,7 @@ struct Visits {
       while (begin < last_begin) {
         const int missing = last_begin - begin;
         if (++number >= end_band) return;
-        begin = enter(band_at(a, batch, number)) - missing;
+        begin = enter(band_at(*a, batch, number)) - missing;
       }
   }
 
@@ -261,12 +261,17 @@ __device__ inline ColumnBlock column_block_of(const fa_cuda_arguments &a, int in
   return {batch_head / a.num_kv_heads, batch_head % a.num_kv_heads, index / num_heads};
 }
 
-// The persistent backward's ends of row blocks, in the order in which their column blocks are done.
-__device__ inline RowBlock finished_row_block_of(const fa_cuda_arguments &a, int index) {
+// The persistent backward's ends of row blocks, in the order in which their column blocks are done; with bands,
+// that is the order of the plans.
+template <bool GENERAL>
+__device__ inline RowBlock finished_row_block_of(const fa_cuda_arguments &a, int index,
+                                                 fa_cuda_block_plan &plan) {
   const int group = heads_per_kv(a);
   const ColumnBlock block = column_block_of(a, index, a.num_q_blocks * group);
+  const int rank = block.k_block / group;
+  if constexpr (GENERAL) plan = plan_at<true>(a, block.batch, rank);
   return {block.batch, block.kv_head * group + block.k_block % group,
-          a.num_q_blocks - 1 - block.k_block / group};
+          GENERAL ? plan.block : a.num_q_blocks - 1 - rank};
 }
 
 // A row of the backward's padded arrays [batch, num_heads, padded_rows]; batch is a.batch or more past their

@@ -44,6 +44,14 @@ __device__ inline uint32_t load_shared_word(uint32_t from) {
   asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(from) : "memory");
   return x;
 }
+__device__ inline int4 load_shared_words(uint32_t from) {
+  int4 x;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "r"(from)
+               : "memory");
+  return x;
+}
 __device__ inline float2 load_shared_pair(uint32_t from) {
   float2 x;
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(from));
