@@ -46,3 +46,10 @@ $(BUILD)/bench_merge: bench/merge.c $(LIBRARY)
 .PHONY: bench-merge
 bench-merge: $(BUILD)/bench_merge
 	$< $(BENCH_ARGS)
+
+# Attention over several GPUs by NCCL (libnccl.so.2 where the loader finds it), beside one of them. BENCH_ARGS: see
+# bench/distributed.exs.
+.PHONY: bench-distributed
+bench-distributed: RESULT := bench/results/distributed.md
+bench-distributed: elixir
+	NCCL_NVLS_ENABLE=0 $(MIX) run bench/distributed.exs $(BENCH_ARGS) | tee $(RESULT)

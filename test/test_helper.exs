@@ -16,7 +16,11 @@ missing = [
   bumblebee:
     if(!(defn? and Code.ensure_loaded?(Bumblebee)), do: "Bumblebee on Nx 0.12 or later is not installed"),
   cxx: if(!System.find_executable(System.get_env("CXX") || "c++"), do: "a C++ compiler is not installed"),
-  cuda: FlashAttention.backend_info().cuda
+  cuda: FlashAttention.backend_info().cuda,
+  several_gpus:
+    if(Enum.count(FlashAttention.backend_info().devices, &match?({:cuda, _}, &1.device)) < 2,
+      do: "there are no two GPUs"
+    )
 ]
 
 excluded = for {tag, reason} when is_binary(reason) <- missing, do: {tag, reason}
