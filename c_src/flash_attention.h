@@ -552,6 +552,14 @@ typedef struct fa_measurements {
 FA_API fa_status fa_run_anywhere(const fa_plan *plan, const fa_tensors *tensors, const fa_placement *placement,
                                  fa_measurements *measurements, fa_error *error);
 
+/* The same on several devices of the plan's kind: batches, or the heads of a single batch, are divided among
+ * them, and each has its own way over the bus. Results are those of one device, bit for bit: nothing that a
+ * result sums over is divided, and so a backward of several batches that gives dsink runs on the first device
+ * alone. Tensors that lie on a device go to the others from there; what writes them must be done. */
+#define FA_MAX_DEVICES 64
+FA_API fa_status fa_run_on_devices(const fa_plan *plan, const fa_device *devices, int32_t num_devices,
+                                   const fa_tensors *tensors, fa_measurements *measurements, fa_error *error);
+
 /* ---------------------------------------------------------------------------------------------------
  * Parts: attention over some of the keys, merged to attention over all of them; sinks for any attention
  * ------------------------------------------------------------------------------------------------- */

@@ -65,6 +65,9 @@ defmodule FlashAttention do
   by then; who computes others on another stream waits for that first. Results are complete when the call returns. A
   GPU's memory that runs out is an error that says how much was asked for and is free.
 
+  With `device: [{:cuda, 0}, {:cuda, 1}]`, or `:all` of them, the GPUs divide the batches or heads of a call among them, and
+  each copies over its own bus. For sequences too long for one GPU see `FlashAttention.Distributed`.
+
   `FlashAttention.Telemetry` tells what was moved and how long it took.
 
   ## Errors
@@ -454,7 +457,8 @@ defmodule FlashAttention do
   # The outputs, and the states of a forward that keeps them.
   defp run(pass, inputs, %{devices: [device | others]} = options) do
     with {:ok, tensors, names} <- inputs |> with_optional(options) |> to_native(device),
-         {:ok, outputs, kept} <- Telemetry.run(pass, tensors, options.native, device, placement(options)) do
+         devices = options.several || device,
+         {:ok, outputs, kept} <- Telemetry.run(pass, tensors, options.native, devices, placement(options)) do
       states = %States{tensors: kept, names: names, native: options.native, device: device}
       {:ok, from_native(outputs, inputs[:q], names), states}
     else

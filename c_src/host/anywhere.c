@@ -1,5 +1,6 @@
 /* fa_run_anywhere runs a plan on tensors wherever they lie. Those that the device cannot use where they are go
  * through its memory and back, slice by slice, while it computes. */
+#include <stdlib.h>
 #include <string.h>
 
 #include "../core/arena.h"
@@ -8,26 +9,28 @@
 #include "../core/error.h"
 #include "../core/problem.h"
 #include "../core/tensors.h"
+#include "../core/threads.h"
 #include "lane.h"
 #include "pack.h"
 #include "slices.h"
 
 /* Where a tensor of the pass is. One arena has all of the device's memory that only the call needs. */
 typedef struct tensor_place {
-  fa_tensor_role role; /* FA_ROLE_NONE also where the tensor is empty */
-  bool copied;         /* whether the tensor crosses the bus, */
-  bool staged;         /* whether it does so through pinned memory, */
-  bool packs;          /* and whether as packed rows (host/pack.h), which become f32 again on the device */
-  size_t bytes;
-  fa_tensor given, device; /* the caller's tensor, and the one that slices read or write on the device */
-  char *packed;            /* the packed rows on the device */
-  void *kept;              /* where the caller wants a tensor that lies on the device as well */
-  size_t apart_bytes;      /* the size of the largest slice's results that lie apart in the whole: */
-  void *apart;             /* they are computed here and then put in place */
+  fa_tensor_role role;      /* FA_ROLE_NONE also where the tensor is empty */
+  bool copied;              /* whether the tensor crosses the bus, */
+  bool staged;              /* whether it does so through pinned memory, */
+  bool packs;               /* and whether as packed rows (host/pack.h), which become f32 again on the device */
+  size_t bytes, part_bytes; /* of the whole, and of what this device has of it */
+  fa_tensor given, device;  /* the caller's tensor, and the one that slices read or write on the device */
+  char *packed;             /* the packed rows on the device */
+  void *kept;               /* where the caller wants a tensor that lies on the device as well */
+  size_t apart_bytes;       /* the size of the largest slice's results that lie apart in the whole: */
+  void *apart;              /* they are computed here and then put in place */
 } tensor_place;
 
 typedef struct host_run {
   const fa_plan *plan;
+  fa_extent part; /* of the problem, that this device computes: all of it, or what others leave */
   const fa_placement *placement;
   fa_measurements *measured;
   fa_heap *heap;
@@ -46,6 +49,11 @@ static size_t packed_bytes(const fa_problem *p, size_t bytes) {
 }
 
 static bool is_output(const host_run *run, int id) { return run->tensors[id].role == FA_ROLE_OUTPUT; }
+
+/* The extent's region of a tensor with this one's strides. */
+static fa_region region_of(const host_run *run, const fa_extent *extent, int id, const fa_tensor *tensor) {
+  return fa_region_of(&run->plan->problem, extent, id, tensor);
+}
 
 /* ---- where tensors are --------------------------------------------------------------------------------- */
 
@@ -86,10 +94,12 @@ static fa_status find_tensor(host_run *run, const fa_tensors *given, int id, fa_
   if (status) return status;
   t->copied = true;
   t->staged = place == FA_PLACE_HOST;
-  if (t->staged) run->pageable_bytes += t->bytes;
   t->device = fa_tensor_contiguous(problem, id, wanted);
+  const fa_region region = region_of(run, &run->part, id, &t->device);
+  t->part_bytes = region.num_rows * region.row_bytes;
+  if (t->staged) run->pageable_bytes += t->part_bytes;
   *(is_output(run, id) ? &run->measured->bytes_from_device : &run->measured->bytes_to_device) +=
-      (int64_t)t->bytes;
+      (int64_t)t->part_bytes;
   return FA_STATUS_OK;
 }
 
@@ -125,22 +135,18 @@ static fa_status plan_slice(host_run *run, int number, fa_error *error) {
 
 static fa_status cut(host_run *run, fa_error *error) {
   const int64_t bytes_moved = run->measured->bytes_to_device + run->measured->bytes_from_device;
-  fa_cut(&run->plan->problem, run->plan->pass, bytes_moved, (int64_t)run->pageable_bytes, &run->slices);
+  fa_cut(&run->plan->problem, &run->part, run->plan->pass, bytes_moved, (int64_t)run->pageable_bytes,
+         &run->slices);
   fa_status status = FA_STATUS_OK;
   for (int i = 0; !status && i < run->slices.count; i++) status = plan_slice(run, i, error);
   return status;
-}
-
-/* The extent's region of a tensor with this one's strides. */
-static fa_region region_of(const host_run *run, const fa_extent *extent, int id, const fa_tensor *tensor) {
-  return fa_region_of(&run->plan->problem, extent, id, tensor);
 }
 
 /* ---- one slice after the other, on three streams -------------------------------------------------------- */
 
 /* Whether an earlier slice has brought this one's elements of the tensor. */
 static bool is_there(const host_run *run, int number, int id) {
-  return fa_is_there_before(&run->plan->problem, &run->slices.at[number].own, id);
+  return fa_is_there_before(&run->plan->problem, &run->part, &run->slices.at[number].own, id);
 }
 
 static fa_rows rows_in(const fa_tensor *tensor, const fa_region *region) {
@@ -388,7 +394,7 @@ static void choose_packed(host_run *run) {
   for (int i = 0; i < 4; i++) {
     tensor_place *t = &run->tensors[operands[i]];
     t->packs = t->role == FA_ROLE_INPUT && t->staged;
-    if (t->packs) run->measured->bytes_to_device -= (int64_t)(t->bytes - packed_bytes(p, t->bytes));
+    if (t->packs) run->measured->bytes_to_device -= (int64_t)(t->part_bytes - packed_bytes(p, t->part_bytes));
   }
 }
 
@@ -479,13 +485,88 @@ static fa_status run_in_host_memory(host_run *run, const fa_tensors *given, fa_e
   return status;
 }
 
+static host_run begin_run(const fa_plan *plan, const fa_placement *placement, fa_measurements *measured) {
+  static const fa_placement nowhere;
+  *measured = (fa_measurements){0};
+  return (host_run){.plan = plan,
+                    .placement = placement ? placement : &nowhere,
+                    .measured = measured,
+                    .part = fa_whole_extent(&plan->problem)};
+}
+
+static bool has_own_memory(const fa_plan *plan) { return ((const fa_backend *)plan->backend)->memory != NULL; }
+
 fa_status fa_run_anywhere(const fa_plan *plan, const fa_tensors *tensors, const fa_placement *placement,
                           fa_measurements *measurements, fa_error *error) {
   fa_measurements unread;
-  host_run run = {.plan = plan,
-                  .placement = placement ? placement : &(fa_placement){0},
-                  .measured = measurements ? measurements : &unread};
-  *run.measured = (fa_measurements){0};
-  const bool has_own_memory = ((const fa_backend *)plan->backend)->memory != NULL;
-  return (has_own_memory ? run_on_device : run_in_host_memory)(&run, tensors, error);
+  host_run run = begin_run(plan, placement, measurements ? measurements : &unread);
+  return (has_own_memory(plan) ? run_on_device : run_in_host_memory)(&run, tensors, error);
+}
+
+/* ---- several devices ------------------------------------------------------------------------------------- */
+
+typedef struct device_part {
+  fa_plan plan;
+  fa_extent part;
+  const fa_tensors *tensors;
+  fa_measurements measured;
+  fa_status status;
+  fa_error error;
+} device_part;
+
+static void run_part(void *context, int64_t task, int worker) {
+  (void)worker;
+  device_part *part = (device_part *)context + task;
+  host_run run = begin_run(&part->plan, NULL, &part->measured);
+  run.part = part->part;
+  part->status = run_on_device(&run, part->tensors, &part->error);
+}
+
+static fa_status check_devices(const fa_plan *plan, const fa_device *devices, int32_t num_devices,
+                               fa_error *error) {
+  if (num_devices < 1 || num_devices > FA_MAX_DEVICES)
+    return fa_fail(error, FA_STATUS_INVALID_ARGUMENT, "device", FA_TEXT("1 to %d devices", FA_MAX_DEVICES),
+                   FA_TEXT("%d", num_devices));
+  for (int32_t i = 0; i < num_devices; i++)
+    if (devices[i].kind != plan->device.kind)
+      return fa_fail(
+          error, FA_STATUS_INVALID_ARGUMENT, "device", "devices of one kind",
+          FA_TEXT("%s and %s", fa_device_kind_name(plan->device.kind), fa_device_kind_name(devices[i].kind)));
+  return FA_STATUS_OK;
+}
+
+/* The first error counts; measurements add up, but kernels of several devices run at the same time. */
+static fa_status gather(const device_part *parts, int32_t count, fa_measurements *measured, fa_error *error) {
+  *measured = (fa_measurements){0};
+  for (const device_part *part = parts; part < parts + count; part++) {
+    if (part->status) {
+      if (error) *error = part->error;
+      return part->status;
+    }
+    measured->bytes_to_device += part->measured.bytes_to_device;
+    measured->bytes_from_device += part->measured.bytes_from_device;
+    if (part->measured.kernel_seconds > measured->kernel_seconds)
+      measured->kernel_seconds = part->measured.kernel_seconds;
+  }
+  return fa_succeed(error);
+}
+
+fa_status fa_run_on_devices(const fa_plan *plan, const fa_device *devices, int32_t num_devices,
+                            const fa_tensors *tensors, fa_measurements *measurements, fa_error *error) {
+  fa_measurements unread;
+  fa_extent extents[FA_MAX_DEVICES];
+  fa_status status = check_devices(plan, devices, num_devices, error);
+  if (status) return status;
+  if (!has_own_memory(plan)) return fa_run_anywhere(plan, tensors, NULL, measurements, error);
+  const int32_t count = fa_split(&plan->problem, plan->pass, num_devices, extents);
+  device_part *parts = calloc((size_t)count, sizeof *parts);
+  if (!parts) return fa_fail_message(error, FA_STATUS_OUT_OF_MEMORY, "", "no memory for a call's parts");
+  for (int32_t i = 0; i < count; i++) {
+    parts[i] = (device_part){.plan = *plan, .part = extents[i], .tensors = tensors};
+    parts[i].plan.device = devices[i];
+  }
+  fa_parallel_for(count, 0, count, run_part, parts);
+  status = gather(parts, count, measurements ? measurements : &unread, error);
+  free(parts);
+  return status;
 }

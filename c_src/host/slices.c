@@ -203,8 +203,8 @@ static void stage_together(const cutting *c, fa_slices *slices) {
 /* Nothing hides the last slice's kernel and way down, nor the first one's way up and kernel: these slices are
  * smaller. The first one's matter where the way down takes longest, which is not so where the processor copies
  * what comes up. */
-void fa_cut(const fa_problem *problem, fa_pass pass, int64_t bytes_moved, int64_t pageable_bytes,
-            fa_slices *slices) {
+static void cut_problem(const fa_problem *problem, fa_pass pass, int64_t bytes_moved, int64_t pageable_bytes,
+                        fa_slices *slices) {
   cutting c = {.problem = problem, .bytes_moved = bytes_moved, .pageable_bytes = pageable_bytes};
   find_cuts(&c, pass);
   slices->count = 0;
@@ -212,13 +212,45 @@ void fa_cut(const fa_problem *problem, fa_pass pass, int64_t bytes_moved, int64_
   if (wanted > 1)
     cut_equally(&c, wanted, slices);
   else
-    slices->at[slices->count++].own = (fa_extent){
-        .num_batches = problem->batch, .num_heads = problem->num_kv_heads, .num_rows = problem->seqlen_q};
+    slices->at[slices->count++].own = fa_whole_extent(problem);
   for (bool halved = wanted > 1; halved;) {
     halved = halve(&c, slices->count - 1, slices);
     if (!is_mostly_staged(&c)) halved |= halve(&c, 0, slices);
   }
   stage_together(&c, slices);
+}
+
+static void move(fa_extent *extent, const fa_extent *part) {
+  extent->first_batch += part->first_batch;
+  extent->first_head += part->first_head;
+}
+
+void fa_cut(const fa_problem *problem, const fa_extent *part, fa_pass pass, int64_t bytes_moved,
+            int64_t pageable_bytes, fa_slices *slices) {
+  const fa_problem own = fa_problem_of(problem, part);
+  cut_problem(&own, pass, bytes_moved, pageable_bytes, slices);
+  for (fa_slice *slice = slices->at; slice < slices->at + slices->count; slice++)
+    move(&slice->own, part), move(&slice->staged, part);
+}
+
+/* ---- devices --------------------------------------------------------------------------------------------- */
+
+int32_t fa_split(const fa_problem *problem, fa_pass pass, int32_t num_devices, fa_extent *parts) {
+  cutting c = {.problem = problem};
+  find_cuts(&c, pass);
+  const bool cuts_heads = problem->batch == 1 && c.heads, cuts_batches = problem->batch > 1 && c.batches;
+  const int64_t most = cuts_heads ? problem->num_kv_heads : cuts_batches ? problem->batch : 1;
+  const int64_t count = fa_min(num_devices, most);
+  for (int64_t i = 0; i < count; i++) {
+    fa_extent *part = &parts[i];
+    *part = fa_whole_extent(problem);
+    int64_t *first = cuts_heads ? &part->first_head : &part->first_batch;
+    int64_t *size = cuts_heads ? &part->num_heads : &part->num_batches;
+    const int64_t all = *size;
+    *first = all * i / count;
+    *size = all * (i + 1) / count - *first;
+  }
+  return (int32_t)count;
 }
 
 /* ---- an extent as a problem ------------------------------------------------------------------------------ */
@@ -232,6 +264,11 @@ static void leave_rows(fa_problem *p, const fa_extent *own) {
   p->seqlen_k -= rows_after - seen;
   p->window_right -= seen, p->window_left += seen;
   fa_problem_canonicalise(p);
+}
+
+fa_extent fa_whole_extent(const fa_problem *problem) {
+  return (fa_extent){
+      .num_batches = problem->batch, .num_heads = problem->num_kv_heads, .num_rows = problem->seqlen_q};
 }
 
 fa_problem fa_problem_of(const fa_problem *whole, const fa_extent *own) {
@@ -294,8 +331,8 @@ bool fa_lies_apart(const fa_problem *problem, const fa_extent *extent, int id) {
   return !fa_is_strided(id) && fa_region_of(problem, extent, id, &(fa_tensor){0}).num_rows > 1;
 }
 
-bool fa_is_there_before(const fa_problem *problem, const fa_extent *extent, int id) {
-  return (extent->first_batch > 0 && !fa_varies_along(problem, id, FA_AXIS_BATCH)) ||
-         (extent->first_head > 0 && !varies_with_heads(problem, id)) ||
-         (extent->first_row > 0 && !varies_with_rows(problem, id));
+bool fa_is_there_before(const fa_problem *problem, const fa_extent *part, const fa_extent *extent, int id) {
+  return (extent->first_batch > part->first_batch && !fa_varies_along(problem, id, FA_AXIS_BATCH)) ||
+         (extent->first_head > part->first_head && !varies_with_heads(problem, id)) ||
+         (extent->first_row > part->first_row && !varies_with_rows(problem, id));
 }

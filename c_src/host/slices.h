@@ -34,15 +34,19 @@ typedef struct fa_slice {
   fa_extent staged; /* what the processor copies for it, which may be later slices' as well; or no heads */
 } fa_slice;
 
-/* In the order of batches, heads and rows; together they are the whole problem. */
+/* In the order of batches, heads and rows; together they are the part. */
 typedef struct fa_slices {
   fa_slice at[FA_MAX_SLICES];
   int count;
 } fa_slices;
 
-/* Cuts a call that moves so many bytes, some of them from or to pageable memory. */
-void fa_cut(const fa_problem *problem, fa_pass pass, int64_t bytes_moved, int64_t pageable_bytes,
-            fa_slices *slices);
+/* Splits a problem among so many devices: batches, or the heads of a single one, as extents have them; not what
+ * an output sums over. Returns how many have a part. */
+int32_t fa_split(const fa_problem *problem, fa_pass pass, int32_t num_devices, fa_extent *parts);
+
+/* Cuts a part of a call, that moves so many bytes, some of them from or to pageable memory. */
+void fa_cut(const fa_problem *problem, const fa_extent *part, fa_pass pass, int64_t bytes_moved,
+            int64_t pageable_bytes, fa_slices *slices);
 
 /* The extent as a problem, canonical, whose origin says where it lies in the whole. */
 fa_problem fa_problem_of(const fa_problem *whole, const fa_extent *own);
@@ -58,8 +62,11 @@ fa_region fa_region_of(const fa_problem *problem, const fa_extent *extent, int i
  * cannot take it where it lies. */
 bool fa_lies_apart(const fa_problem *problem, const fa_extent *extent, int id);
 
-/* Whether slices before this extent's have had all of its elements of a tensor already, as where the tensor
- * does not vary from one batch, head or row to the next. */
-bool fa_is_there_before(const fa_problem *problem, const fa_extent *extent, int id);
+/* Whether slices of the part before this extent's have had all of its elements of a tensor already, as where
+ * the tensor does not vary from one batch, head or row to the next. */
+bool fa_is_there_before(const fa_problem *problem, const fa_extent *part, const fa_extent *extent, int id);
+
+/* The whole problem as an extent. */
+fa_extent fa_whole_extent(const fa_problem *problem);
 
 #endif

@@ -11,6 +11,8 @@ typedef struct nif_call {
   fa_error error;
 
   int pass;
+  fa_device devices[FA_MAX_DEVICES];
+  int32_t num_devices;
   fa_problem problem;
   fa_plan plan;
   fa_tensors tensors;
@@ -73,14 +75,35 @@ static bool read_placement(nif_call *call, ERL_NIF_TERM placement) {
          read_choice(call, placement, "keep", "false", "true", &call->keep);
 }
 
+/* A device, or a list of several. */
+static bool read_devices(nif_call *call, ERL_NIF_TERM term) {
+  unsigned count;
+  if (!enif_get_list_length(call->env, term, &count)) {
+    call->num_devices = 1;
+    return fa_get_device(call->env, term, &call->devices[0], &call->error);
+  }
+  if (count < 1 || count > FA_MAX_DEVICES)
+    return fa_reject_term(call->env, &call->error, "device", "a list of 1 to 64 devices", term);
+  ERL_NIF_TERM head;
+  bool read = true;
+  while (read && enif_get_list_cell(call->env, term, &head, &term))
+    read = fa_get_device(call->env, head, &call->devices[call->num_devices++], &call->error);
+  return read;
+}
+
+static bool check_placement(nif_call *call) {
+  if (call->num_devices == 1 || !(call->results_on_device || call->keep)) return true;
+  return fa_reject(&call->error, FA_STATUS_INVALID_ARGUMENT, "device", "one where something stays on it",
+                   "several");
+}
+
 static bool plan(nif_call *call, const ERL_NIF_TERM argv[]) {
-  fa_device device;
   fa_problem_init(&call->problem);
   return fa_get_choice(call->env, argv[0], fa_atom.passes, FA_NUM_PASSES, "pass", &call->pass, &call->error) &&
          read_tensors(call, argv[1]) && fa_get_options(call->env, argv[2], &call->problem, &call->error) &&
-         fa_get_device(call->env, argv[3], &device, &call->error) && read_placement(call, argv[4]) &&
+         read_devices(call, argv[3]) && read_placement(call, argv[4]) && check_placement(call) &&
          fa_problem_set_shapes(&call->problem, call->pass, call->given, &call->error) == FA_STATUS_OK &&
-         fa_plan_init(&call->plan, &call->problem, call->pass, device, &call->error) == FA_STATUS_OK;
+         fa_plan_init(&call->plan, &call->problem, call->pass, call->devices[0], &call->error) == FA_STATUS_OK;
 }
 
 /* ---- inputs -------------------------------------------------------------------------------------------- */
@@ -246,12 +269,19 @@ static void release(nif_call *call) {
   }
 }
 
+static bool run(nif_call *call) {
+  const fa_status status =
+      call->num_devices > 1
+          ? fa_run_on_devices(&call->plan, call->devices, call->num_devices, &call->tensors, &call->measured,
+                              &call->error)
+          : fa_run_anywhere(&call->plan, &call->tensors, &call->placement, &call->measured, &call->error);
+  return status == FA_STATUS_OK;
+}
+
 ERL_NIF_TERM fa_nif_execute(ErlNifEnv *env, int argc, const ERL_NIF_TERM argv[]) {
   (void)argc;
   nif_call call = {.env = env};
-  bool done =
-      plan(&call, argv) && bind_inputs(&call) && allocate(&call) &&
-      fa_run_anywhere(&call.plan, &call.tensors, &call.placement, &call.measured, &call.error) == FA_STATUS_OK;
+  const bool done = plan(&call, argv) && bind_inputs(&call) && allocate(&call) && run(&call);
   ERL_NIF_TERM result = done ? make_results(&call) : fa_make_error(env, &call.error);
   release(&call);
   return result;

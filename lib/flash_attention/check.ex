@@ -86,7 +86,7 @@ defmodule FlashAttention.Check do
     do: Enum.all?(results, &(&1.outcome != :failed)) and Enum.any?(results, &(&1.outcome == :passed))
 
   defp device!(device) do
-    case Options.parse(device: device) do
+    case Options.parse([device: device], [:device]) do
       {:ok, options} -> hd(options.devices)
       {:error, error} -> raise error
     end

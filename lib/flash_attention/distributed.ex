@@ -99,7 +99,7 @@ defmodule FlashAttention.Distributed do
 
   defp new_group(name, rank, num_ranks, opts) do
     with :ok <- check_keys(opts, [:device, :transport, :timeout]),
-         {:ok, %{devices: [device | _]}} <- Options.parse(Keyword.take(opts, [:device])),
+         {:ok, %{devices: [device | _]}} <- Options.parse(Keyword.take(opts, [:device]), [:device]),
          {:ok, transport} <- one_of(:transport, opts[:transport] || :messages, @transports),
          {:ok, timeout} <- check_timeout(opts[:timeout] || @timeout) do
       {:ok,

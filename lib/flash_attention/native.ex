@@ -106,7 +106,8 @@ defmodule FlashAttention.Native do
   As `run/4`, with a say in where results stay.
 
   Returns what the pass gave, with `keep: true` what it keeps for `:backward` (inputs and outputs by name, for a
-  pass with `dout` beside them), and what was measured. On a CPU everything is a binary, whatever is asked for.
+  pass with `dout` beside them), and what was measured. On a CPU everything is a binary, whatever is asked for. Several
+  devices of one kind divide the batches or heads; nothing stays on them.
 
       iex> one = {<<1.0::float-32-native>>, {:f, 32}, {1, 1, 1, 1}}
       iex> {:ok, _outputs, kept, measurements} =
@@ -114,7 +115,7 @@ defmodule FlashAttention.Native do
       iex> {Enum.sort(Map.keys(kept)), kept.q == one, measurements.bytes_to_device}
       {[:k, :lse, :o, :q, :v], true, 0}
   """
-  @spec execute(pass, tensors, [option], device, placement) ::
+  @spec execute(pass, tensors, [option], device | [device, ...], placement) ::
           {:ok, tensors, kept :: tensors, measurements} | {:error, error}
   def execute(pass, tensors, options, device, placement),
     do: once_loaded(:execute, [pass, tensors, options, device, placement])

@@ -81,7 +81,7 @@ defmodule FlashAttention.Options do
       default: :auto,
       doc:
         "Where to compute; `:auto` is the first CUDA device where there is one that takes the problem, and else " <>
-          "the CPU."
+          "the CPU. Several devices divide the batches or heads of tensors of the host's memory among them; `:all` is every GPU."
     ],
     precision: [
       type: {:in, [:highest, :high, :default]},
@@ -126,6 +126,7 @@ defmodule FlashAttention.Options do
   @type parsed :: %{
           native: [FlashAttention.Native.option()],
           devices: [FlashAttention.Native.device(), ...],
+          several: [FlashAttention.Native.device()] | nil,
           tensors: %{optional(atom) => FlashAttention.TensorLike.t() | FlashAttention.Mask.t()},
           keep: :device | nil,
           results: :host | :device
@@ -149,8 +150,9 @@ defmodule FlashAttention.Options do
     with :ok <- check_keyword(opts), :ok <- check_values(opts, keys) do
       values = Map.new(@schema, fn {key, row} -> {key, value(opts, key, row)} end)
       tensors = for {name, key} <- @tensors, tensor = values[key], into: %{}, do: {name, tensor}
-      parsed = %{native: native(values), devices: devices(values.device), tensors: tensors}
-      {:ok, values |> Map.take([:keep, :results]) |> Map.merge(parsed)}
+      {devices, several} = devices(values.device)
+      parsed = %{native: native(values), devices: devices, several: several, tensors: tensors}
+      values |> Map.take([:keep, :results]) |> Map.merge(parsed) |> check_several(keys)
     end
   end
 
@@ -202,6 +204,18 @@ defmodule FlashAttention.Options do
     any_of(for {key, row} <- @schema, do: {key, {:|, [], [describe(row[:type]).spec, nil]}})
   end
 
+  # What lies on a device lies on one, and only calls that have the choice can have several.
+  defp check_several(%{several: nil} = parsed, _keys), do: {:ok, parsed}
+
+  defp check_several(%{several: devices, keep: nil, results: :host} = parsed, keys) do
+    if :results in keys,
+      do: {:ok, parsed},
+      else: {:error, Error.invalid(:device, "one device", Error.show(devices))}
+  end
+
+  defp check_several(%{several: devices}, _keys),
+    do: {:error, Error.invalid(:device, "one device where something stays on it", Error.show(devices))}
+
   defp check_keyword(opts) do
     if Keyword.keyword?(opts),
       do: :ok,
@@ -240,8 +254,14 @@ defmodule FlashAttention.Options do
   defp valid?(:mask, value), do: is_struct(value, FlashAttention.Mask)
   defp valid?({:in, choices}, value), do: value in choices
   defp valid?(:device, {kind, index}), do: kind in @kinds and is_integer(index) and index >= 0
+
+  defp valid?(:device, [{kind, _index} | _] = devices),
+    do:
+      not List.improper?(devices) and Enum.uniq(devices) == devices and
+        Enum.all?(devices, &(match?({^kind, _}, &1) and valid?(:device, &1)))
+
   # The reference is the naive implementation that tests measure the others against.
-  defp valid?(:device, device), do: device in [:auto, :reference | @kinds]
+  defp valid?(:device, device), do: device in [:auto, :all, :reference | @kinds]
 
   defp expected(:scale, %_{}),
     do: describe(:scale).expected <> " (for a tensor: multiply q by it, with scale: 1)"
@@ -287,12 +307,13 @@ defmodule FlashAttention.Options do
   end
 
   defp describe(:device) do
-    names = Enum.map([:auto | @kinds], &inspect/1)
+    names = Enum.map([:auto, :all | @kinds], &inspect/1)
+    one = for kind <- @kinds, do: {kind, quote(do: non_neg_integer)}
 
     %{
-      expected: Enum.join(names, ", ") <> " or {kind, index}",
-      doc: Enum.map_join(names ++ ["{kind, index}"], ", ", &"`#{&1}`"),
-      spec: any_of([:auto | @kinds] ++ for(kind <- @kinds, do: {kind, quote(do: non_neg_integer)}))
+      expected: Enum.join(names, ", ") <> ", {kind, index} or a list of those of one kind",
+      doc: Enum.map_join(names ++ ["{kind, index}", "[{kind, index}, ...]"], ", ", &"`#{&1}`"),
+      spec: any_of([:auto, :all | @kinds] ++ one ++ [quote(do: [{atom, non_neg_integer}])])
     }
   end
 
@@ -320,9 +341,13 @@ defmodule FlashAttention.Options do
   defp window_length(side) when is_integer(side) and side > 0x4000_0000_0000_0000, do: :infinity
   defp window_length(side), do: side
 
-  defp devices({kind, index}), do: [{kind, index}]
-  defp devices(:auto), do: found(:auto)
-  defp devices(kind), do: [{kind, 0}]
+  # The devices to try, one after the other; or the first of several, and all of those.
+  defp devices([device]), do: {[device], nil}
+  defp devices([device | _] = several), do: {[device], several}
+  defp devices({kind, index}), do: {[{kind, index}], nil}
+  defp devices(:auto), do: {found(:auto), nil}
+  defp devices(:all), do: devices(found(:all))
+  defp devices(kind), do: {[{kind, 0}], nil}
 
   # Looking for GPUs takes milliseconds; which there are does not change. There is no device at all until the library
   # is loaded.
@@ -332,7 +357,8 @@ defmodule FlashAttention.Options do
     %{devices: devices, kinds: kinds} = FlashAttention.Native.backend_info()
     own = for %{kind: kind, has_own_memory: true} <- kinds, do: kind
     first = for kind <- own, Enum.any?(devices, &(&1.kind == kind)), do: {kind, 0}
-    found = %{own_memory: own, auto: first ++ [cpu: 0]}
+    all = for {kind, 0} <- first, %{kind: ^kind, index: index} <- devices, do: {kind, index}
+    found = %{own_memory: own, auto: first ++ [cpu: 0], all: if(all == [], do: [cpu: 0], else: all)}
     if devices != [], do: for({key, value} <- found, do: :persistent_term.put({__MODULE__, key}, value))
     found
   end

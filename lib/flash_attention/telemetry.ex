@@ -11,7 +11,7 @@ defmodule FlashAttention.Telemetry do
 
   Times are in native units (`System.convert_time_unit/3`). `kernel_time` is how long the device computed; bytes are
   those that crossed the bus, 0 on the CPU. Metadata of both: `pass` (`:forward` or `:backward`), `device` (such as
-  `{:cuda, 0}`), `type` and `shape` of q, and `error` of the second: `nil`, or the `FlashAttention.Error`, whose
+  `{:cuda, 0}`, or a list of several), `type` and `shape` of q, and `error` of the second: `nil`, or the `FlashAttention.Error`, whose
   measurements are 0. Where `device: :auto` goes on to another device, that one has events of its own.
 
       :telemetry.attach("log", [:flash_attention, :run, :stop], fn _event, measurements, metadata, _config ->
@@ -25,7 +25,13 @@ defmodule FlashAttention.Telemetry do
   @nothing_measured %{bytes_to_device: 0, bytes_from_device: 0, kernel_seconds: 0.0}
 
   @doc false
-  @spec run(Native.pass(), Native.tensors(), [Native.option()], Native.device(), Native.placement()) ::
+  @spec run(
+          Native.pass(),
+          Native.tensors(),
+          [Native.option()],
+          Native.device() | [Native.device()],
+          Native.placement()
+        ) ::
           {:ok, Native.tensors(), Native.tensors()} | {:error, Error.t()}
   def run(pass, tensors, options, device, placement) do
     metadata = metadata(pass, tensors, device)

@@ -5,10 +5,11 @@
 #include <string.h>
 
 #include "../../c_src/core/error.h"
+#include "../../c_src/core/tensors.h"
 #include "../../c_src/host/pack.h"
 #include "../../c_src/cpu/half.h"
 
-struct fake_settings fake_settings = {SIZE_MAX, SIZE_MAX, -1, FA_STATUS_OK};
+struct fake_settings fake_settings = {SIZE_MAX, SIZE_MAX, -1, -1, FA_STATUS_OK};
 
 /* ---- state, all under one mutex ------------------------------------------------------------------------ */
 
@@ -20,6 +21,7 @@ typedef struct fake_block {
 } fake_block;
 
 typedef struct fake_event {
+  int32_t index;
   long recorded, done; /* how often: enqueued, and reached by its stream */
 } fake_event;
 
@@ -39,6 +41,7 @@ typedef struct fake_work {
 } fake_work;
 
 typedef struct fake_stream {
+  int32_t index; /* -1: the default stream, of all devices */
   fake_work *first, **last;
   bool busy;
   struct fake_stream *next;
@@ -47,7 +50,7 @@ typedef struct fake_stream {
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
 static fake_block *blocks;
-static fake_stream *streams, default_stream = {NULL, &default_stream.first, false, NULL};
+static fake_stream *streams, default_stream = {-1, NULL, &default_stream.first, false, NULL};
 static fake_state state;
 static int num_waiting; /* threads, for an event or a stream */
 
@@ -58,10 +61,11 @@ fake_state fake_get_state(void) {
   return copy;
 }
 
-static fa_status may_fail(fa_error *error) {
+static fa_status may_fail(int32_t index, fa_error *error) {
   pthread_mutex_lock(&mutex);
-  const bool fails = fake_settings.fail_at == 0;
-  if (fake_settings.fail_at >= 0) fake_settings.fail_at--;
+  const bool counts = fake_settings.fail_device < 0 || fake_settings.fail_device == index;
+  const bool fails = counts && fake_settings.fail_at == 0;
+  if (counts && fake_settings.fail_at >= 0) fake_settings.fail_at--;
   pthread_mutex_unlock(&mutex);
   return fails ? fa_fail_message(error, fake_settings.failure, "device", "the fake GPU was told to fail")
                : FA_STATUS_OK;
@@ -70,7 +74,7 @@ static fa_status may_fail(fa_error *error) {
 /* ---- memory ------------------------------------------------------------------------------------------- */
 
 static fa_status add_block(int32_t index, size_t bytes, void **memory, fa_error *error) {
-  fa_status status = may_fail(error);
+  fa_status status = may_fail(index, error);
   if (status) return status;
   size_t *held = index < 0 ? &state.pinned_bytes : &state.device_bytes;
   pthread_mutex_lock(&mutex);
@@ -124,7 +128,7 @@ static fa_status available(int32_t index, size_t *free_bytes, size_t *total_byte
   pthread_mutex_lock(&mutex);
   state.is_awake[index] = true;
   pthread_mutex_unlock(&mutex);
-  const fa_status status = may_fail(error);
+  const fa_status status = may_fail(index, error);
   *free_bytes = *total_bytes = status ? 0 : (size_t)1 << 40;
   return status;
 }
@@ -246,13 +250,27 @@ static void start(void) {
   is_started = true;
 }
 
-static void enqueue(fake_stream *stream, fake_work work) {
+static bool is_of_device(const fake_work *work, int32_t index) {
+  if (work->kind == RECORD || work->kind == WAIT) return work->event->index == index;
+  for (int id = 0; work->kind == RUN && id < FA_NUM_TENSORS; id++) {
+    const void *data = fa_tensor_get(&work->tensors, id)->data;
+    if (data && fa_tensor_shape(&work->plan.problem, id).size_bytes > 0 &&
+        fa_tensor_role_in(&work->plan.problem, work->plan.pass, id) != FA_ROLE_NONE &&
+        place_of(index, data) != FA_PLACE_DEVICE)
+      return false;
+  }
+  return true;
+}
+
+static void enqueue(int32_t index, fake_stream *stream, fake_work work) {
   if (!stream) stream = &default_stream;
   fake_work *copy = malloc(sizeof *copy);
   *copy = work;
   copy->next = NULL;
   pthread_mutex_lock(&mutex);
   start();
+  state.num_trespasses += (stream->index >= 0 && stream->index != index) || !is_of_device(&work, index);
+  if (work.kind == RUN) state.num_runs_of[index]++;
   if (work.kind == RECORD) work.event->recorded++;
   if (work.kind == WAIT) copy->target = work.event->recorded;
   if (work.kind == RUN) state.problems[state.num_runs++ % FAKE_PROBLEMS] = work.plan.problem;
@@ -266,10 +284,10 @@ static void enqueue(fake_stream *stream, fake_work work) {
  */
 
 static fa_status stream_new(int32_t index, void **stream, fa_error *error) {
-  (void)index;
-  fa_status status = may_fail(error);
+  fa_status status = may_fail(index, error);
   if (status) return status;
   fake_stream *new = calloc(1, sizeof *new);
+  new->index = index;
   new->last = &new->first;
   pthread_mutex_lock(&mutex);
   new->next = streams;
@@ -292,10 +310,12 @@ static void stream_free(int32_t index, void *stream) {
 }
 
 static fa_status event_new(int32_t index, bool timed, void **event, fa_error *error) {
-  (void)index, (void)timed;
-  fa_status status = may_fail(error);
+  (void)timed;
+  fa_status status = may_fail(index, error);
   if (status) return status;
-  *event = calloc(1, sizeof(fake_event));
+  fake_event *new = calloc(1, sizeof *new);
+  new->index = index;
+  *event = new;
   pthread_mutex_lock(&mutex);
   state.num_events++;
   pthread_mutex_unlock(&mutex);
@@ -312,46 +332,44 @@ static void event_free(int32_t index, void *event) {
 
 static fa_status copy(int32_t index, fa_rows to, fa_rows from, size_t row_bytes, size_t num_rows, void *stream,
                       fa_error *error) {
-  fa_status status = may_fail(error);
+  fa_status status = may_fail(index, error);
   if (status) return status;
   pthread_mutex_lock(&mutex);
   state.num_copies++;
   state.num_pageable_copies +=
       place_of(index, to.data) == FA_PLACE_HOST || place_of(index, from.data) == FA_PLACE_HOST;
   pthread_mutex_unlock(&mutex);
-  enqueue(stream,
+  enqueue(index, stream,
           (fake_work){.kind = COPY, .to = to, .from = from, .row_bytes = row_bytes, .num_rows = num_rows});
   return FA_STATUS_OK;
 }
 
 static fa_status unpack(int32_t index, fa_rows to, fa_rows from, int64_t heads_a_row, int64_t num_rows,
                         int64_t head_dim, void *stream, fa_error *error) {
-  (void)index;
-  fa_status status = may_fail(error);
+  fa_status status = may_fail(index, error);
   if (status) return status;
   pthread_mutex_lock(&mutex);
   state.num_unpacked++;
   pthread_mutex_unlock(&mutex);
-  enqueue(stream, (fake_work){.kind = UNPACK,
-                              .to = to,
-                              .from = from,
-                              .row_bytes = (size_t)(heads_a_row * head_dim) * sizeof(float),
-                              .num_rows = (size_t)num_rows,
-                              .head_dim = head_dim});
+  enqueue(index, stream,
+          (fake_work){.kind = UNPACK,
+                      .to = to,
+                      .from = from,
+                      .row_bytes = (size_t)(heads_a_row * head_dim) * sizeof(float),
+                      .num_rows = (size_t)num_rows,
+                      .head_dim = head_dim});
   return FA_STATUS_OK;
 }
 
 static fa_status record(int32_t index, void *event, void *stream, fa_error *error) {
-  (void)index;
-  fa_status status = may_fail(error);
-  if (!status) enqueue(stream, (fake_work){.kind = RECORD, .event = event});
+  fa_status status = may_fail(index, error);
+  if (!status) enqueue(index, stream, (fake_work){.kind = RECORD, .event = event});
   return status;
 }
 
 static fa_status stream_wait(int32_t index, void *stream, void *event, fa_error *error) {
-  (void)index;
-  fa_status status = may_fail(error);
-  if (!status) enqueue(stream, (fake_work){.kind = WAIT, .event = event});
+  fa_status status = may_fail(index, error);
+  if (!status) enqueue(index, stream, (fake_work){.kind = WAIT, .event = event});
   return status;
 }
 
@@ -361,8 +379,7 @@ static void begin_to_wait(void) {
 }
 
 static fa_status event_wait(int32_t index, void *event, fa_error *error) {
-  (void)index;
-  fa_status status = may_fail(error);
+  fa_status status = may_fail(index, error);
   if (status) return status;
   const fake_event *waited = event;
   pthread_mutex_lock(&mutex);
@@ -374,9 +391,9 @@ static fa_status event_wait(int32_t index, void *event, fa_error *error) {
 }
 
 static fa_status elapsed(int32_t index, void *begin, void *end, double *seconds, fa_error *error) {
-  (void)index, (void)begin, (void)end;
+  (void)begin, (void)end;
   *seconds = 1;
-  return may_fail(error);
+  return may_fail(index, error);
 }
 
 static fa_status synchronize(int32_t index, void *stream, fa_error *error) {
@@ -387,7 +404,7 @@ static fa_status synchronize(int32_t index, void *stream, fa_error *error) {
   while (waited->first) pthread_cond_wait(&changed, &mutex);
   num_waiting--;
   pthread_mutex_unlock(&mutex);
-  return may_fail(error);
+  return may_fail(index, error);
 }
 
 /* ---- the backend ------------------------------------------------------------------------------------------
@@ -403,17 +420,17 @@ static fa_status device_info(int32_t index, fa_device_info *info, fa_error *erro
 }
 
 static fa_status plan(fa_plan *plan, fa_error *error) {
-  fa_status status = may_fail(error);
+  fa_status status = may_fail(plan->device.index, error);
   return status ? status : fa_backend_of(FA_DEVICE_REFERENCE)->plan(plan, error);
 }
 
 static fa_status run(const fa_plan *plan, const fa_tensors *tensors, const fa_execution *execution,
                      fa_error *error) {
-  fa_status status = may_fail(error);
+  fa_status status = may_fail(plan->device.index, error);
   if (status) return status;
   fake_work work = {.kind = RUN, .plan = *plan, .tensors = *tensors, .execution = *execution};
   work.execution.stream = NULL;
-  enqueue(execution->stream, work);
+  enqueue(plan->device.index, execution->stream, work);
   return FA_STATUS_OK;
 }
 

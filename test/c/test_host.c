@@ -159,7 +159,9 @@ static fa_plan fake_plan(const setting *s) {
   return plan;
 }
 
-static fa_status setting_run(setting *s, void *stream, fa_measurements *measured, fa_error *error) {
+/* On one device, or on those that are listed. */
+static fa_status setting_run_on(setting *s, const fa_device *devices, int32_t num_devices, void *stream,
+                                fa_measurements *measured, fa_error *error) {
   fa_tensors tensors = {0};
   fa_placement placement = {.stream = stream};
   for (int id = 0; id < FA_NUM_TENSORS; id++) {
@@ -171,7 +173,12 @@ static fa_status setting_run(setting *s, void *stream, fa_measurements *measured
     fa_tensor_at(&placement.on_device, id)->data = s->on_device[id];
   }
   const fa_plan plan = fake_plan(s);
-  return fa_run_anywhere(&plan, &tensors, &placement, measured, error);
+  return num_devices ? fa_run_on_devices(&plan, devices, num_devices, &tensors, measured, error)
+                     : fa_run_anywhere(&plan, &tensors, &placement, measured, error);
+}
+
+static fa_status setting_run(setting *s, void *stream, fa_measurements *measured, fa_error *error) {
+  return setting_run_on(s, NULL, 0, stream, measured, error);
 }
 
 static bool is_right(const setting *s, int id) {
@@ -393,6 +400,99 @@ static void test_faults(fa_pass pass) {
   }
 }
 
+/* ---- several devices ------------------------------------------------------------------------------------- */
+
+/* A random problem in places that several devices can have it in. */
+static setting setting_of_devices(fa_pass pass, fa_random *random) {
+  const fa_problem problem = random_problem(random);
+  setting s = setting_new(&problem, pass, random);
+  for (int id = 0; id < FA_NUM_TENSORS; id++)
+    if (s.where[id] == KEPT || s.where[id] == COPIED) s.where[id] = PAGEABLE;
+  return s;
+}
+
+static void check_right(const setting *s, const char *when) {
+  char text[200];
+  fa_problem_format(&s->problem, text, sizeof text);
+  for (int id = 0; id < FA_NUM_TENSORS; id++)
+    if (role_of(s, id))
+      CHECK(is_right(s, id), "%s, %s: %s is wrong where it lies at %d", text, when, fa_tensor_name(id),
+            s->where[id]);
+}
+
+static void test_devices(void) {
+  const fa_device orders[][FAKE_DEVICES] = {
+      {{FA_DEVICE_CUDA, 0}, {FA_DEVICE_CUDA, 1}},
+      {{FA_DEVICE_CUDA, 3}, {FA_DEVICE_CUDA, 1}, {FA_DEVICE_CUDA, 2}},
+      {{FA_DEVICE_CUDA, 1}},
+      {{FA_DEVICE_CUDA, 2}, {FA_DEVICE_CUDA, 0}, {FA_DEVICE_CUDA, 1}, {FA_DEVICE_CUDA, 3}}};
+  const int32_t counts[] = {2, 3, 1, 4};
+  fa_random random = random_stream(23, 0);
+  fa_host_slicing = finest;
+  const fake_state before = fake_get_state();
+  for (int i = 0; i < 300; i++) {
+    setting s = setting_of_devices(i % 2 ? FA_PASS_BACKWARD : FA_PASS_FORWARD, &random);
+    fa_error error;
+    setting_place(&s);
+    const fa_status status = setting_run_on(&s, orders[i % 4], counts[i % 4], NULL, NULL, &error);
+    CHECK(status == FA_STATUS_OK, "several devices: %s", error.message);
+    if (!status) check_right(&s, "several devices");
+    setting_remove(&s);
+    setting_free(&s);
+  }
+  const fake_state after = fake_get_state();
+  for (int i = 0; i < FAKE_DEVICES; i++)
+    CHECK(after.num_runs_of[i] - before.num_runs_of[i] > 50, "device %d ran %ld kernels", i,
+          after.num_runs_of[i] - before.num_runs_of[i]);
+  CHECK(after.num_trespasses == 0, "%ld times a device worked on another's", after.num_trespasses);
+  check_nothing_is_used("after several devices");
+}
+
+/* One of two devices fails, at each of its operations: the call says so, and both give back what they had. */
+static void test_device_faults(void) {
+  const fa_device devices[] = {{FA_DEVICE_CUDA, 0}, {FA_DEVICE_CUDA, 1}};
+  fa_random random = random_stream(24, 0);
+  fa_host_slicing = finest;
+  for (int32_t failing = 0; failing < 2; failing++) {
+    int num_failed = 0;
+    for (long fail_at = 0; fail_at == 0 || num_failed == fail_at; fail_at++) {
+      setting s = mixed_setting(FA_PASS_BACKWARD, &random);
+      for (int id = 0; id < FA_NUM_TENSORS; id++)
+        if (s.where[id] == KEPT || s.where[id] == COPIED) s.where[id] = PAGEABLE;
+      setting_place(&s);
+      fa_error error;
+      fake_settings.fail_at = fail_at, fake_settings.failure = FA_STATUS_DEVICE_ERROR;
+      fake_settings.fail_device = failing;
+      const fa_status status = setting_run_on(&s, devices, 2, NULL, NULL, &error);
+      const bool injected = fake_settings.fail_at < 0;
+      fake_settings.fail_at = fake_settings.fail_device = -1;
+      CHECK(status == FA_STATUS_OK || status == FA_STATUS_DEVICE_ERROR, "fault %ld: %s", fail_at,
+            error.message);
+      if (status == FA_STATUS_OK) check_right(&s, "with a fault that does not matter");
+      num_failed += injected;
+      setting_remove(&s);
+      setting_free(&s);
+      check_nothing_is_used("after a device's fault");
+      trim();
+    }
+    CHECK(num_failed > 30, "only %d operations of device %d could fail", num_failed, failing);
+  }
+}
+
+static void test_wrong_devices(void) {
+  const fa_device mixed[] = {{FA_DEVICE_CUDA, 0}, cpu};
+  fa_random random = random_stream(25, 0);
+  setting s = setting_of_devices(FA_PASS_FORWARD, &random);
+  fa_error error;
+  setting_place(&s);
+  CHECK(setting_run_on(&s, mixed, 2, NULL, NULL, &error) == FA_STATUS_INVALID_ARGUMENT, "devices of two kinds");
+  CHECK_TEXT(error.message, "device: expected devices of one kind, got cuda and cpu");
+  CHECK(setting_run_on(&s, mixed, FA_MAX_DEVICES + 1, NULL, NULL, &error) == FA_STATUS_INVALID_ARGUMENT,
+        "many");
+  setting_remove(&s);
+  setting_free(&s);
+}
+
 static void test_out_of_memory(void) {
   fa_random random = random_stream(10, 0);
   setting s = mixed_setting(FA_PASS_BACKWARD, &random);
@@ -549,7 +649,8 @@ static void test_many_callers(void) {
     CHECK(!wrong, "caller %d got wrong results", i);
   }
   check_nothing_is_used("after many callers");
-  CHECK(fake_get_state().num_streams <= 3 * CALLERS, "%ld streams", fake_get_state().num_streams);
+  CHECK(fake_get_state().num_streams <= 3 * (CALLERS + FAKE_DEVICES - 1), "%ld streams",
+        fake_get_state().num_streams);
 }
 
 /* ---- the pool by itself ------------------------------------------------------------------------------------
@@ -1020,6 +1121,9 @@ int main(void) {
   test_broadcast();
   test_faults(FA_PASS_FORWARD);
   test_faults(FA_PASS_BACKWARD);
+  test_devices();
+  test_device_faults();
+  test_wrong_devices();
   test_out_of_memory();
   test_no_pinned_memory(FA_PASS_FORWARD);
   test_no_pinned_memory(FA_PASS_BACKWARD);

@@ -227,7 +227,8 @@ defmodule FlashAttention.DistributedTest do
           {[:a, 0, 1, [devices: 1]], "opts: expected keys among device, transport, timeout, got :devices"},
           {[:a, 0, 1, [transport: :pigeons]], "transport: expected :messages or :nccl, got :pigeons"},
           {[:a, 0, 1, [timeout: 0]], "timeout: expected milliseconds, above 0, or :infinity, got 0"},
-          {[:a, 0, 1, [device: :tpu]], "device: expected :auto, :cpu, :cuda or {kind, index}, got :tpu"}
+          {[:a, 0, 1, [device: :tpu]],
+           "device: expected :auto, :all, :cpu, :cuda, {kind, index} or a list of those of one kind, got :tpu"}
         ] do
       assert {:error, %Error{} = error} = apply(Distributed, :join, arguments)
       assert Exception.message(error) == message

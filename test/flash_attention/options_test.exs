@@ -40,7 +40,10 @@ defmodule FlashAttention.OptionsTest do
     end
 
     assert {:error, error} = Options.parse(device: :none_of_them)
-    assert error.expected == Enum.map_join([:auto | Enum.sort(kinds)], ", ", &inspect/1) <> " or {kind, index}"
+
+    assert error.expected ==
+             Enum.map_join([:auto, :all | Enum.sort(kinds)], ", ", &inspect/1) <>
+               ", {kind, index} or a list of those of one kind"
   end
 
   test "the typespec has every option, with the choices that it takes" do
