@@ -78,6 +78,44 @@ defmodule Bench.Distributed do
     |---|--:|---|--:|--:|--:|--:|--:|--:|
     """)
 
+    rows(masks, lengths, gpus, count, heads, transport, opts)
+    if transport == :nccl, do: host_path(Enum.take(gpus, count), heads, opts[:repeats] || 5)
+  end
+
+  # Tensors of the host's memory, which one GPU computes or all of them divide.
+  defp host_path(gpus, heads, repeats) do
+    IO.puts("""
+
+    bf16, #{heads} heads, head_dim #{@dim}, 2,048 tokens, batch 8, full, results of earlier calls in the host's memory:
+
+    | pass | one GPU, ms | #{length(gpus)} GPUs, ms | times as fast |
+    |---|--:|--:|--:|
+    """)
+
+    plain = tensor(:host, 1, 8 * 2048, heads)
+    x = %{plain | shape: {8, 2048, heads, @dim}}
+    # What a call gave lies in memory that GPUs read at full rate.
+    {:ok, x} = FlashAttention.forward(x, x, x, causal: false, device: hd(gpus))
+    {:ok, o, lse} = FlashAttention.forward_with_states(x, x, x, causal: false, device: hd(gpus))
+
+    for {pass, call} <- [
+          {"forward",
+           fn device -> {:ok, _o} = FlashAttention.forward(x, x, x, causal: false, device: device) end},
+          {"backward",
+           fn device ->
+             {:ok, _, _, _} = FlashAttention.backward(x, x, x, x, o, lse, causal: false, device: device)
+           end}
+        ] do
+      [one, all] =
+        for device <- [hd(gpus), gpus], do: repeats |> best(fn -> call.(device) end) |> elem(0) |> elem(0)
+
+      IO.puts(
+        "| #{pass} | #{Float.round(one * 1000, 2)} | #{Float.round(all * 1000, 2)} | #{Float.round(one / all, 2)} |"
+      )
+    end
+  end
+
+  defp rows(masks, lengths, gpus, count, heads, transport, opts) do
     for mask <- masks, length <- lengths, do: row(mask, length, Enum.take(gpus, count), heads, transport, opts)
   end
 
@@ -207,6 +245,12 @@ defmodule Bench.Distributed do
     some = for _ <- 1..count, into: <<>>, do: bf16(:rand.normal())
     bytes = rows * heads * @dim * 2
     data = some |> :binary.copy(div(bytes, byte_size(some)) + 1) |> binary_part(0, bytes)
+    on_device(device, data, rows, heads)
+  end
+
+  defp on_device(:host, data, rows, heads), do: Tensor.new(data, @dtype, {1, rows, heads, @dim})
+
+  defp on_device(device, data, rows, heads) do
     {:ok, memory} = Native.upload(device, data)
     Tensor.new(DeviceMemory.from_native(memory), @dtype, {1, rows, heads, @dim})
   end
