@@ -53,3 +53,9 @@ bench-merge: $(BUILD)/bench_merge
 bench-distributed: RESULT := bench/results/distributed.md
 bench-distributed: elixir
 	NCCL_NVLS_ENABLE=0 $(MIX) run bench/distributed.exs $(BENCH_ARGS) | tee $(RESULT)
+
+# What that would be on more GPUs than there are: a model, computed from the deals as they are.
+.PHONY: bench-plan
+bench-plan: RESULT := bench/results/plan.md
+bench-plan: elixir
+	$(MIX) run bench/plan.exs | tee $(RESULT)

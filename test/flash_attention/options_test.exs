@@ -72,4 +72,22 @@ defmodule FlashAttention.OptionsTest do
       assert Options.docs() =~ "| `:#{key}` |"
     end
   end
+
+  test "several devices are for calls that leave nothing on them" do
+    two = [{:cuda, 0}, {:cuda, 1}]
+    assert {:ok, %{devices: [{:cuda, 0}], several: ^two}} = Options.parse(device: two)
+    assert {:ok, %{devices: [{:cuda, 1}], several: nil}} = Options.parse(device: [{:cuda, 1}])
+    assert {:ok, %{devices: [_first | _]}} = Options.parse(device: :all)
+
+    for opts <- [[device: two, keep: :device], [device: two, results: :device]] do
+      assert {:error, error} = Options.parse(opts)
+      assert error.argument == :device and error.expected == "one device where something stays on it"
+    end
+
+    assert {:error, %{expected: "one device"}} = Options.parse([device: two], [:device])
+
+    for wrong <- [[], [:cuda], [{:cuda, 0}, {:cuda, 0}], [{:cuda, 0}, {:cpu, 0}], [{:cuda, 0} | {:cuda, 1}]] do
+      assert {:error, %{argument: :device}} = Options.parse(device: wrong)
+    end
+  end
 end

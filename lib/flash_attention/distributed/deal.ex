@@ -5,8 +5,9 @@ defmodule FlashAttention.Distributed.Deal do
   Time follows the visible area, memory and everything else in a model follow the number of rows. So rows are cut into
   chunks of one length, of which each rank gets as many as any other, and those that together see about as much: the
   largest first, each to the rank that sees least so far (the greedy deal of MagiAttention, arXiv 2505.13211), then
-  exchanges between the ranks that see most and least. Chunks are as long as that balance allows: one a rank where all
-  rows see as much, two a rank of causal attention, where the deal is the one known as zigzag.
+  exchanges between the ranks that see most and least. Where neighbours can stay together, as those of packed documents,
+  they do, so that fewer columns travel. Chunks are as long as that balance allows: one a rank where all rows see as
+  much, two a rank of causal attention, where the deal is the one known as zigzag.
 
       causal, 4 ranks, 8 chunks:  0 1 2 3 3 2 1 0
 
@@ -140,8 +141,10 @@ defmodule FlashAttention.Distributed.Deal do
   def needed(%__MODULE__{} = deal, rank, owner), do: deal |> seen(rank) |> Ranges.intersect(deal.columns[owner])
 
   @doc false
-  def seen(%__MODULE__{bands: bands, rows: rows}, rank) do
-    for(batch <- bands, band <- batch, range <- rows[rank], columns = Bands.columns(band, range), do: columns)
+  def seen(%__MODULE__{bands: bands, rows: rows}, rank), do: seen_by(bands, rows[rank])
+
+  defp seen_by(bands, ranges) do
+    for(batch <- bands, band <- batch, range <- ranges, columns = Bands.columns(band, range), do: columns)
     |> Ranges.union()
   end
 
@@ -186,17 +189,31 @@ defmodule FlashAttention.Distributed.Deal do
     Map.new(0..(num_ranks - 1), &{&1, Ranges.union([{begin.(&1), begin.(&1 + 1)}])})
   end
 
+  # Two deals: the greedy one, and one that leaves neighbours together as far as exchanges between ranks allow. Of those
+  # that are balanced the one for which fewer columns travel.
   defp deal_chunks(bands, {count, begin, _chunk_of} = chunks, num_ranks) do
     areas = chunk_areas(bands, chunks)
     numbers = Enum.map(0..(count - 1)//1, &{Map.get(areas, &1, 0), &1})
-    hands = numbers |> greedy(num_ranks) |> exchange(16 * num_ranks)
 
-    {Map.new(hands, fn {rank, hand} ->
-       {rank, Ranges.union(for {_area, number} <- hand, do: {begin.(number), begin.(number + 1)})}
-     end), Map.new(hands, fn {rank, hand} -> {rank, total(hand)} end)}
+    [greedy(numbers, num_ranks), contiguous(numbers, num_ranks)]
+    |> Enum.map(fn hands -> hands |> exchange(16 * num_ranks) |> dealt(begin) end)
+    |> Enum.min_by(fn {rows, areas} = dealt ->
+      if balanced?(areas), do: {0, travelling(bands, rows)}, else: {1, most(elem(dealt, 1))}
+    end)
   end
 
-  defp total(hand), do: Enum.reduce(hand, 0, fn {area, _number}, sum -> sum + area end)
+  defp dealt(hands, begin) do
+    {Map.new(hands, fn {rank, {_total, hand}} ->
+       {rank, Ranges.union(for {_area, number} <- hand, do: {begin.(number), begin.(number + 1)})}
+     end), Map.new(hands, fn {rank, {total, _hand}} -> {rank, total} end)}
+  end
+
+  # How many columns ranks see that would not be theirs, were columns dealt as rows are.
+  defp travelling(bands, rows) do
+    for {_rank, ranges} <- rows, seen = seen_by(bands, ranges), reduce: 0 do
+      sum -> sum + Ranges.count(seen) - Ranges.count(Ranges.intersect(seen, ranges))
+    end
+  end
 
   defp chunk_areas(batches, {_count, begin, chunk_of}) do
     for bands <- batches,
@@ -227,8 +244,23 @@ defmodule FlashAttention.Distributed.Deal do
         {Map.put(hands, rank, hand), ranks, more}
       end)
 
-    hands
+    Map.new(hands, fn {rank, hand} -> {rank, {total(hand), hand}} end)
   end
+
+  defp contiguous(chunks, num_ranks) do
+    count = length(chunks)
+    chunks = List.to_tuple(chunks)
+
+    Map.new(0..(num_ranks - 1), fn rank ->
+      hand =
+        for number <- div(rank * count, num_ranks)..(div((rank + 1) * count, num_ranks) - 1)//1,
+            do: elem(chunks, number)
+
+      {rank, {total(hand), hand}}
+    end)
+  end
+
+  defp total(hand), do: Enum.reduce(hand, 0, fn {area, _number}, sum -> sum + area end)
 
   # A rank with its share takes one more only where there are more chunks than shares.
   defp take_rank(ranks, hands, few, more) do
@@ -243,19 +275,19 @@ defmodule FlashAttention.Distributed.Deal do
   defp exchange(hands, 0), do: hands
 
   defp exchange(hands, times) do
-    {most, hand} = Enum.max_by(hands, fn {_rank, hand} -> total(hand) end)
-    {least, other} = Enum.min_by(hands, fn {_rank, hand} -> total(hand) end)
-    gap = total(hand) - total(other)
+    {most, {large, hand}} = Enum.max_by(hands, fn {_rank, {total, _hand}} -> total end)
+    {least, {small, other}} = Enum.min_by(hands, fn {_rank, {total, _hand}} -> total end)
+    gap = large - small
 
     best =
-      for(one <- hand, two <- other, elem(one, 0) > elem(two, 0), do: {one, two})
-      |> Enum.min_by(fn {{a, _}, {b, _}} -> abs(gap - 2 * (a - b)) end, fn -> nil end)
+      for({a, _} = one <- hand, {b, _} = two <- other, a > b, do: {abs(gap - 2 * (a - b)), a - b, one, two})
+      |> Enum.min(fn -> nil end)
 
     case best do
-      {{a, _} = one, {b, _} = two} when abs(gap - 2 * (a - b)) < gap ->
+      {left, moved, one, two} when left < gap ->
         hands
-        |> Map.put(most, [two | List.delete(hand, one)])
-        |> Map.put(least, [one | List.delete(other, two)])
+        |> Map.put(most, {large - moved, [two | List.delete(hand, one)]})
+        |> Map.put(least, {small + moved, [one | List.delete(other, two)]})
         |> exchange(times - 1)
 
       _ ->
