@@ -17,7 +17,7 @@ defmodule Bench.Plan do
   @far 45.0e9
   @latency 30.0e-6
   @a_node 8
-  @stages 4
+  @stages [2, 4, 8, 16, 31]
   @sampled 12
 
   def run do
@@ -25,7 +25,7 @@ defmodule Bench.Plan do
     # Context parallelism, planned
 
     `make bench-plan`. One layer of attention of #{@heads} heads on #{@kv_heads} key heads, head_dim #{@dim}, bf16, batch 1. Deals and stages
-    (#{@stages} at most) are those that `FlashAttention.Distributed` makes; times are a model's:
+    are those that `FlashAttention.Distributed` makes, with the best of #{Enum.join(@stages, ", ")} for `:stages`; times are a model's:
 
     * kernels take #{round(@forward_flops / 1.0e12)} TFLOP/s forward and #{round(@backward_flops / 1.0e12)} backward over visible cells (h200.md), and #{round(@call * 1.0e6)} us a call;
     * a GPU receives #{round(@near / 1.0e9)} GB/s from the #{@a_node} of its node and #{round(@far / 1.0e9)} GB/s from others, both at once: four fifths and nine
@@ -38,12 +38,12 @@ defmodule Bench.Plan do
     #{"(N-1)/N"} of them; Ulysses exchanges q, k, v and o for heads, and so takes at most #{@kv_heads} GPUs without copies of keys. A ring
     of whole parts waits in each step for the rank that sees most. "Both" is forward and backward of this library.
 
-    What it says: eight GPUs of a node hide their transfers from 65,536 causal tokens on. Between nodes the keys decide: a GPU
-    needs some 16,384 causal tokens of its own to hide them. Of packed documents few keys travel, but the deal does not keep the
-    chunks of a document together, and each chunk's keys go to other ranks: with more ranks than documents that is most of the time.
+    What it says: eight GPUs of a node hide their transfers from 65,536 causal tokens on. Between nodes keys decide: a GPU needs
+    some 4,096 causal tokens of its own to hide them, and many stages, so that little travels before the first. Of packed
+    documents few keys travel; with more ranks than documents the chunks of one are on many ranks, whose keys are most of the time.
 
-    | mask | tokens | GPUs | imbalance | MB: this | ring, zigzag, gathered | Ulysses | this | both | zigzag | ring | gathered | Ulysses |
-    |---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|
+    | mask | tokens | GPUs | imbalance | stages | MB: this | ring, zigzag, gathered | Ulysses | this | both | zigzag | ring | gathered | Ulysses |
+    |---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|
     """)
 
     for mask <- [:causal, :packed],
@@ -74,11 +74,17 @@ defmodule Bench.Plan do
     deal = Distributed.deal({tokens, tokens}, ranks, options(mask, tokens))
     area = deal.areas |> Map.values() |> Enum.sum()
     sampled = Enum.take_every(0..(ranks - 1), max(1, div(ranks, @sampled)))
-    plans = for rank <- sampled, do: plan(deal, rank)
     ideal = flops(area) / ranks
     {forward, backward} = {ideal / @forward_flops, 2.5 * ideal / @backward_flops}
-    own = plans |> Enum.map(&forward_time/1) |> Enum.max()
-    both = plans |> Enum.map(&(forward_time(&1) + backward_time(&1))) |> Enum.max()
+
+    {both, own, stages, plans} =
+      for stages <- @stages, stages < ranks or stages == hd(@stages) do
+        plans = for rank <- sampled, do: plan(deal, rank, stages)
+        own = plans |> Enum.map(&forward_time/1) |> Enum.max()
+        {plans |> Enum.map(&(forward_time(&1) + backward_time(&1))) |> Enum.max(), own, stages, plans}
+      end
+      |> Enum.min()
+
     received = plans |> Enum.map(&Enum.sum(for {_area, near, far} <- &1, do: near + far)) |> Enum.max()
     whole = (ranks - 1) / ranks * tokens
 
@@ -87,6 +93,7 @@ defmodule Bench.Plan do
       tokens,
       ranks,
       Float.round(Distributed.Deal.imbalance(deal), 3),
+      stages,
       megabytes(received),
       megabytes(whole),
       if(ranks <= @kv_heads, do: round(ulysses_bytes(tokens, ranks) / 1.0e6), else: "-"),
@@ -107,10 +114,10 @@ defmodule Bench.Plan do
   # ---- this library --------------------------------------------------------------------------------------
 
   # Of each stage: its area, and the columns that come from the rank's node and from others.
-  defp plan(deal, rank) do
+  defp plan(deal, rank, stages) do
     rows = Ranges.placed(deal.rows[rank])
 
-    for %{sources: sources} <- Stages.of(deal, rank, @stages) do
+    for %{sources: sources} <- Stages.of(deal, rank, stages) do
       {near, far} =
         Enum.split_with(sources, fn {owner, _ranges} -> div(owner, @a_node) == div(rank, @a_node) end)
 

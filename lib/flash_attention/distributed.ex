@@ -238,7 +238,8 @@ defmodule FlashAttention.Distributed do
   `:deterministic` of `FlashAttention.forward/4`; what rows see is the deal's. And
 
     * `:stages` - in how many stages at most the columns of other ranks come: more of them overlap better and hold fewer
-      columns at a time, fewer are larger problems; 1 to 31, default 4
+      columns at a time, fewer are larger problems; 1 to 31, default 4, which suits one node; over several nodes 16 and
+      more hide more of the transfers (`make bench-plan`)
   """
   @spec forward(Group.t(), Deal.t(), tensor, tensor, tensor, keyword) ::
           {:ok, tensor, States.t()} | {:error, Error.t()}
