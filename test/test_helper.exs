@@ -15,6 +15,7 @@ missing = [
   axon: if(!(defn? and Code.ensure_loaded?(Axon)), do: "Axon on Nx 0.12 or later is not installed"),
   bumblebee:
     if(!(defn? and Code.ensure_loaded?(Bumblebee)), do: "Bumblebee on Nx 0.12 or later is not installed"),
+  epmd: if(!System.find_executable("epmd"), do: "Erlang's epmd is not installed"),
   cxx: if(!System.find_executable(System.get_env("CXX") || "c++"), do: "a C++ compiler is not installed"),
   cuda: FlashAttention.backend_info().cuda,
   several_gpus:

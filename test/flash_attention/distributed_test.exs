@@ -278,6 +278,16 @@ defmodule FlashAttention.DistributedTest do
     for {pid, _ref} <- ranks, do: Process.exit(pid, :kill)
   end
 
+  @tag :epmd
+  test "ranks of several nodes; a node that goes down" do
+    name = "flash_attention_#{System.pid()}@127.0.0.1"
+    paths = Enum.flat_map(:code.get_path(), &["-pa", List.to_string(&1)])
+    arguments = ["--name", name] ++ paths ++ ["test/support/two_nodes.exs"]
+    assert {output, 0} = System.cmd("elixir", arguments, stderr_to_stdout: true)
+    assert output =~ "same\n"
+    assert output =~ "rank 1 is gone: its node does not answer\n"
+  end
+
   # ---- a rank that dies, in every stage ----------------------------------------------------------------------
 
   # A transport that ends the rank at one of its steps, and counts them.

@@ -194,7 +194,7 @@ defmodule FlashAttention.Distributed.Inbox do
   def handle_info(_late, state), do: {:noreply, state}
 
   defp reason(:noproc), do: "it has ended"
-  defp reason(:noconnection), do: "its node is"
+  defp reason(:noconnection), do: "its node does not answer"
   defp reason(reason), do: Error.show(reason)
 
   # ---- waiting ---------------------------------------------------------------------------------------------
