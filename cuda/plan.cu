@@ -114,6 +114,7 @@ __global__ void __launch_bounds__(FA_CUDA_PLAN_THREADS) plan(const __grid_consta
   const fa_cuda_plan_side &side = a.sides[blockIdx.y];
   const int32_t *bands = a.bands + int64_t(blockIdx.x) * a.num_bands * 6;
   fa_cuda_block_plan *to = side.plans + int64_t(blockIdx.x) * side.num_blocks;
+  if (a.tickets && blockIdx.x == 0 && threadIdx.x < FA_CUDA_NUM_TICKETS) a.tickets[threadIdx.x] = 0;
   // Where they do not fit, they are made behind the plans that are to be.
   fa_cuda_block_plan *blocks = side.num_blocks <= NUM_SHARED     ? shared
                                : side.order == FA_CUDA_BY_NUMBER ? to
