@@ -52,6 +52,7 @@ def read_type(name):
 
 PASSES = {name: names_of("fa_pass", "FA_PASS_")[name] for name in ("forward", "backward")}
 DTYPES = names_of("fa_dtype", "FA_DTYPE_")
+ROLES = names_of("fa_tensor_role", "FA_ROLE_")
 TENSORS = list(names_of("fa_tensor_id", "FA_TENSOR_"))
 Problem, Tensors, Shape, Error, Device, Execution, Plan = map(
     read_type, "fa_problem fa_tensors fa_shape fa_error fa_device fa_execution fa_plan".split())
@@ -92,6 +93,16 @@ class Library:
         plan = Plan()
         self.call("fa_plan_init", plan, problem, PASSES[which], device)
         return plan
+
+    def tensors(self, which, problem, role):
+        """{name: (type_name, shape)} of the inputs or of the outputs of a pass."""
+        self.functions.fa_tensor_shape.restype = Shape
+        types, found = list(DTYPES), {}
+        for tensor, name in enumerate(TENSORS):
+            if self.functions.fa_tensor_role_in(ctypes.byref(problem), PASSES[which], tensor) == ROLES[role]:
+                shape = self.functions.fa_tensor_shape(ctypes.byref(problem), tensor)
+                found[name] = next(x for x in types if DTYPES[x] == shape.dtype), tuple(shape.dims[:shape.rank])
+        return found
 
     def set_option(self, problem, name, value):
         option = ctypes.c_void_p(self.functions.fa_option_find(name.encode()))

@@ -36,6 +36,7 @@ from jax_attention import (BACKWARD, FORWARD, PLATFORMS, Attention, attribute, d
 jax.config.update("jax_enable_x64", True)
 
 TYPES = {"f32": np.float32, "f64": np.float64, "bf16": jnp.bfloat16, "f16": np.float16}
+NUMBERS = {**TYPES, "s32": np.int32, "u32": np.uint32, "u8": np.uint8}
 QUICK, SPEED = 1, 4  # fa_case_tag
 SEED = 1
 
@@ -96,10 +97,14 @@ def options_of(p):
             **{name: value for name, value in windows.items() if value != c_library.UNBOUNDED}}
 
 
+def array_of(values, name, shape):
+    """A tensor as float64, in the memory of values."""
+    return np.ctypeslib.as_array(getattr(values, name), shape) if np.prod(shape) else np.zeros(shape)
+
+
 def arrays_of(values, p):
     """{name: float64 array}, in the memory of values."""
-    return {name: np.ctypeslib.as_array(getattr(values, name), shape) if np.prod(shape) else np.zeros(shape)
-            for name, shape in shapes_of(p).items()}
+    return {name: array_of(values, name, shape) for name, shape in shapes_of(p).items()}
 
 
 # ---- attention in JAX's own operations ------------------------------------------------------------------------------
@@ -192,9 +197,10 @@ class Tests:
 
     def cases(self):
         cases = self.harness.cases(self.args.quick)
-        taken = [case for case in cases if not case.problem.alibi_batch and not case.problem.bias_heads and not case.problem.num_seed_words and (self.takes_bands() or not case.problem.num_bands)]
-        if len(taken) < len(cases):
-            print(f"EXCLUDED: {len(cases) - len(taken)} cases with bands, which this platform does not take")
+        taken = [case for case in cases if not self.has_score_tensors(case) and (self.takes_bands() or not case.problem.num_bands)]
+        left = [case for case in cases if case.problem.num_bands] if not self.takes_bands() else []
+        if left:
+            print(f"EXCLUDED: {len(left)} cases with bands, which this platform does not take")
         return taken
 
     def takes_bands(self):
@@ -221,6 +227,39 @@ class Tests:
             allowed = 2 * tolerance.naive[c_library.TENSORS.index(name)] + bounds[name]
             share = largest_error(got[name], wanted[name], allowed)
             check(share <= 1, f"{case.name.decode()}, {type_name}: {name}: the error is {share:.3g} of what is allowed")
+        self.harness.functions.tolerance_free(ctypes.byref(tolerance))
+
+    # Tensors that act on scores, by their names: the calls against the C oracle.
+
+    @staticmethod
+    def has_score_tensors(case):
+        p = case.problem
+        return p.alibi_batch or p.bias_heads or p.num_seed_words
+
+    def score_tensors(self):
+        if self.args.platform != "cpu":
+            return print("EXCLUDED: slopes, biases and dropout, which this platform does not take")
+        self.harness.functions.fa_case_in.restype = Case
+        for case in filter(self.has_score_tensors, self.harness.cases(self.args.quick)):
+            for type_name in TYPES:
+                self.check_calls(self.harness.functions.fa_case_in(ctypes.byref(case), c_library.DTYPES[type_name]))
+
+    def check_calls(self, case):
+        p, tolerance = case.problem, self.harness.tolerance(case)
+        options = {name: getattr(p, name) for name in ("dropout", "constant_bias") if getattr(p, name)}
+        done = {}
+        for which in ("forward", "backward"):
+            inputs, outputs = (self.library.tensors(which, p, role) for role in ("input", "output"))
+            operands = {name: done[name] if name in done else self.put(array_of(tolerance.exact, name, shape), NUMBERS[dtype])
+                        for name, (dtype, shape) in inputs.items()}
+            results = [jax.ShapeDtypeStruct(shape, NUMBERS[dtype]) for dtype, shape in outputs.values()]
+            call = jax.jit(lambda x: self.attention.call(which, x, results, {**options_of(p), **options}))
+            done.update(zip(outputs, call(operands)))
+            for name, (_, shape) in outputs.items():
+                wanted, bound = (array_of(values, name, shape) for values in (tolerance.exact, tolerance.bound))
+                allowed = 2 * tolerance.naive[c_library.TENSORS.index(name)] + bound
+                share = largest_error(np.asarray(done[name]).astype(np.float64), wanted, allowed)
+                check(share <= 1, f"{case.name.decode()}: {name}: the error is {share:.3g} of what is allowed")
         self.harness.functions.tolerance_free(ctypes.byref(tolerance))
 
     # vmap.
@@ -518,7 +557,7 @@ def main():
     parser.add_argument("--harness", default="build/test/libharness.so")
     tests = Tests(parser.parse_args())
     for test in (tests.exla, tests.vmap, tests.masks, tests.bad_calls, tests.attributes, tests.command_buffers, tests.transfers,
-                 tests.table):
+                 tests.table, tests.score_tensors):
         test()
     print(f"{passed} passed, {len(failures)} failed")
     sys.exit(bool(failures))
