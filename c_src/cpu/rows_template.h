@@ -47,10 +47,10 @@ INLINE void T(store_row)(T(rows) to, int64_t row, int64_t count, const REAL *val
   for (int64_t i = 0; i < count; i++) value[i] = creal(values[i]), tangent[i] = cimag(values[i]) / STEP;
 }
 
-/* What a tensor without head_dim holds from an element on; of u8: what a flag adds to a score. Nobody
- * differentiates by flags. */
-static void T(load_numbers)(const fa_cpu_job *job, fa_tensor_id id, int64_t element, int64_t count, REAL *to) {
-  const fa_dtype dtype = fa_tensor_shape(job->problem, id).dtype;
+/* What a tensor without head_dim, of that type, holds from an element on; of u8: what a flag adds to a score.
+ * Nobody differentiates by flags. */
+static void T(load_numbers)(const fa_cpu_job *job, fa_tensor_id id, fa_dtype dtype, int64_t element,
+                            int64_t count, REAL *to) {
   const char *values = fa_tensor_get(job->tensors, id)->data;
   const char *tangents = fa_tensor_get(job->tensors, fa_tensor_tangent(id))->data;
   for (int64_t i = element; i < element + count; i++, to++) {
@@ -103,8 +103,8 @@ INLINE void T(store_row)(T(rows) to, int64_t row, int64_t count, const REAL *val
   }
 }
 
-static void T(load_numbers)(const fa_cpu_job *job, fa_tensor_id id, int64_t element, int64_t count, REAL *to) {
-  const fa_dtype dtype = fa_tensor_shape(job->problem, id).dtype;
+static void T(load_numbers)(const fa_cpu_job *job, fa_tensor_id id, fa_dtype dtype, int64_t element,
+                            int64_t count, REAL *to) {
   const char *values =
       (const char *)fa_tensor_get(job->tensors, id)->data + element * (int64_t)fa_dtype_bytes(dtype);
   const uint16_t *halves = (const uint16_t *)values;
@@ -153,7 +153,8 @@ INLINE void T(store_lse)(const fa_cpu_job *job, int64_t i, REAL lse) {
 
 static REAL T(number_at)(const fa_cpu_job *job, fa_tensor_id id, const fa_cell *cell) {
   REAL number;
-  T(load_numbers)(job, id, fa_element_of(job->problem, id, cell), 1, &number);
+  T(load_numbers)
+  (job, id, fa_tensor_shape(job->problem, id).dtype, fa_element_of(job->problem, id, cell), 1, &number);
   return number;
 }
 

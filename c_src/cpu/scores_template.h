@@ -51,16 +51,43 @@ static T(numbers) T(numbers_of)(const fa_problem *problem, int id, const fa_tile
                       fa_varies_along(problem, id, FA_AXIS_SEQLEN_Q) ? problem->seqlen_k : 0};
 }
 
+/* Where the bias of a tile, or of one so many rows and columns behind it, lies. row_bytes 0: it has one row, or
+ * there is none. */
+typedef struct T(bias_place) {
+  uintptr_t data;
+  int64_t row_bytes, element_bytes;
+} T(bias_place);
+
+static T(bias_place) T(bias_ahead)(const fa_cpu_job *job, const fa_tile *tile, int64_t rows, int64_t columns) {
+  const fa_problem *problem = job->problem;
+  if (problem->bias_heads == 0) return (T(bias_place)){0};
+  const T(numbers) at = T(numbers_of)(problem, FA_TENSOR_BIAS, tile);
+  const int64_t bytes = (int64_t)fa_dtype_bytes(problem->bias_dtype);
+  const int64_t ahead = (at.first + rows * at.stride + columns) * bytes;
+  return (T(bias_place)){(uintptr_t)job->tensors->bias.data + (uintptr_t)ahead, at.stride * bytes, bytes};
+}
+
 /* addends [rows][BLOCK] of a tile become those of its bias. */
 static void T(find_bias)(const fa_cpu_job *job, const fa_tile *tile, REAL *addends) {
   int64_t num_rows = tile->rows.end - tile->rows.begin, num_columns = tile->columns.end - tile->columns.begin;
   const T(numbers) at = T(numbers_of)(job->problem, FA_TENSOR_BIAS, tile);
   for (int64_t i = 0; i < num_rows; i++) {
     if (i == 0 || at.stride)
-      T(load_numbers)(job, FA_TENSOR_BIAS, at.first + i * at.stride, num_columns, addends + i * BLOCK);
+      T(load_numbers)
+      (job, FA_TENSOR_BIAS, job->problem->bias_dtype, at.first + i * at.stride, num_columns,
+       addends + i * BLOCK);
     else
       memcpy(addends + i * BLOCK, addends, (size_t)num_columns * sizeof *addends);
   }
+}
+
+/* Asks for the line of memory that holds what lies so many rows and columns behind a place in a tile's bias. A
+ * bias of all scores comes from memory that is far away, at every tile: it is asked for while another tile is
+ * computed. */
+INLINE void T(look_ahead)(const T(bias_place) * at, int64_t row, int64_t column) {
+  if (at->row_bytes)
+    __builtin_prefetch((const void *)(at->data + (uintptr_t)(row * at->row_bytes + column * at->element_bytes)),
+                       0, 2);
 }
 
 /* Whether some addend is not -inf. Mostly it is the first that is looked at. */
@@ -203,11 +230,13 @@ static void T(find_seen)(const fa_tile *tile, T(seen_columns) * seen) {
 /* ---- forward: rows lie along the vectors ------------------------------------------------------------ */
 
 /* st[BLOCK of columns, STRIP of rows] += addends[STRIP of rows, BLOCK of columns] */
-static void T(add_transposed)(const fa_tile *tile, const REAL *addends, REAL *st) {
+static void T(add_transposed)(const fa_cpu_job *job, const fa_tile *tile, const REAL *addends, REAL *st) {
+  const T(bias_place) next = T(bias_ahead)(job, tile, 0, BLOCK);
   int64_t num_rows = tile->rows.end - tile->rows.begin, num_columns = tile->columns.end - tile->columns.begin;
   for (int64_t i = 0; i < num_rows; i += LANES)
     for (int64_t j = 0; j < num_columns; j += LANES) {
       T(vec) square[LANES];
+      for (int v = 0; v < LANES; v++) T(look_ahead)(&next, i + v, j);
       for (int v = 0; v < LANES; v++) square[v] = *(const T(vec) *)(addends + (i + v) * BLOCK + j);
       T(transpose)(square);
       for (int v = 0; v < LANES; v++) {
@@ -226,7 +255,7 @@ static void T(make_scores)(const fa_cpu_job *job, const fa_tile *tile, REAL *st,
     T(vec) *s = (T(vec) *)(st + x), slope;
     *s = T(score)(scoring, false, *s, &slope);
   }
-  if (T(has_addends)(job->problem)) T(add_transposed)(tile, addends, st);
+  if (T(has_addends)(job->problem)) T(add_transposed)(job, tile, addends, st);
   if (fa_tile_sees_all(tile)) return;
   T(seen_columns) seen;
   T(find_seen)(tile, &seen);
@@ -299,8 +328,8 @@ static void T(drop)(const fa_cpu_job *job, const fa_tile *tile, REAL *pt, INT *k
  * and dp are, and hidden [BLOCK, BLOCK], if not NULL, becomes other than 0 there. Whether it is so anywhere. */
 INLINE bool T(differentiate_tile)(T(score_terms) scoring, const fa_tile *tile, const REAL *lse,
                                   const REAL *delta, REAL *p, REAL *ds, REAL *addends, INT *hidden,
-                                  const INT *kept, REAL factor, bool plain, bool adds, bool drops,
-                                  bool masked) {
+                                  const INT *kept, REAL factor, const T(bias_place) * next, bool plain,
+                                  bool adds, bool drops, bool masked) {
   int64_t num_rows = tile->rows.end - tile->rows.begin, num_columns = tile->columns.end - tile->columns.begin;
   T(seen_columns) seen;
   if (masked) T(find_seen)(tile, &seen);
@@ -310,7 +339,7 @@ INLINE bool T(differentiate_tile)(T(score_terms) scoring, const fa_tile *tile, c
       T(vec) *p_ij = (T(vec) *)(p + i * BLOCK + j), *ds_ij = (T(vec) *)(ds + i * BLOCK + j);
       T(vec) *addend = (T(vec) *)(addends + (adds ? i * BLOCK + j : 0));
       T(vec) slope, s = T(score)(scoring, plain, *p_ij, &slope);
-      if (adds) s = T(with_addend)(s, *addend);
+      if (adds) s = T(with_addend)(s, *addend), T(look_ahead)(next, i, j);
       /* s exceeds lse by rounding only, unless lse is not this problem's: inf then, as exp has it. */
       *p_ij = T(exp)(T(min)(T(splat)(EXP_HIGHEST), s - lse[i]));
       T(vec) weight = *p_ij, dp = *ds_ij;
@@ -348,13 +377,14 @@ static bool T(differentiate_scores)(const fa_cpu_job *job, const fa_tile *tile, 
   T(score_terms) scoring = T(scoring_of)(problem);
   const bool plain = T(is_plain)(scoring), adds = T(has_addends)(problem), drops = problem->dropout != 0;
   const REAL factor = 1 / (1 - (REAL)problem->dropout);
+  const T(bias_place) next = T(bias_ahead)(job, tile, BLOCK, 0);
   if (drops) {
     const fa_dropout dropout = fa_dropout_in(problem, job->tensors, tile->sequence, tile->head);
     T(find_kept)(dropout, false, T(whole_rows)(problem, tile), tile->columns, kept, BLOCK);
   }
 #define DIFFERENTIATE(plain, adds, drops, masked) \
   T(differentiate_tile)                           \
-  (scoring, tile, lse, delta, p, ds, addends, hidden, kept, factor, plain, adds, drops, masked)
+  (scoring, tile, lse, delta, p, ds, addends, hidden, kept, factor, &next, plain, adds, drops, masked)
   bool any;
   if (!plain)
     any = DIFFERENTIATE(false, adds, drops, true);
