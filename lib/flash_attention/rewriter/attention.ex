@@ -349,12 +349,18 @@ if FlashAttention.Defn.supported?() do
           inputs
           |> Map.fetch!(at)
           |> lay_out(indices, [match.axes.batch], match.atoms)
-          |> Nx.as_type(:s32)
+          |> in_s32()
           |> Nx.multiply(factor)
           |> Nx.add(sum)
       end)
       |> Nx.as_type(:s32)
     end
+
+    # Far beyond any sequence is far enough.
+    @far 0x20000000
+    defp in_s32(%{type: {:s, 64}} = tensor), do: tensor |> Nx.max(-@far) |> Nx.min(@far) |> Nx.as_type(:s32)
+    defp in_s32(%{type: {:u, bits}} = tensor) when bits > 16, do: tensor |> Nx.min(@far) |> Nx.as_type(:s32)
+    defp in_s32(tensor), do: Nx.as_type(tensor, :s32)
 
     defp fixed(%{k_begin: 0, q_begin: 0} = bounds, rows, columns)
          when bounds.k_end == columns and bounds.q_end == rows do

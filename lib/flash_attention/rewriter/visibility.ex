@@ -69,16 +69,30 @@ defmodule FlashAttention.Rewriter.Visibility do
   defp conditions(:constant, %{opts: x}, _args, holds, _context) when is_number(x),
     do: if(x != 0 == holds, do: [], else: [:never])
 
-  defp conditions(op, _value, [a, b], true, context) when op in [:logical_and, :bitwise_and, :multiply, :min],
+  # Of 0 and 1; of other numbers they are something else.
+  defp conditions(op, value, [a, b], holds, {terms, view, axes}) when op in [:min, :max, :bitwise_and] do
+    if predicate?(terms, a) and predicate?(terms, b),
+      do:
+        conditions(
+          %{min: :logical_and, max: :logical_or, bitwise_and: :logical_and}[op],
+          value,
+          [a, b],
+          holds,
+          {terms, view, axes}
+        ),
+      else: :unknown
+  end
+
+  defp conditions(op, _value, [a, b], true, context) when op in [:logical_and, :multiply],
     do: both(a, b, true, context)
 
-  defp conditions(op, _value, [a, b], false, context) when op in [:logical_or, :bitwise_or, :max],
+  defp conditions(op, _value, [a, b], false, context) when op in [:logical_or, :bitwise_or],
     do: both(a, b, false, context)
 
   # One of the two is a constant.
   defp conditions(op, _value, [a, b], holds, {terms, _view, axes})
-       when op in [:logical_and, :logical_or, :multiply, :min, :max, :bitwise_and, :bitwise_or] do
-    neutral = op in [:logical_and, :multiply, :min, :bitwise_and]
+       when op in [:logical_and, :logical_or, :multiply, :bitwise_or] do
+    neutral = op in [:logical_and, :multiply]
 
     case {truth(terms, a), truth(terms, b)} do
       {^neutral, _} -> conditions(terms, b, holds, axes)
@@ -215,18 +229,22 @@ defmodule FlashAttention.Rewriter.Visibility do
     if exact?(value), do: whole(value.op, value, args, {terms, view, axes})
   end
 
-  # Differences of unsigned numbers go round below 0, and floating-point numbers of 16 bits are whole ones up to 256.
-  defp exact?(%{op: op, type: {:u, _}}) when op in [:subtract, :negate], do: false
+  # Differences of unsigned numbers go round below 0, numbers of few bits at their end, and floating-point numbers of 16
+  # bits are whole ones up to 256.
   defp exact?(%{op: :constant}), do: true
+  defp exact?(%{op: op, type: {:u, _}}) when op in [:subtract, :negate], do: false
 
-  defp exact?(%{type: {class, 16}, shape: shape}) when class in [:f, :bf],
-    do: Enum.max([0 | Tuple.to_list(shape)]) < 128
+  defp exact?(%{op: op, type: {_class, bits}, shape: shape}) when bits < 32,
+    do: op not in [:add, :subtract, :multiply, :negate] and Enum.max([0 | Tuple.to_list(shape)]) < 128
 
   defp exact?(_value), do: true
 
-  defp whole(:as_type, %{type: {to, _}}, [arg], {terms, _view, axes}) do
-    {from, _} = graph_type(terms, arg)
-    if from in [:s, :u] or to in [:f, :bf], do: whole(terms, arg, axes)
+  # What is made narrower may go round.
+  defp whole(:as_type, %{type: {to, bits}}, [arg], {terms, _view, axes}) do
+    {from, from_bits} = graph_type(terms, arg)
+
+    if from in [:s, :u] and (to in [:f, :bf] or bits > from_bits or {to, bits} == {from, from_bits}),
+      do: whole(terms, arg, axes)
   end
 
   defp whole(:constant, %{opts: x}, _args, _context) when is_number(x),

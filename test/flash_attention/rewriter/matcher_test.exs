@@ -118,6 +118,33 @@ defmodule FlashAttention.Rewriter.MatcherTest do
       end
     end
 
+    test "numbers that go round are no positions" do
+      # Of 8 bits, row 2 + i stands before column 0 from 254 on.
+      for {type, known?} <- [{"s32", true}, {"u8", false}, {"s8", false}] do
+        text =
+          @forward
+          |> replace("two = constant(2) :: s32", "two = constant(2) :: #{type}")
+          |> replace("i = iota(axis: 0) :: s32", "i = iota(axis: 0) :: #{type}")
+          |> replace("at = add(two, i) :: s32", "at = add(two, i) :: #{type}")
+
+        assert {[match], []} = run(text <> "result(o)\n")
+        assert match.visibility.others == [] == known?
+      end
+    end
+
+    test "bits that two numbers share are no conjunction of them" do
+      for op <- ["bitwise_and", "min", "max"] do
+        text =
+          replace(
+            @forward,
+            "see = greater_equal(at, j)",
+            "low = parameter(7) :: s32(4, 6)\nhigh = parameter(8) :: s32(4, 6)\nsee = #{op}(low, high)"
+          )
+
+        assert {[%{visibility: %{others: [{_view, true}]}}], []} = run(text <> "result(o)\n")
+      end
+    end
+
     test "a fill that hides nothing, and the wrong branch, are refused" do
       assert {[], [{_, reason}]} = run(replace(@forward, ":neg_infinity", "0.0") <> "result(o)\n")
       assert reason =~ "does not hide"
