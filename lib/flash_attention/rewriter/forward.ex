@@ -657,7 +657,7 @@ defmodule FlashAttention.Rewriter.Forward do
   defp one_digit(_digits), do: {:no_row, 1, 1}
 
   # A row that sees nothing: softmax of one number everywhere is the mean, of -infinity NaN. Where it is that of hidden
-  # scores themselves, what is added stays what is added.
+  # scores themselves, what is added stays what is added; also under a softcap, whose slope such rows pass on.
   defp empty_rows(terms, match) do
     {added, replaced} = Enum.split_with(match.hidden, &(&1.how == :added))
 
@@ -669,7 +669,7 @@ defmodule FlashAttention.Rewriter.Forward do
       Enum.all?(match.hidden, &(&1.fill == :neg_infinity)) ->
         {:ok, %{match | empty_rows: :nan}}
 
-      match?([_], match.hidden) and Enum.all?(match.hidden, &even?/1) ->
+      match?([_], match.hidden) and Enum.all?(match.hidden, &even?/1) and (added == [] or match.softcap == 0) ->
         {:ok, %{match | empty_rows: :mean}}
 
       added != [] ->
