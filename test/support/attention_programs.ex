@@ -9,11 +9,14 @@ if FlashAttention.Defn.supported?() do
 
     import Nx.Defn.Kernel, only: [stop_grad: 1]
 
+    @patterns [:table_of_numbers, :like_numbers]
+
     @doc "The choices of the program with that number."
     def draw(number) do
       :rand.seed(:exsss, {number, 19, 2})
       rows = pick([1, 3, 4, 5])
       columns = pick([rows, rows, rows + 2, 4, 6]) |> max(2)
+      mask = mask(rows, columns)
       batch = pick([[], [:b], [:b, :h], [:b, :h], [:b, :h], [:c, :b, :h]])
 
       %{
@@ -23,14 +26,16 @@ if FlashAttention.Defn.supported?() do
         group: if(:h in batch, do: pick([1, 1, 2]), else: 1),
         scale: pick([:none, :multiply, :divide, :on_q, :on_k, :both, :runtime, :twice]),
         softcap: pick([nil, nil, nil, 2.5]),
-        mask: mask(rows, columns),
+        mask: mask,
         mask_form: pick([:select, :select, :inverted, :add, :subtract]),
         mask_first: pick([false, false, true]),
-        fill: pick([:infinity, -1.0e9, :min_finite]),
+        # Masks that may leave nothing of a row hide by what swallows every score, so that what is left is no rounding.
+        fill: if(mask in @patterns, do: :min_finite, else: pick([:infinity, -1.0e9, :min_finite])),
         softmax: pick([:divide, :divide, :reciprocal, :right_reciprocal, :naive, :twice]),
         maximum: pick([:stop_grad, :plain]),
         detours: pick([0, 0.1, 0.3]),
         weights_first: pick([true, true, false]),
+        bias: if(bias?(), do: pick([nil, nil, [:i, :j], [:h, :i, :j], [:b, :j], [:j]])),
         seed: :rand.uniform(1_000_000)
       }
     end
@@ -39,6 +44,7 @@ if FlashAttention.Defn.supported?() do
     defp mask(rows, columns) do
       pick(
         [:none, :none, :length, :runtime_length, :first, :second_on] ++
+          if(bias?(), do: @patterns, else: []) ++
           if(rows <= columns,
             do: [:causal, :causal, :causal, :window, :tril, :table, :both, :not_later, :offset],
             else: []
@@ -48,7 +54,7 @@ if FlashAttention.Defn.supported?() do
 
     defp pick(list), do: Enum.at(list, :rand.uniform(length(list)) - 1)
 
-    @doc "Tensors for it, f64 unless another type is given: `{q, k, v, number, length}`."
+    @doc "Tensors for it, f64 unless another type is given: `{q, k, v, bias, number, length}`."
     def tensors(program, type \\ :f64) do
       %{sizes: sizes, batch: batch} = program
       sizes = Map.put(sizes, :g, program.group) |> Map.put(:hk, div(sizes.h, gcd(program.group, sizes.h)))
@@ -57,8 +63,9 @@ if FlashAttention.Defn.supported?() do
       key = Nx.Random.key(program.seed)
       {q, key} = Nx.Random.normal(key, shape: shape.(order(program, 1, batch ++ [:i, :d])), type: type)
       {k, key} = Nx.Random.normal(key, shape: shape.(order(program, 2, kv ++ [:j, :d])), type: type)
-      {v, _key} = Nx.Random.normal(key, shape: shape.(order(program, 3, kv ++ [:j, :e])), type: type)
-      {q, k, v, Nx.tensor(0.75, type: type), Nx.tensor(max(sizes.j - 1, 1), type: :s32)}
+      {v, key} = Nx.Random.normal(key, shape: shape.(order(program, 3, kv ++ [:j, :e])), type: type)
+      {bias, _key} = Nx.Random.normal(key, shape: shape.(order(program, 4, bias_labels(program))), type: type)
+      {q, k, v, bias, Nx.tensor(0.75, type: type), Nx.tensor(max(sizes.j - 1, 1), type: :s32)}
     end
 
     defp gcd(group, heads), do: if(rem(heads, group) == 0, do: group, else: 1)
@@ -67,6 +74,10 @@ if FlashAttention.Defn.supported?() do
     defp kv_batch(program),
       do: if(grouped?(program), do: List.delete(program.batch, :h) ++ [:hk], else: program.batch)
 
+    # Of the axes that the program has.
+    defp bias_labels(%{bias: nil}), do: []
+    defp bias_labels(%{bias: labels, batch: batch}), do: Enum.filter(labels, &(&1 in ([:i, :j] ++ batch)))
+
     # The axes of an input, in an order of its own.
     defp order(program, salt, labels) do
       :rand.seed(:exsss, {program.seed, salt, 5})
@@ -74,7 +85,7 @@ if FlashAttention.Defn.supported?() do
     end
 
     @doc "The program itself, on what `tensors/2` gave. `change` may do something to what it is given by name."
-    def run(program, {q, k, v, number, length}, change \\ fn _name, tensor -> tensor end) do
+    def run(program, {q, k, v, bias, number, length}, change \\ fn _name, tensor -> tensor end) do
       :rand.seed(:exsss, {program.seed, 7, 7})
       %{batch: batch, sizes: sizes} = program
       kv = kv_batch(program)
@@ -114,8 +125,8 @@ if FlashAttention.Defn.supported?() do
 
       s =
         if program.mask_first and program.softcap == nil,
-          do: s |> masked.() |> scaled.(),
-          else: s |> scaled.() |> capped.() |> masked.()
+          do: s |> masked.() |> scaled.() |> biased(program, bias),
+          else: s |> scaled.() |> capped.() |> biased(program, bias) |> masked.()
 
       s = with_change(s, change, :scores)
       p = s |> softmax(program, change) |> detour(program) |> with_change(change, :weights)
@@ -125,25 +136,35 @@ if FlashAttention.Defn.supported?() do
       o
     end
 
-    @doc "A number and its gradients by q, k and v."
-    def value_and_gradients(program, {q, k, v, number, length}, change \\ fn _name, tensor -> tensor end) do
-      Nx.Defn.value_and_grad({q, k, v}, fn {q, k, v} ->
-        o = run(program, {q, k, v, number, length}, change)
+    @doc "A number and its gradients by q, k, v and the bias."
+    def value_and_gradients(program, {q, k, v, bias, number, length}, change \\ fn _name, tensor -> tensor end) do
+      Nx.Defn.value_and_grad({q, k, v, bias}, fn {q, k, v, bias} ->
+        o = run(program, {q, k, v, bias, number, length}, change)
         Nx.sum(Nx.sin(Nx.add(o, 0.3)))
       end)
     end
 
-    @doc "Whether it is replaced: not where that would depend on numbers known at run time."
+    @doc "Whether it is replaced in training: not where that would depend on numbers known at run time."
     def found?(program) do
-      later = program.mask in [:runtime_length, :offset]
+      later = program.mask in ([:runtime_length, :offset] ++ @patterns)
+      added = program.mask_form in [:add, :subtract]
       first = program.mask_first and program.softcap == nil and program.mask != :none
 
       cond do
         # A factor may make visible what is hidden.
-        first and program.scale == :runtime -> false
-        # Rows that see nothing have a softmax of what is hidden, as f64 tells the sums apart: that needs a bias.
-        later and program.mask_form in [:add, :subtract] and program.fill == -1.0e9 -> bias?()
-        true -> true
+        first and program.scale == :runtime ->
+          false
+
+        # Rows that see nothing have gradients of scores that were rounded away.
+        later and added and (program.fill == -1.0e9 or program.softcap != nil) and program.fill != :infinity ->
+          false
+
+        # The same, of numbers that are added to what is hidden.
+        later and first and program.bias != nil and program.fill == -1.0e9 ->
+          false
+
+        true ->
+          true
       end
     end
 
@@ -269,6 +290,20 @@ if FlashAttention.Defn.supported?() do
     defp scale(s, :twice, c, _number), do: on_tensor(s, &(&1 |> Nx.multiply(2 * c) |> Nx.divide(2)))
     defp scale(s, _choice, _c, _number), do: s
 
+    defp biased(s, %{bias: nil}, _bias), do: s
+
+    defp biased({s, labels}, program, bias) do
+      {bias, there} =
+        {bias, order(program, 4, bias_labels(program))}
+        |> to(Enum.filter(labels, &(&1 in bias_labels(program))))
+
+      shape =
+        for {label, size} <- Enum.zip(labels, Tuple.to_list(Nx.shape(s))),
+            do: if(label in there, do: size, else: 1)
+
+      {Nx.add(s, Nx.reshape(bias, List.to_tuple(shape))), labels}
+    end
+
     # ---- masks -------------------------------------------------------------------------------------------
 
     defp hide(s, %{mask: :none}, _length), do: s
@@ -319,6 +354,12 @@ if FlashAttention.Defn.supported?() do
 
         :length ->
           Nx.less(j, max(sizes.j - 1, 1))
+
+        :table_of_numbers ->
+          Nx.less(Nx.remainder(Nx.add(Nx.multiply(i, 3), Nx.multiply(j, length)), 4), 2)
+
+        :like_numbers ->
+          Nx.equal(Nx.remainder(i, 2), Nx.remainder(j, 2))
 
         :runtime_length ->
           Nx.less(j, length)

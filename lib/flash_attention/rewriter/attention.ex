@@ -26,14 +26,14 @@ if FlashAttention.Defn.supported?() do
         not bias?() and (match.biases != [] or match.visibility.others != []) ->
           {:refuse, "needs bias"}
 
-        slopes_of_empty_rows?(match) and (match.softcap != 0 or other_biases?(match)) ->
-          {:refuse, "rows that see nothing pass on gradients of scores that are more than products of q and k"}
-
         Enum.any?(match.sinks, fn {number, _} -> Graph.fetch!(graph, number).type == {:f, 64} end) ->
           {:refuse, "its sinks are in f64, and the library's in f32"}
 
         not sinks_of_heads?(match) ->
           {:refuse, "its sinks differ between rows or batches"}
+
+        match.empty_rows == :swallowed and match.gradients != [] ->
+          {:refuse, "rows that see nothing have gradients of scores that were rounded away"}
 
         match.scale == 0 ->
           {:refuse, "its scores are multiplied by 0"}
@@ -46,16 +46,19 @@ if FlashAttention.Defn.supported?() do
       end
     end
 
-    # What is added to scores and swallows them lets their gradients pass.
-    defp slopes_of_empty_rows?(%{empty_rows: :mean, hidden: [%{how: :added}], gradients: [_ | _]}), do: true
+    # What is added to scores and swallows them lets their gradients pass, and whatever hid them those of what is added
+    # to them later.
+    defp slopes_of_empty_rows?(%{empty_rows: :mean, hidden: [%{how: how}], gradients: [_ | _]} = match),
+      do: how == :added or swallowed_biases(match) != []
+
     defp slopes_of_empty_rows?(_match), do: false
 
-    # Whether gradients are wanted of biases that hidden scores have too.
-    defp other_biases?(%{hidden: [mask], biases: biases, gradients: gradients}) do
-      Enum.any?(gradients, fn
-        %{of: {:bias, n}} -> elem(Enum.at(biases, n), 0) != mask[:shown]
-        _ -> false
-      end)
+    # The biases that gradients are wanted of and that hidden scores have too.
+    defp swallowed_biases(%{hidden: [mask], biases: biases, gradients: gradients}) do
+      for {{view, factor}, n} <- Enum.with_index(biases),
+          if(mask.how == :added, do: view != mask.shown, else: view in Map.get(mask, :outside, [])),
+          Enum.any?(gradients, &(&1.of == {:bias, n})),
+          do: {n, view, factor}
     end
 
     defp sinks_of_heads?(%{axes: axes} = match) do
@@ -200,7 +203,7 @@ if FlashAttention.Defn.supported?() do
 
       o
       |> cut([Index.size(batch), Index.size(rows), Index.size(heads ++ groups), Index.size(values)])
-      |> empty_rows(lse, {q, k, v}, match)
+      |> empty_rows(lse, {q, k, v}, match, inputs)
       |> times_outer(match, inputs)
     end
 
@@ -244,9 +247,9 @@ if FlashAttention.Defn.supported?() do
     end
 
     # A row that sees nothing: what the program makes of it.
-    defp empty_rows(o, _lse, _q_k_v, %{empty_rows: :none}), do: o
+    defp empty_rows(o, _lse, _q_k_v, %{empty_rows: kind}, _inputs) when kind in [:none, :swallowed], do: o
 
-    defp empty_rows(o, lse, {q, k, v}, match) do
+    defp empty_rows(o, lse, {q, k, v}, match, inputs) do
       empty =
         lse
         |> Kernel.stop_grad()
@@ -261,7 +264,7 @@ if FlashAttention.Defn.supported?() do
         cond do
           # NaN that depends on the values, so that their gradient is NaN too, and only for such rows.
           match.empty_rows == :nan -> Nx.multiply(mean, Nx.select(empty, Nx.Constants.nan(o.type), 1))
-          slopes_of_empty_rows?(match) -> mean |> Nx.broadcast(o.shape) |> Nx.add(slope(q, k, v, match))
+          slopes_of_empty_rows?(match) -> mean |> Nx.broadcast(o.shape) |> Nx.add(slope(q, k, v, match, inputs))
           true -> mean
         end
 
@@ -280,10 +283,9 @@ if FlashAttention.Defn.supported?() do
 
     # Scores that were swallowed leave their derivative behind, that of a softmax where all scores are one number:
     # do = scale / n dq sum_j k_j (v_j - mean v), and likewise by k. Its value is 0.
-    defp slope(q, k, v, match) do
+    defp slope(q, k, v, match, inputs) do
       {batch, rows, num_heads, dim} = q.shape
       {_, columns, num_kv_heads, values} = v.shape
-      group = div(num_heads, num_kv_heads)
       type = Nx.Type.merge(q.type, {:f, 32})
       heads_first = fn tensor -> tensor |> Nx.as_type(type) |> Nx.transpose(axes: [0, 2, 1, 3]) end
 
@@ -294,16 +296,43 @@ if FlashAttention.Defn.supported?() do
         |> then(&Nx.subtract(&1, Nx.mean(&1, axes: [2], keep_axes: true)))
 
       moments = Nx.dot(heads_first.(k), [2], [0, 1], centred, [2], [0, 1])
-      q = q |> heads_first.() |> Nx.reshape({batch, num_kv_heads, group * rows, dim})
+
+      of_products =
+        q
+        |> heads_first.()
+        |> Nx.reshape({batch, num_kv_heads, div(num_heads, num_kv_heads) * rows, dim})
+        |> Nx.dot([3], [0, 1], moments, [2], [0, 1])
+        |> Nx.multiply(number_like(if(hd(match.hidden).how == :added, do: scale(match), else: 0), centred))
+        |> Nx.reshape({batch, num_heads, rows, values})
 
       slope =
-        q
-        |> Nx.dot([3], [0, 1], moments, [2], [0, 1])
-        |> Nx.multiply(number_like(scale(match) / columns, q))
-        |> Nx.reshape({batch, num_heads, rows, values})
+        match
+        |> swallowed_biases()
+        |> Enum.reduce(of_products, &Nx.add(&2, slope_of_bias(&1, centred, match, inputs)))
+        |> Nx.divide(number_like(columns, centred))
         |> Nx.transpose(axes: [0, 2, 1, 3])
 
       slope |> Nx.subtract(Kernel.stop_grad(slope)) |> Nx.as_type(v.type)
+    end
+
+    # sum_j db_j (v_j - mean v), for every head.
+    defp slope_of_bias({n, {number, indices}, factor}, centred, match, inputs) do
+      %{batch: batch, heads: heads, groups: groups, rows: rows, columns: columns} = match.axes
+      {batches, num_kv_heads, num_columns, values} = centred.shape
+      num_heads = Index.size(heads ++ groups)
+      tensor = inputs[{:bias, n}] || Map.fetch!(inputs, number)
+
+      by_head =
+        centred
+        |> Nx.new_axis(2)
+        |> Nx.broadcast({batches, num_kv_heads, div(num_heads, num_kv_heads), num_columns, values})
+        |> Nx.reshape({batches, num_heads, num_columns, values})
+
+      tensor
+      |> lay_out(indices, [batch, heads ++ groups, rows, columns], match.atoms)
+      |> Nx.as_type(centred.type)
+      |> Nx.multiply(number_like(factor, centred))
+      |> Nx.dot([3], [0, 1], by_head, [2], [0, 1])
     end
 
     # ---- masks -------------------------------------------------------------------------------------------

@@ -563,7 +563,11 @@ defmodule FlashAttention.Rewriter.Forward do
     end
   end
 
-  defp with_bias(match, view, sign), do: %{match | biases: [{view, sign} | match.biases]}
+  # Scores that are hidden already have it too.
+  defp with_bias(match, view, sign) do
+    hidden = for mask <- match.hidden, do: Map.update(mask, :outside, [view], &[view | &1])
+    %{match | biases: [{view, sign} | match.biases], hidden: hidden}
+  end
 
   # {:ok, predicates that show, what is added where they do not, what is added where they do}: nil stands for 0.
   defp additive_mask(terms, view, factor) do
@@ -656,6 +660,8 @@ defmodule FlashAttention.Rewriter.Forward do
   defp one_digit([digit]), do: digit
   defp one_digit(_digits), do: {:no_row, 1, 1}
 
+  @several "several numbers that hide may leave a row that sees nothing"
+
   # A row that sees nothing: softmax of one number everywhere is the mean, of -infinity NaN. Where it is that of hidden
   # scores themselves, what is added stays what is added; also under a softcap, whose slope such rows pass on.
   defp empty_rows(terms, match) do
@@ -666,6 +672,9 @@ defmodule FlashAttention.Rewriter.Forward do
       match.sinks != [] ->
         {:ok, match}
 
+      match.empty_rows == :swallowed ->
+        {:refuse, @several}
+
       Enum.all?(match.hidden, &(&1.fill == :neg_infinity)) ->
         {:ok, %{match | empty_rows: :nan}}
 
@@ -675,15 +684,16 @@ defmodule FlashAttention.Rewriter.Forward do
       added != [] ->
         shown = for %{shown: shown, bias: {_, sign}} when shown != nil <- added, do: {shown, sign}
         biases = for(%{bias: bias} <- added, do: bias) ++ (match.biases -- shown)
-        visibility(terms, %{match | hidden: replaced, biases: biases, visibility: %Visibility{}})
+        match = %{match | hidden: replaced, biases: biases, visibility: %Visibility{}, empty_rows: :swallowed}
+        visibility(terms, match)
 
       true ->
-        {:refuse, "several masks of different numbers may leave a row that sees nothing"}
+        {:refuse, @several}
     end
   end
 
   # Whether hidden scores are all one number, as what is added swallows them.
-  defp even?(%{how: :replaced}), do: true
+  defp even?(%{how: :replaced} = mask) when not is_map_key(mask, :outside), do: true
   defp even?(%{fill: :neg_infinity}), do: true
   defp even?(%{fill: fill, type: {:f, 64}}), do: fill <= -1.0e17
   defp even?(%{type: {:f, 16}}), do: false
