@@ -50,7 +50,7 @@ bench-merge: $(BUILD)/bench_merge
 # Attention over several GPUs by NCCL (libnccl.so.2 where the loader finds it), beside one of them. BENCH_ARGS: see
 # bench/distributed.exs.
 .PHONY: bench-distributed
-bench-distributed: RESULT := bench/results/distributed.md
+bench-distributed: RESULT := bench/results/h200_distributed.md
 bench-distributed: elixir
 	NCCL_NVLS_ENABLE=0 $(MIX) run bench/distributed.exs $(BENCH_ARGS) | tee $(RESULT)
 

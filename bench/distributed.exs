@@ -3,7 +3,7 @@
 defmodule Bench.Distributed do
   import Bitwise
   alias FlashAttention.{DeviceMemory, Distributed, Mask, Native, Tensor}
-  alias FlashAttention.Distributed.{Deal, Messages, NCCL, Ranges, Stages, Transport}
+  alias FlashAttention.Distributed.{Messages, NCCL, Ranges, Stages, Transport}
 
   @dim 128
   @dtype {:bf, 16}
@@ -66,7 +66,7 @@ defmodule Bench.Distributed do
     :persistent_term.put(Timed, if(transport == :nccl, do: NCCL, else: Messages))
     heads = opts[:heads] || 16
 
-    IO.puts("""
+    IO.write("""
     # Attention over #{count} GPUs
 
     bf16, #{heads} heads, head_dim #{@dim}, batch 1; tensors lie on the GPUs, transport #{transport}, #{opts[:stages] || 4} stages at
@@ -84,7 +84,7 @@ defmodule Bench.Distributed do
 
   # Tensors of the host's memory, which one GPU computes or all of them divide.
   defp host_path(gpus, heads, repeats) do
-    IO.puts("""
+    IO.write("""
 
     bf16, #{heads} heads, head_dim #{@dim}, 2,048 tokens, batch 8, full, results of earlier calls in the host's memory:
 
