@@ -61,6 +61,14 @@ static int by_size(const void *a, const void *b) {
   return (x > y) - (x < y);
 }
 
+static void print_line(const char *name, double bytes, double times[ROUNDS]) {
+  qsort(times, ROUNDS, sizeof *times, by_size);
+  const double rate = bytes / times[ROUNDS / 2] / 1e9;
+  printf("| %s | %.0f | %.1f | %.0f |", name, bytes / 1e6, times[ROUNDS / 2] * 1e6, rate);
+  if (peak > 0) printf(" %.0f %% |", 100 * rate / peak);
+  printf("\n");
+}
+
 static void line(const char *name, const fa_merge *merge, bool is_backward, double bytes) {
   fa_error error;
   fa_execution execution = {.workspace_bytes = fa_merge_workspace_bytes(merge)};
@@ -74,12 +82,24 @@ static void line(const char *name, const fa_merge *merge, bool is_backward, doub
     must(fa_device_synchronize(device, NULL, &error), &error);
     if (round >= 0) times[round] = (seconds() - begin) / calls;
   }
-  qsort(times, ROUNDS, sizeof *times, by_size);
-  const double rate = bytes / times[ROUNDS / 2] / 1e9;
-  printf("| %s | %.0f | %.1f | %.0f |", name, bytes / 1e6, times[ROUNDS / 2] * 1e6, rate);
-  if (peak > 0) printf(" %.0f %% |", 100 * rate / peak);
-  printf("\n");
+  print_line(name, bytes, times);
   fa_device_free(device, execution.workspace, NULL);
+}
+
+/* What the device itself copies at, beside which the lines are to be read. */
+static void copy_line(void) {
+  fa_error error;
+  const size_t bytes = (size_t)1 << 30;
+  void *memory[2];
+  double times[ROUNDS];
+  for (int i = 0; i < 2; i++) must(fa_device_alloc(device, bytes, &memory[i], &error), &error);
+  for (int round = -1; round < ROUNDS; round++) {
+    const double begin = seconds();
+    must(fa_device_copy(device, memory[0], memory[1], bytes, NULL, &error), &error);
+    if (round >= 0) times[round] = seconds() - begin;
+  }
+  print_line("a copy within the memory", 2.0 * (double)bytes, times);
+  for (int i = 0; i < 2; i++) fa_device_free(device, memory[i], NULL);
 }
 
 int main(int argc, char **argv) {
@@ -91,6 +111,7 @@ int main(int argc, char **argv) {
   must(fa_device_get_info(device, &info, &error), &error);
   printf("%s: o [%d, %d, %d, %d]\n\n| call | MB | us | GB/s |%s\n|---|--:|--:|--:|%s\n", info.name, BATCH,
          SEQLEN, HEADS, HEAD_DIM, peak > 0 ? " of the memory's |" : "", peak > 0 ? "--:|" : "");
+  copy_line();
   fa_part bf16[MOST], f32[2];
   for (int i = 0; i < MOST; i++) bf16[i] = part_new(FA_DTYPE_BF16);
   for (int i = 0; i < 2; i++) f32[i] = part_new(FA_DTYPE_F32);

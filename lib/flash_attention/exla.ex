@@ -8,6 +8,13 @@ defmodule FlashAttention.EXLA do
   stream: nothing is copied between host and device. The calls are registered with XLA before the first of them is
   compiled.
 
+  Merges of parts (`FlashAttention.Parts`) are the calls `flash_attention_merge` and `flash_attention_merge_backward`
+  likewise.
+
+  Under `EXLA.shard_jit/3` XLA does not know how these calls may be shared out: it gathers their operands, and every
+  device computes all of the call. That is right, and saves nothing. The EXLA at hand has no word for a sharding rule.
+  For batches and heads on several devices see the guide "Many GPUs, many machines".
+
   Where that cannot be, compiling raises and says why: a client of another kind, a problem that the client's device
   does not take (`f64` or a head_dim over 256 on a GPU), or calls that cannot be registered, see `register/0`. With a
   `:device` other than `:auto` attention is no custom call: the library computes it outside of XLA, on the device
@@ -83,6 +90,21 @@ defmodule FlashAttention.EXLA do
     end
   end
 
+  @doc false
+  # The same of a merge of parts: its operands go without names, all o have one shape.
+  def merge_call!(%{pass: pass, shapes: shapes}, client) do
+    with :ok <- register(), {:ok, _device} <- device(client) do
+      o = shapes[:o] || shapes[:part_o]
+      sink = if shapes[:sink], do: [sink: shapes[:sink]], else: []
+
+      {if(pass == :forward, do: "flash_attention_merge", else: "flash_attention_merge_backward"),
+       attributes([o: o] ++ sink)}
+    else
+      {:error, %Error{} = error} -> raise elsewhere(error)
+      {:error, error} -> raise error |> Error.from_native() |> elsewhere()
+    end
+  end
+
   # The device that the client computes on unless it is told otherwise.
   defp device(%{platform: :host}), do: {:ok, {:cpu, 0}}
 
@@ -112,6 +134,13 @@ if Code.ensure_loaded?(EXLA.CustomCall) and FlashAttention.Defn.supported?() do
   defimpl EXLA.CustomCall, for: [FlashAttention.Defn.Forward, FlashAttention.Defn.Backward] do
     def call(block, _outputs, inputs, client) do
       {target, attributes} = FlashAttention.EXLA.custom_call!(block, inputs, client)
+      {:ok, %EXLA.CustomCall.Spec{call_target_name: target, attributes: attributes}}
+    end
+  end
+
+  defimpl EXLA.CustomCall, for: FlashAttention.Defn.Merge do
+    def call(block, _outputs, _inputs, client) do
+      {target, attributes} = FlashAttention.EXLA.merge_call!(block, client)
       {:ok, %EXLA.CustomCall.Spec{call_target_name: target, attributes: attributes}}
     end
   end

@@ -67,6 +67,15 @@ defmodule FlashAttention.EXLATest do
     check_through_xla(&step/5, shapes, "test/xla/exla.mlir", runs?)
   end
 
+  test "merges of parts, and their gradients, are calls too" do
+    corrected = fn {o, sink}, lse -> o |> FlashAttention.Sink.correct(lse, sink) |> elem(0) |> Nx.sum() end
+    gradients = fn o, lse, sink -> Nx.Defn.grad({o, sink}, &corrected.(&1, lse)) end
+    text = stablehlo(gradients, Enum.map([{2, 5, 3, 4}, {2, 3, 5}, {2, 3}], &template/1))
+    assert text =~ ~s(call_target_name = "flash_attention_merge",)
+    assert text =~ ~s(call_target_name = "flash_attention_merge_backward",)
+    assert text =~ "backend_config = {o = array<i64: 2, 5, 3, 4>, sink = array<i64: 2, 3>}"
+  end
+
   # As one writes it who has never heard of this library.
   defp plain_step(q, k, v, weights) do
     Nx.Defn.value_and_grad({q, k, v}, fn {q, k, v} ->

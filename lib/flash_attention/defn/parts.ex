@@ -16,7 +16,7 @@ if FlashAttention.Defn.supported?() do
     @moduledoc false
 
     alias FlashAttention.Defn.Merge
-    alias FlashAttention.{Error, Parts}
+    alias FlashAttention.{Error, Options, Parts}
     alias Nx.Defn.{Expr, Kernel}
 
     @doc false
@@ -79,29 +79,45 @@ if FlashAttention.Defn.supported?() do
     end
 
     # With one axis, for the reason that attention's blocks have.
+    defp block(_pass, _inputs, []), do: []
+
     defp block(pass, inputs, templates) do
       shapes = for {name, %{shape: shape}} <- Enum.zip(names(pass, length(inputs)), inputs), do: {name, shape}
-      flat = for template <- templates, do: Nx.template({Nx.size(template)}, template.type)
-      results = if templates == [], do: [], else: block_of(pass, shapes, inputs, flat, templates)
+      bytes = workspace_bytes(pass, shapes)
+      workspace = if bytes > 0, do: [Nx.template({bytes}, {:u, 8})], else: []
+      flat = for(template <- templates, do: Nx.template({Nx.size(template)}, template.type)) ++ workspace
+
+      results =
+        %Merge{pass: pass, shapes: shapes}
+        |> Nx.block(
+          Enum.map(inputs, &Nx.flatten/1),
+          List.to_tuple(flat),
+          default(length(inputs), call(pass, shapes, templates, bytes))
+        )
+        |> Tuple.to_list()
+
       for {result, template} <- Enum.zip(results, templates), do: Nx.reshape(result, template.shape)
     end
 
-    defp block_of(pass, shapes, inputs, flat, templates) do
-      default = fn tensors ->
+    # XLA allocates outputs and nothing else, so that on a GPU the sum of dsink over rows takes one more.
+    defp workspace_bytes(:backward, shapes) do
+      if Options.own_memory?(:cuda) and match?({_num_sinks, _num_heads}, shapes[:sink]),
+        do: 4 * Enum.product(Tuple.to_list(shapes[:lse])),
+        else: 0
+    end
+
+    defp workspace_bytes(:forward, _shapes), do: 0
+
+    # The block's default function, of a list of flat tensors.
+    defp call(pass, shapes, templates, bytes) do
+      fn tensors ->
         tensors = for {{_name, shape}, tensor} <- Enum.zip(shapes, tensors), do: Nx.reshape(tensor, shape)
         keyed = tensors |> Enum.with_index() |> Map.new(fn {tensor, i} -> {i, tensor} end)
-        outputs = List.to_tuple(templates)
-        types = Enum.map(templates, & &1.type)
-
-        results =
-          Nx.runtime_call(outputs, keyed, [pass: pass, names: Keyword.keys(shapes), types: types], &run/2)
-
-        results |> Tuple.to_list() |> Enum.map(&Nx.flatten/1) |> List.to_tuple()
+        opts = [pass: pass, names: Keyword.keys(shapes), types: Enum.map(templates, & &1.type)]
+        results = templates |> List.to_tuple() |> Nx.runtime_call(keyed, opts, &run/2) |> Tuple.to_list()
+        workspace = if bytes > 0, do: [Nx.broadcast(Expr.tensor(Nx.u8(0)), {bytes})], else: []
+        List.to_tuple(Enum.map(results, &Nx.flatten/1) ++ workspace)
       end
-
-      %Merge{pass: pass, shapes: shapes}
-      |> Nx.block(Enum.map(inputs, &Nx.flatten/1), List.to_tuple(flat), default(length(inputs), default))
-      |> Tuple.to_list()
     end
 
     defp names(:forward, count), do: part_names(count)
