@@ -102,9 +102,9 @@ __device__ inline Eight<HAS_F32> load(const fa_merge &m, const fa_part &part, co
   const bool is_f32 = HAS_F32 && part.dtype == FA_DTYPE_F32;
   const char *from = address_of<ALIKE>(part, r, d);
   if (ALIKE || is_whole(from, m.head_dim - d)) {
-    eight.words[0] = __ldcs(reinterpret_cast<const uint4 *>(from));
+    eight.words[0] = reinterpret_cast<const uint4 *>(from)[0];
     if constexpr (HAS_F32)
-      if (is_f32) eight.words[1] = __ldcs(reinterpret_cast<const uint4 *>(from) + 1);
+      if (is_f32) eight.words[1] = reinterpret_cast<const uint4 *>(from)[1];
   } else if (is_f32) {
     copy_some(reinterpret_cast<float *>(eight.words), reinterpret_cast<const float *>(from), m.head_dim - d);
   } else {
@@ -126,8 +126,8 @@ __device__ inline void store(const fa_merge &m, const fa_part &part, const Row &
     from_floats<float>(words, x);
   char *to = address_of<ALIKE>(part, r, d);
   if (ALIKE || is_whole(to, m.head_dim - d)) {
-    reinterpret_cast<uint4 *>(to)[0] = words[0];
-    if (is_f32) reinterpret_cast<uint4 *>(to)[1] = words[1];
+    __stcs(reinterpret_cast<uint4 *>(to), words[0]);
+    if (is_f32) __stcs(reinterpret_cast<uint4 *>(to) + 1, words[1]);
   } else if (is_f32) {
     copy_some(reinterpret_cast<float *>(to), reinterpret_cast<const float *>(words), m.head_dim - d);
   } else {
@@ -233,7 +233,7 @@ __device__ inline void add_group(fa_dtype dtype, const Eight<HAS_F32> (&eights)[
 // and each warp some of its rows: LANES lanes take one, GROUP of them each. The first part is asked for before
 // the shares are made; it is bytes on their way that the speed of memory asks for.
 template <int LANES, bool ALIKE, bool HAS_F32>
-__global__ void __launch_bounds__(THREADS, 3)
+__global__ void __launch_bounds__(THREADS, HAS_F32 ? 12 : 14)
     merge_rows(const __grid_constant__ fa_merge m, const __grid_constant__ fa_cuda_merge_tiles tiles) {
   constexpr int AT_ONCE = 32 / LANES, GROUP = FA_CUDA_MERGE_GROUP, ROWS = AT_ONCE * GROUP;  // of a warp
   constexpr int SLOTS = 32 / ROWS;
@@ -334,7 +334,7 @@ __device__ inline void sink_backward(const fa_merge &m, const Row &r, float lse,
 // PAIR rows at a time; all of them take part in sums, and for a row that is not there they read the first one
 // and write nothing.
 template <int LANES, bool ALIKE>
-__global__ void __launch_bounds__(THREADS, 3)
+__global__ void __launch_bounds__(THREADS, 12)
     merge_rows_backward(const __grid_constant__ fa_merge m, const __grid_constant__ fa_cuda_merge_tiles tiles,
                         float *__restrict__ delta_of_rows) {
   constexpr int AT_ONCE = THREADS / LANES;

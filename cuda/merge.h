@@ -12,7 +12,7 @@ extern "C" {
 /* num_lanes threads share a row of a head, eight numbers each at a time, and have so many rows: of the
  * gradients in pairs. A block takes FA_CUDA_MERGE_ROWS. */
 enum {
-  FA_CUDA_MERGE_THREADS = 256,
+  FA_CUDA_MERGE_THREADS = 64,
   FA_CUDA_MERGE_GROUP = 4,
   FA_CUDA_MERGE_PAIR = 2,
   FA_CUDA_MERGE_SINK_THREADS = 1024
