@@ -59,9 +59,11 @@ test-c-isas: $(BUILD)/test/test_attention $(BUILD)/test/test_tangent $(BUILD)/te
 	@FLASH_ATTENTION_DISABLE=sm90 $(BUILD)/test/test_attention --device cuda $(ATTENTION)
 
 # The case table on the GPU. Without one this program and test_cuda say that they are skipped.
-test-c-attention-cuda: $(BUILD)/test/test_attention
+test-c-attention-cuda: $(BUILD)/test/test_attention $(BUILD)/test/test_merge
 	@echo "$(<F) --device cuda $(ATTENTION)"
 	@$< --device cuda $(ATTENTION)
+	@echo "test_merge --device cuda"
+	@$(BUILD)/test/test_merge --device cuda
 
 # Short tables on the GPU under NVIDIA's compute-sanitizer: addresses, races in shared memory, and reads of what
 # nothing wrote. test_attention gives every tensor an allocation of its own, test_cuda poisons no workspace. initcheck
