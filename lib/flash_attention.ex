@@ -25,7 +25,7 @@ defmodule FlashAttention do
       s[i,j] = s[i,j] - alibi_slopes[b,h] * |i + seqlen_k - seqlen_q - j|    where alibi_slopes are given
       s[i,j] = -infinity                                  where column j is not visible from row i
       lse[i] = log(sum_j exp(s[i,j]) + sum_t exp(sink[t,h]))
-      o[i]   = sum_j exp(s[i,j] - lse[i]) * v[b,j,kv]
+      o[i]   = sum_j keep[i,j] * exp(s[i,j] - lse[i]) * v[b,j,kv]     keep is 1 without dropout, see `FlashAttention.Dropout`
 
   The tiled algorithm is FlashAttention-2's (Dao 2023, arXiv 2307.08691): the scores are never stored, and the
   backward computes them again from `lse`.
@@ -187,10 +187,10 @@ defmodule FlashAttention do
 
       delta[i]   = dot(o[i], dout[i])
       p[i,j]     = exp(s[i,j] - lse[i])
-      ds[i,j]    = p[i,j] * (dot(dout[i], v[j]) - delta[i])      (times the derivative of softcap)
+      ds[i,j]    = p[i,j] * (keep[i,j] * dot(dout[i], v[j]) - delta[i])      (times the derivative of softcap)
       dq[i]      = scale * sum_j ds[i,j] * k[j]
       dk[j]      = scale * sum_i ds[i,j] * q[i]                  (over every head that shares k[j])
-      dv[j]      = sum_i p[i,j] * dout[i]
+      dv[j]      = sum_i keep[i,j] * p[i,j] * dout[i]
       dsink[t,h] = -sum_{b,i} exp(sink[t,h] - lse[i]) * delta[i]
       dalibi_slopes[b,h] = -sum_{i,j} ds[i,j] * |i + seqlen_k - seqlen_q - j|     (without softcap's derivative)
       dbias[b,h,i,j]     = ds[i,j]                                                (likewise; summed where it is 1)

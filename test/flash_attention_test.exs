@@ -25,7 +25,10 @@ defmodule FlashAttentionTest do
     {{2, 9, 9, 2, 1, 3}, [bias: {:f32, {2, 1, 1, 9}}, softcap: 2, causal: false, alibi_slopes: 1]},
     {{1, 8, 13, 3, 3, 4}, [bias: {nil, {1, 1, 8, 13}}, sink: 1, window: {5, 1}, constant_bias: true]},
     {{2, 10, 10, 2, 2, 4}, [bias: {:u8, {2, 1, 1, 10}}]},
-    {{1, 6, 9, 2, 1, 3}, [bias: {:u8, {1, 2, 6, 9}}, causal: false, sink: 1]}
+    {{1, 6, 9, 2, 1, 3}, [bias: {:u8, {1, 2, 6, 9}}, causal: false, sink: 1]},
+    {{2, 11, 19, 4, 2, 3}, [dropout: 0.3, dropout_seed: {7, 0xFFFFFFFF}]},
+    {{1, 17, 9, 2, 2, 5},
+     [dropout: 0.9, dropout_seed: {0, 1}, bias: {nil, {1, 2, 1, 9}}, causal: false, softcap: 2]}
   ]
 
   for {{sizes, opts}, index} <- Enum.with_index(@cases), type <- [:f32, :f64, :bf16, :f16] do

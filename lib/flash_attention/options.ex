@@ -39,7 +39,13 @@ defmodule FlashAttention.Options do
       default: 0,
       doc:
         "The share of scores that are dropped after the softmax, rounded to a multiple of 2⁻¹⁶, where `o` makes up for it: " <>
-          "which ones, a seed says."
+          "which ones, `dropout_seed` says. See `FlashAttention.Dropout`."
+    ],
+    dropout_seed: [
+      type: :tensor,
+      default: nil,
+      default_doc: "none",
+      doc: "Two words of 32 bits, u32 `[2]`, a key of `Nx.Random` for instance: what `dropout` drops."
     ],
     sink: [
       type: :tensor,
@@ -143,7 +149,7 @@ defmodule FlashAttention.Options do
 
       iex> {:error, error} = FlashAttention.Options.parse(casual: false)
       iex> Exception.message(error)
-      "opts: expected keys among causal, scale, window, softcap, dropout, sink, alibi_slopes, bias, mask, device, precision, deterministic, constant_bias, keep, results, got :casual"
+      "opts: expected keys among causal, scale, window, softcap, dropout, dropout_seed, sink, alibi_slopes, bias, mask, device, precision, deterministic, constant_bias, keep, results, got :casual"
   """
   @spec parse(keyword, [atom]) :: {:ok, parsed} | {:error, Error.t()}
   def parse(opts, keys \\ keys()) do

@@ -6,6 +6,7 @@ defmodule FlashAttention.Test.PlainAttention do
   """
 
   import FlashAttention.Test.Tensors, only: [indices: 1, to_list: 1]
+  alias FlashAttention.Dropout
 
   def forward(q, k, v, opts) do
     {problem, rows} = rows(q, k, v, opts)
@@ -37,7 +38,7 @@ defmodule FlashAttention.Test.PlainAttention do
             sums ->
               column = {b, j, div(h, problem.group)}
               p = :math.exp(s.sum - row.lse)
-              gradient = p * (dot(dout, problem.v[column]) - delta)
+              gradient = p * (s.keep * dot(dout, problem.v[column]) - delta)
               ds = gradient * softcap_derivative(s.capped, problem.softcap)
 
               sums
@@ -45,7 +46,7 @@ defmodule FlashAttention.Test.PlainAttention do
               |> add({:dbias, problem.bias_place.({b, h, i, j})}, [gradient])
               |> add({:dq, at}, scaled(problem.k[column], problem.scale * ds))
               |> add({:dk, column}, scaled(problem.q[at], problem.scale * ds))
-              |> add({:dv, column}, scaled(dout, p))
+              |> add({:dv, column}, scaled(dout, s.keep * p))
           end
       end
 
@@ -86,6 +87,7 @@ defmodule FlashAttention.Test.PlainAttention do
         opts[:bias] |> places() |> Enum.zip(if(opts[:bias], do: to_list(opts[:bias]), else: [])) |> Map.new(),
       hides?: match?(%{type: {:u, 8}}, opts[:bias]),
       bias_place: bias_place(opts[:bias]),
+      keep: keep(opts, {batch, num_heads, seqlen_q, seqlen_k}),
       slope_batch: if(match?(%{shape: {1, _}}, opts[:alibi_slopes]), do: fn _b -> 0 end, else: & &1)
     }
 
@@ -115,6 +117,17 @@ defmodule FlashAttention.Test.PlainAttention do
   defp bias_place(%{shape: {batch, heads, rows, _}}),
     do: fn {b, h, i, j} -> {min(b, batch - 1), min(h, heads - 1), min(i, rows - 1), j} end
 
+  # What dropout multiplies a cell's probability by.
+  defp keep(opts, shape) do
+    if seed = opts[:dropout_seed] do
+      mask = Dropout.mask(seed, opts[:dropout], shape)
+      kept = mask |> places() |> Enum.zip(to_list(mask)) |> Map.new()
+      fn cell -> kept[cell] / (1 - Dropout.rounded(opts[:dropout])) end
+    else
+      fn _cell -> 1.0 end
+    end
+  end
+
   defp row(problem, {b, i, h} = at, visible, head_dim) do
     kv = div(h, problem.group)
 
@@ -127,7 +140,8 @@ defmodule FlashAttention.Test.PlainAttention do
           if problem.slopes, do: problem.slopes |> Enum.at(problem.slope_batch.(b)) |> Enum.at(h), else: 0.0
 
         bias = if problem.hides?, do: 0.0, else: Map.get(problem.bias, problem.bias_place.({b, h, i, j}), 0.0)
-        {j, %{capped: capped, distance: distance, sum: capped + bias - slope * distance}}
+        keep = problem.keep.({b, h, i, j})
+        {j, %{capped: capped, distance: distance, keep: keep, sum: capped + bias - slope * distance}}
       end
 
     sinks = Enum.map(problem.sinks, &Enum.at(&1, h))
@@ -135,7 +149,7 @@ defmodule FlashAttention.Test.PlainAttention do
 
     o =
       for {j, s} <- scores, reduce: List.duplicate(0.0, head_dim) do
-        o -> plus(o, scaled(problem.v[{b, j, kv}], :math.exp(s.sum - lse)))
+        o -> plus(o, scaled(problem.v[{b, j, kv}], s.keep * :math.exp(s.sum - lse)))
       end
 
     %{scores: scores, sinks: sinks, lse: lse, o: o}

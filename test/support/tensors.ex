@@ -23,7 +23,7 @@ defmodule FlashAttention.Test.Tensors do
 
   @doc """
   Random inputs of both passes, and options, of which these become random tensors: `sink: count`,
-  `alibi_slopes: batch` and `bias: {type, shape}`, whose type `nil` stands for that of q.
+  `alibi_slopes: batch`, `bias: {type, shape}`, whose type `nil` stands for that of q, and `dropout_seed: {word, word}`.
   """
   def problem(seed, type, {batch, seqlen_q, seqlen_k, num_heads, num_kv_heads, head_dim}, opts) do
     queries = {batch, seqlen_q, num_heads, head_dim}
@@ -34,6 +34,10 @@ defmodule FlashAttention.Test.Tensors do
           size = opts[name],
           do: {name, random(10 * seed + place, :f32, {size, num_heads})}
 
+    dropout =
+      for {x, y} <- List.wrap(opts[:dropout_seed]),
+          do: {:dropout_seed, Tensor.new(<<x::32-native, y::32-native>>, {:u, 32}, {2})}
+
     bias =
       for {bias_type, shape} <- List.wrap(opts[:bias]),
           do: {:bias, bias(10 * seed + 7, bias_type || type, shape)}
@@ -43,7 +47,7 @@ defmodule FlashAttention.Test.Tensors do
       k: random(10 * seed + 2, type, keys),
       v: random(10 * seed + 3, type, keys),
       dout: random(10 * seed + 4, type, queries),
-      opts: Keyword.merge(opts, optional ++ bias)
+      opts: Keyword.merge(opts, optional ++ bias ++ dropout)
     }
   end
 
