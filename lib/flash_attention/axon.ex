@@ -48,43 +48,71 @@ if Code.ensure_loaded?(Axon) do
     that is fed with masks. And
 
       * `:num_sinks` - how many attention sinks each head learns, 0 by default; they begin at 0
+      * `:dropout_rate` - the share of attention weights that are dropped in training, 0 by default; the layer then keeps a
+        `key` of `Nx.Random` as its state, as `Axon.dropout/2` does, which begins by `:seed`
       * `:name`, `:meta` - as for every layer of Axon
     """
     @spec attention(Axon.t(), Axon.t(), Axon.t(), keyword) :: Axon.t()
     def attention(%Axon{} = query, %Axon{} = key, %Axon{} = value, opts \\ []) do
       {layer_options, opts} = Keyword.split(opts, @layer_options)
       {num_sinks, opts} = Keyword.pop(opts, :num_sinks, 0)
+      {dropout_rate, opts} = Keyword.pop(opts, :dropout_rate, 0)
+      {seed, opts} = Keyword.pop_lazy(opts, :seed, fn -> :erlang.system_time() end)
       {nodes, opts} = Enum.split_with(opts, fn {name, value} -> name in @tensors and is_struct(value, Axon) end)
       Options.parse!(opts, @options)
-      {names, optional} = Enum.unzip(sinks(num_sinks, length(nodes)) ++ nodes)
+      Options.parse!([dropout: dropout_rate], [:dropout])
+      parameters = sinks(num_sinks, length(nodes)) ++ key(dropout_rate, seed, length(nodes))
+      {names, optional} = Enum.unzip(parameters ++ nodes)
 
-      layer = layer(length(names), &attend(&1, Enum.zip(names, &2), opts))
+      layer = layer(length(names), &attend(&1, Enum.zip(names, &2), &3[:mode], dropout_rate, opts))
       Axon.layer(layer, [query, key, value | optional], [op_name: :flash_attention] ++ layer_options)
     end
 
     defp sinks(none, _num_nodes) when none in [0, nil], do: []
 
     defp sinks(num_sinks, num_nodes) when is_integer(num_sinks) and num_sinks > 0,
-      do: [sink: Axon.param("sink", sink_shape(num_nodes, num_sinks), initializer: :zeros)]
+      do: [sink: Axon.param("sink", shape(num_nodes, &{num_sinks, elem(&1, 2)}), initializer: :zeros)]
 
     defp sinks(other, _num_nodes),
       do: raise(Error.invalid(:num_sinks, "a whole number of at least 0", Error.show(other)))
 
+    defp key(rate, _seed, _num_nodes) when rate in [0, 0.0, nil], do: []
+
+    defp key(_rate, seed, num_nodes) do
+      initializer = fn _shape, _type -> Nx.Random.key(seed) end
+      shape = shape(num_nodes, fn _query -> {2} end)
+      [key: Axon.param("key", shape, type: {:u, 32}, initializer: initializer, kind: :state)]
+    end
+
     # Axon wants a parameter for each input. The last argument, what Axon adds to the options of a layer, must not
     # end up among attention's.
-    for count <- 0..length(@tensors) do
+    for count <- 0..(length(@tensors) + 2) do
       optional = Macro.generate_arguments(count, __MODULE__)
       ignored = for _ <- optional, do: quote(do: _)
 
-      defp sink_shape(unquote(count), num_sinks),
-        do: fn query, _key, _value, unquote_splicing(ignored) -> {num_sinks, elem(query, 2)} end
+      defp shape(unquote(count), of_query),
+        do: fn query, _key, _value, unquote_splicing(ignored) -> of_query.(query) end
 
       defp layer(unquote(count), attend),
-        do: fn q, k, v, unquote_splicing(optional), _ -> attend.([q, k, v], unquote(optional)) end
+        do: fn q, k, v, unquote_splicing(optional), opts -> attend.([q, k, v], unquote(optional), opts) end
     end
 
     # Mixed precision makes every parameter and every layer's output a narrow one; these are f32.
     @f32 [:sink, :alibi_slopes]
+
+    defp attend(tensors, optional, mode, rate, opts) do
+      {key, optional} = Keyword.pop(optional, :key)
+
+      if key && mode == :train,
+        do: drop(tensors, key, rate, optional, opts),
+        else: attend(tensors, optional, opts)
+    end
+
+    defp drop(tensors, key, rate, optional, opts) do
+      keys = Nx.Random.split(key)
+      o = attend(tensors, optional, [dropout: rate, dropout_seed: keys[1]] ++ opts)
+      %Axon.StatefulOutput{output: o, state: %{"key" => keys[0]}}
+    end
 
     defp attend([q, k, v], optional, opts) do
       optional =
@@ -161,7 +189,7 @@ if Code.ensure_loaded?(Axon) do
         `Axon.dense/3`
       * `:name` - the prefix of the layers' names; without it they are called as Axon calls layers
 
-    and those of `attention/4`: `:causal` (default `true`), `:window`, `:scale`, `:softcap`, `:mask`, `:num_sinks`, …
+    and those of `attention/4`: `:causal` (default `true`), `:window`, `:scale`, `:softcap`, `:mask`, `:num_sinks`, `:dropout_rate`, …
     """
     @spec multi_head_attention(Axon.t(), keyword) :: Axon.t()
     def multi_head_attention(%Axon{} = input, opts) do

@@ -173,6 +173,38 @@ defmodule FlashAttention.AxonTest do
     end
   end
 
+  test "weights are dropped in training, by a key that the layer keeps" do
+    [q, k, v] = for name <- ["q", "k", "v"], do: Axon.input(name)
+    opts = [dropout_rate: 0.4, seed: 7, num_sinks: 1, name: "attention"]
+    model = FlashAttention.Axon.attention(q, k, v, opts)
+
+    inputs =
+      for {name, seed} <- [{"q", 1}, {"k", 2}, {"v", 3}], into: %{}, do: {name, random(seed, {1, 6, 3, 4})}
+
+    options = [sink: Nx.broadcast(0.0, {1, 3})]
+    attention = &FlashAttention.attention(inputs["q"], inputs["k"], inputs["v"], options ++ &1)
+
+    {o, state} = run(model, inputs)
+    assert o == attention.([])
+    key = Nx.Random.key(7)
+    assert state.data["attention"]["key"] == key
+
+    {_init, predict} = Axon.build(model, mode: :train, compiler: Nx.Defn.Evaluator)
+
+    for _step <- 1..2, reduce: {state, key} do
+      {state, key} ->
+        keys = Nx.Random.split(key)
+        %{prediction: o, state: next} = predict.(state, inputs)
+        assert o == attention.(dropout: 0.4, dropout_seed: keys[1])
+        assert next["attention"]["key"] == keys[0]
+        {put_in(state.data["attention"]["key"], keys[0]), keys[0]}
+    end
+
+    assert_raise FlashAttention.Error, ~r/^dropout: expected a number from 0/, fn ->
+      FlashAttention.Axon.attention(q, k, v, dropout_rate: 1)
+    end
+  end
+
   describe "masks" do
     alias FlashAttention.Mask
 
