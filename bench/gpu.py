@@ -402,7 +402,8 @@ def sustained_page(args, library, gpu, result):
     """RESULT_sustained.md."""
     page = Page()
     page.say(f"# Attention that an {gpu} keeps up\n")
-    page.say(f"`make bench-gpu BENCH_ARGS='--sustained'`: torch {torch.__version__}, cuDNN "
+    quick = " --quick" if args.quick else ""
+    page.say(f"`make bench-gpu BENCH_ARGS='--sustained {args.sustained:g}{quick}'`: torch {torch.__version__}, cuDNN "
              f"{torch.backends.cudnn.version()}; bf16, hidden size 2048, 16,384 tokens.\n")
 
     def implementations(case):
