@@ -72,12 +72,9 @@ static void T(find_bias)(const fa_cpu_job *job, const fa_tile *tile, REAL *adden
   int64_t num_rows = tile->rows.end - tile->rows.begin, num_columns = tile->columns.end - tile->columns.begin;
   const T(numbers) at = T(numbers_of)(job->problem, FA_TENSOR_BIAS, tile);
   for (int64_t i = 0; i < num_rows; i++) {
-    if (i == 0 || at.stride)
-      T(load_numbers)
-      (job, FA_TENSOR_BIAS, job->problem->bias_dtype, at.first + i * at.stride, num_columns,
-       addends + i * BLOCK);
-    else
-      memcpy(addends + i * BLOCK, addends, (size_t)num_columns * sizeof *addends);
+    if (i == 0 || at.stride) T(load_numbers)
+    (job, FA_TENSOR_BIAS, job->problem->bias_dtype, at.first + i * at.stride, num_columns, addends + i * BLOCK);
+    else memcpy(addends + i * BLOCK, addends, (size_t)num_columns * sizeof *addends);
   }
 }
 

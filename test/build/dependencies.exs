@@ -32,11 +32,12 @@ defmodule Dependencies do
     ]
   end
 
-  # Elixir modules, and the files of lib/ that may name them.
+  # Elixir modules, and the files of lib/ that may name them. Of the rewriter these are the compiler and the two ends
+  # at Nx's expressions; its graph and its matcher know nothing of Nx.
   defp modules do
     [
-      {:Nx, ~r{(^|[/_])(nx|defn|exla|axon|bumblebee|packages)(\.ex$|/)}},
-      {:EXLA, ~r{/(exla|packages|defn/attention)(\.ex$|/)}},
+      {:Nx, ~r{(^|[/_])(nx|defn|exla|axon|bumblebee|packages)(\.ex$|/)|/rewriter(/attention|/expression)?\.ex$}},
+      {:EXLA, ~r{/(exla|packages|defn/attention|rewriter)\.ex$|/(exla|packages|defn/attention)/}},
       {:Axon, ~r{/(axon|bumblebee|packages)(\.ex$|/)}},
       {:Bumblebee, ~r{/(bumblebee|packages)(\.ex$|/)}},
       {:Mix, ~r{^mix/}},
