@@ -1,7 +1,6 @@
 /* The CPU backend: chooses an instruction set's kernels, and runs their tasks on threads. */
 #include "../core/backend.h"
 
-#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <unistd.h>

@@ -28,7 +28,7 @@ defmodule Dependencies do
       {~r/^(erl_|ei\.h)/, ~w(nif)},
       {~r/^(cuda|cublas|cooperative_groups|mma\.h|nv)/, ~w(cuda)},
       {~r/^xla\//, ~w(xla)},
-      {~r/^pthread\.h/, ~w(core host)}
+      {~r/^pthread\.h/, ~w(core host cuda)}
     ]
   end
 
@@ -36,7 +36,8 @@ defmodule Dependencies do
   # at Nx's expressions; its graph and its matcher know nothing of Nx.
   defp modules do
     [
-      {:Nx, ~r{(^|[/_])(nx|defn|exla|axon|bumblebee|packages)(\.ex$|/)|/rewriter(/attention|/expression)?\.ex$}},
+      {:Nx,
+       ~r{(^|[/_])(nx|defn|exla|axon|bumblebee|packages)(\.ex$|/)|/rewriter(/attention|/expression)?\.ex$}},
       {:EXLA, ~r{/(exla|packages|defn/attention|rewriter)\.ex$|/(exla|packages|defn/attention)/}},
       {:Axon, ~r{/(axon|bumblebee|packages)(\.ex$|/)}},
       {:Bumblebee, ~r{/(bumblebee|packages)(\.ex$|/)}},
