@@ -303,7 +303,7 @@ defmodule FlashAttention.BumblebeeTest do
   defp assert_same_attention(inputs, opts, swap_opts \\ []) do
     inputs = Map.merge(inputs, %{"key" => random(5, {2, 7, 3, 4}), "value" => random(6, {2, 7, 3, 4})})
     [query, key, value] = for input <- ~w(query key value), do: Axon.input(input)
-    none = Axon.layer(fn _query, _ -> %Axon.None{} end, [query])
+    none = Axon.layer(fn _query, _ -> struct(Axon.None) end, [query])
     [mask, offset] = for input <- ~w(mask offset), do: if(inputs[input], do: Axon.input(input), else: none)
     arguments = [query, key, value, mask, none, none, offset, opts]
     {output, weights} = apply(Bumblebee.Layers, :attention, arguments)
