@@ -627,6 +627,9 @@ FA_API fa_status fa_merge_check_o(const fa_merge *merge, const char *name, const
 FA_API fa_status fa_merge_check_lse(const fa_merge *merge, const char *name, const fa_shape *lse,
                                     fa_error *error);
 
+/* An o, or a gradient by one, of the merge's sizes that lies contiguously at data. */
+FA_API fa_tensor fa_merge_contiguous(const fa_merge *merge, void *data);
+
 /* The workspace of the backward: 0 but where it sums dsink over rows. */
 FA_API size_t fa_merge_workspace_bytes(const fa_merge *merge);
 

@@ -112,6 +112,13 @@ fa_status fa_merge_set_shapes(fa_merge *merge, const fa_shape *o, const fa_shape
   return sink ? set_sink(merge, sink, error) : fa_succeed(error);
 }
 
+fa_tensor fa_merge_contiguous(const fa_merge *merge, void *data) {
+  return (fa_tensor){.data = data,
+                     .stride_batch = merge->seqlen_q * merge->num_heads * merge->head_dim,
+                     .stride_row = merge->num_heads * merge->head_dim,
+                     .stride_head = merge->head_dim};
+}
+
 /* ---- checks ---------------------------------------------------------------------------------------------- */
 
 static fa_status check_pointer(const char *name, const void *pointer, fa_error *error) {

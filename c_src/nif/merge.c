@@ -70,14 +70,6 @@ static bool read_tensor(nif_merge *call, ERL_NIF_TERM term, const char *argument
   return true;
 }
 
-static fa_tensor contiguous(const fa_merge *m, void *data) {
-  fa_tensor tensor = {.data = data};
-  tensor.stride_head = m->head_dim;
-  tensor.stride_row = m->num_heads * m->head_dim;
-  tensor.stride_batch = m->seqlen_q * tensor.stride_row;
-  return tensor;
-}
-
 /* o and lse, of which lse may be nil where the part says so. The first o decides what the sizes are. */
 static bool read_part(nif_merge *call, ERL_NIF_TERM o, ERL_NIF_TERM lse, const char *names[2],
                       bool may_lack_lse, const fa_shape *sink, bool is_first, fa_part *part) {
@@ -87,7 +79,7 @@ static bool read_part(nif_merge *call, ERL_NIF_TERM o, ERL_NIF_TERM lse, const c
   if (!read_tensor(call, o, names[0], &shape, &data)) return false;
   if (is_first && fa_merge_set_shapes(m, &shape, sink, &call->error)) return false;
   if (fa_merge_check_o(m, names[0], &shape, &call->error)) return false;
-  part->o = contiguous(m, data);
+  part->o = fa_merge_contiguous(m, data);
   part->dtype = shape.dtype;
   if (may_lack_lse && enif_is_identical(lse, enif_make_atom(call->env, "nil"))) return true;
   return read_tensor(call, lse, names[1], &shape, &part->lse) &&
@@ -175,7 +167,7 @@ static bool new_part(nif_merge *call, fa_dtype dtype, fa_part *part) {
   part->dtype = dtype;
   if (!new_output(call, dtype, 4, (int64_t[]){m->batch, m->seqlen_q, m->num_heads, m->head_dim}, &data))
     return false;
-  part->o = contiguous(m, data);
+  part->o = fa_merge_contiguous(m, data);
   return new_output(call, dtype == FA_DTYPE_F64 ? FA_DTYPE_F64 : FA_DTYPE_F32, 3,
                     (int64_t[]){m->batch, m->num_heads, m->seqlen_q}, &part->lse);
 }

@@ -46,20 +46,13 @@ static bool read_attributes(merge_call *call) {
 
 /* ---- operands -------------------------------------------------------------------------------------------- */
 
-static fa_tensor contiguous(const fa_merge *m, void *data) {
-  fa_tensor tensor = {.data = data};
-  tensor.stride_head = m->head_dim;
-  tensor.stride_row = m->num_heads * m->head_dim;
-  tensor.stride_batch = m->seqlen_q * tensor.stride_row;
-  return tensor;
-}
-
 static bool read_o(merge_call *call, const XLA_FFI_Buffer *buffer, const char *name, fa_part *part) {
   fa_shape shape;
   if (!fa_xla_read_shape(buffer, call->o_shape, name, &shape, &call->error) ||
       fa_merge_check_o(&call->merge, name, &shape, &call->error))
     return false;
-  *part = (fa_part){.o = contiguous(&call->merge, buffer->data), .lse = part->lse, .dtype = shape.dtype};
+  *part =
+      (fa_part){.o = fa_merge_contiguous(&call->merge, buffer->data), .lse = part->lse, .dtype = shape.dtype};
   return true;
 }
 
@@ -142,7 +135,7 @@ static bool bind_part(merge_call *call, const char *names[2], fa_dtype dtype, fa
       !bind_result(call, names[1], m->merged.dtype == FA_DTYPE_F64 ? FA_DTYPE_F64 : FA_DTYPE_F32, rows,
                    &part->lse))
     return false;
-  part->o = contiguous(m, o);
+  part->o = fa_merge_contiguous(m, o);
   part->dtype = dtype;
   return true;
 }

@@ -400,6 +400,7 @@ defmodule FlashAttention.Distributed do
     Enum.reduce_while(tensors, {:ok, %{}, %{}, true}, fn {name, tensor}, {:ok, read, names, on_host} ->
       with implementation when implementation != nil <- TensorLike.impl_for(tensor),
            {:ok, {data, _, _} = native, axis_names} <- implementation.to_native(tensor, group.device),
+           :ok <- check_place(data),
            {:ok, native} <- group.transport.bring(group, native) do
         on_host = if name == first, do: is_binary(data), else: on_host
         {:cont, {:ok, Map.put(read, name, native), Map.put(names, name, axis_names), on_host}}
@@ -410,6 +411,12 @@ defmodule FlashAttention.Distributed do
       end
     end)
   end
+
+  # What a transport can bring: a binary, or the reference of a FlashAttention.DeviceMemory.
+  defp check_place(data) when is_binary(data) or is_reference(data), do: :ok
+
+  defp check_place(_pointer),
+    do: {:error, Error.invalid(:tensor, "a binary or a FlashAttention.DeviceMemory", "a pointer")}
 
   defp check_deal(%{num_ranks: num_ranks}, %Deal{num_ranks: num_ranks}), do: :ok
 

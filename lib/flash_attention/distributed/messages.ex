@@ -24,9 +24,6 @@ defmodule FlashAttention.Distributed.Messages do
     end
   end
 
-  def bring(_group, {_pointer, _type, _shape}),
-    do: {:error, Error.invalid(:tensor, "a binary or a FlashAttention.DeviceMemory", "a pointer")}
-
   @impl true
   def results, do: :host
 

@@ -51,9 +51,6 @@ defmodule FlashAttention.Distributed.NCCL do
     end
   end
 
-  def bring(_group, {_pointer, _type, _shape}),
-    do: {:error, Error.invalid(:tensor, "a binary or a FlashAttention.DeviceMemory", "a pointer")}
-
   @impl true
   def results, do: :device
 

@@ -22,7 +22,7 @@ defmodule FlashAttention.Distributed.Transport do
   @doc "Connects the ranks. What it returns is `group.link` from then on."
   @callback open(Group.t()) :: {:ok, link :: term} | {:error, Error.t()}
 
-  @doc "Where the transport wants a tensor to lie, and results of passes: the tensor there."
+  @doc "Where the transport wants a tensor to lie, which is a binary or memory of a device, and results of passes: the tensor there."
   @callback bring(Group.t(), Native.tensor()) :: {:ok, Native.tensor()} | {:error, Error.t()}
 
   @doc "Where passes leave their results for the transport."
