@@ -8,11 +8,13 @@ defmodule FlashAttention.AxonTest do
   @compile {:no_warn_undefined,
             [
               Axon,
+              Axon.Loop,
               Axon.ModelState,
               Axon.MixedPrecision,
               Nx,
               Nx.Defn,
               Nx.Random,
+              Polaris.Optimizers,
               FlashAttention.Axon,
               Transformer
             ]}

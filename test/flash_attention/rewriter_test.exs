@@ -13,8 +13,10 @@ defmodule FlashAttention.RewriterTest do
   @compile {:no_warn_undefined,
             [
               Nx,
+              Nx.Batch,
               Nx.Constants,
               Nx.Defn,
+              Nx.Random,
               Nx.Serving,
               Composite,
               Expr,

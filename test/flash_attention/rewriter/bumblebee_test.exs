@@ -11,7 +11,7 @@ defmodule FlashAttention.Rewriter.BumblebeeTest do
   @moduletag :bumblebee
   @moduletag :capture_log
   @compile {:no_warn_undefined,
-            [Axon, Axon.ModelState, Bumblebee, Composite, Generation, Nx, Nx.Defn, Nx.Random, Rewriter]}
+            [Axon, Axon.ModelState, Bumblebee, Composite, Generation, Nx, Nx.Defn, Nx.Random, Nx.Type, Rewriter]}
 
   @text [
     vocab_size: 40,

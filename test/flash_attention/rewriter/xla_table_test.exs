@@ -8,7 +8,7 @@ defmodule FlashAttention.Rewriter.XLATableTest do
   alias Nx.Defn.{Composite, Evaluator}
 
   @moduletag :defn
-  @compile {:no_warn_undefined, [Nx, Nx.Constants, Nx.Random, Nx.Defn, Composite, Loop, Rewriter]}
+  @compile {:no_warn_undefined, [Nx, Nx.Constants, Nx.Random, Nx.Defn, Nx.Type, Composite, Loop, Rewriter]}
 
   @bias Keyword.has_key?(Options.tensors(), :bias)
   @needs_bias if @bias, do: :found, else: "needs bias"
