@@ -468,7 +468,7 @@ defmodule FlashAttention.BumblebeeTest do
           {[causal: true], ~r/^opts: expected keys among device, precision, deterministic, got :causal$/},
           {[contiguous_masks: :left], ~r/^contiguous_masks: expected true or false, got :left$/},
           {5, ~r/^opts: expected a keyword list, got 5$/},
-          {[device: :gpu], ~r/^device: expected :auto, :cpu/}
+          {[device: :gpu], ~r/^device: expected :auto, :all, :cpu/}
         ],
         do: assert_raise(FlashAttention.Error, message, fn -> Flash.swap_attention(model, opts) end)
   end

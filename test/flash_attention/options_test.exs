@@ -58,6 +58,18 @@ defmodule FlashAttention.OptionsTest do
     assert spec =~ "{:cuda, non_neg_integer()}"
   end
 
+  # Only where EXLA is are they written anew: FLASH_ATTENTION_WRITE_MLIR=1 mix test test/flash_attention/exla_test.exs.
+  test "the texts of test-xla hold every option" do
+    {:ok, %{native: options}} = Options.parse([])
+
+    for text <- ~w(exla exla_rewritten exla_while),
+        [call] <- Regex.scan(~r/{operands = [^}]*}/, File.read!("test/xla/#{text}.mlir")) do
+      # A length without a bound is left out.
+      missing = for {name, value} <- options, value != :infinity, not (call =~ " #{name} = "), do: name
+      assert {text, missing -- [:window_right]} == {text, []}
+    end
+  end
+
   test "of repeated options the first one counts, as in Keyword" do
     assert {:ok, %{native: native}} = Options.parse(scale: 1, scale: 2)
     assert native[:scale] == 1
