@@ -87,7 +87,8 @@ __global__ void __launch_bounds__(THREADS) sink_gradient(const __grid_constant__
 
 }  // namespace fa
 
-const void *const fa_cuda_split_kernels[] = {(const void *)fa::split_rows<8>, (const void *)fa::split_rows<16>,
-                                             (const void *)fa::split_rows<32>};
-const void *const fa_cuda_unpack_kernel = (const void *)fa::unpack;
-const void *const fa_cuda_sink_kernel = (const void *)fa::sink_gradient;
+const void *const fa_cuda_split_kernels[] = {fa::address_of_kernel(fa::split_rows<8>),
+                                             fa::address_of_kernel(fa::split_rows<16>),
+                                             fa::address_of_kernel(fa::split_rows<32>)};
+const void *const fa_cuda_unpack_kernel = fa::address_of_kernel(fa::unpack);
+const void *const fa_cuda_sink_kernel = fa::address_of_kernel(fa::sink_gradient);

@@ -269,7 +269,7 @@ template <class Kind, class Shape, bool GENERAL>
 __global__ void __launch_bounds__(Shape::num_warps * 32, Shape::blocks_per_sm)
     backward(const __grid_constant__ fa_cuda_arguments a) {
   using Layout = BackwardLayout<Kind, Shape>;
-  extern __shared__ __align__(128) uint8_t shared[];
+  FA_DYNAMIC_SHARED(128, uint8_t, shared);
   uint32_t *words = reinterpret_cast<uint32_t *>(shared + Layout::WORDS_AT);
   // Deterministic: numbers in the order in which blocks of threads really start. A block that waits for one
   // with a lower number thus waits for one that runs or is done.
@@ -295,9 +295,9 @@ constexpr fa_cuda_kernel row(const char *name) {
           .num_threads = Layout::THREADS,
           .shared_bytes = Layout::SHARED_BYTES,
           .takes = GENERAL ? FA_CUDA_ALL_NEEDS : FA_CUDA_PLAIN_NEEDS,
-          .main = (const void *)backward<Kind, Shape, GENERAL>,
-          .statistics = (const void *)statistics<Kind, Shape>,
-          .finish_dq = (const void *)finish_dq<Kind, Shape>,
+          .main = address_of_kernel(backward<Kind, Shape, GENERAL>),
+          .statistics = address_of_kernel(statistics<Kind, Shape>),
+          .finish_dq = address_of_kernel(finish_dq<Kind, Shape>),
           .finish_threads = Layout::THREADS};
 }
 

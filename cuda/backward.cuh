@@ -38,41 +38,25 @@ __device__ inline int dq_offset(int m, int n) {
   return (block * 32 + threadIdx.x % 32) * 4;
 }
 
-__device__ inline void add_four(float *to, const float (&x)[4]) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x[0]), "f"(x[1]), "f"(x[2]),
-               "f"(x[3])
-               : "memory");
-#else
-#pragma unroll
-  for (int i = 0; i < 4; i++) atomicAdd(to + i, x[i]);
-#endif
-}
-
 // A row block's dq_order counts the column blocks that have added to its sum. When column blocks add in order,
 // each has a place: one thread waits until the count has reached it, and one counts on when all additions have
 // been made. A reader of the sum waits for the last count in the same way. RELAXED: the caller has a fence of
 // its own, between the count that it saw and what that allows, or between the additions and their count.
 template <bool RELAXED = false>
 __device__ inline int look_at_count(const int32_t *dq_order) {
-  int now;
-  if (RELAXED)
-    asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(dq_order) : "memory");
-  else
-    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(dq_order) : "memory");
-  return now;
+  return RELAXED ? load_relaxed(dq_order) : load_acquire(dq_order);
 }
 __device__ inline void wait_for_count(const int32_t *dq_order, int count) {
-  while (look_at_count(dq_order) < count) continue;
+  while (look_at_count(dq_order) < count) let_others_run();
 }
 template <bool RELAXED = false>
 __device__ inline void count_on(int32_t *dq_order) {
   if (RELAXED)
-    asm volatile("red.relaxed.gpu.global.add.s32 [%0], 1;" ::"l"(dq_order) : "memory");
+    add_relaxed(dq_order, 1);
   else
-    asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(dq_order) : "memory");
+    add_release(dq_order, 1);
 }
-__device__ inline void fence_counts() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+__device__ inline void fence_counts() { fence_acquire_release(); }
 
 // How many times a row block's dq is added to. plan: that of the row block, where the problem has bands.
 template <class Shape, bool GENERAL>

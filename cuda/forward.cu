@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(Shape::num_warps * 32, Shape::blocks_per_sm)
   Visits<GENERAL, true, Shape::block_k> visits(a, batch, plan, rows);
   const int warp_row = threadIdx.x / 32 * WARP_ROWS;
 
-  extern __shared__ __align__(128) uint8_t shared[];
+  FA_DYNAMIC_SHARED(128, uint8_t, shared);
   const uint32_t q_tile = shared_address(shared), stages = q_tile + Layout::Q_BYTES;
   const uint16_t *q = rows_of(a.q, sequence, head);
   const uint16_t *k = columns_of(a.k, sequence, kv_head);
@@ -125,7 +125,7 @@ constexpr fa_cuda_kernel row(const char *name) {
           .num_threads = Layout::THREADS,
           .shared_bytes = Layout::SHARED_BYTES,
           .takes = GENERAL ? FA_CUDA_ALL_NEEDS : FA_CUDA_PLAIN_NEEDS,
-          .main = (const void *)forward<Kind, Shape, GENERAL>};
+          .main = address_of_kernel(forward<Kind, Shape, GENERAL>)};
 }
 
 }  // namespace fa

@@ -125,7 +125,7 @@ struct CommonBuffers {
 // By all threads of a block, first.
 template <class Buffers>
 __device__ inline Buffers set_up_buffers(bool in_order) {
-  extern __shared__ __align__(1024) uint8_t shared[];
+  FA_DYNAMIC_SHARED(1024, uint8_t, shared);
   const Buffers buffers = {shared_address(shared)};
   if (threadIdx.x == 0) {
     for (int kind = 0; kind < Buffers::NUM_KINDS; kind++)
@@ -464,15 +464,15 @@ constexpr fa_cuda_kernel row_of_kernel(const char *name, const void *main) {
                         .mapped = true,
                         .persistent = true,
                         .main = main,
-                        .statistics = (const void *)statistics<Kind, Shape>,
+                        .statistics = address_of_kernel(statistics<Kind, Shape>),
                         .finish_threads = Buffers::Dq::NUM_WARPS * 32};
   if constexpr (Shape::num_writers == 0)
-    row.finish_dq = (const void *)finish_dq<Kind, Shape, typename Buffers::Dq>;
+    row.finish_dq = address_of_kernel(finish_dq<Kind, Shape, typename Buffers::Dq>);
   return row;
 }
 template <class Consumer>
 constexpr fa_cuda_kernel row(const char *name) {
-  return row_of_kernel<typename Consumer::Buffers>(name, (const void *)backward<Consumer>);
+  return row_of_kernel<typename Consumer::Buffers>(name, address_of_kernel(backward<Consumer>));
 }
 
 }  // namespace hopper

@@ -322,9 +322,9 @@ constexpr auto backward256 = backward_wide<Buffers256<GENERAL>>;
 }  // namespace hopper
 }  // namespace fa
 
-#define ROW(rest, general)                                                                        \
-  fa::hopper::row_of_kernel<fa::hopper::Buffers256<general>>("cuda/sm90/" FA_QUOTE(FA_KIND) rest, \
-                                                             (const void *)fa::hopper::backward256<general>)
+#define ROW(rest, general)                                    \
+  fa::hopper::row_of_kernel<fa::hopper::Buffers256<general>>( \
+      "cuda/sm90/" FA_QUOTE(FA_KIND) rest, fa::address_of_kernel(fa::hopper::backward256<general>))
 
 const fa_cuda_kernel FA_JOIN(fa_hopper_backward_wide_, FA_KIND)[] = {
     ROW("/d256", false),

@@ -720,7 +720,7 @@ struct Consumer {
 template <class Kind, class Shape, bool GENERAL>
 __global__ void __launch_bounds__(Shape::num_threads, 1)
     forward(const __grid_constant__ fa_cuda_arguments a, const __grid_constant__ fa_cuda_maps maps) {
-  extern __shared__ __align__(1024) uint8_t shared[];
+  FA_DYNAMIC_SHARED(1024, uint8_t, shared);
   const ForwardBuffers<Kind, Shape, GENERAL> buffers = {shared_address(shared)};
   if (threadIdx.x == 0) buffers.init_barriers();
   __syncthreads();
@@ -747,7 +747,7 @@ constexpr fa_cuda_kernel row(const char *name) {
           .mapped = true,
           .persistent = true,
           .awaits_plans = GENERAL,
-          .main = (const void *)forward<Kind, Shape, GENERAL>};
+          .main = address_of_kernel(forward<Kind, Shape, GENERAL>)};
 }
 
 }  // namespace hopper

@@ -6,6 +6,7 @@
 #include <cuda_fp16.h>
 
 #include "merge.h"
+#include "ptx.cuh"
 
 namespace fa {
 namespace {
@@ -237,7 +238,7 @@ __global__ void __launch_bounds__(THREADS, HAS_F32 ? 12 : 14)
     merge_rows(const __grid_constant__ fa_merge m, const __grid_constant__ fa_cuda_merge_tiles tiles) {
   constexpr int AT_ONCE = 32 / LANES, GROUP = FA_CUDA_MERGE_GROUP, ROWS = AT_ONCE * GROUP;  // of a warp
   constexpr int SLOTS = 32 / ROWS;
-  extern __shared__ float shares_of_block[];  // [rows of the block, num_parts]
+  FA_DYNAMIC_SHARED(sizeof(float), float, shares_of_block);  // [rows of the block, num_parts]
   const int lane = threadIdx.x % 32, first = threadIdx.x / 32 * ROWS;
   float *shares = shares_of_block + first * m.num_parts;
   Row rows[GROUP];
@@ -402,14 +403,18 @@ __global__ void __launch_bounds__(SINK_THREADS)
 }  // namespace
 }  // namespace fa
 
-#define MERGE_FORWARD(lanes, alike) \
-  { (const void *)fa::merge_rows<lanes, alike, false>, (const void *)fa::merge_rows<lanes, alike, true> }
-#define MERGE_KERNEL(lanes)                                                                                   \
-  {                                                                                                           \
-    lanes, {MERGE_FORWARD(lanes, false), MERGE_FORWARD(lanes, true)}, {                                       \
-      (const void *)fa::merge_rows_backward<lanes, false>, (const void *)fa::merge_rows_backward<lanes, true> \
-    }                                                                                                         \
+#define MERGE_FORWARD(lanes, alike)                               \
+  {                                                               \
+    fa::address_of_kernel(fa::merge_rows<lanes, alike, false>),   \
+        fa::address_of_kernel(fa::merge_rows<lanes, alike, true>) \
+  }
+#define MERGE_KERNEL(lanes)                                             \
+  {                                                                     \
+    lanes, {MERGE_FORWARD(lanes, false), MERGE_FORWARD(lanes, true)}, { \
+      fa::address_of_kernel(fa::merge_rows_backward<lanes, false>),     \
+          fa::address_of_kernel(fa::merge_rows_backward<lanes, true>)   \
+    }                                                                   \
   }
 const fa_cuda_merge_kernel fa_cuda_merge_kernels[] = {MERGE_KERNEL(4), MERGE_KERNEL(8), MERGE_KERNEL(16),
                                                       MERGE_KERNEL(32)};
-const void *const fa_cuda_merge_sink_kernel = (const void *)fa::merge_sink_gradient;
+const void *const fa_cuda_merge_sink_kernel = fa::address_of_kernel(fa::merge_sink_gradient);

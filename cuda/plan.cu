@@ -1,5 +1,6 @@
 // The kernel before a pass over a problem with bands: what every block of rows or of columns visits, and in
 // which order blocks are begun. The bands are data that nobody has checked; all who read them clamp them alike.
+#include "ptx.cuh"
 #include "schedule.cuh"
 
 namespace fa {
@@ -99,13 +100,6 @@ __device__ inline void write_in_order(const fa_cuda_plan_side &side, const fa_cu
   }
 }
 
-// A kernel that waits for this one by itself may begin.
-__device__ inline void let_dependents_start() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-
 __global__ void __launch_bounds__(FA_CUDA_PLAN_THREADS) plan(const __grid_constant__ fa_cuda_plans a) {
   __shared__ fa_cuda_block_plan shared[NUM_SHARED];
   __shared__ int firsts[NUM_KEYS];
@@ -135,4 +129,4 @@ __global__ void __launch_bounds__(FA_CUDA_PLAN_THREADS) plan(const __grid_consta
 
 }  // namespace fa
 
-const void *const fa_cuda_plan_kernel = (const void *)fa::plan;
+const void *const fa_cuda_plan_kernel = fa::address_of_kernel(fa::plan);

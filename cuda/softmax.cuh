@@ -91,7 +91,7 @@ struct OnlineSoftmax {
 #pragma unroll
     for (int m = 0; m < MT; m++)  // the compiler would add them up later, when the exponentials are done
 #pragma unroll
-      for (int half = 0; half < 2; half++) asm volatile("" : "+f"(sum[m][half]));
+      for (int half = 0; half < 2; half++) forget(sum[m][half]);
     return lags;
   }
 

@@ -1,9 +1,6 @@
 // Sums of gradients, part by part, in f32, and their rounding at the end.
 #include "kernels.h"
-
-#include <cstdint>
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
+#include "ptx.cuh"
 
 namespace fa {
 
@@ -65,7 +62,7 @@ __global__ void __launch_bounds__(256) sum_elements(const __grid_constant__ fa_c
 
 template <class Element>
 const void *kernel(bool in_vectors) {
-  return reinterpret_cast<const void *>(in_vectors ? sum_parts<Element> : sum_elements<Element>);
+  return address_of_kernel(in_vectors ? sum_parts<Element> : sum_elements<Element>);
 }
 
 }  // namespace fa
