@@ -154,9 +154,13 @@ options(Options) when is_list(Options) ->
 options(Other) -> Other.
 
 option({Key, undefined}) -> {Key, nil};
-option({Key, Tensor}) when Key =:= sink; Key =:= alibi_slopes; Key =:= bias; Key =:= dropout_seed ->
-    {Key, in(Tensor)};
 option({mask, Mask}) when is_tuple(Mask) -> {mask, unwrap(to_mask(Mask))};
+option({mask, Mask}) -> {mask, Mask};
+option({Key, Value} = Option) ->
+    case lists:keymember(Key, 2, 'Elixir.FlashAttention.Options':tensors()) of
+        true -> {Key, in(Value)};
+        false -> Option
+    end;
 option(Option) -> Option.
 
 unwrap({ok, Term}) -> Term;

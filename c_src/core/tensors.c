@@ -33,17 +33,15 @@ const fa_axis_row fa_axes[FA_NUM_AXES] = {
 #define STAT       (1u << 31) /* f32, or f64 where q is f64 */
 #define TYPE(name) (1u << FA_DTYPE_##name)
 
-#define QUERY_SHAPE {FA_AXIS_BATCH, FA_AXIS_SEQLEN_Q, FA_AXIS_NUM_HEADS, FA_AXIS_HEAD_DIM}, AS_Q
-#define KEY_SHAPE   {FA_AXIS_BATCH, FA_AXIS_SEQLEN_K, FA_AXIS_NUM_KV_HEADS, FA_AXIS_HEAD_DIM}, AS_Q
-#define ROW_SHAPE   {FA_AXIS_BATCH, FA_AXIS_NUM_HEADS, FA_AXIS_SEQLEN_Q}, STAT
-#define SINK_SHAPE  {FA_AXIS_NUM_SINKS, FA_AXIS_NUM_HEADS}, TYPE(F32)
-#define BAND_SHAPE  {FA_AXIS_BANDS_BATCH, FA_AXIS_NUM_BANDS, FA_AXIS_BAND_WORDS}, TYPE(S32)
-#define ALIBI_SHAPE {FA_AXIS_ALIBI_BATCH, FA_AXIS_NUM_HEADS}, TYPE(F32)
+#define QUERY_SHAPE     {FA_AXIS_BATCH, FA_AXIS_SEQLEN_Q, FA_AXIS_NUM_HEADS, FA_AXIS_HEAD_DIM}, AS_Q
+#define KEY_SHAPE       {FA_AXIS_BATCH, FA_AXIS_SEQLEN_K, FA_AXIS_NUM_KV_HEADS, FA_AXIS_HEAD_DIM}, AS_Q
+#define ROW_SHAPE       {FA_AXIS_BATCH, FA_AXIS_NUM_HEADS, FA_AXIS_SEQLEN_Q}, STAT
+#define SINK_SHAPE      {FA_AXIS_NUM_SINKS, FA_AXIS_NUM_HEADS}, TYPE(F32)
+#define BAND_SHAPE      {FA_AXIS_BANDS_BATCH, FA_AXIS_NUM_BANDS, FA_AXIS_BAND_WORDS}, TYPE(S32)
+#define PER_HEAD(batch) {batch, FA_AXIS_NUM_HEADS}, TYPE(F32)
 #define BIAS_SHAPE \
   {FA_AXIS_BIAS_BATCH, FA_AXIS_BIAS_HEADS, FA_AXIS_BIAS_ROWS, FA_AXIS_SEQLEN_K}, AS_Q | TYPE(F32) | TYPE(U8)
-#define IF_SINKS .only_if = FA_AXIS_NUM_SINKS
 #define IF_BANDS .only_if = FA_AXIS_NUM_BANDS
-#define IF_ALIBI .only_if = FA_AXIS_ALIBI_BATCH
 #define IF_SEED  .only_if = FA_AXIS_SEED_WORDS
 #define IF_BIAS  .only_if = FA_AXIS_BIAS_HEADS, .dtype_offset = offsetof(fa_problem, bias_dtype)
 
@@ -67,12 +65,17 @@ static const struct tensor_row {
 #define DERIVATIVES(id)    .gradient = FA_TENSOR_D##id, .tangent = FA_TENSOR_TANGENT_##id
 #define IN                 FA_ROLE_INPUT
 #define OUT                FA_ROLE_OUTPUT
+/* A tensor that is there where a size is not 0, its gradient and its tangent. */
+#define DIFFERENTIATED(id, name, size, ...)                                   \
+  ROW(id, name, __VA_ARGS__, {IN, IN, IN}, .only_if = size, DERIVATIVES(id)), \
+      ROW(D##id, d##name, __VA_ARGS__, {0, OUT, 0}, .only_if = size),         \
+      ROW(TANGENT_##id, tangent_##name, __VA_ARGS__, {0, 0, IN}, .only_if = size)
     ROW(Q, q, QUERY_SHAPE, {IN, IN, IN}, DERIVATIVES(Q)),
     ROW(K, k, KEY_SHAPE, {IN, IN, IN}, DERIVATIVES(K)),
     ROW(V, v, KEY_SHAPE, {IN, IN, IN}, DERIVATIVES(V)),
-    ROW(SINK, sink, SINK_SHAPE, {IN, IN, IN}, IF_SINKS, DERIVATIVES(SINK)),
+    DIFFERENTIATED(SINK, sink, FA_AXIS_NUM_SINKS, SINK_SHAPE),
     ROW(BANDS, bands, BAND_SHAPE, {IN, IN, IN}, IF_BANDS, .check = fa_bands_check),
-    ROW(ALIBI_SLOPES, alibi_slopes, ALIBI_SHAPE, {IN, IN, IN}, IF_ALIBI, DERIVATIVES(ALIBI_SLOPES)),
+    DIFFERENTIATED(ALIBI_SLOPES, alibi_slopes, FA_AXIS_ALIBI_BATCH, PER_HEAD(FA_AXIS_ALIBI_BATCH)),
     ROW(BIAS, bias, BIAS_SHAPE, {IN, IN, IN}, IF_BIAS, DERIVATIVES(BIAS)),
     ROW(DROPOUT_SEED, dropout_seed, {FA_AXIS_SEED_WORDS}, TYPE(U32), {IN, IN, IN}, IF_SEED),
     ROW(O, o, QUERY_SHAPE, {OUT, IN, OUT}, .gradient = FA_TENSOR_DOUT, .tangent = FA_TENSOR_O_TANGENT),
@@ -81,18 +84,15 @@ static const struct tensor_row {
     ROW(DQ, dq, QUERY_SHAPE, {0, OUT, 0}),
     ROW(DK, dk, KEY_SHAPE, {0, OUT, 0}),
     ROW(DV, dv, KEY_SHAPE, {0, OUT, 0}),
-    ROW(DSINK, dsink, SINK_SHAPE, {0, OUT, 0}, IF_SINKS),
-    ROW(DALIBI_SLOPES, dalibi_slopes, ALIBI_SHAPE, {0, OUT, 0}, IF_ALIBI),
     ROW(DBIAS, dbias, BIAS_SHAPE, {0, OUT, 0}, IF_BIAS, .unless = offsetof(fa_problem, constant_bias)),
     ROW(TANGENT_Q, tangent_q, QUERY_SHAPE, {0, 0, IN}),
     ROW(TANGENT_K, tangent_k, KEY_SHAPE, {0, 0, IN}),
     ROW(TANGENT_V, tangent_v, KEY_SHAPE, {0, 0, IN}),
-    ROW(TANGENT_SINK, tangent_sink, SINK_SHAPE, {0, 0, IN}, IF_SINKS),
-    ROW(TANGENT_ALIBI_SLOPES, tangent_alibi_slopes, ALIBI_SHAPE, {0, 0, IN}, IF_ALIBI),
     ROW(TANGENT_BIAS, tangent_bias, BIAS_SHAPE, {0, 0, IN}, IF_BIAS),
     ROW(O_TANGENT, o_tangent, QUERY_SHAPE, {0, 0, OUT}),
     ROW(LSE_TANGENT, lse_tangent, ROW_SHAPE, {0, 0, OUT}),
 #undef ROW
+#undef DIFFERENTIATED
 #undef DERIVATIVES
 #undef IN
 #undef OUT

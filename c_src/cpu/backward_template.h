@@ -31,7 +31,7 @@ typedef struct T(backward_scratch) {
   INT *kept;                         /* [BLOCK][BLOCK]: which scores are not dropped */
   REAL *dq, *dk, *dv;                /* [BLOCK][padded head_dim] */
   REAL *buffer;                      /* [head_dim] */
-  double *cell_sums;                 /* shared, of the cell at hand: see there */
+  double *cell_sums;                 /* [num_heads][NUM_HEAD_NUMBERS]: shared, of the cell at hand; see there */
 } T(backward_scratch);
 
 static T(backward_scratch) T(lay_out_backward)(fa_arena *arena, const fa_problem *problem) {
@@ -69,7 +69,7 @@ typedef struct T(backward_shared) {
   REAL *dq, *dk, *dv; /* as the tensors, contiguous; NULL where REAL is the tensors' own type */
   REAL *dbias;        /* as the tensor; NULL where sums are made in the tensor itself */
   atomic_int *turns;  /* [dbias groups][blocks of columns]: how many cells have added to dbias there */
-  double *cell_sums;  /* [batch][hands of columns][steps][num_heads]: sum_{i,j} distance * ds */
+  double *cell_sums; /* [batch][hands of columns][steps][num_heads][NUM_HEAD_NUMBERS]: their gradients' terms */
 } T(backward_shared);
 
 /* Pairs of a sequence and a key/value head. */
@@ -82,9 +82,15 @@ static int64_t T(num_hands)(const fa_problem *problem) {
   return fa_max(fa_min(fa_divide_up(32, T(num_pairs)(problem) + 1), fa_divide_up(blocks, 2)), 1);
 }
 
-/* One for each head in each cell of a sequence. */
+/* Those of each head in each cell of a sequence. */
 static int64_t T(num_cell_sums)(const fa_problem *problem) {
-  return T(num_hands)(problem) * T(num_hands)(problem) * problem->num_heads;
+  return T(num_hands)(problem) * T(num_hands)(problem) * problem->num_heads * NUM_HEAD_NUMBERS;
+}
+
+static bool T(sums_cells)(const fa_problem *problem) {
+  bool is_needed = false;
+  for (int n = 0; n < NUM_HEAD_NUMBERS; n++) is_needed |= has_head_number(problem, n);
+  return is_needed;
 }
 
 /* Whether gradients are summed in shared memory, and rounded into the tensors at the end. */
@@ -106,7 +112,7 @@ static T(backward_shared) T(lay_out_shared)(fa_arena *arena, const fa_problem *p
       s.dbias = fa_take(arena, fa_num_elements(problem, FA_TENSOR_DBIAS), sizeof(REAL));
     s.turns = fa_take(arena, T(num_turns)(problem), sizeof(atomic_int));
   }
-  if (fa_is_sum(problem, FA_TENSOR_DALIBI_SLOPES))
+  if (T(sums_cells)(problem))
     s.cell_sums = fa_take(arena, T(num_cell_sums)(problem) * problem->batch, sizeof(double));
   return s;
 }
@@ -240,10 +246,10 @@ static void T(backward_tile)(const fa_cpu_job *job, const T(backward_shared) * s
    NULL);
   T(product)(num_rows, num_columns, d, s.dout_rows, d, 1, s.v_transposed, d * NR, s.ds, BLOCK, STORE, 1, NULL);
   bool finite = finite_k && T(all_finite)(s.q_rows, num_rows * d) && T(all_finite)(s.dout_rows, num_rows * d);
-  bool hides =
-      T(differentiate_scores)(job, tile, lse, delta, s.p, s.ds, s.addends, finite ? NULL : s.hidden, s.kept);
+  double *sums = s.cell_sums ? s.cell_sums + tile->head * NUM_HEAD_NUMBERS : NULL;
+  bool hides = T(differentiate_scores)(job, tile, lse, delta, s.p, s.ds, s.addends, finite ? NULL : s.hidden,
+                                       s.kept, sums);
   const INT *hidden = hides ? s.hidden : NULL;
-  if (s.cell_sums) s.cell_sums[tile->head] += T(distance_gradient)(tile, s.addends);
   if (shared->turns) T(add_bias_gradient)(job, shared->dbias, tile, s.addends);
 
   /* dv += p^T . dout,  dk += ds^T . q,  dq += ds . k */
@@ -310,10 +316,9 @@ static void T(cell_task)(const fa_cpu_job *job, int64_t task, void *scratch) {
 
   if (shared.cell_sums) {
     s.cell_sums = shared.cell_sums + T(num_cell_sums)(problem) * sequence.batch +
-                  (t * num_hands + step) * problem->num_heads;
-    const int64_t heads_per_kv = problem->num_heads / problem->num_kv_heads;
-    const int64_t first_head = pair % problem->num_kv_heads * heads_per_kv;
-    memset(s.cell_sums + first_head, 0, (size_t)heads_per_kv * sizeof *s.cell_sums);
+                  (t * num_hands + step) * problem->num_heads * NUM_HEAD_NUMBERS;
+    const int64_t count = problem->num_heads / problem->num_kv_heads * NUM_HEAD_NUMBERS;
+    memset(s.cell_sums + pair % problem->num_kv_heads * count, 0, (size_t)count * sizeof *s.cell_sums);
   }
 
   /* The hand of rows was with hand t + 1 of columns in the step before. */
@@ -335,14 +340,16 @@ static void T(cell_task)(const fa_cpu_job *job, int64_t task, void *scratch) {
 
 /* ---- the last phase -------------------------------------------------------------------------------- */
 
-/* What one sequence takes from an element of a gradient without head_dim: sum minus its terms, in their order.
- */
-typedef double T(subtract_terms)(const fa_cpu_job *job, const T(backward_shared) * shared,
-                                 const fa_sequence *sequence, const fa_cell *cell, double sum);
+/* The gradients that are sums over whole sequences of a head: those by the head's numbers, and dsink. */
+enum { T(NUM_HEAD_SUMS) = NUM_HEAD_NUMBERS + 1 };
 
-/* dsink[t,h] = -sum_{b,i} exp(sink[t,h] - lse[i]) * delta[i] */
-static double T(subtract_sink_terms)(const fa_cpu_job *job, const T(backward_shared) * shared,
-                                     const fa_sequence *sequence, const fa_cell *cell, double sum) {
+static fa_tensor_id T(head_sum_at)(int number) {
+  return number < NUM_HEAD_NUMBERS ? (fa_tensor_id)fa_tensor_gradient(head_numbers[number]) : FA_TENSOR_DSINK;
+}
+
+/* dsink[t,h] = -sum_{b,i} exp(sink[t,h] - lse[i]) * delta[i]: sum with the terms of a sequence. */
+static double T(add_sink_terms)(const fa_cpu_job *job, const T(backward_shared) * shared,
+                                const fa_sequence *sequence, const fa_cell *cell, double sum) {
   const int64_t stats = fa_first_stat(sequence, cell->head);
   const REAL *lse = (const REAL *)job->tensors->lse.data + stats, *delta = shared->delta + stats;
   const REAL sink = T(sink)(job, cell->number, cell->head);
@@ -354,46 +361,41 @@ static double T(subtract_sink_terms)(const fa_cpu_job *job, const T(backward_sha
   return sum;
 }
 
-/* dalibi_slopes[b,h] = -sum_{i,j} ds[i,j] * distance[i,j] */
-static double T(subtract_slope_terms)(const fa_cpu_job *job, const T(backward_shared) * shared,
-                                      const fa_sequence *sequence, const fa_cell *cell, double sum) {
-  const int64_t count = T(num_cells)(job->problem) > 0 ? T(num_cell_sums)(job->problem) : 0;
+/* The gradient by a number of a head: sum with the terms of a sequence, cell by cell. */
+static double T(add_cell_sums)(const fa_problem *problem, const T(backward_shared) * shared, int number,
+                               const fa_sequence *sequence, const fa_cell *cell, double sum) {
+  const int64_t count = T(num_cells)(problem) > 0 ? T(num_cell_sums)(problem) : 0;
   const double *terms = shared->cell_sums + count * sequence->batch;
-  for (int64_t i = cell->head; i < count; i += job->problem->num_heads) sum -= terms[i];
+  for (int64_t i = cell->head * NUM_HEAD_NUMBERS + number; i < count;
+       i += problem->num_heads * NUM_HEAD_NUMBERS)
+    sum += terms[i];
   return sum;
 }
-
-/* The gradients that are sums over whole sequences of a head, and what they sum. */
-static const struct {
-  fa_tensor_id id;
-  T(subtract_terms) * subtract_terms;
-} T(head_sums)[] = {{FA_TENSOR_DSINK, T(subtract_sink_terms)},
-                    {FA_TENSOR_DALIBI_SLOPES, T(subtract_slope_terms)}};
-#define NUM_HEAD_SUMS ((int)(sizeof T(head_sums) / sizeof *T(head_sums)))
 
 static void T(finish_head_sum)(const fa_cpu_job *job, const T(backward_shared) * shared, int number,
                                int64_t element) {
   const fa_problem *problem = job->problem;
-  const fa_tensor_id id = T(head_sums)[number].id;
+  const fa_tensor_id id = T(head_sum_at)(number);
   const fa_cell cell = fa_cell_of(problem, id, element);
   const int64_t num_batches = fa_varies_along(problem, id, FA_AXIS_BATCH) ? 1 : problem->batch;
   double sum = 0;
   for (int64_t batch = cell.batch; batch < cell.batch + num_batches; batch++) {
     fa_sequence sequence = fa_sequence_of(problem, job->tensors, batch);
-    sum = T(head_sums)[number].subtract_terms(job, shared, &sequence, &cell, sum);
+    sum = number < NUM_HEAD_NUMBERS ? T(add_cell_sums)(problem, shared, number, &sequence, &cell, sum)
+                                    : T(add_sink_terms)(job, shared, &sequence, &cell, sum);
   }
   ((float *)fa_tensor_get(job->tensors, id)->data)[element] = (float)sum;
 }
 
 static int64_t T(num_head_sum_tasks)(const fa_problem *problem, int number) {
-  const fa_tensor_id id = T(head_sums)[number].id;
+  const fa_tensor_id id = T(head_sum_at)(number);
   return fa_is_sum(problem, id) ? fa_num_elements(problem, id) : 0;
 }
 
 static int64_t T(num_finish_tasks)(const fa_problem *problem) {
   int64_t count = T(sums_apart)(problem) ? T(num_chunks)(problem) : 0;
   count += fa_is_sum(problem, FA_TENSOR_DBIAS) && T(sums_bias_apart)(problem) ? T(num_bias_chunks)(problem) : 0;
-  for (int number = 0; number < NUM_HEAD_SUMS; number++) count += T(num_head_sum_tasks)(problem, number);
+  for (int number = 0; number < T(NUM_HEAD_SUMS); number++) count += T(num_head_sum_tasks)(problem, number);
   return count;
 }
 
@@ -408,7 +410,7 @@ static void T(finish_task)(const fa_cpu_job *job, int64_t task, void *scratch) {
   (void)scratch;
   const fa_problem *problem = job->problem;
   T(backward_shared) shared = T(lay_out_shared)(&(fa_arena){.base = job->shared}, problem);
-  for (int number = 0; number < NUM_HEAD_SUMS; number++) {
+  for (int number = 0; number < T(NUM_HEAD_SUMS); number++) {
     const int64_t num_tasks = T(num_head_sum_tasks)(problem, number);
     if (task < num_tasks) {
       T(finish_head_sum)(job, &shared, number, task);
@@ -429,5 +431,3 @@ static void T(finish_task)(const fa_cpu_job *job, int64_t task, void *scratch) {
     T(finish_rows)(job, FA_TENSOR_DV, shared.dv, &chunk);
   }
 }
-
-#undef NUM_HEAD_SUMS

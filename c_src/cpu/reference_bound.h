@@ -29,7 +29,7 @@
  *     e(dv)    = Sum_i (x(s, lse) + e(lse) + r(w)) p dout + sum(p dout) + r((w + 4 u) dv)
  *     e(dsink) = Sum_bi p_sink ((x(sink, lse) + e(lse)) delta + e(delta)) + sum(p_sink delta) + r(2 w dsink)
  *     e(dbias) = Sum (e(ds) + e(lse) ds + e(delta) p + r(4 u ds)) + sum(ds) + r(2 w dbias)
- *     e(dslope) = the same of distance ds
+ *     e(dslope) = the same of distance ds, and so on for every input of scores
  *
  * With dropout, v stands for keep v and dp for keep dp, and each of them, and o, has one more rounding, r(2 u).
  *
@@ -100,18 +100,19 @@ static error error_of_exponential(double p, double s, error e, double origin, do
 
 typedef struct bound_scratch {
   scratch_f64 exact;
-  double *slope, *distance, *p, *keep; /* [seqlen_k] */
-  double *sum_p_slope_k;               /* [head_dim] */
-  error *o, *own_o, *dq;               /* [head_dim] */
-  error *s, *dk, *dv;                  /* [seqlen_k], [seqlen_k, head_dim] */
-  error *sums[FA_NUM_TENSORS];         /* as exact.sums */
+  double *slope, *p, *keep;       /* [seqlen_k] */
+  double (*by)[NUM_SCORE_INPUTS]; /* [seqlen_k]: of scores */
+  double *sum_p_slope_k;          /* [head_dim] */
+  error *o, *own_o, *dq;          /* [head_dim] */
+  error *s, *dk, *dv;             /* [seqlen_k], [seqlen_k, head_dim] */
+  error *sums[FA_NUM_TENSORS];    /* as exact.sums */
 } bound_scratch;
 
 static bound_scratch lay_out_bound(fa_arena *arena, const fa_problem *p) {
   const int64_t d = p->head_dim;
   bound_scratch x = {.exact = lay_out_f64(arena, p)};
   x.slope = fa_take(arena, p->seqlen_k, sizeof(double));
-  x.distance = fa_take(arena, p->seqlen_k, sizeof(double));
+  x.by = fa_take(arena, p->seqlen_k, sizeof *x.by);
   x.p = fa_take(arena, p->seqlen_k, sizeof(double));
   x.keep = fa_take(arena, p->seqlen_k, sizeof(double));
   x.sum_p_slope_k = fa_take(arena, d, sizeof(double));
@@ -162,7 +163,7 @@ static void bound_scores(bound_scratch *x, bound_row *row) {
     x->exact.s[j] = score.s;
     if (!is_seen(x, j)) continue;
     x->slope[j] = score_slope_f64(p, &score);
-    x->distance[j] = score.distance;
+    memcpy(x->by[j], score.by, sizeof score.by);
     x->keep[j] = keep_f64(p, &row->at, j);
     x->s[j] = scaled(error_of_dot(x->exact.q, k, p->head_dim, u), x->slope[j] * p->scale);
     add_error(&x->s[j], rounding(8 * u * (fabs(score.product) + fabs(score.capped) + p->softcap)));
@@ -257,13 +258,15 @@ static int64_t num_sharing(const fa_problem *p, int id) {
 static void bound_sums(bound_scratch *x, const bound_row *row, int64_t j, double ds, error e_ds,
                        error e_delta) {
   const fa_problem *p = row->problem;
-  const double u = row->unit.arithmetic, distance = x->distance[j];
+  const double u = row->unit.arithmetic;
   add_error(&e_ds, scaled(row->e_lse, ds));
   add_error(&e_ds, scaled(e_delta, x->p[j]));
   add_error(&e_ds, rounding(4 * u * ds + row->unit.least * (1 + fabs(ds))));
-  add_to_sum(x, row, FA_TENSOR_DBIAS, j, 0, ds, e_ds, num_sharing(p, FA_TENSOR_DBIAS));
-  add_to_sum(x, row, FA_TENSOR_DALIBI_SLOPES, j, 0, -ds * distance, scaled(e_ds, distance),
-             num_sharing(p, FA_TENSOR_DALIBI_SLOPES));
+  for (int n = 0; n < NUM_SCORE_INPUTS; n++) {
+    const int gradient = fa_tensor_gradient(score_inputs[n]);
+    const double by = x->by[j][n];
+    add_to_sum(x, row, gradient, j, 0, ds * by, scaled(e_ds, by), num_sharing(p, gradient));
+  }
 }
 
 /* What column j adds to dq and the row to dk[j] and dv[j], without scale, and to their errors. */

@@ -102,22 +102,27 @@ static REAL T(sink)(const fa_problem *p, const T(place) * at, int64_t t) {
 /* A score, and what it is made of. */
 typedef struct T(score) {
   bool is_seen;
-  REAL product, capped; /* scale * q.k, and that after the softcap */
-  REAL distance;        /* of ALiBi */
-  REAL added;           /* sum of the sizes of what is added after that */
-  REAL s;               /* -inf where it is not seen */
+  REAL product, capped;      /* scale * q.k, and that after the softcap */
+  REAL added;                /* sum of the sizes of what is added after that */
+  REAL s;                    /* -inf where it is not seen */
+  REAL by[NUM_SCORE_INPUTS]; /* its derivative by the number of each of score_inputs */
 } T(score);
 
-/* Adds to a score what is added after the softcap. */
-static void T(add)(const fa_problem *p, T(score) * x, REAL addend) {
-  x->s = addend == -INFINITY ? addend : stored(p->dtype, x->s + addend);
-  x->added += fabs(addend);
+/* What one of score_inputs holds for a score: a bias of u8 hides where it is 0. */
+static REAL T(input)(const fa_problem *p, int input, const T(place) * at, int64_t column) {
+  const fa_tensor_id id = score_inputs[input];
+  const REAL number = T(number_at)(p, id, at, column, 0);
+  return fa_tensor_shape(p, id).dtype != FA_DTYPE_U8 ? number : number != 0 ? 0 : -INFINITY;
 }
 
-/* What a bias adds: one of u8 hides where it is 0. */
-static REAL T(bias)(const fa_problem *p, const T(place) * at, int64_t column) {
-  const REAL bias = T(number_at)(p, FA_TENSOR_BIAS, at, column, 0);
-  return p->bias_dtype != FA_DTYPE_U8 ? bias : bias != 0 ? 0 : -INFINITY;
+/* Adds to a score, after the softcap, a number of one of score_inputs, if the problem has it, times factor. */
+static void T(add)(const fa_problem *p, const T(place) * at, int64_t column, T(score) * x, int input,
+                   REAL factor) {
+  if (!has_score_input(p, input)) return;
+  const REAL addend = T(input)(p, input, at, column) * factor;
+  x->s = addend == -INFINITY ? addend : stored(p->dtype, x->s + addend);
+  x->added += fabs(addend);
+  x->by[input] = factor;
 }
 
 /* s[i,j] of q[i] and k[j], both [head_dim] */
@@ -129,9 +134,8 @@ static T(score)
   x.product = x.capped = stored(p->dtype, (REAL)p->scale * T(dot)(q, k, p->head_dim));
   if (p->softcap != 0) x.capped = stored(p->dtype, (REAL)p->softcap * tanh(x.product / (REAL)p->softcap));
   x.s = x.capped;
-  x.distance = (REAL)fa_band_distance(band, at->row, column);
-  if (p->bias_heads > 0) T(add)(p, &x, T(bias)(p, at, column));
-  if (p->alibi_batch > 0) T(add)(p, &x, -T(number_at)(p, FA_TENSOR_ALIBI_SLOPES, at, column, 0) * x.distance);
+  T(add)(p, at, column, &x, BIAS, 1);
+  T(add)(p, at, column, &x, ALIBI_SLOPES, -(REAL)fa_band_distance(band, at->row, column));
   x.is_seen = x.s != -INFINITY;
   return x;
 }
@@ -215,8 +219,8 @@ static void T(backward_row)(T(scratch) * x, const fa_problem *p, REAL lse, const
     T(add_scaled)(x->dv + j * d, stored(p->dtype, weight * keep), x->dout, d);
     T(add_scaled)(x->dq, dproduct, k, d);
     T(add_scaled)(x->dk + j * d, dproduct, x->q, d);
-    T(add_to_sum)(x, p, FA_TENSOR_DBIAS, at, j, 0, ds);
-    T(add_to_sum)(x, p, FA_TENSOR_DALIBI_SLOPES, at, j, 0, -ds * score.distance);
+    for (int n = 0; n < NUM_SCORE_INPUTS; n++)
+      T(add_to_sum)(x, p, fa_tensor_gradient(score_inputs[n]), at, j, 0, ds * score.by[n]);
     sees_any = true;
   }
   for (int64_t t = 0; t < p->num_sinks && sees_any; t++)

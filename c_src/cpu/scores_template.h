@@ -9,13 +9,30 @@
 
 /* ---- what a score is ------------------------------------------------------------------------------- */
 
-/* What scores are made with, in REAL. */
+#if IS_F32 /* once for all types */
+
+/* The tensors that have one number for each head, with which all of its scores are made. */
+enum { ALIBI_SLOPE, NUM_HEAD_NUMBERS };
+static const fa_tensor_id head_numbers[NUM_HEAD_NUMBERS] = {[ALIBI_SLOPE] = FA_TENSOR_ALIBI_SLOPES};
+
+static bool has_head_number(const fa_problem *problem, int number) {
+  return fa_tensor_role_in(problem, FA_PASS_FORWARD, head_numbers[number]) == FA_ROLE_INPUT;
+}
+
+#endif
+
+/* What the scores of a head are made with, in REAL. */
 typedef struct T(score_terms) {
   REAL scale, softcap; /* softcap 0: none */
+  REAL of_head[NUM_HEAD_NUMBERS];
 } T(score_terms);
 
-INLINE T(score_terms) T(scoring_of)(const fa_problem *problem) {
-  return (T(score_terms)){(REAL)problem->scale, (REAL)problem->softcap};
+static T(score_terms) T(scoring_of)(const fa_cpu_job *job, const fa_tile *tile) {
+  const fa_cell cell = {.batch = tile->sequence->batch, .head = tile->head};
+  T(score_terms) scoring = {.scale = (REAL)job->problem->scale, .softcap = (REAL)job->problem->softcap};
+  for (int n = 0; n < NUM_HEAD_NUMBERS; n++)
+    if (has_head_number(job->problem, n)) scoring.of_head[n] = T(number_at)(job, head_numbers[n], &cell);
+  return scoring;
 }
 
 /* Whether scores are the scaled products themselves. */
@@ -103,10 +120,8 @@ INLINE T(vec) T(distances)(const fa_tile *tile, int64_t row) {
 }
 
 /* Subtracts slope times distance from addends [rows][BLOCK]. */
-static void T(add_distances)(const fa_cpu_job *job, const fa_tile *tile, REAL *addends) {
+static void T(add_distances)(const fa_tile *tile, REAL slope, REAL *addends) {
   int64_t num_rows = tile->rows.end - tile->rows.begin, num_columns = tile->columns.end - tile->columns.begin;
-  const fa_cell cell = {.batch = tile->sequence->batch, .head = tile->head};
-  const REAL slope = T(number_at)(job, FA_TENSOR_ALIBI_SLOPES, &cell);
   for (int64_t i = 0; i < num_rows; i++) {
     const T(vec) distances = T(distances)(tile, i);
     for (int64_t j = 0; j < num_columns; j += LANES)
@@ -121,7 +136,8 @@ static bool T(find_addends)(const fa_cpu_job *job, const fa_tile *tile, REAL *ad
   else
     memset(addends, 0, (size_t)((tile->rows.end - tile->rows.begin) * BLOCK) * sizeof *addends);
   if (!T(shows_any)(tile, addends)) return false;
-  if (job->problem->alibi_batch > 0) T(add_distances)(job, tile, addends);
+  if (job->problem->alibi_batch > 0)
+    T(add_distances)(tile, T(scoring_of)(job, tile).of_head[ALIBI_SLOPE], addends);
   return true;
 }
 
@@ -247,7 +263,7 @@ static void T(add_transposed)(const fa_cpu_job *job, const fa_tile *tile, const 
  */
 static void T(make_scores)(const fa_cpu_job *job, const fa_tile *tile, REAL *st, const REAL *addends) {
   int64_t num_rows = tile->rows.end - tile->rows.begin, num_columns = tile->columns.end - tile->columns.begin;
-  T(score_terms) scoring = T(scoring_of)(job->problem);
+  const T(score_terms) scoring = T(scoring_of)(job, tile);
   for (int64_t x = 0; x < num_columns * STRIP && !T(is_plain)(scoring); x += LANES) {
     T(vec) *s = (T(vec) *)(st + x), slope;
     *s = T(score)(scoring, false, *s, &slope);
@@ -317,21 +333,30 @@ static void T(drop)(const fa_cpu_job *job, const fa_tile *tile, REAL *pt, INT *k
 
 #if !IS_COMPLEX
 
+static double T(sum_of_lanes)(T(vec) x) {
+  double sum = 0;
+  for (int v = 0; v < LANES; v++) sum += (double)x[v];
+  return sum;
+}
+
 /* p and ds [BLOCK, BLOCK] hold the scaled products of q and k, and dp = dout . v; they become
  *     p = exp(score - lse),   ds = slope * p * (dp - delta),
  * the gradient of the product of q and k; addends [BLOCK, BLOCK], if not NULL, become p * (dp - delta), their
  * own gradient. With dropout, p and dp are multiplied with keep, which is factor where kept [BLOCK, BLOCK] is
  * not 0, before they meet dout and delta. Where masked, all are 0 where the score is -inf, whatever lse, delta
- * and dp are, and hidden [BLOCK, BLOCK], if not NULL, becomes other than 0 there. Whether it is so anywhere. */
+ * and dp are, and hidden [BLOCK, BLOCK], if not NULL, becomes other than 0 there. sums [NUM_HEAD_NUMBERS], if
+ * not NULL, take in the gradients by the head's numbers. Whether a score is -inf anywhere. */
 INLINE bool T(differentiate_tile)(T(score_terms) scoring, const fa_tile *tile, const REAL *lse,
                                   const REAL *delta, REAL *p, REAL *ds, REAL *addends, INT *hidden,
-                                  const INT *kept, REAL factor, const T(bias_place) * next, bool plain,
-                                  bool adds, bool drops, bool masked) {
+                                  const INT *kept, REAL factor, const T(bias_place) * next, double *sums,
+                                  bool plain, bool adds, bool drops, bool masked) {
   int64_t num_rows = tile->rows.end - tile->rows.begin, num_columns = tile->columns.end - tile->columns.begin;
   T(seen_columns) seen;
   if (masked) T(find_seen)(tile, &seen);
   T(mask) any = {0};
+  T(vec) by_head[NUM_HEAD_NUMBERS] = {0};
   for (int64_t i = 0; i < num_rows; i++) {
+    const T(vec) distances = T(distances)(tile, i);
     for (int64_t j = 0; j < num_columns; j += LANES) {
       T(vec) *p_ij = (T(vec) *)(p + i * BLOCK + j), *ds_ij = (T(vec) *)(ds + i * BLOCK + j);
       T(vec) *addend = (T(vec) *)(addends + (adds ? i * BLOCK + j : 0));
@@ -347,18 +372,23 @@ INLINE bool T(differentiate_tile)(T(score_terms) scoring, const fa_tile *tile, c
       }
       T(vec) of_score = weight * (dp - delta[i]);
       *ds_ij = of_score * slope;
-      if (adds) *addend = of_score;
       if (masked) {
         T(mask) index = T(lanes)() + (INT)j;
         T(mask) shown = (index >= seen.begin[i]) & (index < seen.end[i]) & (s != T(splat)(-INFINITY));
         *p_ij = T(select)(shown, *p_ij, T(splat)(0));
         *ds_ij = T(select)(shown, *ds_ij, T(splat)(0));
-        if (adds) *addend = T(select)(shown, *addend, T(splat)(0));
+        of_score = T(select)(shown, of_score, T(splat)(0));
         if (hidden) *(T(mask) *)(hidden + i * BLOCK + j) = ~shown;
         any |= ~shown & (index < (INT)num_columns);
       }
+      if (adds) *addend = of_score;
+      if ((adds || !plain) && sums) {
+        const T(vec) derivatives[] = {[ALIBI_SLOPE] = -T(absolute)(distances - (REAL)j)};
+        for (int n = 0; n < NUM_HEAD_NUMBERS; n++) by_head[n] += derivatives[n] * of_score;
+      }
     }
   }
+  for (int n = 0; n < NUM_HEAD_NUMBERS && sums; n++) sums[n] += T(sum_of_lanes)(by_head[n]);
   INT any_lane = 0;
   for (int v = 0; v < LANES; v++) any_lane |= any[v];
   return any_lane != 0;
@@ -368,10 +398,10 @@ INLINE bool T(differentiate_tile)(T(score_terms) scoring, const fa_tile *tile, c
  * -inf then only by overflow, and p = 0 is all that it takes. Whether hidden shows anything. kept is scratch.
  */
 static bool T(differentiate_scores)(const fa_cpu_job *job, const fa_tile *tile, const REAL *lse,
-                                    const REAL *delta, REAL *p, REAL *ds, REAL *addends, INT *hidden,
-                                    INT *kept) {
+                                    const REAL *delta, REAL *p, REAL *ds, REAL *addends, INT *hidden, INT *kept,
+                                    double *sums) {
   const fa_problem *problem = job->problem;
-  T(score_terms) scoring = T(scoring_of)(problem);
+  const T(score_terms) scoring = T(scoring_of)(job, tile);
   const bool plain = T(is_plain)(scoring), adds = T(has_addends)(problem), drops = problem->dropout != 0;
   const REAL factor = 1 / (1 - (REAL)problem->dropout);
   const T(bias_place) next = T(bias_ahead)(job, tile, BLOCK, 0);
@@ -381,7 +411,7 @@ static bool T(differentiate_scores)(const fa_cpu_job *job, const fa_tile *tile, 
   }
 #define DIFFERENTIATE(plain, adds, drops, masked) \
   T(differentiate_tile)                           \
-  (scoring, tile, lse, delta, p, ds, addends, hidden, kept, factor, &next, plain, adds, drops, masked)
+  (scoring, tile, lse, delta, p, ds, addends, hidden, kept, factor, &next, sums, plain, adds, drops, masked)
   bool any;
   if (!plain)
     any = DIFFERENTIATE(false, adds, drops, true);
@@ -395,22 +425,6 @@ static bool T(differentiate_scores)(const fa_cpu_job *job, const fa_tile *tile, 
     any = DIFFERENTIATE(true, false, false, false);
 #undef DIFFERENTIATE
   return hidden && any;
-}
-
-/* sum_{i,j} distance * d(score) of a tile, of which ds [BLOCK, BLOCK] has the second, and 0 past its last
- * column.
- */
-static double T(distance_gradient)(const fa_tile *tile, const REAL *ds) {
-  int64_t num_rows = tile->rows.end - tile->rows.begin, num_columns = tile->columns.end - tile->columns.begin;
-  T(vec) sums = {0};
-  for (int64_t i = 0; i < num_rows; i++) {
-    const T(vec) distances = T(distances)(tile, i);
-    for (int64_t j = 0; j < num_columns; j += LANES)
-      sums += T(absolute)(distances - (REAL)j) * *(const T(vec) *)(ds + i * BLOCK + j);
-  }
-  double sum = 0;
-  for (int v = 0; v < LANES; v++) sum += (double)sums[v];
-  return sum;
 }
 
 #endif

@@ -98,7 +98,7 @@ if Code.ensure_loaded?(Axon) do
     end
 
     # Mixed precision makes every parameter and every layer's output a narrow one; these are f32.
-    @f32 [:sink, :alibi_slopes]
+    @f32 Options.f32_tensors()
 
     defp attend(tensors, optional, mode, rate, opts) do
       {key, optional} = Keyword.pop(optional, :key)

@@ -9,7 +9,8 @@ defmodule FlashAttention.Options do
 
   # One row an option, in the words of NimbleOptions. `default` is a value as a caller would write it; `doc` may lean
   # on the table's columns. An option of type `:tensor` is an input of every pass under its own name, or that in `tensor`, and the backward
-  # returns its gradient where the library has one: the row is all that there is to such an option in lib/.
+  # returns its gradient where the library has one: the row is all that there is to such an option in lib/. `only: :f32`
+  # says that it is of that type whatever q's is.
   @schema [
     causal: [
       type: :boolean,
@@ -49,6 +50,7 @@ defmodule FlashAttention.Options do
     ],
     sink: [
       type: :tensor,
+      only: :f32,
       default: nil,
       default_doc: "none",
       doc:
@@ -57,6 +59,7 @@ defmodule FlashAttention.Options do
     ],
     alibi_slopes: [
       type: :tensor,
+      only: :f32,
       default: nil,
       default_doc: "none",
       doc:
@@ -148,8 +151,8 @@ defmodule FlashAttention.Options do
       [cpu: 0]
 
       iex> {:error, error} = FlashAttention.Options.parse(casual: false)
-      iex> Exception.message(error)
-      "opts: expected keys among causal, scale, window, softcap, dropout, dropout_seed, sink, alibi_slopes, bias, mask, device, precision, deterministic, constant_bias, keep, results, got :casual"
+      iex> [error.argument, error.got]
+      [:opts, ":casual"]
   """
   @spec parse(keyword, [atom]) :: {:ok, parsed} | {:error, Error.t()}
   def parse(opts, keys \\ keys()) do
@@ -183,6 +186,10 @@ defmodule FlashAttention.Options do
   """
   @spec tensors() :: [{atom, atom}]
   def tensors, do: @tensors
+
+  @doc "The options that are tensors of f32 whatever the type of q is."
+  @spec f32_tensors() :: [atom]
+  def f32_tensors, do: for({key, row} <- @schema, row[:only] == :f32, do: key)
 
   @doc "The kinds of devices, as the C library names them."
   @spec device_kinds() :: [atom]
