@@ -19,6 +19,7 @@ if FlashAttention.Defn.supported?() do
     | `:inner` | `Nx.Defn.Evaluator` | The compiler that runs the rewritten program. |
     | `:report` | `false` | A line a place for every compile, to Logger: `true` at level `:info`, or a level. |
     | `:weights` | `:refuse` | What happens where weights or scores are asked for elsewhere too: `:keep` computes them a second time, for those who asked. |
+    | `:dropout` | `:refuse` | What becomes of attention whose weights are dropped out: `:resample` drops others than the program would, as often. |
     | `:attention` | `[]` | `:device`, `:precision` and `:deterministic` of `FlashAttention.attention/4`. |
 
     All others are the inner compiler's.
@@ -45,7 +46,11 @@ if FlashAttention.Defn.supported?() do
     `explain/3` says of each place why. A row that sees nothing is what the program makes of it: the mean of the values where
     hidden scores are a finite number, NaN where they are -infinity, with the gradients of that.
 
-    Dropout stays, as its bits are the program's own.
+    Which weights are dropped out are the program's own bits, s² of them, so attention with dropout stays. With `dropout: :resample`
+    weights are dropped by `FlashAttention.Dropout` instead: at the same rate, seeded by the key that the program's bits were made
+    of, so that a run can be repeated and each step and layer drops others, in the backward the same as in the forward. It is found where
+    bits are those of `Nx.Random`, one for each weight, as in `Axon.dropout/2`; what is made of other bits stays. Weights of a row that sees
+    nothing are not dropped then.
     """
 
     @behaviour Nx.Defn.Compiler
@@ -54,7 +59,7 @@ if FlashAttention.Defn.supported?() do
     alias FlashAttention.Rewriter.Expression
     require Logger
 
-    @own [:inner, :report, :weights, :attention]
+    @own [:inner, :report, :weights, :dropout, :attention]
 
     @typedoc """
     A place where attention is: how it ends, after the layer of Axon that it is in; and what it became, or why it stays.
@@ -66,7 +71,7 @@ if FlashAttention.Defn.supported?() do
     @doc """
     The expression with attention replaced: a tensor, or a container of tensors, as `Nx.Defn.debug_expr/2` returns it.
 
-    Nodes that nothing was done to keep their ids. Takes the options `:weights` and `:attention`.
+    Nodes that nothing was done to keep their ids. Takes the options `:weights`, `:dropout` and `:attention`.
     """
     @spec rewrite(Nx.Container.t(), keyword) :: Nx.Container.t()
     def rewrite(expression, opts \\ []), do: expression |> Expression.rewrite(check!(opts)) |> elem(0)
@@ -168,6 +173,9 @@ if FlashAttention.Defn.supported?() do
 
       if opts[:weights] not in [nil, :refuse, :keep],
         do: raise(Error.invalid(:weights, ":refuse or :keep", inspect(opts[:weights])))
+
+      if opts[:dropout] not in [nil, :refuse, :resample],
+        do: raise(Error.invalid(:dropout, ":refuse or :resample", inspect(opts[:dropout])))
 
       if opts[:inner] == __MODULE__,
         do: raise(Error.invalid(:inner, "another compiler", inspect(__MODULE__)))

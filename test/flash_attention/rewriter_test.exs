@@ -274,6 +274,141 @@ defmodule FlashAttention.RewriterTest do
     end
   end
 
+  describe "dropout" do
+    # What stays of weights, and by which numbers from 0 to 1: those of Axon.dropout and of whoever drops by hand.
+    @dropped [
+      {"made up for", &__MODULE__.made_up/2, &__MODULE__.less/1},
+      {"not made up for", &__MODULE__.selected/2, &__MODULE__.not_less/1},
+      {"where the weight comes second", &__MODULE__.second/2, &__MODULE__.greater/1},
+      {"multiplied", &__MODULE__.multiplied/2, &__MODULE__.at_least/1},
+      {"multiplied by what makes up", &__MODULE__.by_factor/2, &__MODULE__.less/1}
+    ]
+
+    def made_up(p, kept), do: Nx.select(kept, Nx.divide(p, 0.75), zero(p))
+    def selected(p, kept), do: Nx.select(kept, p, zero(p))
+    def second(p, kept), do: Nx.select(Nx.logical_not(kept), zero(p), Nx.divide(p, 0.75))
+    def multiplied(p, kept), do: p |> Nx.multiply(kept) |> Nx.divide(0.75)
+    def by_factor(p, kept), do: Nx.multiply(p, Nx.select(kept, Nx.tensor(1 / 0.75, type: p.type), zero(p)))
+    def less(u), do: Nx.less(u, 0.75)
+    def not_less(u), do: Nx.logical_not(Nx.less(u, 0.25))
+    def greater(u), do: Nx.greater(u, 0.25)
+    def at_least(u), do: Nx.greater_equal(u, 0.25)
+    defp zero(p), do: Nx.tensor(0, type: p.type)
+
+    defp dropping(drop, kept, change \\ & &1) do
+      fn q, k, v, key ->
+        p = q |> Nx.dot([3], [0, 1], k, [3], [0, 1]) |> change.() |> softmax()
+        p |> drop.(kept.(p, key)) |> Nx.dot([3], [0, 1], v, [2], [0, 1])
+      end
+    end
+
+    defp drawn(p, key) do
+      {u, _key} = Nx.Random.uniform(key, 0, 1, shape: p.shape, type: p.type)
+      u
+    end
+
+    # Of the words that the program's bits are made of: the second half of its key.
+    defp kept_here(shape, key) do
+      key |> Nx.Random.split() |> then(& &1[1]) |> FlashAttention.Dropout.mask(0.25, shape)
+    end
+
+    defp gradients(fun) do
+      fn q, k, v, key ->
+        Nx.Defn.value_and_grad({q, k, v}, fn {q, k, v} -> fun.(q, k, v, key) |> Nx.sin() |> Nx.sum() end)
+      end
+    end
+
+    for {name, drop, kept} <- @dropped, {type, shape} <- [f64: {2, 3, 5, 4}, f32: {1, 3, 5, 4}] do
+      test "#{name}, in #{type}: refused, or dropped by other bits, in both passes" do
+        [drop, kept] = [unquote(drop), unquote(kept)]
+        key = Nx.Random.key(7)
+        args = qkv(unquote(Macro.escape(shape)), unquote(type)) ++ [key]
+        {batch, heads, rows, _} = unquote(Macro.escape(shape))
+        mask = kept_here({batch, heads, rows, rows}, key)
+        assert Nx.to_number(Nx.sum(mask)) < Nx.size(mask)
+
+        program = dropping(drop, &kept.(drawn(&1, &2)))
+        wanted = dropping(drop, fn _p, _key -> mask end)
+
+        for wrap <- [& &1, &gradients/1] do
+          assert [reason] = found(wrap.(program), args)
+          assert reason =~ "dropout: :resample"
+          assert [as] = found(wrap.(program), args, dropout: :resample)
+          assert as =~ "dropout 0.25"
+
+          [plain, rewritten] = [
+            run(wrap.(wanted), args, Evaluator),
+            run(wrap.(program), args, Rewriter, dropout: :resample)
+          ]
+
+          tolerance = %{f64: 1.0e-9, f32: 1.0e-5}[unquote(type)]
+          for {x, y} <- Enum.zip(plain, rewritten), do: assert(distance(x, y) <= tolerance)
+        end
+      end
+    end
+
+    test "under masks, with biases and for groups of heads" do
+      key = Nx.Random.key(8)
+      [q, k, v] = qkv()
+
+      change = fn s ->
+        causal = Nx.greater_equal(Nx.iota({6, 1}), Nx.iota({1, 6}))
+        s |> Nx.add(Nx.iota({6}, type: :f64)) |> then(&Nx.select(Nx.broadcast(causal, &1), &1, -1.0e9))
+      end
+
+      repeated = fn t -> t |> Nx.slice_along_axis(0, 1, axis: 1) |> Nx.broadcast({2, 3, 6, 4}) end
+      mask = kept_here({2, 3, 6, 6}, key)
+
+      [program, wanted] =
+        for kept <- [&less(drawn(&1, &2)), fn _p, _key -> mask end] do
+          gradients(fn q, k, v, key ->
+            dropping(&made_up/2, kept, change).(q, repeated.(k), repeated.(v), key)
+          end)
+        end
+
+      assert [as] = found(program, [q, k, v, key], dropout: :resample)
+      for word <- ["heads 3:1", "causal", "a bias", "dropout 0.25", "with dq, dk, dv"], do: assert(as =~ word)
+
+      [plain, rewritten] = [
+        run(wanted, [q, k, v, key], Evaluator),
+        run(program, [q, k, v, key], Rewriter, dropout: :resample)
+      ]
+
+      for {x, y} <- Enum.zip(plain, rewritten), do: assert(distance(x, y) <= 1.0e-9)
+    end
+
+    test "by bits that are not one of Nx.Random's for each weight stays" do
+      args = qkv() ++ [Nx.Random.key(7)]
+
+      few = fn p, key ->
+        {u, _key} = Nx.Random.uniform(key, 0, 1, shape: {2, 1, 6, 6}, type: :f64)
+        Nx.broadcast(u, p)
+      end
+
+      by_hand = fn p, _key -> p |> Nx.shape() |> Nx.iota(type: :f64) |> Nx.sin() |> Nx.abs() end
+      twice = fn p, key -> key |> then(&drawn(p[[0..0]], &1)) |> then(&Nx.concatenate([&1, &1])) end
+
+      for {draw, reason} <- [{few, "several at once"}, {by_hand, "dropped out"}, {twice, "dropped out"}] do
+        program = dropping(&made_up/2, &less(draw.(&1, &2)))
+        assert [found] = found(program, args, dropout: :resample)
+        assert found =~ reason
+      end
+
+      asked = fn q, k, v, key ->
+        p = q |> Nx.dot([3], [0, 1], k, [3], [0, 1]) |> softmax()
+        u = drawn(p, key)
+        {p |> made_up(less(u)) |> Nx.dot([3], [0, 1], v, [2], [0, 1]), u}
+      end
+
+      assert found(asked, args, dropout: :resample) == ["what its weights are dropped by is used elsewhere too"]
+    end
+
+    test "asks for one of two things" do
+      message = "dropout: expected :refuse or :resample, got :keep"
+      assert_raise FlashAttention.Error, message, fn -> found(&plain/3, qkv(), dropout: :keep) end
+    end
+  end
+
   describe "what it costs" do
     # A layer with a norm, attention and what comes after it, in training.
     defp layers(count) do

@@ -35,6 +35,10 @@ if FlashAttention.Defn.supported?() do
         match.empty_rows == :swallowed and match.gradients != [] ->
           {:refuse, "rows that see nothing have gradients of scores that were rounded away"}
 
+        match.dropout != nil and opts[:dropout] != :resample ->
+          {:refuse,
+           "its weights are dropped out by bits of the program's own (dropout: :resample takes others)"}
+
         match.scale == 0 ->
           {:refuse, "its scores are multiplied by 0"}
 
@@ -84,7 +88,8 @@ if FlashAttention.Defn.supported?() do
       type = type(for {number, _} <- [match.q, match.k, match.v], do: Graph.fetch!(graph, number).type)
       tensors = for shape <- shapes(match), do: Nx.template(shape, type)
       optional = for {name, shape, type} <- optional(match, type), do: {name, Nx.template(shape, type)}
-      options = [causal: false, softcap: abs(match.softcap)] ++ own(opts) ++ device(opts)
+
+      options = [causal: false, softcap: abs(match.softcap), dropout: rate(match)] ++ own(opts) ++ device(opts)
 
       attention = fn [q, k, v], optional ->
         optional =
@@ -113,11 +118,12 @@ if FlashAttention.Defn.supported?() do
     defp optional(match, type) do
       [{batch, rows, heads, _} | [{_, columns, _, _} | _]] = shapes(match)
       bands = if Visibility.views(match.visibility) != [], do: [{:mask, {batch, 1, 6}, {:s, 32}}], else: []
+      seed = if match.dropout, do: [{:dropout_seed, {2}, {:u, 32}}], else: []
 
       case match do
-        %{biases: [], visibility: %{others: []}} -> bands
-        %{biases: []} -> [{:bias, {batch, heads, rows, columns}, {:u, 8}} | bands]
-        _ -> [{:bias, {batch, heads, rows, columns}, added_type(type)} | bands]
+        %{biases: [], visibility: %{others: []}} -> bands ++ seed
+        %{biases: []} -> [{:bias, {batch, heads, rows, columns}, {:u, 8}} | bands ++ seed]
+        _ -> [{:bias, {batch, heads, rows, columns}, added_type(type)} | bands ++ seed]
       end
     end
 
@@ -197,7 +203,8 @@ if FlashAttention.Defn.supported?() do
 
       options =
         [causal: false, scale: scale(match), softcap: abs(match.softcap)] ++
-          visible(match, inputs) ++ bias(match, inputs, type) ++ sink(match, inputs) ++ own(opts)
+          visible(match, inputs) ++
+          bias(match, inputs, type) ++ sink(match, inputs) ++ dropout(match, inputs) ++ own(opts)
 
       {o, lse} = FlashAttention.attention_with_lse(wide_q, wide_k, wide_v, options)
 
@@ -211,6 +218,7 @@ if FlashAttention.Defn.supported?() do
     defp times_outer(o, match, inputs) do
       %{batch: batch, rows: rows, heads: heads, groups: groups} = match.axes
       {coefficient, outer} = match.outer
+      coefficient = made_up(coefficient, match.dropout)
       o = if coefficient == 1, do: o, else: Nx.multiply(o, number_like(coefficient, o))
 
       Enum.reduce(outer, o, fn {number, indices}, o ->
@@ -220,6 +228,25 @@ if FlashAttention.Defn.supported?() do
         Nx.multiply(o, Nx.as_type(factor, o.type))
       end)
     end
+
+    # What is left after dropout is divided by its share already.
+    defp made_up(coefficient, nil), do: coefficient
+
+    defp made_up(coefficient, %{share: share}) do
+      coefficient = coefficient * share
+      if abs(coefficient - 1) < 1.0e-6, do: 1, else: coefficient
+    end
+
+    # The words of the key that the program's own bits were made of.
+    defp dropout(%{dropout: nil}, _inputs), do: []
+
+    defp dropout(%{dropout: %{key: key}} = match, inputs) do
+      words = for word <- key, do: inputs |> Map.fetch!(word) |> Nx.reshape({}) |> Nx.as_type(:u32)
+      [dropout: rate(match), dropout_seed: words |> Nx.stack() |> Kernel.stop_grad()]
+    end
+
+    defp rate(%{dropout: nil}), do: 0
+    defp rate(%{dropout: %{share: share}}), do: 1 - share
 
     # softcap * tanh(scale * x / softcap) is what the program has as softcap * tanh(scale * x).
     defp scale(%{softcap: softcap, scale: scale}), do: if(softcap == 0, do: scale, else: scale * softcap)
@@ -569,6 +596,7 @@ if FlashAttention.Defn.supported?() do
           if(match.softcap != 0, do: ["softcap #{abs(match.softcap)}"], else: []) ++
           mask_in_words(match) ++
           bias_in_words(match) ++
+          dropout_in_words(match) ++
           gradients_in_words(match) ++
           overflow(match, graph)
 
@@ -599,6 +627,11 @@ if FlashAttention.Defn.supported?() do
     defp in_words({:window, {:infinity, 0}}), do: "causal"
     defp in_words({:window, window}), do: "window #{inspect(window)}"
     defp in_words({:mask, mask}), do: "bands #{inspect(mask.numbers.bands)}"
+
+    defp dropout_in_words(%{dropout: nil}), do: []
+
+    defp dropout_in_words(match),
+      do: ["dropout #{Float.round(rate(match) / 1, 6)} by other bits of the program's key"]
 
     defp gradients_in_words(%{gradients: []}), do: []
 

@@ -235,20 +235,20 @@ defmodule FlashAttention.Rewriter.Backward do
   end
 
   # The derivative by what the softmax is taken of: w (dout v) - p sum_j w (dout v), where w is p times what weights are
-  # multiplied by.
+  # multiplied by, and what keeps some of them.
   defp dz(terms, match, dp) do
     w = Terms.term(terms, match.weights)
-    {coefficient, outer} = match.outer
-    outer = Enum.reduce(outer, Terms.constant(coefficient), &Terms.multiply(terms, &2, Terms.term(terms, &1)))
-    p = Terms.multiply(terms, w, Terms.inverse(terms, outer))
-
     {:ok, w_there} = Terms.substitute(match.weights, at_bound(match))
     {:ok, dp_there} = Terms.substitute(dp, at_bound(match))
     [{:j, 1, size}] = match.axes.columns
     bound = {:bound, 1, 0}
     products = Terms.multiply(terms, Terms.term(terms, w_there), Terms.term(terms, dp_there))
     sum = Terms.sum(terms, products, [bound], %{bound => size})
-    Terms.subtract(Terms.multiply(terms, w, Terms.term(terms, dp)), Terms.multiply(terms, p, sum))
+
+    Terms.subtract(
+      Terms.multiply(terms, w, Terms.term(terms, dp)),
+      Terms.multiply(terms, match.probability, sum)
+    )
   end
 
   defp at_bound(match),

@@ -144,6 +144,15 @@ if FlashAttention.Defn.supported?() do
 
     defp node(op, args, tensor, state) when op in @same, do: put(state, tensor, op, args, nil)
 
+    # The bits that Nx.Random makes are a function of what goes in.
+    defp node(:while, [initial, _arg, condition, body], tensor, state) do
+      initial = Composite.flatten_list([initial])
+
+      if threefry?(initial, {condition, body}),
+        do: put(state, tensor, :threefry, initial, nil),
+        else: put(state, tensor, :while, initial, tensor.data.id)
+    end
+
     defp node(:elem, [tuple, index], tensor, state), do: put(state, tensor, :elem, [tuple], index)
 
     defp node(op, _args, tensor, state) do
@@ -153,6 +162,32 @@ if FlashAttention.Defn.supported?() do
       opts = if op in @unique, do: tensor.data.id, else: without_functions(op, rest)
       put(state, tensor, op, inner, opts)
     end
+
+    # Whether a while is that of Nx.Random in the version that is here.
+    defp threefry?([_one, %T{type: {:u, 32}, shape: {_} = shape}, %T{type: {:u, 32}} | _] = initial, scopes)
+         when length(initial) == 8 do
+      templates = [Nx.template({2, elem(shape, 0)}, :u32), Nx.template({2}, :u32)]
+      bits = Nx.Defn.debug_expr_apply(&Nx.Random.threefry2x32_20_concat/2, templates)
+      %T{data: %Expr{op: :concatenate, args: [[%T{data: %Expr{op: :elem, args: [loop, _]}} | _], _]}} = bits
+      [_initial, _arg, condition, body] = loop.data.args
+      written(scopes) == written({condition, body})
+    end
+
+    defp threefry?(_initial, _scopes), do: false
+
+    # What a scope does, whichever nodes it is made of, with the bodies of its loops.
+    defp written(container) do
+      {%{graph: graph, tensors: tensors}, _numbers} = scope(container)
+
+      values =
+        for {number, value} <- graph.values, do: {number, %{value | opts: written(value, tensors[number])}}
+
+      {graph.results, Map.new(values)}
+    end
+
+    defp written(%{op: :parameter, opts: {index, _context}}, _tensor), do: index
+    defp written(%{op: :while}, %T{data: %Expr{args: [_, _, condition, body]}}), do: written({condition, body})
+    defp written(%{opts: opts}, _tensor), do: opts
 
     # Of a block, the expression and the function that made it say nothing beyond its struct and its arguments.
     defp without_functions(:block, [struct, in_args, _expr, _fun]), do: {struct, in_args}

@@ -5,7 +5,7 @@ defmodule FlashAttention.Rewriter.Forward do
   # The elements of the result are written with the variables {:o, axis}, one an axis of the result, and :j, the columns
   # that it sums over. Which of them are batches, heads, rows follows from what q, k and v depend on.
 
-  alias FlashAttention.Rewriter.{Graph, Index, Terms, Visibility}
+  alias FlashAttention.Rewriter.{Graph, Index, Random, Terms, Visibility}
 
   defstruct [
     :output,
@@ -20,6 +20,8 @@ defmodule FlashAttention.Rewriter.Forward do
     :axes,
     :atoms,
     :types,
+    :probability,
+    :dropout,
     scale: 1.0,
     softcap: 0,
     factors: [],
@@ -59,11 +61,18 @@ defmodule FlashAttention.Rewriter.Forward do
 
   # What weights are multiplied by that does not depend on the column: a number, and tensors.
   defp outer(terms, {coefficient, factors}) do
-    views = for {factor, power} <- factors, do: {power, Terms.info(terms, factor)}
-
-    if Enum.all?(views, fn {power, info} -> power == 1 and match?({_, _}, info.view) end),
-      do: {:ok, {coefficient, for({_power, info} <- views, do: info.view)}},
+    if Enum.all?(factors, &tensor?(terms, &1)),
+      do: {:ok, {coefficient, for({factor, _power} <- factors, do: Terms.info(terms, factor).view)}},
       else: {:refuse, "its weights are multiplied by what is no tensor"}
+  end
+
+  # A predicate stands for 0 or 1, whatever number its tensor has.
+  defp tensor?(terms, {factor, power}) do
+    case Terms.info(terms, factor) do
+      %{structure: {:predicate, _}, view: view} -> power == 1 and Visibility.predicate?(terms, view)
+      %{view: {_, _}} -> power == 1
+      _ -> false
+    end
   end
 
   @dropped "its weights are dropped out, or hidden after the softmax"
@@ -74,13 +83,15 @@ defmodule FlashAttention.Rewriter.Forward do
     if exponential?(terms, elem(weights, 0)) do
       weights = Terms.strip(terms, weights)
 
-      with {:ok, exponential, sinks, factors} <- softmax(terms, Terms.term(terms, weights)),
-           {:ok, outer} <- outer(terms, factors),
-           {:ok, scores, sinks} <- scores(terms, exponential, sinks) do
+      with {:ok, softmax} <- softmax(terms, Terms.term(terms, weights)),
+           {:ok, outer} <- outer(terms, softmax.outer),
+           {:ok, scores, sinks} <- scores(terms, softmax.exponential, softmax.sinks) do
         match = %{
           match
           | weights: weights,
-            exponential: exponential,
+            exponential: softmax.exponential,
+            probability: softmax.probability,
+            dropout: softmax.dropout,
             outer: outer,
             sinks: sinks,
             v: Terms.resolve(terms, v)
@@ -111,34 +122,65 @@ defmodule FlashAttention.Rewriter.Forward do
     end)
   end
 
-  # e / sum e, times what does not depend on the column.
+  # e / sum e, times what does not depend on the column, and what drops some of it: all of it, or all but what is dropped.
   defp softmax(terms, weights) do
     found = for {monomial, coefficient} <- weights, do: {softmax_in(terms, monomial), coefficient}
 
-    case found do
-      [{{:ok, view, sinks, outer}, coefficient}] -> {:ok, view, sinks, {coefficient, outer}}
+    case Enum.sort_by(found, &match?({{:ok, %{kept: [_]}}, _}, &1)) do
+      [{{:ok, %{kept: []} = softmax}, c}] -> whole(softmax, c, nil)
+      [{{:ok, %{kept: [kept]} = softmax}, c}] -> dropped(terms, softmax, c, kept, & &1)
+      [{{:ok, %{kept: []} = one}, c}, {{:ok, other}, d}] when c == -d -> less(terms, one, other, c)
       [{other, _}] -> other
       _ -> if Enum.all?(found, fn {found, _} -> found != :no end), do: {:refuse, @dropped}, else: :no
     end
   end
 
+  defp less(terms, softmax, %{kept: [kept]} = other, c) do
+    if %{other | kept: []} == softmax,
+      do: dropped(terms, softmax, c, kept, &(1 - &1)),
+      else: {:refuse, @dropped}
+  end
+
+  defp less(_terms, _softmax, _other, _c), do: {:refuse, @dropped}
+
+  defp dropped(terms, softmax, c, kept, share) do
+    case Random.chance(terms, Terms.info(terms, kept).view) do
+      {:ok, drawn} -> whole(softmax, c, %{drawn | share: share.(drawn.share)})
+      :error -> {:refuse, why_not_alone(terms, kept)}
+    end
+  end
+
+  defp whole(softmax, c, dropout),
+    do: {:ok, softmax |> Map.put(:dropout, dropout) |> Map.update!(:outer, &{c, &1})}
+
   defp softmax_in(terms, monomial) do
     {inside, outside} = Enum.split_with(monomial, fn {factor, _} -> depends?(terms, factor, :j) end)
 
-    with [{exponential, 1}] <- Enum.filter(inside, fn {factor, _} -> exp?(terms, factor) end),
+    with [{exponential, 1} = e] <- Enum.filter(inside, fn {factor, _} -> exp?(terms, factor) end),
          view = Terms.info(terms, exponential).view,
          true <- leads_to_product?(terms, view),
          {[sum | _], outer} <- Enum.split_with(outside, &sum_of(terms, &1, view)) do
-      if inside == [{exponential, 1}],
-        do: {:ok, view, sum_of(terms, sum, view), outer},
-        else: {:refuse, why_not_alone(terms, inside)}
+      case inside -- [e] do
+        others when others == [] or (length(others) == 1 and elem(hd(others), 1) == 1) ->
+          {:ok,
+           %{
+             exponential: view,
+             sinks: sum_of(terms, sum, view),
+             outer: outer,
+             probability: %{Enum.sort([e, sum]) => 1.0},
+             kept: for({factor, 1} <- others, do: factor)
+           }}
+
+        [{other, _} | _] ->
+          {:refuse, why_not_alone(terms, other)}
+      end
     else
       _ -> :no
     end
   end
 
-  defp why_not_alone(terms, inside) do
-    if Enum.any?(inside, fn {factor, _} -> match?({:predicate, _}, Terms.info(terms, factor).structure) end),
+  defp why_not_alone(terms, factor) do
+    if match?({:predicate, _}, Terms.info(terms, factor).structure),
       do: @dropped,
       else: "its weights are multiplied by others before they meet the values"
   end
@@ -290,7 +332,8 @@ defmodule FlashAttention.Rewriter.Forward do
            {:ok, match} <- axes(terms, match, steps),
            {:ok, match} <- fold(terms, Enum.reverse(steps), %{match | steps: steps}),
            {:ok, match} <- visibility(terms, match),
-           do: atoms(match)
+           {:ok, match} <- atoms(match),
+           do: every_weight?(match)
     else
       :no
     end
@@ -710,13 +753,14 @@ defmodule FlashAttention.Rewriter.Forward do
       outer ++
       match.sinks ++
       for({_kind, view} <- match.factors, do: view) ++
+      if(match.dropout, do: for(word <- match.dropout.key, do: {word, []}), else: []) ++
       Visibility.views(match.visibility) ++
       for({view, _} <- match.visibility.others ++ match.biases, do: view)
   end
 
   # All indices that the tensors of the match are laid out by.
   defp atoms(match) do
-    views = views(match)
+    views = views(match) ++ if(match.dropout, do: [match.dropout.view], else: [])
     indices = match.out ++ for(view <- views, index <- elem(view, 1), do: index)
 
     case Index.atoms(indices) do
@@ -729,5 +773,17 @@ defmodule FlashAttention.Rewriter.Forward do
       :error ->
         {:refuse, "its axes are split in ways that do not fit together"}
     end
+  end
+
+  # Whether a number was drawn for each weight, where weights are dropped.
+  defp every_weight?(%{dropout: nil} = match), do: {:ok, match}
+
+  defp every_weight?(%{axes: axes, dropout: %{view: view}} = match) do
+    drawn = view |> digits_of() |> Index.refine(match.atoms)
+    weights = Enum.concat([axes.batch, axes.heads, axes.groups, axes.rows, axes.columns])
+
+    if Enum.sort(drawn) == Enum.sort(weights),
+      do: {:ok, match},
+      else: {:refuse, "its weights are dropped out several at once"}
   end
 end

@@ -30,6 +30,9 @@ defmodule FlashAttention.Rewriter.Graph do
   | `slice` | `starts` (`nil`: known at run time), `lengths`, `strides` |
   | `concatenate` | `axis` |
   | `dot` | `contract`, `batch`: axes of the one and of the other operand |
+  | `elem` | its place in the tuple |
+
+  `threefry` is the loop that makes the bits of `Nx.Random`, of what it begins with.
   """
 
   @enforce_keys [:values, :numbers, :results]
@@ -133,12 +136,9 @@ defmodule FlashAttention.Rewriter.Graph do
     do: {element(type), if(is_list(sizes), do: List.to_tuple(sizes), else: {})}
 
   defp element({name, _, _}) do
-    {class, bits} = name |> Atom.to_string() |> String.split_at(-2)
-    if class in ["", "u8", "s8"], do: eight(name), else: {String.to_atom(class), String.to_integer(bits)}
+    [class, bits] = Regex.run(~r/^(\D+)(\d+)$/, Atom.to_string(name), capture: :all_but_first)
+    {String.to_atom(class), String.to_integer(bits)}
   end
-
-  defp eight(:u8), do: {:u, 8}
-  defp eight(:s8), do: {:s, 8}
 
   @doc "The graph as text."
   @spec to_text(t) :: String.t()

@@ -44,7 +44,8 @@ defmodule FlashAttention.Rewriter.Matcher do
 
     {used, free} =
       Enum.split_with(matches, fn match ->
-        not keep? and (elem(match.product, 0) in live or Enum.any?(match.gradients, &used?(&1, live)))
+        drawn?(match, live) or
+          (not keep? and (elem(match.product, 0) in live or Enum.any?(match.gradients, &used?(&1, live))))
       end)
 
     # An attention that only the scores of another one need is reached again once that one stays.
@@ -61,6 +62,10 @@ defmodule FlashAttention.Rewriter.Matcher do
         )
     end
   end
+
+  # What is computed beside would be dropped by other bits.
+  defp drawn?(%{dropout: nil}, _live), do: false
+  defp drawn?(%{dropout: %{view: {number, _}}}, live), do: number in live
 
   defp used?(%{inner: inner}, live), do: Enum.any?(inner, &(&1 in live))
 
@@ -79,6 +84,12 @@ defmodule FlashAttention.Rewriter.Matcher do
 
   # Names the first that needs what would be gone.
   defp user(graph, match, live, stops) do
+    if elem(match.product, 0) in live or match.dropout == nil,
+      do: user_of_scores(graph, match, live, stops),
+      else: "what its weights are dropped by is used elsewhere too"
+  end
+
+  defp user_of_scores(graph, match, live, stops) do
     above =
       above(graph, elem(match.product, 0), [
         match.output | for(g <- match.gradients, n <- g.inner ++ [g.output], do: n)

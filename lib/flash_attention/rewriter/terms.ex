@@ -8,7 +8,7 @@ defmodule FlashAttention.Rewriter.Terms do
   # structure whose parts are terms. Equal numbers are equal functions of the variables in them. Conversions between
   # floating-point types do not show: they are rounding.
 
-  alias FlashAttention.Rewriter.{Graph, Index}
+  alias FlashAttention.Rewriter.{Graph, Index, Random}
 
   @enforce_keys [:graph, :table]
   defstruct [:graph, :table]
@@ -424,7 +424,7 @@ defmodule FlashAttention.Rewriter.Terms do
 
     case term(terms, y) do
       %{[] => bound} = constant when map_size(constant) == 1 and bound >= 1 ->
-        if below_one?(terms, x), do: constant(1), else: function(:less, view, terms)
+        if Random.fraction(terms, x) == :error, do: function(:less, view, terms), else: constant(1)
 
       _ ->
         function(:less, view, terms)
@@ -473,46 +473,6 @@ defmodule FlashAttention.Rewriter.Terms do
   @doc "The sizes of the variables that a view has as whole indices."
   def sizes({_number, indices}),
     do: for(index <- indices, {name, 1, size} <- index, into: %{}, do: {name, size})
-
-  # The exponent of 1 with any bits for the fraction, less 1: how bits are made numbers from 0 to 1.
-  @one %{
-    {:f, 64} => {12, 0x3FF0000000000000},
-    {:f, 32} => {9, 0x3F800000},
-    {:f, 16} => {6, 0x3C00},
-    {:bf, 16} => {9, 0x3F80}
-  }
-  defp below_one?(terms, view) do
-    view = resolve(terms, view)
-
-    case {value(terms, view), args_of(terms, view, [:max, :as_type, :subtract])} do
-      {%{op: :max}, [x, y]} ->
-        term(terms, y) == %{} and below_one?(terms, x)
-
-      {%{op: :subtract, type: type}, [x, y]} ->
-        term(terms, y) == constant(1) and fraction?(terms, resolve(terms, x), type)
-
-      _ ->
-        false
-    end
-  end
-
-  defp fraction?(terms, view, type) do
-    with {shift, one} <- @one[type],
-         [bits] <- args_of(terms, view, [:bitcast]),
-         [x, y] <- args_of(terms, resolve(terms, bits), [:bitwise_or]),
-         true <- whole_constant(terms, y) == one,
-         [source, by] <- args_of(terms, resolve(terms, x), [:right_shift]) do
-      whole_constant(terms, by) == shift and match?({:u, _}, value(terms, source).type)
-    else
-      _ -> false
-    end
-  end
-
-  defp whole_constant(terms, view) do
-    with %{op: :constant, opts: x} <- value(terms, resolve(terms, view)), do: x, else: (_ -> nil)
-  end
-
-  defp args_of(terms, view, ops), do: if(value(terms, view).op in ops, do: args(terms, view), else: [])
 
   # What is added to a sum that is at least 1 and vanishes in rounding: in that type the sum is what it was.
   defp lost?(terms, %{type: type}, sum, added) do

@@ -167,22 +167,50 @@ defmodule FlashAttention.Rewriter.BumblebeeTest do
       assert Enum.all?(places, & &1.rewritten), inspect(places)
       assert_close(infer, [state, inputs])
 
-      {state, predict} = predict(model, inputs, :train)
-      {state, trained} = {Axon.ModelState.trainable_parameters(state), state}
-
-      step = fn parameters, inputs ->
-        Nx.Defn.value_and_grad(parameters, fn parameters ->
-          Nx.mean(
-            Nx.sin(output(predict.(%{trained | data: Map.merge(trained.data, parameters)}, inputs).prediction))
-          )
-        end)
-      end
-
+      {state, step} = training_step(model, inputs)
       places = Rewriter.explain(step, [state, inputs])
       assert length(places) == unquote(attentions)
       assert Enum.all?(places, &(&1.rewritten and &1.as =~ "with dq, dk, dv")), inspect(places)
       assert_close(step, [state, inputs])
     end
+
+    test "#{inspect(module)}: its attention with dropout, in training" do
+      spec = unquote(module) |> struct(architecture: unquote(architecture))
+      config = Keyword.put(unquote(Macro.escape(config)), :activation, :gelu)
+      config = config ++ [dropout_rate: 0.1, attention_dropout_rate: 0.2]
+      spec = Bumblebee.configure(spec, Keyword.take(config, Map.keys(spec)))
+      inputs = inputs(unquote(module), spec)
+      {state, step} = spec |> Bumblebee.build_model() |> training_step(inputs)
+      places = Rewriter.explain(step, [state, inputs], dropout: :resample)
+      assert length(places) == unquote(attentions)
+      assert Enum.all?(places, &(&1.rewritten and &1.as =~ "with dq, dk, dv")), inspect(places)
+
+      if Enum.any?(places, &(&1.as =~ "dropout")) do
+        refused = Rewriter.explain(step, [state, inputs])
+        assert Enum.any?(refused, &(&1[:reason] =~ "dropout: :resample"))
+
+        [first, again] =
+          for _ <- 1..2,
+              do: Nx.Defn.jit_apply(step, [state, inputs], compiler: Rewriter, dropout: :resample) |> elem(0)
+
+        assert first == again
+        assert Nx.to_number(first) |> abs() <= 1
+      end
+    end
+  end
+
+  # The mean of sines, and its gradients by what is trained.
+  defp training_step(model, inputs) do
+    {state, predict} = predict(model, inputs, :train)
+
+    step = fn parameters, inputs ->
+      Nx.Defn.value_and_grad(parameters, fn parameters ->
+        trained = %{state | data: Map.merge(state.data, parameters)}
+        Nx.mean(Nx.sin(output(predict.(trained, inputs).prediction)))
+      end)
+    end
+
+    {Axon.ModelState.trainable_parameters(state), step}
   end
 
   test "rows that see nothing are what they are in Bumblebee" do

@@ -266,6 +266,71 @@ defmodule FlashAttention.Rewriter.MatcherTest do
     end
   end
 
+  describe "dropout" do
+    # Three quarters of the weights stay, by Nx.Random's numbers from 0 to 1.
+    @drawn """
+    one_word = constant(1) :: u32
+    key = parameter(3) :: u32(2)
+    first_word = slice(key, lengths: [1], starts: [0], strides: [1]) :: u32(1)
+    second_word = slice(key, lengths: [1], starts: [1], strides: [1]) :: u32(1)
+    first = reshape(first_word) :: u32
+    second = reshape(second_word) :: u32
+    numbers = iota(axis: 0) :: u32(48)
+    pairs = reshape(numbers) :: u32(2, 24)
+    low_row = slice(pairs, lengths: [1, 24], starts: [0, 0], strides: [1, 1]) :: u32(1, 24)
+    high_row = slice(pairs, lengths: [1, 24], starts: [1, 0], strides: [1, 1]) :: u32(1, 24)
+    low = reshape(low_row) :: u32(24)
+    high = reshape(high_row) :: u32(24)
+    x = add(low, first) :: u32(24)
+    y = add(high, second) :: u32(24)
+    mixed = bitwise_xor(first, second) :: u32
+    turns = parameter(4) :: u8(4)
+    loop = threefry(one_word, x, y, second, mixed, first, turns, turns) :: tuple8
+    left = elem(loop, 1) :: u32(24)
+    right = elem(loop, 2) :: u32(24)
+    bits = concatenate(left, right, axis: 0) :: u32(48)
+    shaped = reshape(bits) :: u32(2, 4, 6)
+    nine = constant(9) :: u32
+    shifted = right_shift(shaped, nine) :: u32(2, 4, 6)
+    exponent = constant(1065353216) :: u32
+    with_exponent = bitwise_or(shifted, exponent) :: u32(2, 4, 6)
+    from_one = bitcast(with_exponent) :: f32(2, 4, 6)
+    one = constant(1.0) :: f32
+    from_zero = subtract(from_one, one) :: f32(2, 4, 6)
+    share = constant(0.75) :: f32
+    kept = less(from_zero, share) :: u8(2, 4, 6)
+    made_up = divide(p, share) :: f32(2, 4, 6)
+    nothing = constant(0.0) :: f32
+    pd = select(kept, made_up, nothing) :: f32(2, 4, 6)
+    """
+
+    @dropped String.replace(@forward, "o = dot(p, v", @drawn <> "o = dot(pd, v")
+
+    test "is found, with how much of the weights stays and the words of the key" do
+      assert {[match], []} = run(@dropped <> "result(o)\n")
+      assert match.dropout.share == 0.75
+      graph = Graph.parse(@dropped <> "result(first, second)\n")
+      assert match.dropout.key == graph.results
+      assert {coefficient, []} = match.outer
+      assert_in_delta coefficient, 1 / 0.75, 1.0e-12
+    end
+
+    test "is refused where it is not known to be that" do
+      for {from, to, reason} <- [
+            # Other bits, the same ones twice, a counter that stands still, another exponent, what was drawn asked for.
+            {"threefry(one_word", "while(one_word", "dropped out"},
+            {"concatenate(left, right", "concatenate(left, left", "dropped out"},
+            {"x = add(low, first)", "x = add(p, first)", "dropped out"},
+            {"constant(1065353216)", "constant(1065353217)", "dropped out"},
+            {"subtract(from_one, one)", "subtract(from_one, half)", "dropped out"},
+            {"result(o)", "result(o, from_zero)", "used elsewhere"}
+          ] do
+        assert {[], [{_, found}]} = (@dropped <> "result(o)\n") |> replace(from, to) |> run(), to
+        assert found =~ reason
+      end
+    end
+  end
+
   describe "terms" do
     test "are the same for whatever multiplies out to the same" do
       graph =
