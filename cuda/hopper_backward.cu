@@ -1,11 +1,11 @@
-// The backward pass on Hopper. A block of threads stays on its multiprocessor and takes column blocks, one
-// after another: block_k columns of one key/value head, and all row blocks that see them, in every query head
-// of the group. Scores and dp are computed transposed, [block_k, block_q], 64 columns a consumer warpgroup, so
-// that p and ds feed dv and dk from the registers they are in; only for dq, which sums over all columns, ds
-// goes through shared memory. A producer warp copies row blocks ahead of the consumers, another adds their dq
-// to its sum in memory (see backward.cuh), and two make dq of that.
+// The backward pass on Hopper. A block of threads stays on its multiprocessor and takes column blocks in turn:
+// block_k columns of one key/value head, with all row blocks that see them in every query head of the group.
+// Scores and dp are computed transposed, [block_k, block_q], 64 columns a consumer warpgroup, so that p and ds
+// are operands of dv and dk in the registers that hold them; ds goes through shared memory only for dq, which
+// sums over all columns. A producer warp copies row blocks ahead of the consumers, another warp adds their dq
+// to its sum in memory (see backward.cuh), and two writers turn that sum into dq.
 //
-// In the terms of flash_attention.h, of one step (a row block) and transposed where it says ^T:
+// One step takes a row block, in the terms of flash_attention.h, with ^T for transposed:
 //   s^T = k q^T   dp^T = v dout^T   p^T = exp(s^T - lse)   ds^T = p^T * (dp^T - delta)
 //   dv += p^T dout   dk += ds^T q   dq += ds k
 //
@@ -15,8 +15,8 @@
 namespace fa {
 namespace hopper {
 
-// Beside the common buffers: two stages of ds; dq as it is in memory; of each writer, a piece of dq's sum and
-// what becomes of it.
+// The common buffers, two stages of ds, dq as memory has it, and for each writer a piece of dq's sum and the
+// same piece of dq.
 template <class Kind, class Shape, bool GENERAL>
 struct BackwardBuffers : CommonBuffers<Kind, Shape, GENERAL> {
   using Common = CommonBuffers<Kind, Shape, GENERAL>;
@@ -34,8 +34,8 @@ struct BackwardBuffers : CommonBuffers<Kind, Shape, GENERAL> {
   __device__ uint32_t piece(int writer) const { return this->own(PIECE_AT + writer * PieceTile::BYTES); }
 };
 
-// The consumers' work, in one function and its lambdas: as members of a struct the same instructions came out
-// in an order that was 3 % slower.
+// The consumers' work is one function with lambdas: members of a struct gave the same instructions in an order
+// that was 3 % slower.
 template <class Kind, class Shape, bool GENERAL>
 __device__ inline void consume_blocks(const fa_cuda_arguments &a, BackwardBuffers<Kind, Shape, GENERAL> buffers,
                                       int consumer) {
@@ -54,7 +54,7 @@ __device__ inline void consume_blocks(const fa_cuda_arguments &a, BackwardBuffer
   float dk[1][DT][4], dv[1][DT][4], scores[1][NT][4], ds[1][NT][4], dq[1][Dq::NT][4];
   uint32_t p_operand[1][Q_STEPS][4], ds_operand[1][Q_STEPS][4];
 
-  // Counts from which stages and phases follow: column blocks, those with something to do, and steps.
+  // Stages and phases follow from these counts: of column blocks, of those that have steps, and of steps.
   uint32_t blocks = 0, busy_blocks = 0, steps = 0;
   auto start_scores = [&] {
     start_transposed<K_SIDE, Shape::from_shift>(scores, buffers, consumer * 64, steps, a.score);
@@ -70,24 +70,24 @@ __device__ inline void consume_blocks(const fa_cuda_arguments &a, BackwardBuffer
   auto slopes_of = [&](int n) { return four_of(scores[0][n]); };
   auto finish_dq = [&](uint32_t step) {
     arrive_once(buffers.barrier(DS_EMPTY, step % 2));
-    barrier_wait(buffers.barrier(DQ_SENT), (step + 1) % 2);  // the one before
+    barrier_wait(buffers.barrier(DQ_SENT), (step + 1) % 2);  // the previous one
 #pragma unroll
     for (int n = 0; n < Dq::NT; n++) store_shared(buffers.dq() + dq_offset<Dq>(0, n) * 4, dq[0][n]);
     fence_async();
     named_barrier_arrive(DQ_WRITTEN, Shape::num_consumers * WARPGROUP + 32);
   };
 
-  // Finds the scores there and dp running, and leaves the same of the next step. dq is a step behind, so that
-  // the consumers need not wait for each other's ds: while one finishes its scores, the other multiplies. (With
-  // more running across the loop's end, ptxas gives up running products in the background.) A step that is
-  // alone in its column block counts as the last one and multiplies its own dq twice: with an instance of its
-  // own for it, ptxas keeps numbers of the loop in memory.
+  // A step begins with its scores computed and its dp running, and ends with those of the next step. dq lags a
+  // step behind, so that consumers need not wait for each other's ds: one multiplies while the other finishes
+  // its scores. (With more products running across the loop's end, ptxas runs none in the background.) The only
+  // step of a column block counts as its last and multiplies its dq twice: an instance of its own would make
+  // ptxas spill numbers of the loop.
   auto do_step = [&](const Work &work, Step step, auto is_first, auto is_last, bool alone = false) {
     constexpr bool IS_FIRST = decltype(is_first)::value, IS_LAST = decltype(is_last)::value;
     const Visit visit = work.consumers_visit(a, step, buffers.visit(steps % 2));
     const int first_column = work.columns.begin + consumer * 64;
     const int stage = steps % 2;
-    forget(buffers.base);  // or every address in this step is kept in a register
+    forget(buffers.base);  // or ptxas keeps every address of this step in a register
     make_scores_in_band<Kind, true, GENERAL, 1, NT>(
         scores, a, visit.band, visit.rows, {first_column, first_column + 64},
         {work.block.batch, visit.head, visit.rows.begin, first_column + warp_row});
@@ -165,14 +165,14 @@ struct BackwardConsumer {
 }  // namespace hopper
 }  // namespace fa
 
-// The plain kernel of a shape, and the one that takes whatever there is.
+// A shape has a plain kernel, and a general one that takes every problem.
 #define ROW(rest, general, ...)                                                                           \
   fa::hopper::row<                                                                                        \
       fa::hopper::BackwardConsumer<fa::kinds::FA_KIND, fa::hopper::BackwardShape<__VA_ARGS__>, general>>( \
       "cuda/sm90/" FA_QUOTE(FA_KIND) rest)
 
 // A consumer's thread needs head_dim registers (dk, dv) and 1.25 * block_q (scores, dp and p) for its arrays.
-// Shared memory, KiB: 219 and 218.
+// The kernels take 219 and 218 KiB of shared memory.
 const fa_cuda_kernel FA_JOIN(fa_hopper_backward_, FA_KIND)[] = {
     // bucket, block_q, dq's shares, writers, scores from shift
     ROW("/d64", false, 64, 128, 1, 2),

@@ -9,24 +9,24 @@
 namespace fa {
 namespace hopper {
 
-// Barriers in shared memory, two of a kind where there are two buffers. Completed by one thread or its bulk
-// copies; by every consumer warp; and by those and the warps that send dq.
+// Barriers in shared memory, two of each kind. One thread or its bulk copies complete those of the first line,
+// all consumer warps those of the second, and BLOCK_EMPTY takes the warps that send dq as well.
 enum { BLOCK_FULL, K_FULL, V_FULL, Q_FULL, DOUT_FULL, DQ_SENT, SUM_FULL };
 enum { K_EMPTY = SUM_FULL + 1, V_EMPTY, Q_EMPTY, DOUT_EMPTY, DS_FULL, DS_EMPTY };
 enum { BLOCK_EMPTY = DS_EMPTY + 1, NUM_BARRIER_KINDS };
-// And one in hardware, for each share of dq: its consumers have written it for the warp that sends it.
+// A hardware barrier for each share of dq: its consumers arrive when the warp that sends it may read it.
 enum { DQ_WRITTEN = 1 };
 
-// What comes from memory has two sides: k, with q and shift row block by row block; and v, with dout and delta.
-// Barriers of the second follow those of the first.
+// Two sides are loaded: k with q and shift, and v with dout and delta. The barriers of a kind for the second
+// side follow that for the first.
 enum { K_SIDE, V_SIDE, NUM_SIDES };
 
 // ---- shape and shared memory ---------------------------------------------------------------------------
 
-// A row of the table; none of it changes results by more than rounding. The consumers' warps come first, then
-// one that copies, one for each of dq's shares, a sum over some of the columns, that sends it, and the writers,
-// which make dq of its sum in memory: none where a kernel of its own does. FROM_SHIFT: see begin_at_shift.
-// Registers are per thread: together they are what the block has, 168 for each.
+// A row of the table; it changes results by rounding alone. The consumers' warps come first, then the
+// producer's, one warp to send each share of dq (a sum over some of the columns), and the writers, which turn
+// the sum in memory into dq; without writers finish_dq does. FROM_SHIFT is about begin_at_shift. Registers are
+// a thread's: on average the block has 168 for each.
 template <int HEAD_DIM, int BLOCK_Q, int DQ_SHARES, int NUM_WRITERS, bool FROM_SHIFT = false>
 struct BackwardShape {
   static constexpr bool from_shift = FROM_SHIFT;
@@ -39,9 +39,8 @@ struct BackwardShape {
 
 // ---- the work ------------------------------------------------------------------------------------------
 
-// A column block's work as the warps share it. Without bands consumers find each step as everybody else does.
-// With bands the producer, which goes through the visits ahead of them, tells them with each stage of q what it
-// is for.
+// A column block's work as the warps share it. Without bands every warp finds the steps by itself. With bands
+// the producer finds them, and stores the visit beside each stage of q for the consumers.
 template <class Shape, bool GENERAL>
 struct Work : ColumnWork<Shape, GENERAL> {
   using ConsumerStep = typename ColumnWork<Shape, GENERAL>::Step;
@@ -69,9 +68,9 @@ struct Work<Shape, true> : ColumnWork<Shape, true> {
 
 // ---- shared memory --------------------------------------------------------------------------------------
 
-// Shared memory of every kernel: k and v; two stages of q and of dout, of shift and of delta; of SCALED kinds,
-// by which power of two the rows of what is full are scaled; barriers; two numbers of column blocks; of GENERAL
-// kernels, the visit that each stage of q is for; and from OWN_AT on what the kernel's own Buffers add.
+// Shared memory of every kernel: k and v; two stages of q, dout, shift and delta; for SCALED kinds the
+// exponents of the powers of two that scale k, v, q and dout; barriers; the numbers of two column blocks; for
+// GENERAL kernels the visit of each stage of q. What the kernel's own Buffers add begins at OWN_AT.
 template <class Kind_, class Shape_, bool GENERAL, int NUM_BARRIERS = NUM_BARRIER_KINDS>
 struct CommonBuffers {
   using Kind = Kind_;
@@ -114,7 +113,7 @@ struct CommonBuffers {
   }
   __device__ uint32_t own(int at) const { return base + OWN_AT + at; }
 
-  // How many arrive at a barrier.
+  // The number of arrivals that complete a barrier.
   static constexpr int NUM_KINDS = NUM_BARRIERS;
   __device__ static int arrivals(int kind, bool) {
     if (kind < K_EMPTY) return 1;
@@ -122,7 +121,7 @@ struct CommonBuffers {
   }
 };
 
-// By all threads of a block, first.
+// All threads of a block call it first.
 template <class Buffers>
 __device__ inline Buffers set_up_buffers(bool in_order) {
   FA_DYNAMIC_SHARED(1024, uint8_t, shared);
@@ -139,13 +138,13 @@ __device__ inline Buffers set_up_buffers(bool in_order) {
 
 // ---- column blocks from warp to warp -----------------------------------------------------------------------
 
-// By a warp: arrives when all of its lanes are here.
+// A warp calls it, and arrives when all of its lanes have come.
 __device__ inline void arrive_once(uint32_t barrier) {
   __syncwarp();
   barrier_arrive_warp(barrier);
 }
 
-// The column block of a number, or false where there is none.
+// Finds the column block of that number; returns false where there is none.
 template <class Work>
 __device__ inline bool find_work(const fa_cuda_arguments &a, int index, Work &work) {
   if (index >= a.batch * a.num_kv_heads * a.num_k_blocks) return false;
@@ -153,8 +152,8 @@ __device__ inline bool find_work(const fa_cuda_arguments &a, int index, Work &wo
   return true;
 }
 
-// The column block that the producer hands to the other warps; false where there is none. next_work, by a warp
-// or by one thread that stands for it: it is done with this one.
+// Finds the column block that the producer hands to the other warps; returns false where there is none. A warp,
+// or one thread in its place, calls next_work when it has finished with the block.
 template <class Buffers>
 __device__ inline bool current_work(const fa_cuda_arguments &a, const Buffers &buffers, uint32_t count,
                                     typename Buffers::Work &work) {
@@ -170,7 +169,7 @@ __device__ inline void next_work(const Buffers &buffers, uint32_t &count) {
 
 // ---- the producer: one thread, or one for each side ------------------------------------------------------
 
-// Starts the copy of k or v; and, when the ring's stage is empty, of q or dout.
+// load_columns starts the copy of k or v; load_rows waits for an empty stage and starts that of q or dout.
 template <class Buffers>
 __device__ inline void load_columns(const fa_cuda_arguments &a, const fa_cuda_maps &maps,
                                     const Buffers &buffers, const typename Buffers::Work &work, int side) {
@@ -230,13 +229,13 @@ __device__ inline void load_sides(const fa_cuda_arguments &a, const fa_cuda_maps
   if (work.num_steps > 0) k_phase ^= 1;
 }
 
-// Takes the next column block that nobody has taken and hands it to the others; false where there is none.
-// Column blocks that wait for one with a lower number thus wait for one that runs or is done.
+// Takes the next free column block and hands it to the other warps; returns false where there is none. Blocks
+// are taken by number, so one that waits for a lower number waits for a block that runs or has finished.
 template <class Buffers>
 __device__ inline bool take_work(const fa_cuda_arguments &a, const Buffers &buffers,
                                  const Ring<Buffers::STAGES> &blocks, uint32_t k_phase,
                                  typename Buffers::Work &work) {
-  barrier_wait(buffers.barrier(V_EMPTY), k_phase ^ 1);  // not before the last step: another may be idle
+  barrier_wait(buffers.barrier(V_EMPTY), k_phase ^ 1);  // only at the last step: another may be idle
   const int index = atomicAdd(a.tickets, 1);
   barrier_wait(buffers.barrier(BLOCK_EMPTY, blocks.stage), blocks.phase ^ 1);
   store_shared(buffers.block(blocks.stage), uint32_t(index));
@@ -244,7 +243,7 @@ __device__ inline bool take_work(const fa_cuda_arguments &a, const Buffers &buff
   return find_work(a, index, work);
 }
 
-// Takes column blocks as long as there are some, and copies the sides up to END.
+// Takes column blocks until none is left, and copies the sides up to END.
 template <int END, class Buffers>
 __device__ inline void produce(const fa_cuda_arguments &a, const fa_cuda_maps &maps, const Buffers &buffers) {
   Ring<Buffers::STAGES> blocks, ring;
@@ -256,9 +255,9 @@ __device__ inline void produce(const fa_cuda_arguments &a, const fa_cuda_maps &m
 
 // ---- dq to memory: one warp for each share -----------------------------------------------------------
 
-// A look at memory takes long, and so does a fence behind additions. So each lane looks at the count of a
-// step's row block, and again behind the step before; it shares that one's fence, as eight steps do in any
-// order.
+// Reading a count from memory is slow, and so is a fence after additions. So each lane reads the count for one
+// step ahead of time, and reads it again only after the previous step, whose fence it shares; where the order
+// is free, eight steps share a fence.
 template <class Buffers>
 __device__ inline void send_dq(const fa_cuda_arguments &a, const Buffers &buffers, int share) {
   using Shape = typename Buffers::Shape;
@@ -295,7 +294,7 @@ __device__ inline void send_dq(const fa_cuda_arguments &a, const Buffers &buffer
         if ((step & uncounted) == uncounted || step == num_steps - 1) {
           bulk_wait_done<0>();
           fence_counts();
-          fence_async_global();  // for the look; behind count_on it would wait for that
+          fence_async_global();  // for the count read above; after count_on it would wait
           if ((step & ~uncounted) <= lane && lane <= step) count_on<true>(order);
         }
       }
@@ -305,9 +304,9 @@ __device__ inline void send_dq(const fa_cuda_arguments &a, const Buffers &buffer
 
 // ---- dq from its sum: two warps, the writers ---------------------------------------------------------
 
-// Takes the next row block that nobody has taken, and writes its dq when all column blocks have added to it;
-// its sum becomes that of the row block num_sums further on. So dq_sum stays in cache, and column blocks seldom
-// wait for it. It goes piece by piece: half of the 64 rows and 64 columns that one consumer has of dq.
+// Takes the next free row block, and writes its dq when all column blocks have added to it. Its sum then serves
+// the row block num_sums further on, so that dq_sum stays in cache and column blocks seldom wait for it. A
+// piece is half of the 64 rows and 64 columns that one consumer has of dq.
 template <class Buffers>
 __device__ inline void write_dq(const fa_cuda_arguments &a, const fa_cuda_maps &maps, const Buffers &buffers,
                                 int writer) {
@@ -372,7 +371,7 @@ __device__ inline void write_dq(const fa_cuda_arguments &a, const fa_cuda_maps &
 
 // ---- the consumers -----------------------------------------------------------------------------------
 
-// Writes an operand that convert() made, whose first element is [row, column], to a tile, transposed.
+// Writes the transpose of an operand of convert(), whose first element is [row, column], to a tile.
 template <class T, int KT>
 __device__ inline void store_transposed(uint32_t tile, int row, int column, const uint32_t (&operand)[KT][4]) {
   const int lane = threadIdx.x % 32;
@@ -381,8 +380,8 @@ __device__ inline void store_transposed(uint32_t tile, int row, int column, cons
   for (int k = 0; k < KT; k++) store_matrices<true>(to + k * 16 * 128, operand[k]);
 }
 
-// Starts a consumer's transposed product with a row block, when that is there: the scores k q^T, rounded as the
-// forward's, which may begin at the shift, or dp, v dout^T.
+// Waits for a row block and starts a consumer's transposed product with it: dp = v dout^T, or the scores k q^T,
+// which are rounded as the forward's are and may begin at the shift.
 template <int SIDE, bool FROM_SHIFT = false, class Buffers, int NT>
 __device__ inline void start_transposed(float (&product)[1][NT][4], const Buffers &buffers, int first_column,
                                         uint32_t step, const fa_cuda_score &score = {}) {
@@ -407,8 +406,8 @@ __device__ inline void store_columns(const fa_cuda_arguments &a, const Work &wor
                                work.columns.end - column, a.head_dim - d, sum, scale);
 }
 
-// Writes a consumer's dk and dv, whose first element is [column, 0] of the current column block. The block is
-// looked up again so that it need not stay in registers all the time.
+// Writes a consumer's dk and dv, whose first element is [column, 0] of the current column block. Finding the
+// block again keeps it out of registers meanwhile.
 template <class Buffers, int DT>
 __device__ inline void store_dk_and_dv(const fa_cuda_arguments &a, const Buffers &buffers, uint32_t blocks,
                                        typename Buffers::Work &work, int column, const float (&dk)[1][DT][4],
@@ -421,11 +420,10 @@ __device__ inline void store_dk_and_dv(const fa_cuda_arguments &a, const Buffers
 
 // ---- the kernel --------------------------------------------------------------------------------------------
 
-// As many blocks of threads as there are multiprocessors. What differs is the Consumer: a warpgroup's state,
-// with
-//   using Buffers              what CommonBuffers has, and its own: dq(share), from which dq is sent; and where
-//                              there are writers, sum(writer) and piece(writer)
-//   Consumer(a, buffers, i)    the i-th of Shape::num_consumers
+// The grid has a block of threads for each multiprocessor. Kernels differ in the Consumer, a warpgroup's state:
+//   using Buffers              is a CommonBuffers with dq(share), from which dq is sent, and, for writers,
+//                              sum(writer) and piece(writer)
+//   Consumer(a, buffers, i)    is number i of Shape::num_consumers
 //   consume()                  goes through all column blocks
 template <class Consumer>
 __global__ void __launch_bounds__(Consumer::Buffers::Shape::num_threads, 1)
@@ -446,8 +444,7 @@ __global__ void __launch_bounds__(Consumer::Buffers::Shape::num_threads, 1)
   }
 }
 
-// ---- the table
-// -----------------------------------------------------------------------------------------------
+// ---- the table ---------------------------------------------------------------------------------------------
 
 // A row of kernel `main`, whose shared memory is Buffers.
 template <class Buffers>

@@ -1,10 +1,10 @@
 // The backward pass of f32 on Hopper: operands are scaled sums of f16 parts (see kinds.cuh), and every step's
-// products go into a fresh accumulator and from there, by ordinary additions, into dk and dv. Column blocks,
-// transposed scores and the warps around the consumers are those of hopper_backward.cu. Unlike there, consumers
-// never wait for each other: each multiplies its own 64 columns' ds with their k, transposed too, and sends
-// this share of dq on its own. ds, which only its consumer reads, lies where that share is written afterwards.
+// products go into a fresh accumulator, which ordinary additions add to dk and dv. Column blocks, transposed
+// scores and the warps around the consumers are those of hopper_backward.cu. Here consumers never wait for each
+// other: each multiplies the ds of its own 64 columns with their k, transposed too, and sends this share of dq
+// by itself. Only its consumer reads ds, which shares its place with that share of dq.
 //
-// In the terms of flash_attention.h, of one step (a row block) and a consumer's columns:
+// One step takes a row block and a consumer's columns, in the terms of flash_attention.h:
 //   s^T = k q^T   dp^T = v dout^T   p^T = exp(s^T - lse)   ds^T = p^T * (dp^T - delta)
 //   dv += p^T dout   dk += ds^T q   dq^T += k^T ds^T
 //
@@ -14,8 +14,8 @@
 namespace fa {
 namespace hopper {
 
-// dq^T [head_dim, block_q] of a consumer: 64 rows a product, 16 of them a warp. (For dq_offset, which counts
-// the warps of all consumers, their shares lie one after another.)
+// A consumer's dq^T [head_dim, block_q]: a product gives 64 rows, 16 to a warp. (dq_offset counts the warps of
+// all consumers, whose shares follow one another.)
 template <class Shape>
 struct DqTransposed {
   static constexpr int MT = Shape::head_dim / 64, NT = Shape::block_q / 8, NUM_WARPS = 4;
@@ -29,7 +29,7 @@ __device__ inline void store_dq(DqTransposed<Shape>, Io *to, int64_t stride_row,
   });
 }
 
-// Beside the common buffers: ds and then dq of each consumer; a word for each of their warps.
+// The common buffers, the ds and then the dq of each consumer, and a word for each of their warps.
 template <class Kind, class Shape, bool GENERAL>
 struct BackwardBuffers : CommonBuffers<Kind, Shape, GENERAL> {
   using Common = CommonBuffers<Kind, Shape, GENERAL>;
@@ -43,7 +43,7 @@ struct BackwardBuffers : CommonBuffers<Kind, Shape, GENERAL> {
   __device__ uint32_t words(int consumer) const { return this->own(WORDS_AT + consumer * 16); }
 };
 
-// In hardware, beside DQ_WRITTEN of each share: the warps of a consumer meet.
+// A hardware barrier after DQ_WRITTEN of each share, where the warps of a consumer meet.
 constexpr int CONSUMER_MEETS = DQ_WRITTEN + 2;
 
 // The exponent by which a consumer scales its ds.
@@ -82,7 +82,7 @@ struct BackwardConsumer {
   const Never never;
   float dk[1][DT][4], dv[1][DT][4], scores[1][NT][4], ds[1][NT][4], fresh[Dq::MT][NT][4];
   uint32_t p_operand[Kind::PARTS][Q_STEPS][4], ds_operand[Kind::PARTS][Q_STEPS][4];
-  // Counts from which stages and phases follow: column blocks, those with something to do, and steps.
+  // Stages and phases follow from these counts: of column blocks, of those that have steps, and of steps.
   uint32_t blocks = 0, busy_blocks = 0, steps = 0;
 
   __device__ BackwardConsumer(const fa_cuda_arguments &a, const Buffers &buffers, int consumer)
@@ -91,8 +91,8 @@ struct BackwardConsumer {
   __device__ void start_scores() { start_transposed<K_SIDE>(scores, buffers, consumer * 64, steps); }
   __device__ void start_dp() { start_transposed<V_SIDE>(ds, buffers, consumer * 64, steps); }
 
-  // What a step adds to dv, and then to dk, comes in chunks of block_q columns, by turns in the registers of
-  // dq's products.
+  // A step adds to dv, and then to dk, in chunks of block_q columns, which take turns in the registers of dq's
+  // products.
   __device__ void start_chunk(int i, int stage) {
     float(&product)[NT][4] = fresh[i % Dq::MT];
     const BoxOperand<QTile, false> rows(i < CHUNKS ? buffers.dout(stage) : buffers.q(stage),
@@ -113,7 +113,7 @@ struct BackwardConsumer {
         x = fmaf(unscale, fresh[i % Dq::MT][n][j], x);
       }
   }
-  // Adds all chunks of a step. The next step's scores are started behind the last chunk.
+  // Adds all chunks of a step, and starts the next step's scores after the last one.
   template <bool IS_LAST>
   __device__ void add_chunks(int stage, float of_dv, float of_dk) {
 #pragma unroll
@@ -162,7 +162,7 @@ struct BackwardConsumer {
     return int(load_shared_word(buffers.exponent(full, stage)));
   }
 
-  // Writes ds, scaled by 2^exponent_ds, as an operand and to shared memory, when the dq there has been sent.
+  // Writes ds, scaled by 2^exponent_ds, as an operand, and to shared memory when the dq there has been sent.
   __device__ void put_ds(int exponent_ds) {
     convert<Kind>(ds_operand, ds, power_of_two(exponent_ds));
     barrier_wait(buffers.barrier(DQ_SENT, consumer), (steps + 1) % 2);  // of the step before
@@ -172,17 +172,17 @@ struct BackwardConsumer {
     fence_async();
   }
 
-  // Finds the scores there and dp running, and leaves the same of the next step.
+  // A step begins with its scores computed and its dp running, and ends with those of the next step.
   template <bool IS_LAST>
   __device__ void do_step(const Work &work, Step step, bool is_first) {
     const Visit visit = work.consumers_visit(a, step, buffers.visit(steps % 2));
     const int first_column = work.columns.begin + consumer * 64, stage = steps % 2;
-    forget(buffers.base);  // or every address in this step is kept in a register
+    forget(buffers.base);  // or ptxas keeps every address of this step in a register
     make_scores_in_band<Kind, true, GENERAL, 1, NT>(
         scores, a, visit.band, visit.rows, {first_column, first_column + 64},
         {work.block.batch, visit.head, visit.rows.begin, first_column + warp_row},
         power_of_two(-exponent(Q_FULL, stage) - exponent(K_FULL)));
-    if (!is_first) hand_over_dq();  // of the step before; now the fence has nothing to wait for
+    if (!is_first) hand_over_dq();  // of the previous step, when the fence waits for nothing
     make_transposed_p<Kind>(scores, p_operand, a.score, buffers.shift(stage), 1 << P_EXPONENT);
     wgmma_wait<0>(ds[0]);
 #pragma unroll
@@ -240,14 +240,14 @@ struct BackwardConsumer {
 }  // namespace hopper
 }  // namespace fa
 
-// The plain kernel of a shape, and the one that takes whatever there is.
+// A shape has a plain kernel, and a general one that takes every problem.
 #define ROW(rest, general, ...)                                                                           \
   fa::hopper::row<                                                                                        \
       fa::hopper::BackwardConsumer<fa::kinds::FA_KIND, fa::hopper::BackwardShape<__VA_ARGS__>, general>>( \
       "cuda/sm90/" FA_QUOTE(FA_KIND) rest)
 
 // A consumer's thread needs head_dim registers (dk, dv), 32 for the fresh product, and block_q times 1 (scores,
-// dp) and 0.5 a part (p or ds) for its arrays. Shared memory, KiB, of two parts: 162 and 225.
+// dp) and 0.5 a part (p or ds) for its arrays. Two parts take 162 and 225 KiB of shared memory.
 const fa_cuda_kernel FA_JOIN(fa_hopper_backward_, FA_KIND)[] = {
     // bucket, block_q, dq's shares, writers
     ROW("/d64", false, 64, 64, 2, 0),

@@ -1,8 +1,8 @@
 // The backward pass on Hopper for wide heads, whose dk and dv take most of the registers of two warpgroups.
-// What hopper_backward.cu does in every consumer is divided by kind here, so that each of the five products of
-// a step is made once and reads as little shared memory as it can, and none waits for another warpgroup's
-// arithmetic: one warpgroup has s, p and dv, one dp, ds and dk, and a third has dq. They hand each other p and
-// ds through shared memory, and are steps apart from each other at will. The rest is as there.
+// Here the warpgroups divide what every consumer of hopper_backward.cu does, so that each of a step's five
+// products is made once, reads little shared memory, and waits for no other warpgroup's arithmetic: one
+// computes s, p and dv, one dp, ds and dk, and a third dq. p and ds pass through shared memory, which lets the
+// warpgroups run steps apart. The rest is the same as there.
 //
 //   scores:  s^T = k q^T     p^T = exp(s^T - lse)           dv += p^T dout
 //   ds:      dp^T = v dout^T   ds^T = p^T * (dp^T - delta)    dk += ds^T q
@@ -14,23 +14,23 @@
 namespace fa {
 namespace hopper {
 
-// The warpgroups, in order, and the registers of their threads: together 512, what the block has.
+// The warpgroups, in order. The registers of their threads add up to 512, which is what the block has.
 enum { DQ_GROUP, SCORES_GROUP, DS_GROUP, PRODUCER_GROUP, NUM_GROUPS };
 
 template <int HEAD_DIM>
 struct WideShape {
   static constexpr int head_dim = HEAD_DIM, block_q = 64, block_k = 64;
-  static constexpr int num_warps = 4, dq_warps = 4;       // see DqShare: those that have dq, which come first
-  static constexpr int dq_columns = 64, num_writers = 0;  // columns of a product
+  static constexpr int num_warps = 4, dq_warps = 4;       // of DQ_GROUP, which comes first (see DqShare)
+  static constexpr int dq_columns = 64, num_writers = 0;  // dq_columns: of one product
   static constexpr int num_threads = NUM_GROUPS * WARPGROUP;
   static constexpr int dq_registers = 72, main_registers = 192, producer_registers = 56;
 };
 
-// More barriers in shared memory: the scores' warps have written p, and those of ds have read it; it is
-// dq's place in the order, and it has been added.
+// More barriers in shared memory. They say that SCORES_GROUP has written p and that DS_GROUP has read it, that
+// dq's place in the order has come, and that dq has been added.
 enum { P_FULL = NUM_BARRIER_KINDS, P_EMPTY, DQ_PLACE, DQ_ADDED, NUM_WIDE_BARRIER_KINDS };
 
-// Beside the common buffers: two stages of ds; p in f32, each thread's own.
+// The common buffers, two stages of ds, and p in f32, where each thread reads what it wrote.
 template <class Kind, class Shape, bool GENERAL>
 struct WideBuffers : CommonBuffers<Kind, Shape, GENERAL, NUM_WIDE_BARRIER_KINDS> {
   using Common = CommonBuffers<Kind, Shape, GENERAL, NUM_WIDE_BARRIER_KINDS>;
@@ -44,7 +44,7 @@ struct WideBuffers : CommonBuffers<Kind, Shape, GENERAL, NUM_WIDE_BARRIER_KINDS>
     return this->own(P_AT + (n * WARPGROUP + threadIdx.x % WARPGROUP) * 16);
   }
 
-  // Who arrives: mostly the warps of one group or of two; of the last group single threads.
+  // The warps of one group or of two arrive, but single threads of the last group.
   __device__ static int arrivals(int kind, bool in_order) {
     switch (kind) {
       case K_EMPTY:
@@ -59,8 +59,8 @@ struct WideBuffers : CommonBuffers<Kind, Shape, GENERAL, NUM_WIDE_BARRIER_KINDS>
 
 // ---- the loop of two groups --------------------------------------------------------------------------
 
-// Goes through column blocks: make(), when k or v is there, for the first step, then every step of the block's
-// work. In two halves of head_dim, `sum`, times scale, goes to the tensor.
+// Goes through column blocks: calls make() for the first step when k or v has come, and do_step for every step,
+// then writes scale * sum, two halves of head_dim, to the tensor.
 template <class Kind, class Buffers, class Make, class DoStep, int DT>
 __device__ inline void consume_blocks(const fa_cuda_arguments &a, const Buffers &buffers, int full, Make make,
                                       DoStep do_step, float (&sum)[2][1][DT][4], const fa_tensor &tensor,
@@ -81,7 +81,7 @@ __device__ inline void consume_blocks(const fa_cuda_arguments &a, const Buffers 
       }
       do_step(work, step, std::true_type());
     }
-    current_work(a, buffers, blocks, work);  // again, and not in registers all the time
+    current_work(a, buffers, blocks, work);  // again: it need not stay in registers
 #pragma unroll
     for (int half = 0; half < 2; half++)
       store_columns<Kind>(a, work, tensor, threadIdx.x / 32 % 4 * 16, half * DT * 8, sum[half], scale);
@@ -109,12 +109,12 @@ __device__ inline void consume_scores(const fa_cuda_arguments &a, WideBuffers<Ki
     wgmma_wait<0>(scores[0]);
   };
 
-  // Finds the scores there, and leaves the next step's.
+  // A step begins with its scores computed, and ends with those of the next step.
   auto do_step = [&](const Work &work, Step step, auto is_last) {
     constexpr bool IS_LAST = decltype(is_last)::value;
     const Visit visit = work.consumers_visit(a, step, buffers.visit(steps % 2));
     const int column = work.columns.begin, stage = steps % 2;
-    forget(buffers.base);  // or every address in this step is kept in a register
+    forget(buffers.base);  // or ptxas keeps every address of this step in a register
     make_scores_in_band<Kind, true, GENERAL, 1, NT>(
         scores, a, visit.band, visit.rows, {column, column + Shape::block_k},
         {work.block.batch, visit.head, visit.rows.begin, column + warp_row});
@@ -243,7 +243,7 @@ __device__ inline void consume_dq(const fa_cuda_arguments &a, WideBuffers<Kind, 
 
 // ---- the other warps: one thread each ------------------------------------------------------------------
 
-// Copies v and dout, of the column blocks that who copies k and q takes.
+// Copies v and dout of the column blocks that the thread which copies k and q takes.
 template <class Buffers>
 __device__ inline void produce_dout(const fa_cuda_arguments &a, const fa_cuda_maps &maps,
                                     const Buffers &buffers) {
@@ -254,8 +254,8 @@ __device__ inline void produce_dout(const fa_cuda_arguments &a, const fa_cuda_ma
     load_sides<V_SIDE, NUM_SIDES>(a, maps, buffers, work, ring, v_phase);
 }
 
-// Deterministic: one thread waits for the places in dq's order ahead of the warps that add it, and another
-// counts on behind them, since both take long.
+// Where the order of additions to dq is fixed, one thread waits for each place ahead of the warps that add, and
+// another counts after them, because both are slow.
 template <class Buffers, class Visit>
 __device__ inline void for_each_step(const fa_cuda_arguments &a, const Buffers &buffers, Visit visit) {
   uint32_t steps = 0;
@@ -288,7 +288,7 @@ __device__ inline void count_additions(const fa_cuda_arguments &a, const Buffers
   });
 }
 
-// As many blocks of threads as there are multiprocessors.
+// The grid has a block of threads for each multiprocessor.
 template <class Buffers>
 __global__ void __launch_bounds__(Buffers::Shape::num_threads, 1)
     backward_wide(const __grid_constant__ fa_cuda_arguments a, const __grid_constant__ fa_cuda_maps maps) {

@@ -1,4 +1,4 @@
-/* The functions of FlashAttention.Native. */
+/* The NIFs: each is the function of that name in FlashAttention.Native. */
 #ifndef FA_NIF_NIF_H
 #define FA_NIF_NIF_H
 
