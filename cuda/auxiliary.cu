@@ -1,4 +1,6 @@
-// The small kernels around the passes: f32 tensors as scaled sums of f16, and the gradient of the sinks.
+// The small kernels around the passes: f32 tensors as scaled sums of f16, and gradients that are sums over many
+// rows or heads.
+#include "cells.cuh"
 #include "operand.cuh"
 
 namespace fa {
@@ -64,25 +66,86 @@ __global__ void __launch_bounds__(THREADS) unpack(const __grid_constant__ fa_cud
   }
 }
 
-// dsink = -sum over batch and rows of exp(sink - lse) * delta, in f64 and always in the same order.
-__global__ void __launch_bounds__(THREADS) sink_gradient(const __grid_constant__ fa_cuda_arguments a) {
-  const int head = blockIdx.x % a.num_heads;
-  const float sink = a.sink[blockIdx.x];
+// ---- sums over rows, heads and batches ---------------------------------------------------------------------
+
+// The sum of term(i) for i below count, by all threads of a block, in f64 and always in the same order; thread
+// 0 gets it.
+template <class Term>
+__device__ inline double block_sum(int64_t count, Term term) {
   double sum = 0;
-  for (int64_t i = threadIdx.x; i < int64_t(a.batch) * a.padded_rows; i += THREADS) {
-    const int batch = i / a.padded_rows, row = i % a.padded_rows;
-    const Sequence sequence = sequence_of(a, batch);
-    if (row >= sequence.num_rows()) continue;
-    const float lse = *lse_at(a, sequence, head, row);
-    if (lse != -INFINITY) sum += expf(sink - lse) * a.delta[padded_index_of(a, {batch, head, row})];
-  }
+  for (int64_t i = threadIdx.x; i < count; i += THREADS) sum += term(i);
   __shared__ double sums[THREADS];
   sums[threadIdx.x] = sum;
   for (int half = THREADS / 2; half > 0; half /= 2) {
     __syncthreads();
     if (threadIdx.x < half) sums[threadIdx.x] += sums[threadIdx.x + half];
   }
-  if (threadIdx.x == 0) a.dsink[blockIdx.x] = static_cast<float>(-sums[0]);
+  return sums[0];
+}
+
+// dsink = -sum over batch and rows of exp(sink - lse) * delta.
+__global__ void __launch_bounds__(THREADS) sink_gradient(const __grid_constant__ fa_cuda_arguments a) {
+  const int head = blockIdx.x % a.num_heads;
+  const float sink = a.sink[blockIdx.x];
+  const double sum = block_sum(int64_t(a.batch) * a.padded_rows, [&](int64_t i) -> float {
+    const int batch = i / a.padded_rows, row = i % a.padded_rows;
+    const Sequence sequence = sequence_of(a, batch);
+    if (row >= sequence.num_rows()) return 0;
+    const float lse = *lse_at(a, sequence, head, row);
+    return lse == -INFINITY ? 0 : expf(sink - lse) * a.delta[padded_index_of(a, {batch, head, row})];
+  });
+  if (threadIdx.x == 0) a.dsink[blockIdx.x] = static_cast<float>(-sum);
+}
+
+// What of a reduction's sums belongs to one of its numbers: those from first on, `batches` by `heads` by `rows`
+// of them.
+struct Summands {
+  int64_t first;
+  int batches, heads, rows;
+
+  __device__ int64_t count() const { return int64_t(batches) * heads * rows; }
+  __device__ float at(const fa_cuda_reduction &a, int64_t i) const {
+    const int row = i % rows, head = i / rows % heads, batch = i / rows / heads;
+    return a.from[first + ((int64_t(batch) * a.num_heads + head) * a.num_rows + row) * a.num_columns];
+  }
+};
+
+// Of the number of a batch, head, row and column, which are 0 along the axes that the sum is over.
+__device__ inline Summands summands_of(const fa_cuda_reduction &a, int batch, int head, int row, int column) {
+  return {((int64_t(batch) * a.num_heads + head) * a.num_rows + row) * a.num_columns + column,
+          a.to.stride_batch ? 1 : a.batch, a.to.stride_head ? 1 : a.num_heads,
+          a.to.stride_row ? 1 : a.num_rows};
+}
+
+// A block of threads for each head of each batch that the numbers, which are f32, vary along.
+__global__ void __launch_bounds__(THREADS) reduce_heads(const __grid_constant__ fa_cuda_reduction a) {
+  const int heads = a.to.stride_head ? a.num_heads : 1, batch = blockIdx.x / heads, head = blockIdx.x % heads;
+  const Summands summands = summands_of(a, batch, head, 0, 0);
+  const double sum = block_sum(summands.count(), [&](int64_t i) { return summands.at(a, i); });
+  if (threadIdx.x == 0) *numbers_of<float>(a.to, batch, head) = static_cast<float>(sum);
+}
+
+// A thread for each number: a row of blocks for each batch, head and row that the numbers vary along.
+__global__ void __launch_bounds__(THREADS) reduce_cells(const __grid_constant__ fa_cuda_reduction a) {
+  const int column = blockIdx.x * THREADS + threadIdx.x;
+  if (column >= a.num_columns) return;
+  const int heads = a.to.stride_head ? a.num_heads : 1, rows = a.to.stride_row ? a.num_rows : 1;
+  const int64_t num_rows = int64_t(a.to.stride_batch ? a.batch : 1) * heads * rows;
+  for (int64_t i = blockIdx.y; i < num_rows; i += gridDim.y) {
+    const int row = i % rows, head = i / rows % heads, batch = i / rows / heads;
+    const Summands summands = summands_of(a, batch, head, row, column);
+    double sum = 0;
+    for (int64_t j = 0; j < summands.count(); j++) sum += summands.at(a, j);
+    auto store = [&](auto type) {
+      store_number(numbers_of<decltype(type)>(a.to, batch, head, row) + column, static_cast<float>(sum));
+    };
+    if (a.to.dtype == FA_DTYPE_F32)
+      store(float());
+    else if (a.to.dtype == FA_DTYPE_BF16)
+      store(__nv_bfloat16());
+    else
+      store(__half());
+  }
 }
 
 }  // namespace fa
@@ -92,3 +155,5 @@ const void *const fa_cuda_split_kernels[] = {fa::address_of_kernel(fa::split_row
                                              fa::address_of_kernel(fa::split_rows<32>)};
 const void *const fa_cuda_unpack_kernel = fa::address_of_kernel(fa::unpack);
 const void *const fa_cuda_sink_kernel = fa::address_of_kernel(fa::sink_gradient);
+const void *const fa_cuda_reduce_heads_kernel = fa::address_of_kernel(fa::reduce_heads);
+const void *const fa_cuda_reduce_cells_kernel = fa::address_of_kernel(fa::reduce_cells);

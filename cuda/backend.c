@@ -8,8 +8,10 @@
 #include <string.h>
 
 #include "../c_src/core/arena.h"
+#include "../c_src/core/dropout.h"
 #include "../c_src/core/integers.h"
 #include "../c_src/core/problem.h"
+#include "../c_src/core/tensors.h"
 #include "kernels.h"
 #include "runtime.h"
 #include "tensor_map.h"
@@ -116,10 +118,9 @@ static fa_status check_problem(const fa_plan *plan, int major, fa_error *error) 
                    fa_pass_name(plan->pass));
   if (plan->problem.dtype == FA_DTYPE_F64)
     return fa_fail(error, FA_STATUS_UNSUPPORTED, "dtype", "f32, bf16 or f16 on CUDA", "f64");
-  static const fa_tensor_id beyond[] = {FA_TENSOR_ALIBI_SLOPES, FA_TENSOR_BIAS, FA_TENSOR_DROPOUT_SEED};
-  for (size_t i = 0; i < sizeof beyond / sizeof *beyond; i++)
-    if (fa_tensor_role_in(&plan->problem, plan->pass, beyond[i]) != FA_ROLE_NONE)
-      return fa_fail(error, FA_STATUS_UNSUPPORTED, fa_tensor_name(beyond[i]), "none on CUDA", "a tensor");
+  if (plan->problem.dropout != 0 && plan->problem.origin.row % 16 != 0)
+    return unsupported(error, "origin", "a multiple of 16 rows where there is dropout on CUDA",
+                       plan->problem.origin.row);
   if (major < 8)
     return fa_fail(error, FA_STATUS_UNSUPPORTED, "device", "compute capability 8.0 or newer",
                    FA_TEXT("%d.x", major));
@@ -134,15 +135,32 @@ static bool sees_all(const fa_problem *p) {
 /* Whether tensor maps can describe contiguous tensors of the problem: rows are multiples of 16 bytes. */
 static bool can_map(const fa_problem *p) { return p->head_dim * (int64_t)fa_dtype_bytes(p->dtype) % 16 == 0; }
 
+static const fa_tensor_id of_heads[FA_CUDA_NUM_HEAD_NUMBERS] = {
+    [FA_CUDA_ALIBI_SLOPES] = FA_TENSOR_ALIBI_SLOPES,
+};
+
+static bool is_there(const fa_problem *p, fa_tensor_id id) {
+  return fa_tensor_role_in(p, FA_PASS_FORWARD, id) != FA_ROLE_NONE;
+}
+
+/* A part of the program that acts on the problem's scores, or NULL where there is none. */
+static const char *program_of(const fa_problem *p) {
+  for (int i = 0; i < FA_CUDA_NUM_HEAD_NUMBERS; i++)
+    if (is_there(p, of_heads[i])) return fa_tensor_name(of_heads[i]);
+  if (is_there(p, FA_TENSOR_BIAS)) return "bias";
+  return p->dropout == 0 ? NULL : "dropout";
+}
+
 /* What the problem asks of a kernel beyond plain attention. */
 static uint32_t needs_of(const fa_problem *p) {
   return (sees_all(p) ? 0 : FA_CUDA_NEEDS_WINDOW) | (p->softcap == 0 ? 0 : FA_CUDA_NEEDS_SOFTCAP) |
-         (p->num_sinks == 0 ? 0 : FA_CUDA_NEEDS_SINKS) | (p->num_bands == 0 ? 0 : FA_CUDA_NEEDS_BANDS);
+         (p->num_sinks == 0 ? 0 : FA_CUDA_NEEDS_SINKS) | (p->num_bands == 0 ? 0 : FA_CUDA_NEEDS_BANDS) |
+         (program_of(p) == NULL ? 0 : FA_CUDA_NEEDS_PROGRAM);
 }
 
 /* What stood in the way where kernels fit the head_dim and the device, but none took these needs as well. */
 static fa_status no_kernel_takes(uint32_t needs, const fa_plan *plan, fa_error *error) {
-  static const char *const names[] = {"window", "softcap", "num_sinks", "bands"};
+  const char *const names[] = {"window", "softcap", "num_sinks", "bands", program_of(&plan->problem)};
   int first = 0;
   while (!(needs >> first & 1)) first++;
   return fa_fail(error, FA_STATUS_UNSUPPORTED, names[first],
@@ -184,14 +202,17 @@ static fa_status choose_kernel(const fa_plan *plan, int family, const fa_cuda_ke
 
 /* ---- the workspace ------------------------------------------------------------------------------- */
 
-/* Everything that a run needs: the kernels' arguments, the copies to make first, and what to fill with 0. */
+/* Everything that a run needs: the kernels' arguments, the copies to make first, the sums to reduce at the end,
+ * and what to fill with 0. */
 typedef struct cuda_job {
   fa_cuda_arguments arguments;
   fa_cuda_splits splits;
-  fa_cuda_plans plans; /* of a problem with bands */
-  fa_cuda_maps maps;   /* of a kernel that reads by them */
+  fa_cuda_plans plans; /* of a kernel that takes bands */
+  fa_cuda_reduction of_heads[FA_CUDA_NUM_HEAD_NUMBERS], of_bias;
+  fa_cuda_maps maps; /* of a kernel that reads by them */
   int32_t num_multiprocessors;
-  size_t zeroed_bytes; /* at the workspace's beginning */
+  size_t zeroed_bytes;      /* at the workspace's beginning */
+  size_t zeroed_bias_bytes; /* of dbias */
   size_t workspace_bytes;
 } cuda_job;
 
@@ -320,16 +341,123 @@ static fa_cuda_block_plan *take_plans(fa_arena *workspace, fa_cuda_plans *plans,
   return side->plans;
 }
 
+/* ---- programs: what acts on scores ---------------------------------------------------------------------- */
+
+/* Whether the kernel goes through bands, and takes programs, if any: one that plain problems do not run. */
+static bool is_general(const fa_cuda_kernel *kernel) { return kernel->takes & ~(uint32_t)FA_CUDA_PLAIN_NEEDS; }
+
+static int64_t stride_along(const fa_problem *p, int id, fa_axis axis) {
+  const int i = fa_axis_of(id, axis);
+  if (i < 0 || !fa_varies_along(p, id, axis)) return 0;
+  return fa_axis_at(id, i + 1) ? fa_tensor_contiguous(p, id, NULL).strides[i] : 1;
+}
+
+/* A tensor of the table, whose role in the pass it is to be there, as the kernels read and write it. */
+static fa_cuda_cells cells_of(const fa_problem *p, int id, const fa_tensors *t) {
+  const fa_shape shape = fa_tensor_shape(p, (fa_tensor_id)id);
+  void *data = fa_tensor_get(t, id)->data;
+  const int64_t columns = shape.dims[shape.rank - 1];
+  return (fa_cuda_cells){
+      .data = data,
+      .dtype = shape.dtype,
+      .in_pairs = columns % 2 == 0 && (uintptr_t)data % (2 * fa_dtype_bytes(shape.dtype)) == 0,
+      .stride_batch = stride_along(p, id, FA_AXIS_BATCH),
+      .stride_head = stride_along(p, id, FA_AXIS_NUM_HEADS),
+      .stride_row = stride_along(p, id, FA_AXIS_SEQLEN_Q)};
+}
+
+/* f32 sums [batches, num_heads, num_rows, num_columns], of which kernels see those of a single batch or head as
+ * everybody's. */
+static fa_cuda_cells take_sums(fa_arena *workspace, fa_cuda_reduction *reduction) {
+  const fa_cuda_reduction *r = reduction;
+  const int64_t head = (int64_t)r->num_rows * r->num_columns, batch = head * r->num_heads;
+  float *sums = fa_take(workspace, r->batch * batch, sizeof *sums);
+  reduction->from = sums;
+  return (fa_cuda_cells){.data = sums,
+                         .dtype = FA_DTYPE_F32,
+                         .stride_batch = r->batch > 1 ? batch : 0,
+                         .stride_head = r->num_heads > 1 ? head : 0,
+                         .stride_row = r->num_columns};
+}
+
+/* Where main leaves the gradient by the bias: in its place where no scores share numbers, or, as f32 of scores
+ * that may, where these come in any order; otherwise in sums, of each head and batch where their order counts.
+ */
+static void lay_out_bias_gradient(const fa_problem *p, const fa_cuda_kernel *kernel, const fa_tensors *t,
+                                  fa_arena *workspace, cuda_job *job) {
+  fa_cuda_program *program = &job->arguments.program;
+  const fa_cuda_cells dbias = cells_of(p, FA_TENSOR_DBIAS, t);
+  const bool is_shared =
+      (p->batch > 1 && dbias.stride_batch == 0) || (p->num_heads > 1 && dbias.stride_head == 0);
+  const bool is_of_rows = dbias.stride_row == 0,
+             adds_here = !is_shared || (dbias.dtype == FA_DTYPE_F32 && !p->deterministic);
+  if (!is_of_rows && adds_here) {
+    program->dbias = dbias;
+    program->dbias_step = is_shared || p->num_bands > 1 ? FA_CUDA_CELLS_ADD : FA_CUDA_CELLS_STORE;
+    const bool writes_all = !is_uneven(p) && program->dbias_step == FA_CUDA_CELLS_STORE;
+    job->zeroed_bias_bytes = writes_all ? 0 : (size_t)fa_tensor_shape(p, FA_TENSOR_DBIAS).size_bytes;
+    return;
+  }
+  const bool is_apart = is_of_rows || p->deterministic;
+  job->of_bias = (fa_cuda_reduction){.to = dbias,
+                                     .batch = (int32_t)(is_apart ? p->batch : p->bias_batch),
+                                     .num_heads = (int32_t)(is_apart ? p->num_heads : p->bias_heads),
+                                     .num_rows = is_of_rows ? kernel->row_warps : (int32_t)p->seqlen_q,
+                                     .num_columns = (int32_t)p->seqlen_k};
+  program->dbias = take_sums(workspace, &job->of_bias);
+  program->dbias_step = is_of_rows ? FA_CUDA_CELLS_ADD_ROWS : FA_CUDA_CELLS_ADD;
+}
+
+/* Of gradients that are one number for all scores of a head, each warp of each column block has sums. */
+static void lay_out_head_gradients(const fa_problem *p, const fa_cuda_kernel *kernel, const fa_tensors *t,
+                                   fa_arena *workspace, cuda_job *job) {
+  fa_cuda_program *program = &job->arguments.program;
+  program->num_head_slots = job->arguments.num_k_blocks * (kernel->num_threads / 32);
+  for (int i = 0; i < FA_CUDA_NUM_HEAD_NUMBERS; i++) {
+    const int gradient = fa_tensor_gradient(of_heads[i]);
+    if (!fa_is_sum(p, gradient)) continue;
+    job->of_heads[i] = (fa_cuda_reduction){.to = cells_of(p, gradient, t),
+                                           .batch = (int32_t)p->batch,
+                                           .num_heads = (int32_t)p->num_heads,
+                                           .num_rows = program->num_head_slots,
+                                           .num_columns = 1};
+    program->head_sums[i] = take_sums(workspace, &job->of_heads[i]).data;
+  }
+}
+
+/* Gradients' sums are to begin at 0. */
+static void lay_out_program(const fa_plan *plan, const fa_cuda_kernel *kernel, const fa_tensors *t,
+                            fa_arena *workspace, cuda_job *job) {
+  const fa_problem *p = &plan->problem;
+  fa_cuda_arguments *a = &job->arguments;
+  if (!program_of(p)) return;
+  a->program = (fa_cuda_program){.is_there = true,
+                                 .factor = 1,
+                                 .dropout_seed = t->dropout_seed.data,
+                                 .dropout_threshold = (uint32_t)(p->dropout * FA_DROPOUT_ONE),
+                                 .kept_factor = (float)(1 / (1 - p->dropout)),
+                                 .first_batch = (int32_t)p->origin.batch,
+                                 .first_head = (int32_t)p->origin.head,
+                                 .first_row = p->origin.row};
+  if (!kinds[kind_of(p)].scaled) a->program.factor = a->score.factor, a->score.factor = 1;
+  for (int i = 0; i < FA_CUDA_NUM_HEAD_NUMBERS; i++)
+    if (is_there(p, of_heads[i])) a->program.of_heads[i] = cells_of(p, of_heads[i], t);
+  if (is_there(p, FA_TENSOR_BIAS)) a->program.bias = cells_of(p, FA_TENSOR_BIAS, t);
+  if (plan->pass != FA_PASS_BACKWARD) return;
+  if (fa_is_sum(p, FA_TENSOR_DBIAS)) lay_out_bias_gradient(p, kernel, t, workspace, job);
+  lay_out_head_gradients(p, kernel, t, workspace, job);
+}
+
 static void lay_out_bands(const fa_plan *plan, const fa_cuda_kernel *kernel, const fa_tensors *t,
                           fa_arena *workspace, cuda_job *job) {
   const fa_problem *p = &plan->problem;
   const bool backward = plan->pass == FA_PASS_BACKWARD;
   fa_cuda_arguments *a = &job->arguments;
   fa_cuda_plans *plans = &job->plans;
-  if (p->num_bands == 0) return;
-  a->bands = plans->bands = t->bands.data;
-  a->bands_batch = plans->bands_batch = (int32_t)p->bands_batch;
-  a->num_bands = plans->num_bands = (int32_t)p->num_bands;
+  if (!is_general(kernel)) return;
+  a->bands = plans->bands = p->num_bands > 0 ? t->bands.data : NULL;
+  a->bands_batch = plans->bands_batch = (int32_t)fa_max(p->bands_batch, 1);
+  a->num_bands = plans->num_bands = (int32_t)fa_max(p->num_bands, 1);
   plans->window = a->window;
   plans->tickets = backward ? NULL : a->tickets;
   const fa_cuda_plan_order order = !backward     ? FA_CUDA_BY_VISITS
@@ -369,7 +497,8 @@ static cuda_job lay_out(const fa_plan *plan, const fa_cuda_kernel *kernel, const
   if (backward || (kernel->persistent && is_uneven(p) && rows * a->num_q_blocks > job.num_multiprocessors))
     a->tickets = fa_take(&workspace, FA_CUDA_NUM_TICKETS, sizeof *a->tickets);
   if (backward) a->dq_order = fa_take(&workspace, rows * a->num_q_blocks, sizeof *a->dq_order);
-  job.zeroed_bytes = !backward && p->num_bands > 0 ? 0 : workspace.used; /* or the plan kernel does it */
+  lay_out_program(plan, kernel, t, &workspace, &job);
+  job.zeroed_bytes = !backward && is_general(kernel) ? 0 : workspace.used; /* or the plan kernel does it */
   if (backward) {
     a->num_sums = (int32_t)(heads_summed(p, kernel, a) * a->num_q_blocks);
     a->dq_sum = fa_take(&workspace, (int64_t)a->num_sums * kernel->block_q * kernel->bucket, sizeof *a->dq_sum);
@@ -479,6 +608,25 @@ static fa_status launch_forward(const fa_cuda_kernel *kernel, cuda_job *job, cud
   return FA_STATUS_OK;
 }
 
+/* From sums to gradients. */
+static fa_status launch_reductions(cuda_job *job, cudaStream_t stream, fa_error *error) {
+  const char *operation = "launch of a sum of gradients";
+  enum { MOST_BLOCKS_Y = 65535 };
+  const int32_t small = FA_CUDA_SMALL_KERNEL_THREADS;
+  for (int i = 0; i < FA_CUDA_NUM_HEAD_NUMBERS; i++) {
+    fa_cuda_reduction *r = &job->of_heads[i];
+    const int64_t batches = r->to.stride_batch ? r->batch : 1, heads = r->to.stride_head ? r->num_heads : 1;
+    if (r->to.data)
+      CHECK(launch(fa_cuda_reduce_heads_kernel, blocks(batches * heads), small, 0, (void *[]){r}, stream));
+  }
+  fa_cuda_reduction *r = &job->of_bias;
+  const int64_t rows = (r->to.stride_batch ? r->batch : 1) * (int64_t)(r->to.stride_head ? r->num_heads : 1) *
+                       (r->to.stride_row ? r->num_rows : 1);
+  const dim3 grid = {(unsigned)fa_divide_up(r->num_columns, small), (unsigned)fa_min(rows, MOST_BLOCKS_Y), 1};
+  if (r->to.data) CHECK(launch(fa_cuda_reduce_cells_kernel, grid, small, 0, (void *[]){r}, stream));
+  return FA_STATUS_OK;
+}
+
 static fa_status launch_backward(const fa_cuda_kernel *kernel, cuda_job *job, cudaStream_t stream,
                                  fa_error *error) {
   const char *operation = "launch of the backward";
@@ -494,13 +642,15 @@ static fa_status launch_backward(const fa_cuda_kernel *kernel, cuda_job *job, cu
                  stream));
   CHECK(launch(fa_cuda_sink_kernel, blocks((int64_t)a->num_sinks * a->num_heads), small, 0, (void *[]){a},
                stream));
-  return FA_STATUS_OK;
+  return launch_reductions(job, stream, error);
 }
 
 static fa_status enqueue(const fa_plan *plan, const fa_cuda_kernel *kernel, void *workspace, cuda_job *job,
                          cudaStream_t stream, fa_error *error) {
   const char *operation = "cudaMemsetAsync";
   if (job->zeroed_bytes) CHECK(cudaMemsetAsync(workspace, 0, job->zeroed_bytes, stream));
+  if (job->zeroed_bias_bytes)
+    CHECK(cudaMemsetAsync(job->arguments.program.dbias.data, 0, job->zeroed_bias_bytes, stream));
   fa_status status = launch_splits(&job->splits, stream, error);
   if (!status) status = launch_plans(&job->plans, stream, error);
   if (status) return status;

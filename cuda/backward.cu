@@ -163,10 +163,19 @@ struct ColumnWorker {
     multiply<Kind, HEAD_DIM / 16, Scores::NT>(ds, TileOperand<QTile, true, true>(dout_tile, Scores::row()),
                                               TileOperand<KTile, false, true>(v_tile(), Scores::column()),
                                               power_of_two(-exponent_dout - exponent_v));
-    make_scores_in_band<Kind, false, GENERAL, Scores::MT, Scores::NT>(
-        p, a, visit.band, visit.rows, {columns.begin, columns.begin + Shape::block_k},
-        {block.batch, visit.head, visit.rows.begin + Scores::row(), columns.begin + Scores::column()});
-    make_p_and_ds<Kind, Scores::MT, Scores::NT>(p, ds, a.score, shift + Scores::row(), delta + Scores::row());
+    const Place at = {block.batch, visit.head, visit.rows.begin + Scores::row(),
+                      columns.begin + Scores::column()};
+    if (GENERAL && a.program.is_there) {
+      fa_dropout dropout = {};
+      if (a.program.dropout_threshold > 0) dropout = dropout_of(a.program, at.batch, at.head);
+      make_p_and_ds_by_program<Kind, Scores::MT, Scores::NT>(
+          p, ds, a, visit.band, dropout, at, shift + Scores::row(), delta + Scores::row(),
+          threadIdx.x / 32 % Shape::score_warps, block.k_block * Shape::num_warps + threadIdx.x / 32);
+    } else {
+      make_scores_in_band<Kind, false, GENERAL, Scores::MT, Scores::NT>(
+          p, a, visit.band, visit.rows, {columns.begin, columns.begin + Shape::block_k}, at);
+      make_p_and_ds<Kind, Scores::MT, Scores::NT>(p, ds, a.score, shift + Scores::row(), delta + Scores::row());
+    }
     exponent_ds = 0;
     if constexpr (Kind::SCALED)
       exponent_ds =
@@ -261,7 +270,8 @@ struct ColumnWorker {
     store_accumulator<Io, Dkv::MT, Dkv::NT>(column_of<Io>(a.dk, sequence, block.kv_head, column) + d,
                                             a.dk.stride_row, columns.end - column, a.head_dim - d, dk, a.scale);
     store_accumulator<Io, Dkv::MT, Dkv::NT>(column_of<Io>(a.dv, sequence, block.kv_head, column) + d,
-                                            a.dv.stride_row, columns.end - column, a.head_dim - d, dv, 1);
+                                            a.dv.stride_row, columns.end - column, a.head_dim - d, dv,
+                                            GENERAL && a.program.is_there ? a.program.kept_factor : 1);
   }
 };
 
@@ -295,6 +305,7 @@ constexpr fa_cuda_kernel row(const char *name) {
           .num_threads = Layout::THREADS,
           .shared_bytes = Layout::SHARED_BYTES,
           .takes = GENERAL ? FA_CUDA_ALL_NEEDS : FA_CUDA_PLAIN_NEEDS,
+          .row_warps = Shape::score_warps,
           .main = address_of_kernel(backward<Kind, Shape, GENERAL>),
           .statistics = address_of_kernel(statistics<Kind, Shape>),
           .finish_dq = address_of_kernel(finish_dq<Kind, Shape>),

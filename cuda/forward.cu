@@ -61,6 +61,9 @@ __global__ void __launch_bounds__(Shape::num_warps * 32, Shape::blocks_per_sm)
   OnlineSoftmax<Kind, MT> softmax;
   const float unit = exponent_of_unit<Kind>(a.score);
   const int exponent_q = exponent_of<Kind>(a.q, batch, head, sequence.first_row + rows.begin);
+  fa_dropout dropout = {};
+  if constexpr (GENERAL)
+    if (a.program.dropout_threshold > 0) dropout = dropout_of(a.program, batch, head);
 
   if (!visits.done()) {
     load_operand<Kind, QTile, THREADS>(q_tile, a.q, q, rows.begin, sequence.num_rows());
@@ -87,6 +90,9 @@ __global__ void __launch_bounds__(Shape::num_warps * 32, Shape::blocks_per_sm)
     make_scores_in_band<Kind, false, GENERAL, MT, NT>(scores, a, band, rows, {column, column + Shape::block_k},
                                                       {batch, head, rows.begin + warp_row, column});
     if (softmax.update(scores, unit)) softmax.rescale_rows(o);
+    if constexpr (GENERAL)
+      if (a.program.dropout_threshold > 0)
+        drop<MT, NT>(scores, a, dropout, {batch, head, rows.begin + warp_row, column});
 
     // The accumulator of two column blocks is laid out as the left operand of one k fragment.
     RegisterOperand<PARTS, MT, NT / 2> p;
@@ -108,6 +114,7 @@ __global__ void __launch_bounds__(Shape::num_warps * 32, Shape::blocks_per_sm)
 
   float scale[MT][2], lse[MT][2];
   softmax.finish(scale, lse, a.score, a.sink + head, a.num_sinks, a.num_heads);
+  if constexpr (GENERAL) multiply_kept<MT>(scale, a.program);
   const int row = rows.begin + warp_row;
   store_lse<MT>(lse_at(a, sequence, head, row), lse, rows.end - row);
   using Io = typename Kind::Io;
@@ -130,11 +137,11 @@ constexpr fa_cuda_kernel row(const char *name) {
 
 }  // namespace fa
 
-// A kernel for problems without bands, and one for those with.
+// A kernel for plain problems, and one that takes whatever there is.
 #define KERNEL(general, name, ...) fa::row<fa::kinds::FA_KIND, fa::ForwardShape<__VA_ARGS__>, general>(name)
 #define ROW(rest, ...)                                             \
   KERNEL(false, "cuda/sm80/" FA_QUOTE(FA_KIND) rest, __VA_ARGS__), \
-      KERNEL(true, "cuda/sm80/" FA_QUOTE(FA_KIND) rest "/bands", __VA_ARGS__)
+      KERNEL(true, "cuda/sm80/" FA_QUOTE(FA_KIND) rest "/general", __VA_ARGS__)
 
 // Rows per warp (block_q / num_warps) decide how often a fragment of K and V that was read is used: 32 keep the
 // tensor cores busier than shared memory, where the registers (o: rows * head_dim / 32 a thread) allow it; with

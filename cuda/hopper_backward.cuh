@@ -457,7 +457,7 @@ constexpr fa_cuda_kernel row_of_kernel(const char *name, const void *main) {
                         .block_k = Shape::block_k,
                         .num_threads = Shape::num_threads,
                         .shared_bytes = Buffers::BYTES,
-                        .takes = Buffers::general ? FA_CUDA_ALL_NEEDS : FA_CUDA_PLAIN_NEEDS,
+                        .takes = Buffers::general ? FA_CUDA_MASK_NEEDS : FA_CUDA_PLAIN_NEEDS,
                         .mapped = true,
                         .persistent = true,
                         .main = main,

@@ -743,7 +743,7 @@ constexpr fa_cuda_kernel row(const char *name) {
           .block_k = Shape::block_k,
           .num_threads = Shape::num_threads,
           .shared_bytes = ForwardBuffers<Kind, Shape, GENERAL>::BYTES,
-          .takes = GENERAL ? FA_CUDA_ALL_NEEDS : FA_CUDA_PLAIN_NEEDS,
+          .takes = GENERAL ? FA_CUDA_MASK_NEEDS : FA_CUDA_PLAIN_NEEDS,
           .mapped = true,
           .persistent = true,
           .awaits_plans = GENERAL,
@@ -758,7 +758,7 @@ constexpr fa_cuda_kernel row(const char *name) {
   fa::hopper::row<fa::kinds::FA_KIND, fa::hopper::ForwardShape<__VA_ARGS__>, general>(name)
 #define ROW(rest, ...)                                             \
   KERNEL(false, "cuda/sm90/" FA_QUOTE(FA_KIND) rest, __VA_ARGS__), \
-      KERNEL(true, "cuda/sm90/" FA_QUOTE(FA_KIND) rest "/bands", __VA_ARGS__)
+      KERNEL(true, "cuda/sm90/" FA_QUOTE(FA_KIND) rest "/general", __VA_ARGS__)
 
 // Registers a consumer's thread needs for its arrays: (block_k * 1.5 + head_dim) / 2, and block_k + head_dim of
 // f32 in two parts. Three consumers at 64, which use each column block for 192 rows; at 256, and of f32, column

@@ -42,7 +42,9 @@ typedef struct fa_cuda_block_plan {
   int32_t first_band, end_band, num_visits;
 } fa_cuda_block_plan;
 
-/* How a product q·k becomes a score: factor * f(q·k), factor > 0, where f is one of these. */
+/* How a product q·k becomes a score: factor * f(q·k), factor > 0, where f is one of these. Where a program acts
+ * on scores, these are in registers what they are, for every kind: then factor is 1 for the kinds whose scores
+ * it would be due, and the program's has its place. */
 typedef enum fa_cuda_score_form {
   FA_CUDA_SCORE_PLAIN,   /* x */
   FA_CUDA_SCORE_NEGATED, /* -x: the scale is negative */
@@ -53,6 +55,44 @@ typedef struct fa_cuda_score {
   fa_cuda_score_form form;
   float inner, factor;
 } fa_cuda_score;
+
+/* A tensor, or sums, with a number for every score, or for all scores along some axes. Strides are in elements,
+ * and 0 along these axes; columns, where they have numbers of their own, follow one another. */
+typedef struct fa_cuda_cells {
+  void *data; /* NULL: there are none */
+  fa_dtype dtype;
+  int32_t in_pairs; /* the numbers of an even column and the next lie at a multiple of their size */
+  int64_t stride_batch, stride_head, stride_row;
+} fa_cuda_cells;
+
+/* What the gradient by the bias is for a kernel: its numbers, or f32 sums for them. */
+typedef enum fa_cuda_cell_step {
+  FA_CUDA_CELLS_STORE, /* no score shares its number, nor is it visited twice */
+  FA_CUDA_CELLS_ADD,   /* no score shares its number, or the numbers are f32 */
+  /* Rows share numbers: each of the warps that share a column adds the sums of its rows to sums of its own,
+   * stride_row apart. */
+  FA_CUDA_CELLS_ADD_ROWS,
+} fa_cuda_cell_step;
+
+/* Tensors that have one number for all scores of a head, and so have their gradients. */
+typedef enum fa_cuda_head_number { FA_CUDA_ALIBI_SLOPES, FA_CUDA_NUM_HEAD_NUMBERS } fa_cuda_head_number;
+
+/* What acts on scores by their places, in kernels that take it. */
+typedef struct fa_cuda_program {
+  int32_t is_there;
+  float factor; /* of f(q·k), where score.factor does not hold it: see fa_cuda_score */
+  fa_cuda_cells of_heads[FA_CUDA_NUM_HEAD_NUMBERS];
+  fa_cuda_cells bias; /* [batch or 1, num_heads or 1, rows or 1, seqlen_k] */
+  fa_cuda_cells dbias;
+  fa_cuda_cell_step dbias_step;
+  float *head_sums[FA_CUDA_NUM_HEAD_NUMBERS]; /* [batch, num_heads, num_head_slots], or NULL */
+  int32_t num_head_slots;                     /* one for each warp of each column block */
+  const uint32_t *dropout_seed;               /* [2] */
+  uint32_t dropout_threshold;                 /* of 2^16; 0: nothing is dropped */
+  float kept_factor;                          /* 1 / (1 - rate) */
+  int32_t first_batch, first_head;            /* in the whole problem, for dropout */
+  int64_t first_row;
+} fa_cuda_program;
 
 /* The argument of every kernel. */
 typedef struct fa_cuda_arguments {
@@ -81,12 +121,13 @@ typedef struct fa_cuda_arguments {
   /* Backward: how many column blocks, and how many row blocks' ends, have been taken. Forward: how many tiles,
    * after everybody's first; or NULL: each takes those that lie a grid apart. */
   int32_t *tickets;
-  /* Of a problem with bands, which window bounds. The plans lie in the order in which their blocks are begun,
-   * or ended: see fa_cuda_plan_order. */
-  const int32_t *bands; /* [bands_batch, num_bands, 6] */
+  /* Of kernels that take bands, which window bounds. The plans lie in the order in which their blocks are
+   * begun, or ended: see fa_cuda_plan_order. */
+  const int32_t *bands; /* [bands_batch, num_bands, 6], or NULL: the only one is the whole problem */
   int32_t bands_batch, num_bands;
   fa_cuda_block_plan *row_plans;    /* [bands_batch, num_q_blocks] */
   fa_cuda_block_plan *column_plans; /* [bands_batch, num_k_blocks], of the backward */
+  fa_cuda_program program;
 } fa_cuda_arguments;
 
 /* The order of the plans of a side's blocks. */
@@ -107,7 +148,7 @@ typedef struct fa_cuda_plan_side {
 } fa_cuda_plan_side;
 typedef struct fa_cuda_plans {
   fa_cuda_window window;
-  const int32_t *bands; /* [bands_batch, num_bands, 6] */
+  const int32_t *bands; /* [bands_batch, num_bands, 6], or NULL */
   int32_t bands_batch, num_bands, num_sides;
   int32_t *tickets; /* to become 0, or NULL */
   fa_cuda_plan_side sides[2];
@@ -131,6 +172,13 @@ typedef struct fa_cuda_splits {
   fa_cuda_split tensors[4];
   int32_t num_tensors, num_parts, batch, head_dim;
 } fa_cuda_splits;
+
+/* The reduce kernels' argument: `to` becomes the sum of from over the axes along which it has stride 0. */
+typedef struct fa_cuda_reduction {
+  fa_cuda_cells to;  /* data NULL: there is nothing to do */
+  const float *from; /* [batch, num_heads, num_rows, num_columns] */
+  int32_t batch, num_heads, num_rows, num_columns;
+} fa_cuda_reduction;
 
 /* The unpack kernel's argument: [num_rows, heads_a_row] rows of heads, pitches in bytes. */
 typedef struct fa_cuda_packed {
@@ -156,8 +204,10 @@ enum {
   FA_CUDA_NEEDS_SOFTCAP = 1 << 1,
   FA_CUDA_NEEDS_SINKS = 1 << 2,
   FA_CUDA_NEEDS_BANDS = 1 << 3,
-  FA_CUDA_ALL_NEEDS = (1 << 4) - 1,
+  FA_CUDA_NEEDS_PROGRAM = 1 << 4, /* see fa_cuda_program */
+  FA_CUDA_ALL_NEEDS = (1 << 5) - 1,
   FA_CUDA_PLAIN_NEEDS = FA_CUDA_NEEDS_WINDOW | FA_CUDA_NEEDS_SOFTCAP | FA_CUDA_NEEDS_SINKS,
+  FA_CUDA_MASK_NEEDS = FA_CUDA_PLAIN_NEEDS | FA_CUDA_NEEDS_BANDS,
 };
 
 /* A kernel and the shape of its blocks: a row of the tables in forward.cu, backward.cu and their Hopper
@@ -168,6 +218,7 @@ typedef struct fa_cuda_kernel {
   int32_t block_q, block_k, num_threads;
   int32_t shared_bytes;
   uint32_t takes;         /* which needs of a problem it serves */
+  int32_t row_warps;      /* backward, of one that takes a bias: so many warps share a column of a step */
   bool mapped;            /* main reads by fa_cuda_maps */
   bool persistent;        /* main has at most one block a multiprocessor, which takes one after the other */
   bool awaits_plans;      /* main waits for the kernel before it, the plan kernel, by itself */
@@ -197,6 +248,9 @@ extern const void *const fa_cuda_split_kernels[]; /* fa_cuda_splits; head_dim to
 extern const void *const fa_cuda_plan_kernel;     /* fa_cuda_plans; FA_CUDA_PLAN_THREADS threads, a block a
                                                     batch of bands, its y a side */
 extern const void *const fa_cuda_sink_kernel;     /* fa_cuda_arguments; a block a sink and head: writes dsink */
+extern const void *const fa_cuda_reduce_heads_kernel; /* fa_cuda_reduction; a block a number */
+extern const void *const fa_cuda_reduce_cells_kernel; /* fa_cuda_reduction; a thread a column, a block's
+                                                          y a row of these */
 extern const void *const fa_cuda_unpack_kernel; /* fa_cuda_packed; a warp a row of a head, a block's y a row of
                                                   these */
 

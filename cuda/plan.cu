@@ -45,7 +45,7 @@ __device__ inline void count_visits(const fa_cuda_plans &a, const fa_cuda_plan_s
                                     fa_cuda_block_plan *blocks) {
   const fa_band whole = {0, a.window.seqlen_q, 0, a.window.seqlen_k, a.window.left, a.window.right};
   for (int number = threadIdx.x / 32; number < a.num_bands; number += NUM_WARPS) {
-    const fa_band band = band_at(whole, bands + int64_t(number) * 6);
+    const fa_band band = band_at(whole, bands, number);
     const Range own = seen_in_band<!OF_ROWS>(band, {0, OF_ROWS ? whole.k_end : whole.q_end});
     const int end = own.begin < own.end ? (own.end + side.size - 1) / side.size : 0;
     const int first = own.begin / side.size + threadIdx.x % 32;
@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(FA_CUDA_PLAN_THREADS) plan(const __grid_consta
   static_assert(NUM_KEYS == FA_CUDA_PLAN_THREADS, "a thread a key");
   let_dependents_start();
   const fa_cuda_plan_side &side = a.sides[blockIdx.y];
-  const int32_t *bands = a.bands + int64_t(blockIdx.x) * a.num_bands * 6;
+  const int32_t *bands = a.bands ? a.bands + int64_t(blockIdx.x) * a.num_bands * 6 : nullptr;
   fa_cuda_block_plan *to = side.plans + int64_t(blockIdx.x) * side.num_blocks;
   if (a.tickets && blockIdx.x == 0 && threadIdx.x < FA_CUDA_NUM_TICKETS) a.tickets[threadIdx.x] = 0;
   // Where they do not fit, they are made behind the plans that are to be.

@@ -79,17 +79,20 @@ __device__ inline Blocks q_blocks_of(const Sequence &s, Range columns) {
 
 // ---- bands and visits ---------------------------------------------------------------------------------------
 //
-// Where a problem has bands, kernels are compiled GENERAL. A block of rows then visits, for each band that
-// touches it, the column blocks of which the band shows its rows something, and a column block visits row
-// blocks in the same way. A visit computes the cells of its band alone, so that a pair of blocks that two bands
-// touch is visited twice and no cell is computed twice. Without bands, the whole problem is the one band.
+// Where a problem has bands, or a program that acts on its scores, kernels are compiled GENERAL. A block of
+// rows then visits, for each band that touches it, the column blocks of which the band shows its rows
+// something, and a column block visits row blocks in the same way. A visit computes the cells of its band
+// alone, so that a pair of blocks that two bands touch is visited twice and no cell is computed twice. Without
+// bands, the whole problem is the one band.
 
 __device__ inline fa_band whole_band(const fa_cuda_arguments &a) {
   return {0, a.window.seqlen_q, 0, a.window.seqlen_k, a.window.left, a.window.right};
 }
 
-// A band of the tensor, clamped to the whole.
-__device__ inline fa_band band_at(const fa_band &whole, const int32_t *words) {
+// A band of the tensor, clamped to the whole, or the whole where there is no tensor.
+__device__ inline fa_band band_at(const fa_band &whole, const int32_t *bands, int64_t number) {
+  if (!bands) return whole;
+  const int32_t *words = bands + 6 * number;
   int32_t six[6];
 #pragma unroll
   for (int i = 0; i < 6; i++) six[i] = __ldg(words + i);
@@ -97,7 +100,7 @@ __device__ inline fa_band band_at(const fa_band &whole, const int32_t *words) {
 }
 __device__ inline fa_band band_at(const fa_cuda_arguments &a, int batch, int number) {
   const int64_t first = a.bands_batch > 1 ? int64_t(batch) * a.num_bands : 0;
-  return band_at(whole_band(a), a.bands + 6 * (first + number));
+  return band_at(whole_band(a), a.bands, first + number);
 }
 
 __device__ inline Range overlap(Range a, Range b) { return {max(a.begin, b.begin), min(a.end, b.end)}; }
@@ -124,7 +127,8 @@ __device__ inline fa_cuda_block_plan plan_at(const fa_cuda_arguments &a, int bat
 
 // Goes through the visits of a block, which has the rows or columns `own`: band by band in the order of their
 // numbers, and in each from the last block of the other side, of SIZE, to the first. These lie on the grid that
-// begins at row or column 0, or, ANYWHERE, begin with the first row or column that own sees in the band.
+// begins at row or column 0, or, ANYWHERE, begin with the first row or column that own sees in the band, or
+// where a program acts on scores up to 15 before it.
 // Whoever goes through them finds the same visits in the same order.
 template <bool GENERAL, bool OF_ROWS, int SIZE, bool ANYWHERE = false>
 struct Visits {
@@ -168,13 +172,15 @@ struct Visits {
   }
 
  private:
+  // Programs take the columns of scores at multiples of 16.
+  __device__ int program_mask() const { return GENERAL && a->program.is_there ? 15 : 0; }
   // Where the blocks end that own visits in a band.
   __device__ int enter(const fa_band &next) {
     band = next;
     const Range seen = GENERAL   ? seen_in_band<OF_ROWS>(band, own)
                        : OF_ROWS ? fa_band_columns(band, own)
                                  : fa_band_rows(band, own);
-    last_begin = ANYWHERE ? seen.begin : seen.begin / SIZE * SIZE;
+    last_begin = ANYWHERE ? seen.begin & ~program_mask() : seen.begin / SIZE * SIZE;
     if (seen.begin >= seen.end) return last_begin;
     return last_begin + (seen.end - last_begin + SIZE - 1) / SIZE * SIZE;
   }

@@ -3,17 +3,13 @@
 // changes this file alone. A place says where the first element of an accumulator lies.
 #pragma once
 
+#include "cells.cuh"
 #include "schedule.cuh"
 #include "tile.cuh"
 
 namespace fa {
 
 constexpr float LOG2_E = 1.44269504088896340736f;
-
-// Row and column are counted from the sequence's first ones.
-struct Place {
-  int batch, head, row, column;
-};
 
 // ---- forms of a score, and exponentials ----------------------------------------------------------------
 
@@ -133,12 +129,14 @@ __device__ inline void mask_transposed_scores(Accumulator<MT, NT> &scores, const
 
 // Products of a warp become scores, in place. The warp's accumulator is part of a tile of rows and columns, for
 // which one question decides whether elements are tested against the band. TRANSPOSED: rows run along the
-// accumulator's columns. None of the warp's rows sees columns from num_columns on.
+// accumulator's columns, and there is no program. None of the warp's rows sees columns from num_columns on.
 template <class Kind, bool TRANSPOSED, bool GENERAL, int MT, int NT>
 __device__ inline void make_scores_in_band(Accumulator<MT, NT> &scores, const fa_cuda_arguments &a,
                                            const fa_band &band, Range rows, Range columns, const Place &at,
                                            float unscale = 1, int num_columns = NT * 8) {
   finish_scores<Kind, MT, NT>(scores, a.score, unscale);
+  if constexpr (GENERAL && !TRANSPOSED)
+    if (a.program.is_there) add_to_scores<typename Kind::Io>(scores, a, band, at);
   if constexpr (GENERAL) rows.end = min(rows.end, a.window.seqlen_q);
   const bool inside =
       !GENERAL || (rows.begin >= band.q_begin && rows.end <= band.q_end && columns.begin >= band.k_begin);
@@ -200,6 +198,60 @@ __device__ inline void make_p_and_ds(Accumulator<MT, NT> &p, Accumulator<MT, NT>
     make_p_and_ds_of<Kind, true, MT, NT>(p, ds, score, shift, delta);
   else
     make_p_and_ds_of<Kind, false, MT, NT>(p, ds, score, shift, delta);
+}
+
+// Products and dp become p and ds, in place, where a program acts on scores: row by row, as what is added comes
+// between the softcap and the exponential. Those of p that are dropped are 0, and the others are due the
+// program's kept_factor. slot: this warp's number among those that share sums.
+template <class Kind, int MT, int NT>
+__device__ inline void make_p_and_ds_by_program(Accumulator<MT, NT> &p, Accumulator<MT, NT> &ds,
+                                                const fa_cuda_arguments &a, const fa_band &band,
+                                                const fa_dropout &dropout, const Place &at, const float *shift,
+                                                const float *delta, int row_slot, int head_slot) {
+  using Io = typename Kind::Io;
+  const fa_cuda_program &program = a.program;
+  const float unit = exponent_of_unit<Kind>(a.score), per_cap = per_softcap<Kind>(a.score);
+  const bool is_capped = a.score.form == FA_CUDA_SCORE_SOFTCAP;
+  uint32_t stays[MT];  // a bit an element
+  static_assert(NT * 4 <= 32, "a word holds the bits of 16 rows");
+#pragma unroll
+  for (int m = 0; m < MT; m++) stays[m] = ~0u;
+  if (program.dropout_threshold > 0)
+    for_each_draw<MT, NT>(program, dropout, at, [&](int m, int n, int i, bool it_stays) {
+      if (!it_stays) stays[m] &= ~(1u << (n * 4 + i));
+    });
+  finish_scores<Kind, MT, NT>(p, a.score, 1);
+  HeadSums head_sums;
+  BiasGradient<Io, NT> dbias(a, at);
+  for_each_row<MT, NT>(p, [&](int m, int half, int own) {
+    const int row = at.row + own;
+    float slopes[NT][2], of_scores[NT][2];  // of the softcap; the gradient by the scores
+#pragma unroll
+    for (int n = 0; n < NT; n++)
+#pragma unroll
+      for (int i = 0; i < 2; i++) slopes[n][i] = is_capped ? softcap_slope(p[m][n][half * 2 + i], per_cap) : 1;
+    add_to_row<Io>(p[m], half, a, band, at, row);
+    const Range seen =
+        row < band.q_begin || row >= band.q_end ? Range{0, 0} : fa_band_columns(band, {row, row + 1});
+    const Distances distances(band, row, at.column);
+#pragma unroll
+    for (int n = 0; n < NT; n++)
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        float &score = p[m][n][half * 2 + i], &dp = ds[m][n][half * 2 + i];
+        const int own_column = n * 8 + threadIdx.x % 4 * 2 + i, column = at.column + own_column;
+        const bool is_seen = column >= seen.begin && column < seen.end && score != -INFINITY;
+        const bool it_stays = stays[m] >> (n * 4 + half * 2 + i) & 1;
+        const float weight = is_seen ? exact_exponential<Kind>(score, unit, shift[own]) : 0;
+        of_scores[n][i] = is_seen ? ds_of(weight, it_stays ? dp * program.kept_factor : 0, delta[own]) : 0;
+        score = it_stays ? weight : 0;
+        dp = of_scores[n][i] * slopes[n][i];
+        head_sums.of[FA_CUDA_ALIBI_SLOPES] -= of_scores[n][i] * distances.at(own_column);
+      }
+    if (program.dbias.data) dbias.take_row(of_scores, row, seen);
+  });
+  if (program.dbias.data) dbias.finish(row_slot);
+  head_sums.add(a, at.batch, at.head, head_slot);
 }
 
 // Whether transposed scores begin at what makes -shift of them instead of at 0, so that nothing is to be read

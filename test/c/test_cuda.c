@@ -668,20 +668,38 @@ static void test_out_of_memory(void) {
   CHECK(works(), "the call after one that found no memory");
 }
 
-/* A kernel that does not take bands is passed over for the next one, which does. */
+/* A kernel that does not take bands, or what acts on scores, is passed over for the next one, which does. */
 static void test_needs(void) {
   for (size_t i = 0; i < NUM_DTYPES; i++)
     for (int64_t head_dim = 40; head_dim <= 256; head_dim += 72) {
       fa_error error;
-      fa_plan plain, banded;
+      fa_plan plain, banded, biased;
       fa_problem problem = problem_of(dtypes[i], 1, 67, 1, head_dim);
       must(fa_plan_init(&plain, &problem, FA_PASS_FORWARD, cuda, &error), &error);
+      problem.bias_batch = problem.bias_heads = problem.bias_rows = 1;
+      must(fa_plan_init(&biased, &problem, FA_PASS_FORWARD, cuda, &error), &error);
+      CHECK(strcmp(plain.kernel, biased.kernel) != 0, "%s with a bias too", plain.kernel);
+      problem.bias_batch = problem.bias_heads = problem.bias_rows = 0;
       problem.bands_batch = problem.num_bands = 1;
       must(fa_plan_init(&banded, &problem, FA_PASS_FORWARD, cuda, &error), &error);
       const size_t length = strlen(plain.kernel);
-      CHECK(strncmp(plain.kernel, banded.kernel, length) == 0 && strcmp(banded.kernel + length, "/bands") == 0,
-            "%s without bands, %s with them", plain.kernel, banded.kernel);
+      CHECK(
+          strncmp(plain.kernel, banded.kernel, length) == 0 && strcmp(banded.kernel + length, "/general") == 0,
+          "%s without bands, %s with them", plain.kernel, banded.kernel);
     }
+}
+
+/* Four scores 8 rows and columns apart share a draw, so a part of a problem begins between two such sets. */
+static void test_origins(void) {
+  fa_error error;
+  fa_plan plan;
+  fa_problem problem = problem_of(FA_DTYPE_BF16, 1, 67, 1, 64);
+  problem.num_seed_words = 2, problem.dropout = 0.1, problem.origin.row = 48;
+  must(fa_plan_init(&plan, &problem, FA_PASS_FORWARD, cuda, &error), &error);
+  problem.origin.row = 40;
+  CHECK(fa_plan_init(&plan, &problem, FA_PASS_FORWARD, cuda, &error) == FA_STATUS_UNSUPPORTED,
+        "rows from 40 on, with dropout");
+  CHECK_TEXT(error.message, "origin: expected a multiple of 16 rows where there is dropout on CUDA, got 40");
 }
 
 static void test_no_such_device(void) {
@@ -726,6 +744,7 @@ int main(int argc, char **argv) {
   }
   test_no_such_device();
   test_needs();
+  test_origins();
   test_long_plan();
   test_places();
   test_order();

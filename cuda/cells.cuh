@@ -1,0 +1,302 @@
+// What acts on single scores by their places: what is added to them (a bias, distances times slopes), which of
+// them are dropped, and the gradients by what was added. Kernels that take a program use it; in the others,
+// which plain problems run, nothing of it is there. Rows lie along the rows of accumulators here.
+#pragma once
+
+#include <type_traits>
+
+#include "../c_src/core/dropout.h"
+#include "schedule.cuh"
+#include "tile.cuh"
+
+namespace fa {
+
+// Where the first element of an accumulator lies. Row and column are counted from the sequence's first ones.
+struct Place {
+  int batch, head, row, column;
+};
+
+// ---- tensors of cells --------------------------------------------------------------------------------------
+
+// The first number of a head, and that of a row.
+template <class T>
+__device__ inline T *numbers_of(const fa_cuda_cells &cells, int batch, int head, int row = 0) {
+  return static_cast<T *>(cells.data) + batch * cells.stride_batch + head * cells.stride_head +
+         row * cells.stride_row;
+}
+
+// What a mask of u8 adds to a score.
+struct Shown {
+  uint8_t flag;
+  __device__ explicit operator float() const { return flag ? 0 : -INFINITY; }
+};
+
+// Calls visit with a number of the type.
+template <class Io, class Visit>
+__device__ inline void with_type(fa_dtype dtype, Visit visit) {
+  if (dtype == FA_DTYPE_U8)
+    visit(Shown());
+  else if (dtype == FA_DTYPE_F32 || sizeof(Io) == sizeof(float))
+    visit(float());
+  else
+    visit(Io());
+}
+
+template <class T>
+struct alignas(2 * sizeof(T)) Two {
+  T x[2];
+};
+
+// Two neighbouring numbers of a row from an even column on, `wanted` of which are there; the others are 0.
+template <class T>
+__device__ inline float2 load_two(const T *from, int wanted, bool in_pairs) {
+  if (in_pairs && wanted >= 2) {
+    const Two<T> two = *reinterpret_cast<const Two<T> *>(from);
+    return {static_cast<float>(two.x[0]), static_cast<float>(two.x[1])};
+  }
+  return {wanted > 0 ? static_cast<float>(from[0]) : 0, wanted > 1 ? static_cast<float>(from[1]) : 0};
+}
+
+template <class T>
+__device__ inline void store_two(T *to, float x, float y, int wanted, bool in_pairs) {
+  if (in_pairs && wanted >= 2) {
+    Two<T> two;
+    store_number(&two.x[0], x), store_number(&two.x[1], y);
+    *reinterpret_cast<Two<T> *>(to) = two;
+  } else {
+    if (wanted > 0) store_number(to, x);
+    if (wanted > 1) store_number(to + 1, y);
+  }
+}
+
+// Adds to a number: of f32, whoever else adds to it; of other types, to one that this thread alone has.
+__device__ inline void add_number(float *to, float x) { atomicAdd(to, x); }
+template <class T>
+__device__ inline void add_number(T *to, float x) {
+  store_number(to, static_cast<float>(*to) + x);
+}
+
+// ---- what is added to scores -------------------------------------------------------------------------------
+
+// Distances of a row's cells from the column beside it, in a band.
+struct Distances {
+  float from_first;  // of an accumulator's columns
+
+  __device__ Distances(const fa_band &band, int row, int column)
+      : from_first(float(row + band.k_end - band.q_end - column)) {}
+  __device__ float at(int column) const { return fabsf(from_first - float(column)); }
+};
+
+// What a tensor has for a head, or what leaves scores alone where there is no such tensor.
+__device__ inline float number_of_head(const fa_cuda_program &program, fa_cuda_head_number id, const Place &at,
+                                       float otherwise) {
+  const fa_cuda_cells &cells = program.of_heads[id];
+  return cells.data ? *numbers_of<const float>(cells, at.batch, at.head) : otherwise;
+}
+
+// A score with what is added to it, which hides it where it is -inf, whatever it is.
+__device__ inline float with_addend(float score, float addend) {
+  return addend == -INFINITY ? -INFINITY : score + addend;
+}
+
+// Adds the bias to the scores of one row of an accumulator, those of `half`; rows and columns that are not
+// there have none.
+template <class Io, int NT>
+__device__ inline void add_bias(float (&scores)[NT][4], int half, const fa_cuda_arguments &a, const Place &at,
+                                int row) {
+  const fa_cuda_cells &bias = a.program.bias;
+  const int first = at.column + threadIdx.x % 4 * 2;
+  const int wanted = row < a.window.seqlen_q ? a.window.seqlen_k - first : 0;
+  with_type<Io>(bias.dtype, [&](auto type) {
+    const auto *from = numbers_of<const decltype(type)>(bias, at.batch, at.head, row) + first;
+    constexpr int AT_ONCE = NT < 8 ? NT : 8;  // on their way from memory
+#pragma unroll
+    for (int begin = 0; begin < NT; begin += AT_ONCE) {
+      float2 addends[AT_ONCE];
+#pragma unroll
+      for (int n = begin; n < begin + AT_ONCE && n < NT; n++)
+        addends[n - begin] = load_two(from + n * 8, wanted - n * 8, bias.in_pairs);
+#pragma unroll
+      for (int n = begin; n < begin + AT_ONCE && n < NT; n++) {
+        scores[n][half * 2] = with_addend(scores[n][half * 2], addends[n - begin].x);
+        scores[n][half * 2 + 1] = with_addend(scores[n][half * 2 + 1], addends[n - begin].y);
+      }
+    }
+  });
+}
+
+// What finish_scores made of products becomes scores as they are, in one row of an accumulator.
+template <class Io, int NT>
+__device__ inline void add_to_row(float (&scores)[NT][4], int half, const fa_cuda_arguments &a,
+                                  const fa_band &band, const Place &at, int row) {
+  const fa_cuda_program &program = a.program;
+  const Distances distances(band, row, at.column + threadIdx.x % 4 * 2);
+  const float slope = number_of_head(program, FA_CUDA_ALIBI_SLOPES, at, 0);
+#pragma unroll
+  for (int n = 0; n < NT; n++)
+#pragma unroll
+    for (int i = 0; i < 2; i++) scores[n][half * 2 + i] *= program.factor;
+  if (program.of_heads[FA_CUDA_ALIBI_SLOPES].data)
+#pragma unroll
+    for (int n = 0; n < NT; n++)
+#pragma unroll
+      for (int i = 0; i < 2; i++)
+        scores[n][half * 2 + i] = fmaf(-slope, distances.at(n * 8 + i), scores[n][half * 2 + i]);
+  if (program.bias.data) add_bias<Io>(scores, half, a, at, row);
+}
+
+template <int MT, int NT, class Visit>
+__device__ inline void for_each_row(Accumulator<MT, NT> &acc, Visit visit) {
+#pragma unroll
+  for (int m = 0; m < MT; m++)
+#pragma unroll
+    for (int half = 0; half < 2; half++) visit(m, half, m * 16 + half * 8 + threadIdx.x % 32 / 4);
+}
+
+template <class Io, int MT, int NT>
+__device__ inline void add_to_scores(Accumulator<MT, NT> &scores, const fa_cuda_arguments &a,
+                                     const fa_band &band, const Place &at) {
+  for_each_row<MT, NT>(
+      scores, [&](int m, int half, int row) { add_to_row<Io>(scores[m], half, a, band, at, at.row + row); });
+}
+
+// ---- what is dropped ---------------------------------------------------------------------------------------
+
+// What a head's scores are dropped by.
+__device__ inline fa_dropout dropout_of(const fa_cuda_program &program, int batch, int head) {
+  const uint32_t seed[2] = {__ldg(program.dropout_seed), __ldg(program.dropout_seed + 1)};
+  return fa_dropout_of(seed, program.dropout_threshold, program.first_batch + batch, program.first_head + head);
+}
+
+// Calls visit(m, n, i, stays) for the elements of an accumulator, which begins at multiples of 16 rows and
+// columns: four elements of a lane, 8 rows and 8 columns apart, come from the same two words.
+template <int MT, int NT, class Visit>
+__device__ inline void for_each_draw(const fa_cuda_program &program, const fa_dropout &dropout, const Place &at,
+                                     Visit visit) {
+  static_assert(NT % 2 == 0, "columns come in pairs 8 apart");
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int m = 0; m < MT; m++) {
+    const uint32_t row_pair = fa_dropout_pair(program.first_row + at.row + m * 16 + lane / 4);
+#pragma unroll
+    for (int n = 0; n < NT; n += 2)
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        const uint32_t column_pair = fa_dropout_pair(at.column + n * 8 + lane % 4 * 2 + i);
+        const fa_words words = fa_dropout_words(dropout, row_pair, column_pair);
+#pragma unroll
+        for (int second = 0; second < 2; second++)
+#pragma unroll
+          for (int half = 0; half < 2; half++)
+            visit(m, n + second, half * 2 + i, (words.x[second] >> half * 16 & 0xffff) >= dropout.threshold);
+      }
+  }
+}
+
+// What the rows that were not dropped are due, beside what their o is multiplied with.
+template <int MT>
+__device__ inline void multiply_kept(float (&scale)[MT][2], const fa_cuda_program &program) {
+  if (!program.is_there) return;
+#pragma unroll
+  for (int m = 0; m < MT; m++) scale[m][0] *= program.kept_factor, scale[m][1] *= program.kept_factor;
+}
+
+// Probabilities that are dropped become 0. What the others gain is left to the end of the row.
+template <int MT, int NT>
+__device__ inline void drop(Accumulator<MT, NT> &p, const fa_cuda_arguments &a, const fa_dropout &dropout,
+                            const Place &at) {
+  for_each_draw<MT, NT>(a.program, dropout, at, [&](int m, int n, int i, bool stays) {
+    if (!stays) p[m][n][i] = 0;
+  });
+}
+
+// ---- gradients by what was added ---------------------------------------------------------------------------
+
+// The sum over a warp's lanes, which all get it.
+__device__ inline float warp_sum(float x) {
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(~0u, x, step);
+  return x;
+}
+
+// A lane's share of the gradients that are one number for all scores of a head.
+struct HeadSums {
+  float of[FA_CUDA_NUM_HEAD_NUMBERS] = {};
+
+  // Adds them to this warp's own: a warp's additions follow one another, and so give the same bits every time.
+  __device__ void add(const fa_cuda_arguments &a, int batch, int head, int slot) const {
+#pragma unroll
+    for (int id = 0; id < FA_CUDA_NUM_HEAD_NUMBERS; id++) {
+      if (!a.program.head_sums[id]) continue;
+      const float sum = warp_sum(of[id]);
+      if (threadIdx.x % 32 == 0)
+        atomicAdd(
+            a.program.head_sums[id] + (int64_t(batch) * a.num_heads + head) * a.program.num_head_slots + slot,
+            sum);
+    }
+  }
+};
+
+// The gradient by the bias, of one accumulator: row by row.
+template <class Io, int NT>
+struct BiasGradient {
+  const fa_cuda_arguments &a;
+  const Place &at;
+  float sums[NT][2];  // over rows, where these share numbers
+
+  __device__ BiasGradient(const fa_cuda_arguments &a, const Place &at) : a(a), at(at) {
+#pragma unroll
+    for (int n = 0; n < NT; n++) sums[n][0] = sums[n][1] = 0;
+  }
+
+  // gradient: of the row's scores, 0 where they are not visible; there only those are stored that are seen.
+  __device__ void take_row(const float (&gradient)[NT][2], int row, Range seen) {
+    const fa_cuda_program &program = a.program;
+    const fa_cuda_cells &to = program.dbias;
+    if (program.dbias_step == FA_CUDA_CELLS_ADD_ROWS) {
+#pragma unroll
+      for (int n = 0; n < NT; n++)
+#pragma unroll
+        for (int i = 0; i < 2; i++) sums[n][i] += gradient[n][i];
+      return;
+    }
+    if (row >= a.window.seqlen_q) return;
+    const int first = at.column + threadIdx.x % 4 * 2;
+    with_type<Io>(to.dtype, [&](auto type) {
+      using T = decltype(type);
+      if constexpr (!std::is_same<T, Shown>::value) {
+        T *numbers = numbers_of<T>(to, at.batch, at.head, row) + first;
+#pragma unroll
+        for (int n = 0; n < NT; n++) {
+          const int column = first + n * 8;
+          if (program.dbias_step == FA_CUDA_CELLS_STORE && column >= seen.begin) {
+            store_two(numbers + n * 8, gradient[n][0], gradient[n][1], seen.end - column, to.in_pairs);
+          } else {
+#pragma unroll
+            for (int i = 0; i < 2; i++)
+              if (column + i >= seen.begin && column + i < seen.end)
+                add_number(numbers + n * 8 + i, gradient[n][i]);
+          }
+        }
+      }
+    });
+  }
+
+  // Adds the sums over the accumulator's rows to those of the warp's slot.
+  __device__ void finish(int slot) {
+    if (a.program.dbias_step != FA_CUDA_CELLS_ADD_ROWS) return;
+    float *to = numbers_of<float>(a.program.dbias, at.batch, at.head, slot);
+#pragma unroll
+    for (int n = 0; n < NT; n++)
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        float sum = sums[n][i];
+#pragma unroll
+        for (int step = 4; step < 32; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
+        const int column = at.column + n * 8 + threadIdx.x % 4 * 2 + i;
+        if (threadIdx.x % 32 < 4 && column < a.window.seqlen_k) atomicAdd(to + column, sum);
+      }
+  }
+};
+
+}  // namespace fa
