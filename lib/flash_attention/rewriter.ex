@@ -34,11 +34,11 @@ if FlashAttention.Defn.supported?() do
         constants of any origin (`Nx.tril/2`, a table) that are one of these become windows and bands; any other
         a mask of single scores
       * biases, also under a mask
-      * attention sinks, as further columns of the softmax or in its denominator; without their gradient
+      * attention sinks, as further columns of the softmax or in its denominator
 
     in any layout, with any batch axes, with k and v repeated for groups of heads (they are not, then); the softmax with or without
     the row's maximum, by division or by a reciprocal, in another precision than the products, and weights times a factor a head. The gradients
-    of all of these by q, k, v and biases are found in the same way: whatever multiplies out to the formula is the formula.
+    of all of these by q, k, v, biases and sinks are found in the same way: whatever multiplies out to the formula is the formula.
 
     ## What is not
 

@@ -274,6 +274,85 @@ defmodule FlashAttention.RewriterTest do
     end
   end
 
+  describe "sinks" do
+    # As a column beside the scores, which is cut off after the softmax; or as one more in its denominator.
+    def column(q, k, v, sink, maximum) do
+      {batch, heads, rows, columns} = {2, 3, 6, 6}
+      s = q |> Nx.dot([3], [0, 1], k, [3], [0, 1]) |> Nx.multiply(0.5)
+      causal = Nx.greater_equal(Nx.iota({rows, 1}), Nx.iota({1, columns}))
+      s = Nx.select(Nx.broadcast(causal, s), s, -1.0e9)
+      column = sink |> Nx.reshape({1, heads, 1, 1}) |> Nx.broadcast({batch, heads, rows, 1})
+      s = Nx.concatenate([s, column], axis: 3)
+      e = Nx.exp(Nx.subtract(s, maximum.(Nx.reduce_max(s, axes: [3], keep_axes: true))))
+      p = Nx.divide(e, Nx.sum(e, axes: [3], keep_axes: true))
+      p |> Nx.slice_along_axis(0, columns, axis: 3) |> Nx.dot([3], [0, 1], v, [2], [0, 1])
+    end
+
+    def denominator(q, k, v, sink, maximum) do
+      s = q |> Nx.dot([3], [0, 1], k, [3], [0, 1]) |> Nx.multiply(0.5)
+      sink = Nx.reshape(sink, {1, 3, 1, 1})
+      m = s |> Nx.reduce_max(axes: [3], keep_axes: true) |> Nx.max(sink) |> maximum.()
+      e = Nx.exp(Nx.subtract(s, m))
+      sum = Nx.add(Nx.sum(e, axes: [3], keep_axes: true), Nx.exp(Nx.subtract(sink, m)))
+      e |> Nx.divide(sum) |> Nx.dot([3], [0, 1], v, [2], [0, 1])
+    end
+
+    for {form, fun} <- [column: &__MODULE__.column/5, denominator: &__MODULE__.denominator/5],
+        {maximum, through} <- [
+          "a constant": &Nx.Defn.Kernel.stop_grad/1,
+          "differentiated too": &Function.identity/1
+        ] do
+      test "#{form}, where the maximum is #{maximum}: both passes, with the sink's own gradient" do
+        args = qkv() ++ [normal(4, {3}, :f32)]
+
+        step = fn q, k, v, sink, weights ->
+          Nx.Defn.value_and_grad({q, k, v, sink}, fn {q, k, v, sink} ->
+            Nx.sum(Nx.multiply(unquote(fun).(q, k, v, sink, unquote(through)), weights))
+          end)
+        end
+
+        args = args ++ [normal(5, {2, 3, 6, 4}, :f64)]
+        assert [as] = found(step, args)
+        assert as =~ "1 sink" and as =~ "with dq, dk, dv, dsink"
+        [plain, rewritten] = for compiler <- [Evaluator, Rewriter], do: run(step, args, compiler)
+
+        assert_close(plain, rewritten)
+      end
+    end
+
+    # The library's gradient by sinks is of f32; it is the last one here.
+    defp assert_close(plain, rewritten) do
+      distances = Enum.zip_with(plain, rewritten, &distance/2)
+      assert List.last(distances) <= 1.0e-6
+      for distance <- Enum.drop(distances, -1), do: assert(distance <= 1.0e-9)
+    end
+
+    test "whose gradient goes on, and is a term of a longer sum" do
+      args = qkv() ++ [normal(4, {3}, :f32)]
+
+      changed = fn q, k, v, sink ->
+        Nx.Defn.grad(sink, fn sink ->
+          o = column(q, k, v, Kernel.custom_grad(sink, [sink], &[Nx.multiply(&1, sink)]), &Kernel.stop_grad/1)
+          Nx.sum(Nx.sin(o))
+        end)
+      end
+
+      more = fn q, k, v, sink ->
+        Nx.Defn.grad(sink, fn sink ->
+          more = Nx.multiply(Nx.sum(Nx.exp(q), axes: [0, 2, 3]), Nx.exp(sink))
+          Nx.add(Nx.sum(Nx.sin(column(q, k, v, sink, &Kernel.stop_grad/1))), Nx.sum(more))
+        end)
+      end
+
+      for step <- [changed, more] do
+        assert [as] = found(step, args)
+        assert as =~ "dsink"
+        [[plain], [rewritten]] = for compiler <- [Evaluator, Rewriter], do: run(step, args, compiler)
+        assert distance(plain, rewritten) <= 1.0e-6 * Nx.to_number(Nx.reduce_max(Nx.abs(plain)))
+      end
+    end
+  end
+
   describe "dropout" do
     # What stays of weights, and by which numbers from 0 to 1: those of Axon.dropout and of whoever drops by hand.
     @dropped [

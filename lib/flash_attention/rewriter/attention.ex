@@ -159,7 +159,7 @@ if FlashAttention.Defn.supported?() do
       like = Map.fetch!(inputs, :q)
       dout = %{like | shape: shape, names: nils(shape), type: type(inputs), vectorized_axes: []}
       dout = Expr.parameter(dout, 1_000_000)
-      wanted = for gradient <- match.gradients, uniq: true, do: gradient.of
+      wanted = for %{of: of} <- match.gradients, of != :zero, uniq: true, do: of
 
       {{o, _loss}, gradients} =
         Nx.Defn.Grad.transform(
@@ -457,10 +457,9 @@ if FlashAttention.Defn.supported?() do
 
     defp sink(%{axes: %{heads: heads, groups: groups}} = match, inputs) do
       rows =
-        for {number, indices} <- match.sinks,
+        for {{number, indices}, n} <- Enum.with_index(match.sinks),
             do:
-              inputs
-              |> Map.fetch!(number)
+              (inputs[{:sink, n}] || Map.fetch!(inputs, number))
               |> lay_out(indices, [heads ++ groups], match.atoms)
               |> Nx.as_type(:f32)
 
@@ -575,6 +574,7 @@ if FlashAttention.Defn.supported?() do
     end
 
     defp leaf(match, {:bias, n}), do: match.biases |> Enum.at(n) |> elem(0)
+    defp leaf(match, {:sink, n}), do: Enum.at(match.sinks, n)
     defp leaf(match, name), do: Map.fetch!(match, name)
 
     defp number_like(number, tensor), do: Nx.tensor(number, type: tensor.type, backend: Nx.BinaryBackend)
@@ -637,10 +637,11 @@ if FlashAttention.Defn.supported?() do
 
     defp gradients_in_words(%{gradients: gradients}) do
       names = Enum.map(gradients, &name/1)
-      ["with " <> Enum.join(Enum.filter(["dq", "dk", "dv", "dbias"], &(&1 in names)), ", ")]
+      ["with " <> Enum.join(Enum.filter(["dq", "dk", "dv", "dbias", "dsink"], &(&1 in names)), ", ")]
     end
 
     defp name(%{of: {:bias, _n}}), do: "dbias"
+    defp name(%{of: {:sink, _n}}), do: "dsink"
     defp name(%{of: of}), do: "d#{of}"
 
     # Scores of 16 bits end at 65504, the library's do not.

@@ -4,6 +4,7 @@ defmodule FlashAttention.Rewriter.Backward do
   #
   #     dv = p dout                dq = ds k                dk = ds q
   #     ds = (p (dout v) - p sum_j p (dout v)) * (derivative of the score's program)
+  #     dsink = - sum_i p_sink sum_j p (dout v)
   #
   # as terms, in which it does not matter how they were written, nor that the row's maximum was differentiated too: its
   # share is a term that is 0. Where k and v were repeated for groups of heads, gradients are sums over the group.
@@ -28,9 +29,21 @@ defmodule FlashAttention.Rewriter.Backward do
           {:ok, gradient} <- [gradient(terms, match, candidate)],
           do: {match.output, gradient}
 
-    gradients = Enum.group_by(gradients ++ of_biases(terms, by_product), &elem(&1, 0), &elem(&1, 1))
-    for match <- matches, do: %{match | gradients: Map.get(gradients, match.output, [])}
+    added = of_biases(terms, by_product) ++ of_sinks(terms, matches)
+    gradients = Enum.group_by(gradients ++ added, &elem(&1, 0), &elem(&1, 1))
+    for match <- matches, do: %{match | gradients: with_zeros(terms, match, gradients[match.output] || [])}
   end
+
+  # The share that the maximum of scores and sinks has in a sink's gradient is nothing, and stands by itself.
+  defp with_zeros(terms, %{sinks: [_ | _]} = match, [%{dout: dout} | _] = gradients) do
+    gradients ++
+      for {number, %{op: :sum}} <- Enum.sort(terms.graph.values),
+          number > elem(match.product, 0),
+          Terms.term(terms, fresh(terms, number)) == %{},
+          do: %{output: number, of: :zero, indices: [], factor: 1, dout: dout, inner: []}
+  end
+
+  defp with_zeros(_terms, _match, gradients), do: gradients
 
   # ---- gradients of what is added to scores: sums of the scores' own, or those ----------------------------
 
@@ -58,6 +71,65 @@ defmodule FlashAttention.Rewriter.Backward do
          {:ok, dp, dout} <- dp(terms, match, term),
          {:ok, ratio} <- ratio(term, terms |> dz(match, dp) |> Terms.scale(factor) |> unmasked(terms, match)),
          do: found(match, Map.put(candidate, :names, names), name, ratio, dout, [elem(dp, 0)])
+  end
+
+  # ---- gradients of sinks: sums over rows of what the sink's own exponential is a factor of ----------------
+
+  defp of_sinks(terms, matches) do
+    for %{sinks: [_ | _]} = match <- matches,
+        {number, %{op: op}} when op in @scores <- Enum.sort(terms.graph.values),
+        number > elem(match.product, 0),
+        candidate = below_sum(terms, fresh(terms, number), number),
+        {exponential, n} <- Enum.with_index(match.sink_exponentials),
+        {:ok, gradient} <- [of_sink(terms, match, candidate, exponential, {:sink, n})],
+        do: {match.output, gradient}
+  end
+
+  defp of_sink(terms, match, candidate, {number, indices} = exponential, name) do
+    with {:ok, there} <- factor_at(terms, Terms.term(terms, candidate.view), number),
+         {:ok, names} <- unify(there, indices, %{}),
+         {:ok, view} <- Terms.substitute(candidate.view, names),
+         term = terms |> Terms.term(view) |> unmasked(terms, match),
+         {:ok, dp, dout} <- dp_in_sums(terms, match, term),
+         probability = of_sink_alone(terms, match, exponential),
+         target = Terms.multiply(terms, probability, sum_of_products(terms, match, dp)),
+         {:ok, ratio} <- ratio(term, target |> Terms.scale(-1.0) |> unmasked(terms, match)),
+         do: found(match, Map.put(candidate, :names, names), name, ratio, dout, [elem(dp, 0)])
+  end
+
+  defp of_sink_alone(terms, match, sink) do
+    exponential = Terms.term(terms, match.exponential)
+
+    match.probability
+    |> then(&Terms.multiply(terms, &1, Terms.inverse(terms, exponential)))
+    |> then(&Terms.multiply(terms, &1, Terms.term(terms, sink)))
+  end
+
+  # The indices of that value where it is a factor.
+  defp factor_at(terms, term, number) do
+    Enum.find_value(term, :error, fn {monomial, _} ->
+      Enum.find_value(monomial, fn {factor, _} ->
+        with %{view: {^number, indices}} <- Terms.info(terms, factor), do: {:ok, indices}, else: (_ -> nil)
+      end)
+    end)
+  end
+
+  # The product of dout and v in sums over the columns, as it is in one of them.
+  defp dp_in_sums(terms, match, term) do
+    views =
+      for {monomial, _} <- term,
+          {factor, 1} <- monomial,
+          {:sum, inside, [_column]} <- [Terms.info(terms, factor).structure],
+          {inner, 1} <- inside,
+          %{structure: {:dot, _}, view: view} <- [Terms.info(terms, inner)],
+          do: view
+
+    Enum.find_value(views, :error, fn view ->
+      with {:ok, _view, dout, names} <- dout(terms, match, view),
+           {:ok, dp} <- Terms.substitute(view, names),
+           do: {:ok, dp, dout},
+           else: (_ -> nil)
+    end)
   end
 
   # ---- what may be a gradient: products, and sums of products ---------------------------------------------
@@ -110,7 +182,7 @@ defmodule FlashAttention.Rewriter.Backward do
         is_map_key(by_product, number) ->
           [number]
 
-        value.op in @passing ->
+        value.op in [:pad | @passing] ->
           for(arg <- value.args, product <- below(terms, arg, by_product), uniq: true, do: product)
 
         true ->
@@ -220,6 +292,7 @@ defmodule FlashAttention.Rewriter.Backward do
   end
 
   defp leaf(match, {:bias, n}), do: match.biases |> Enum.at(n) |> elem(0)
+  defp leaf(match, {:sink, n}), do: Enum.at(match.sinks, n)
   defp leaf(match, name), do: Map.fetch!(match, name)
 
   defp below_output(%{output: output, dot: dot}), do: if(output == dot, do: [], else: [dot])
@@ -238,17 +311,22 @@ defmodule FlashAttention.Rewriter.Backward do
   # multiplied by, and what keeps some of them.
   defp dz(terms, match, dp) do
     w = Terms.term(terms, match.weights)
-    {:ok, w_there} = Terms.substitute(match.weights, at_bound(match))
-    {:ok, dp_there} = Terms.substitute(dp, at_bound(match))
-    [{:j, 1, size}] = match.axes.columns
-    bound = {:bound, 1, 0}
-    products = Terms.multiply(terms, Terms.term(terms, w_there), Terms.term(terms, dp_there))
-    sum = Terms.sum(terms, products, [bound], %{bound => size})
+    sum = sum_of_products(terms, match, dp)
 
     Terms.subtract(
       Terms.multiply(terms, w, Terms.term(terms, dp)),
       Terms.multiply(terms, match.probability, sum)
     )
+  end
+
+  # sum_j w (dout v).
+  defp sum_of_products(terms, match, dp) do
+    {:ok, w_there} = Terms.substitute(match.weights, at_bound(match))
+    {:ok, dp_there} = Terms.substitute(dp, at_bound(match))
+    [{:j, 1, size}] = match.axes.columns
+    bound = {:bound, 1, 0}
+    products = Terms.multiply(terms, Terms.term(terms, w_there), Terms.term(terms, dp_there))
+    Terms.sum(terms, products, [bound], %{bound => size})
   end
 
   defp at_bound(match),
@@ -272,8 +350,11 @@ defmodule FlashAttention.Rewriter.Backward do
     factors = for {monomial, _} <- term, {factor, 1} <- monomial, uniq: true, do: Terms.info(terms, factor)
 
     Enum.find_value(factors, :error, fn
-      %{structure: {:dot, _}, view: view} -> dout(terms, match, view)
-      _ -> nil
+      %{structure: {:dot, _}, view: view} ->
+        with {:ok, dp, dout, _names} <- dout(terms, match, view), do: {:ok, dp, dout}
+
+      _ ->
+        nil
     end)
   end
 
@@ -287,7 +368,7 @@ defmodule FlashAttention.Rewriter.Backward do
       with true <- elem(values, 0) == elem(v, 0),
            {:ok, names} <- unify(elem(values, 1), elem(v, 1), %{}),
            {:ok, dout} <- Terms.substitute(dout, names) do
-        {:ok, view, Terms.resolve(terms, dout)}
+        {:ok, view, Terms.resolve(terms, dout), names}
       else
         _ -> nil
       end

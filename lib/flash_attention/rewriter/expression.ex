@@ -133,9 +133,29 @@ if FlashAttention.Defn.supported?() do
     defp node(:concatenate, [tensors, axis], tensor, state),
       do: put(state, tensor, :concatenate, tensors, axis: axis)
 
+    defp node(:pad, [inner, filling, sizes], tensor, state),
+      do: put(state, tensor, :pad, [inner, filling], sizes: sizes)
+
+    # Into a constant: what there is, with that around it.
+    defp node(:put_slice, [%T{data: %Expr{op: :constant}} = filling, starts, inner], tensor, state) do
+      known = for start <- starts, do: known_start(start)
+
+      sizes =
+        for {start, size, whole} when start != nil <-
+              Enum.zip([known, Tuple.to_list(inner.shape), Tuple.to_list(tensor.shape)]),
+            do: {start, whole - start - size, 0}
+
+      if nil in known do
+        later = for start <- starts, known_start(start) == nil, do: start
+        put(state, tensor, :put_slice, [filling, inner | later], starts: known)
+      else
+        put(state, tensor, :pad, [inner, filling], sizes: sizes)
+      end
+    end
+
     defp node(:slice, [inner, starts, lengths, strides], tensor, state) do
-      later = Enum.filter(starts, &is_struct(&1, T))
-      starts = for start <- starts, do: if(is_integer(start), do: start)
+      later = for start <- starts, known_start(start) == nil, do: start
+      starts = Enum.map(starts, &known_start/1)
       put(state, tensor, :slice, [inner | later], lengths: lengths, starts: starts, strides: strides)
     end
 
@@ -188,6 +208,11 @@ if FlashAttention.Defn.supported?() do
     defp written(%{op: :parameter, opts: {index, _context}}, _tensor), do: index
     defp written(%{op: :while}, %T{data: %Expr{args: [_, _, condition, body]}}), do: written({condition, body})
     defp written(%{opts: opts}, _tensor), do: opts
+
+    # nil where it is known at run time.
+    defp known_start(start) when is_integer(start), do: start
+    defp known_start(%T{data: %Expr{op: :constant, args: [start]}}), do: start
+    defp known_start(_start), do: nil
 
     # Of a block, the expression and the function that made it say nothing beyond its struct and its arguments.
     defp without_functions(:block, [struct, in_args, _expr, _fun]), do: {struct, in_args}
@@ -274,6 +299,7 @@ if FlashAttention.Defn.supported?() do
     defp rebuild_node(%T{data: data} = tensor, state) do
       case state.outputs[state.numbers[data.id]] do
         nil -> rebuild_args(Nx.devectorize(tensor), state)
+        {_match, %{of: :zero}} -> {Nx.broadcast(Nx.tensor(0, type: tensor.type), tensor.shape).data, state}
         {match, role} -> replace(Nx.devectorize(tensor), match, role, state)
       end
     end
@@ -358,7 +384,8 @@ if FlashAttention.Defn.supported?() do
     defp named(match, inputs) do
       leaves =
         [q: match.q, k: match.k, v: match.v] ++
-          for {{view, _factor}, n} <- Enum.with_index(match.biases), do: {{:bias, n}, view}
+          for({{view, _factor}, n} <- Enum.with_index(match.biases), do: {{:bias, n}, view}) ++
+          for {view, n} <- Enum.with_index(match.sinks), do: {{:sink, n}, view}
 
       for {name, {number, _indices}} <- leaves, into: inputs, do: {name, Map.fetch!(inputs, number)}
     end

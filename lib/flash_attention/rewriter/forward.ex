@@ -31,6 +31,7 @@ defmodule FlashAttention.Rewriter.Forward do
     empty_rows: :none,
     outer: [],
     sinks: [],
+    sink_exponentials: [],
     steps: [],
     gradients: [],
     label: nil
@@ -94,6 +95,7 @@ defmodule FlashAttention.Rewriter.Forward do
             dropout: softmax.dropout,
             outer: outer,
             sinks: sinks,
+            sink_exponentials: if(sinks == [], do: [], else: softmax.sinks),
             v: Terms.resolve(terms, v)
         }
 

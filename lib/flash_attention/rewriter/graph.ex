@@ -28,6 +28,7 @@ defmodule FlashAttention.Rewriter.Graph do
   | `iota` | `axis` |
   | `transpose`, `broadcast`, `sum`, `reduce_max` | `axes`; those of reductions need not remain |
   | `slice` | `starts` (`nil`: known at run time), `lengths`, `strides` |
+  | `pad` | `sizes`: of what is put before, behind and between, for each axis; of a tensor and the number that is put there |
   | `concatenate` | `axis` |
   | `dot` | `contract`, `batch`: axes of the one and of the other operand |
   | `elem` | its place in the tuple |

@@ -20,7 +20,27 @@ defmodule FlashAttention.Rewriter.Index do
 
   @doc "The variables in indices."
   @spec variables([t]) :: [term]
-  def variables(indices), do: for(index <- indices, {variable, _, _} <- index, uniq: true, do: variable)
+  def variables(indices),
+    do: for(index <- indices, {digit, _, _} <- index, name = of_variable(digit), uniq: true, do: name)
+
+  # What is within a longer axis, from a place on, runs along the variable, or stands there.
+  defp of_variable({:within, _from, variable}), do: variable
+  defp of_variable(variable), do: variable
+
+  @doc "The index, along that much of a longer axis, from a place on; :error where it does not run along all of it."
+  @spec within(t, non_neg_integer, pos_integer) :: {:ok, t} | :error
+  def within([], from, 1), do: {:ok, [{{:within, from, nil}, 1, 1}]}
+
+  def within([{variable, 1, size}], from, size) when not is_tuple(variable) or elem(variable, 0) != :within,
+    do: {:ok, [{{:within, from, variable}, 1, size}]}
+
+  def within(_index, _from, _size), do: :error
+
+  @doc "What of a longer axis an index is within: `{from, index along that}`, or nil."
+  @spec inside(t) :: {non_neg_integer, t} | nil
+  def inside([{{:within, from, nil}, 1, 1}]), do: {from, []}
+  def inside([{{:within, from, name}, 1, size}]), do: {from, variable(name, size)}
+  def inside(_index), do: nil
 
   @doc "Indices into a tensor of the one shape as indices into the same memory of the other; :error where they mix digits."
   @spec reshape([t], tuple, tuple) :: {:ok, [t]} | :error
@@ -90,16 +110,28 @@ defmodule FlashAttention.Rewriter.Index do
   @doc "The index with other indices in place of variables; those that the map does not name stay."
   @spec substitute(t, %{optional(term) => t}) :: {:ok, t} | :error
   def substitute(index, map) do
-    Enum.reduce_while(index, {:ok, []}, fn {variable, divisor, size} = digit, {:ok, digits} ->
-      with %{^variable => replacement} <- map,
-           whole = size(replacement),
-           true <- rem(whole, divisor * size) == 0 || :error,
-           {:ok, [_high, middle, _low]} <- split(replacement, [div(whole, divisor * size), size, divisor]) do
-        {:cont, {:ok, digits ++ middle}}
-      else
-        %{} -> {:cont, {:ok, digits ++ [digit]}}
-        :error -> {:halt, :error}
-      end
+    Enum.reduce_while(index, {:ok, []}, fn
+      {{:within, from, name}, 1, size} = digit, {:ok, digits} ->
+        case map do
+          %{^name => replacement} ->
+            with {:ok, index} <- within(replacement, from, size),
+                 do: {:cont, {:ok, digits ++ index}},
+                 else: (:error -> {:halt, :error})
+
+          %{} ->
+            {:cont, {:ok, digits ++ [digit]}}
+        end
+
+      {variable, divisor, size} = digit, {:ok, digits} ->
+        with %{^variable => replacement} <- map,
+             whole = size(replacement),
+             true <- rem(whole, divisor * size) == 0 || :error,
+             {:ok, [_high, middle, _low]} <- split(replacement, [div(whole, divisor * size), size, divisor]) do
+          {:cont, {:ok, digits ++ middle}}
+        else
+          %{} -> {:cont, {:ok, digits ++ [digit]}}
+          :error -> {:halt, :error}
+        end
     end)
     |> case do
       {:ok, digits} -> {:ok, merge(digits)}

@@ -22,6 +22,9 @@ defmodule FlashAttention.Rewriter.Terms do
   @most_monomials 40
   @near 1.0e-9
 
+  @functions [:exp, :tanh, :log, :sqrt, :rsqrt, :equal, :not_equal, :greater, :greater_equal, :less_equal] ++
+               [:logical_and, :logical_or, :logical_not, :max, :min, :abs, :sigmoid]
+
   @doc "Keeps what is found out about a graph while `fun` runs."
   def with_terms(graph, fun) do
     table = :ets.new(__MODULE__, [:private, :set])
@@ -85,22 +88,43 @@ defmodule FlashAttention.Rewriter.Terms do
   end
 
   # What stands before all others, where only that is looked at; or the part that the index is within.
-  defp moved(:concatenate, %{args: [first | _] = args, opts: [axis: axis]}, indices, terms) do
-    case Enum.at(indices, axis) do
-      [{{:within, part, name}, 1, size}] ->
-        {:ok, {Enum.at(args, part), List.replace_at(indices, axis, Index.variable(name, size))}}
+  defp moved(:concatenate, %{args: args, opts: [axis: axis]}, indices, terms) do
+    sizes = for arg <- args, do: elem(Graph.fetch!(terms.graph, arg).shape, axis)
+    parts = Enum.zip(args, Enum.scan([0 | sizes], &+/2) |> Enum.zip(sizes))
+    part(Enum.at(indices, axis), parts, indices, axis)
+  end
 
-      [_ | _] = index ->
-        if Index.size(index) <= elem(Graph.fetch!(terms.graph, first).shape, axis),
-          do: {:ok, {first, indices}},
-          else: :error
-
+  # What there was before.
+  defp moved(:pad, %{args: [arg, _filling], opts: [sizes: sizes]}, indices, terms) do
+    case for {size, axis} <- Enum.with_index(sizes), size != {0, 0, 0}, do: {axis, size} do
       [] ->
+        {:ok, {arg, indices}}
+
+      [{axis, {before, later, 0}}] when before >= 0 and later >= 0 ->
+        size = elem(Graph.fetch!(terms.graph, arg).shape, axis)
+        part(Enum.at(indices, axis), [{arg, {before, size}}], indices, axis)
+
+      _ ->
         :error
     end
   end
 
   defp moved(_op, _value, _indices, _terms), do: :error
+
+  # Of parts of an axis, `{value, {from, size}}`, the one that the index is within.
+  defp part(index, parts, indices, axis) do
+    {from, along} = Index.inside(index) || {0, index}
+    within? = Index.inside(index) != nil
+
+    Enum.find_value(parts, :error, fn {arg, {first, size}} ->
+      fits? =
+        if within?,
+          do: Index.size(along) == size or along == [],
+          else: along != [] and Index.size(along) <= size
+
+      if from == first and fits?, do: {:ok, {arg, List.replace_at(indices, axis, along)}}
+    end)
+  end
 
   # An axis of 1 that became longer has one element for all.
   defp along(indices, from, to) do
@@ -202,11 +226,14 @@ defmodule FlashAttention.Rewriter.Terms do
     if :error in indices, do: :error, else: {:ok, {number, Enum.map(indices, &elem(&1, 1))}}
   end
 
-  @doc "A view of that part of tensors that stand side by side along a variable."
-  def within({number, indices}, name, part, size) do
+  @doc "A view of that part of tensors that stand side by side along a variable, from a place on."
+  def within({number, indices}, name, from, size) do
     {number,
      for index <- indices do
-       if match?([{^name, 1, _}], index), do: [{{:within, part, name}, 1, size}], else: index
+       with true <- match?([{^name, 1, _}], index),
+            {:ok, index} <- Index.within([{name, 1, size}], from, size),
+            do: index,
+            else: (_ -> index)
      end}
   end
 
@@ -259,9 +286,37 @@ defmodule FlashAttention.Rewriter.Terms do
 
   def multiply(terms, one, other) do
     for {m, x} <- one, {n, y} <- other, reduce: %{} do
-      product -> add(product, %{times(terms, m, n) => x * y})
+      product -> add(product, reduced(terms, times(terms, m, n), x * y))
     end
   end
+
+  # A sum by which is divided, in the product, is what the others leave of 1: so that the sum of what was divided is 1.
+  defp reduced(terms, monomial, x) do
+    inverses =
+      for {factor, power} <- monomial,
+          power > 0,
+          %{structure: {:inverse, _}, view: term} <- [info(terms, factor)],
+          {lead, c} <- Enum.take(for({[{sum, 1}], _} = one <- Enum.sort(term), sum?(terms, sum), do: one), 1),
+          [{sum, 1}] = lead,
+          {_sum, times} <- [List.keyfind(monomial, sum, 0)],
+          times > 0,
+          do: {factor, lead, Map.delete(term, lead), c}
+
+    case inverses do
+      [] ->
+        %{monomial => x}
+
+      [{factor, [{sum, 1}], others, c} | _] ->
+        without_sum = times(terms, monomial, [{sum, -1}])
+        alone = times(terms, without_sum, [{factor, -1}])
+
+        terms
+        |> reduced(alone, x / c)
+        |> subtract(multiply(terms, %{without_sum => x / c}, others))
+    end
+  end
+
+  defp sum?(terms, factor), do: match?({:sum, _, _}, info(terms, factor).structure)
 
   # A predicate is 0 or 1, and its own square.
   defp times(terms, m, n) do
@@ -313,29 +368,31 @@ defmodule FlashAttention.Rewriter.Terms do
           do: [],
           else: [{factor(terms, {:sum, inside, summed}, variables -- bound, nil), 1}]
 
-      add(sum, %{times(terms, outside, summed_factor) => x})
+      add(sum, reduced(terms, times(terms, outside, summed_factor), x))
     end)
   end
 
   # ---- the term of a view --------------------------------------------------------------------------------
 
-  # The sizes of tensors that stand side by side along a variable, below a few elementwise operations; [] where none do.
-  @few [:exp, :subtract, :multiply]
+  # The sizes of tensors that stand side by side along a variable, below elementwise operations; [] where none do.
+  @few [:exp, :subtract, :multiply, :divide, :add, :negate, :select]
   defp parts(terms, view, name) do
     {_number, indices} = view = strip(terms, view)
 
-    case value(terms, view) do
-      %{op: :concatenate, args: args, opts: [axis: axis]} ->
-        if match?([{^name, 1, _}], Enum.at(indices, axis)),
-          do: for(arg <- args, do: elem(Graph.fetch!(terms.graph, arg).shape, axis)),
-          else: []
+    memo(terms, {:parts, view, name}, fn ->
+      case value(terms, view) do
+        %{op: :concatenate, args: args, opts: [axis: axis]} ->
+          if match?([{^name, 1, _}], Enum.at(indices, axis)),
+            do: for(arg <- args, do: elem(Graph.fetch!(terms.graph, arg).shape, axis)),
+            else: []
 
-      %{op: op} when op in @few ->
-        Enum.find_value(args(terms, view), [], fn arg -> with [] <- parts(terms, arg, name), do: nil end)
+        %{op: op} when op in @few ->
+          Enum.find_value(args(terms, view), [], fn arg -> with [] <- parts(terms, arg, name), do: nil end)
 
-      _ ->
-        []
-    end
+        _ ->
+          []
+      end
+    end)
   end
 
   @doc "The normal form of the element at a view."
@@ -402,9 +459,9 @@ defmodule FlashAttention.Rewriter.Terms do
     {[arg], bound} = operands(terms, view)
 
     with [name] <- bound, [_ | _] = parts <- parts(terms, arg, name) do
-      for {size, part} <- Enum.with_index(parts), reduce: %{} do
+      for {size, last} <- Enum.zip(parts, Enum.scan(parts, &+/2)), reduce: %{} do
         sum ->
-          there = term(terms, within(arg, name, part, size))
+          there = term(terms, within(arg, name, last - size, size))
           add(sum, sum(terms, there, [name], %{name => size}))
       end
     else
@@ -416,6 +473,28 @@ defmodule FlashAttention.Rewriter.Terms do
     {[arg], bound} = operands(terms, view)
     structure = {:max, key(terms, term(terms, arg)), bound}
     of_factor(factor(terms, structure, variables(view), view))
+  end
+
+  # Where it is within what was filled in, that.
+  defp of(:pad, %{args: [_arg, filling], opts: [sizes: sizes], shape: shape}, {_, indices} = view, terms) do
+    filled? =
+      Enum.zip([sizes, Tuple.to_list(shape), indices])
+      |> Enum.any?(fn {{before, later, _}, size, index} ->
+        case Index.inside(index) do
+          {from, along} -> from + Index.size(along) <= before or from >= size - later
+          nil -> false
+        end
+      end)
+
+    if filled?, do: term(terms, {filling, []}), else: leaf(terms, view)
+  end
+
+  # What is cut out of tensors that stand side by side is one of them.
+  defp of(:slice, value, view, terms) do
+    with {:ok, shifted} <- shifted(value, view),
+         true <- beside?(terms, shifted),
+         do: term(terms, shifted),
+         else: (_ -> leaf(terms, view))
   end
 
   # Dropout at a rate of 0 keeps what is less than 1 of numbers that all are.
@@ -439,13 +518,44 @@ defmodule FlashAttention.Rewriter.Terms do
     of_factor(factor(terms, {:dot, Enum.sort(operands)}, names -- bound, view))
   end
 
-  @functions [:exp, :tanh, :log, :sqrt, :rsqrt, :equal, :not_equal, :greater, :greater_equal, :less_equal] ++
-               [:logical_and, :logical_or, :logical_not, :max, :min, :abs, :sigmoid]
-
   defp of(op, _value, view, terms) when op in @functions,
     do: function(op, view, terms)
 
   defp of(_op, _value, view, terms), do: leaf(terms, view)
+
+  defp shifted(%{args: [arg], opts: opts, shape: shape}, {_number, indices}) do
+    sizes = Tuple.to_list(shape)
+
+    [opts[:starts], opts[:strides], sizes, indices]
+    |> Enum.zip_with(fn
+      [0, 1, _size, index] -> {:ok, index}
+      [start, 1, size, index] when is_integer(start) -> Index.within(index, start, size)
+      _ -> :error
+    end)
+    |> Enum.reduce({:ok, []}, fn
+      {:ok, index}, {:ok, indices} -> {:ok, [index | indices]}
+      _, _ -> :error
+    end)
+    |> then(&with {:ok, indices} <- &1, do: {:ok, {arg, Enum.reverse(indices)}})
+  end
+
+  defp shifted(_value, _view), do: :error
+
+  # Whether each tensor that a view is made of is seen whole where the view is within something longer.
+  defp beside?(terms, view) do
+    {_number, indices} = view = strip(terms, view)
+
+    memo(terms, {:beside, view}, fn ->
+      value = value(terms, view)
+
+      cond do
+        Enum.all?(indices, &(Index.inside(&1) == nil)) -> true
+        value.op == :pad -> of(:pad, value, view, terms) == %{}
+        value.op in @few or value.op in @functions -> terms |> args(view) |> Enum.all?(&beside?(terms, &1))
+        true -> false
+      end
+    end)
+  end
 
   defp product(terms, one, other, view) do
     if map_size(one) * map_size(other) > @most_monomials,

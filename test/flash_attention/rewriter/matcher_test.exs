@@ -266,6 +266,61 @@ defmodule FlashAttention.Rewriter.MatcherTest do
     end
   end
 
+  describe "sinks" do
+    # One a batch, as a column beside the scores, and its gradient as Nx's grad writes it.
+    @column """
+    q = parameter(0) :: f32(2, 4, 3)
+    k = parameter(1) :: f32(2, 6, 3)
+    v = parameter(2) :: f32(2, 6, 5)
+    sink = parameter(3) :: f32(1)
+    s = dot(q, k, batch: {[0], [0]}, contract: {[2], [2]}) :: f32(2, 4, 6)
+    column = broadcast(sink, axes: [2]) :: f32(2, 4, 1)
+    beside = concatenate(s, column, axis: 2) :: f32(2, 4, 7)
+    m = reduce_max(beside, axes: [2]) :: f32(2, 4, 1)
+    below = subtract(beside, m) :: f32(2, 4, 7)
+    e = exp(below) :: f32(2, 4, 7)
+    l = sum(e, axes: [2]) :: f32(2, 4, 1)
+    all = divide(e, l) :: f32(2, 4, 7)
+    p = slice(all, lengths: [2, 4, 6], starts: [0, 0, 0], strides: [1, 1, 1]) :: f32(2, 4, 6)
+    o = dot(p, v, batch: {[0], [0]}, contract: {[2], [1]}) :: f32(2, 4, 5)
+    dout = cos(o) :: f32(2, 4, 5)
+    dp = dot(dout, v, batch: {[0], [0]}, contract: {[2], [2]}) :: f32(2, 4, 6)
+    zero = constant(0.0) :: f32
+    wide = pad(dp, zero, sizes: [{0, 0, 0}, {0, 0, 0}, {0, 1, 0}]) :: f32(2, 4, 7)
+    by_l = divide(wide, l) :: f32(2, 4, 7)
+    p_l = divide(all, l) :: f32(2, 4, 7)
+    minus = negate(p_l) :: f32(2, 4, 7)
+    dl = multiply(wide, minus) :: f32(2, 4, 7)
+    dl_sum = sum(dl, axes: [2]) :: f32(2, 4)
+    dl_all = broadcast(dl_sum, axes: [0, 1]) :: f32(2, 4, 7)
+    de = add(by_l, dl_all) :: f32(2, 4, 7)
+    dz = multiply(de, e) :: f32(2, 4, 7)
+    ds = slice(dz, lengths: [2, 4, 6], starts: [0, 0, 0], strides: [1, 1, 1]) :: f32(2, 4, 6)
+    dcolumn = slice(dz, lengths: [2, 4, 1], starts: [0, 0, 6], strides: [1, 1, 1]) :: f32(2, 4, 1)
+    dsink = sum(dcolumn, axes: [0, 1]) :: f32(1)
+    dq = dot(ds, k, batch: {[0], [0]}, contract: {[2], [1]}) :: f32(2, 4, 3)
+    result(dq, dsink)
+    """
+
+    test "as columns are found, with their gradient" do
+      assert {[match], []} = run(@column)
+      assert [_sink] = match.sinks
+      assert Enum.sort(for g <- match.gradients, do: {g.of, g.factor}) == [{:q, 1.0}, {{:sink, 0}, 1.0}]
+    end
+
+    test "whose gradient is another one leave attention as it was" do
+      for {from, to} <- [
+            {"starts: [0, 0, 6]", "starts: [0, 0, 5]"},
+            {"dsink = sum(dcolumn, axes: [0, 1]) :: f32(1)", "dsink = sum(dcolumn, axes: [0]) :: f32(4, 1)"},
+            {"sizes: [{0, 0, 0}, {0, 0, 0}, {0, 1, 0}]", "sizes: [{0, 0, 0}, {0, 0, 0}, {1, 0, 0}]"},
+            {"zero = constant(0.0)", "zero = constant(1.0)"},
+            {"minus = negate(p_l)", "minus = multiply(p_l, p_l)"}
+          ] do
+        assert {[], [_ | _]} = @column |> replace(from, to) |> run(), to
+      end
+    end
+  end
+
   describe "dropout" do
     # Three quarters of the weights stay, by Nx.Random's numbers from 0 to 1.
     @drawn """
