@@ -59,3 +59,20 @@ bench-distributed: elixir
 bench-plan: RESULT := bench/results/plan.md
 bench-plan: elixir
 	$(MIX) run bench/plan.exs | tee $(RESULT)
+
+# A training step written without this library, and rewritten, in JAX's XLA. The programs are made where Nx and EXLA's Elixir half
+# are, and can be carried from there in PROGRAMS. BENCH_ARGS: see bench/rewriter.py.
+PROGRAMS ?= $(BUILD)/rewriter
+
+.PHONY: bench-rewriter-programs bench-rewriter
+bench-rewriter-programs: elixir
+	$(MIX) run bench/rewriter.exs $(PROGRAMS)
+
+bench-rewriter: $(LIBRARY)
+	$(PYTHON) bench/rewriter.py $(PROGRAMS) --library $(LIBRARY) $(BENCH_ARGS)
+
+# How long rewriting takes itself.
+.PHONY: bench-rewriter-cost
+bench-rewriter-cost: RESULT := bench/results/rewriter.md
+bench-rewriter-cost: elixir
+	$(MIX) run bench/rewriter_cost.exs | tee $(RESULT)

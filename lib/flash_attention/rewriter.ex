@@ -33,7 +33,7 @@ if FlashAttention.Defn.supported?() do
       * masks, by `select` on either branch, or added: causal, windows, ranges of keys, lengths and offsets known at run time,
         constants of any origin (`Nx.tril/2`, a table) that are one of these become windows and bands; any other
         a mask of single scores
-      * biases, also under a mask
+      * biases, also under a mask; those that are a number of each head times the distance of row and column (ALiBi) become slopes
       * attention sinks, as further columns of the softmax or in its denominator
 
     in any layout, with any batch axes, with k and v repeated for groups of heads (they are not, then); the softmax with or without

@@ -446,7 +446,9 @@ defmodule FlashAttention.RewriterTest do
         end
 
       assert [as] = found(program, [q, k, v, key], dropout: :resample)
-      for word <- ["heads 3:1", "causal", "a bias", "dropout 0.25", "with dq, dk, dv"], do: assert(as =~ word)
+
+      for word <- ["heads 3:1", "causal", "slopes of distances", "dropout 0.25", "with dq, dk, dv"],
+          do: assert(as =~ word)
 
       [plain, rewritten] = [
         run(wanted, [q, k, v, key], Evaluator),
@@ -485,6 +487,29 @@ defmodule FlashAttention.RewriterTest do
     test "asks for one of two things" do
       message = "dropout: expected :refuse or :resample, got :keep"
       assert_raise FlashAttention.Error, message, fn -> found(&plain/3, qkv(), dropout: :keep) end
+    end
+  end
+
+  describe "slopes of distances" do
+    # The gradient of slopes is made of that of the bias, which then is one.
+    test "stay a bias where somebody learns them" do
+      fun = fn q, k, v, slopes ->
+        bias = Nx.multiply(Nx.reshape(slopes, {1, 3, 1, 1}), Nx.iota({1, 1, 1, 6}))
+        causal = Nx.greater_equal(Nx.iota({6, 1}), Nx.iota({1, 6}))
+        plain(q, k, v, &Nx.select(Nx.broadcast(causal, &1), Nx.add(&1, bias), -1.0e9))
+      end
+
+      args = qkv() ++ [Nx.tensor([0.5, 0.25, 0.125])]
+      assert [as] = found(fun, args)
+      assert as =~ "slopes of distances"
+
+      learned = fn q, k, v, slopes ->
+        Nx.Defn.value_and_grad({q, slopes}, fn {q, slopes} -> Nx.sum(Nx.sin(fun.(q, k, v, slopes))) end)
+      end
+
+      assert [as] = found(learned, args)
+      assert as =~ "a bias" and as =~ "dbias"
+      assert_same(learned, args)
     end
   end
 

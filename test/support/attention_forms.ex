@@ -140,6 +140,55 @@ defmodule FlashAttention.Test.AttentionForms do
          distance = Nx.subtract(Nx.iota({1, 6}), Nx.iota({6, 1}))
          scores(q, k) |> Nx.add(Nx.multiply(distance, 0.25)) |> softmax() |> values(v)
        end, four},
+      {"ALiBi, causal", "found: causal, slopes of distances",
+       fn q, k, v, slopes ->
+         distance = Nx.subtract(Nx.iota({1, 6}), Nx.iota({6, 1}))
+         bias = Nx.multiply(Nx.reshape(slopes, {1, 3, 1, 1}), distance)
+
+         scores(q, k)
+         |> Nx.multiply(0.5)
+         |> Nx.add(bias)
+         |> hide(causal(6, 6), -1.0e9)
+         |> softmax()
+         |> values(v)
+       end, with_more(four, fn -> [Nx.tensor([0.5, 0.25, 0.125])] end)},
+      {"ALiBi of columns alone, causal, more of them than rows", "found: causal, slopes of distances",
+       fn q, k, v, slopes ->
+         bias = Nx.multiply(Nx.reshape(slopes, {1, 3, 1, 1}), Nx.iota({1, 1, 1, 6}))
+         scores(q, k) |> Nx.add(bias) |> hide(causal(4, 6, 2), -1.0e9) |> softmax() |> values(v)
+       end,
+       fn ->
+         [normal(1, {2, 3, 4, 4}, :f64), normal(2, {2, 3, 6, 4}, :f64), normal(3, {2, 3, 6, 4}, :f64)] ++
+           [Nx.tensor([0.5, 0.25, 0.125])]
+       end},
+      {"ALiBi on both sides", "found: slopes of distances",
+       fn q, k, v, slopes ->
+         distance = Nx.abs(Nx.subtract(Nx.iota({6, 1}), Nx.iota({1, 6})))
+         bias = Nx.multiply(distance, Nx.negate(Nx.reshape(slopes, {3, 1, 1})))
+         scores(q, k) |> Nx.add(bias) |> softmax() |> values(v)
+       end, with_more(four, fn -> [Nx.tensor([0.5, 0.25, 0.125])] end)},
+      {"slopes that rows see beyond", "found: a bias",
+       fn q, k, v, slopes ->
+         bias = Nx.multiply(Nx.reshape(slopes, {1, 3, 1, 1}), Nx.iota({1, 1, 1, 6}))
+         scores(q, k) |> Nx.add(bias) |> hide(causal(6, 6, 1), -1.0e9) |> softmax() |> values(v)
+       end, with_more(four, fn -> [Nx.tensor([0.5, 0.25, 0.125])] end)},
+      {"distances from another diagonal", "found: a bias",
+       fn q, k, v, slopes ->
+         distance = Nx.abs(Nx.subtract(Nx.iota({6, 1}), Nx.add(1, Nx.iota({1, 6}))))
+         bias = Nx.multiply(distance, Nx.reshape(slopes, {3, 1, 1}))
+         scores(q, k) |> Nx.add(bias) |> softmax() |> values(v)
+       end, with_more(four, fn -> [Nx.tensor([0.5, 0.25, 0.125])] end)},
+      {"squares of distances", "found: a bias",
+       fn q, k, v, slopes ->
+         distance = Nx.subtract(Nx.iota({6, 1}), Nx.iota({1, 6}))
+         bias = Nx.multiply(Nx.multiply(distance, distance), Nx.reshape(slopes, {3, 1, 1}))
+         scores(q, k) |> Nx.add(bias) |> hide(causal(6, 6), -1.0e9) |> softmax() |> values(v)
+       end, with_more(four, fn -> [Nx.tensor([0.5, 0.25, 0.125])] end)},
+      {"slopes in f64", "found: a bias",
+       fn q, k, v, slopes ->
+         bias = Nx.multiply(Nx.reshape(slopes, {1, 3, 1, 1}), Nx.iota({1, 1, 1, 6}))
+         scores(q, k) |> Nx.add(bias) |> hide(causal(6, 6), -1.0e9) |> softmax() |> values(v)
+       end, with_more(four, fn -> [c([0.5, 0.3, 0.1])] end)},
       # ---- F5: livebooks
       {"rank 2", "found", fn q, k, v -> Nx.dot(softmax(Nx.divide(Nx.dot(q, [1], [], k, [1], []), 2)), v) end,
        two},

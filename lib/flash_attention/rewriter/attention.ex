@@ -5,7 +5,7 @@ if FlashAttention.Defn.supported?() do
     # [batch, seqlen, num_heads, head_dim] and the result brought back.
 
     alias FlashAttention.{Error, Mask, Options}
-    alias FlashAttention.Rewriter.{Graph, Index, Visibility}
+    alias FlashAttention.Rewriter.{Graph, Index, Slopes, Visibility}
     alias Nx.Defn.{Expr, Kernel}
 
     # Whether the library adds a tensor to scores: without that, masks that are no bands stay as they are.
@@ -56,6 +56,23 @@ if FlashAttention.Defn.supported?() do
       do: how == :added or swallowed_biases(match) != []
 
     defp slopes_of_empty_rows?(_match), do: false
+
+    # Biases with their numbers, without the one that slopes stand for.
+    defp added(match) do
+      {slopes, _} = alibi(match)
+      for {bias, n} <- Enum.with_index(match.biases), n != slopes, do: {bias, n}
+    end
+
+    # `{number of a bias, its slopes}` where those do: the library counts distances in all of the matrix there, and nobody asks
+    # for the gradient of the bias.
+    defp alibi(%{visibility: visibility} = match) do
+      wanted = for %{of: {:bias, n}} <- match.gradients, do: n
+      slopes = for {n, slopes} <- match.slopes, n not in wanted, do: {n, slopes}
+
+      if Visibility.views(visibility) == [] and not match?([{:mask, _}], visible(match, %{})),
+        do: List.first(slopes, {nil, nil}),
+        else: {nil, nil}
+    end
 
     # The biases that gradients are wanted of and that hidden scores have too.
     defp swallowed_biases(%{hidden: [mask], biases: biases, gradients: gradients}) do
@@ -120,10 +137,12 @@ if FlashAttention.Defn.supported?() do
       bands = if Visibility.views(match.visibility) != [], do: [{:mask, {batch, 1, 6}, {:s, 32}}], else: []
       seed = if match.dropout, do: [{:dropout_seed, {2}, {:u, 32}}], else: []
 
-      case match do
-        %{biases: [], visibility: %{others: []}} -> bands ++ seed
-        %{biases: []} -> [{:bias, {batch, heads, rows, columns}, {:u, 8}} | bands ++ seed]
-        _ -> [{:bias, {batch, heads, rows, columns}, added_type(type)} | bands ++ seed]
+      slopes = if match?({nil, nil}, alibi(match)), do: [], else: [{:alibi_slopes, {batch, heads}, {:f, 32}}]
+
+      case {added(match), match.visibility.others} do
+        {[], []} -> bands ++ seed ++ slopes
+        {[], _} -> [{:bias, {batch, heads, rows, columns}, {:u, 8}} | bands ++ seed ++ slopes]
+        _ -> [{:bias, {batch, heads, rows, columns}, added_type(type)} | bands ++ seed ++ slopes]
       end
     end
 
@@ -204,7 +223,8 @@ if FlashAttention.Defn.supported?() do
       options =
         [causal: false, scale: scale(match), softcap: abs(match.softcap)] ++
           visible(match, inputs) ++
-          bias(match, inputs, type) ++ sink(match, inputs) ++ dropout(match, inputs) ++ own(opts)
+          bias(match, added(match), inputs, type) ++
+          slopes(match, inputs) ++ sink(match, inputs) ++ dropout(match, inputs) ++ own(opts)
 
       {o, lse} = FlashAttention.attention_with_lse(wide_q, wide_k, wide_v, options)
 
@@ -467,14 +487,14 @@ if FlashAttention.Defn.supported?() do
     end
 
     # What is added to scores, and what no bands say: of the axes that it depends on.
-    defp bias(%{biases: [], visibility: %{others: []}}, _inputs, _type), do: []
+    defp bias(%{visibility: %{others: []}}, [], _inputs, _type), do: []
 
-    defp bias(match, inputs, type) do
+    defp bias(match, biases, inputs, type) do
       %{batch: batch, heads: heads, groups: groups, rows: rows, columns: columns} = match.axes
-      %{biases: biases, visibility: %{others: others}} = match
+      %{visibility: %{others: others}} = match
 
       used =
-        for {{_, indices}, _} <- biases ++ others,
+        for {{_, indices}, _} <- for({bias, _n} <- biases, do: bias) ++ others,
             index <- indices,
             digit <- Index.refine(index, match.atoms),
             do: digit
@@ -492,7 +512,7 @@ if FlashAttention.Defn.supported?() do
         end
 
       added =
-        for {{{number, _} = view, factor}, n} <- Enum.with_index(biases) do
+        for {{{number, _} = view, factor}, n} <- biases do
           tensor =
             (inputs[{:bias, n}] || Map.fetch!(inputs, number)) |> to.(view) |> Nx.as_type(added_type(type))
 
@@ -502,6 +522,35 @@ if FlashAttention.Defn.supported?() do
       # Its gradient is as large as the scores are: it is left out where nobody asks for it.
       wanted = Enum.any?(match.gradients, &match?({:bias, _}, &1.of))
       [bias: bias_of(visible, added)] ++ if(biases != [] and not wanted, do: [constant_bias: true], else: [])
+    end
+
+    # [batch, num_heads], or [1, num_heads].
+    defp slopes(match, inputs) do
+      %{batch: batch, heads: heads, groups: groups} = match.axes
+
+      case alibi(match) do
+        {nil, nil} ->
+          []
+
+        {_n, {coefficient, views}} ->
+          used =
+            for {_, indices} <- views, index <- indices, digit <- Index.refine(index, match.atoms), do: digit
+
+          batch = if Enum.any?(batch, &(&1 in used)), do: batch, else: []
+          shape = {Index.size(batch), Index.size(heads ++ groups)}
+
+          product =
+            for {number, indices} <- views, reduce: Nx.broadcast(Nx.tensor(coefficient, type: :f32), shape) do
+              product ->
+                inputs
+                |> Map.fetch!(number)
+                |> lay_out(indices, [batch, heads ++ groups], match.atoms)
+                |> Nx.as_type(:f32)
+                |> Nx.multiply(product)
+            end
+
+          [alibi_slopes: product]
+      end
     end
 
     # Sums are not rounded to 16 bits.
@@ -621,7 +670,8 @@ if FlashAttention.Defn.supported?() do
 
     defp bias_in_words(match) do
       if(match.visibility.others != [], do: ["a mask of single scores"], else: []) ++
-        if match.biases != [], do: ["a bias"], else: []
+        if(added(match) != [], do: ["a bias"], else: []) ++
+        if match?({nil, nil}, alibi(match)), do: [], else: ["slopes of distances"]
     end
 
     defp in_words({:window, {:infinity, 0}}), do: "causal"

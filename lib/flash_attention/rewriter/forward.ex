@@ -5,7 +5,7 @@ defmodule FlashAttention.Rewriter.Forward do
   # The elements of the result are written with the variables {:o, axis}, one an axis of the result, and :j, the columns
   # that it sums over. Which of them are batches, heads, rows follows from what q, k and v depend on.
 
-  alias FlashAttention.Rewriter.{Graph, Index, Random, Terms, Visibility}
+  alias FlashAttention.Rewriter.{Graph, Index, Random, Slopes, Terms, Visibility}
 
   defstruct [
     :output,
@@ -32,6 +32,7 @@ defmodule FlashAttention.Rewriter.Forward do
     outer: [],
     sinks: [],
     sink_exponentials: [],
+    slopes: %{},
     steps: [],
     gradients: [],
     label: nil
@@ -335,6 +336,7 @@ defmodule FlashAttention.Rewriter.Forward do
            {:ok, match} <- fold(terms, Enum.reverse(steps), %{match | steps: steps}),
            {:ok, match} <- visibility(terms, match),
            {:ok, match} <- atoms(match),
+           {:ok, match} <- slopes(terms, match),
            do: every_weight?(match)
     else
       :no
@@ -755,6 +757,7 @@ defmodule FlashAttention.Rewriter.Forward do
       outer ++
       match.sinks ++
       for({_kind, view} <- match.factors, do: view) ++
+      for({_n, {_coefficient, slopes}} <- match.slopes, view <- slopes, do: view) ++
       if(match.dropout, do: for(word <- match.dropout.key, do: {word, []}), else: []) ++
       Visibility.views(match.visibility) ++
       for({view, _} <- match.visibility.others ++ match.biases, do: view)
@@ -775,6 +778,20 @@ defmodule FlashAttention.Rewriter.Forward do
       :error ->
         {:refuse, "its axes are split in ways that do not fit together"}
     end
+  end
+
+  # Of biases by their number, the slopes of those that are distances.
+  defp slopes(terms, match) do
+    wide? = Graph.fetch!(terms.graph, elem(match.scores, 0)).type == {:f, 64}
+
+    slopes =
+      for {bias, n} <- Enum.with_index(match.biases),
+          slopes = Slopes.of(terms, match, bias),
+          not wide? or Slopes.in_f32?(slopes, terms.graph),
+          into: %{},
+          do: {n, slopes}
+
+    {:ok, %{match | slopes: slopes}}
   end
 
   # Whether a number was drawn for each weight, where weights are dropped.

@@ -287,6 +287,9 @@ defmodule FlashAttention.Rewriter.Visibility do
 
   defp whole(_op, _value, _args, _context), do: nil
 
+  @doc "A whole number of `row` and `column`, which are digits, as a sum; nil of what is no such number."
+  def position(terms, view, {row, column}), do: whole(terms, view, {row, column})
+
   @doc "The whole number, where it is known."
   def known(number) when map_size(number) == 0, do: 0
   def known(%{constant: x} = number) when map_size(number) == 1, do: x

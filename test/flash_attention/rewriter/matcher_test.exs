@@ -266,6 +266,49 @@ defmodule FlashAttention.Rewriter.MatcherTest do
     end
   end
 
+  describe "a bias that is a number times distances" do
+    @sloped @forward
+            |> String.replace("s = select(all, scaled, hidden)", """
+            slope = parameter(3) :: f32(2, 1, 1)
+            before = subtract(j, i) :: s32(4, 6)
+            bias = multiply(slope, before) :: f32(2, 4, 6)
+            biased = add(scaled, bias) :: f32(2, 4, 6)
+            s = select(all, biased, hidden)\
+            """)
+
+    test "has its slopes, where no row sees beyond its own column" do
+      assert {[%{slopes: %{0 => {1.0, [{_slope, _}]}}}], []} = run(@sloped <> "result(o)\n")
+
+      for {from, to} <- [
+            {"two = constant(2)", "two = constant(3)"},
+            {"before = subtract(j, i)", "before = multiply(j, i)"},
+            {"slope = parameter(3) :: f32(2, 1, 1)", "slope = parameter(3) :: f32(2, 4, 1)"}
+          ] do
+        assert {[%{slopes: none, biases: [_]}], []} =
+                 @sloped |> replace(from, to) |> Kernel.<>("result(o)\n") |> run()
+
+        assert none == %{}, to
+      end
+    end
+
+    test "is as steep on both sides where it is of their absolute value, from the diagonal that ends last" do
+      text =
+        @sloped
+        |> replace(
+          "before = subtract(j, i)",
+          "difference = subtract(at, j) :: s32(4, 6)\nbefore = abs(difference)"
+        )
+        |> replace("greater_equal(at, j)", "less_equal(i, j)")
+
+      assert {[%{slopes: %{0 => {-1.0, [_]}}}], []} = run(text <> "result(o)\n")
+
+      assert {[%{slopes: none}], []} =
+               text |> replace("subtract(at, j)", "subtract(i, j)") |> Kernel.<>("result(o)\n") |> run()
+
+      assert none == %{}
+    end
+  end
+
   describe "sinks" do
     # One a batch, as a column beside the scores, and its gradient as Nx's grad writes it.
     @column """
