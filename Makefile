@@ -121,24 +121,30 @@ endif
 CUDA_CFLAGS := -O3 -std=c++17 -Xcompiler -fPIC,-fvisibility=hidden,-Wall,-fno-exceptions,-fno-threadsafe-statics \
                $(NVCCFLAGS)
 CUDA_LIBS   := -L$(call quote,$(CUDA_HOME)/lib64) -lcudart_static -ldl -lrt -lpthread
+CUDA_INCLUDE := $(CUDA_HOME)/include
+HOPPER_ARCH := -gencode arch=compute_90a,code=sm_90a
+else ifeq ($(FA_CUDA),emulated)
+# The same sources for GPUs that the tests emulate on the CPU: make test-emulated.
+include test/emulated/objects.mk
+endif
 
+ifneq ($(filter 1 emulated,$(FA_CUDA)),)
 # The passes are one source each, compiled once for every kind of cuda/kinds.cuh.
 CUDA_KINDS   := bf16 f16 f32 f32_as_f16
 CUDA_PASSES  := forward backward
 CUDA_KERNELS := $(foreach pass,$(CUDA_PASSES),$(CUDA_KINDS:%=$(BUILD)/cuda/$(pass)_%.o))
 
 # Kernels for Hopper alone; those above serve the others, and what these do not take.
-HOPPER_ARCH   := -gencode arch=compute_90a,code=sm_90a
 HOPPER_KINDS_forward  := $(CUDA_KINDS)
 HOPPER_KINDS_backward := bf16 f16
 HOPPER_KINDS_backward_wide := bf16 f16
 HOPPER_KINDS_backward_scaled := f32 f32_as_f16
-HOPPER_PASSES := forward backward backward_wide backward_scaled
+HOPPER_PASSES := $(if $(EMULATOR),,forward backward backward_wide backward_scaled)
 CUDA_KERNELS  += $(foreach pass,$(HOPPER_PASSES),$(HOPPER_KINDS_$(pass):%=$(BUILD)/cuda/hopper_$(pass)_%.o))
 
 CUDA_HOST     := $(patsubst cuda/%.c,$(BUILD)/cuda/%.o,$(wildcard cuda/*.c))
 CUDA_SMALL    := $(BUILD)/cuda/auxiliary.o $(BUILD)/cuda/plan.o $(BUILD)/cuda/merge.o $(BUILD)/cuda/sum.o
-OBJECTS       += $(CUDA_HOST) $(CUDA_SMALL) $(CUDA_KERNELS)
+OBJECTS       += $(CUDA_HOST) $(CUDA_SMALL) $(CUDA_KERNELS) $(EMULATOR)
 $(BUILD)/core/backends.o: EXTRA_CFLAGS := -DFA_CUDA
 endif
 
@@ -209,7 +215,7 @@ $(ISAS:%=$(BUILD)/cpu/kernels_%.o): $(BUILD)/cpu/kernels_%.o: $(KERNELS) $(FLAGS
 
 $(CUDA_HOST): $(BUILD)/cuda/%.o: cuda/%.c $(FLAGS) $(BUILD)/cuda.flags Makefile
 	@mkdir -p $(@D)
-	$(call show,CC $<)$(CC) $(FA_CFLAGS) -I$(call quote,$(CUDA_HOME)/include) -MMD -MP -c -o $@ $<
+	$(call show,CC $<)$(CC) $(FA_CFLAGS) -I$(call quote,$(CUDA_INCLUDE)) -MMD -MP -c -o $@ $<
 
 $(CUDA_SMALL): $(BUILD)/cuda/%.o: cuda/%.cu $(BUILD)/cuda.flags Makefile
 	@mkdir -p $(@D)
@@ -319,11 +325,11 @@ test-sanitize: test-c-sanitize
 	  UBSAN_OPTIONS=print_stacktrace=1 LD_PRELOAD=$$($(CC) -print-file-name=libasan.so) ERL_FLAGS='+Mea min' \
 	  mix test test/flash_attention_test.exs test/flash_attention/native_test.exs
 
--include test/c/tests.mk test/truth/tests.mk test/xla/tests.mk bench/bench.mk
+-include test/c/tests.mk test/emulated/tests.mk test/truth/tests.mk test/xla/tests.mk bench/bench.mk
 
 # ---- style -----------------------------------------------------------------------------------------
 
-C_FILES := $(wildcard c_src/*.h examples/*.c examples/truth/*.cu examples/truth/*.cpp examples/truth/*.h test/truth/*.cpp c_src/*/*.[ch] cuda/*.cu cuda/*.cuh cuda/*.[ch] test/*/*.[ch] bench/*.[ch])
+C_FILES := $(wildcard c_src/*.h examples/*.c examples/truth/*.cu examples/truth/*.cpp examples/truth/*.h test/truth/*.cpp test/emulated/*.cpp test/emulated/include/*.h c_src/*/*.[ch] cuda/*.cu cuda/*.cuh cuda/*.[ch] test/*/*.[ch] bench/*.[ch])
 
 # clang-format's taste changes from version to version; Debian 12's is the house's.
 CLANG_FORMAT ?= clang-format

@@ -2,7 +2,7 @@
 // CPU test/emulated does what is said here.
 #pragma once
 
-#ifndef __CUDACC__
+#ifdef FA_EMULATED
 #include "emulated_hopper_ptx.h"
 #else
 

@@ -3,7 +3,7 @@
 // another compiler can have them do it on the CPU: test/emulated.
 #pragma once
 
-#ifndef __CUDACC__
+#ifdef FA_EMULATED
 #include "emulated_ptx.h"
 #else
 
