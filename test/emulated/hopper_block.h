@@ -1,0 +1,65 @@
+// What the emulation keeps of a block of threads beside its shared memory: copies and products on their way, and
+// registers. It is every block's extension.
+#pragma once
+
+#include <map>
+
+#include "hopper_copy.h"
+#include "hopper_product.h"
+
+namespace emulated {
+
+struct HopperBlock {
+  RegisterPool registers;
+  Loads loads;
+  std::map<uint32_t, Stores> stores;  // by thread
+  std::map<uint32_t, WarpProducts> products;  // by warp
+
+  explicit HopperBlock(uint32_t num_threads) : registers(num_threads) {}
+
+  // All threads have run to their end.
+  void finish() {
+    for (auto &[thread, of_thread] : stores) of_thread.finish();
+    registers.finish();
+    loads.finish();
+    for (auto &[warp, of_warp] : products) of_warp.finish();
+  }
+};
+
+inline HopperBlock &hopper_block() { return *static_cast<HopperBlock *>(block().extension); }
+inline uint32_t thread_in_block() { return uint32_t(me().number); }
+
+// ---- by the running thread -----------------------------------------------------------------------------
+
+inline Stores &stores_of_thread() { return hopper_block().stores[thread_in_block()]; }
+inline WarpProducts &products_of_warp() { return hopper_block().products[thread_in_block() / 32]; }
+
+// Who waits has, now and then, one of the block's copies made. Where a thread need not wait, others may go on first.
+inline void wait_at_shared_barrier(uint32_t barrier, uint32_t parity, Site site) {
+  const uint32_t lot = draw();
+  if (lot % 4 == 0) hopper_block().loads.advance();
+  if (lot / 4 % 16 == 0) yield("is slow at mbarrier", barrier, site);
+  while (!phase_is_complete(barrier, parity)) sleep(shared_at(barrier, 8, 1), "waits at mbarrier", barrier, site);
+}
+
+inline void change_registers(uint32_t registers, bool more) {
+  RegisterPool &pool = hopper_block().registers;
+  pool.ask(thread_in_block(), registers, more);
+  while (!pool.change(thread_in_block(), registers)) sleep(&pool, "waits for registers", registers);
+  wake(&pool);
+}
+
+inline ProductOperand left_in_shared(uint64_t bits, bool k_in_row) {
+  return ProductOperand{false, k_in_row, bits, thread_in_block() / 32 % 4 * 16, 16, {}};
+}
+inline ProductOperand left_in_registers(const uint32_t (&registers)[4]) {
+  return ProductOperand{true, true, 0, 0, 16, {registers}};
+}
+inline ProductOperand right_in_shared(uint64_t bits, bool k_in_row, uint32_t columns) {
+  return ProductOperand{false, k_in_row, bits, 0, columns, {}};
+}
+inline void start_product(float *c, const ProductOperand &left, const ProductOperand &right, bool is_f16, bool adds) {
+  products_of_warp().start(thread_in_block() % 32, c, left, right, is_f16, adds);
+}
+
+}  // namespace emulated
