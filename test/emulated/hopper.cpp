@@ -1,6 +1,7 @@
 // What the emulation of Hopper adds to the machine: every block's extension, copies when a block stands idle, and the
 // driver's function that makes tensor maps.
 #include <cuda.h>
+#include <cstring>
 
 #include "hopper_block.h"
 
@@ -64,17 +65,13 @@ extern "C" CUresult cuTensorMapEncodeTiled(CUtensorMap *to, CUtensorMapDataType 
     case CU_TENSOR_MAP_DATA_TYPE_FLOAT16:
     case CU_TENSOR_MAP_DATA_TYPE_BFLOAT16: map.element_bytes = 2; break;
     case CU_TENSOR_MAP_DATA_TYPE_FLOAT32: map.element_bytes = 4; break;
-    default: return CUDA_ERROR_NOT_SUPPORTED;
+    default: return CUDA_ERROR_INVALID_VALUE;
   }
-  switch (swizzle) {
-    case CU_TENSOR_MAP_SWIZZLE_NONE: map.span = 16; break;
-    case CU_TENSOR_MAP_SWIZZLE_32B: map.span = 32; break;
-    case CU_TENSOR_MAP_SWIZZLE_64B: map.span = 64; break;
-    case CU_TENSOR_MAP_SWIZZLE_128B: map.span = 128; break;
-    default: return CUDA_ERROR_NOT_SUPPORTED;
-  }
+  static constexpr uint8_t SPANS[] = {16, 32, 64, 128};
+  if (swizzle > CU_TENSOR_MAP_SWIZZLE_128B) return CUDA_ERROR_INVALID_VALUE;
+  map.span = SPANS[swizzle];
   if (interleave != CU_TENSOR_MAP_INTERLEAVE_NONE || fill != CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE)
-    return CUDA_ERROR_NOT_SUPPORTED;
+    return CUDA_ERROR_INVALID_VALUE;
   if (rank < 1 || rank > 5 || !data || reinterpret_cast<uintptr_t>(data) % 16 || reinterpret_cast<uintptr_t>(to) % 64)
     return CUDA_ERROR_INVALID_VALUE;
   map.rank = uint8_t(rank), map.data = static_cast<uint8_t *>(data);

@@ -2,7 +2,7 @@
 // registers. It is every block's extension.
 #pragma once
 
-#include <map>
+#include <vector>
 
 #include "hopper_copy.h"
 #include "hopper_product.h"
@@ -12,17 +12,18 @@ namespace emulated {
 struct HopperBlock {
   RegisterPool registers;
   Loads loads;
-  std::map<uint32_t, Stores> stores;  // by thread
-  std::map<uint32_t, WarpProducts> products;  // by warp
+  std::vector<Stores> stores;          // of each thread
+  std::vector<WarpProducts> products;  // of each warp
 
-  explicit HopperBlock(uint32_t num_threads) : registers(num_threads) {}
+  explicit HopperBlock(uint32_t num_threads)
+      : registers(num_threads), stores(num_threads), products((num_threads + 31) / 32) {}
 
   // All threads have run to their end.
   void finish() {
-    for (auto &[thread, of_thread] : stores) of_thread.finish();
+    for (Stores &of_thread : stores) of_thread.finish();
     registers.finish();
     loads.finish();
-    for (auto &[warp, of_warp] : products) of_warp.finish();
+    for (WarpProducts &of_warp : products) of_warp.finish();
   }
 };
 

@@ -24,22 +24,27 @@ struct ProductOperand {
     return in_registers == other.in_registers && k_in_row == other.k_in_row && bits == other.bits &&
            first_row == other.first_row && num_rows == other.num_rows;
   }
-  // Its elements [num_rows, 16].
+  // Its elements [16, num_rows]: those of a step of k lie together.
   std::vector<uint16_t> read() const {
     std::vector<uint16_t> x(num_rows * 16);
     if (in_registers) {
       for (uint32_t lane = 0; lane < 32; lane++)
         for (uint32_t i = 0; i < 8; i++) {
           const Cell cell = operand_cell(lane, i);
-          x[cell.row * 16 + cell.column] = uint16_t(registers[lane][i / 2] >> i % 2 * 16);
+          x[cell.column * num_rows + cell.row] = uint16_t(registers[lane][i / 2] >> i % 2 * 16);
         }
       return x;
     }
     const Descriptor descriptor(bits);
-    if (!descriptor.known) fail(Site(), "wgmma: a descriptor has bits that are not emulated: %llx", (unsigned long long)bits);
-    for (uint32_t row = 0; row < num_rows; row++)
-      for (uint32_t k = 0; k < 16; k++)
-        memcpy(&x[row * 16 + k], shared_at(descriptor.address_of(k_in_row, first_row + row, k), 2, 1), 2);
+    if (!descriptor.known) fail(Site(), "wgmma: a descriptor has bits that are not emulated: %#llx", (long long)bits);
+    // Eight elements lie together: of k, or of the other axis.
+    for (uint32_t row = 0; row < num_rows; row += k_in_row ? 1 : 8)
+      for (uint32_t k = 0; k < 16; k += k_in_row ? 8 : 1) {
+        uint16_t eight[8];
+        memcpy(eight, shared_at(descriptor.address_of(k_in_row, first_row + row, k), 16, 16), 16);
+        for (uint32_t i = 0; i < 8; i++)
+          x[k_in_row ? (k + i) * num_rows + row : k * num_rows + row + i] = eight[i];
+      }
     return x;
   }
 };
@@ -77,6 +82,9 @@ struct WarpAccumulator {
   }
 };
 
+// sum[16, columns] = left^T right, or += that, where left is [16, 16] and right is [16, columns].
+void multiply_tile(float *sum, const uint16_t *left, const uint16_t *right, uint32_t columns, bool is_f16, bool adds);
+
 struct Product {
   ProductOperand left, right;
   bool is_f16, adds;
@@ -84,25 +92,11 @@ struct Product {
   std::shared_ptr<WarpAccumulator> sum;
   std::vector<uint16_t> left_then, right_then;
 
-  float number(uint16_t bits) const { return is_f16 ? number_of_f16(bits) : number_of_bf16(bits); }
-
   void compute() {
     const std::vector<uint16_t> left_now = left.read(), right_now = right.read();
     if (left_now != left_then) fail(Site(), "wgmma: the left operand changed before the program waited");
     if (right_now != right_then) fail(Site(), "wgmma: the right operand changed before the program waited");
-    const uint32_t columns = right.num_rows;
-    static thread_local float b[16][256], products[256];
-    for (uint32_t n = 0; n < columns; n++)
-      for (uint32_t k = 0; k < 16; k++) b[k][n] = number(right_now[n * 16 + k]);
-    for (uint32_t row = 0; row < 16; row++) {
-      std::fill(products, products + columns, 0.0f);
-      for (uint32_t k = 0; k < 16; k++) {
-        const float x = number(left_now[row * 16 + k]);
-        for (uint32_t n = 0; n < columns; n++) products[n] = __builtin_fmaf(x, b[k][n], products[n]);
-      }
-      float *to = &sum->tile[row * columns];
-      for (uint32_t n = 0; n < columns; n++) to[n] = adds ? to[n] + products[n] : products[n];
-    }
+    multiply_tile(sum->tile.data(), left_now.data(), right_now.data(), right.num_rows, is_f16, adds);
   }
 };
 
