@@ -52,15 +52,13 @@ const bool is_set_up = [] {
 
 }  // namespace
 
-}  // namespace emulated
-
-extern "C" CUresult cuTensorMapEncodeTiled(CUtensorMap *to, CUtensorMapDataType type, cuuint32_t rank, void *data,
-                                           const cuuint64_t *dims, const cuuint64_t *strides, const cuuint32_t *box,
-                                           const cuuint32_t *steps, CUtensorMapInterleave interleave,
-                                           CUtensorMapSwizzle swizzle, CUtensorMapL2promotion,
-                                           CUtensorMapFloatOOBfill fill) {
-  emulated::TensorMap map = {};
-  map.seal = emulated::TensorMap::SEAL;
+// What the driver's cuTensorMapEncodeTiled does, which refuses what the device could not copy.
+CUresult encode_tensor_map(CUtensorMap *to, CUtensorMapDataType type, cuuint32_t rank, void *data,
+                           const cuuint64_t *dims, const cuuint64_t *strides, const cuuint32_t *box,
+                           const cuuint32_t *steps, CUtensorMapInterleave interleave, CUtensorMapSwizzle swizzle,
+                           CUtensorMapL2promotion, CUtensorMapFloatOOBfill fill) {
+  TensorMap map = {};
+  map.seal = TensorMap::SEAL;
   switch (type) {
     case CU_TENSOR_MAP_DATA_TYPE_FLOAT16:
     case CU_TENSOR_MAP_DATA_TYPE_BFLOAT16: map.element_bytes = 2; break;
@@ -87,3 +85,5 @@ extern "C" CUresult cuTensorMapEncodeTiled(CUtensorMap *to, CUtensorMapDataType 
   memcpy(to, &map, sizeof map);
   return CUDA_SUCCESS;
 }
+
+}  // namespace emulated

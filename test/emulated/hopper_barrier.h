@@ -16,11 +16,11 @@ namespace emulated {
 // The eight bytes of a barrier hold all of its state, as on the device: who writes over them breaks it, and one that
 // was not initialised is known by its seal.
 struct SharedBarrier {
-  uint64_t phase : 1, expected : 16, missing : 16, seal : 7;
+  uint64_t phase : 1, expected : 12, missing : 12, seal : 7, num_phases : 8;
   int64_t bytes : 24;
 
   uint64_t right_seal() const {
-    const uint64_t words = phase + expected * 3 + missing * 5 + uint64_t(bytes) * 7 + 0x5a;
+    const uint64_t words = phase + expected * 3 + missing * 5 + num_phases * 9 + uint64_t(bytes) * 7 + 0x5a;
     return (words ^ words >> 7 ^ words >> 14) & 0x7f;
   }
   static SharedBarrier at(uint32_t address) {
@@ -33,7 +33,7 @@ struct SharedBarrier {
   }
   void put(uint32_t address) {
     const bool is_complete = missing == 0 && bytes == 0;
-    if (is_complete) phase ^= 1, missing = expected;
+    if (is_complete) phase ^= 1, num_phases++, missing = expected;
     seal = right_seal();
     uint8_t *there = shared_at(address, 8, 1);
     memcpy(there, this, 8);
@@ -43,9 +43,9 @@ struct SharedBarrier {
 };
 
 inline void init_barrier(uint32_t address, int arrivals) {
-  if (arrivals < 1 || arrivals > 0xffff) fail(Site(), "barrier %u is initialised for %d arrivals", address, arrivals);
+  if (arrivals < 1 || arrivals > 1024) fail(Site(), "barrier %u is initialised for %d arrivals", address, arrivals);
   SharedBarrier barrier = {};
-  barrier.expected = barrier.missing = uint16_t(arrivals);
+  barrier.expected = barrier.missing = unsigned(arrivals);
   barrier.put(address);
 }
 

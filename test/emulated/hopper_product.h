@@ -85,7 +85,7 @@ struct WarpAccumulator {
 // sum[16, columns] = left^T right, or += that, where left is [16, 16] and right is [16, columns].
 void multiply_tile(float *sum, const uint16_t *left, const uint16_t *right, uint32_t columns, bool is_f16, bool adds);
 
-struct Product {
+struct GroupProduct {
   ProductOperand left, right;
   bool is_f16, adds;
   uint32_t came = 0;  // lanes
@@ -102,7 +102,7 @@ struct Product {
 
 // A warp's products.
 struct WarpProducts {
-  std::deque<Product> queue;
+  std::deque<GroupProduct> queue;
   uint64_t first = 0;  // the number of the queue's first
   std::vector<std::shared_ptr<WarpAccumulator>> sums;
   struct Lane {
@@ -119,14 +119,14 @@ struct WarpProducts {
     const uint64_t index = mine.started++ - first;
     if (index == queue.size()) {
       queue.emplace_back();
-      Product &product = queue.back();
+      GroupProduct &product = queue.back();
       product.left = left, product.right = right, product.is_f16 = is_f16, product.adds = adds;
       for (auto &sum : sums)
         if (sum->lanes[lane] == c && sum->columns == right.num_rows) product.sum = sum;
       if (!product.sum) sums.push_back(product.sum = std::make_shared<WarpAccumulator>(right.num_rows));
       product.sum->num_products++;
     }
-    Product &product = queue[index];
+    GroupProduct &product = queue[index];
     if (!(product.left == left && product.right == right) || product.is_f16 != is_f16 || product.adds != adds)
       fail(Site(), "wgmma: the lanes of a warp differ");
     if (left.in_registers) product.left.registers[lane] = left.registers[0];
@@ -164,7 +164,7 @@ struct WarpProducts {
  private:
   void finish_products(uint64_t end) {
     for (; first < end; first++) {
-      Product &product = queue.front();
+      GroupProduct &product = queue.front();
       product.compute();
       if (--product.sum->num_products == 0) {
         product.sum->give_back();

@@ -46,6 +46,11 @@ void count_progress() {}
 bool arrive_in_warp(uint32_t, const char *, Site) { return false; }
 void release_warp(uint32_t) {}
 uint32_t draw() { return drawn; }
+const Device &device() {
+  static const Device device = {};
+  return device;
+}
+struct Launch launch;
 }  // namespace emulated
 
 using namespace emulated;
