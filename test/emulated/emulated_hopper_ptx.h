@@ -80,12 +80,14 @@ inline void bulk_wait_done() {
 template <class Element, bool A_K_IN_ROW, bool B_K_IN_ROW, int NT>
 inline void wgmma(float (&c)[NT][4], uint64_t a, uint64_t b, bool add) {
   emulated::start_product(c[0], emulated::left_in_shared(a, A_K_IN_ROW),
-                          emulated::right_in_shared(b, B_K_IN_ROW, NT * 8), std::is_same_v<Element, __half>, add);
+                          emulated::right_in_shared(b, B_K_IN_ROW, NT * 8), std::is_same_v<Element, __half>,
+                          add);
 }
 template <class Element, bool B_K_IN_ROW, int NT>
 inline void wgmma(float (&c)[NT][4], const uint32_t (&a)[4], uint64_t b, bool add) {
-  emulated::start_product(c[0], emulated::left_in_registers(a), emulated::right_in_shared(b, B_K_IN_ROW, NT * 8),
-                          std::is_same_v<Element, __half>, add);
+  emulated::start_product(c[0], emulated::left_in_registers(a),
+                          emulated::right_in_shared(b, B_K_IN_ROW, NT * 8), std::is_same_v<Element, __half>,
+                          add);
 }
 inline void wgmma_start() { emulated::products_of_warp().fence(emulated::thread_in_block() % 32); }
 inline void wgmma_commit() { emulated::products_of_warp().commit(emulated::thread_in_block() % 32); }

@@ -1,5 +1,5 @@
-// What the emulation of Hopper adds to the machine: every block's extension, copies when a block stands idle, and the
-// driver's function that makes tensor maps.
+// What the emulation of Hopper adds to the machine: every block's extension, copies when a block stands idle,
+// and the driver's function that makes tensor maps.
 #include <cuda.h>
 #include <cstring>
 
@@ -12,7 +12,8 @@ uint32_t draw() {
   static uint64_t state;
   if (of_launch != launch.number) {
     of_launch = launch.number;
-    state = device().seed * UINT64_C(0x9e3779b97f4a7c15) + uint64_t(launch.number) * UINT64_C(0xd1342543de82ef95) + 1;
+    state = device().seed * UINT64_C(0x9e3779b97f4a7c15) +
+            uint64_t(launch.number) * UINT64_C(0xd1342543de82ef95) + 1;
   }
   state = state * UINT64_C(6364136223846793005) + 1442695040888963407;
   return uint32_t(state >> 33);
@@ -55,8 +56,8 @@ const bool is_set_up = [] {
 // What the driver's cuTensorMapEncodeTiled does, which refuses what the device could not copy.
 CUresult encode_tensor_map(CUtensorMap *to, CUtensorMapDataType type, cuuint32_t rank, void *data,
                            const cuuint64_t *dims, const cuuint64_t *strides, const cuuint32_t *box,
-                           const cuuint32_t *steps, CUtensorMapInterleave interleave, CUtensorMapSwizzle swizzle,
-                           CUtensorMapL2promotion, CUtensorMapFloatOOBfill fill) {
+                           const cuuint32_t *steps, CUtensorMapInterleave interleave,
+                           CUtensorMapSwizzle swizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill fill) {
   TensorMap map = {};
   map.seal = TensorMap::SEAL;
   switch (type) {
@@ -70,13 +71,15 @@ CUresult encode_tensor_map(CUtensorMap *to, CUtensorMapDataType type, cuuint32_t
   map.span = SPANS[swizzle];
   if (interleave != CU_TENSOR_MAP_INTERLEAVE_NONE || fill != CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE)
     return CUDA_ERROR_INVALID_VALUE;
-  if (rank < 1 || rank > 5 || !data || reinterpret_cast<uintptr_t>(data) % 16 || reinterpret_cast<uintptr_t>(to) % 64)
+  if (rank < 1 || rank > 5 || !data || reinterpret_cast<uintptr_t>(data) % 16 ||
+      reinterpret_cast<uintptr_t>(to) % 64)
     return CUDA_ERROR_INVALID_VALUE;
   map.rank = uint8_t(rank), map.data = static_cast<uint8_t *>(data);
   for (cuuint32_t axis = 0; axis < rank; axis++) {
     if (dims[axis] < 1 || dims[axis] > UINT64_C(1) << 32) return CUDA_ERROR_INVALID_VALUE;
     if (box[axis] < 1 || box[axis] > 256 || steps[axis] < 1 || steps[axis] > 8) return CUDA_ERROR_INVALID_VALUE;
-    if (axis > 0 && (strides[axis - 1] % 16 || strides[axis - 1] >= UINT64_C(1) << 40)) return CUDA_ERROR_INVALID_VALUE;
+    if (axis > 0 && (strides[axis - 1] % 16 || strides[axis - 1] >= UINT64_C(1) << 40))
+      return CUDA_ERROR_INVALID_VALUE;
     map.dims[axis] = dims[axis], map.box[axis] = uint16_t(box[axis]), map.steps[axis] = uint8_t(steps[axis]);
     if (axis > 0) map.strides[axis - 1] = strides[axis - 1];
   }

@@ -1,5 +1,5 @@
-// Hopper's barriers in shared memory, which count arrivals and bytes (mbarrier), and the registers that warpgroups
-// give and take. What a program may not do with them ends it.
+// Hopper's barriers in shared memory, which count arrivals and bytes (mbarrier), and the registers that
+// warpgroups give and take. What a program may not do with them ends it.
 #pragma once
 
 #include <cstdint>
@@ -13,8 +13,8 @@ namespace emulated {
 
 // ---- in shared memory ----------------------------------------------------------------------------------
 
-// The eight bytes of a barrier hold all of its state, as on the device: who writes over them breaks it, and one that
-// was not initialised is known by its seal.
+// The eight bytes of a barrier hold all of its state, as on the device: who writes over them breaks it, and one
+// that was not initialised is known by its seal.
 struct SharedBarrier {
   uint64_t phase : 1, expected : 12, missing : 12, seal : 7, num_phases : 8;
   int64_t bytes : 24;
@@ -28,7 +28,8 @@ struct SharedBarrier {
     SharedBarrier barrier;
     static_assert(sizeof barrier == 8, "a barrier is 8 bytes");
     memcpy(&barrier, shared_at(address, 8, 1), 8);
-    if (barrier.seal != barrier.right_seal()) fail(Site(), "barrier %u was not initialised, or is overwritten", address);
+    if (barrier.seal != barrier.right_seal())
+      fail(Site(), "barrier %u was not initialised, or is overwritten", address);
     return barrier;
   }
   void put(uint32_t address) {
@@ -43,7 +44,8 @@ struct SharedBarrier {
 };
 
 inline void init_barrier(uint32_t address, int arrivals) {
-  if (arrivals < 1 || arrivals > 1024) fail(Site(), "barrier %u is initialised for %d arrivals", address, arrivals);
+  if (arrivals < 1 || arrivals > 1024)
+    fail(Site(), "barrier %u is initialised for %d arrivals", address, arrivals);
   SharedBarrier barrier = {};
   barrier.expected = barrier.missing = unsigned(arrivals);
   barrier.put(address);
@@ -52,7 +54,8 @@ inline void init_barrier(uint32_t address, int arrivals) {
 // One arrival that announces bytes, or none.
 inline void arrive_at_barrier(uint32_t address, int bytes = 0) {
   SharedBarrier barrier = SharedBarrier::at(address);
-  if (barrier.missing == 0) fail(Site(), "barrier %u: more arrive than the %d expected", address, int(barrier.expected));
+  if (barrier.missing == 0)
+    fail(Site(), "barrier %u: more arrive than the %d expected", address, int(barrier.expected));
   barrier.bytes += bytes;
   barrier.missing--;
   barrier.put(address);
@@ -102,7 +105,8 @@ struct RegisterPool {
   }
   void finish() const {
     for (auto [warpgroup, count] : came)
-      if (count % 128) fail(Site(), "setmaxnreg: %u threads of warpgroup %u took no part", 128 - count % 128, warpgroup);
+      if (count % 128)
+        fail(Site(), "setmaxnreg: %u threads of warpgroup %u took no part", 128 - count % 128, warpgroup);
   }
 };
 

@@ -1,5 +1,5 @@
-// What the emulation keeps of a block of threads beside its shared memory: copies and products on their way, and
-// registers. It is every block's extension.
+// What the emulation keeps of a block of threads beside its shared memory: copies and products on their way,
+// and registers. It is every block's extension.
 #pragma once
 
 #include <vector>
@@ -35,11 +35,12 @@ inline uint32_t thread_in_block() { return uint32_t(me().number); }
 inline Stores &stores_of_thread() { return hopper_block().stores[thread_in_block()]; }
 inline WarpProducts &products_of_warp() { return hopper_block().products[thread_in_block() / 32]; }
 
-// Whether all lanes of a warp that come to the barrier in this phase let others go on first. On the device they wait
-// as one, and where one of them arrives elsewhere for all, that they do is relied on.
+// Whether all lanes of a warp that come to the barrier in this phase let others go on first. On the device they
+// wait as one, and where one of them arrives elsewhere for all, that they do is relied on.
 inline bool is_slow(uint32_t barrier) {
   uint64_t x = uint64_t(launch.number) << 32 | thread_in_block() / 32 << 20 | barrier;
-  x = (x ^ SharedBarrier::at(barrier).num_phases * UINT64_C(0x9e3779b97f4a7c15) ^ device().seed) * UINT64_C(0xd1342543de82ef95);
+  x = (x ^ SharedBarrier::at(barrier).num_phases * UINT64_C(0x9e3779b97f4a7c15) ^ device().seed) *
+      UINT64_C(0xd1342543de82ef95);
   return (x >> 40) % 16 == 0;
 }
 
@@ -47,7 +48,8 @@ inline bool is_slow(uint32_t barrier) {
 inline void wait_at_shared_barrier(uint32_t barrier, uint32_t parity, Site site) {
   if (draw() % 64 == 0) hopper_block().loads.advance();
   if (is_slow(barrier)) yield("is slow at mbarrier", barrier, site);
-  while (!phase_is_complete(barrier, parity)) sleep(shared_at(barrier, 8, 1), "waits at mbarrier", barrier, site);
+  while (!phase_is_complete(barrier, parity))
+    sleep(shared_at(barrier, 8, 1), "waits at mbarrier", barrier, site);
 }
 
 inline void change_registers(uint32_t registers, bool more) {
@@ -66,7 +68,8 @@ inline ProductOperand left_in_registers(const uint32_t (&registers)[4]) {
 inline ProductOperand right_in_shared(uint64_t bits, bool k_in_row, uint32_t columns) {
   return ProductOperand{false, k_in_row, bits, 0, columns, {}};
 }
-inline void start_product(float *c, const ProductOperand &left, const ProductOperand &right, bool is_f16, bool adds) {
+inline void start_product(float *c, const ProductOperand &left, const ProductOperand &right, bool is_f16,
+                          bool adds) {
   products_of_warp().start(thread_in_block() % 32, c, left, right, is_f16, adds);
 }
 

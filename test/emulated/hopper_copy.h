@@ -1,6 +1,6 @@
-// Bulk copies between memory and shared memory (TMA). Those to shared memory are made at a random later time, when
-// somebody polls a barrier, and in any order; those from shared memory read it at once or as late as the program
-// lets them, and write memory as late as it lets them. So what does not wait for them meets garbage.
+// Bulk copies between memory and shared memory (TMA). Those to shared memory are made at a random later time,
+// when somebody polls a barrier, and in any order; those from shared memory read it at once or as late as the
+// program lets them, and write memory as late as it lets them. So what does not wait for them meets garbage.
 #pragma once
 
 #include <cstddef>
@@ -113,7 +113,8 @@ struct Loads {
     make_load(copy);
   }
   void finish() const {
-    if (!waiting.empty()) fail(Site(), "the block ends before %zu bulk copies to its shared memory", waiting.size());
+    if (!waiting.empty())
+      fail(Site(), "the block ends before %zu bulk copies to its shared memory", waiting.size());
   }
 };
 

@@ -7,14 +7,14 @@
 
 namespace emulated {
 
-// Bulk copies by tensor map and products permute chunks of 16 bytes within rows of `span` bytes, 128, 64 or 32, by
-// the address bits from the seventh on. A span of 16 permutes nothing.
+// Bulk copies by tensor map and products permute chunks of 16 bytes within rows of `span` bytes, 128, 64 or 32,
+// by the address bits from the seventh on. A span of 16 permutes nothing.
 inline uint32_t swizzled(uint32_t address, uint32_t span) {
   return address ^ (((address >> 7) & (span / 16 - 1)) << 4);
 }
 
-// An operand of a product in shared memory, as its 64-bit descriptor says: addresses and distances in units of 16
-// bytes in fields of 14 bits, and in the topmost two bits which swizzle.
+// An operand of a product in shared memory, as its 64-bit descriptor says: addresses and distances in units of
+// 16 bytes in fields of 14 bits, and in the topmost two bits which swizzle.
 struct Descriptor {
   uint32_t start, leading, stride, span;
   bool known;  // whether all its other bits are as the emulation expects them
@@ -27,8 +27,8 @@ struct Descriptor {
     known = (bits & other & ~(UINT64_C(3) << 62)) == 0;
   }
 
-  // Where the 16-bit element [own, k] lies, own being the row of a left operand or the column of a right one. With
-  // k in a row, 8 rows of own follow one another and the next 8 are a stride away. Otherwise a row holds
+  // Where the 16-bit element [own, k] lies, own being the row of a left operand or the column of a right one.
+  // With k in a row, 8 rows of own follow one another and the next 8 are a stride away. Otherwise a row holds
   // span / 2 elements of own, the next of them are a leading distance away, and the next 8 of k are a stride
   // away. Without a swizzle, rows are 16 bytes.
   uint32_t address_of(bool k_in_row, uint32_t own, uint32_t k) const {

@@ -1,5 +1,5 @@
-// Tensor maps of the emulation: what cuTensorMapEncodeTiled is told stands in the map's own bytes, and boxes are
-// found by it. It includes no header of CUDA, so that the driver's part and the kernels' share it.
+// Tensor maps of the emulation: what cuTensorMapEncodeTiled is told stands in the map's own bytes, and boxes
+// are found by it. It includes no header of CUDA, so that the driver's part and the kernels' share it.
 #pragma once
 
 #include <cstdint>
@@ -26,8 +26,8 @@ struct TensorMap {
     return bytes;
   }
 
-  // Calls visit(offset, from) for every element of the box that begins at these coordinates: its offset in the box
-  // as it lies unswizzled, and its place in memory, or NULL where it lies outside of the tensor.
+  // Calls visit(offset, from) for every element of the box that begins at these coordinates: its offset in the
+  // box as it lies unswizzled, and its place in memory, or NULL where it lies outside of the tensor.
   template <class Visit>
   void for_each_element(const int32_t *begin, Visit visit) const {
     uint32_t offset = 0, at[5] = {};
@@ -68,7 +68,8 @@ struct TensorMap {
         const uint32_t wanted = from ? uint32_t(there < a_chunk ? there : a_chunk) : 0;
         const uint32_t offset = row * row_bytes() + i * element_bytes;
         if (wanted) visit(offset, from + column * element_bytes, wanted * element_bytes);
-        if (wanted < a_chunk) visit(offset + wanted * element_bytes, nullptr, (a_chunk - wanted) * element_bytes);
+        if (wanted < a_chunk)
+          visit(offset + wanted * element_bytes, nullptr, (a_chunk - wanted) * element_bytes);
       }
       row++;
     });

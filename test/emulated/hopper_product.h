@@ -1,5 +1,6 @@
-// Products of a warpgroup (wgmma), as each of its warps sees them: they are noted when they are started and computed
-// when the program waits for them. Meanwhile accumulators hold NaN, and nothing that a product reads may change.
+// Products of a warpgroup (wgmma), as each of its warps sees them: they are noted when they are started and
+// computed when the program waits for them. Meanwhile accumulators hold NaN, and nothing that a product reads
+// may change.
 #pragma once
 
 #include <algorithm>
@@ -36,7 +37,8 @@ struct ProductOperand {
       return x;
     }
     const Descriptor descriptor(bits);
-    if (!descriptor.known) fail(Site(), "wgmma: a descriptor has bits that are not emulated: %#llx", (long long)bits);
+    if (!descriptor.known)
+      fail(Site(), "wgmma: a descriptor has bits that are not emulated: %#llx", (long long)bits);
     // Eight elements lie together: of k, or of the other axis.
     for (uint32_t row = 0; row < num_rows; row += k_in_row ? 1 : 8)
       for (uint32_t k = 0; k < 16; k += k_in_row ? 8 : 1) {
@@ -76,14 +78,16 @@ struct WarpAccumulator {
       for (uint32_t i = 0; i < columns / 2; i++) {
         uint32_t bits;
         memcpy(&bits, lanes[lane] + i, 4);
-        if (bits != POISON) fail(Site(), "wgmma: lane %u wrote its accumulator before it waited for the product", lane);
+        if (bits != POISON)
+          fail(Site(), "wgmma: lane %u wrote its accumulator before it waited for the product", lane);
         lanes[lane][i] = at(lane, i);
       }
   }
 };
 
 // sum[16, columns] = left^T right, or += that, where left is [16, 16] and right is [16, columns].
-void multiply_tile(float *sum, const uint16_t *left, const uint16_t *right, uint32_t columns, bool is_f16, bool adds);
+void multiply_tile(float *sum, const uint16_t *left, const uint16_t *right, uint32_t columns, bool is_f16,
+                   bool adds);
 
 struct GroupProduct {
   ProductOperand left, right;
@@ -115,7 +119,8 @@ struct WarpProducts {
   void start(uint32_t lane, float *c, ProductOperand left, ProductOperand right, bool is_f16, bool adds) {
     Lane &mine = lanes[lane];
     if (!mine.fenced) fail(Site(), "wgmma without wgmma.fence since the program waited for products");
-    if (right.num_rows % 8 || right.num_rows < 8 || right.num_rows > 256) fail(Site(), "wgmma of %u columns", right.num_rows);
+    if (right.num_rows % 8 || right.num_rows < 8 || right.num_rows > 256)
+      fail(Site(), "wgmma of %u columns", right.num_rows);
     const uint64_t index = mine.started++ - first;
     if (index == queue.size()) {
       queue.emplace_back();
@@ -155,7 +160,8 @@ struct WarpProducts {
     std::vector<uint64_t> &groups = lanes[0].groups;
     const size_t count = groups.size() > pending ? groups.size() - pending : 0;
     if (count > 0) finish_products(groups[count - 1]);
-    for (Lane &other : lanes) other.groups.erase(other.groups.begin(), other.groups.begin() + std::ptrdiff_t(count));
+    for (Lane &other : lanes)
+      other.groups.erase(other.groups.begin(), other.groups.begin() + std::ptrdiff_t(count));
   }
   void finish() const {
     if (!queue.empty()) fail(Site(), "a warp ends before %zu products are done", queue.size());

@@ -1,5 +1,5 @@
-// Tests of the emulation's Hopper parts by plain loops: where swizzles, descriptors and fragments put numbers, what
-// barriers count, when copies and products are made, and that misuse is found. No kernel runs here.
+// Tests of the emulation's Hopper parts by plain loops: where swizzles, descriptors and fragments put numbers,
+// what barriers count, when copies and products are made, and that misuse is found. No kernel runs here.
 #include <cstdio>
 
 #include "hopper_block.h"
@@ -65,27 +65,30 @@ void begin_block() {
   drawn = 1;  // nothing is early
 }
 
-// ---- where numbers lie ---------------------------------------------------------------------------------------
+// ---- where numbers lie
+// ---------------------------------------------------------------------------------------
 
 // The permutations as PTX ISA draws them: chunk c of row r, rows of `span` bytes.
 void test_swizzles() {
   for (uint32_t r = 0; r < 16; r++)
-    for (uint32_t c = 0; c < 8; c++) check(swizzled(r * 128 + c * 16, 128) == r * 128 + (c ^ r % 8) * 16, "swizzle 128");
+    for (uint32_t c = 0; c < 8; c++)
+      check(swizzled(r * 128 + c * 16, 128) == r * 128 + (c ^ r % 8) * 16, "swizzle 128");
   for (uint32_t r = 0; r < 16; r++)
     for (uint32_t c = 0; c < 4; c++)
       check(swizzled(r * 64 + c * 16, 64) == r * 64 + (c ^ r / 2 % 4) * 16, "swizzle 64");
   for (uint32_t r = 0; r < 16; r++)
     for (uint32_t c = 0; c < 2; c++)
       check(swizzled(r * 32 + c * 16, 32) == r * 32 + (c ^ r / 4 % 2) * 16, "swizzle 32");
-  for (uint32_t address = 0; address < 2048; address += 16) check(swizzled(address, 16) == address, "no swizzle");
+  for (uint32_t address = 0; address < 2048; address += 16)
+    check(swizzled(address, 16) == address, "no swizzle");
 }
 
 uint64_t descriptor(uint32_t start, uint32_t leading, uint32_t stride, uint64_t mode) {
   return uint64_t(start / 16) | uint64_t(leading / 16) << 16 | uint64_t(stride / 16) << 32 | mode << 62;
 }
 
-// Element [own, k] of a tile [rows, 128] in boxes of 64 columns, as cuda/hopper.cuh lays it, is found with k along
-// the rows and down them.
+// Element [own, k] of a tile [rows, 128] in boxes of 64 columns, as cuda/hopper.cuh lays it, is found with k
+// along the rows and down them.
 void test_descriptors() {
   const uint32_t rows = 96, box = rows * 128;
   auto lies = [&](uint32_t row, uint32_t column) {
@@ -94,7 +97,8 @@ void test_descriptors() {
   for (uint32_t own = 0; own < rows; own++)
     for (uint32_t k = 0; k < 128; k++) {
       const Descriptor in_row(descriptor(k / 64 * box + k % 64 / 16 * 32, 16, 1024, 1));
-      check(in_row.known && in_row.span == 128 && in_row.address_of(true, own, k % 16) == lies(own, k), "K in a row");
+      check(in_row.known && in_row.span == 128 && in_row.address_of(true, own, k % 16) == lies(own, k),
+            "K in a row");
     }
   for (uint32_t own = 0; own < 128; own++)
     for (uint32_t k = 0; k < rows; k++) {
@@ -128,7 +132,8 @@ void test_numbers() {
   check(number_of_f16(0x7e00) != number_of_f16(0x7e00), "f16's NaN");
 }
 
-// ---- barriers ------------------------------------------------------------------------------------------------
+// ---- barriers
+// ------------------------------------------------------------------------------------------------
 
 void test_barriers() {
   begin_block();
@@ -172,7 +177,8 @@ void test_registers() {
   check(is_found([&] { other.finish(); }), "threads took no part");
 }
 
-// ---- copies --------------------------------------------------------------------------------------------------
+// ---- copies
+// --------------------------------------------------------------------------------------------------
 
 // A tensor {cols, rows, heads, batch} of numbers that know their place.
 struct Tensor {
@@ -186,9 +192,16 @@ struct Tensor {
       for (auto &row : batch)
         for (auto &head : row)
           for (uint16_t &x : head) x = next++;
-    map = {TensorMap::SEAL, 4, 2, 128, 0, reinterpret_cast<uint8_t *>(numbers),
-           {COLS, ROWS, HEADS, BATCH}, {HEADS * COLS * 2, COLS * 2, ROWS * HEADS * COLS * 2},
-           {box_cols, box_rows, 1, 1}, {1, 1, 1, 1}};
+    map = {TensorMap::SEAL,
+           4,
+           2,
+           128,
+           0,
+           reinterpret_cast<uint8_t *>(numbers),
+           {COLS, ROWS, HEADS, BATCH},
+           {HEADS * COLS * 2, COLS * 2, ROWS * HEADS * COLS * 2},
+           {box_cols, box_rows, 1, 1},
+           {1, 1, 1, 1}};
   }
   uint16_t at(int column, int row, int head, int batch) const {
     const bool inside = column >= 0 && column < COLS && row >= 0 && row < ROWS && head >= 0 && head < HEADS &&
@@ -227,8 +240,10 @@ void test_loads() {
   extension->loads.start(copy_of_bytes(const_cast<uint16_t *>(&tensor.numbers[0][0][0][8]), 160, 32), 8192);
   check(is_found([] { extension->finish(); }), "the block ends too early");
   extension->loads.advance();
-  for (int i = 0; i < 16; i++) check(number_at(160 + i * 2) == tensor.at(8 + i, 0, 0, 0), "a number of a bulk load");
-  check(is_found([&] { copy_of_bytes(const_cast<uint16_t *>(&tensor.numbers[0][0][0][1]), 160, 32); }), "alignment");
+  for (int i = 0; i < 16; i++)
+    check(number_at(160 + i * 2) == tensor.at(8 + i, 0, 0, 0), "a number of a bulk load");
+  check(is_found([&] { copy_of_bytes(const_cast<uint16_t *>(&tensor.numbers[0][0][0][1]), 160, 32); }),
+        "alignment");
   const int32_t begin[4] = {};
   check(is_found([&] { copy_of_box(&tensor.map, begin, 4, 2048 + 64); }), "a box's alignment");
   check(is_found([&] { copy_of_box(&tensor.map, begin, 3, 2048); }), "a map of other axes");
@@ -273,7 +288,8 @@ void test_stores() {
   check(sum[0] == 10 && sum[3] == 40 && sum[4] == 15, "the other is done at the end");
 }
 
-// ---- products ------------------------------------------------------------------------------------------------
+// ---- products
+// ------------------------------------------------------------------------------------------------
 
 constexpr int N = 32;
 float sums[32][N / 2];
@@ -329,7 +345,8 @@ void set_up_product(bool down) {
     for (uint32_t i = 0; i < 8; i++) {
       const Cell cell = operand_cell(lane, i);
       uint32_t &word = left_registers[lane][i / 2];
-      word = (i % 2 ? word & 0xffff : 0) | uint32_t(bf16_of(left_number(int(cell.row), int(cell.column)))) << i % 2 * 16;
+      word = (i % 2 ? word & 0xffff : 0) | uint32_t(bf16_of(left_number(int(cell.row), int(cell.column))))
+                                               << i % 2 * 16;
     }
     for (float &x : sums[lane]) x = 1000;
   }
