@@ -5,7 +5,7 @@
 #include <type_traits>
 
 #include "hopper_block.h"
-#include "ptx.cuh"
+#include "../../cuda/ptx.cuh"
 
 namespace fa {
 namespace hopper {
