@@ -54,6 +54,12 @@ bench-distributed: RESULT := bench/results/h200_distributed.md
 bench-distributed: elixir
 	NCCL_NVLS_ENABLE=0 $(MIX) run bench/distributed.exs $(BENCH_ARGS) | tee $(RESULT)
 
+# Bumblebee's models, swapped and not: whose numbers differ by how much. With Nx, Axon and Bumblebee on ERL_LIBS.
+.PHONY: bench-bumblebee
+bench-bumblebee: RESULT := bench/results/bumblebee.md
+bench-bumblebee: elixir
+	MIX_ENV=test $(MIX) run bench/bumblebee.exs | tee $(RESULT)
+
 # What that would be on more GPUs than there are: a model, computed from the deals as they are.
 .PHONY: bench-plan
 bench-plan: RESULT := bench/results/plan.md

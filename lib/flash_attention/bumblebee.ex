@@ -18,6 +18,10 @@ if Code.ensure_loaded?(Axon) and FlashAttention.Defn.supported?() do
     either side) and of single scores (`{batch, num_heads, seqlen_q, seqlen_k}`, of which all but the last may be 1), head masks,
     and the offset into a cache of fixed size.
 
+    Attention weights that are dropped out in training (`FlashAttention.Dropout`), at the model's rate: by the key that the model's
+    state keeps for that layer, which changes from step to step as it does in Bumblebee. The bits are others than those that Bumblebee
+    draws from that key, and losses so the same on average.
+
     A mask of keys is a bias of u8, which costs one number a column. Where a model's masks are known to have their ones in one
     run, as padding on one side leaves them, `contiguous_masks: true` makes bands of them (`FlashAttention.Mask`), and
     what is padding is not computed at all.
@@ -30,14 +34,13 @@ if Code.ensure_loaded?(Axon) and FlashAttention.Defn.supported?() do
 
     Where the same numbers are not to be had, Bumblebee's own layers compute:
 
-      * in training mode, where attention weights are dropped out; configure the model with
-        `attention_dropout_rate: 0.0` to train with FlashAttention
       * with tensors of different types
       * with what the first device of `:device` does not take
 
     `explain/3` tells of each attention which of the two computes it, and why.
 
-    Attention weights that a model is asked for (`output_attentions`) are computed by Bumblebee, beside.
+    Attention weights that a model is asked for (`output_attentions`) are computed by Bumblebee, beside; in training, with what
+    Bumblebee drops of them.
     """
 
     alias FlashAttention.{Error, Mask, Native, Options}
@@ -211,11 +214,12 @@ if Code.ensure_loaded?(Axon) and FlashAttention.Defn.supported?() do
 
     # The weights stay an input, for where Bumblebee's own layers compute; what nobody uses is not computed.
     defp rewrite([weights, value], _output, node, %{parent: parents, opts: model}, dropout_rate, opts) do
+      {weights, dropout_key} = if dropout_rate > 0, do: with_key(weights), else: {weights, weights}
       inputs = Enum.map(parents, &%Axon{output: &1, nodes: weights.nodes})
 
       layer =
         Axon.layer(
-          fn query, key, key_mask, head_mask, bias, offset, weights, value, layer_opts ->
+          fn query, key, key_mask, head_mask, bias, offset, weights, value, dropout_key, layer_opts ->
             tensors = %{
               q: query,
               k: key,
@@ -226,9 +230,7 @@ if Code.ensure_loaded?(Axon) and FlashAttention.Defn.supported?() do
               offset: offset
             }
 
-            dropout_rate = if layer_opts[:mode] == :train, do: dropout_rate, else: 0
-
-            case prepare(tensors, model, dropout_rate, opts) do
+            case prepare(tensors, model, dropout(dropout_key, dropout_rate, layer_opts[:mode]) ++ opts) do
               {:ok, options} ->
                 note(nil, node)
                 attend(tensors, options)
@@ -238,23 +240,44 @@ if Code.ensure_loaded?(Axon) and FlashAttention.Defn.supported?() do
                 node.op.(weights, value, layer_opts)
             end
           end,
-          inputs ++ [weights, value],
+          inputs ++ [weights, value, dropout_key],
           op_name: :flash_attention
         )
 
       %{layer | nodes: Map.update!(layer.nodes, layer.output, &%{&1 | policy: node.policy})}
     end
 
+    # A layer that drops weights keeps a key, under its name, in the model's state. Now it hands on that key, to us and to what
+    # stands in its place and drops weights as it did. In inference Axon leaves it out, and hands on weights.
+    defp with_key(%{output: id, nodes: nodes}) do
+      %{parent: [weights], opts: opts, policy: policy} = node = nodes[id]
+      key = System.unique_integer([:positive, :monotonic])
+      nodes = Map.put(nodes, key, %{node | id: key, op: &next_key/3})
+      inputs = [%Axon{output: weights, nodes: nodes}, %Axon{output: key, nodes: nodes}]
+      %{output: drop, nodes: nodes} = Axon.layer(&drop/3, inputs, opts)
+      {drop, nodes} = Map.pop!(nodes, drop)
+      nodes = %{nodes | id => %{drop | id: id, policy: policy}}
+      {%Axon{output: id, nodes: nodes}, %Axon{output: key, nodes: nodes}}
+    end
+
+    # Axon draws from one half of a key, and keeps the other.
+    defp next_key(_weights, key, _opts),
+      do: %Axon.StatefulOutput{output: key, state: %{"key" => Nx.Random.split(key)[0]}}
+
+    defp drop(weights, key, opts) do
+      if opts[:mode] == :train, do: Axon.Layers.dropout(weights, key, opts).output, else: weights
+    end
+
+    defp dropout(_weights, rate, mode) when rate == 0 or mode != :train, do: []
+    defp dropout(key, rate, :train), do: [dropout: rate, dropout_seed: Nx.Random.split(key)[1]]
+
     # ---- what can be done exactly ------------------------------------------------------------------------
 
     # The options of attention, or why Bumblebee's layers must compute.
-    defp prepare(%{q: q, k: k, v: v} = tensors, model, dropout_rate, opts) do
+    defp prepare(%{q: q, k: k, v: v} = tensors, model, opts) do
       types = Enum.map([q, k, v], &Nx.type/1)
 
       cond do
-        dropout_rate > 0 ->
-          {:error, "its weights are dropped out in training, at a rate of #{dropout_rate}"}
-
         not match?([{class, _}] when class in [:f, :bf], Enum.uniq(types)) ->
           {:error, "q, k and v are of types #{Enum.map_join(types, ", ", &Nx.Type.to_string/1)}"}
 
@@ -279,7 +302,7 @@ if Code.ensure_loaded?(Axon) and FlashAttention.Defn.supported?() do
 
     # What the first device has against it, in either pass.
     defp declined(tensors, options) do
-      {optional, _others} = Keyword.split(options, [:bias, :mask])
+      {optional, _others} = Keyword.split(options, [:bias, :mask, :dropout_seed])
 
       shapes =
         for {name, x} <- tensors ++ Enum.map(optional, &tensor/1),

@@ -2,91 +2,38 @@ defmodule FlashAttention.BumblebeeTest do
   # Small models with random parameters: the swapped model against the model itself.
   use ExUnit.Case, async: true
 
-  alias Bumblebee.Text.{Generation, GenerationConfig}
+  alias Bumblebee.{Text, Vision}
   alias FlashAttention.Bumblebee, as: Flash
+  alias FlashAttention.Dropout
+  alias FlashAttention.Test.BumblebeeFamilies, as: Families
   alias Nx.Defn.{Composite, Evaluator, Tree}
 
   @moduletag :bumblebee
   @moduletag :capture_log
   @compile {:no_warn_undefined,
-            [Axon, Axon.ModelState, Axon.MixedPrecision, Bumblebee, Flash, Generation, Composite, Tree] ++
-              [Nx, Nx.Defn, Nx.Random]}
+            [
+              Axon,
+              Axon.Loop,
+              Axon.ModelState,
+              Axon.MixedPrecision,
+              Bumblebee,
+              Flash,
+              Composite,
+              Tree,
+              Nx,
+              Nx.Defn,
+              Nx.Random
+            ] ++
+              [Polaris.Optimizers]}
 
-  @text [
-    vocab_size: 40,
-    max_positions: 16,
-    hidden_size: 12,
-    num_blocks: 2,
-    num_attention_heads: 3,
-    intermediate_size: 16
-  ]
-
-  @encoder_decoder [
-    vocab_size: 40,
-    max_positions: 16,
-    hidden_size: 12,
-    attention_head_size: 4,
-    encoder_num_blocks: 1,
-    decoder_num_blocks: 1,
-    encoder_num_attention_heads: 3,
-    decoder_num_attention_heads: 3,
-    encoder_intermediate_size: 16,
-    decoder_intermediate_size: 16,
-    intermediate_size: 16
-  ]
-
-  @image [
-    image_size: 8,
-    patch_size: 4,
-    hidden_size: 12,
-    num_blocks: 1,
-    num_attention_heads: 3,
-    intermediate_size: 16
-  ]
-
-  @swin [
-    image_size: 8,
-    patch_size: 1,
-    embedding_size: 12,
-    window_size: 4,
-    num_blocks: [1, 1],
-    num_attention_heads: [3, 3]
-  ]
-
-  @specs %{
-    gpt2: {Bumblebee.Text.Gpt2, @text},
-    bert: {Bumblebee.Text.Bert, @text},
-    llama: {Bumblebee.Text.Llama, @text ++ [num_key_value_heads: 1]},
-    mistral: {Bumblebee.Text.Mistral, @text ++ [num_key_value_heads: 1, attention_window_size: 3]},
-    modernbert: {Bumblebee.Text.ModernBert, @text ++ [local_attention_window: 4]},
-    qwen3: {Bumblebee.Text.Qwen3, @text ++ [num_key_value_heads: 3, attention_head_size: 4]},
-    gpt_big_code: {Bumblebee.Text.GptBigCode, @text},
-    clip_text: {Bumblebee.Text.ClipText, @text},
-    t5: {Bumblebee.Text.T5, @encoder_decoder},
-    bart: {Bumblebee.Text.Bart, @encoder_decoder},
-    vit: {Bumblebee.Vision.Vit, @image},
-    mpnet: {Bumblebee.Text.MpNet, Keyword.put(@text, :num_blocks, 1)},
-    swin: {Bumblebee.Vision.Swin, @swin}
-  }
-
-  defp spec(name, more \\ []) do
-    {module, config} = @specs[name]
-    {architecture, more} = Keyword.pop(more, :architecture, :base)
-    spec = struct(module, architecture: architecture)
-    Bumblebee.configure(spec, Keyword.take(config, Map.keys(spec)) ++ more)
-  end
-
-  defp init(model, inputs, opts \\ []) do
-    {init, predict} = Axon.build(model, [compiler: Evaluator, seed: 5] ++ opts)
-    {init.(inputs, Axon.ModelState.empty()), predict}
-  end
+  defp spec(name, more \\ []), do: Families.spec(name, Keyword.put_new(more, :architecture, :base))
 
   # Both models' outputs from the same parameters, with all hidden states.
   defp outputs(spec, inputs, swap_opts \\ []) do
     model = Bumblebee.build_model(spec)
     opts = [global_layer_options: [output_hidden_states: true]]
-    {state, predict} = init(model, inputs, opts)
-    {_, predict_swapped} = init(Flash.swap_attention(model, swap_opts), inputs, opts)
+    {state, predict} = Families.build(model, inputs, opts)
+    {_, predict_swapped} = Families.build(Flash.swap_attention(model, swap_opts), inputs, opts)
     {predict.(state, inputs), predict_swapped.(state, inputs)}
   end
 
@@ -94,7 +41,7 @@ defmodule FlashAttention.BumblebeeTest do
 
   # How many of the library's forwards the swapped model computes on such inputs.
   defp forwards(spec, inputs, opts \\ []) do
-    {state, predict} = spec |> Bumblebee.build_model() |> Flash.swap_attention() |> init(inputs, opts)
+    {state, predict} = spec |> Bumblebee.build_model() |> Flash.swap_attention() |> Families.build(inputs, opts)
     outputs = Nx.Defn.debug_expr(predict).(state, inputs)
     {_seen, forwards} = Composite.reduce(outputs, {MapSet.new(), 0}, &count_forwards/2)
     forwards
@@ -137,8 +84,17 @@ defmodule FlashAttention.BumblebeeTest do
   @behind [[1, 1, 1, 1, 1, 0, 0], [1, 1, 0, 0, 0, 0, 0]]
   @in_front [[0, 0, 1, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0, 1]]
 
-  for name <- [:gpt2, :bert, :mistral, :llama, :modernbert, :qwen3, :gpt_big_code, :clip_text] do
-    test "#{name}: all attention is swapped, and hidden states are the same under every mask" do
+  for name <- [
+        Text.Gpt2,
+        Text.Bert,
+        Text.Mistral,
+        Text.Llama,
+        Text.ModernBert,
+        Text.Qwen3,
+        Text.GptBigCode,
+        Text.ClipText
+      ] do
+    test "#{inspect(name)}: all attention is swapped, and hidden states are the same under every mask" do
       spec = spec(unquote(name))
       assert count(Flash.swap_attention(Bumblebee.build_model(spec))) == 2
 
@@ -158,14 +114,14 @@ defmodule FlashAttention.BumblebeeTest do
   test "head masks, and a model without masks" do
     head_mask = Nx.tensor([[1.0, 0.0, 0.5], [0.25, 1.0, 0.0]])
     inputs = %{"input_ids" => Nx.tensor(@tokens), "attention_head_mask" => head_mask}
-    {original, swapped} = outputs(spec(:bert), inputs)
+    {original, swapped} = outputs(spec(Text.Bert), inputs)
     assert_close(original, swapped)
-    assert forwards(spec(:bert), inputs) == 2
+    assert forwards(spec(Text.Bert), inputs) == 2
 
-    {pixels, _} = Nx.Random.normal(Nx.Random.key(1), shape: {2, 8, 8, 3})
-    {original, swapped} = outputs(spec(:vit), %{"pixel_values" => pixels})
+    pixels = Families.random({2, 8, 8, 3})
+    {original, swapped} = outputs(spec(Vision.Vit), %{"pixel_values" => pixels})
     assert_close(original, swapped)
-    assert forwards(spec(:vit), %{"pixel_values" => pixels}) == 1
+    assert forwards(spec(Vision.Vit), %{"pixel_values" => pixels}) == 2
   end
 
   test "an encoder and a decoder, with attention across" do
@@ -175,31 +131,21 @@ defmodule FlashAttention.BumblebeeTest do
       "decoder_input_ids" => Nx.tensor([[1, 2, 3], [4, 5, 6]])
     }
 
-    {original, swapped} = outputs(spec(:bart), inputs)
+    {original, swapped} = outputs(spec(Text.Bart), inputs)
     assert_close(original, swapped)
-    assert forwards(spec(:bart), inputs) == 3
+    assert forwards(spec(Text.Bart), inputs) == 3
   end
 
-  for name <- [:gpt2, :mistral, :bart] do
-    test "#{name}: generation with a cache writes the same tokens" do
+  for name <- [Text.Gpt2, Text.Mistral, Text.Bart] do
+    test "#{inspect(name)}: generation with a cache writes the same tokens" do
       spec = generator(unquote(name))
       model = Bumblebee.build_model(spec)
-      tokens = %{"input_ids" => Nx.tensor([[3, 7, 1, 4], [5, 6, 2, 8]])}
-      {state, _} = init(model, Map.put(tokens, "decoder_input_ids", Nx.tensor([[1], [1]])))
-
-      config =
-        struct(GenerationConfig, max_new_tokens: 5, pad_token_id: 0, bos_token_id: 1, decoder_start_token_id: 1)
-
-      inputs =
-        Map.merge(tokens, %{
-          "attention_mask" => Nx.tensor([[0, 1, 1, 1], [1, 1, 1, 1]]),
-          "seed" => Nx.tensor([1, 2], type: :s64)
-        })
+      {state, _} = Families.build(model, Families.inputs(spec))
 
       [original, swapped, contiguous] =
         for model <- [model, Flash.swap_attention(model), Flash.swap_attention(model, contiguous_masks: true)] do
-          generate = Generation.build_generate(model, spec, config)
-          Nx.Defn.jit_apply(generate, [state, inputs], compiler: Evaluator).token_ids
+          arguments = [state, Families.prompt(spec)]
+          Nx.Defn.jit_apply(Families.generate(model, spec), arguments, compiler: Evaluator)
         end
 
       assert Nx.shape(original) == {2, 5}
@@ -207,11 +153,11 @@ defmodule FlashAttention.BumblebeeTest do
       assert Nx.to_list(original) == Nx.to_list(contiguous)
     end
 
-    test "#{name}: a cache is filled by several rows at once and by single ones" do
+    test "#{inspect(name)}: a cache is filled by several rows at once and by single ones" do
       spec = generator(unquote(name))
       model = Bumblebee.build_model(spec)
       encoder = %{"input_ids" => Nx.tensor(@tokens), "attention_mask" => Nx.tensor(@behind)}
-      {state, _} = init(model, Map.put(encoder, "decoder_input_ids", Nx.tensor(@tokens)))
+      {state, _} = Families.build(model, Map.put(encoder, "decoder_input_ids", Nx.tensor(@tokens)))
       swapped = Flash.swap_attention(model)
 
       # Rows 0 to 2, 3 and 4, then one by one, in a cache of nine.
@@ -225,18 +171,20 @@ defmodule FlashAttention.BumblebeeTest do
           flash = predict_swapped.(state, Map.put(inputs, "cache", swapped_cache))
 
           assert_close(original, flash)
-          assert forwards(spec, Map.put(inputs, "cache", cache)) == if(unquote(name) == :bart, do: 3, else: 2)
+
+          assert forwards(spec, Map.put(inputs, "cache", cache)) ==
+                   if(unquote(name) == Text.Bart, do: 3, else: 2)
+
           {original.cache, flash.cache}
       end
     end
   end
 
-  defp generator(:bart), do: spec(:bart, architecture: :for_conditional_generation)
-  defp generator(name), do: spec(name, architecture: :for_causal_language_modeling)
+  defp generator(name), do: Families.spec(name, architecture: Families.generator(name))
 
   defp empty_cache(spec), do: spec.__struct__.init_cache(spec, 2, 9, %{"input_ids" => Nx.tensor(@tokens)})
 
-  defp cached_inputs(:bart, from, until) do
+  defp cached_inputs(Text.Bart, from, until) do
     %{
       "input_ids" => Nx.tensor(@tokens),
       "attention_mask" => Nx.tensor(@behind),
@@ -258,17 +206,17 @@ defmodule FlashAttention.BumblebeeTest do
 
     for mask <- [@whole, @behind, @in_front], opts <- [[], [contiguous_masks: true]] do
       inputs = Map.put(inputs, "attention_mask", Nx.tensor(mask))
-      {original, swapped} = outputs(spec(:t5), inputs, opts)
+      {original, swapped} = outputs(spec(Text.T5), inputs, opts)
       # T5 does not scale its scores, and its hidden states are not of size 1.
       assert_close(original, swapped, 2.0e-6 * largest(original))
-      assert forwards(spec(:t5), inputs) == 3
+      assert forwards(spec(Text.T5), inputs) == 3
 
-      {original, swapped} = outputs(spec(:mpnet), inputs, opts)
+      {original, swapped} = outputs(spec(Text.MpNet), inputs, opts)
       assert_close(original, swapped)
     end
 
-    {pixels, _} = Nx.Random.normal(Nx.Random.key(1), shape: {2, 8, 8, 3})
-    {original, swapped} = outputs(spec(:swin), %{"pixel_values" => pixels})
+    pixels = Families.random({2, 8, 8, 3})
+    {original, swapped} = outputs(spec(Vision.Swin), %{"pixel_values" => pixels})
     assert_close(original, swapped)
   end
 
@@ -276,19 +224,21 @@ defmodule FlashAttention.BumblebeeTest do
     for mask <- [
           Nx.tensor([[1, 0, 1, 1, 0, 1, 0], [0, 1, 0, 1, 1, 1, 1]]),
           Nx.tensor([[1, 0, 1, 1, 0, 1, 0]]) |> Nx.reshape({1, 1, 1, 7}),
-          Nx.greater(random(1, {2, 3, 7, 7}), 0),
-          Nx.greater(random(2, {1, 1, 7, 7}), 0),
-          Nx.greater(random(3, {2, 1, 7, 1}), 0)
+          Nx.greater(Families.random({2, 3, 7, 7}, 1), 0),
+          Nx.greater(Families.random({1, 1, 7, 7}, 2), 0),
+          Nx.greater(Families.random({2, 1, 7, 1}, 3), 0)
         ],
-        name <- [:bert, :gpt2] do
-      assert_same_attention(%{"mask" => mask, "query" => random(4, {2, 7, 3, 4})}, causal: name == :gpt2)
+        name <- [Text.Bert, Text.Gpt2] do
+      assert_same_attention(%{"mask" => mask, "query" => Families.random({2, 7, 3, 4}, 4)},
+        causal: name == Text.Gpt2
+      )
     end
   end
 
   test "windows that look ahead, anywhere in a cache" do
     for offset <- 0..4, window <- [{2, 1}, {0, 3}, {9, 0}], rows <- [1, 3], causal <- [true, false] do
       inputs = %{
-        "query" => random(4, {2, rows, 3, 4}),
+        "query" => Families.random({2, rows, 3, 4}, 4),
         "offset" => Nx.tensor(offset),
         "mask" => Nx.tensor([[0, 1, 1, 1, 1, 1, 0], [1, 1, 1, 0, 0, 0, 0]])
       }
@@ -299,21 +249,20 @@ defmodule FlashAttention.BumblebeeTest do
     end
   end
 
-  # One attention of Bumblebee's: weights and what comes out.
   defp assert_same_attention(inputs, opts, swap_opts \\ []) do
-    inputs = Map.merge(inputs, %{"key" => random(5, {2, 7, 3, 4}), "value" => random(6, {2, 7, 3, 4})})
-    [query, key, value] = for input <- ~w(query key value), do: Axon.input(input)
-    none = Axon.layer(fn _query, _ -> struct(Axon.None) end, [query])
-    [mask, offset] = for input <- ~w(mask offset), do: if(inputs[input], do: Axon.input(input), else: none)
-    arguments = [query, key, value, mask, none, none, offset, opts]
-    {output, weights} = apply(Bumblebee.Layers, :attention, arguments)
-    model = Axon.container({weights, output})
+    inputs =
+      Map.merge(inputs, %{
+        "key" => Families.random({2, 7, 3, 4}, 5),
+        "value" => Families.random({2, 7, 3, 4}, 6)
+      })
+
+    model = attention(inputs, opts)
     swapped = Flash.swap_attention(model, swap_opts)
     assert [%{computed_by: :flash_attention}] = Flash.explain(swapped, inputs)
 
     [{weights, output}, {swapped_weights, swapped_output}] =
       for model <- [model, swapped] do
-        {state, predict} = init(model, inputs)
+        {state, predict} = Families.build(model, inputs)
         predict.(state, inputs)
       end
 
@@ -321,17 +270,99 @@ defmodule FlashAttention.BumblebeeTest do
     assert_close(output, swapped_output)
   end
 
-  defp random(seed, shape), do: Nx.Random.normal(Nx.Random.key(seed), shape: shape) |> elem(0)
+  # One attention of Bumblebee's: weights and what comes out.
+  defp attention(inputs, opts) do
+    [query, key, value] = for input <- ~w(query key value), do: Axon.input(input)
+    none = Axon.layer(fn _query, _ -> struct(Axon.None) end, [query])
+    [mask, offset] = for input <- ~w(mask offset), do: if(inputs[input], do: Axon.input(input), else: none)
+    {output, weights} = apply(Bumblebee.Layers, :attention, [query, key, value, mask, none, none, offset, opts])
+    Axon.container({weights, output})
+  end
 
-  test "what cannot be done exactly is left alone" do
-    # Weights are dropped in training mode.
+  test "weights are dropped out in training, by the key that the model keeps" do
+    inputs =
+      for {name, seed} <- [{"query", 4}, {"key", 5}, {"value", 6}],
+          into: %{"mask" => Nx.tensor(@behind)},
+          do: {name, Families.random({2, 7, 3, 4}, seed)}
+
+    model = attention(inputs, causal: true, dropout_rate: 0.25)
+    swapped = Flash.swap_attention(model)
+    {state, predict} = Families.build(model, inputs, mode: :train)
+    {same_state, swapped_predict} = Families.build(swapped, inputs, mode: :train)
+    assert Map.keys(state.data) == Map.keys(same_state.data)
+
+    # Without dropout, and then with what it drops.
+    {_, whole} = Families.build(model, inputs)
+    {weights, _output} = whole.(state, inputs)
+    [{_name, %{"key" => key}}] = Map.to_list(state.data)
+    keep = Dropout.mask(Nx.Random.split(key)[1], 0.25, {2, 3, 7, 7})
+    v = Nx.transpose(inputs["value"], axes: [0, 2, 1, 3])
+    expected = weights |> Nx.multiply(keep) |> Nx.divide(0.75) |> Nx.dot([3], [0, 1], v, [2], [0, 1])
+
+    result = swapped_predict.(state, inputs)
+    {_weights, output} = result.prediction
+    assert_close(Nx.transpose(expected, axes: [0, 2, 1, 3]), output)
+
+    # The key goes from step to step as it does in Bumblebee; another one drops others.
+    assert result.state == predict.(state, inputs).state
+    {_weights, later} = swapped_predict.(%{state | data: result.state}, inputs).prediction
+    assert largest(Nx.subtract(output, later)) > 0.1
+    # In inference nothing is dropped.
+    {_, swapped_whole} = Families.build(swapped, inputs)
+    assert_close(whole.(state, inputs), swapped_whole.(state, inputs))
+  end
+
+  test "a model with dropout trains, in mixed precision too" do
+    spec =
+      spec(Text.Gpt2,
+        attention_dropout_rate: 0.5,
+        dropout_rate: 0.5,
+        architecture: :for_causal_language_modeling
+      )
+
+    policy = Axon.MixedPrecision.create_policy(compute: {:bf, 16})
+    model = spec |> Bumblebee.build_model() |> Flash.swap_attention() |> Axon.nx(& &1.logits)
     inputs = %{"input_ids" => Nx.tensor(@tokens)}
-    dropout = spec(:bert, attention_dropout_rate: 0.5)
-    assert forwards(dropout, inputs, mode: :train) == 0
-    assert forwards(dropout, inputs) == 2
-    assert forwards(spec(:bert, attention_dropout_rate: 0.0), inputs, mode: :train) == 2
+    assert Enum.all?(Flash.explain(model, inputs, mode: :train), &(&1.computed_by == :flash_attention))
 
-    # No attention of Bumblebee's.
+    for model <- [model, Axon.MixedPrecision.apply_policy(model, policy)] do
+      loss = fn expected, logits -> Nx.mean(Nx.pow(Nx.subtract(logits, expected), 2)) end
+
+      losses =
+        for {epochs, optimizer} <- [{1, 0.0}, {8, 0.05}] do
+          trained =
+            model
+            |> Axon.Loop.trainer(loss, Polaris.Optimizers.sgd(learning_rate: optimizer), log: 0)
+            |> Axon.Loop.run([{inputs, Nx.broadcast(1.0, {2, 7, 40})}], Axon.ModelState.empty(),
+              epochs: epochs,
+              compiler: Evaluator
+            )
+
+          Nx.to_number(loss.(1.0, Axon.predict(model, trained, inputs)))
+        end
+
+      assert [before, later] = losses
+      assert later < 0.9 * before
+    end
+  end
+
+  test "where Bumblebee computes, its own bits drop weights" do
+    inputs = of_two_types()
+    model = attention(inputs, dropout_rate: 0.25)
+    {state, predict} = Families.build(model, inputs, mode: :train)
+    {_state, swapped_predict} = Families.build(Flash.swap_attention(model), inputs, mode: :train)
+    assert predict.(state, inputs) == swapped_predict.(state, inputs)
+  end
+
+  defp of_two_types do
+    tensors =
+      for {name, seed} <- [{"query", 4}, {"key", 5}, {"value", 6}],
+          do: {name, Families.random({2, 7, 3, 4}, seed)}
+
+    tensors |> Map.new() |> Map.update!("value", &Nx.as_type(&1, :f16))
+  end
+
+  test "what is no attention of Bumblebee's is left alone" do
     model = Axon.input("x") |> Axon.dense(3)
     assert count(Flash.swap_attention(model)) == 0
   end
@@ -349,9 +380,9 @@ defmodule FlashAttention.BumblebeeTest do
 
     test "names every attention that the library computes" do
       for {name, names} <- [
-            gpt2: ~w(decoder.blocks.0.self_attention decoder.blocks.1.self_attention),
-            bert: ~w(encoder.blocks.0.self_attention encoder.blocks.1.self_attention),
-            llama: ~w(decoder.blocks.0.self_attention decoder.blocks.1.self_attention)
+            {Text.Gpt2, ~w(decoder.blocks.0.self_attention decoder.blocks.1.self_attention)},
+            {Text.Bert, ~w(encoder.blocks.0.self_attention encoder.blocks.1.self_attention)},
+            {Text.Llama, ~w(decoder.blocks.0.self_attention decoder.blocks.1.self_attention)}
           ] do
         explained = explain(name, %{"input_ids" => ids()})
 
@@ -375,16 +406,20 @@ defmodule FlashAttention.BumblebeeTest do
       ]
 
       assert names ==
-               for(%{computed_by: :flash_attention, reason: nil, name: name} <- explain(:t5, decoder), do: name)
+               for(
+                 %{computed_by: :flash_attention, reason: nil, name: name} <- explain(Text.T5, decoder),
+                 do: name
+               )
 
-      assert [%{reason: "its weights are dropped out in training, at a rate of 0.5"}, _] =
-               explain(:bert, %{"input_ids" => ids()}, mode: :train, spec: [attention_dropout_rate: 0.5])
+      inputs = of_two_types()
+      model = attention(inputs, [])
 
-      assert [%{reason: nil}, _] = explain(:bert, %{"input_ids" => ids()}, spec: [attention_dropout_rate: 0.5])
+      assert [%{computed_by: :bumblebee, reason: "q, k and v are of types f32, f32, f16"}] =
+               Flash.explain(model, inputs)
     end
 
     test "takes what swap_attention takes, swapped or not, and leaves nothing behind" do
-      model = Bumblebee.build_model(spec(:bert))
+      model = Bumblebee.build_model(spec(Text.Bert))
       inputs = %{"input_ids" => ids(), "attention_head_mask" => head_mask()}
       explained = Flash.explain(model, inputs)
 
@@ -394,7 +429,7 @@ defmodule FlashAttention.BumblebeeTest do
       assert Process.get(Flash) == nil
       assert Flash.explain(Axon.input("x") |> Axon.dense(3), %{"x" => Nx.template({1, 2}, :f32)}) == []
 
-      for {function, arguments} <- [swap_attention: [:gpt2], explain: [{:error, "no such model"}, inputs]] do
+      for {function, arguments} <- [swap_attention: [Text.Gpt2], explain: [{:error, "no such model"}, inputs]] do
         assert_raise FlashAttention.Error, ~r/^model: expected a model of Bumblebee's, got /, fn ->
           apply(Flash, function, arguments)
         end
@@ -403,11 +438,11 @@ defmodule FlashAttention.BumblebeeTest do
   end
 
   test "weights that are asked for come from Bumblebee" do
-    model = Bumblebee.build_model(spec(:bert))
+    model = Bumblebee.build_model(spec(Text.Bert))
     inputs = %{"input_ids" => Nx.tensor(@tokens), "attention_mask" => Nx.tensor(@behind)}
     opts = [global_layer_options: [output_attentions: true]]
-    {state, predict} = init(model, inputs, opts)
-    {_, predict_swapped} = init(Flash.swap_attention(model), inputs, opts)
+    {state, predict} = Families.build(model, inputs, opts)
+    {_, predict_swapped} = Families.build(Flash.swap_attention(model), inputs, opts)
     original = predict.(state, inputs)
     assert {%{shape: {2, 3, 7, 7}}, _} = original.attentions
     assert_close(original, predict_swapped.(state, inputs))
@@ -415,18 +450,17 @@ defmodule FlashAttention.BumblebeeTest do
 
   test "gradients of a loss are the same" do
     everything = Nx.broadcast(1, {2, 7})
-    check_gradients(spec(:bert, attention_dropout_rate: 0.0, dropout_rate: 0.0), @behind, everything)
+    check_gradients(spec(Text.Bert), @behind, everything)
     # Rows that see nothing are left out.
-    check_gradients(spec(:llama), @in_front, Nx.tensor(@in_front))
+    check_gradients(spec(Text.Llama), @in_front, Nx.tensor(@in_front))
     # That of a relative bias among them.
-    no_dropout = [attention_dropout_rate: 0.0, dropout_rate: 0.0]
-    check_gradients(spec(:mpnet, no_dropout), @behind, everything)
+    check_gradients(spec(Text.MpNet), @behind, everything)
   end
 
   defp check_gradients(spec, mask, weights) do
     model = Bumblebee.build_model(spec)
     inputs = %{"input_ids" => Nx.tensor(@tokens), "attention_mask" => Nx.tensor(mask)}
-    {state, _} = init(model, inputs, mode: :train)
+    {state, _} = Families.build(model, inputs, mode: :train)
     loss = &(&1.prediction.hidden_state |> Nx.sin() |> Nx.multiply(Nx.new_axis(weights, -1)) |> Nx.sum())
 
     [original, swapped] =
@@ -446,7 +480,7 @@ defmodule FlashAttention.BumblebeeTest do
 
   test "mixed precision stays, and what load_model returns is taken as a whole" do
     policy = Axon.MixedPrecision.create_policy(params: {:bf, 16}, compute: {:bf, 16}, output: {:bf, 16})
-    model = :bert |> spec() |> Bumblebee.build_model() |> Axon.MixedPrecision.apply_policy(policy)
+    model = Text.Bert |> spec() |> Bumblebee.build_model() |> Axon.MixedPrecision.apply_policy(policy)
 
     assert %{model: swapped, params: :params, spec: :spec} =
              Flash.swap_attention(%{model: model, params: :params, spec: :spec}, precision: :default)
@@ -455,14 +489,14 @@ defmodule FlashAttention.BumblebeeTest do
              Flash.swap_attention({:ok, %{model: model, params: :params}})
 
     inputs = %{"input_ids" => Nx.tensor(@tokens), "attention_mask" => Nx.tensor(@behind)}
-    {state, predict} = init(model, inputs)
-    {_, predict_swapped} = init(swapped, inputs)
+    {state, predict} = Families.build(model, inputs)
+    {_, predict_swapped} = Families.build(swapped, inputs)
     # Hidden states are of size 1 after their norm, and bf16 has 8 bits.
     assert_close(predict.(state, inputs).hidden_state, predict_swapped.(state, inputs).hidden_state, 0.05)
   end
 
   test "options are those of attention" do
-    model = Bumblebee.build_model(spec(:bert))
+    model = Bumblebee.build_model(spec(Text.Bert))
 
     for {opts, message} <- [
           {[causal: true], ~r/^opts: expected keys among device, precision, deterministic, got :causal$/},
