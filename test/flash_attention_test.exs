@@ -2,7 +2,7 @@ defmodule FlashAttentionTest do
   use ExUnit.Case, async: true
 
   import FlashAttention.Test.Tensors
-  alias FlashAttention.Error
+  alias FlashAttention.{Error, Mask}
   alias FlashAttention.Test.{PlainAttention, Wrapped}
 
   doctest FlashAttention
@@ -51,7 +51,9 @@ defmodule FlashAttentionTest do
     assert_accurate(o, exact.o, naive_o, bounds.o)
     assert_accurate(lse, exact.lse, naive_lse, bounds.lse)
 
-    grads = named(FlashAttention.backward(dout, q, k, v, o, lse, opts))
+    backward = FlashAttention.backward(dout, q, k, v, o, lse, opts)
+    assert backward == FlashAttention.backward(dout, q, k, v, o, lse, opts)
+    grads = named(backward)
     naive = named(FlashAttention.backward(dout, q, k, v, naive_o, naive_lse, naive_opts))
     exact = PlainAttention.backward(dout, q, k, v, opts)
 
@@ -68,6 +70,51 @@ defmodule FlashAttentionTest do
 
     assert grads.dq.shape == q.shape and grads.dk.shape == k.shape and grads.dv.shape == v.shape
     for {name, tensor} <- optional, do: assert(grads[name].shape == tensor.shape)
+  end
+
+  @range_sets 300
+  @types [:full, :causal, :inverse_causal, :bi_causal]
+
+  test "#{@range_sets} random sets of ranges give what their definition says, and the same bits again" do
+    for seed <- 1..@range_sets do
+      :rand.seed(:exsss, seed)
+
+      sizes =
+        {_, rows, columns, _, _, _} =
+        Enum.random([{1, 9, 13, 2, 1, 3}, {2, 12, 7, 4, 2, 2}, {1, 1, 5, 3, 3, 4}])
+
+      {q_ranges, k_ranges} = Enum.unzip(ranges(rows, columns))
+      mask = Mask.ranges(q_ranges, k_ranges, for(_ <- q_ranges, do: Enum.random(@types)))
+
+      more =
+        Enum.random([
+          [],
+          [sink: 2],
+          [softcap: 1.5],
+          [window: {3, 2}],
+          [alibi_slopes: 1, sink: 1],
+          [bias: {nil, {1, 1, rows, columns}}]
+        ])
+
+      check_case(
+        seed,
+        Enum.random([:f32, :f64, :bf16, :f16]),
+        sizes,
+        [mask: mask, causal: seed in 1..50] ++ more
+      )
+    end
+  end
+
+  # Ranges of rows beside ranges of columns that share no cell: rows are cut, and for each piece columns anew. Some are empty, and
+  # some run backwards.
+  defp ranges(rows, columns) do
+    for q_range <- cut(rows), k_range <- cut(columns), :rand.uniform() < 0.7, do: {q_range, k_range}
+  end
+
+  defp cut(length) do
+    places = Enum.sort(for _ <- 1..Enum.random(1..3), do: Enum.random(0..length))
+    pieces = Enum.zip([0 | places], places)
+    if :rand.uniform(5) == 1, do: [{length, 0} | pieces], else: pieces
   end
 
   defp assert_accurate(tensor, exact, naive, bounds),

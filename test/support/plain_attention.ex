@@ -6,7 +6,7 @@ defmodule FlashAttention.Test.PlainAttention do
   """
 
   import FlashAttention.Test.Tensors, only: [indices: 1, to_list: 1]
-  alias FlashAttention.Dropout
+  alias FlashAttention.{Dropout, Mask}
 
   def forward(q, k, v, opts) do
     {problem, rows} = rows(q, k, v, opts)
@@ -71,6 +71,11 @@ defmodule FlashAttention.Test.PlainAttention do
     {left, right} = opts[:window] || {:infinity, :infinity}
     right = if Keyword.get(opts, :causal, true), do: 0, else: right
 
+    bands =
+      if mask = opts[:mask],
+        do: Mask.bands(mask, {seqlen_q, seqlen_k}),
+        else: [[{0, seqlen_q, 0, seqlen_k, :infinity, :infinity}]]
+
     problem = %{
       shape: q.shape,
       q: vectors(q),
@@ -93,16 +98,22 @@ defmodule FlashAttention.Test.PlainAttention do
 
     rows =
       for b <- indices(batch), i <- indices(seqlen_q), h <- indices(num_heads), into: %{} do
-        diagonal = i + seqlen_k - seqlen_q
-        # Every number is less than :infinity.
-        visible =
-          for j <- indices(seqlen_k), diagonal - j <= left, j - diagonal <= right, do: {j, abs(diagonal - j)}
-
+        visible = visible(Enum.at(bands, min(b, length(bands) - 1)), i, {left, right})
         hidden? = fn {j, _} -> problem.hides? and problem.bias[problem.bias_place.({b, h, i, j})] == 0 end
         {{b, i, h}, row(problem, {b, i, h}, Enum.reject(visible, hidden?), head_dim)}
       end
 
     {problem, rows}
+  end
+
+  # Columns that a row sees, with their distance from the one beside it. Every number is less than :infinity.
+  defp visible(bands, i, {window_left, window_right}) do
+    for {q_begin, q_end, k_begin, k_end, left, right} <- bands,
+        i >= q_begin and i < q_end,
+        diagonal = i - q_end + k_end,
+        j <- Enum.to_list(k_begin..(k_end - 1)//1),
+        diagonal - j <= min(left, window_left) and j - diagonal <= min(right, window_right),
+        do: {j, abs(diagonal - j)}
   end
 
   defp places(nil), do: []
