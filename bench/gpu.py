@@ -125,11 +125,18 @@ def load_peer(path):
     return module.Peer
 
 
+told = set()
+
+
 def attempt(make, *arguments):
-    """None where an implementation does not take the case."""
+    """None where an implementation does not take the case, or is not in this torch; the first time it is said why."""
     try:
         return make(*arguments)
-    except RuntimeError:
+    except (RuntimeError, ImportError) as error:
+        reason = f"{make.__name__}: {str(error).strip().splitlines()[0]}"
+        if reason not in told:
+            print(reason, file=sys.stderr)
+        told.add(reason)
         return None
 
 

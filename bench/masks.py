@@ -177,6 +177,8 @@ compiled = None
 
 def flex(function, q, k, v, dout):
     global compiled
+    import torch._dynamo
+    import torch._functorch.config
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     if not compiled:
