@@ -344,7 +344,8 @@ static void T(cell_task)(const fa_cpu_job *job, int64_t task, void *scratch) {
 enum { T(NUM_HEAD_SUMS) = NUM_HEAD_NUMBERS + 1 };
 
 static fa_tensor_id T(head_sum_at)(int number) {
-  return number < NUM_HEAD_NUMBERS ? (fa_tensor_id)fa_tensor_gradient(head_numbers[number]) : FA_TENSOR_DSINK;
+  return number < NUM_HEAD_NUMBERS ? (fa_tensor_id)fa_tensor_gradient(head_numbers[number].id)
+                                   : FA_TENSOR_DSINK;
 }
 
 /* dsink[t,h] = -sum_{b,i} exp(sink[t,h] - lse[i]) * delta[i]: sum with the terms of a sequence. */

@@ -49,7 +49,9 @@ static double stored(fa_dtype dtype, double value) {
 /* The tensors whose numbers scores are made with, beside q and k. */
 enum { BIAS, ALIBI_SLOPES, NUM_SCORE_INPUTS };
 static const fa_tensor_id score_inputs[NUM_SCORE_INPUTS] = {
-    [BIAS] = FA_TENSOR_BIAS, [ALIBI_SLOPES] = FA_TENSOR_ALIBI_SLOPES};
+    [BIAS] = FA_TENSOR_BIAS,
+    [ALIBI_SLOPES] = FA_TENSOR_ALIBI_SLOPES,
+};
 
 static bool has_score_input(const fa_problem *p, int input) {
   return fa_tensor_role_in(p, FA_PASS_FORWARD, score_inputs[input]) == FA_ROLE_INPUT;

@@ -162,7 +162,7 @@ static void bound_scores(bound_scratch *x, bound_row *row) {
     const struct score_f64 score = score_of_f64(p, &row->at, j, x->exact.q, k);
     x->exact.s[j] = score.s;
     if (!is_seen(x, j)) continue;
-    x->slope[j] = score_slope_f64(p, &score);
+    x->slope[j] = score.slope;
     memcpy(x->by[j], score.by, sizeof score.by);
     x->keep[j] = keep_f64(p, &row->at, j);
     x->s[j] = scaled(error_of_dot(x->exact.q, k, p->head_dim, u), x->slope[j] * p->scale);

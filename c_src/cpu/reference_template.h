@@ -103,6 +103,7 @@ static REAL T(sink)(const fa_problem *p, const T(place) * at, int64_t t) {
 typedef struct T(score) {
   bool is_seen;
   REAL product, capped;      /* scale * q.k, and that after the softcap */
+  REAL slope;                /* the derivative of s by product */
   REAL added;                /* sum of the sizes of what is added after that */
   REAL s;                    /* -inf where it is not seen */
   REAL by[NUM_SCORE_INPUTS]; /* its derivative by the number of each of score_inputs */
@@ -132,7 +133,12 @@ static T(score)
   T(score) x = {.s = -INFINITY};
   if (!fa_sees_any(at->sequence, at->row, (fa_range){column, column + 1}, &band)) return x;
   x.product = x.capped = stored(p->dtype, (REAL)p->scale * T(dot)(q, k, p->head_dim));
-  if (p->softcap != 0) x.capped = stored(p->dtype, (REAL)p->softcap * tanh(x.product / (REAL)p->softcap));
+  x.slope = 1;
+  if (p->softcap != 0) {
+    x.capped = stored(p->dtype, (REAL)p->softcap * tanh(x.product / (REAL)p->softcap));
+    const REAL tanh_value = x.capped / (REAL)p->softcap;
+    x.slope = 1 - tanh_value * tanh_value;
+  }
   x.s = x.capped;
   T(add)(p, at, column, &x, BIAS, 1);
   T(add)(p, at, column, &x, ALIBI_SLOPES, -(REAL)fa_band_distance(band, at->row, column));
@@ -145,13 +151,6 @@ static REAL T(keep)(const fa_problem *p, const T(place) * at, int64_t column) {
   if (p->dropout == 0) return 1;
   const fa_dropout dropout = fa_dropout_in(p, at->tensors, at->sequence, at->head);
   return fa_dropout_keeps(dropout, p->origin.row + at->row, column) ? 1 / (1 - (REAL)p->dropout) : 0;
-}
-
-/* d(s)/d(scaled dot product): tanh' = 1 - tanh^2 */
-static REAL T(score_slope)(const fa_problem *p, const T(score) * x) {
-  if (p->softcap == 0) return 1;
-  const REAL tanh_value = x->capped / (REAL)p->softcap;
-  return 1 - tanh_value * tanh_value;
 }
 
 /* ---- forward ------------------------------------------------------------------------------------------- */
@@ -215,7 +214,7 @@ static void T(backward_row)(T(scratch) * x, const fa_problem *p, REAL lse, const
     const REAL weight = stored(p->dtype, exp(score.s - lse)), keep = T(keep)(p, at, j);
     const REAL dweight = stored(p->dtype, T(dot)(x->dout, v, d) * keep);
     const REAL ds = weight * (dweight - delta);
-    const REAL dproduct = stored(p->dtype, ds * T(score_slope)(p, &score));
+    const REAL dproduct = stored(p->dtype, ds * score.slope);
     T(add_scaled)(x->dv + j * d, stored(p->dtype, weight * keep), x->dout, d);
     T(add_scaled)(x->dq, dproduct, k, d);
     T(add_scaled)(x->dk + j * d, dproduct, x->q, d);

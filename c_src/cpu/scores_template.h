@@ -11,12 +11,18 @@
 
 #if IS_F32 /* once for all types */
 
-/* The tensors that have one number for each head, with which all of its scores are made. */
+/* The tensors that have one number for each head, with which all of its scores are made, and the number that
+ * stands for them where there are none. */
 enum { ALIBI_SLOPE, NUM_HEAD_NUMBERS };
-static const fa_tensor_id head_numbers[NUM_HEAD_NUMBERS] = {[ALIBI_SLOPE] = FA_TENSOR_ALIBI_SLOPES};
+static const struct head_number {
+  fa_tensor_id id;
+  int neutral;
+} head_numbers[NUM_HEAD_NUMBERS] = {
+    [ALIBI_SLOPE] = {FA_TENSOR_ALIBI_SLOPES, 0},
+};
 
 static bool has_head_number(const fa_problem *problem, int number) {
-  return fa_tensor_role_in(problem, FA_PASS_FORWARD, head_numbers[number]) == FA_ROLE_INPUT;
+  return fa_tensor_role_in(problem, FA_PASS_FORWARD, head_numbers[number].id) == FA_ROLE_INPUT;
 }
 
 #endif
@@ -31,23 +37,29 @@ static T(score_terms) T(scoring_of)(const fa_cpu_job *job, const fa_tile *tile) 
   const fa_cell cell = {.batch = tile->sequence->batch, .head = tile->head};
   T(score_terms) scoring = {.scale = (REAL)job->problem->scale, .softcap = (REAL)job->problem->softcap};
   for (int n = 0; n < NUM_HEAD_NUMBERS; n++)
-    if (has_head_number(job->problem, n)) scoring.of_head[n] = T(number_at)(job, head_numbers[n], &cell);
+    scoring.of_head[n] = has_head_number(job->problem, n) ? T(number_at)(job, head_numbers[n].id, &cell)
+                                                          : (REAL)head_numbers[n].neutral;
   return scoring;
 }
 
 /* Whether scores are the scaled products themselves. */
-INLINE bool T(is_plain)(T(score_terms) scoring) { return scoring.softcap == 0; }
+static bool T(is_plain)(const fa_problem *problem) { return problem->softcap == 0; }
 
-/* The scores of scaled products; slope becomes scale * d(score) / d(scaled product). Whoever calls it for many
- * asks is_plain once and passes a constant. */
-INLINE T(vec) T(score)(T(score_terms) scoring, bool plain, T(vec) s, T(vec) * slope) {
-  *slope = T(splat)(scoring.scale);
-  if (!plain) {
-    T(vec) t = T(tanh)(s / scoring.softcap);
-    s = scoring.softcap * t;
-    *slope *= 1 - t * t;
+/* Scores, and their derivatives by the products of q and k and by the numbers of their head. */
+typedef struct T(scores) {
+  T(vec) s, slope, by[NUM_HEAD_NUMBERS];
+} T(scores);
+
+/* The scores of scaled products, before anything is added. Whoever calls it for many asks is_plain once and
+ * passes a constant. */
+INLINE T(scores) T(score)(T(score_terms) scoring, bool plain, T(vec) product) {
+  T(scores) x = {.s = product, .slope = T(splat)(scoring.scale)};
+  if (!plain && scoring.softcap != 0) {
+    T(vec) t = T(tanh)(x.s / scoring.softcap);
+    x.s = scoring.softcap * t;
+    x.slope *= 1 - t * t;
   }
-  return s;
+  return x;
 }
 
 /* ---- what is added to scores ----------------------------------------------------------------------- */
@@ -264,9 +276,9 @@ static void T(add_transposed)(const fa_cpu_job *job, const fa_tile *tile, const 
 static void T(make_scores)(const fa_cpu_job *job, const fa_tile *tile, REAL *st, const REAL *addends) {
   int64_t num_rows = tile->rows.end - tile->rows.begin, num_columns = tile->columns.end - tile->columns.begin;
   const T(score_terms) scoring = T(scoring_of)(job, tile);
-  for (int64_t x = 0; x < num_columns * STRIP && !T(is_plain)(scoring); x += LANES) {
-    T(vec) *s = (T(vec) *)(st + x), slope;
-    *s = T(score)(scoring, false, *s, &slope);
+  for (int64_t x = 0; x < num_columns * STRIP && !T(is_plain)(job->problem); x += LANES) {
+    T(vec) *s = (T(vec) *)(st + x);
+    *s = T(score)(scoring, false, *s).s;
   }
   if (T(has_addends)(job->problem)) T(add_transposed)(job, tile, addends, st);
   if (fa_tile_sees_all(tile)) return;
@@ -360,10 +372,10 @@ INLINE bool T(differentiate_tile)(T(score_terms) scoring, const fa_tile *tile, c
     for (int64_t j = 0; j < num_columns; j += LANES) {
       T(vec) *p_ij = (T(vec) *)(p + i * BLOCK + j), *ds_ij = (T(vec) *)(ds + i * BLOCK + j);
       T(vec) *addend = (T(vec) *)(addends + (adds ? i * BLOCK + j : 0));
-      T(vec) slope, s = T(score)(scoring, plain, *p_ij, &slope);
-      if (adds) s = T(with_addend)(s, *addend), T(look_ahead)(next, i, j);
+      T(scores) x = T(score)(scoring, plain, *p_ij);
+      if (adds) x.s = T(with_addend)(x.s, *addend), T(look_ahead)(next, i, j);
       /* s exceeds lse by rounding only, unless lse is not this problem's: inf then, as exp has it. */
-      *p_ij = T(exp)(T(min)(T(splat)(EXP_HIGHEST), s - lse[i]));
+      *p_ij = T(exp)(T(min)(T(splat)(EXP_HIGHEST), x.s - lse[i]));
       T(vec) weight = *p_ij, dp = *ds_ij;
       if (drops) {
         const T(mask) stays = *(const T(mask) *)(kept + i * BLOCK + j);
@@ -371,10 +383,10 @@ INLINE bool T(differentiate_tile)(T(score_terms) scoring, const fa_tile *tile, c
         dp = T(select)(stays, dp * factor, T(splat)(0));
       }
       T(vec) of_score = weight * (dp - delta[i]);
-      *ds_ij = of_score * slope;
+      *ds_ij = of_score * x.slope;
       if (masked) {
         T(mask) index = T(lanes)() + (INT)j;
-        T(mask) shown = (index >= seen.begin[i]) & (index < seen.end[i]) & (s != T(splat)(-INFINITY));
+        T(mask) shown = (index >= seen.begin[i]) & (index < seen.end[i]) & (x.s != T(splat)(-INFINITY));
         *p_ij = T(select)(shown, *p_ij, T(splat)(0));
         *ds_ij = T(select)(shown, *ds_ij, T(splat)(0));
         of_score = T(select)(shown, of_score, T(splat)(0));
@@ -383,8 +395,8 @@ INLINE bool T(differentiate_tile)(T(score_terms) scoring, const fa_tile *tile, c
       }
       if (adds) *addend = of_score;
       if ((adds || !plain) && sums) {
-        const T(vec) derivatives[] = {[ALIBI_SLOPE] = -T(absolute)(distances - (REAL)j)};
-        for (int n = 0; n < NUM_HEAD_NUMBERS; n++) by_head[n] += derivatives[n] * of_score;
+        x.by[ALIBI_SLOPE] = -T(absolute)(distances - (REAL)j);
+        for (int n = 0; n < NUM_HEAD_NUMBERS; n++) by_head[n] += x.by[n] * of_score;
       }
     }
   }
@@ -402,7 +414,7 @@ static bool T(differentiate_scores)(const fa_cpu_job *job, const fa_tile *tile, 
                                     double *sums) {
   const fa_problem *problem = job->problem;
   const T(score_terms) scoring = T(scoring_of)(job, tile);
-  const bool plain = T(is_plain)(scoring), adds = T(has_addends)(problem), drops = problem->dropout != 0;
+  const bool plain = T(is_plain)(problem), adds = T(has_addends)(problem), drops = problem->dropout != 0;
   const REAL factor = 1 / (1 - (REAL)problem->dropout);
   const T(bias_place) next = T(bias_ahead)(job, tile, BLOCK, 0);
   if (drops) {

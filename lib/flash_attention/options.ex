@@ -45,14 +45,12 @@ defmodule FlashAttention.Options do
     dropout_seed: [
       type: :tensor,
       default: nil,
-      default_doc: "none",
       doc: "Two words of 32 bits, u32 `[2]`, a key of `Nx.Random` for instance: what `dropout` drops."
     ],
     sink: [
       type: :tensor,
       only: :f32,
       default: nil,
-      default_doc: "none",
       doc:
         "Attention sinks `[num_sinks, num_heads]`, f32: scores of columns that every row sees and whose value " <>
           "is 0. With it, the backward returns `%{sink: dsink}` too."
@@ -61,7 +59,6 @@ defmodule FlashAttention.Options do
       type: :tensor,
       only: :f32,
       default: nil,
-      default_doc: "none",
       doc:
         "ALiBi's slopes `[batch or 1, num_heads]`, f32: a score loses its head's slope times the distance of its column " <>
           "from the one beside its row, `abs(i + seqlen_k - seqlen_q - j)` (in a mask, within each band). With it, the " <>
@@ -70,7 +67,6 @@ defmodule FlashAttention.Options do
     bias: [
       type: :tensor,
       default: nil,
-      default_doc: "none",
       doc:
         "Added to the scores, after `softcap`: `[batch or 1, num_heads or 1, seqlen_q or 1, seqlen_k]`, in q's type or f32; " <>
           "-infinity hides. Of u8 it is a mask: 0 hides, and nothing is added. With it, unless of u8 or with " <>
@@ -79,7 +75,6 @@ defmodule FlashAttention.Options do
     mask: [
       type: :mask,
       default: nil,
-      default_doc: "none",
       tensor: :bands,
       doc:
         "Which columns each row sees, as data: packed sequences, lengths, ranges; see `FlashAttention.Mask`. `causal` " <>
@@ -112,7 +107,6 @@ defmodule FlashAttention.Options do
     keep: [
       type: {:in, [:device]},
       default: nil,
-      default_doc: "none",
       doc:
         "Of `forward_with_states/4` alone: what the backward needs stays on the device, as `FlashAttention.States` " <>
           "in place of `lse`."
@@ -204,7 +198,7 @@ defmodule FlashAttention.Options do
   def docs do
     rows =
       for {key, row} <- @schema do
-        default = row[:default_doc] || "`#{inspect(row[:default])}`"
+        default = row[:default_doc] || if(row[:default] == nil, do: "none", else: "`#{inspect(row[:default])}`")
         "| `:#{key}` | #{describe(row[:type]).doc} | #{default} | #{row[:doc]} |\n"
       end
 
