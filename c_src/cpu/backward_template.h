@@ -221,9 +221,19 @@ static void T(prepare_task)(const fa_cpu_job *job, int64_t task, void *scratch) 
 
 /* ---- the cells ------------------------------------------------------------------------------------- */
 
-/* One tile, whose columns of k and v are packed: adds to dq in memory, and to dk and dv in s. */
+/* The scratch, but what is packed of columns, and their dk and dv, begin so many columns later: whole panels.
+ */
+static T(backward_scratch) T(from_column)(const fa_problem *problem, T(backward_scratch) s, int64_t column) {
+  const int64_t d = problem->head_dim, padded = fa_round_up(d, NR);
+  s.k_transposed += column * d, s.v_transposed += column * d, s.k_panels += column * NR;
+  s.dk += column * padded, s.dv += column * padded;
+  return s;
+}
+
+/* One tile, whose columns of k and v are packed: adds to dq in memory, and to dk and dv in s. next: which one
+ * is likely to follow. */
 static void T(backward_tile)(const fa_cpu_job *job, const T(backward_shared) * shared, T(backward_scratch) s,
-                             const fa_tile *tile, bool finite_k) {
+                             const fa_tile *tile, const fa_tile *next, bool finite_k) {
   const fa_problem *problem = job->problem;
   int64_t d = problem->head_dim, padded = fa_round_up(d, NR), panel = BLOCK * NR;
   int64_t num_rows = tile->rows.end - tile->rows.begin, num_columns = tile->columns.end - tile->columns.begin;
@@ -247,8 +257,8 @@ static void T(backward_tile)(const fa_cpu_job *job, const T(backward_shared) * s
   T(product)(num_rows, num_columns, d, s.dout_rows, d, 1, s.v_transposed, d * NR, s.ds, BLOCK, STORE, 1, NULL);
   bool finite = finite_k && T(all_finite)(s.q_rows, num_rows * d) && T(all_finite)(s.dout_rows, num_rows * d);
   double *sums = s.cell_sums ? s.cell_sums + tile->head * NUM_HEAD_NUMBERS : NULL;
-  bool hides = T(differentiate_scores)(job, tile, lse, delta, s.p, s.ds, s.addends, finite ? NULL : s.hidden,
-                                       s.kept, sums);
+  bool hides = T(differentiate_scores)(job, tile, next, lse, delta, s.p, s.ds, s.addends,
+                                       finite ? NULL : s.hidden, s.kept, sums);
   const INT *hidden = hides ? s.hidden : NULL;
   if (shared->turns) T(add_bias_gradient)(job, shared->dbias, tile, s.addends);
 
@@ -291,8 +301,15 @@ static void T(backward_columns)(const fa_cpu_job *job, const T(backward_shared) 
     is_begun |= blocks.count > 0;
     for (int64_t head = kv_head * heads_per_kv; head < (kv_head + 1) * heads_per_kv; head++)
       for (int64_t i = 0; i < blocks.count; i++) {
-        fa_tile tile = {sequence, &band, head, fa_rows_in_band(&band, fa_block_at(blocks, i)), columns};
-        T(backward_tile)(job, shared, s, &tile, finite_k);
+        const bool is_last = i + 1 == blocks.count;
+        const fa_range rows = fa_rows_in_band(&band, fa_block_at(blocks, i));
+        const fa_tile tile = {sequence, &band, head, rows,
+                              fa_in_units(columns, fa_columns_in_band(&band, rows), WHOLE)};
+        fa_tile next = tile;
+        next.rows = fa_block_at(blocks, is_last ? 0 : i + 1);
+        if (is_last) next.columns.begin += T(num_hands)(problem) * BLOCK;
+        if (fa_tile_sees_any(&tile)) T(backward_tile)
+        (job, shared, T(from_column)(problem, s, tile.columns.begin - columns.begin), &tile, &next, finite_k);
       }
   }
   if (!is_begun) return;

@@ -98,11 +98,28 @@ static void T(forward_tile)(const fa_cpu_job *job, const fa_tile *tile, T(forwar
   (num_columns, num_rows, d, s.k, d, 1, q, d * NR, s.scores, STRIP, STORE, (REAL)problem->scale, NULL);
   T(make_scores)(job, tile, s.scores, s.addends);
   bool hides = !finite_v && T(find_hidden)(tile, s.scores, s.hidden);
-  T(soften_scores)(tile, s.scores, m, l, s.decay);
+  T(soften_scores)(job, tile, s.scores, m, l, s.decay);
   if (problem->dropout != 0) T(drop)(job, tile, s.scores, s.kept);
   T(product_where_seen)
   (num_rows, d, num_columns, s.scores, hides ? s.hidden : NULL, 1, STRIP, s.v, BLOCK * NR, o, padded, RESCALE,
    0, s.decay);
+}
+
+/* Takes one block of columns, whose k and v are packed, into the sums of a task's rows, strip by strip. A strip
+ * stops at the last column that it sees. */
+static void T(forward_columns)(const fa_cpu_job *job, const fa_tile *rows_by_columns, T(forward_scratch) s) {
+  const int64_t d = job->problem->head_dim, padded = fa_round_up(d, NR);
+  fa_tile tile = *rows_by_columns;
+  const fa_range rows = tile.rows, columns = tile.columns,
+                 part = fa_in_units(rows, fa_rows_in_band(tile.band, rows), WHOLE);
+  const bool finite_v = T(panels_finite)(columns.end - columns.begin, d, s.v, BLOCK * NR);
+  for (int64_t begin = part.begin; begin < part.end; begin += STRIP) {
+    const int64_t x = begin - rows.begin;
+    tile.rows = (fa_range){begin, fa_min(begin + STRIP, part.end)};
+    tile.columns.end = fa_min(columns.end, fa_columns_in_band(tile.band, tile.rows).end);
+    if (fa_tile_sees_any(&tile))
+      T(forward_tile)(job, &tile, s, s.q + x * d, finite_v, s.o + x * padded, s.m + x, s.l + x);
+  }
 }
 
 /* All tiles of a task's rows, block of columns by block of columns. */
@@ -121,17 +138,11 @@ static void T(forward_rows)(const fa_cpu_job *job, const fa_sequence *sequence, 
     fa_band band = fa_band_at(sequence, b);
     fa_blocks blocks = fa_blocks_seen_by(sequence, &band, rows, BLOCK);
     for (int64_t i = 0; i < blocks.count; i++) {
-      fa_range columns = fa_block_at(blocks, i);
+      const fa_range columns = fa_overlap(fa_block_at(blocks, i), fa_columns_in_band(&band, rows));
       give_way();
       T(pack_rows)(k, columns, d, s.k);
       T(pack_panels)(v, columns, d, s.v, s.buffer);
-      bool finite_v = T(panels_finite)(columns.end - columns.begin, d, s.v, BLOCK * NR);
-      for (int64_t x = 0; x < rows.end - rows.begin; x += STRIP) {
-        fa_range strip = {rows.begin + x, fa_min(rows.begin + x + STRIP, rows.end)};
-        fa_tile tile = {sequence, &band, head, strip, columns};
-        if (fa_tile_sees_any(&tile))
-          T(forward_tile)(job, &tile, s, s.q + x * d, finite_v, s.o + x * padded, s.m + x, s.l + x);
-      }
+      T(forward_columns)(job, &(fa_tile){sequence, &band, head, rows, columns}, s);
     }
   }
   for (int64_t i = 0; i < rows.end - rows.begin; i++)

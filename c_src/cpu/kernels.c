@@ -56,6 +56,8 @@
 #endif
 #define NV 2
 #define NR (NV * LANES) /* columns of a tile */
+#define WHOLE \
+  (NR % MR ? STRIP : NR) /* so many rows or columns are whole tiles, wherever among them a range begins */
 
 #define JOIN_(a, b) a##_##b
 #define JOIN(a, b)  JOIN_(a, b)

@@ -185,12 +185,44 @@ static void T(pack_panels)(T(rows) from, fa_range block, int64_t columns, REAL *
   }
 }
 
+#if !IS_COMPLEX
+
+/* A part of the next layout: LANES rows become to[columns][NR]. Of the columns the first whole vectors, whose
+ * number is returned; none where rows are of another type. */
+static int64_t T(transpose_rows)(T(rows) from, int64_t row, int64_t columns, REAL *to, REAL *buffer) {
+  if (fa_dtype_bytes(from.dtype) != sizeof(REAL)) return 0;
+  int64_t p = 0;
+  for (; p + LANES <= columns; p += LANES) {
+    T(vec) square[LANES];
+    for (int v = 0; v < LANES; v++)
+      memcpy(&square[v], T(load_row)(from, row + v, columns, buffer) + p, sizeof *square);
+    T(transpose)(square);
+    for (int v = 0; v < LANES; v++) *(T(vec) *)(to + (p + v) * NR) = square[v];
+  }
+  return p;
+}
+
+#else
+
+static int64_t T(transpose_rows)(T(rows) from, int64_t row, int64_t columns, REAL *to, REAL *buffer) {
+  (void)from, (void)row, (void)columns, (void)to, (void)buffer;
+  return 0;
+}
+
+#endif
+
 /* to[count / NR][columns][NR]: panels whose columns are the tensor's rows, zeros past the last one. */
 static void T(pack_transposed)(T(rows) from, fa_range block, int64_t columns, REAL *to, REAL *buffer) {
-  int64_t count = block.end - block.begin;
+  const int64_t count = block.end - block.begin;
+  int64_t done = 0; /* columns of these LANES rows */
   for (int64_t r = 0; r < fa_round_up(count, NR); r++) {
+    if (r % LANES == 0)
+      done = r + LANES <= count ? T(transpose_rows)(from, block.begin + r, columns,
+                                                    to + r / NR * columns * NR + r % NR, buffer)
+                                : 0;
+    if (done == columns) continue;
     const REAL *row = r < count ? T(load_row)(from, block.begin + r, columns, buffer) : NULL;
     REAL *lane = to + r / NR * columns * NR + r % NR;
-    for (int64_t p = 0; p < columns; p++) lane[p * NR] = row ? row[p] : 0;
+    for (int64_t p = done; p < columns; p++) lane[p * NR] = row ? row[p] : 0;
   }
 }

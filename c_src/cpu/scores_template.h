@@ -80,20 +80,19 @@ static T(numbers) T(numbers_of)(const fa_problem *problem, int id, const fa_tile
                       fa_varies_along(problem, id, FA_AXIS_SEQLEN_Q) ? problem->seqlen_k : 0};
 }
 
-/* Where the bias of a tile, or of one so many rows and columns behind it, lies. row_bytes 0: it has one row, or
- * there is none. */
+/* Where the bias of a tile, or its gradient, lies. row_bytes 0: it has one row, or there is none. */
 typedef struct T(bias_place) {
   uintptr_t data;
   int64_t row_bytes, element_bytes;
 } T(bias_place);
 
-static T(bias_place) T(bias_ahead)(const fa_cpu_job *job, const fa_tile *tile, int64_t rows, int64_t columns) {
+static T(bias_place) T(bias_of)(const fa_cpu_job *job, fa_tensor_id id, const fa_tile *tile) {
   const fa_problem *problem = job->problem;
   if (problem->bias_heads == 0) return (T(bias_place)){0};
-  const T(numbers) at = T(numbers_of)(problem, FA_TENSOR_BIAS, tile);
+  const T(numbers) at = T(numbers_of)(problem, id, tile);
   const int64_t bytes = (int64_t)fa_dtype_bytes(problem->bias_dtype);
-  const int64_t ahead = (at.first + rows * at.stride + columns) * bytes;
-  return (T(bias_place)){(uintptr_t)job->tensors->bias.data + (uintptr_t)ahead, at.stride * bytes, bytes};
+  const uintptr_t data = (uintptr_t)fa_tensor_get(job->tensors, id)->data;
+  return (T(bias_place)){data + (uintptr_t)(at.first * bytes), at.stride * bytes, bytes};
 }
 
 /* addends [rows][BLOCK] of a tile become those of its bias. */
@@ -107,9 +106,8 @@ static void T(find_bias)(const fa_cpu_job *job, const fa_tile *tile, REAL *adden
   }
 }
 
-/* Asks for the line of memory that holds what lies so many rows and columns behind a place in a tile's bias. A
- * bias of all scores comes from memory that is far away, at every tile: it is asked for while another tile is
- * computed. */
+/* Asks for the line of memory that holds so much of a bias. A bias of all scores comes from memory that is far
+ * away, at every tile: it is asked for line by line during the exponentials of the tile before. */
 INLINE void T(look_ahead)(const T(bias_place) * at, int64_t row, int64_t column) {
   if (at->row_bytes)
     __builtin_prefetch((const void *)(at->data + (uintptr_t)(row * at->row_bytes + column * at->element_bytes)),
@@ -255,13 +253,11 @@ static void T(find_seen)(const fa_tile *tile, T(seen_columns) * seen) {
 /* ---- forward: rows lie along the vectors ------------------------------------------------------------ */
 
 /* st[BLOCK of columns, STRIP of rows] += addends[STRIP of rows, BLOCK of columns] */
-static void T(add_transposed)(const fa_cpu_job *job, const fa_tile *tile, const REAL *addends, REAL *st) {
-  const T(bias_place) next = T(bias_ahead)(job, tile, 0, BLOCK);
+static void T(add_transposed)(const fa_tile *tile, const REAL *addends, REAL *st) {
   int64_t num_rows = tile->rows.end - tile->rows.begin, num_columns = tile->columns.end - tile->columns.begin;
   for (int64_t i = 0; i < num_rows; i += LANES)
     for (int64_t j = 0; j < num_columns; j += LANES) {
       T(vec) square[LANES];
-      for (int v = 0; v < LANES; v++) T(look_ahead)(&next, i + v, j);
       for (int v = 0; v < LANES; v++) square[v] = *(const T(vec) *)(addends + (i + v) * BLOCK + j);
       T(transpose)(square);
       for (int v = 0; v < LANES; v++) {
@@ -280,7 +276,7 @@ static void T(make_scores)(const fa_cpu_job *job, const fa_tile *tile, REAL *st,
     T(vec) *s = (T(vec) *)(st + x);
     *s = T(score)(scoring, false, *s).s;
   }
-  if (T(has_addends)(job->problem)) T(add_transposed)(job, tile, addends, st);
+  if (T(has_addends)(job->problem)) T(add_transposed)(tile, addends, st);
   if (fa_tile_sees_all(tile)) return;
   T(seen_columns) seen;
   T(find_seen)(tile, &seen);
@@ -309,7 +305,11 @@ static bool T(find_hidden)(const fa_tile *tile, const REAL *st, INT *hidden) {
 
 /* The online softmax: scores become exp(score - m); m and l, the largest score so far and the sum of exp(score
  * - m), take the tile in; decay is what earlier sums are worth now. */
-static void T(soften_scores)(const fa_tile *tile, REAL *st, REAL *m, REAL *l, REAL *decay) {
+static void T(soften_scores)(const fa_cpu_job *job, const fa_tile *tile, REAL *st, REAL *m, REAL *l,
+                             REAL *decay) {
+  fa_tile next_tile = *tile;
+  next_tile.columns.begin += BLOCK;
+  const T(bias_place) next = T(bias_of)(job, FA_TENSOR_BIAS, &next_tile);
   int64_t num_rows = tile->rows.end - tile->rows.begin, num_columns = tile->columns.end - tile->columns.begin;
   for (int64_t i = 0; i < num_rows; i += LANES) {
     T(vec) old_max = *(T(vec) *)(m + i), max = old_max;
@@ -321,6 +321,7 @@ static void T(soften_scores)(const fa_tile *tile, REAL *st, REAL *m, REAL *l, RE
       T(vec) *s = (T(vec) *)(st + j * STRIP + i);
       *s = T(exp)(*s - origin);
       sum += *s;
+      T(look_ahead)(&next, i + j % LANES, j / LANES * LANES);
     }
     *(T(vec) *)(m + i) = max;
     *(T(vec) *)(l + i) = sum;
@@ -360,7 +361,7 @@ static double T(sum_of_lanes)(T(vec) x) {
  * not NULL, take in the gradients by the head's numbers. Whether a score is -inf anywhere. */
 INLINE bool T(differentiate_tile)(T(score_terms) scoring, const fa_tile *tile, const REAL *lse,
                                   const REAL *delta, REAL *p, REAL *ds, REAL *addends, INT *hidden,
-                                  const INT *kept, REAL factor, const T(bias_place) * next, double *sums,
+                                  const INT *kept, REAL factor, const T(bias_place) ahead[2], double *sums,
                                   bool plain, bool adds, bool drops, bool masked) {
   int64_t num_rows = tile->rows.end - tile->rows.begin, num_columns = tile->columns.end - tile->columns.begin;
   T(seen_columns) seen;
@@ -373,7 +374,8 @@ INLINE bool T(differentiate_tile)(T(score_terms) scoring, const fa_tile *tile, c
       T(vec) *p_ij = (T(vec) *)(p + i * BLOCK + j), *ds_ij = (T(vec) *)(ds + i * BLOCK + j);
       T(vec) *addend = (T(vec) *)(addends + (adds ? i * BLOCK + j : 0));
       T(scores) x = T(score)(scoring, plain, *p_ij);
-      if (adds) x.s = T(with_addend)(x.s, *addend), T(look_ahead)(next, i, j);
+      if (adds)
+        x.s = T(with_addend)(x.s, *addend), T(look_ahead)(&ahead[0], i, j), T(look_ahead)(&ahead[1], i, j);
       /* s exceeds lse by rounding only, unless lse is not this problem's: inf then, as exp has it. */
       *p_ij = T(exp)(T(min)(T(splat)(EXP_HIGHEST), x.s - lse[i]));
       T(vec) weight = *p_ij, dp = *ds_ij;
@@ -407,23 +409,24 @@ INLINE bool T(differentiate_tile)(T(score_terms) scoring, const fa_tile *tile, c
 }
 
 /* The same, choosing how. hidden is NULL where q, k and dout are finite: a score that the mask does not hide is
- * -inf then only by overflow, and p = 0 is all that it takes. Whether hidden shows anything. kept is scratch.
- */
-static bool T(differentiate_scores)(const fa_cpu_job *job, const fa_tile *tile, const REAL *lse,
-                                    const REAL *delta, REAL *p, REAL *ds, REAL *addends, INT *hidden, INT *kept,
-                                    double *sums) {
+ * -inf then only by overflow, and p = 0 is all that it takes. next is the tile that follows. Whether hidden
+ * shows anything. kept is scratch. */
+static bool T(differentiate_scores)(const fa_cpu_job *job, const fa_tile *tile, const fa_tile *next,
+                                    const REAL *lse, const REAL *delta, REAL *p, REAL *ds, REAL *addends,
+                                    INT *hidden, INT *kept, double *sums) {
   const fa_problem *problem = job->problem;
   const T(score_terms) scoring = T(scoring_of)(job, tile);
   const bool plain = T(is_plain)(problem), adds = T(has_addends)(problem), drops = problem->dropout != 0;
   const REAL factor = 1 / (1 - (REAL)problem->dropout);
-  const T(bias_place) next = T(bias_ahead)(job, tile, BLOCK, 0);
+  T(bias_place) ahead[2] = {T(bias_of)(job, FA_TENSOR_BIAS, next)};
+  if (fa_is_sum(problem, FA_TENSOR_DBIAS)) ahead[1] = T(bias_of)(job, FA_TENSOR_DBIAS, tile);
   if (drops) {
     const fa_dropout dropout = fa_dropout_in(problem, job->tensors, tile->sequence, tile->head);
     T(find_kept)(dropout, false, T(whole_rows)(problem, tile), tile->columns, kept, BLOCK);
   }
 #define DIFFERENTIATE(plain, adds, drops, masked) \
   T(differentiate_tile)                           \
-  (scoring, tile, lse, delta, p, ds, addends, hidden, kept, factor, &next, sums, plain, adds, drops, masked)
+  (scoring, tile, lse, delta, p, ds, addends, hidden, kept, factor, ahead, sums, plain, adds, drops, masked)
   bool any;
   if (!plain)
     any = DIFFERENTIATE(false, adds, drops, true);

@@ -49,6 +49,14 @@ static inline fa_range fa_overlap(fa_range a, fa_range b) {
   return (fa_range){fa_max(a.begin, b.begin), fa_min(a.end, b.end)};
 }
 
+/* The least part of a range that holds another, and begins and ends where units of the range do. */
+static inline fa_range fa_in_units(fa_range range, fa_range part, int64_t unit) {
+  part = fa_overlap(range, part);
+  if (part.begin >= part.end) return (fa_range){range.begin, range.begin};
+  const int64_t begin = range.begin + (part.begin - range.begin) / unit * unit;
+  return (fa_range){begin, fa_min(begin + fa_round_up(part.end - begin, unit), range.end)};
+}
+
 /* What there is of the rows in the band. */
 static inline fa_range fa_rows_in_band(const fa_band *band, fa_range rows) {
   return fa_overlap(rows, (fa_range){band->q_begin, band->q_end});
