@@ -22,39 +22,61 @@ struct Halves {
   }
 } fill_halves;
 
+#ifdef __x86_64__
+#define FOR_EACH_ISA __attribute__((target_clones("avx2", "default")))
+#else
+#define FOR_EACH_ISA
+#endif
+
+using Eight = float __attribute__((vector_size(32)));
+
+// Rows of words, of which each is two neighbours along the axis that the product sums.
+struct Operands {
+  uint32_t a[16][8], b[8][8];
+  Eight c[16];
+};
+
+template <class ToFloat>
+inline __attribute__((always_inline)) void multiply_all(Operands &of, ToFloat to_float) {
+  Eight b[16];
+  for (int n = 0; n < 8; n++)
+    for (int k = 0; k < 8; k++) {
+      b[2 * k][n] = to_float(of.b[n][k] & 0xffff);
+      b[2 * k + 1][n] = to_float(of.b[n][k] >> 16);
+    }
+  for (int m = 0; m < 16; m++) {
+    Eight sum = {};
+    for (int k = 0; k < 8; k++)
+      sum += to_float(of.a[m][k] & 0xffff) * b[2 * k] + to_float(of.a[m][k] >> 16) * b[2 * k + 1];
+    of.c[m] += sum;
+  }
+}
+FOR_EACH_ISA void multiply_operands_f16(Operands &of) {
+  multiply_all(of, [](uint32_t bits) { return halves[bits]; });
+}
+FOR_EACH_ISA void multiply_operands_bf16(Operands &of) {
+  multiply_all(of, [](uint32_t bits) { return float_of(bits << 16); });
+}
+
 // Lane l has of a: rows l / 4 and that + 8, columns 2 * (l % 4) and the next, in words 0 and 1, and eight
 // columns further in words 2 and 3; of b: rows 2 * (l % 4) and the next, and eight further, in column l / 4; of
 // c as of a.
-template <class ToFloat>
-inline void multiply(Product *const (&lanes)[WARP], ToFloat to_float) {
-  float a[16][16], b[16][8], c[16][8];
+void multiply(Product *const (&lanes)[WARP], void (*multiply_operands)(Operands &)) {
+  Operands of;
   for (int lane = 0; lane < WARP; lane++) {
-    const Product &of = *lanes[lane];
-    const int group = lane / 4, pair = lane % 4 * 2;
-    for (int i = 0; i < 2; i++) {
-      const int shift = 16 * i;
-      a[group][pair + i] = to_float(uint16_t(of.a[0] >> shift));
-      a[group + 8][pair + i] = to_float(uint16_t(of.a[1] >> shift));
-      a[group][pair + 8 + i] = to_float(uint16_t(of.a[2] >> shift));
-      a[group + 8][pair + 8 + i] = to_float(uint16_t(of.a[3] >> shift));
-      b[pair + i][group] = to_float(uint16_t(of.b[0] >> shift));
-      b[pair + 8 + i][group] = to_float(uint16_t(of.b[1] >> shift));
-      c[group][pair + i] = of.c[i];
-      c[group + 8][pair + i] = of.c[2 + i];
-    }
+    const Product &own = *lanes[lane];
+    const int group = lane / 4, pair = lane % 4;
+    of.a[group][pair] = own.a[0], of.a[group + 8][pair] = own.a[1];
+    of.a[group][pair + 4] = own.a[2], of.a[group + 8][pair + 4] = own.a[3];
+    of.b[group][pair] = own.b[0], of.b[group][pair + 4] = own.b[1];
+    memcpy(reinterpret_cast<float *>(&of.c[group]) + 2 * pair, own.c, 8);
+    memcpy(reinterpret_cast<float *>(&of.c[group + 8]) + 2 * pair, own.c + 2, 8);
   }
-  for (int m = 0; m < 16; m++) {
-    float sum[8] = {};
-    for (int k = 0; k < 16; k++)
-      for (int n = 0; n < 8; n++) sum[n] += a[m][k] * b[k][n];
-    for (int n = 0; n < 8; n++) c[m][n] += sum[n];
-  }
+  multiply_operands(of);
   for (int lane = 0; lane < WARP; lane++) {
-    const int group = lane / 4, pair = lane % 4 * 2;
-    for (int i = 0; i < 2; i++) {
-      lanes[lane]->c[i] = c[group][pair + i];
-      lanes[lane]->c[2 + i] = c[group + 8][pair + i];
-    }
+    const int group = lane / 4, pair = lane % 4;
+    memcpy(lanes[lane]->c, reinterpret_cast<float *>(&of.c[group]) + 2 * pair, 8);
+    memcpy(lanes[lane]->c + 2, reinterpret_cast<float *>(&of.c[group + 8]) + 2 * pair, 8);
   }
 }
 
@@ -77,12 +99,8 @@ inline void for_each_word(Matrices *const (&lanes)[WARP], bool is_transposed, Si
 
 }  // namespace
 
-void multiply_f16(Product *const (&lanes)[WARP]) {
-  multiply(lanes, [](uint16_t bits) { return halves[bits]; });
-}
-void multiply_bf16(Product *const (&lanes)[WARP]) {
-  multiply(lanes, [](uint16_t bits) { return float_of(uint32_t(bits) << 16); });
-}
+void multiply_f16(Product *const (&lanes)[WARP]) { multiply(lanes, multiply_operands_f16); }
+void multiply_bf16(Product *const (&lanes)[WARP]) { multiply(lanes, multiply_operands_bf16); }
 
 void load_matrices(Matrices *const (&lanes)[WARP], bool is_transposed, Site site) {
   for_each_word(lanes, is_transposed, site,

@@ -11,6 +11,7 @@
 
 #include "cuda_bf16.h"
 #include "cuda_fp16.h"
+#include "cuda_runtime_api.h"  // before the macros, whose names it has
 #include "threads.h"
 #include "vector_types.h"
 
@@ -21,7 +22,7 @@
 #define __launch_bounds__(...)
 #define __grid_constant__
 #define __forceinline__ inline
-#define __align__(n)    alignas(n)
+#define __align__(n)    __attribute__((aligned(n)))
 
 #define threadIdx (::emulated::current->index)
 #define blockIdx  (::emulated::current->block->index)

@@ -1,15 +1,27 @@
 # The CUDA backend without a GPU: cuda/ compiled by a compiler of C++, its threads as fibers; see threads.h.
-# make test-emulated EMULATED="--name band --dtype bf16"; EMULATED_SM=90 make ... takes Hopper's kernels.
+#
+#   make test-emulated                                              what make test runs
+#   make test-emulated EMULATED="--quick --dtype f32 --sweep 0"     other cases of test_attention, on both kinds of GPU
+#   EMULATED_MULTIPROCESSORS=5 EMULATED_SEED=2 make test-emulated   another GPU, another order of its threads
 
 EMULATED_BUILD := $(BUILD)/emulated
-EMULATED ?= --quick
+EMULATED       ?= --quick --sweep 0 --name band --dtype bf16
+EMULATED_TESTS := $(addprefix $(EMULATED_BUILD)/test/test_,emulated attention bands merge cuda)
 
 .PHONY: test-emulated
 test-emulated: $(EMULATED_BUILD)/test_hopper
 	$(EMULATED_BUILD)/test_hopper
 	$(MAKE) --no-print-directory FA_CUDA=emulated BUILD=$(EMULATED_BUILD) PRIV=$(EMULATED_BUILD)/priv XLA_FFI_INCLUDE= \
-	  $(EMULATED_BUILD)/test/test_attention
-	$(EMULATED_BUILD)/test/test_attention --device cuda $(EMULATED)
+	  $(EMULATED_TESTS)
+	$(EMULATED_BUILD)/test/test_emulated
+	EMULATED_SM=80 $(EMULATED_BUILD)/test/test_attention --device cuda $(EMULATED)
+	EMULATED_SM=90 $(EMULATED_BUILD)/test/test_attention --device cuda $(EMULATED)
+
+ifeq ($(FA_CUDA),emulated)
+$(BUILD)/test/test_emulated: test/emulated/test_emulated.cpp $(EMULATOR)
+	@mkdir -p $(@D)
+	$(CXX) $(CUDA_CFLAGS) -MMD -MP -o $@ $< -x none $(EMULATOR) -pthread
+endif
 
 # What is emulated of Hopper, by itself: without threads and kernels.
 $(EMULATED_BUILD)/test_hopper: test/emulated/test_hopper.cpp test/emulated/hopper_product.cpp $(wildcard test/emulated/*.h)
