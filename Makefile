@@ -10,6 +10,7 @@
 #   make test-sanitize   the tests under AddressSanitizer and UndefinedBehaviorSanitizer
 #   make test-isas       the tests with each of the CPU's instruction sets switched off
 #   make test-xla        the XLA custom calls in XLA itself: JAX's, which PYTHON must have
+#   make test-emulated   the CUDA backend on an emulated GPU (`make test` includes it)
 #   make test-cuda-sanitize   the tests of the GPU under compute-sanitizer (`make test` includes it)
 #   make check-deps      one-way dependencies between the layers
 #   make check-format    sources are in the house style; `make format` rewrites them
@@ -302,6 +303,7 @@ run-tests:
 	$(MAKE) all
 	$(MAKE) check-deps
 	$(MAKE) test-c
+	$(MAKE) test-emulated
 	$(MAKE) test-truth
 	$(MIX) flash_attention.check
 	$(MAKE) test-elixir
