@@ -7,10 +7,26 @@ defmodule FlashAttention.Test.AttentionForms do
 
   def names, do: for({name, expected, _fun, _args} <- forms(), do: {name, expected})
 
-  def form(name) do
+  @doc "The function of that form and its arguments, in that type where it is not one of the form itself."
+  def form(name, type \\ {:f, 64}) do
+    Process.put(__MODULE__, type)
     {_, _, fun, args} = Enum.find(forms(), fn {other, _, _, _} -> other == name end)
     {fun, args.()}
   end
+
+  # What the form that was asked for last is in.
+  defp type, do: Process.get(__MODULE__, {:f, 64})
+
+  @families [
+    {"Bumblebee's layer", ~r/^Bumblebee/},
+    {"Axon's guides", ~r/^Axon/},
+    {"exphil, Edifice", ~r/^exphil/},
+    {"livebooks and courses", ~r/^livebook/}
+  ]
+
+  @doc "Forms by where they are from: `{family, names}`, with those that stay."
+  def families,
+    do: for({family, pattern} <- @families, do: {family, for({name, _} <- names(), name =~ pattern, do: name)})
 
   @compile {:no_warn_undefined, [Nx, Nx.Constants, Nx.Random, Nx.Defn.Kernel, Nx.Defn.Expr]}
 
@@ -19,7 +35,7 @@ defmodule FlashAttention.Test.AttentionForms do
     tensor
   end
 
-  defp three(shape, type \\ :f64), do: fn -> for(seed <- 1..3, do: normal(seed, shape, type)) end
+  defp three(shape), do: fn -> for(seed <- 1..3, do: normal(seed, shape, type())) end
   defp with_more(args, more), do: fn -> args.() ++ more.() end
 
   defp stable(s, axis \\ -1) do
@@ -41,7 +57,7 @@ defmodule FlashAttention.Test.AttentionForms do
 
   defp scores(q, k), do: Nx.dot(q, [3], [0, 1], k, [3], [0, 1])
   defp values(p, v), do: Nx.dot(p, [3], [0, 1], v, [2], [0, 1])
-  defp c(number), do: Nx.tensor(number, type: :f64)
+  defp c(number), do: Nx.tensor(number, type: type())
 
   defp causal(rows, columns, shift \\ 0),
     do: Nx.greater_equal(Nx.add(Nx.iota({rows, 1}), shift), Nx.iota({1, columns}))
@@ -54,8 +70,26 @@ defmodule FlashAttention.Test.AttentionForms do
     [q, k, v] = for t <- [q, k, v], do: Nx.transpose(t, axes: [0, 2, 1, 3])
     s = Nx.multiply(scores(q, k), 1 / :math.sqrt(Nx.axis_size(q, 3)))
     mask = Nx.logical_and(Nx.broadcast(1, {1, 1, 1, 1}), mask |> Nx.new_axis(0) |> Nx.new_axis(0))
-    bias = Nx.select(mask, c(0.0), Nx.Constants.min_finite(:f64))
+    bias = Nx.select(mask, c(0.0), Nx.Constants.min_finite(type()))
     s |> Nx.add(bias) |> reciprocal() |> values(v) |> Nx.transpose(axes: [0, 2, 1, 3])
+  end
+
+  # Blocks of keys one after the other, with the maximum and the sum so far.
+  defp online(q, k, v) do
+    start = {Nx.Constants.neg_infinity(type()), c(0.0), c(0.0)}
+
+    {_m, sum, o} =
+      Enum.reduce(0..1, start, fn n, {m, sum, o} ->
+        [k, v] = for t <- [k, v], do: Nx.slice_along_axis(t, 3 * n, 3, axis: 2)
+        s = scores(q, k)
+        largest = s |> Nx.reduce_max(axes: [3], keep_axes: true) |> Nx.max(m)
+        e = Nx.exp(Nx.subtract(s, largest))
+        correction = Nx.exp(Nx.subtract(m, largest))
+        sum = Nx.add(Nx.multiply(sum, correction), Nx.sum(e, axes: [3], keep_axes: true))
+        {largest, sum, Nx.add(Nx.multiply(o, correction), values(e, v))}
+      end)
+
+    Nx.divide(o, sum)
   end
 
   defp repeat(t, times) do
@@ -84,14 +118,16 @@ defmodule FlashAttention.Test.AttentionForms do
        end, bshd},
       {"Bumblebee, grouped heads", "found: heads 4:2, causal",
        fn q, k, v -> bumblebee(q, repeat(k, 2), repeat(v, 2), causal(6, 6)) end,
-       fn -> [normal(1, {2, 6, 4, 4}, :f64), normal(2, {2, 6, 2, 4}, :f64), normal(3, {2, 6, 2, 4}, :f64)] end},
+       fn ->
+         [normal(1, {2, 6, 4, 4}, type()), normal(2, {2, 6, 2, 4}, type()), normal(3, {2, 6, 2, 4}, type())]
+       end},
       {"Bumblebee, a cache of fixed size", "found: a mask known at run time",
        fn q, k, v, offset -> bumblebee(q, k, v, causal(2, 6, offset)) end,
        fn ->
          [
-           normal(1, {2, 2, 3, 4}, :f64),
-           normal(2, {2, 6, 3, 4}, :f64),
-           normal(3, {2, 6, 3, 4}, :f64),
+           normal(1, {2, 2, 3, 4}, type()),
+           normal(2, {2, 6, 3, 4}, type()),
+           normal(3, {2, 6, 3, 4}, type()),
            Nx.tensor(3)
          ]
        end},
@@ -102,7 +138,7 @@ defmodule FlashAttention.Test.AttentionForms do
       {"Axon's softmax", "found",
        fn q, k, v -> scores(q, k) |> Nx.multiply(0.5) |> reciprocal() |> values(v) end, four},
       # ---- F4: rank 3, f32 inside, no stop_grad
-      {"rank 3, -1.0e9", "found: causal",
+      {"exphil, rank 3, -1.0e9", "found: causal",
        fn q, k, v ->
          s = Nx.divide(Nx.dot(q, [2], [0], k, [2], [0]), 2.0)
          s = hide(s, causal(6, 6), -1.0e9)
@@ -114,24 +150,24 @@ defmodule FlashAttention.Test.AttentionForms do
          {e, sum} = stable(scores(q, k))
          values(Nx.divide(e, Nx.add(sum, 1.0e-8)), v)
        end, four},
-      {"slices of one dense", "found: causal",
+      {"exphil, slices of one dense", "found: causal",
        fn qkv, _k, _v ->
          [q, k, v] =
            for n <- 0..2, do: qkv |> Nx.slice_along_axis(n * 12, 12, axis: 2) |> Nx.reshape({2, 6, 3, 4})
 
          bumblebee(q, k, v, causal(6, 6))
        end, three({2, 6, 36})},
-      {"a table as a mask", "found: causal",
+      {"exphil, a table as a mask", "found: causal",
        fn q, k, v ->
          table = for i <- 0..5, do: for(j <- 0..5, do: if(j <= i, do: 1, else: 0))
          scores(q, k) |> hide(Nx.tensor(table, backend: Nx.BinaryBackend), -1.0e9) |> softmax() |> values(v)
        end, four},
-      {"a table that is added", "found: causal",
+      {"exphil, a table that is added", "found: causal",
        fn q, k, v ->
          table = for i <- 0..5, do: for(j <- 0..5, do: if(j <= i, do: 0.0, else: -1.0e9))
 
          scores(q, k)
-         |> Nx.add(Nx.tensor(table, type: :f64, backend: Nx.BinaryBackend))
+         |> Nx.add(Nx.tensor(table, type: type(), backend: Nx.BinaryBackend))
          |> softmax()
          |> values(v)
        end, four},
@@ -140,7 +176,7 @@ defmodule FlashAttention.Test.AttentionForms do
          distance = Nx.subtract(Nx.iota({1, 6}), Nx.iota({6, 1}))
          scores(q, k) |> Nx.add(Nx.multiply(distance, 0.25)) |> softmax() |> values(v)
        end, four},
-      {"ALiBi, causal", "found: causal, slopes of distances",
+      {"exphil, ALiBi, causal", "found: causal, slopes of distances",
        fn q, k, v, slopes ->
          distance = Nx.subtract(Nx.iota({1, 6}), Nx.iota({6, 1}))
          bias = Nx.multiply(Nx.reshape(slopes, {1, 3, 1, 1}), distance)
@@ -158,7 +194,7 @@ defmodule FlashAttention.Test.AttentionForms do
          scores(q, k) |> Nx.add(bias) |> hide(causal(4, 6, 2), -1.0e9) |> softmax() |> values(v)
        end,
        fn ->
-         [normal(1, {2, 3, 4, 4}, :f64), normal(2, {2, 3, 6, 4}, :f64), normal(3, {2, 3, 6, 4}, :f64)] ++
+         [normal(1, {2, 3, 4, 4}, type()), normal(2, {2, 3, 6, 4}, type()), normal(3, {2, 3, 6, 4}, type())] ++
            [Nx.tensor([0.5, 0.25, 0.125])]
        end},
       {"ALiBi on both sides", "found: slopes of distances",
@@ -189,43 +225,90 @@ defmodule FlashAttention.Test.AttentionForms do
          bias = Nx.multiply(Nx.reshape(slopes, {1, 3, 1, 1}), Nx.iota({1, 1, 1, 6}))
          scores(q, k) |> Nx.add(bias) |> hide(causal(6, 6), -1.0e9) |> softmax() |> values(v)
        end, with_more(four, fn -> [c([0.5, 0.3, 0.1])] end)},
+      {"exphil, in f32 inside, a little more in the sum", "found: causal",
+       fn q, k, v ->
+         s = scores(q, k) |> Nx.divide(2.0) |> hide(causal(6, 6), -1.0e9) |> Nx.as_type(:f32)
+         e = Nx.exp(Nx.subtract(s, Nx.reduce_max(s, axes: [-1], keep_axes: true)))
+         p = Nx.divide(e, Nx.add(Nx.sum(e, axes: [-1], keep_axes: true), 1.0e-8))
+         p |> Nx.as_type(type()) |> values(v)
+       end, four},
+      {"exphil, grouped heads by reshapes", "found: heads 4:2",
+       fn q, k, v ->
+         more = fn t ->
+           t |> Nx.reshape({2, 2, 1, 6, 4}) |> Nx.broadcast({2, 2, 2, 6, 4}) |> Nx.reshape({2, 4, 6, 4})
+         end
+
+         s = scores(q, more.(k)) |> Nx.multiply(0.5)
+         s |> softmax() |> values(more.(v))
+       end,
+       fn ->
+         [normal(1, {2, 4, 6, 4}, type()), normal(2, {2, 2, 6, 4}, type()), normal(3, {2, 2, 6, 4}, type())]
+       end},
+      {"exphil, chunks of queries", "chunks: 2",
+       fn q, k, v ->
+         for n <- 0..1 do
+           rows = Nx.slice_along_axis(q, 3 * n, 3, axis: 2)
+           scores(rows, k) |> hide(causal(3, 6, 3 * n), -1.0e9) |> softmax() |> values(v)
+         end
+         |> Nx.concatenate(axis: 2)
+       end, four},
+      {"exphil, blocks of keys, one after the other", "silent", &online(&1, &2, &3), four},
+      {"livebook, a mask cut out of an argument", "found: a mask of single scores",
+       fn q, k, v, mask ->
+         mask = mask |> Nx.slice([0, 0], [6, 6]) |> Nx.greater(0.0)
+         s = scores(q, k)
+         Nx.select(all(mask, s), Nx.Constants.neg_infinity(type()), s) |> Nx.divide(2) |> softmax() |> values(v)
+       end, with_more(four, fn -> [Nx.triu(Nx.broadcast(c(1.0), {8, 8}), k: 1)] end)},
+      {"livebook, k and v of a batch of one", "found",
+       fn q, k, v -> Nx.dot(softmax(Nx.divide(Nx.dot(q, [2], k, [1]), 2)), [2], v, [0]) end,
+       fn -> [normal(1, {2, 6, 4}, type()), normal(2, {6, 4}, type()), normal(3, {6, 4}, type())] end},
+      {"livebook, weights under the mask, by their sum", "silent",
+       fn q, k, v ->
+         p = softmax(scores(q, k)) |> Nx.multiply(causal(6, 6))
+         values(Nx.divide(p, Nx.sum(p, axes: [-1], keep_axes: true)), v)
+       end, four},
+      {"Axon, causal, its softmax", "found: causal",
+       fn q, k, v ->
+         scores(q, k) |> Nx.multiply(0.5) |> hide(causal(6, 6), -1.0e9) |> reciprocal() |> values(v)
+       end, four},
       # ---- F5: livebooks
-      {"rank 2", "found", fn q, k, v -> Nx.dot(softmax(Nx.divide(Nx.dot(q, [1], [], k, [1], []), 2)), v) end,
-       two},
-      {"rank 2, k transposed", "found", fn q, k, v -> Nx.dot(softmax(Nx.dot(q, Nx.transpose(k))), v) end, two},
-      {"the fill where the mask is 1", "found: causal",
+      {"livebook, rank 2", "found",
+       fn q, k, v -> Nx.dot(softmax(Nx.divide(Nx.dot(q, [1], [], k, [1], []), 2)), v) end, two},
+      {"livebook, rank 2, k transposed", "found",
+       fn q, k, v -> Nx.dot(softmax(Nx.dot(q, Nx.transpose(k))), v) end, two},
+      {"livebook, the fill where the mask is 1", "found: causal",
        fn q, k, v ->
          mask = Nx.greater(Nx.triu(Nx.broadcast(1, {6, 6}), k: 1), 0)
          s = scores(q, k)
-         Nx.select(all(mask, s), Nx.Constants.neg_infinity(:f64), s) |> softmax() |> values(v)
+         Nx.select(all(mask, s), Nx.Constants.neg_infinity(type()), s) |> softmax() |> values(v)
        end, four},
-      {"the mask before the scale", "found: causal, scale 0.25",
+      {"livebook, the mask before the scale", "found: causal, scale 0.25",
        fn q, k, v -> scores(q, k) |> hide(causal(6, 6), -1.0e9) |> Nx.divide(4) |> softmax() |> values(v) end,
        four},
-      {"tril", "found: causal",
+      {"livebook, tril", "found: causal",
        fn q, k, v ->
          scores(q, k) |> hide(Nx.tril(Nx.broadcast(1, {6, 6})), -1.0e9) |> softmax() |> values(v)
        end, four},
-      {"no maximum", "found",
+      {"livebook, no maximum", "found",
        fn q, k, v ->
          s = scores(q, k)
          values(Nx.divide(Nx.exp(s), Nx.sum(Nx.exp(s), axes: [-1], keep_axes: true)), v)
        end, four},
-      {"a scale that is an argument", "found: a scale known at run time",
+      {"livebook, a scale that is an argument", "found: a scale known at run time",
        fn q, k, v, scale -> scores(q, k) |> Nx.multiply(scale) |> softmax() |> values(v) end,
        with_more(four, fn -> [c(0.3)] end)},
-      {"a scale on q", "found: scale 1.0",
+      {"livebook, a scale on q", "found: scale 1.0",
        fn q, k, v -> q |> Nx.multiply(0.5) |> scores(k) |> softmax() |> values(v) end, four},
-      {"a power of head_dim", "found: scale 0.5",
+      {"livebook, a power of head_dim", "found: scale 0.5",
        fn q, k, v -> scores(q, k) |> Nx.divide(Nx.pow(Nx.axis_size(q, 3), 0.5)) |> softmax() |> values(v) end,
        four},
-      {"roots on q and k", "found",
+      {"livebook, roots on q and k", "found",
        fn q, k, v ->
          q |> Nx.divide(:math.sqrt(2)) |> scores(Nx.divide(k, :math.sqrt(2))) |> softmax() |> values(v)
        end, four},
       {"a negated product, subtracted", "found",
        fn q, k, v -> Nx.subtract(0, scores(q, Nx.negate(k))) |> softmax() |> values(v) end, four},
-      {"own dropout", "dropped out",
+      {"livebook, own dropout by other bits", "dropped out",
        fn q, k, v ->
          p = softmax(scores(q, k))
          values(Nx.select(Nx.less(Nx.remainder(Nx.iota({2, 3, 6, 6}), 5), 1), 0.0, p), v)
@@ -238,7 +321,7 @@ defmodule FlashAttention.Test.AttentionForms do
       {"lengths and causal, -infinity", "found: a mask known at run time, NaN",
        fn q, k, v, lengths ->
          mask = Nx.logical_and(Nx.less(Nx.iota({1, 1, 1, 6}), Nx.reshape(lengths, {2, 1, 1, 1})), causal(6, 6))
-         scores(q, k) |> hide(mask, Nx.Constants.neg_infinity(:f64)) |> softmax() |> values(v)
+         scores(q, k) |> hide(mask, Nx.Constants.neg_infinity(type())) |> softmax() |> values(v)
        end, with_more(four, fn -> [Nx.tensor([4, 5])] end)},
       {"documents", needs_bias("found: a mask of single scores"),
        fn q, k, v, ids ->
@@ -252,7 +335,7 @@ defmodule FlashAttention.Test.AttentionForms do
        fn q, k, v -> scores(q, k) |> hide(causal(6, 6, -2), -1.0e9) |> softmax() |> values(v) end, four},
       {"rows that see nothing, by what is added", "found: mean",
        fn q, k, v ->
-         hidden = Nx.select(causal(6, 6, -2), c(0.0), Nx.Constants.min_finite(:f64))
+         hidden = Nx.select(causal(6, 6, -2), c(0.0), Nx.Constants.min_finite(type()))
          scores(q, k) |> Nx.multiply(0.5) |> Nx.add(hidden) |> softmax() |> values(v)
        end, four},
       {"rows that see nothing, grouped, by what is added", "found: heads 4:2, mean",
@@ -261,25 +344,29 @@ defmodule FlashAttention.Test.AttentionForms do
        end,
        fn ->
          [
-           normal(1, {2, 6, 4, 4}, :f64),
-           normal(2, {2, 6, 2, 4}, :f64),
-           normal(3, {2, 6, 2, 4}, :f64),
+           normal(1, {2, 6, 4, 4}, type()),
+           normal(2, {2, 6, 2, 4}, type()),
+           normal(3, {2, 6, 2, 4}, type()),
            Nx.tensor([0, 0, 1, 0, 1, 1])
          ]
        end},
       {"one row of queries", "found", fn q, k, v -> scores(q, k) |> softmax() |> values(v) end,
-       fn -> [normal(1, {2, 3, 1, 4}, :f64), normal(2, {2, 3, 6, 4}, :f64), normal(3, {2, 3, 6, 4}, :f64)] end},
+       fn ->
+         [normal(1, {2, 3, 1, 4}, type()), normal(2, {2, 3, 6, 4}, type()), normal(3, {2, 3, 6, 4}, type())]
+       end},
       {"values of another size", "found: head_dim 7", fn q, k, v -> scores(q, k) |> softmax() |> values(v) end,
-       fn -> [normal(1, {2, 3, 6, 4}, :f64), normal(2, {2, 3, 5, 4}, :f64), normal(3, {2, 3, 5, 7}, :f64)] end},
+       fn ->
+         [normal(1, {2, 3, 6, 4}, type()), normal(2, {2, 3, 5, 4}, type()), normal(3, {2, 3, 5, 7}, type())]
+       end},
       {"keys of all batches", "found", fn q, k, v -> Nx.dot(softmax(Nx.dot(q, [3], k, [1])), [3], v, [0]) end,
-       fn -> [normal(1, {2, 3, 6, 4}, :f64), normal(2, {5, 4}, :f64), normal(3, {5, 4}, :f64)] end},
+       fn -> [normal(1, {2, 3, 6, 4}, type()), normal(2, {5, 4}, type()), normal(3, {5, 4}, type())] end},
       {"weights of heads that are switched off", "found",
        fn q, k, v, heads ->
          scores(q, k) |> reciprocal() |> Nx.multiply(Nx.reshape(heads, {1, 3, 1, 1})) |> values(v)
        end, with_more(four, fn -> [c([1.0, 0.0, 0.5])] end)},
       {"a bias of positions", needs_bias("found: a bias, scale 0.5"),
        fn q, k, v, bias -> scores(q, k) |> Nx.multiply(0.5) |> Nx.add(bias) |> reciprocal() |> values(v) end,
-       with_more(four, fn -> [normal(7, {1, 3, 6, 6}, :f64)] end)},
+       with_more(four, fn -> [normal(7, {1, 3, 6, 6}, type())] end)},
       {"a bias of positions under a mask of keys", needs_bias("found: a bias, a mask of single scores"),
        fn q, k, v, bias, mask ->
          mask = Nx.reshape(mask, {2, 1, 1, 6})
@@ -289,13 +376,13 @@ defmodule FlashAttention.Test.AttentionForms do
            Nx.select(
              Nx.broadcast(mask, {2, 3, 6, 6}),
              Nx.broadcast(bias, {2, 3, 6, 6}),
-             Nx.Constants.min_finite(:f64)
+             Nx.Constants.min_finite(type())
            )
 
          s |> Nx.add(bias) |> reciprocal() |> values(v)
        end,
        with_more(four, fn ->
-         [normal(7, {1, 3, 6, 6}, :f64), Nx.tensor([[1, 1, 0, 1, 1, 1], [0, 1, 1, 1, 0, 1]])]
+         [normal(7, {1, 3, 6, 6}, type()), Nx.tensor([[1, 1, 0, 1, 1, 1], [0, 1, 1, 1, 0, 1]])]
        end)},
       # ---- F6: sinks
       {"a sink in the denominator", "found: 1 sink",
@@ -330,7 +417,7 @@ defmodule FlashAttention.Test.AttentionForms do
       {"linear attention", "silent", fn q, k, v -> scores(q, k) |> values(v) end, four},
       {"talking heads", "not those of the same batches",
        fn q, k, v ->
-         mix = Nx.iota({3, 3}, type: :f64)
+         mix = Nx.iota({3, 3}, type: type())
          scores(q, k) |> Nx.dot([1], mix, [0]) |> Nx.transpose(axes: [0, 3, 1, 2]) |> softmax() |> values(v)
        end, four},
       {"softmax and one", "silent",
@@ -345,7 +432,7 @@ defmodule FlashAttention.Test.AttentionForms do
        end, four},
       {"scores scaled by their row", "multiplied by",
        fn q, k, v ->
-         n = Nx.log(Nx.add(2, Nx.iota({6, 1}, type: :f64)))
+         n = Nx.log(Nx.add(2, Nx.iota({6, 1}, type: type())))
          scores(q, k) |> Nx.multiply(n) |> softmax() |> values(v)
        end, four},
       {"cosine attention", "found",

@@ -144,29 +144,25 @@ if FlashAttention.Defn.supported?() do
       end)
     end
 
-    @doc "Whether it is replaced in training: not where that would depend on numbers known at run time."
-    def found?(program) do
-      later = program.mask in ([:runtime_length, :offset] ++ @patterns)
-      added = program.mask_form in [:add, :subtract]
-      first = program.mask_first and program.softcap == nil and program.mask != :none
+    @doc """
+    Whether the guide "Existing models" says of such a program that it is replaced in training, by the choices that it was drawn
+    with alone: it is, but for two kinds of hidden scores that "What stays" there names.
+    """
+    def documented?(program), do: not scaled_after_hiding?(program) and not swallowed?(program)
 
-      cond do
-        # A factor may make visible what is hidden.
-        first and program.scale == :runtime ->
-          false
+    # Hidden scores that are multiplied by a number known at run time: it may make them visible.
+    defp scaled_after_hiding?(program), do: masked_first?(program) and program.scale == :runtime
 
-        # Rows that see nothing have gradients of scores that were rounded away.
-        later and added and (program.fill == -1.0e9 or program.softcap != nil) and program.fill != :infinity ->
-          false
-
-        # The same, of numbers that are added to what is hidden.
-        later and first and program.bias != nil and program.fill == -1.0e9 ->
-          false
-
-        true ->
-          true
-      end
+    # Rows that may see nothing, as masks are known at run time, where what hides is added, and gradients pass.
+    defp swallowed?(%{mask: mask, fill: fill} = program) do
+      later? = mask in ([:runtime_length, :offset] ++ @patterns)
+      added? = program.mask_form in [:add, :subtract] and (fill == -1.0e9 or program.softcap != nil)
+      biased? = masked_first?(program) and program.bias != nil and fill == -1.0e9
+      later? and fill != :infinity and (added? or biased?)
     end
+
+    defp masked_first?(program),
+      do: program.mask_first and program.softcap == nil and program.mask != :none
 
     defp bias?, do: Keyword.has_key?(FlashAttention.Options.tensors(), :bias)
 

@@ -99,7 +99,7 @@ defmodule FlashAttention.Rewriter.BumblebeeTest do
     assert [%{rewritten: true}, _, _] = Rewriter.explain(predict, [state, inputs], weights: :keep)
   end
 
-  for module <- [Text.Gpt2, Text.Llama, Text.Mistral, Text.Bart, Text.T5] do
+  for {module, _attentions} <- Families.all(), Families.generator(module) != nil do
     test "#{inspect(module)}: generation writes the same tokens" do
       spec = Families.spec(unquote(module), architecture: Families.generator(unquote(module)))
       model = Bumblebee.build_model(spec)

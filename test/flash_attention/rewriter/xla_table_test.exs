@@ -28,9 +28,9 @@ defmodule FlashAttention.Rewriter.XLATableTest do
     {"BF16Bmm1Bmm2Pattern_bmm2_rhs_non_contracting_dim_not_equal_64", :silent, softmax: false, turned: [:v]},
     {"BF16Bmm1Bmm2PatternUncanonicalized_bmm1_contracting_dim_not_equal_64", :silent,
      softmax: false, swapped: true},
-    {"BF16Bmm1BiasSoftmaxDropoutBmm2", "dropped out",
+    {"BF16Bmm1BiasSoftmaxDropoutBmm2", :resampled,
      type: :bf16, score: [:bias], dropout: :multiplied, swapped: true},
-    {"BF16Bmm1ScaleBiasSoftmaxDropoutForm2Bmm2", "dropped out",
+    {"BF16Bmm1ScaleBiasSoftmaxDropoutForm2Bmm2", :resampled,
      type: :bf16, score: [:scale, :bias], dropout: :selected},
     {"BF16TrainingBmm1Bmm2", :silent, softmax: false, training: true},
     {"BF16MiniT5xTest", @needs_bias,
@@ -67,27 +67,26 @@ defmodule FlashAttention.Rewriter.XLATableTest do
     {"BF16Bmm1Bmm2Pattern_bmm2_non_contracting_dim_not_most_minor", :silent, softmax: false, turned: [:v]},
     {"F16Bmm1Bmm2Pattern", :silent, softmax: false, type: :f16},
     {"BF16Bmm1Bmm2Pattern_bmm1_non_contracting_dim_larger_than_512", :silent, softmax: false, type: :bf16},
-    {"BF16TrainingBmm1ScaleBiasSoftmaxDropoutBmm2", "dropped out",
+    {"BF16TrainingBmm1ScaleBiasSoftmaxDropoutBmm2", :resampled,
      score: [:scale, :bias], dropout: :multiplied, training: true},
-    {"F16TrainingBmm1ScaleBiasSoftmaxDropoutBmm2", "dropped out",
+    {"F16TrainingBmm1ScaleBiasSoftmaxDropoutBmm2", :resampled,
      score: [:scale, :bias], dropout: :multiplied, training: true},
-    {"F16TrainingBmm1ScaleBiasSoftmaxDropoutBmm2WithTransposeFusion", "dropped out",
+    {"F16TrainingBmm1ScaleBiasSoftmaxDropoutBmm2WithTransposeFusion", :resampled,
      score: [:scale, :bias], dropout: :multiplied, training: true, swapped: true},
-    {"BF16TrainingBmm1ScaleBiasSoftmaxDropoutBmm2DbiasShouldHaveUserShape", "dropped out",
+    {"BF16TrainingBmm1ScaleBiasSoftmaxDropoutBmm2DbiasShouldHaveUserShape", :resampled,
      score: [:scale, :bias], dropout: :multiplied, training: :bias},
     {"ShouldLowerToFlashAttention", :found, score: [:scale], inside: :f32, type: :f16},
     {"BF16Bmm1ScaleMaskSoftmaxBmm2Pattern", @needs_bias, score: [:scale, :mask]},
     {"BF16Bmm1ScaleBiasMaskSoftmaxBmm2Pattern", @needs_bias, score: [:scale, :bias, :mask]},
     {"BF16Bmm1ScaleBiasNonConstantMaskSoftmaxBmm2Pattern", @needs_bias, score: [:scale, :bias, :compared_mask]},
-    {"F16Bmm1ScaleBiasMaskSoftmaxDropoutBmm2", "dropped out",
-     score: [:scale, :bias, :mask], dropout: :selected},
+    {"F16Bmm1ScaleBiasMaskSoftmaxDropoutBmm2", :resampled, score: [:scale, :bias, :mask], dropout: :selected},
     {"F16Bmm1UnfusedSoftmaxWithConvertF32ToReduceMaxBmm2", @needs_bias,
      type: :f16, score: [:scale, :bias, :mask], inside: :f32},
     {"BF16Bmm1UnfusedScaleMaskBiasSoftmaxBmm2", @needs_bias,
      type: :bf16, score: [:scale, :added_mask, :bias], swapped: true},
-    {"BF16TrainingBmm1ScaleBiasMaskSoftmaxDropoutBmm2", "dropped out",
+    {"BF16TrainingBmm1ScaleBiasMaskSoftmaxDropoutBmm2", :resampled,
      score: [:scale, :bias, :mask], dropout: :selected, training: true},
-    {"F16TrainingBmm1ScaleBiasMaskSoftmaxDropoutBmm2", "dropped out",
+    {"F16TrainingBmm1ScaleBiasMaskSoftmaxDropoutBmm2", :resampled,
      score: [:scale, :bias, :mask], dropout: :multiplied, training: true},
     {"F16TrainingBmm1ScaleBiasMaskSoftmaxBmm2", @needs_bias, score: [:scale, :bias, :mask], training: true},
     {"FlashAttentionBF16TrainingBmm1ScaleMaskSoftmaxBmm2Pattern", @needs_bias,
@@ -101,9 +100,18 @@ defmodule FlashAttention.Rewriter.XLATableTest do
     assert length(Enum.uniq_by(@rows, &elem(&1, 0))) == 55
   end
 
-  for {name, expected, opts} <- @rows do
-    test name do
-      opts = unquote(opts)
+  # In the type that the row has there, too, and with gradients where the row has none.
+  for {name, expected, opts} <- @rows,
+      type <- Enum.uniq([opts[:type] || :f64, :f64, :f32, :bf16]),
+      gradients <-
+        if(expected == :found and not Keyword.has_key?(opts, :training), do: [nil, true], else: [nil]) do
+    test "#{name} in #{type}#{if gradients, do: ", with gradients"}" do
+      opts =
+        Keyword.merge(
+          unquote(opts),
+          [type: unquote(type)] ++ if(unquote(gradients), do: [training: true], else: [])
+        )
+
       args = args(opts)
       fun = &program(&1, opts)
       places = Rewriter.explain(fun, [args])
@@ -112,11 +120,21 @@ defmodule FlashAttention.Rewriter.XLATableTest do
         :found -> assert [%{rewritten: true}] = places
         :silent -> assert places == []
         :left -> assert places != [] and Enum.all?(places, &(not &1.rewritten))
+        :resampled -> assert_resampled(fun, args, places)
         reason -> assert Enum.any?(places, &(not &1.rewritten and &1.reason =~ reason)), inspect(places)
       end
 
       assert_as_accurate(fun, args)
     end
+  end
+
+  # Dropout is the program's own, unless that is asked for: then the same bits drop in both passes, as often.
+  defp assert_resampled(fun, args, places) do
+    assert Enum.any?(places, &(not &1.rewritten and &1.reason =~ "dropout: :resample"))
+    assert [%{rewritten: true, as: as}] = Rewriter.explain(fun, [args], dropout: :resample)
+    assert as =~ "dropout 0.2"
+    [once, again] = for _ <- 1..2, do: run(fun, args, Rewriter, dropout: :resample)
+    assert once == again
   end
 
   # No farther from the numbers of f64 than the program itself in its own type, twice over.
@@ -135,8 +153,8 @@ defmodule FlashAttention.Rewriter.XLATableTest do
     end
   end
 
-  defp run(fun, args, compiler),
-    do: Composite.flatten_list([Nx.Defn.jit_apply(fun, [args], compiler: compiler)])
+  defp run(fun, args, compiler, opts \\ []),
+    do: Composite.flatten_list([Nx.Defn.jit_apply(fun, [args], [compiler: compiler] ++ opts)])
 
   defp distance(x, y),
     do: x |> Nx.as_type(:f64) |> Nx.subtract(y) |> Nx.abs() |> Nx.reduce_max() |> Nx.to_number()
@@ -163,6 +181,7 @@ defmodule FlashAttention.Rewriter.XLATableTest do
       v: sized.(3, :v, [columns, dim]),
       bias: normal.(4, [1, 3, rows, columns]),
       mask: Nx.less(Nx.remainder(Nx.iota({2, 1, rows, columns}), 5), 3),
+      key: Nx.Random.key(5),
       ids: Nx.tensor([[1, 1, 1, 2, 2, 2], [1, 1, 1, 1, 1, 2]])
     }
   end
@@ -186,7 +205,7 @@ defmodule FlashAttention.Rewriter.XLATableTest do
   defp forward(args, opts) do
     %{s: s, product: product, v: v} = scores(args, opts)
     {p, difference, quotient} = if opts[:softmax] == false, do: {s, s, s}, else: softmax(s, opts)
-    o = p |> drop(opts[:dropout]) |> values(v, opts)
+    o = p |> drop(opts[:dropout], args) |> values(v, opts)
 
     case opts[:result] do
       nil -> o
@@ -242,10 +261,19 @@ defmodule FlashAttention.Rewriter.XLATableTest do
     {Nx.as_type(p, type), difference, p}
   end
 
-  defp drop(p, nil), do: p
-  defp drop(p, :selected), do: Nx.select(kept(p), Nx.multiply(p, 1.25), zero(p))
-  defp drop(p, :multiplied), do: Nx.multiply(p, Nx.select(kept(p), Nx.tensor(1.25, type: Nx.type(p)), zero(p)))
-  defp kept(p), do: Nx.less(Nx.remainder(Nx.iota(Nx.shape(p)), 5), 4)
+  defp drop(p, nil, _args), do: p
+
+  defp drop(p, :selected, args),
+    do: Nx.select(kept(p, args), Nx.multiply(p, Nx.tensor(1.25, type: Nx.type(p))), zero(p))
+
+  defp drop(p, :multiplied, args),
+    do: Nx.multiply(p, Nx.select(kept(p, args), Nx.tensor(1.25, type: Nx.type(p)), zero(p)))
+
+  # The same numbers in all types, so that what is dropped does not depend on that.
+  defp kept(p, args) do
+    {numbers, _key} = Nx.Random.uniform(args.key, shape: Nx.shape(p), type: :f32)
+    Nx.less(numbers, 0.8)
+  end
 
   defp values(p, v, opts) do
     last = tuple_size(Nx.shape(p)) - 1
@@ -262,7 +290,7 @@ defmodule FlashAttention.Rewriter.XLATableTest do
     e = Nx.exp(Nx.subtract(s, Nx.reduce_max(s, axes: [-1], keep_axes: true)))
     l = Nx.sum(e, axes: [-1], keep_axes: true)
     p = Nx.divide(e, l)
-    o = values(drop(p, opts[:dropout]), v, opts)
+    o = values(drop(p, opts[:dropout], args), v, opts)
     dout = Nx.cos(o)
     dp = Nx.dot(dout, [3], [0, 1], v, [3], [0, 1])
 
