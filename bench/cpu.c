@@ -135,6 +135,7 @@ static fa_tensor random_tensor(const fa_problem *problem, fa_tensor_id id, uint6
     double wide = value;
     uint32_t bits;
     memcpy(&bits, &value, sizeof bits);
+    if (element == 1) data[i] = value > -1; /* a mask that hides one score of six */
     if (element == 8) memcpy(data + i * 8, &wide, 8);
     if (element == 4) memcpy(data + i * 4, &value, 4);
     if (element == 2) { /* bf16 by cutting; f16 from the same exponent range, near enough to normal */
@@ -460,18 +461,50 @@ static void mask_rows(int threads) {
              threads);
 }
 
+/* What acts on scores. */
+static void score_rows(int64_t head_dim, int threads) {
+  const fa_problem plain = square_problem(FA_DTYPE_F32, 2048, 4, head_dim, false);
+  const int64_t s = plain.seqlen_q, h = plain.num_heads;
+  const struct {
+    const char *name;
+    int64_t heads, rows;
+    fa_dtype dtype;
+    int32_t constant;
+  } biases[] = {{"a bias of all scores", h, s, FA_DTYPE_F32, 0},
+                {"the same without its gradient", h, s, FA_DTYPE_F32, 1},
+                {"a bias of keys", 1, 1, FA_DTYPE_F32, 0},
+                {"a mask of u8, all heads'", 1, s, FA_DTYPE_U8, 0}};
+  char name[96];
+  for (size_t i = 0; i < sizeof biases / sizeof *biases; i++) {
+    fa_problem with = plain;
+    with.bias_batch = 1, with.bias_heads = biases[i].heads, with.bias_rows = biases[i].rows;
+    with.bias_dtype = biases[i].dtype, with.constant_bias = biases[i].constant;
+    snprintf(name, sizeof name, "%s, 2048, head_dim %d", biases[i].name, (int)head_dim);
+    beside_row(name, &with, NULL, &plain, 1, 1.1, threads);
+  }
+  fa_problem slopes = plain, dropout = plain;
+  slopes.alibi_batch = 1, dropout.dropout = 0.1, dropout.num_seed_words = 2;
+  snprintf(name, sizeof name, "ALiBi, 2048, head_dim %d", (int)head_dim);
+  beside_row(name, &slopes, NULL, &plain, 1, 0, threads);
+  snprintf(name, sizeof name, "dropout, 2048, head_dim %d", (int)head_dim);
+  beside_row(name, &dropout, NULL, &plain, 1, 1.4, threads);
+}
+
 static int option_rows(int threads) {
   fa_device_info info;
   fa_device_get_info((fa_device){FA_DEVICE_CPU, 0}, &info, NULL);
   printf(
-      "# What masks cost on the CPU\n\n"
-      "%s, kernels %s, %d threads, f32, head_dim 64. Milliseconds forward / backward, with and without by "
+      "# What masks and what acts on scores cost on the CPU\n\n"
+      "%s, kernels %s, %d threads, f32, of masks head_dim 64. Milliseconds forward / backward, with and "
+      "without by "
       "turns; "
       "the share is that\nof the visible cells; the ratios are medians of %d turns.\n\n"
       "| case | with | without | share | time, of that without | over the share | mark |\n"
       "|---|---|---|---|---|---|---|\n",
       info.name, info.features, threads, TURNS);
   mask_rows(threads);
+  score_rows(64, threads);
+  score_rows(128, threads);
   return 0;
 }
 
