@@ -244,7 +244,11 @@ static void T(backward_tile)(const fa_cpu_job *job, const T(backward_shared) * s
   T(sum_rows) dq = T(sum_rows_of)(job, FA_TENSOR_DQ, shared->dq, tile->sequence, tile->head);
   give_way();
 
-  if (T(has_addends)(problem) && !T(find_addends)(job, tile, s.addends)) return;
+  T(addends) addends = {0};
+  if (T(has_addends)(problem)) addends = T(find_addends)(job, tile, s.addends);
+  if (T(has_addends)(problem) && !addends.data) return;
+  T(addends_gradient) gradient = {0};
+  if (shared->turns) gradient = T(bias_gradient_of)(job, shared->dbias, tile, s.addends);
   T(pack_rows)(q, tile->rows, d, s.q_rows);
   T(pack_rows)(dout, tile->rows, d, s.dout_rows);
   T(pack_panels)(q, tile->rows, d, s.q_panels, s.buffer);
@@ -257,10 +261,10 @@ static void T(backward_tile)(const fa_cpu_job *job, const T(backward_shared) * s
   T(product)(num_rows, num_columns, d, s.dout_rows, d, 1, s.v_transposed, d * NR, s.ds, BLOCK, STORE, 1, NULL);
   bool finite = finite_k && T(all_finite)(s.q_rows, num_rows * d) && T(all_finite)(s.dout_rows, num_rows * d);
   double *sums = s.cell_sums ? s.cell_sums + tile->head * NUM_HEAD_NUMBERS : NULL;
-  bool hides = T(differentiate_scores)(job, tile, next, lse, delta, s.p, s.ds, s.addends,
+  bool hides = T(differentiate_scores)(job, tile, next, lse, delta, s.p, s.ds, addends, gradient,
                                        finite ? NULL : s.hidden, s.kept, sums);
   const INT *hidden = hides ? s.hidden : NULL;
-  if (shared->turns) T(add_bias_gradient)(job, shared->dbias, tile, s.addends);
+  if (shared->turns && !gradient.is_sum) T(add_bias_gradient)(job, shared->dbias, tile, s.addends);
 
   /* dv += p^T . dout,  dk += ds^T . q,  dq += ds . k */
   T(product_where_seen)

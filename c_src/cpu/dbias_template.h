@@ -78,6 +78,18 @@ static void T(finish_bias)(const fa_cpu_job *job, REAL *shared, fa_range element
   (job->tensors->dbias.data, job->problem->bias_dtype, elements.begin, count, shared + elements.begin);
 }
 
+/* Where the gradient by a tile's scores goes: where its sums are made, if vectors can be added there, or else
+ * into scratch [BLOCK, BLOCK]. */
+static T(addends_gradient)
+    T(bias_gradient_of)(const fa_cpu_job *job, REAL *shared, const fa_tile *tile, REAL *scratch) {
+  fa_dtype dtype;
+  void *sums = T(bias_sums)(job, shared, &dtype);
+  if (!T(is_in_vectors)(job->problem, FA_TENSOR_DBIAS, dtype, tile))
+    return (T(addends_gradient)){scratch, BLOCK, false};
+  const T(numbers) at = T(numbers_of)(job->problem, FA_TENSOR_DBIAS, tile);
+  return (T(addends_gradient)){(REAL *)sums + at.first, at.stride, true};
+}
+
 /* Adds the gradient by a tile's scores, ds [BLOCK, BLOCK], to dbias, and leaves whatever in its
  * place. */
 static void T(add_bias_gradient)(const fa_cpu_job *job, REAL *shared, const fa_tile *tile, REAL *ds) {

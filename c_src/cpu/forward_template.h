@@ -93,10 +93,12 @@ static void T(forward_tile)(const fa_cpu_job *job, const fa_tile *tile, T(forwar
   const fa_problem *problem = job->problem;
   int64_t d = problem->head_dim, padded = fa_round_up(d, NR);
   int64_t num_rows = tile->rows.end - tile->rows.begin, num_columns = tile->columns.end - tile->columns.begin;
-  if (T(has_addends)(problem) && !T(find_addends)(job, tile, s.addends)) return;
+  T(addends) addends = {0};
+  if (T(has_addends)(problem)) addends = T(find_addends)(job, tile, s.addends);
+  if (T(has_addends)(problem) && !addends.data) return;
   T(product)
   (num_columns, num_rows, d, s.k, d, 1, q, d * NR, s.scores, STRIP, STORE, (REAL)problem->scale, NULL);
-  T(make_scores)(job, tile, s.scores, s.addends);
+  T(make_scores)(job, tile, s.scores, addends);
   bool hides = !finite_v && T(find_hidden)(tile, s.scores, s.hidden);
   T(soften_scores)(job, tile, s.scores, m, l, s.decay);
   if (problem->dropout != 0) T(drop)(job, tile, s.scores, s.kept);

@@ -114,12 +114,18 @@ INLINE void T(look_ahead)(const T(bias_place) * at, int64_t row, int64_t column)
                        0, 2);
 }
 
+/* What is added to the scores of a tile, row by row. data NULL: it hides all of them. */
+typedef struct T(addends) {
+  const REAL *data;
+  int64_t stride;
+} T(addends);
+
 /* Whether some addend is not -inf. Mostly it is the first that is looked at. */
-static bool T(shows_any)(const fa_tile *tile, const REAL *addends) {
+static bool T(shows_any)(const fa_tile *tile, T(addends) addends) {
   int64_t num_rows = tile->rows.end - tile->rows.begin, num_columns = tile->columns.end - tile->columns.begin;
   for (int64_t i = 0; i < num_rows; i++)
     for (int64_t j = 0; j < num_columns; j++)
-      if (addends[i * BLOCK + j] != -INFINITY) return true;
+      if (addends.data[i * addends.stride + j] != -INFINITY) return true;
   return false;
 }
 
@@ -139,16 +145,32 @@ static void T(add_distances)(const fa_tile *tile, REAL slope, REAL *addends) {
   }
 }
 
-/* addends [rows][BLOCK] become what is added to the scores of a tile. False where that hides all of them. */
-static bool T(find_addends)(const fa_cpu_job *job, const fa_tile *tile, REAL *addends) {
-  if (job->problem->bias_heads > 0)
-    T(find_bias)(job, tile, addends);
-  else
-    memset(addends, 0, (size_t)((tile->rows.end - tile->rows.begin) * BLOCK) * sizeof *addends);
-  if (!T(shows_any)(tile, addends)) return false;
-  if (job->problem->alibi_batch > 0)
-    T(add_distances)(tile, T(scoring_of)(job, tile).of_head[ALIBI_SLOPE], addends);
-  return true;
+/* Whether vectors of a tensor that is bias or its gradient, of that type, are those of a tile, where it lies.
+ */
+static bool T(is_in_vectors)(const fa_problem *problem, int id, fa_dtype dtype, const fa_tile *tile) {
+  const int64_t num_rows = tile->rows.end - tile->rows.begin,
+                num_columns = tile->columns.end - tile->columns.begin;
+  return dtype < FA_NUM_FLOATS && fa_dtype_bytes(dtype) == sizeof(REAL) && num_rows % LANES == 0 &&
+         num_columns % LANES == 0 && fa_varies_along(problem, id, FA_AXIS_SEQLEN_Q);
+}
+
+/* What is added to the scores of a tile: where the bias lies, if that is all and can be read there, or else in
+ * scratch [rows][BLOCK]. */
+static T(addends) T(find_addends)(const fa_cpu_job *job, const fa_tile *tile, REAL *scratch) {
+  const fa_problem *problem = job->problem;
+  const bool has_bias = problem->bias_heads > 0, has_slopes = problem->alibi_batch > 0;
+  T(addends) addends = {scratch, BLOCK};
+  if (has_bias && !has_slopes && T(is_in_vectors)(problem, FA_TENSOR_BIAS, problem->bias_dtype, tile)) {
+    const T(numbers) at = T(numbers_of)(problem, FA_TENSOR_BIAS, tile);
+    addends = (T(addends)){(const REAL *)job->tensors->bias.data + at.first, at.stride};
+  } else if (has_bias) {
+    T(find_bias)(job, tile, scratch);
+  } else {
+    memset(scratch, 0, (size_t)((tile->rows.end - tile->rows.begin) * BLOCK) * sizeof *scratch);
+  }
+  if (!T(shows_any)(tile, addends)) return (T(addends)){0};
+  if (has_slopes) T(add_distances)(tile, T(scoring_of)(job, tile).of_head[ALIBI_SLOPE], scratch);
+  return addends;
 }
 
 /* A score with what is added to it, which hides it where it is -inf, whatever it is. */
@@ -253,12 +275,12 @@ static void T(find_seen)(const fa_tile *tile, T(seen_columns) * seen) {
 /* ---- forward: rows lie along the vectors ------------------------------------------------------------ */
 
 /* st[BLOCK of columns, STRIP of rows] += addends[STRIP of rows, BLOCK of columns] */
-static void T(add_transposed)(const fa_tile *tile, const REAL *addends, REAL *st) {
+static void T(add_transposed)(const fa_tile *tile, T(addends) addends, REAL *st) {
   int64_t num_rows = tile->rows.end - tile->rows.begin, num_columns = tile->columns.end - tile->columns.begin;
   for (int64_t i = 0; i < num_rows; i += LANES)
     for (int64_t j = 0; j < num_columns; j += LANES) {
       T(vec) square[LANES];
-      for (int v = 0; v < LANES; v++) square[v] = *(const T(vec) *)(addends + (i + v) * BLOCK + j);
+      for (int v = 0; v < LANES; v++) square[v] = T(load)(addends.data + (i + v) * addends.stride + j);
       T(transpose)(square);
       for (int v = 0; v < LANES; v++) {
         T(vec) *s = (T(vec) *)(st + (j + v) * STRIP + i);
@@ -269,7 +291,7 @@ static void T(add_transposed)(const fa_tile *tile, const REAL *addends, REAL *st
 
 /* st[BLOCK of columns, STRIP of rows]: scaled products become scores. addends [STRIP, BLOCK]: of find_addends.
  */
-static void T(make_scores)(const fa_cpu_job *job, const fa_tile *tile, REAL *st, const REAL *addends) {
+static void T(make_scores)(const fa_cpu_job *job, const fa_tile *tile, REAL *st, T(addends) addends) {
   int64_t num_rows = tile->rows.end - tile->rows.begin, num_columns = tile->columns.end - tile->columns.begin;
   const T(score_terms) scoring = T(scoring_of)(job, tile);
   for (int64_t x = 0; x < num_columns * STRIP && !T(is_plain)(job->problem); x += LANES) {
@@ -346,6 +368,13 @@ static void T(drop)(const fa_cpu_job *job, const fa_tile *tile, REAL *pt, INT *k
 
 #if !IS_COMPLEX
 
+/* Where the gradient by a tile's addends goes, row by row, or is added. data NULL: nobody wants it. */
+typedef struct T(addends_gradient) {
+  REAL *data;
+  int64_t stride;
+  bool is_sum;
+} T(addends_gradient);
+
 static double T(sum_of_lanes)(T(vec) x) {
   double sum = 0;
   for (int v = 0; v < LANES; v++) sum += (double)x[v];
@@ -354,15 +383,16 @@ static double T(sum_of_lanes)(T(vec) x) {
 
 /* p and ds [BLOCK, BLOCK] hold the scaled products of q and k, and dp = dout . v; they become
  *     p = exp(score - lse),   ds = slope * p * (dp - delta),
- * the gradient of the product of q and k; addends [BLOCK, BLOCK], if not NULL, become p * (dp - delta), their
- * own gradient. With dropout, p and dp are multiplied with keep, which is factor where kept [BLOCK, BLOCK] is
- * not 0, before they meet dout and delta. Where masked, all are 0 where the score is -inf, whatever lse, delta
- * and dp are, and hidden [BLOCK, BLOCK], if not NULL, becomes other than 0 there. sums [NUM_HEAD_NUMBERS], if
- * not NULL, take in the gradients by the head's numbers. Whether a score is -inf anywhere. */
+ * the gradient of the product of q and k; the addends' own gradient is p * (dp - delta). With dropout, p and dp
+ * are multiplied with keep, which is factor where kept [BLOCK, BLOCK] is not 0, before they meet dout and
+ * delta. Where masked, all are 0 where the score is -inf, whatever lse, delta and dp are, and hidden [BLOCK,
+ * BLOCK], if not NULL, becomes other than 0 there. sums [NUM_HEAD_NUMBERS], if not NULL, take in the gradients
+ * by the head's numbers. Whether a score is -inf anywhere. */
 INLINE bool T(differentiate_tile)(T(score_terms) scoring, const fa_tile *tile, const REAL *lse,
-                                  const REAL *delta, REAL *p, REAL *ds, REAL *addends, INT *hidden,
-                                  const INT *kept, REAL factor, const T(bias_place) ahead[2], double *sums,
-                                  bool plain, bool adds, bool drops, bool masked) {
+                                  const REAL *delta, REAL *p, REAL *ds, T(addends) addends,
+                                  T(addends_gradient) gradient, INT *hidden, const INT *kept, REAL factor,
+                                  const T(bias_place) ahead[2], double *sums, bool plain, bool adds, bool drops,
+                                  bool masked) {
   int64_t num_rows = tile->rows.end - tile->rows.begin, num_columns = tile->columns.end - tile->columns.begin;
   T(seen_columns) seen;
   if (masked) T(find_seen)(tile, &seen);
@@ -372,10 +402,10 @@ INLINE bool T(differentiate_tile)(T(score_terms) scoring, const fa_tile *tile, c
     const T(vec) distances = T(distances)(tile, i);
     for (int64_t j = 0; j < num_columns; j += LANES) {
       T(vec) *p_ij = (T(vec) *)(p + i * BLOCK + j), *ds_ij = (T(vec) *)(ds + i * BLOCK + j);
-      T(vec) *addend = (T(vec) *)(addends + (adds ? i * BLOCK + j : 0));
       T(scores) x = T(score)(scoring, plain, *p_ij);
       if (adds)
-        x.s = T(with_addend)(x.s, *addend), T(look_ahead)(&ahead[0], i, j), T(look_ahead)(&ahead[1], i, j);
+        x.s = T(with_addend)(x.s, T(load)(addends.data + i * addends.stride + j)),
+        T(look_ahead)(&ahead[0], i, j), T(look_ahead)(&ahead[1], i, j);
       /* s exceeds lse by rounding only, unless lse is not this problem's: inf then, as exp has it. */
       *p_ij = T(exp)(T(min)(T(splat)(EXP_HIGHEST), x.s - lse[i]));
       T(vec) weight = *p_ij, dp = *ds_ij;
@@ -395,7 +425,12 @@ INLINE bool T(differentiate_tile)(T(score_terms) scoring, const fa_tile *tile, c
         if (hidden) *(T(mask) *)(hidden + i * BLOCK + j) = ~shown;
         any |= ~shown & (index < (INT)num_columns);
       }
-      if (adds) *addend = of_score;
+      if (adds && gradient.data) {
+        REAL *to = gradient.data + i * gradient.stride + j;
+        T(vec) sum = of_score;
+        if (gradient.is_sum) sum += T(load)(to);
+        T(store)(to, sum);
+      }
       if ((adds || !plain) && sums) {
         x.by[ALIBI_SLOPE] = -T(absolute)(distances - (REAL)j);
         for (int n = 0; n < NUM_HEAD_NUMBERS; n++) by_head[n] += x.by[n] * of_score;
@@ -412,21 +447,24 @@ INLINE bool T(differentiate_tile)(T(score_terms) scoring, const fa_tile *tile, c
  * -inf then only by overflow, and p = 0 is all that it takes. next is the tile that follows. Whether hidden
  * shows anything. kept is scratch. */
 static bool T(differentiate_scores)(const fa_cpu_job *job, const fa_tile *tile, const fa_tile *next,
-                                    const REAL *lse, const REAL *delta, REAL *p, REAL *ds, REAL *addends,
-                                    INT *hidden, INT *kept, double *sums) {
+                                    const REAL *lse, const REAL *delta, REAL *p, REAL *ds, T(addends) addends,
+                                    T(addends_gradient) gradient, INT *hidden, INT *kept, double *sums) {
   const fa_problem *problem = job->problem;
   const T(score_terms) scoring = T(scoring_of)(job, tile);
   const bool plain = T(is_plain)(problem), adds = T(has_addends)(problem), drops = problem->dropout != 0;
   const REAL factor = 1 / (1 - (REAL)problem->dropout);
   T(bias_place) ahead[2] = {T(bias_of)(job, FA_TENSOR_BIAS, next)};
-  if (fa_is_sum(problem, FA_TENSOR_DBIAS)) ahead[1] = T(bias_of)(job, FA_TENSOR_DBIAS, tile);
+  fa_tile soon = *tile;
+  soon.rows.begin += 4;
+  if (fa_is_sum(problem, FA_TENSOR_DBIAS)) ahead[1] = T(bias_of)(job, FA_TENSOR_DBIAS, &soon);
   if (drops) {
     const fa_dropout dropout = fa_dropout_in(problem, job->tensors, tile->sequence, tile->head);
     T(find_kept)(dropout, false, T(whole_rows)(problem, tile), tile->columns, kept, BLOCK);
   }
-#define DIFFERENTIATE(plain, adds, drops, masked) \
-  T(differentiate_tile)                           \
-  (scoring, tile, lse, delta, p, ds, addends, hidden, kept, factor, ahead, sums, plain, adds, drops, masked)
+#define DIFFERENTIATE(plain, adds, drops, masked)                                                              \
+  T(differentiate_tile)                                                                                        \
+  (scoring, tile, lse, delta, p, ds, addends, gradient, hidden, kept, factor, ahead, sums, plain, adds, drops, \
+   masked)
   bool any;
   if (!plain)
     any = DIFFERENTIATE(false, adds, drops, true);

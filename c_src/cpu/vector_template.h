@@ -77,6 +77,14 @@ INLINE T(vec) T(tanh)(T(vec) x) {
   return (T(vec))((T(mask))(e / (e + 2)) | sign);
 }
 
+/* Vectors that begin anywhere. */
+INLINE T(vec) T(load)(const REAL *from) {
+  T(vec) x;
+  memcpy(&x, from, sizeof x);
+  return x;
+}
+INLINE void T(store)(REAL *to, T(vec) x) { memcpy(to, &x, sizeof x); }
+
 /* x where begin <= lane's index < end holds lane by lane, -inf elsewhere; a lane's index is INT. */
 INLINE T(vec) T(hide_outside)(T(vec) x, T(mask) index, T(mask) begin, T(mask) end) {
   return T(select)((index >= begin) & (index < end), x, T(splat)(-INFINITY));
@@ -137,6 +145,7 @@ INLINE T(vec) T(max)(T(vec) a, T(vec) b) { return creal(a) > creal(b) ? creal(a)
 INLINE T(vec) T(exp)(T(vec) x) { return cexp(x); }
 INLINE T(vec) T(tanh)(T(vec) x) { return ctanh(x); }
 INLINE void T(transpose)(T(vec) * m) { (void)m; }
+INLINE T(vec) T(load)(const REAL *from) { return *from; }
 INLINE T(mask) T(lanes)(void) { return 0; }
 INLINE T(vec) T(select)(T(mask) mask, T(vec) yes, T(vec) no) { return mask ? yes : no; }
 INLINE T(vec) T(hide_where)(T(vec) x, T(vec) hider) { return creal(hider) == -INFINITY ? -INFINITY : x; }
