@@ -75,7 +75,10 @@ typedef enum fa_cuda_cell_step {
 } fa_cuda_cell_step;
 
 /* Tensors that have one number for all scores of a head, and so have their gradients. */
-typedef enum fa_cuda_head_number { FA_CUDA_ALIBI_SLOPES, FA_CUDA_NUM_HEAD_NUMBERS } fa_cuda_head_number;
+typedef enum fa_cuda_head_number {
+  FA_CUDA_ALIBI_SLOPES,
+  FA_CUDA_NUM_HEAD_NUMBERS,
+} fa_cuda_head_number;
 
 /* What acts on scores by their places, in kernels that take it. */
 typedef struct fa_cuda_program {
