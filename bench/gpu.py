@@ -362,7 +362,7 @@ def error_table(page, cases, library):
         for name, tensors in found.items():
             cells = [f"{tensors[tensor][norm]:.1e}" for norm in (0, 1) for tensor in tensors]
             page.say("| " + " | ".join([str(case), name] + cells) + " |")
-        if "highest" in found:
+        if "highest" in found and "efficient" in found:
             for tensor, (largest, norm) in found["highest"].items():
                 peer = found["efficient"][tensor]
                 page.mark("f32 highest: no larger error than efficient's, norm", norm <= peer[1])

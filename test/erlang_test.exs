@@ -48,6 +48,21 @@ defmodule ErlangTest do
     assert :flash_attention.forward(eq, ek, ev, bias: {hidden, :u8, {1, 1, 1, 5}}) == {:ok, tuple(o)}
   end
 
+  test "dropout has its seed, as a tensor, in both passes and in states" do
+    %{q: q, k: k, v: v, dout: dout, opts: opts} =
+      problem(3, :f32, {1, 9, 11, 2, 2, 3}, dropout: 0.4, dropout_seed: {5, 6}, device: :cpu)
+
+    {o, lse} = FlashAttention.forward_with_states!(q, k, v, opts)
+    {dq, dk, dv} = FlashAttention.backward!(dout, q, k, v, o, lse, opts)
+    [eq, ek, ev, edout] = Enum.map([q, k, v, dout], &tuple/1)
+    given = %{dropout: 0.4, dropout_seed: {<<5::32-native, 6::32-native>>, :u32, {2}}, device: :cpu}
+    {:ok, eo, states} = :flash_attention.forward_with_states(eq, ek, ev, Map.put(given, :keep, :device))
+    assert eo == tuple(o) and eo != tuple(FlashAttention.forward!(q, k, v, device: :cpu))
+    gradients = {:ok, tuple(dq), tuple(dk), tuple(dv)}
+    assert :flash_attention.backward(edout, states) == gradients
+    assert :flash_attention.backward(edout, eq, ek, ev, eo, tuple(lse), given) == gradients
+  end
+
   test "options have their defaults; atoms of a proplist are true; types are written in two ways" do
     %{q: q} = problem(1, :f32, {1, 5, 5, 2, 2, 3}, [])
     {:ok, o, lse} = :flash_attention.forward_with_states(tuple(q), tuple(q), tuple(q))

@@ -41,7 +41,7 @@ defmodule FlashAttention.Mask do
   @type size :: {non_neg_integer, non_neg_integer}
 
   @type t :: %__MODULE__{
-          kind: :packed | :lengths | :prefix | :block_causal | :segments | :bands,
+          kind: :packed | :lengths | :prefix | :block_causal | :segments | :ranges | :bands,
           numbers: %{optional(atom) => numbers},
           static: keyword,
           window: {non_neg_integer | :infinity, non_neg_integer | :infinity}
