@@ -16,9 +16,9 @@
  *     p[i,j]  = exp(s[i,j] - lse[i])
  *     o[i]    = sum_j keep[i,j] * p[i,j] * v[b,j,kv]
  *
- * and in the backward pass, given dout = d(loss)/d(o):
+ * and in the backward pass, given dout = d(loss)/d(o), and dlse = d(loss)/d(lse) where the loss depends on lse:
  *
- *     delta[i]   = dot(o[i], dout[i])
+ *     delta[i]   = dot(o[i], dout[i]) - dlse[i]
  *     dv[j]      = sum_{i,h} keep[i,j] * p[i,j] * dout[i]
  *     ds[i,j]    = p[i,j] * (keep[i,j] * dot(dout[i], v[j]) - delta[i])
  *     dbias[b,h,i,j]     = ds[i,j]
@@ -211,6 +211,7 @@ typedef struct fa_problem {
   int64_t bias_batch, bias_heads, bias_rows; /* of bias: 1, or batch, num_heads, seqlen_q; 0: there is none */
   fa_dtype bias_dtype;                       /* dtype, f32 or u8 */
   int64_t num_seed_words;                    /* of dropout_seed: 2; 0: there is none */
+  int64_t dlse_batch;                        /* of dlse: 1 or batch; 0: there is none */
   /* Options; fa_options() lists them with their bounds. */
   double scale;                      /* 0: 1/sqrt(head_dim) */
   int64_t window_left, window_right; /* keys to either side, or FA_UNBOUNDED */
@@ -279,6 +280,7 @@ FA_API fa_status fa_option_set_choice(fa_problem *problem, const fa_option *opti
  *     q, o, dout, dq        [batch, seqlen_q, num_heads, head_dim]      dtype
  *     k, v, dk, dv          [batch, seqlen_k, num_kv_heads, head_dim]   dtype
  *     lse                   [batch, num_heads, seqlen_q]                f32 (f64 where dtype is f64)
+ *     dlse                  [batch or 1, num_heads, seqlen_q]           as lse
  *     sink, dsink           [num_sinks, num_heads]                      f32
  *     bands                 [batch or 1, num_bands, 6]                  s32
  *     alibi_slopes, dalibi_slopes   [batch or 1, num_heads]             f32
@@ -305,7 +307,7 @@ typedef struct fa_tensor {
 typedef struct fa_tensors {
   fa_tensor q, k, v, sink, bands, alibi_slopes, bias, dropout_seed;
   fa_tensor o, lse;
-  fa_tensor dout, dq, dk, dv, dsink, dalibi_slopes, dbias;
+  fa_tensor dout, dlse, dq, dk, dv, dsink, dalibi_slopes, dbias;
   fa_tensor tangent_q, tangent_k, tangent_v; /* directions, for FA_PASS_TANGENT */
   fa_tensor tangent_sink, tangent_alibi_slopes, tangent_bias;
   fa_tensor o_tangent, lse_tangent;
@@ -313,7 +315,8 @@ typedef struct fa_tensors {
 
 typedef enum fa_pass {
   FA_PASS_FORWARD,  /* inputs: q, k, v and what may be left out -> o, lse */
-  FA_PASS_BACKWARD, /* dout, o, lse and the inputs -> the gradient by each input that has one */
+  FA_PASS_BACKWARD, /* dout, o, lse, dlse if there is one, and the inputs -> the gradient by each input that has
+                       one */
   FA_PASS_TANGENT,  /* the inputs and a direction for each that has a gradient -> o, lse and their derivatives
                        along it. f64, CPU: the derivative of the forward algorithm itself, to check backwards by
                      */
@@ -336,6 +339,7 @@ typedef enum fa_tensor_id {
   FA_TENSOR_O,
   FA_TENSOR_LSE,
   FA_TENSOR_DOUT,
+  FA_TENSOR_DLSE,
   FA_TENSOR_DQ,
   FA_TENSOR_DK,
   FA_TENSOR_DV,
@@ -379,7 +383,8 @@ FA_API const char *fa_pass_name(fa_pass pass);
  * constant. */
 FA_API fa_tensor_role fa_tensor_role_in(const fa_problem *problem, fa_pass pass, fa_tensor_id id);
 
-/* The tensor that holds the gradient by this one (q: dq; o: dout), or -1 where nothing is derived by it. */
+/* The tensor that holds the gradient by this one (q: dq; o: dout), or -1 where nothing is derived by it. lse
+ * has none: dlse may be left out where lse is there. */
 FA_API int fa_tensor_gradient(fa_tensor_id id);
 
 /* The shape that the problem gives a tensor, size_bytes included. The problem must be valid. */

@@ -206,6 +206,7 @@ static fa_status choose_kernel(const fa_plan *plan, int family, const fa_cuda_ke
  * and what to fill with 0. */
 typedef struct cuda_job {
   fa_cuda_arguments arguments;
+  fa_cuda_dlse dlse;
   fa_cuda_splits splits;
   fa_cuda_plans plans; /* of a kernel that takes bands */
   fa_cuda_reduction of_heads[FA_CUDA_NUM_HEAD_NUMBERS], of_bias;
@@ -490,6 +491,8 @@ static cuda_job lay_out(const fa_plan *plan, const fa_cuda_kernel *kernel, const
   a->padded_rows = a->num_q_blocks * kernel->block_q;
   a->o = t->o, a->dq = t->dq, a->dk = t->dk, a->dv = t->dv, a->dout_rows = t->dout;
   a->lse = t->lse.data, a->sink = t->sink.data, a->dsink = t->dsink.data;
+  if (p->dlse_batch > 0) job.dlse.data = t->dlse.data;
+  if (p->dlse_batch == 1) job.dlse.batch_repeats = p->num_heads * p->seqlen_q;
   a->heads_at_once =
       backward ? backward_heads_at_once(p, kernel, a, job.num_multiprocessors) : forward_heads_at_once(p);
 
@@ -635,7 +638,7 @@ static fa_status launch_backward(const fa_cuda_kernel *kernel, cuda_job *job, cu
   const int64_t heads = (int64_t)a->batch * a->num_heads;
   const int32_t lanes = kernel->bucket / 8; /* of a row, in statistics */
   CHECK(launch(kernel->statistics, blocks(fa_divide_up(heads * a->padded_rows * lanes, small)), small, 0,
-               (void *[]){a}, stream));
+               (void *[]){a, &job->dlse}, stream));
   CHECK(launch_main(kernel, (int64_t)a->batch * a->num_kv_heads * a->num_k_blocks, job, stream));
   if (kernel->finish_dq)
     CHECK(launch(kernel->finish_dq, blocks(heads * a->num_q_blocks), kernel->finish_threads, 0, (void *[]){a},

@@ -203,13 +203,13 @@ __global__ void __launch_bounds__(Dq::NUM_WARPS * 32) finish_dq(const __grid_con
            a.head_dim, dq, a.scale);
 }
 
-// ---- delta = dot(o, dout) and shift --------------------------------------------------------------
+// ---- delta = dot(o, dout) - dlse, and shift ------------------------------------------------------
 
 // A lane for every eight columns of a row; every row of the padded arrays is written, and dq_sum set to 0 for
 // the first row blocks.
 template <class Kind, class Shape>
 __global__ void __launch_bounds__(FA_CUDA_SMALL_KERNEL_THREADS)
-    statistics(const __grid_constant__ fa_cuda_arguments a) {
+    statistics(const __grid_constant__ fa_cuda_arguments a, const __grid_constant__ fa_cuda_dlse dlse) {
   using Io = typename Kind::Io;
   constexpr int LANES = Shape::head_dim / 8;
   const int64_t index = (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) / LANES;
@@ -236,7 +236,9 @@ __global__ void __launch_bounds__(FA_CUDA_SMALL_KERNEL_THREADS)
   }
   if (lane != 0) return;
   if (summed && index % Shape::block_q == 0) a.dq_order[index / Shape::block_q] = 1;
-  const float lse = inside ? *lse_at(a, sequence, mine.head, mine.row) : -INFINITY;
+  const float *lse_of_row = lse_at(a, sequence, mine.head, mine.row);
+  const float lse = inside ? *lse_of_row : -INFINITY;
+  if (inside && dlse.data) sum -= dlse.data[lse_of_row - a.lse - mine.batch * dlse.batch_repeats];
   a.delta[index] = sum;
   a.shift[index] = lse == -INFINITY ? INFINITY : row_shift<Kind>(lse);
 }

@@ -133,6 +133,13 @@ typedef struct fa_cuda_arguments {
   fa_cuda_program program;
 } fa_cuda_arguments;
 
+/* The gradient by lse, as lse, for the kernel of a backward that makes delta; NULL: none. Batches are
+ * batch_repeats elements closer than those of lse: all of them where one is for all. */
+typedef struct fa_cuda_dlse {
+  const float *data;
+  int64_t batch_repeats;
+} fa_cuda_dlse;
+
 /* The order of the plans of a side's blocks. */
 typedef enum fa_cuda_plan_order {
   FA_CUDA_BY_NUMBER, /* in a backward where column blocks add to dq in order */
@@ -226,7 +233,7 @@ typedef struct fa_cuda_kernel {
   bool persistent;        /* main has at most one block a multiprocessor, which takes one after the other */
   bool awaits_plans;      /* main waits for the kernel before it, the plan kernel, by itself */
   const void *main;       /* one block a q block (forward) or k block (backward) of a head */
-  const void *statistics; /* backward: delta and shift */
+  const void *statistics; /* backward, fa_cuda_dlse beside the arguments: delta and shift */
   const void *finish_dq; /* backward: dq_sum to dq; one block of finish_threads a q block. NULL: main does it */
   int32_t finish_threads;
 } fa_cuda_kernel;

@@ -123,7 +123,7 @@ defmodule FlashAttention do
   """
   @spec forward(tensor, tensor, tensor, [option]) :: {:ok, tensor} | {:error, Error.t()}
   def forward(q, k, v, opts \\ []) do
-    with {:ok, options} <- Options.parse(opts, Options.keys() -- [:keep]),
+    with {:ok, options} <- Options.parse(opts, Options.keys() -- [:keep, :dlse]),
          {:ok, outputs, _states} <- run(:forward, [q: q, k: k, v: v], options),
          do: {:ok, outputs.o}
   end
@@ -163,7 +163,7 @@ defmodule FlashAttention do
   @spec forward_with_states(tensor, tensor, tensor, [option]) ::
           {:ok, tensor, tensor | States.t()} | {:error, Error.t()}
   def forward_with_states(q, k, v, opts \\ []) do
-    with {:ok, options} <- Options.parse(opts),
+    with {:ok, options} <- Options.parse(opts, Options.keys() -- [:dlse]),
          {:ok, outputs, states} <- run(:forward, [q: q, k: k, v: v], options),
          do: {:ok, outputs.o, if(options.keep, do: states, else: outputs.lse)}
   end
@@ -180,12 +180,12 @@ defmodule FlashAttention do
   def forward_with_states!(q, k, v, opts \\ []), do: forward_with_states(q, k, v, opts) |> unwrap!()
 
   @doc """
-  The gradients `dq`, `dk` and `dv` of a loss whose gradient by `o` is `dout`.
+  The gradients `dq`, `dk` and `dv` of a loss whose gradient by `o` is `dout`, and by `lse` `dlse`, if that is given.
 
   `o` and `lse` come from `forward_with_states/4`, and the options must be those that it was given. With
   `sink: sink`, `%{sink: dsink}` comes as a fifth element; `alibi_slopes` and `bias` likewise.
 
-      delta[i]   = dot(o[i], dout[i])
+      delta[i]   = dot(o[i], dout[i]) - dlse[i]
       p[i,j]     = exp(s[i,j] - lse[i])
       ds[i,j]    = p[i,j] * (keep[i,j] * dot(dout[i], v[j]) - delta[i])      (times the derivative of softcap)
       dq[i]      = scale * sum_j ds[i,j] * k[j]
@@ -195,7 +195,7 @@ defmodule FlashAttention do
       dalibi_slopes[b,h] = -sum_{i,j} ds[i,j] * |i + seqlen_k - seqlen_q - j|     (without softcap's derivative)
       dbias[b,h,i,j]     = ds[i,j]                                                (likewise; summed where it is 1)
 
-  Takes the options of `forward/4`.
+  Takes the options of `forward/4`, and `:dlse`.
 
       iex> one = FlashAttention.Tensor.new(<<1.0::float-32-native>>, :f32, {1, 1, 1, 1})
       iex> {:ok, o, lse} = FlashAttention.forward_with_states(one, one, one)
@@ -216,7 +216,7 @@ defmodule FlashAttention do
   @doc """
   The gradients, from what the forward left: `forward_with_states(q, k, v, keep: :device)`.
 
-  The same as `backward/7` on the device and with the options of the forward. Of the options only `:results` may
+  The same as `backward/7` on the device and with the options of the forward. Of the options only `:results` and `:dlse` may
   be given. Results are like `dout`. The states may be used any number of times.
 
       iex> one = FlashAttention.Tensor.new(<<1.0::float-32-native>>, :f32, {1, 1, 1, 1})
@@ -232,8 +232,8 @@ defmodule FlashAttention do
           | {:error, Error.t()}
   def backward(dout, states, opts \\ []) do
     with :ok <- States.check(states),
-         {:ok, options} <- Options.parse(opts, [:results]),
-         {:ok, tensors, names} <- to_native([dout: dout], states.device),
+         {:ok, options} <- Options.parse(opts, [:results, :dlse]),
+         {:ok, tensors, names} <- [dout: dout] |> with_optional(options) |> to_native(states.device),
          tensors = Map.merge(states.tensors, tensors),
          {:ok, outputs, _kept} <-
            Telemetry.run(:backward, tensors, states.native, states.device, placement(options)),
@@ -382,7 +382,7 @@ defmodule FlashAttention do
           {:ok, %{device: device, forward: String.t(), backward: String.t()}}
           | {:error, Error.t()}
   def plan(q, k, v, opts \\ []) do
-    with {:ok, options} <- Options.parse(opts),
+    with {:ok, options} <- Options.parse(opts, Options.keys() -- [:dlse]),
          # What lies on the first device is not copied from there.
          {:ok, tensors, _names} <-
            [q: q, k: k, v: v] |> with_optional(options) |> to_native(hd(options.devices)) do
@@ -423,13 +423,13 @@ defmodule FlashAttention do
   @doc """
   Attention inside `defn`: the output `o`, of `q`'s shape, differentiable in `q`, `k`, `v` and the tensors of options.
 
-  Tensors and options are those of `forward/4`, but for `:keep` and `:results`; errors are raised, as
+  Tensors and options are those of `forward/4`, but for `:keep`, `:results` and `:dlse`; errors are raised, as
   `FlashAttention.Error`. It can be called inside `defn` and outside of it, and needs Nx 0.12 or later. Memory
   grows linearly with the sequence, in the gradient too.
 
   Vectorized axes count as part of the batch; `sink` has none. Their gradients, and those through `while`, are Nx's, and
   wrong in some releases: `FlashAttention.Defn.gradient_right?/1` tells. `o` has the axis
-  names of `q`. The gradient is linear in that of `o`, and has a gradient by it, which is computed in f64 on the CPU;
+  names of `q`. The gradient is linear in those of `o` and `lse`, and has a gradient by them, which is computed in f64 on the CPU;
   by the others it has none: asking for that raises.
 
   On EXLA it is a custom call on the device that the computation runs on, see `FlashAttention.EXLA`. With a
@@ -443,10 +443,8 @@ defmodule FlashAttention do
   def attention(q, k, v, opts), do: q |> Defn.attention_with_lse(k, v, opts) |> elem(0)
 
   @doc """
-  As `attention/4`, but returns `{o, lse}`.
-
-  `lse` has no gradient: where a loss depends on it, asking for the gradient raises, unless `stop_grad/1` is around
-  it.
+  As `attention/4`, but returns `{o, lse}`, both differentiable: a z-loss, or parts that are merged by hand, have their
+  gradients from the same call of the backward.
   """
   @spec attention_with_lse(tensor, tensor, tensor, [option]) :: {tensor, tensor}
   Defn.deftransform(attention_with_lse(q, k, v, opts \\ []))

@@ -178,6 +178,35 @@ defmodule FlashAttentionTest do
     assert [_] = Enum.uniq(runs)
   end
 
+  test "a dlse: gradients are linear in it and dout, from tensors and from states, and are the reference's" do
+    {batch, rows, heads} = {2, 9, 4}
+    %{q: q, k: k, v: v, dout: dout, opts: opts} = problem(77, :f64, {batch, rows, 6, heads, 2, 5}, sink: 2)
+    {o, states} = FlashAttention.forward_with_states!(q, k, v, [keep: :device] ++ opts)
+    {^o, lse} = FlashAttention.forward_with_states!(q, k, v, opts)
+    still = FlashAttention.Tensor.new(:binary.copy(<<0>>, byte_size(dout.data)), :f64, dout.shape)
+    backward = fn dout, opts -> named(FlashAttention.backward(dout, q, k, v, o, lse, opts)) end
+
+    for shape <- [{batch, heads, rows}, {1, heads, rows}] do
+      dlse = random(78, :f64, shape)
+      both = backward.(dout, [dlse: dlse] ++ opts)
+      assert both == named(FlashAttention.backward(dout, states, dlse: dlse))
+      reference = backward.(dout, [dlse: dlse, device: :reference] ++ opts)
+      {of_o, of_lse} = {backward.(dout, opts), backward.(still, [dlse: dlse] ++ opts)}
+
+      for {name, tensor} <- both, {x, index} <- Enum.with_index(to_list(tensor)) do
+        tolerance = if name == :dsink, do: 1.0e-5, else: 1.0e-12
+        assert_in_delta x, Enum.at(to_list(reference[name]), index), tolerance
+
+        assert_in_delta x,
+                        Enum.at(to_list(of_o[name]), index) + Enum.at(to_list(of_lse[name]), index),
+                        tolerance
+      end
+    end
+
+    assert message(FlashAttention.forward(q, k, v, [dlse: lse] ++ opts)) =~ "got :dlse"
+    assert message(FlashAttention.backward(dout, q, k, v, o, lse, [dlse: o] ++ opts)) =~ "dlse: expected rank 3"
+  end
+
   test "sub-binaries that are aligned to nothing" do
     for type <- [:f32, :f64, :bf16, :f16], bits <- [8, 24, 3, 61] do
       %{q: q, k: k, v: v} = problem(4, type, {1, 29, 31, 2, 1, 11}, [])
@@ -246,7 +275,7 @@ defmodule FlashAttentionTest do
     end
 
     test "of options name the option", %{q: q, k: k, v: v, o: o, lse: lse} do
-      options = Enum.join(FlashAttention.Options.keys(), ", ")
+      options = Enum.join(FlashAttention.Options.keys() -- [:dlse], ", ")
 
       for {opts, expected} <- [
             {:causal, "opts: expected a keyword list, got :causal"},

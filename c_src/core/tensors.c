@@ -25,6 +25,7 @@ const fa_axis_row fa_axes[FA_NUM_AXES] = {
     [FA_AXIS_BIAS_HEADS] = SIZE(bias_heads, "x", 0, FA_AXIS_NUM_HEADS),
     [FA_AXIS_BIAS_ROWS] = SIZE(bias_rows, "x", 0, FA_AXIS_SEQLEN_Q),
     [FA_AXIS_SEED_WORDS] = SIZE(num_seed_words, "seed", 0),
+    [FA_AXIS_DLSE_BATCH] = SIZE(dlse_batch, "dlse", 0, FA_AXIS_BATCH),
 };
 #undef SIZE
 
@@ -36,6 +37,7 @@ const fa_axis_row fa_axes[FA_NUM_AXES] = {
 #define QUERY_SHAPE     {FA_AXIS_BATCH, FA_AXIS_SEQLEN_Q, FA_AXIS_NUM_HEADS, FA_AXIS_HEAD_DIM}, AS_Q
 #define KEY_SHAPE       {FA_AXIS_BATCH, FA_AXIS_SEQLEN_K, FA_AXIS_NUM_KV_HEADS, FA_AXIS_HEAD_DIM}, AS_Q
 #define ROW_SHAPE       {FA_AXIS_BATCH, FA_AXIS_NUM_HEADS, FA_AXIS_SEQLEN_Q}, STAT
+#define DLSE_SHAPE      {FA_AXIS_DLSE_BATCH, FA_AXIS_NUM_HEADS, FA_AXIS_SEQLEN_Q}, STAT
 #define SINK_SHAPE      {FA_AXIS_NUM_SINKS, FA_AXIS_NUM_HEADS}, TYPE(F32)
 #define BAND_SHAPE      {FA_AXIS_BANDS_BATCH, FA_AXIS_NUM_BANDS, FA_AXIS_BAND_WORDS}, TYPE(S32)
 #define PER_HEAD(batch) {batch, FA_AXIS_NUM_HEADS}, TYPE(F32)
@@ -43,6 +45,7 @@ const fa_axis_row fa_axes[FA_NUM_AXES] = {
   {FA_AXIS_BIAS_BATCH, FA_AXIS_BIAS_HEADS, FA_AXIS_BIAS_ROWS, FA_AXIS_SEQLEN_K}, AS_Q | TYPE(F32) | TYPE(U8)
 #define IF_BANDS .only_if = FA_AXIS_NUM_BANDS
 #define IF_SEED  .only_if = FA_AXIS_SEED_WORDS
+#define IF_DLSE  .only_if = FA_AXIS_DLSE_BATCH
 #define IF_BIAS  .only_if = FA_AXIS_BIAS_HEADS, .dtype_offset = offsetof(fa_problem, bias_dtype)
 
 /* One row a tensor. A new one that users may leave out has a field in fa_problem for each size that is its own,
@@ -81,6 +84,7 @@ static const struct tensor_row {
     ROW(O, o, QUERY_SHAPE, {OUT, IN, OUT}, .gradient = FA_TENSOR_DOUT, .tangent = FA_TENSOR_O_TANGENT),
     ROW(LSE, lse, ROW_SHAPE, {OUT, IN, OUT}, .tangent = FA_TENSOR_LSE_TANGENT),
     ROW(DOUT, dout, QUERY_SHAPE, {0, IN, 0}),
+    ROW(DLSE, dlse, DLSE_SHAPE, {0, IN, 0}, IF_DLSE),
     ROW(DQ, dq, QUERY_SHAPE, {0, OUT, 0}),
     ROW(DK, dk, KEY_SHAPE, {0, OUT, 0}),
     ROW(DV, dv, KEY_SHAPE, {0, OUT, 0}),

@@ -23,6 +23,7 @@ typedef enum fa_axis {
   FA_AXIS_BIAS_HEADS,
   FA_AXIS_BIAS_ROWS,
   FA_AXIS_SEED_WORDS,
+  FA_AXIS_DLSE_BATCH,
   FA_NUM_AXES,
 } fa_axis;
 

@@ -5,8 +5,8 @@
  *     q, o, dout, dq [batch, seqlen_q, num_heads, head_dim]     lse [batch, num_heads, seqlen_q]
  *     k, v, dk, dv [batch, seqlen_k, num_kv_heads, head_dim]    sink, dsink [num_sinks, num_heads]
  *
- * Three phases: delta = rowsum(o * dout), and gradients cleared; the cells; 16-bit gradients rounded, and
- * dsink.
+ * Three phases: delta = rowsum(o * dout) - dlse, and gradients cleared; the cells; 16-bit gradients rounded,
+ * and dsink.
  *
  * Cells. For every pair of a sequence and a key/value head, the blocks of rows and those of columns are dealt
  * out to num_hands hands each. Cell (t, step) multiplies the blocks of columns of hand t with the blocks of
@@ -180,16 +180,21 @@ static void T(clear_rows)(const fa_cpu_job *job, fa_tensor_id id, REAL *sums, co
     memset(to.data + r * to.stride, 0, (size_t)job->problem->head_dim * sizeof(REAL));
 }
 
-/* delta [rows] = rowsum(o * dout) */
+/* delta [rows] = rowsum(o * dout) - dlse */
 static void T(find_delta)(const fa_cpu_job *job, const T(task_rows) * chunk, T(backward_scratch) s,
                           REAL *delta) {
   T(rows) o = T(rows_of)(job, FA_TENSOR_O, &chunk->sequence, chunk->head);
   T(rows) dout = T(rows_of)(job, FA_TENSOR_DOUT, &chunk->sequence, chunk->head);
-  int64_t d = job->problem->head_dim;
+  const fa_problem *problem = job->problem;
+  int64_t d = problem->head_dim, batch = chunk->sequence.batch;
   for (int64_t r = chunk->rows.begin; r < chunk->rows.end; r++) {
     const REAL *o_row = T(load_row)(o, r, d, s.q_rows), *dout_row = T(load_row)(dout, r, d, s.dout_rows);
     REAL sum = 0;
     for (int64_t p = 0; p < d; p++) sum += o_row[p] * dout_row[p];
+    if (problem->dlse_batch > 0) {
+      if (fa_sees_nothing(&chunk->sequence, r)) sum = 0; /* its o is 0, and its lse that of the sinks */
+      sum -= T(number_at)(job, FA_TENSOR_DLSE, &(fa_cell){.batch = batch, .head = chunk->head, .row = r});
+    }
     delta[fa_first_stat(&chunk->sequence, chunk->head) + r] = sum;
   }
 }
@@ -376,7 +381,8 @@ static double T(add_sink_terms)(const fa_cpu_job *job, const T(backward_shared) 
   const REAL *lse = (const REAL *)job->tensors->lse.data + stats, *delta = shared->delta + stats;
   const REAL sink = T(sink)(job, cell->number, cell->head);
   for (int64_t i = 0; i < sequence->seqlen_q; i++) {
-    if (fa_sees_nothing(sequence, i)) continue; /* its o is 0 whatever the sinks are */
+    /* Its o is 0 whatever the sinks are; its lse is theirs. */
+    if (job->problem->dlse_batch == 0 && fa_sees_nothing(sequence, i)) continue;
     REAL p = sink == -INFINITY ? 0 : T(first)(T(exp)(T(min)(T(splat)(EXP_HIGHEST), T(splat)(sink - lse[i]))));
     sum -= (double)(p * delta[i]);
   }

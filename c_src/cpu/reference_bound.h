@@ -19,7 +19,8 @@
  *     e(lse)   = Sum_j p x(s, m) + sum(p) + r(2 u (|lse| + |m|) + 8 u)
  *     e(o)     = Sum_j p (x(s, m) (v - o) + r(w v)) + own(o)
  *     own(o)   = sum(p v) + sum(p) o + r(w o)
- *     e(delta) = Sum_j p (x(s, m) (dp - delta) + r(w dp)) + Sum_c own(o) dout + dot(o, dout)
+ *     e(delta) = Sum_j p (x(s, m) (dp - dot) + r(w dp)) + Sum_c own(o) dout + dot(o, dout)
+ *                + r(u delta)                                    where there is a dlse
  *     e(dp)    = dot(dout, v) + r(u (|dp| + |delta|))
  *     e(ds)    = p ((dp - delta) x(s, lse) + e(dp))
  *     e(dx)    = slope e(ds) + p (dp - delta) e(slope) + r((w + 4 u) dx),     dx = slope ds
@@ -144,7 +145,7 @@ typedef struct bound_row {
   struct unit unit;
   place_f64 at;
   int64_t num_columns; /* that it sees */
-  double maximum, lse;
+  double maximum, lse, dlse;
   error e_lse;
 } bound_row;
 
@@ -221,7 +222,7 @@ static void bound_forward(bound_scratch *x, bound_row *row) {
 }
 
 /* own_o: the part of o's error that has nothing to do with p. */
-static error error_of_delta(const bound_scratch *x, const bound_row *row, double delta) {
+static error error_of_delta(const bound_scratch *x, const bound_row *row, double dot, double delta) {
   const int64_t d = row->problem->head_dim;
   const double u = row->unit.arithmetic;
   error e = error_of_dot(x->exact.o, x->exact.dout, d, u);
@@ -230,9 +231,10 @@ static error error_of_delta(const bound_scratch *x, const bound_row *row, double
     if (!is_seen(x, j)) continue;
     const double dp = x->keep[j] * dot_f64(x->exact.dout, x->exact.v + j * d, d), weight = x->p[j];
     const error e_p = error_of_exponential(weight, x->exact.s[j], x->s[j], row->maximum, u);
-    add_error(&e, scaled(e_p, weight * (dp - delta)));
+    add_error(&e, scaled(e_p, weight * (dp - dot)));
     add_error(&e, rounding((row->unit.stored * weight + row->unit.least) * dp));
   }
+  if (row->problem->dlse_batch > 0) add_error(&e, rounding(u * delta));
   return e;
 }
 
@@ -317,8 +319,9 @@ static void bound_column(bound_scratch *x, const bound_row *row, int64_t j, doub
 
 static void bound_backward(bound_scratch *x, const bound_row *row) {
   const fa_problem *p = row->problem;
-  const double u = row->unit.arithmetic, delta = dot_f64(x->exact.o, x->exact.dout, p->head_dim);
-  const error e_delta = error_of_delta(x, row, delta);
+  const double u = row->unit.arithmetic, dot = dot_f64(x->exact.o, x->exact.dout, p->head_dim);
+  const double delta = dot - row->dlse;
+  const error e_delta = error_of_delta(x, row, dot, delta);
   for (int64_t j = 0; j < row->at.sequence->seqlen_k; j++)
     if (is_seen(x, j)) bound_column(x, row, j, delta, e_delta);
   for (int64_t c = 0; c < p->head_dim; c++) {
@@ -386,8 +389,11 @@ static void bound_one_row(bound_scratch *x, const fa_problem *p, const fa_proble
   load_f64(x->exact.q, p, &t->q, at.sequence, i, h);
   load_f64(x->exact.dout, p, &t->dout, at.sequence, i, h);
   bound_scores(x, &row);
-  if (row.maximum != -INFINITY) bound_forward(x, &row);
-  if (row.num_columns) bound_backward(x, &row);
+  if (row.maximum != -INFINITY) {
+    bound_forward(x, &row);
+    row.dlse = dlse_f64(p, &row.at, row.lse);
+  }
+  if (row.num_columns || row.dlse != 0) bound_backward(x, &row);
   add_own_errors(x->dq, x->exact.dq, p, p->scale, row.num_columns);
   save_lse_bound(p, &t->lse, fa_first_stat(at.sequence, h) + i, bound_of(row.e_lse));
   save_bounds(&t->o, p, at.sequence, i, h, 1, x->o, x->exact.o);

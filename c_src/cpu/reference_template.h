@@ -200,11 +200,16 @@ static void T(add_to_sum)(T(scratch) * x, const fa_problem *p, int id, const T(p
   if (fa_is_sum(p, id)) x->sums[id][T(element_of)(p, id, at, column, number)] += value;
 }
 
+/* dlse of one row; 0 where there is none, and where lse is -inf, which nothing changes. */
+static REAL T(dlse)(const fa_problem *p, const T(place) * at, REAL lse) {
+  return p->dlse_batch > 0 && lse != -INFINITY ? T(number_at)(p, FA_TENSOR_DLSE, at, 0, 0) : 0;
+}
+
 /* dq [head_dim] of one row without its factor scale, and what the row adds to dk, dv [seqlen_k, head_dim]
  * and the sums: q, o, dout [head_dim] */
 static void T(backward_row)(T(scratch) * x, const fa_problem *p, REAL lse, const T(place) * at) {
   const int64_t d = p->head_dim;
-  const REAL delta = T(dot)(x->o, x->dout, d);
+  const REAL dlse = T(dlse)(p, at, lse), delta = T(dot)(x->o, x->dout, d) - dlse;
   bool sees_any = false;
   T(fill_zero)(x->dq, d);
   for (int64_t j = 0; j < at->sequence->seqlen_k; j++) {
@@ -222,8 +227,10 @@ static void T(backward_row)(T(scratch) * x, const fa_problem *p, REAL lse, const
       T(add_to_sum)(x, p, fa_tensor_gradient(score_inputs[n]), at, j, 0, ds * score.by[n]);
     sees_any = true;
   }
-  for (int64_t t = 0; t < p->num_sinks && sees_any; t++)
-    T(add_to_sum)(x, p, FA_TENSOR_DSINK, at, 0, t, -exp(T(sink)(p, at, t) - lse) * delta);
+  /* Of a row that sees nothing o is 0 whatever the sinks are, but lse is theirs. */
+  const REAL sink_delta = sees_any ? delta : -dlse;
+  for (int64_t t = 0; t < p->num_sinks && sink_delta != 0; t++)
+    T(add_to_sum)(x, p, FA_TENSOR_DSINK, at, 0, t, -exp(T(sink)(p, at, t) - lse) * sink_delta);
 }
 
 static void T(backward)(const fa_problem *p, const fa_tensors *t, void *workspace) {

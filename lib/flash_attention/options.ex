@@ -80,6 +80,14 @@ defmodule FlashAttention.Options do
         "Which columns each row sees, as data: packed sequences, lengths, ranges; see `FlashAttention.Mask`. `causal` " <>
           "and `window` hold within each of its bands."
     ],
+    dlse: [
+      type: :tensor,
+      default: nil,
+      default_doc: "none",
+      doc:
+        "Of `backward/7` and `backward/3` alone: the gradient by `lse` where the loss depends on it, " <>
+          "`[batch or 1, num_heads, seqlen_q]`, in lse's type."
+    ],
     device: [
       type: :device,
       default: :auto,

@@ -32,6 +32,7 @@
 #define ALIBI(b)      .alibi_batch = b
 #define BIAS(b, h, s) .bias_batch = b, .bias_heads = h, .bias_rows = s
 #define DROPOUT(r)    .dropout = r, .num_seed_words = 2
+#define DLSE(b)       .dlse_batch = b
 #define MASK(b, h, s) BIAS(b, h, s), .bias_dtype = FA_DTYPE_U8
 
 /* Every head_dim: a causal one with grouped heads, and one of a few rows. */
@@ -100,6 +101,14 @@ static const fa_case cases[] = {
            DROPOUT(0.3), .num_sinks = 1),
     TAGGED("tiny, dropout, softcap, bias", CASE_TINY, LENGTHS(10, 12), .batch = 2, HEADS(2, 2), .head_dim = 2,
            DROPOUT(0.5), .softcap = 2, BIAS(1, 2, 10), CAUSAL),
+
+    TAGGED("tiny, dlse", CASE_TINY | CASE_QUICK, LENGTHS(5, 6), .batch = 2, HEADS(2, 1), .head_dim = 3,
+           DLSE(2)),
+    TAGGED("tiny, dlse, sinks, hidden rows", CASE_TINY | CASE_QUICK, LENGTHS(9, 4), .batch = 2, HEADS(2, 2),
+           .head_dim = 3, DLSE(1), CAUSAL, .num_sinks = 2),
+    TAGGED("tiny, dlse, everything", CASE_TINY, LENGTHS(8, 9), .batch = 2, HEADS(2, 2), .head_dim = 3, DLSE(2),
+           .softcap = 2, ALIBI(1), BIAS(1, 2, 8), DROPOUT(0.3), .bands_batch = 2, .num_bands = 3,
+           .num_sinks = 1),
 
     /* Nothing to do, or nothing to see. */
     TAGGED("no batch", CASE_QUICK, LENGTHS(3, 4), .batch = 0, .num_sinks = 1),
@@ -289,6 +298,22 @@ static const fa_case cases[] = {
     TAGGED("sinks, hidden rows", CASE_QUICK, LENGTHS(121, 45), HEADS(2, 1), .num_sinks = 3, CAUSAL),
     ROW("sinks, window, hidden rows", LENGTHS(139, 73), HEADS(2, 2), .num_sinks = 1, WINDOW(9, 4)),
 
+    /* Losses that depend on lse. */
+    TAGGED("dlse", CASE_QUICK, LENGTHS(141, 163), .batch = 3, HEADS(4, 2), .head_dim = 24, DLSE(3)),
+    TAGGED("dlse, sinks, hidden rows", CASE_QUICK, LENGTHS(211, 103), .batch = 2, HEADS(2, 1), .head_dim = 64,
+           DLSE(1), CAUSAL, .num_sinks = 2),
+    ROW("dlse, window, softcap", LENGTHS(259, 301), HEADS(2, 2), .head_dim = 128, DLSE(1), WINDOW(77, 21),
+        .softcap = 5),
+    ROW("dlse, bands", LENGTHS(301, 259), .batch = 2, HEADS(2, 2), .head_dim = 32, .bands_batch = 2,
+        .num_bands = 5, DLSE(2), .num_sinks = 1),
+    ROW("dlse, wide", LENGTHS(130, 141), HEADS(2, 1), .head_dim = 200, DLSE(1), CAUSAL),
+    FILLED("dlse, large", FILL_LARGE, LENGTHS(75, 101), .batch = 2, HEADS(2, 1), .head_dim = 64, DLSE(2)),
+    STRIDED("dlse, everything, strided", CASE_QUICK, LENGTHS(237, 267), .batch = 2, HEADS(4, 2), .head_dim = 80,
+            DLSE(2), .bands_batch = 2, .num_bands = 3, ALIBI(2), BIAS(1, 4, 237), DROPOUT(0.15),
+            WINDOW(101, 37), .softcap = 4, .scale = -0.6, .num_sinks = 2, .deterministic = 1),
+    TAGGED("dlse, no keys, sinks", CASE_QUICK, LENGTHS(5, 0), .batch = 2, DLSE(2), .num_sinks = 3),
+    TAGGED("dlse, no batch", CASE_QUICK, LENGTHS(3, 4), .batch = 0, DLSE(1)),
+
     /* Data that is not nice, where the order of sums and the size of numbers show. */
     FILLED("large", FILL_LARGE, LENGTHS(75, 101), .head_dim = 64),
     FILLED("large, causal", FILL_LARGE, LENGTHS(111, 98), .head_dim = 40, CAUSAL),
@@ -401,6 +426,7 @@ fa_case fa_case_random(uint64_t seed, uint64_t index) {
     p->num_seed_words = 2;
     p->dropout = random_uniform(random) < 0.9 ? 0.6 * random_uniform(random) : 0;
   }
+  if (random_uniform(random) < 0.2) p->dlse_batch = random_uniform(random) < 0.5 ? 1 : p->batch;
   if (random_uniform(random) < 0.3) result.fill = (fa_fill)random_integer(random, FILL_LARGE, FILL_LOGNORMAL);
   if (random_uniform(random) < 0.3) result.layout = LAYOUT_STRIDED;
   /* What the reference has to do stays small: batches, heads, then lengths give way. */
@@ -410,6 +436,7 @@ fa_case fa_case_random(uint64_t seed, uint64_t index) {
       p->bands_batch -= p->bands_batch > 1;
       p->alibi_batch -= p->alibi_batch > 1;
       p->bias_batch -= p->bias_batch > 1;
+      p->dlse_batch -= p->dlse_batch > 1;
     } else if (p->num_kv_heads > 1) {
       if (p->bias_heads > 1) p->bias_heads -= p->num_heads / p->num_kv_heads;
       p->num_heads -= p->num_heads / p->num_kv_heads;

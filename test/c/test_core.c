@@ -56,6 +56,7 @@ static void test_names(void) {
                                                       "o",
                                                       "lse",
                                                       "dout",
+                                                      "dlse",
                                                       "dq",
                                                       "dk",
                                                       "dv",
@@ -390,7 +391,7 @@ static void test_axes(void) {
   CHECK(fa_axis_of(FA_TENSOR_LSE, FA_AXIS_SEQLEN_Q) == 2 && fa_axis_of(FA_TENSOR_SINK, FA_AXIS_BATCH) == -1,
         "lse");
   fa_problem p = valid_problem();
-  p.num_sinks = 3, p.num_bands = 5, p.bands_batch = p.alibi_batch = p.bias_batch = p.batch;
+  p.num_sinks = 3, p.num_bands = 5, p.bands_batch = p.alibi_batch = p.bias_batch = p.dlse_batch = p.batch;
   p.bias_heads = p.num_heads, p.bias_rows = p.seqlen_q, p.num_seed_words = 2;
   for (int id = 0; id < FA_NUM_TENSORS; id++) {
     const fa_shape shape = fa_tensor_shape(&p, id);
@@ -453,6 +454,24 @@ static void test_bias(void) {
   check_shape(FA_PASS_FORWARD, FA_TENSOR_BIAS, &shape, "bias: expected bias_rows 5 as in q, or 1, got 4");
   shape = SHAPE(FA_DTYPE_F16, 4, 1, 1, 5, 7);
   check_shape(FA_PASS_FORWARD, FA_TENSOR_BIAS, &shape, "bias: expected type f32 or u8, got f16");
+}
+
+/* A dlse goes with the backward alone, and may be one batch for all. */
+static void test_dlse(void) {
+  fa_problem p = valid_problem();
+  CHECK(fa_tensor_role_in(&p, FA_PASS_BACKWARD, FA_TENSOR_DLSE) == FA_ROLE_NONE, "no dlse");
+  p.dlse_batch = 1;
+  CHECK(fa_tensor_role_in(&p, FA_PASS_BACKWARD, FA_TENSOR_DLSE) == FA_ROLE_INPUT, "dlse of the backward");
+  CHECK(fa_tensor_role_in(&p, FA_PASS_BOUND, FA_TENSOR_DLSE) == FA_ROLE_INPUT, "dlse of the bound");
+  CHECK(fa_tensor_role_in(&p, FA_PASS_FORWARD, FA_TENSOR_DLSE) == FA_ROLE_NONE, "dlse of the forward");
+  CHECK(!fa_is_sum(&p, FA_TENSOR_DLSE) && !fa_varies_along(&p, FA_TENSOR_DLSE, FA_AXIS_BATCH), "dlse of all");
+  fa_shape shape = SHAPE(FA_DTYPE_F32, 3, 2, 4, 6);
+  check_shape(FA_PASS_BACKWARD, FA_TENSOR_DLSE, &shape, "dlse: expected seqlen_q 5 as in q, got 6");
+  check_shape(FA_PASS_FORWARD, FA_TENSOR_DLSE, &shape,
+              "dlse: expected none, as it is no input of the forward, got a tensor");
+  shape = SHAPE(FA_DTYPE_F64, 3, 2, 4, 5);
+  check_shape(FA_PASS_BACKWARD, FA_TENSOR_DLSE, &shape,
+              "dlse: expected type f32 beside q of its type, got f64");
 }
 
 static void test_elements(void) {
@@ -768,6 +787,7 @@ int main(void) {
   test_axes();
   test_partners();
   test_bias();
+  test_dlse();
   test_elements();
   test_strides();
   test_windows();

@@ -126,12 +126,17 @@ static void test_definition(const fa_case *c) {
 
 /* ---- the gradients, by differences -------------------------------------------------------------------- */
 
-/* sum o * dout, the loss whose gradients the backward gives. */
+/* sum o * dout + sum lse * dlse, the loss whose gradients the backward gives. An lse of -inf stays what it is.
+ */
 static double loss(const fa_problem *p, fa_values *x) {
   double sum = 0;
   must_run(&reference, p, FA_PASS_FORWARD, x);
   for (int64_t i = values_count(p, FA_TENSOR_O) - 1; i >= 0; i--)
     sum += x->data[FA_TENSOR_O][i] * x->data[FA_TENSOR_DOUT][i];
+  const int64_t num_dlse = values_count(p, FA_TENSOR_DLSE);
+  for (int64_t i = num_dlse ? values_count(p, FA_TENSOR_LSE) - 1 : -1; i >= 0; i--)
+    if (x->data[FA_TENSOR_LSE][i] != -INFINITY)
+      sum += x->data[FA_TENSOR_LSE][i] * x->data[FA_TENSOR_DLSE][i % num_dlse];
   return sum;
 }
 

@@ -1,6 +1,6 @@
 /*
  * FA_PASS_TANGENT of the CPU, the derivative of the forward algorithm itself, in f64: against the oracle's
- * backward, through the identity <o_tangent, dout> = <dq, tangent_q> + <dk, tangent_k> + ..., and against
+ * backward, through the identity <o_tangent, dout> + <lse_tangent, dlse> = <dq, tangent_q> + ..., and against
  * central differences of the CPU's forward along the same direction.
  */
 #include <math.h>
@@ -17,12 +17,13 @@ static bool is_differentiated(const fa_problem *p, int id) {
   return fa_tensor_role_in(p, FA_PASS_FORWARD, id) == FA_ROLE_INPUT && fa_tensor_gradient(id) >= 0;
 }
 
-/* <x, y>; adds |x| |y| to size */
+/* <x, y>, where y may be of one batch for all, or of none; adds |x| |y| to size */
 static double inner(const fa_problem *p, const fa_values *x, fa_tensor_id a, fa_tensor_id b, double *size) {
+  const int64_t count = values_count(p, b);
   double sum = 0;
-  for (int64_t i = values_count(p, a) - 1; i >= 0; i--) {
-    sum += x->data[a][i] * x->data[b][i];
-    *size += fabs(x->data[a][i] * x->data[b][i]);
+  for (int64_t i = count ? values_count(p, a) - 1 : -1; i >= 0; i--) {
+    sum += x->data[a][i] * x->data[b][i % count];
+    *size += fabs(x->data[a][i] * x->data[b][i % count]);
   }
   return sum;
 }
@@ -39,10 +40,11 @@ static void test_identity(const fa_case *c, const fa_values *tangent) {
     const int gradient = fa_tensor_gradient(id);
     gradients += inner(p, &x, gradient, fa_tensor_tangent(id), fa_is_sum(p, gradient) ? &sums_size : &size);
   }
-  const double along = inner(p, tangent, FA_TENSOR_O_TANGENT, FA_TENSOR_DOUT, &size);
+  const double along = inner(p, tangent, FA_TENSOR_O_TANGENT, FA_TENSOR_DOUT, &size) +
+                       inner(p, tangent, FA_TENSOR_LSE_TANGENT, FA_TENSOR_DLSE, &size);
   /* Sums are f32, whatever the arithmetic. */
   const double tolerance = 1e-13 * size + 0x1p-24 * sums_size;
-  CHECK(fabs(along - gradients) <= tolerance, "%s: <o_tangent, dout> is %.3g from the gradients, of size %.3g",
+  CHECK(fabs(along - gradients) <= tolerance, "%s: the tangents are %.3g from the gradients, of size %.3g",
         c->name, along - gradients, size);
   CHECK(values_error(p, FA_TENSOR_O, tangent, &x) <= 1e-10, "%s: o of the tangent pass", c->name);
   CHECK(values_error(p, FA_TENSOR_LSE, tangent, &x) <= 1e-10, "%s: lse of the tangent pass", c->name);

@@ -309,18 +309,75 @@ defmodule FlashAttention.DefnTest do
     end)
   end
 
-  test "lse has no gradient, and says so" do
-    {[q, k, v], _dout, opts} = problem(0)
-    loss = fn q, f -> FlashAttention.attention_with_lse(q, k, v, opts) |> f.() end
+  # A z-loss beside a loss of o.
+  defp loss_of_both(module, tensors, dout, opts) do
+    {o, lse} = apply(module, :attention_with_lse, with_optional(tensors, opts))
+    Nx.add(Nx.sum(Nx.multiply(o, dout)), Nx.mean(Nx.multiply(lse, lse)))
+  end
 
-    assert_raise FlashAttention.Error, ~r/lse has no gradient/, fn ->
-      Nx.Defn.grad(q, &loss.(&1, fn {_o, lse} -> Nx.sum(lse) end))
+  for index <- 0..(length(@problems) - 1) do
+    test "a loss of o and lse has the gradients of attention written in Nx, problem #{index}" do
+      {tensors, dout, opts} = problem(unquote(index))
+      tensors = List.to_tuple(tensors)
+
+      gradients = fn module, loss ->
+        fun = fn tensors, dout -> Nx.Defn.grad(tensors, &loss.(module, Tuple.to_list(&1), dout, opts)) end
+        Nx.Defn.jit_apply(fun, [tensors, dout]) |> Tuple.to_list()
+      end
+
+      of_lse = fn module, tensors, _dout, opts ->
+        {_o, lse} = apply(module, :attention_with_lse, with_optional(tensors, opts))
+        Nx.sum(Nx.sin(lse))
+      end
+
+      for loss <- [&loss_of_both/4, of_lse],
+          {ours, plain} <- Enum.zip(gradients.(FlashAttention, loss), gradients.(NxAttention, loss)),
+          do: assert_close(ours, plain, 1.0e-11)
+    end
+  end
+
+  test "a loss of o and lse takes one backward, which without lse has no dlse" do
+    {[q, k, v], dout, opts} = problem(0)
+
+    blocks = fn loss ->
+      expr = Nx.Defn.debug_expr(fn q -> Nx.Defn.grad(q, loss) end).(q)
+      for %{pass: :backward, shapes: shapes} <- blocks_of(expr), do: Keyword.keys(shapes)
     end
 
-    with_lse =
-      Nx.Defn.grad(q, &loss.(&1, fn {o, lse} -> Nx.sum(o) |> Nx.add(Nx.sum(Nx.Defn.Kernel.stop_grad(lse))) end))
+    assert [with_dlse] = blocks.(&loss_of_both(FlashAttention, [&1, k, v], dout, opts))
+    assert [without] = blocks.(&loss(FlashAttention, [&1, k, v], dout, opts))
+    assert with_dlse -- without == [:dlse]
 
-    assert with_lse == Nx.Defn.grad(q, &loss.(&1, fn {o, _lse} -> Nx.sum(o) end))
+    stopped = fn q ->
+      {o, lse} = FlashAttention.attention_with_lse(q, k, v, opts)
+      Nx.add(Nx.sum(o), Nx.sum(Nx.Defn.Kernel.stop_grad(lse)))
+    end
+
+    assert Nx.Defn.grad(q, stopped) == Nx.Defn.grad(q, &Nx.sum(FlashAttention.attention(&1, k, v, opts)))
+  end
+
+  test "the gradient by dlse of a gradient is the derivative of lse" do
+    {tensors, dout, opts} = problem(4)
+    tensors = List.to_tuple(tensors)
+    {_o, lse} = outputs(FlashAttention, Tuple.to_list(tensors), opts)
+
+    by_dlse = fn module ->
+      fun = fn dlse, tensors, dout ->
+        Nx.Defn.grad(dlse, fn dlse ->
+          loss = fn tensors ->
+            {o, lse} = apply(module, :attention_with_lse, with_optional(Tuple.to_list(tensors), opts))
+            Nx.add(Nx.sum(Nx.multiply(o, dout)), Nx.sum(Nx.multiply(lse, dlse)))
+          end
+
+          {dq, dk, dv, _dsink} = Nx.Defn.grad(tensors, loss)
+          Nx.add(Nx.sum(Nx.sin(dq)), Nx.add(Nx.sum(Nx.cos(dk)), Nx.sum(dv)))
+        end)
+      end
+
+      Nx.Defn.jit_apply(fun, [Nx.sin(lse), tensors, dout])
+    end
+
+    assert_close(by_dlse.(FlashAttention), by_dlse.(NxAttention), 1.0e-9)
   end
 
   test "errors come when the expression is built, in the library's words" do
@@ -334,7 +391,7 @@ defmodule FlashAttention.DefnTest do
            "v: expected rank 4, [batch, seqlen_k, num_kv_heads, head_dim], got rank 3"},
           {q, 5, [], "v: expected an Nx tensor, got 5"},
           {q, q, [results: :device],
-           "opts: expected keys among #{Enum.join(Options.keys() -- [:keep, :results], ", ")}, got :results"},
+           "opts: expected keys among #{Enum.join(Options.keys() -- [:keep, :results, :dlse], ", ")}, got :results"},
           {q, q, [causal: 1], "causal: expected true or false, got 1"},
           {q, q, [sink: t.({3, 5}, :f32)], "sink: expected num_heads 2 as in q, got 5"},
           {q, q, [sink: Nx.vectorize(t.({3, 1, 2}, :f32), :x)],
@@ -355,6 +412,22 @@ defmodule FlashAttention.DefnTest do
     grad = fn tensors -> Nx.Defn.grad(tensors, &loss(FlashAttention, Tuple.to_list(&1), dout, opts)) end
     {_, sizes} = Nx.Defn.debug_expr(grad).({q, k, v}) |> Nx.Defn.Composite.reduce({%{}, []}, &collect/2)
     assert Enum.max(sizes) <= Enum.max(Enum.map([q, k, v], &Nx.size/1))
+  end
+
+  # The structs of an expression's blocks, each once.
+  defp blocks_of(expr) do
+    {_, blocks} = Nx.Defn.Composite.reduce(expr, {%{}, []}, &collect_blocks/2)
+    blocks
+  end
+
+  defp collect_blocks(%{data: %{id: id, op: op, args: args}} = tensor, {seen, blocks}) do
+    if Map.has_key?(seen, id) do
+      {seen, blocks}
+    else
+      acc = {Map.put(seen, id, true), if(op == :block, do: [hd(args) | blocks], else: blocks)}
+      {_, acc} = Nx.Defn.Tree.apply_args(tensor, acc, fn arg, acc -> {arg, collect_blocks(arg, acc)} end)
+      acc
+    end
   end
 
   defp collect(%{data: %{id: id}} = tensor, {seen, sizes}) do

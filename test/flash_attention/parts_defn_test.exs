@@ -74,6 +74,41 @@ defmodule FlashAttention.PartsDefnTest do
     end
   end
 
+  test "gradients of q, k and v through parts of one attention and their merge are those of the whole" do
+    [q, k, v, dout] = for seed <- 1..4, do: random(seed, {2, 6, 2, 4})
+    {sink, dlse} = {random(5, {2, 2}, :f32), random(6, {2, 2, 6})}
+    half = fn x, first -> Nx.slice_along_axis(x, first, 3, axis: 1) end
+
+    # The last rows see all of the first keys, the first rows none of the last.
+    in_parts = fn q, k, v, sink ->
+      parts =
+        for {first, window} <- [{0, {:infinity, 3}}, {3, {:infinity, 0}}],
+            do:
+              FlashAttention.attention_with_lse(q, half.(k, first), half.(v, first),
+                causal: false,
+                window: window
+              )
+
+      Parts.merge(parts, sink: sink)
+    end
+
+    whole = fn q, k, v, sink -> FlashAttention.attention_with_lse(q, k, v, sink: sink) end
+
+    [got, expected] =
+      for attention <- [in_parts, whole] do
+        loss = fn {q, k, v, sink} ->
+          {o, lse} = attention.(q, k, v, sink)
+          Nx.add(Nx.sum(Nx.multiply(o, dout)), Nx.sum(Nx.multiply(lse, dlse)))
+        end
+
+        {value, gradients} = Nx.Defn.jit_apply(&Nx.Defn.value_and_grad(&1, loss), [{q, k, v, sink}])
+        [value | Tuple.to_list(gradients)]
+      end
+
+    for {x, y} <- Enum.zip(got, expected),
+        do: assert(distance(x, y) < if(Nx.type(x) == {:f, 32}, do: 1.0e-5, else: 1.0e-12))
+  end
+
   test "Sink.gradient and Parts.gradient inside defn" do
     [{o, lse}] = parts(1, :f32)
     {dout, sink} = {random(8, {2, 5, 3, 4}, :f32), random(7, {2, 3}, :f32)}

@@ -61,7 +61,7 @@ defmodule FlashAttention.StatesTest do
 
     test "refuse options that the states hold", %{problem: problem, states: states} do
       assert message(FlashAttention.backward(problem.dout, states, causal: false)) ==
-               "opts: expected keys among results, got :causal"
+               "opts: expected keys among results, dlse, got :causal"
     end
 
     test "say that nothing can be read at an address" do

@@ -35,9 +35,9 @@ if FlashAttention.Defn.supported?() do
     @optional Options.tensors()
     @optional_names Keyword.keys(@optional)
 
-    # Where results lie, and what is kept, is the compiler's choice.
+    # Where results lie, and what is kept, is the compiler's choice; gradients by lse are Nx's to bring.
     defp check!(inputs, opts) do
-      tensors = Options.parse!(opts, Options.keys() -- [:keep, :results]).tensors
+      tensors = Options.parse!(opts, Options.keys() -- [:keep, :results, :dlse]).tensors
       inputs = for {name, tensor} <- inputs, do: {name, tensor!(name, tensor)}
       size = {Nx.axis_size(inputs[:q], 1), Nx.axis_size(inputs[:k], 1)}
 
@@ -95,25 +95,23 @@ if FlashAttention.Defn.supported?() do
     end
 
     # The custom gradient is around the block: Nx differentiates what is inside of one.
+    # One gradient for both outputs, so that a loss of both takes one call of the backward.
     defp differentiable_forward(inputs, opts) do
-      [o, lse] = block(%Forward{opts: opts}, inputs)
-      tensors = Keyword.values(inputs)
-
-      {Kernel.custom_grad(o, tensors, &backward(&1, inputs, o, lse, opts)),
-       without_gradient(lse, tensors, "lse has no gradient; stop_grad(lse) says that none is wanted")}
+      {_o, _lse} = outputs = %Forward{opts: opts} |> block(inputs) |> List.to_tuple()
+      Kernel.custom_grad(outputs, Keyword.values(inputs), &backward(&1, inputs, outputs, opts))
     end
 
-    defp backward(dout, inputs, o, lse, opts) do
+    defp backward({dout, dlse}, inputs, {o, lse}, opts) do
       {q_k_v, optional} = Enum.split(inputs, 3)
-      # The cotangent has the type of the loss, and of an output that is not used it may be a scalar.
-      dout = dout |> Nx.as_type(o.type) |> Nx.broadcast(o.shape)
-      gradients = block(%Backward{opts: opts}, [dout: dout] ++ q_k_v ++ [o: o, lse: lse] ++ optional)
+      dout = like(dout, o)
+      dlse = if zero?(dlse), do: [], else: [dlse: like(dlse, lse)]
+      gradients = block(%Backward{opts: opts}, [dout: dout] ++ q_k_v ++ [o: o, lse: lse] ++ optional ++ dlse)
 
       {gradients, []} =
         Enum.map_reduce(inputs, gradients, fn {name, input}, gradients ->
           if has_gradient?(name, input, opts) do
             [gradient | gradients] = gradients
-            {linear(gradient, name, dout, inputs, opts), gradients}
+            {linear(gradient, name, [dout | Keyword.values(dlse)], inputs, opts), gradients}
           else
             {Nx.broadcast(Expr.tensor(Nx.u8(0)), input.shape), gradients}
           end
@@ -122,38 +120,47 @@ if FlashAttention.Defn.supported?() do
       gradients
     end
 
+    # The cotangent has the type of the loss, and of an output that is not used it is a scalar.
+    defp like(cotangent, output), do: cotangent |> Nx.as_type(output.type) |> Nx.broadcast(output.shape)
+
+    defp zero?(%{data: %Expr{op: :constant, args: [number]}}), do: number == 0
+    defp zero?(_cotangent), do: false
+
     # Whole numbers are not computed with.
     defp has_gradient?(name, %{type: {class, _bits}}, opts),
       do: class not in [:s, :u] and not (name == :bias and opts[:constant_bias] == true)
 
-    # A gradient is linear in dout, and what that adds to it is the derivative of o along the direction in which the
-    # gradient's input moves. In the inputs it is not, and their gradient is not there: should it be asked for, the
-    # way to it leads through their stand-ins.
-    defp linear(gradient, name, dout, inputs, opts) do
-      stand_ins =
-        for {_name, input} <- inputs,
-            do:
-              without_gradient(
-                input,
-                [input],
-                "the gradient of attention has no gradient itself, but by that of o"
-              )
+    # A gradient is linear in dout and dlse, and what these add to it is the derivative of o and lse along the direction
+    # in which the gradient's input moves. In the inputs it is not, and their gradient is not there: should it be asked
+    # for, the way to it leads through their stand-ins.
+    defp linear(gradient, name, cotangents, inputs, opts) do
+      reason = "the gradient of attention has no gradient itself, but by those of o and lse"
+      stand_ins = for {_name, input} <- inputs, do: without_gradient(input, [input], reason)
 
-      Kernel.custom_grad(gradient, [dout | stand_ins], fn cotangent ->
-        direction = cotangent |> Nx.as_type(gradient.type) |> Nx.broadcast(gradient.shape)
-        tensors = Map.new([direction: direction] ++ inputs)
+      Kernel.custom_grad(gradient, cotangents ++ stand_ins, fn cotangent ->
+        direction = like(cotangent, gradient)
 
-        derivative =
-          Nx.runtime_call(Nx.template(dout.shape, dout.type), tensors, [along: name, opts: opts], &derivative/2)
+        derivatives =
+          for derivative <- derivatives(direction, name, inputs, opts),
+              do: without_gradient(derivative, [direction], "its third derivative is not there")
 
-        [without_gradient(derivative, [direction], "its third derivative is not there")] ++
+        Enum.take(derivatives, length(cotangents)) ++
           for(input <- stand_ins, do: Nx.broadcast(Expr.tensor(Nx.u8(0)), input.shape))
       end)
     end
 
+    # Of o and of lse.
+    defp derivatives(direction, name, inputs, opts) do
+      {templates, _bytes} = plan!(:forward, inputs, opts)
+      tensors = Map.new([direction: direction] ++ inputs)
+      types = Enum.map(templates, & &1.type)
+      opts = [along: name, types: types, opts: opts]
+      templates |> List.to_tuple() |> Nx.runtime_call(tensors, opts, &derivative/2) |> Tuple.to_list()
+    end
+
     @doc false
-    # The callback: the derivative of o where one input moves. The library has it in f64 on the CPU.
-    def derivative(%{direction: direction, q: %{type: type}} = tensors, along: along, opts: opts) do
+    # The callback: the derivatives of o and lse where one input moves. The library has them in f64 on the CPU.
+    def derivative(%{direction: direction} = tensors, along: along, types: types, opts: opts) do
       inputs =
         tensors |> Map.delete(:direction) |> Map.new(fn {name, tensor} -> {name, in_f64(name, tensor)} end)
 
@@ -164,8 +171,12 @@ if FlashAttention.Defn.supported?() do
         end
 
       case Native.run(:tangent, Map.merge(inputs, directions), Options.parse!(opts).native, {:cpu, 0}) do
-        {:ok, %{o_tangent: {data, f64, shape}}} ->
-          data |> Nx.from_binary(f64) |> Nx.reshape(shape) |> Nx.as_type(type)
+        {:ok, %{o_tangent: o, lse_tangent: lse}} ->
+          for(
+            {{data, f64, shape}, type} <- Enum.zip([o, lse], types),
+            do: data |> Nx.from_binary(f64) |> Nx.reshape(shape) |> Nx.as_type(type)
+          )
+          |> List.to_tuple()
 
         {:error, error} ->
           raise Error.from_native(error)
