@@ -79,6 +79,17 @@ defmodule FlashAttention.EXLATest do
     assert text =~ "backend_config = {o = array<i64: 2, 5, 3, 4>, sink = array<i64: 2, 3>}"
   end
 
+  test "a loss of o and lse is one call of the backward, with a dlse" do
+    loss = fn q, k ->
+      {o, lse} = FlashAttention.attention_with_lse(q, k, k)
+      Nx.add(Nx.sum(o), Nx.sum(Nx.pow(lse, 2)))
+    end
+
+    text = stablehlo(fn q, k -> Nx.Defn.grad(q, &loss.(&1, k)) end, List.duplicate(template({2, 5, 3, 4}), 2))
+    assert [_, call] = String.split(text, ~s(operands = "dout,q,k,v,o,lse,dlse"))
+    assert call =~ "dlse = array<i64: 2, 3, 5>"
+  end
+
   # As one writes it who has never heard of this library.
   defp plain_step(q, k, v, weights) do
     Nx.Defn.value_and_grad({q, k, v}, fn {q, k, v} ->

@@ -229,16 +229,16 @@ class Tests:
             check(share <= 1, f"{case.name.decode()}, {type_name}: {name}: the error is {share:.3g} of what is allowed")
         self.harness.functions.tolerance_free(ctypes.byref(tolerance))
 
-    # Tensors that act on scores, by their names: the calls against the C oracle.
+    # Tensors that act on scores, and gradients by lse, by their names: the calls against the C oracle.
 
     @staticmethod
     def has_score_tensors(case):
         p = case.problem
-        return p.alibi_batch or p.bias_heads or p.num_seed_words
+        return p.alibi_batch or p.bias_heads or p.num_seed_words or p.dlse_batch
 
     def score_tensors(self):
         if self.args.platform != "cpu":
-            return print("EXCLUDED: slopes, biases and dropout, which this platform does not take")
+            return print("EXCLUDED: slopes, biases, dropout and gradients by lse, which this platform does not take")
         self.harness.functions.fa_case_in.restype = Case
         for case in filter(self.has_score_tensors, self.harness.cases(self.args.quick)):
             for type_name in TYPES:
