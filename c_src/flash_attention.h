@@ -12,7 +12,7 @@
  *     s[i,j] += bias[b,h,i,j]                            where there is a bias
  *     s[i,j] -= alibi_slopes[b,h] * |i + k_end - q_end - j|   where there are alibi_slopes
  *     s[i,j]  = -inf                                     where column j is not visible from row i
- *     lse[i]  = log(sum_j exp(s[i,j]) + sum_t exp(sink[t,h]))
+ *     lse[i]  = log(sum_j exp(s[i,j]) + sum_t exp(sink[t,h]) + sum_t exp(row_sinks[b,i,t,h]))
  *     p[i,j]  = exp(s[i,j] - lse[i])
  *     o[i]    = sum_j keep[i,j] * p[i,j] * v[b,j,kv]
  *
@@ -27,6 +27,7 @@
  *     dq[i]      = sum_j dx[i,j] * k[j]
  *     dk[j]      = sum_{i,h} dx[i,j] * q[i]
  *     dsink[t,h] = -sum_{b,i} exp(sink[t,h] - lse[i]) * delta[i]
+ *     drow_sinks[b,i,t,h] = -exp(row_sinks[b,i,t,h] - lse[i]) * delta[i]
  *
  * Column j is visible from row i iff
  *
@@ -205,9 +206,9 @@ typedef struct fa_problem {
   int64_t batch, seqlen_q, seqlen_k; /* 0 is allowed */
   int64_t num_heads, num_kv_heads;   /* num_kv_heads divides num_heads */
   int64_t head_dim;
-  int64_t num_sinks;              /* 0: none */
-  int64_t bands_batch, num_bands; /* of the tensor bands: 1 or batch, and how many; 0: there is none */
-  int64_t alibi_batch;            /* of alibi_slopes: 1 or batch; 0: there are none */
+  int64_t num_sinks, num_row_sinks; /* of sink and of row_sinks; 0: there are none */
+  int64_t bands_batch, num_bands;   /* of the tensor bands: 1 or batch, and how many; 0: there is none */
+  int64_t alibi_batch;              /* of alibi_slopes: 1 or batch; 0: there are none */
   int64_t bias_batch, bias_heads, bias_rows; /* of bias: 1, or batch, num_heads, seqlen_q; 0: there is none */
   fa_dtype bias_dtype;                       /* dtype, f32 or u8 */
   int64_t num_seed_words;                    /* of dropout_seed: 2; 0: there is none */
@@ -282,6 +283,7 @@ FA_API fa_status fa_option_set_choice(fa_problem *problem, const fa_option *opti
  *     lse                   [batch, num_heads, seqlen_q]                f32 (f64 where dtype is f64)
  *     dlse                  [batch or 1, num_heads, seqlen_q]           as lse
  *     sink, dsink           [num_sinks, num_heads]                      f32
+ *     row_sinks, drow_sinks [batch, seqlen_q, num_row_sinks, num_heads] f32
  *     bands                 [batch or 1, num_bands, 6]                  s32
  *     alibi_slopes, dalibi_slopes   [batch or 1, num_heads]             f32
  *     dropout_seed          [2]                                         u32
@@ -305,11 +307,11 @@ typedef struct fa_tensor {
 } fa_tensor;
 
 typedef struct fa_tensors {
-  fa_tensor q, k, v, sink, bands, alibi_slopes, bias, dropout_seed;
+  fa_tensor q, k, v, sink, row_sinks, bands, alibi_slopes, bias, dropout_seed;
   fa_tensor o, lse;
-  fa_tensor dout, dlse, dq, dk, dv, dsink, dalibi_slopes, dbias;
+  fa_tensor dout, dlse, dq, dk, dv, dsink, drow_sinks, dalibi_slopes, dbias;
   fa_tensor tangent_q, tangent_k, tangent_v; /* directions, for FA_PASS_TANGENT */
-  fa_tensor tangent_sink, tangent_alibi_slopes, tangent_bias;
+  fa_tensor tangent_sink, tangent_row_sinks, tangent_alibi_slopes, tangent_bias;
   fa_tensor o_tangent, lse_tangent;
 } fa_tensors;
 
@@ -332,6 +334,7 @@ typedef enum fa_tensor_id {
   FA_TENSOR_K,
   FA_TENSOR_V,
   FA_TENSOR_SINK,
+  FA_TENSOR_ROW_SINKS,
   FA_TENSOR_BANDS,
   FA_TENSOR_ALIBI_SLOPES,
   FA_TENSOR_BIAS,
@@ -344,12 +347,14 @@ typedef enum fa_tensor_id {
   FA_TENSOR_DK,
   FA_TENSOR_DV,
   FA_TENSOR_DSINK,
+  FA_TENSOR_DROW_SINKS,
   FA_TENSOR_DALIBI_SLOPES,
   FA_TENSOR_DBIAS,
   FA_TENSOR_TANGENT_Q,
   FA_TENSOR_TANGENT_K,
   FA_TENSOR_TANGENT_V,
   FA_TENSOR_TANGENT_SINK,
+  FA_TENSOR_TANGENT_ROW_SINKS,
   FA_TENSOR_TANGENT_ALIBI_SLOPES,
   FA_TENSOR_TANGENT_BIAS,
   FA_TENSOR_O_TANGENT,

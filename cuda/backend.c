@@ -13,6 +13,7 @@
 #include "../c_src/core/problem.h"
 #include "../c_src/core/tensors.h"
 #include "kernels.h"
+#include "merge.h"
 #include "runtime.h"
 #include "tensor_map.h"
 
@@ -121,6 +122,8 @@ static fa_status check_problem(const fa_plan *plan, int major, fa_error *error) 
   if (plan->problem.dropout != 0 && plan->problem.origin.row % 16 != 0)
     return unsupported(error, "origin", "a multiple of 16 rows where there is dropout on CUDA",
                        plan->problem.origin.row);
+  if (plan->problem.num_row_sinks > 0 && plan->problem.dlse_batch == 1 && plan->problem.batch > 1)
+    return fa_fail(error, FA_STATUS_UNSUPPORTED, "dlse", "all batches beside row_sinks on CUDA", "1");
   if (major < 8)
     return fa_fail(error, FA_STATUS_UNSUPPORTED, "device", "compute capability 8.0 or newer",
                    FA_TEXT("%d.x", major));
@@ -697,12 +700,34 @@ static fa_status run_on_device(const fa_plan *plan, const fa_tensors *tensors, c
   return enqueue(plan, kernel, execution->workspace, &job, execution->stream, error);
 }
 
+/* Sinks that are rows' own join o and lse when a forward's kernels are done, as a merge of one part; their
+ * gradient is that of the merge. So kernels read the sinks of all rows alone. */
+static fa_status run_row_sinks(const fa_plan *plan, const fa_tensors *t, const fa_execution *execution,
+                               fa_error *error) {
+  const fa_problem *p = &plan->problem;
+  const bool backward = plan->pass == FA_PASS_BACKWARD;
+  fa_merge merge;
+  if (p->num_row_sinks == 0) return FA_STATUS_OK;
+  fa_merge_init(&merge);
+  merge.batch = p->batch, merge.seqlen_q = p->seqlen_q;
+  merge.num_heads = p->num_heads, merge.head_dim = p->head_dim;
+  merge.num_sinks = p->num_row_sinks, merge.sink_per_row = 1, merge.sink = t->row_sinks.data;
+  merge.merged = merge.parts[0] = (fa_part){t->o, t->lse.data, p->dtype};
+  merge.num_parts = backward ? 0 : 1;
+  if (backward) {
+    merge.dmerged = (fa_part){t->dout, p->dlse_batch > 0 ? t->dlse.data : NULL, p->dtype};
+    merge.dsink = t->drow_sinks.data;
+  }
+  return fa_cuda_merge(&merge, backward, plan->device.index, execution, error);
+}
+
 static fa_status run(const fa_plan *plan, const fa_tensors *tensors, const fa_execution *execution,
                      fa_error *error) {
   device_scope scope;
   fa_status status = enter_device(&scope, plan->device.index, error);
   if (status) return status;
   status = run_on_device(plan, tensors, execution, error);
+  if (!status) status = run_row_sinks(plan, tensors, execution, error);
   leave_device(&scope);
   return status;
 }

@@ -37,7 +37,7 @@ defmodule FlashAttention do
   | `q`, `o`, `dout`, `dq` | `{batch, seqlen_q, num_heads, head_dim}`   | `f32`, `bf16`, `f16`, `f64` (CPU only) |
   | `k`, `v`, `dk`, `dv`   | `{batch, seqlen_k, num_kv_heads, head_dim}`| as `q`                                 |
   | `lse`                  | `{batch, num_heads, seqlen_q}`             | `f32` (`f64` with `f64`)               |
-  | `sink`, `dsink`        | `{num_sinks, num_heads}`                   | `f32`                                  |
+  | `sink`, `dsink`        | `{num_sinks, num_heads}`, or a row's own, `{batch, seqlen_q, num_sinks, num_heads}` | `f32` |
   | `alibi_slopes`, `dalibi_slopes` | `{batch or 1, num_heads}`         | `f32`                                  |
   | `bias`, `dbias`        | `{batch or 1, num_heads or 1, seqlen_q or 1, seqlen_k}` | as `q`, `f32`, or `u8` (0 hides) |
 
@@ -191,7 +191,7 @@ defmodule FlashAttention do
       dq[i]      = scale * sum_j ds[i,j] * k[j]
       dk[j]      = scale * sum_i ds[i,j] * q[i]                  (over every head that shares k[j])
       dv[j]      = sum_i keep[i,j] * p[i,j] * dout[i]
-      dsink[t,h] = -sum_{b,i} exp(sink[t,h] - lse[i]) * delta[i]
+      dsink[t,h] = -sum_{b,i} exp(sink[t,h] - lse[i]) * delta[i]     (of rows' own sinks without the sum)
       dalibi_slopes[b,h] = -sum_{i,j} ds[i,j] * |i + seqlen_k - seqlen_q - j|     (without softcap's derivative)
       dbias[b,h,i,j]     = ds[i,j]                                                (likewise; summed where it is 1)
 

@@ -207,6 +207,25 @@ defmodule FlashAttentionTest do
     assert message(FlashAttention.backward(dout, q, k, v, o, lse, [dlse: o] ++ opts)) =~ "dlse: expected rank 3"
   end
 
+  test "sinks of a row's own that are the same for all rows are sinks of all rows, and their gradient is dsink in parts" do
+    {batch, rows, heads} = {2, 9, 4}
+    %{q: q, k: k, v: v, dout: dout, opts: opts} = problem(79, :f64, {batch, rows, 6, heads, 2, 5}, sink: 3)
+    own = %{opts[:sink] | data: :binary.copy(opts[:sink].data, batch * rows), shape: {batch, rows, 3, heads}}
+    {:ok, o, lse} = FlashAttention.forward_with_states(q, k, v, opts)
+    assert {:ok, ^o, ^lse} = FlashAttention.forward_with_states(q, k, v, sink: own)
+    {:ok, dq, dk, dv, %{sink: dsink}} = FlashAttention.backward(dout, q, k, v, o, lse, opts)
+    assert {:ok, ^dq, ^dk, ^dv, %{sink: down}} = FlashAttention.backward(dout, q, k, v, o, lse, sink: own)
+    assert down.shape == own.shape
+
+    sums = down |> to_list() |> Enum.chunk_every(3 * heads) |> Enum.zip_with(&Enum.sum/1)
+    for {x, y} <- Enum.zip(sums, to_list(dsink)), do: assert_in_delta(x, y, 1.0e-5)
+
+    wrong = %{own | shape: {batch, rows + 1, 3, heads}}
+
+    assert message(FlashAttention.forward(q, k, v, sink: wrong)) =~
+             "row_sinks: expected seqlen_q 9 as in q, got 10"
+  end
+
   test "sub-binaries that are aligned to nothing" do
     for type <- [:f32, :f64, :bf16, :f16], bits <- [8, 24, 3, 61] do
       %{q: q, k: k, v: v} = problem(4, type, {1, 29, 31, 2, 1, 11}, [])

@@ -15,6 +15,11 @@ static inline fa_band fa_problem_band(const fa_problem *problem) {
   return (fa_band){0, problem->seqlen_q, 0, problem->seqlen_k, problem->window_left, problem->window_right};
 }
 
+/* The sinks of a row: those of all rows, then its own. */
+static inline int64_t fa_problem_num_sinks(const fa_problem *problem) {
+  return problem->num_sinks + problem->num_row_sinks;
+}
+
 /* The type of lse and delta. */
 static inline fa_dtype fa_problem_stat_dtype(const fa_problem *problem) {
   return problem->dtype == FA_DTYPE_F64 ? FA_DTYPE_F64 : FA_DTYPE_F32;

@@ -17,6 +17,7 @@ const fa_axis_row fa_axes[FA_NUM_AXES] = {
     [FA_AXIS_NUM_KV_HEADS] = SIZE(num_kv_heads, "kv", 1),
     [FA_AXIS_HEAD_DIM] = SIZE(head_dim, "d", 1),
     [FA_AXIS_NUM_SINKS] = SIZE(num_sinks, "sinks", 0),
+    [FA_AXIS_NUM_ROW_SINKS] = SIZE(num_row_sinks, "rowsinks", 0),
     [FA_AXIS_BANDS_BATCH] = SIZE(bands_batch, "bands", 0, FA_AXIS_BATCH),
     [FA_AXIS_NUM_BANDS] = SIZE(num_bands, "x", 0),
     [FA_AXIS_BAND_WORDS] = {.name = "q_begin, q_end, k_begin, k_end, left, right:", .minimum = 6},
@@ -39,6 +40,7 @@ const fa_axis_row fa_axes[FA_NUM_AXES] = {
 #define ROW_SHAPE       {FA_AXIS_BATCH, FA_AXIS_NUM_HEADS, FA_AXIS_SEQLEN_Q}, STAT
 #define DLSE_SHAPE      {FA_AXIS_DLSE_BATCH, FA_AXIS_NUM_HEADS, FA_AXIS_SEQLEN_Q}, STAT
 #define SINK_SHAPE      {FA_AXIS_NUM_SINKS, FA_AXIS_NUM_HEADS}, TYPE(F32)
+#define OWN_SINKS       {FA_AXIS_BATCH, FA_AXIS_SEQLEN_Q, FA_AXIS_NUM_ROW_SINKS, FA_AXIS_NUM_HEADS}, TYPE(F32)
 #define BAND_SHAPE      {FA_AXIS_BANDS_BATCH, FA_AXIS_NUM_BANDS, FA_AXIS_BAND_WORDS}, TYPE(S32)
 #define PER_HEAD(batch) {batch, FA_AXIS_NUM_HEADS}, TYPE(F32)
 #define BIAS_SHAPE \
@@ -77,6 +79,7 @@ static const struct tensor_row {
     ROW(K, k, KEY_SHAPE, {IN, IN, IN}, DERIVATIVES(K)),
     ROW(V, v, KEY_SHAPE, {IN, IN, IN}, DERIVATIVES(V)),
     DIFFERENTIATED(SINK, sink, FA_AXIS_NUM_SINKS, SINK_SHAPE),
+    DIFFERENTIATED(ROW_SINKS, row_sinks, FA_AXIS_NUM_ROW_SINKS, OWN_SINKS),
     ROW(BANDS, bands, BAND_SHAPE, {IN, IN, IN}, IF_BANDS, .check = fa_bands_check),
     DIFFERENTIATED(ALIBI_SLOPES, alibi_slopes, FA_AXIS_ALIBI_BATCH, PER_HEAD(FA_AXIS_ALIBI_BATCH)),
     ROW(BIAS, bias, BIAS_SHAPE, {IN, IN, IN}, IF_BIAS, DERIVATIVES(BIAS)),

@@ -5,8 +5,8 @@
  *     q, o, dout, dq [batch, seqlen_q, num_heads, head_dim]     lse [batch, num_heads, seqlen_q]
  *     k, v, dk, dv [batch, seqlen_k, num_kv_heads, head_dim]    sink, dsink [num_sinks, num_heads]
  *
- * Three phases: delta = rowsum(o * dout) - dlse, and gradients cleared; the cells; 16-bit gradients rounded,
- * and dsink.
+ * Three phases: delta = rowsum(o * dout) - dlse, drow_sinks, and gradients cleared; the cells; 16-bit gradients
+ * rounded, and dsink.
  *
  * Cells. For every pair of a sequence and a key/value head, the blocks of rows and those of columns are dealt
  * out to num_hands hands each. Cell (t, step) multiplies the blocks of columns of hand t with the blocks of
@@ -180,6 +180,31 @@ static void T(clear_rows)(const fa_cpu_job *job, fa_tensor_id id, REAL *sums, co
     memset(to.data + r * to.stride, 0, (size_t)job->problem->head_dim * sizeof(REAL));
 }
 
+/* exp(sink - lse), the share of a sink */
+static REAL T(share_of)(REAL sink, REAL lse) {
+  return sink == -INFINITY ? 0 : T(first)(T(exp)(T(min)(T(splat)(EXP_HIGHEST), T(splat)(sink - lse))));
+}
+
+/* Whether a row's o, dout and lse say nothing of sinks: it sees nothing, so that its o is 0 whatever they are;
+ * its lse is theirs, if a loss depends on that. */
+static bool T(leaves_sinks)(const fa_cpu_job *job, const fa_sequence *sequence, int64_t row) {
+  return job->problem->dlse_batch == 0 && fa_sees_nothing(sequence, row);
+}
+
+/* drow_sinks[b,i,t,h] = -exp(row_sinks[b,i,t,h] - lse[i]) * delta[i] */
+static void T(find_drow_sinks)(const fa_cpu_job *job, const fa_sequence *sequence, int64_t head, int64_t row,
+                               REAL delta) {
+  const fa_problem *problem = job->problem;
+  const bool is_left = T(leaves_sinks)(job, sequence, row);
+  const REAL lse = ((const REAL *)job->tensors->lse.data)[fa_first_stat(sequence, head) + row];
+  fa_cell at = {.batch = sequence->batch, .head = head, .row = row};
+  for (; at.number < problem->num_row_sinks; at.number++) {
+    const REAL sink = T(number_at)(job, FA_TENSOR_ROW_SINKS, &at);
+    ((float *)job->tensors->drow_sinks.data)[fa_element_of(problem, FA_TENSOR_DROW_SINKS, &at)] =
+        is_left ? 0 : (float)-(T(share_of)(sink, lse) * delta);
+  }
+}
+
 /* delta [rows] = rowsum(o * dout) - dlse */
 static void T(find_delta)(const fa_cpu_job *job, const T(task_rows) * chunk, T(backward_scratch) s,
                           REAL *delta) {
@@ -196,6 +221,7 @@ static void T(find_delta)(const fa_cpu_job *job, const T(task_rows) * chunk, T(b
       sum -= T(number_at)(job, FA_TENSOR_DLSE, &(fa_cell){.batch = batch, .head = chunk->head, .row = r});
     }
     delta[fa_first_stat(&chunk->sequence, chunk->head) + r] = sum;
+    T(find_drow_sinks)(job, &chunk->sequence, chunk->head, r, sum);
   }
 }
 
@@ -379,13 +405,9 @@ static double T(add_sink_terms)(const fa_cpu_job *job, const T(backward_shared) 
                                 const fa_sequence *sequence, const fa_cell *cell, double sum) {
   const int64_t stats = fa_first_stat(sequence, cell->head);
   const REAL *lse = (const REAL *)job->tensors->lse.data + stats, *delta = shared->delta + stats;
-  const REAL sink = T(sink)(job, cell->number, cell->head);
-  for (int64_t i = 0; i < sequence->seqlen_q; i++) {
-    /* Its o is 0 whatever the sinks are; its lse is theirs. */
-    if (job->problem->dlse_batch == 0 && fa_sees_nothing(sequence, i)) continue;
-    REAL p = sink == -INFINITY ? 0 : T(first)(T(exp)(T(min)(T(splat)(EXP_HIGHEST), T(splat)(sink - lse[i]))));
-    sum -= (double)(p * delta[i]);
-  }
+  const REAL sink = T(number_at)(job, FA_TENSOR_SINK, cell);
+  for (int64_t i = 0; i < sequence->seqlen_q; i++)
+    if (!T(leaves_sinks)(job, sequence, i)) sum -= (double)(T(share_of)(sink, lse[i]) * delta[i]);
   return sum;
 }
 

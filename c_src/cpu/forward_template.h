@@ -3,6 +3,7 @@
  *
  *     q, o [batch, seqlen_q, num_heads, head_dim]   k, v [batch, seqlen_k, num_kv_heads, head_dim]
  *     lse [batch, num_heads, seqlen_q]              sink [num_sinks, num_heads]
+ *     row_sinks [batch, seqlen_q, num_row_sinks, num_heads]
  *
  * A task is up to FORWARD_ROWS query rows of one (batch, head). It walks over the blocks of k and v that its
  * rows see; for each block and each strip of rows it computes
@@ -70,11 +71,13 @@ static int64_t T(forward_num_tasks)(const fa_problem *problem) {
 static void T(finish_row)(const fa_cpu_job *job, const fa_sequence *sequence, int64_t head, int64_t row,
                           REAL *o, REAL m, REAL l) {
   const fa_problem *problem = job->problem;
-  if (problem->num_sinks) {
+  const int64_t num_sinks = fa_problem_num_sinks(problem);
+  fa_cell at = {.batch = sequence->batch, .head = head, .row = row};
+  if (num_sinks) {
     T(vec) origin = T(max)(T(splat)(m), T(splat)(LOWEST));
-    for (int64_t t = 0; t < problem->num_sinks; t++) origin = T(max)(T(splat)(T(sink)(job, t, head)), origin);
+    for (at.number = 0; at.number < num_sinks; at.number++) origin = T(max)(T(splat)(T(sink)(job, at)), origin);
     T(vec) decay = T(exp)(m - origin), sum = l * decay;
-    for (int64_t t = 0; t < problem->num_sinks; t++) sum += T(exp)(T(sink)(job, t, head) - origin);
+    for (at.number = 0; at.number < num_sinks; at.number++) sum += T(exp)(T(sink)(job, at) - origin);
     REAL factor = T(first)(decay);
     for (int64_t p = 0; p < problem->head_dim; p++) o[p] *= factor;
     m = T(first)(origin), l = T(first)(sum);

@@ -156,7 +156,8 @@ static void bound_scores(bound_scratch *x, bound_row *row) {
   const fa_problem *p = row->problem;
   const double u = row->unit.arithmetic;
   row->maximum = -INFINITY;
-  for (int64_t t = 0; t < p->num_sinks; t++) row->maximum = fmax(row->maximum, sink_f64(p, &row->at, t));
+  for (int64_t t = 0; t < fa_problem_num_sinks(p); t++)
+    row->maximum = fmax(row->maximum, sink_f64(p, &row->at, t));
   row->num_columns = 0;
   for (int64_t j = 0; j < row->at.sequence->seqlen_k; j++) {
     const double *k = x->exact.k + j * p->head_dim;
@@ -179,16 +180,16 @@ static void bound_forward(bound_scratch *x, bound_row *row) {
   const fa_problem *p = row->problem;
   const struct unit unit = row->unit;
   const int64_t d = p->head_dim;
-  const error term = error_of_term(row->num_columns + p->num_sinks, unit.arithmetic);
+  const error term = error_of_term(row->num_columns + fa_problem_num_sinks(p), unit.arithmetic);
   double sum = 0;
-  for (int64_t t = 0; t < p->num_sinks; t++) sum += exp(sink_f64(p, &row->at, t) - row->maximum);
+  for (int64_t t = 0; t < fa_problem_num_sinks(p); t++) sum += exp(sink_f64(p, &row->at, t) - row->maximum);
   for (int64_t j = 0; j < row->at.sequence->seqlen_k; j++)
     if (is_seen(x, j)) sum += exp(x->exact.s[j] - row->maximum);
   row->lse = row->maximum + log(sum);
   row->e_lse = rounding(unit.arithmetic * (2 * (fabs(row->lse) + fabs(row->maximum)) + 8));
   add_error(&row->e_lse, term);
   error e_sinks = {0, 0};
-  for (int64_t t = 0; t < p->num_sinks; t++) {
+  for (int64_t t = 0; t < fa_problem_num_sinks(p); t++) {
     const double s = sink_f64(p, &row->at, t), weight = exp(s - row->lse);
     const error e = error_of_exponential(weight, s, (error){0, 0}, row->maximum, unit.arithmetic);
     add_error(&e_sinks, scaled(e, weight));
@@ -328,14 +329,17 @@ static void bound_backward(bound_scratch *x, const bound_row *row) {
     add_error(&x->dq[c], scaled(row->e_lse, x->exact.dq[c]));
     add_error(&x->dq[c], scaled(e_delta, x->sum_p_slope_k[c]));
   }
-  for (int64_t t = 0; t < p->num_sinks; t++) {
+  for (int64_t t = 0; t < fa_problem_num_sinks(p); t++) {
     const double sink = sink_f64(p, &row->at, t), weight = exp(sink - row->lse);
     error e = error_of_exponential(weight, sink, (error){0, 0}, row->lse, u);
     add_error(&e, row->e_lse);
     e = scaled(e, weight * delta);
     add_error(&e, scaled(e_delta, weight));
     add_error(&e, rounding(0x1p-126 * delta)); /* exp gives 0 where it would be subnormal */
-    add_to_sum(x, row, FA_TENSOR_DSINK, 0, t, -weight * delta, e, p->batch * p->seqlen_q);
+    if (t < p->num_sinks)
+      add_to_sum(x, row, FA_TENSOR_DSINK, 0, t, -weight * delta, e, p->batch * p->seqlen_q);
+    else
+      add_to_sum(x, row, FA_TENSOR_DROW_SINKS, 0, t - p->num_sinks, -weight * delta, e, 1);
   }
 }
 

@@ -95,8 +95,10 @@ static REAL T(number_at)(const fa_problem *p, int id, const T(place) * at, int64
                        T(element_of)(p, id, at, column, number));
 }
 
+/* Of the sinks of all rows, then of the row's own. */
 static REAL T(sink)(const fa_problem *p, const T(place) * at, int64_t t) {
-  return T(number_at)(p, FA_TENSOR_SINK, at, 0, t);
+  return t < p->num_sinks ? T(number_at)(p, FA_TENSOR_SINK, at, 0, t)
+                          : T(number_at)(p, FA_TENSOR_ROW_SINKS, at, 0, t - p->num_sinks);
 }
 
 /* A score, and what it is made of. */
@@ -159,13 +161,13 @@ static REAL T(keep)(const fa_problem *p, const T(place) * at, int64_t column) {
 static REAL T(forward_row)(T(scratch) * x, const fa_problem *p, const T(place) * at) {
   const int64_t num_columns = at->sequence->seqlen_k, d = p->head_dim;
   REAL maximum = -INFINITY, sum = 0;
-  for (int64_t t = 0; t < p->num_sinks; t++) maximum = fmax(maximum, T(sink)(p, at, t));
+  for (int64_t t = 0; t < fa_problem_num_sinks(p); t++) maximum = fmax(maximum, T(sink)(p, at, t));
   for (int64_t j = 0; j < num_columns; j++) {
     x->s[j] = T(score_of)(p, at, j, x->q, x->k + j * d).s;
     maximum = fmax(maximum, x->s[j]);
   }
   if (maximum == -INFINITY) maximum = 0; /* nothing to see: sum stays 0, lse becomes log(0) */
-  for (int64_t t = 0; t < p->num_sinks; t++) sum += exp(T(sink)(p, at, t) - maximum);
+  for (int64_t t = 0; t < fa_problem_num_sinks(p); t++) sum += exp(T(sink)(p, at, t) - maximum);
   for (int64_t j = 0; j < num_columns; j++)
     if (x->s[j] != -INFINITY) sum += exp(x->s[j] - maximum);
   T(fill_zero)(x->o, d);
@@ -229,8 +231,12 @@ static void T(backward_row)(T(scratch) * x, const fa_problem *p, REAL lse, const
   }
   /* Of a row that sees nothing o is 0 whatever the sinks are, but lse is theirs. */
   const REAL sink_delta = sees_any ? delta : -dlse;
-  for (int64_t t = 0; t < p->num_sinks && sink_delta != 0; t++)
-    T(add_to_sum)(x, p, FA_TENSOR_DSINK, at, 0, t, -exp(T(sink)(p, at, t) - lse) * sink_delta);
+  for (int64_t t = 0; t < fa_problem_num_sinks(p) && sink_delta != 0; t++) {
+    const bool is_own = t >= p->num_sinks;
+    T(add_to_sum)
+    (x, p, is_own ? FA_TENSOR_DROW_SINKS : FA_TENSOR_DSINK, at, 0, is_own ? t - p->num_sinks : t,
+     -exp(T(sink)(p, at, t) - lse) * sink_delta);
+  }
 }
 
 static void T(backward)(const fa_problem *p, const fa_tensors *t, void *workspace) {

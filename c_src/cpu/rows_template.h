@@ -158,8 +158,12 @@ static REAL T(number_at)(const fa_cpu_job *job, fa_tensor_id id, const fa_cell *
   return number;
 }
 
-static REAL T(sink)(const fa_cpu_job *job, int64_t t, int64_t head) {
-  return T(number_at)(job, FA_TENSOR_SINK, &(fa_cell){.head = head, .number = t});
+/* The sink of that number: of those of all rows, then of the row's own. */
+static REAL T(sink)(const fa_cpu_job *job, fa_cell cell) {
+  const int64_t own = cell.number - job->problem->num_sinks;
+  if (own < 0) return T(number_at)(job, FA_TENSOR_SINK, &cell);
+  cell.number = own;
+  return T(number_at)(job, FA_TENSOR_ROW_SINKS, &cell);
 }
 
 /* The three layouts below hold a block of rows, `count` of them, of `columns` elements. */

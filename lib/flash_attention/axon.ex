@@ -21,7 +21,7 @@ if Code.ensure_loaded?(Axon) do
     alias FlashAttention.{Error, Options}
 
     @layer_options [:name, :meta]
-    @tensors Keyword.values(Options.tensors()) -- [:dlse]
+    @tensors Enum.uniq(Keyword.values(Options.tensors())) -- [:dlse]
     # A mask may be given as it is; a tensor that is given would not be learned.
     @options (Options.keys() -- [:keep, :results, :dlse | @tensors]) ++ [:mask]
 

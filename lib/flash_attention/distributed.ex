@@ -235,7 +235,8 @@ defmodule FlashAttention.Distributed do
 
   `q` is the rank's shard of rows `{batch, rows, num_heads, head_dim}`, `k` and `v` are its shards of columns, both as the
   deal says (`FlashAttention.Distributed.Deal.dispatch/4`). Options: `:scale`, `:softcap`, `:sink`, `:precision` and
-  `:deterministic` of `FlashAttention.forward/4`; what rows see is the deal's. And
+  `:deterministic` of `FlashAttention.forward/4`; what rows see is the deal's, and sinks of a row's own are those of the
+  rank's rows. And
 
     * `:stages` - in how many stages at most the columns of other ranks come: more of them overlap better and hold fewer
       columns at a time, fewer are larger problems; 1 to 31, default 4, which suits one node; over several nodes 16 and
@@ -262,7 +263,7 @@ defmodule FlashAttention.Distributed do
 
   Options:
 
-    * `:reduce` - what becomes of `dsink`, which is a sum over rows: `:none`, the rank's own rows' (the default, where
+    * `:reduce` - what becomes of `dsink`, which is a sum over rows (unless sinks are a row's own): `:none`, the rank's own rows' (the default, where
       whoever trains sums the gradients of parameters anyway), `:sum` over all ranks, or `:avg`, that divided by their number
   """
   @spec backward(Group.t(), tensor, States.t(), keyword) ::
@@ -290,6 +291,7 @@ defmodule FlashAttention.Distributed do
 
     case gradients do
       %{dsink: dsink} -> {:ok, dq, dk, dv, %{sink: TensorLike.from_native(like, dsink, names.sink)}}
+      %{drow_sinks: own} -> {:ok, dq, dk, dv, %{sink: TensorLike.from_native(like, own, names.row_sinks)}}
       _ -> {:ok, dq, dk, dv}
     end
   end
@@ -380,6 +382,7 @@ defmodule FlashAttention.Distributed do
       case tensors do
         %{sink: {data, _type, shape}} when is_binary(data) -> "#{inspect(shape)} of number #{hash(data)}"
         %{sink: {_memory, _type, shape}} -> inspect(shape)
+        %{row_sinks: {_data, _type, {_, _, num_sinks, _}}} -> "#{num_sinks} of each row"
         _ -> "none"
       end
 

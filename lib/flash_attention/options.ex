@@ -53,7 +53,7 @@ defmodule FlashAttention.Options do
       default: nil,
       doc:
         "Attention sinks `[num_sinks, num_heads]`, f32: scores of columns that every row sees and whose value " <>
-          "is 0. With it, the backward returns `%{sink: dsink}` too."
+          "is 0; or a row's own, `[batch, seqlen_q, num_sinks, num_heads]`. With it, the backward returns `%{sink: dsink}` too."
     ],
     alibi_slopes: [
       type: :tensor,
@@ -127,8 +127,11 @@ defmodule FlashAttention.Options do
   ]
 
   @kinds [:cpu, :cuda]
-  # What the library calls the tensors of options, and the options that they come from.
-  @tensors for {key, row} <- @schema, row[:type] == :tensor or row[:tensor], do: {row[:tensor] || key, key}
+  # What the library calls the tensors of options, and the options that they come from: sinks have two names.
+  @tensors Enum.flat_map(@schema, fn
+             {:sink, _row} -> [sink: :sink, row_sinks: :sink]
+             {key, row} -> if row[:type] == :tensor or row[:tensor], do: [{row[:tensor] || key, key}], else: []
+           end)
 
   @typedoc """
   What `parse/2` returns: options as `FlashAttention.Native.run/4` takes them, devices in the order to try, and the
@@ -160,12 +163,19 @@ defmodule FlashAttention.Options do
   def parse(opts, keys \\ keys()) do
     with :ok <- check_keyword(opts), :ok <- check_values(opts, keys) do
       values = Map.new(@schema, fn {key, row} -> {key, value(opts, key, row)} end)
-      tensors = for {name, key} <- @tensors, tensor = values[key], into: %{}, do: {name, tensor}
+
+      tensors =
+        for {name, key} <- @tensors, tensor = values[key], named?(name, tensor), into: %{}, do: {name, tensor}
+
       {devices, several} = devices(values.device)
       parsed = %{native: native(values), devices: devices, several: several, tensors: tensors}
       values |> Map.take([:keep, :results]) |> Map.merge(parsed) |> check_several(keys)
     end
   end
+
+  defp named?(:sink, tensor), do: not named?(:row_sinks, tensor)
+  defp named?(:row_sinks, tensor), do: match?(%{shape: {_, _, _, _}}, tensor)
+  defp named?(_name, _tensor), do: true
 
   @doc "As `parse/2`, but returns the options or raises."
   @spec parse!(keyword, [atom]) :: parsed
@@ -183,8 +193,8 @@ defmodule FlashAttention.Options do
   @doc """
   The tensors that options bring along, as the library names them, and the options.
 
-      iex> Keyword.take(FlashAttention.Options.tensors(), [:sink, :bands])
-      [sink: :sink, bands: :mask]
+      iex> Keyword.take(FlashAttention.Options.tensors(), [:sink, :row_sinks, :bands])
+      [sink: :sink, row_sinks: :sink, bands: :mask]
   """
   @spec tensors() :: [{atom, atom}]
   def tensors, do: @tensors

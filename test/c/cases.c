@@ -33,6 +33,7 @@
 #define BIAS(b, h, s) .bias_batch = b, .bias_heads = h, .bias_rows = s
 #define DROPOUT(r)    .dropout = r, .num_seed_words = 2
 #define DLSE(b)       .dlse_batch = b
+#define ROW_SINKS(n)  .num_row_sinks = n
 #define MASK(b, h, s) BIAS(b, h, s), .bias_dtype = FA_DTYPE_U8
 
 /* Every head_dim: a causal one with grouped heads, and one of a few rows. */
@@ -109,6 +110,13 @@ static const fa_case cases[] = {
     TAGGED("tiny, dlse, everything", CASE_TINY, LENGTHS(8, 9), .batch = 2, HEADS(2, 2), .head_dim = 3, DLSE(2),
            .softcap = 2, ALIBI(1), BIAS(1, 2, 8), DROPOUT(0.3), .bands_batch = 2, .num_bands = 3,
            .num_sinks = 1),
+
+    TAGGED("tiny, row sinks", CASE_TINY | CASE_QUICK, LENGTHS(5, 6), .batch = 2, HEADS(2, 1), .head_dim = 3,
+           ROW_SINKS(2)),
+    TAGGED("tiny, row sinks, both, dlse, hidden rows", CASE_TINY | CASE_QUICK, LENGTHS(7, 4), .batch = 2,
+           HEADS(2, 2), .head_dim = 3, ROW_SINKS(1), .num_sinks = 2, CAUSAL, DLSE(2)),
+    TAGGED("tiny, row sinks, everything", CASE_TINY, LENGTHS(8, 9), .batch = 2, HEADS(2, 2), .head_dim = 3,
+           ROW_SINKS(3), .softcap = 2, ALIBI(1), BIAS(1, 2, 8), DROPOUT(0.3), .bands_batch = 2, .num_bands = 3),
 
     /* Nothing to do, or nothing to see. */
     TAGGED("no batch", CASE_QUICK, LENGTHS(3, 4), .batch = 0, .num_sinks = 1),
@@ -298,6 +306,20 @@ static const fa_case cases[] = {
     TAGGED("sinks, hidden rows", CASE_QUICK, LENGTHS(121, 45), HEADS(2, 1), .num_sinks = 3, CAUSAL),
     ROW("sinks, window, hidden rows", LENGTHS(139, 73), HEADS(2, 2), .num_sinks = 1, WINDOW(9, 4)),
 
+    TAGGED("row sinks", CASE_QUICK, LENGTHS(141, 163), .batch = 2, HEADS(4, 2), .head_dim = 24, ROW_SINKS(2)),
+    TAGGED("row sinks, hidden rows", CASE_QUICK, LENGTHS(211, 103), HEADS(2, 1), .head_dim = 64, ROW_SINKS(1),
+           CAUSAL),
+    ROW("row sinks, sinks, bands", LENGTHS(301, 259), .batch = 2, HEADS(2, 2), .head_dim = 32, .bands_batch = 2,
+        .num_bands = 5, ROW_SINKS(3), .num_sinks = 2),
+    ROW("row sinks, wide", LENGTHS(130, 141), HEADS(2, 1), .head_dim = 200, ROW_SINKS(1), DLSE(1), CAUSAL),
+    FILLED("row sinks, large", FILL_LARGE, LENGTHS(75, 101), .batch = 2, HEADS(2, 1), .head_dim = 64,
+           ROW_SINKS(2)),
+    STRIDED("row sinks, strided", CASE_QUICK, LENGTHS(137, 167), .batch = 2, HEADS(4, 2), .head_dim = 80,
+            ROW_SINKS(2), .num_sinks = 1, WINDOW(61, 7), .softcap = 4, .scale = -0.6, .deterministic = 1,
+            DLSE(2)),
+    TAGGED("row sinks, no keys", CASE_QUICK, LENGTHS(5, 0), .batch = 2, ROW_SINKS(3)),
+    TAGGED("row sinks, no queries", CASE_QUICK, LENGTHS(0, 4), ROW_SINKS(1)),
+
     /* Losses that depend on lse. */
     TAGGED("dlse", CASE_QUICK, LENGTHS(141, 163), .batch = 3, HEADS(4, 2), .head_dim = 24, DLSE(3)),
     TAGGED("dlse, sinks, hidden rows", CASE_QUICK, LENGTHS(211, 103), .batch = 2, HEADS(2, 1), .head_dim = 64,
@@ -426,6 +448,7 @@ fa_case fa_case_random(uint64_t seed, uint64_t index) {
     p->num_seed_words = 2;
     p->dropout = random_uniform(random) < 0.9 ? 0.6 * random_uniform(random) : 0;
   }
+  if (random_uniform(random) < 0.15) p->num_row_sinks = random_integer(random, 1, 3);
   if (random_uniform(random) < 0.2) p->dlse_batch = random_uniform(random) < 0.5 ? 1 : p->batch;
   if (random_uniform(random) < 0.3) result.fill = (fa_fill)random_integer(random, FILL_LARGE, FILL_LOGNORMAL);
   if (random_uniform(random) < 0.3) result.layout = LAYOUT_STRIDED;

@@ -49,6 +49,7 @@ static void test_names(void) {
                                                       "k",
                                                       "v",
                                                       "sink",
+                                                      "row_sinks",
                                                       "bands",
                                                       "alibi_slopes",
                                                       "bias",
@@ -61,12 +62,14 @@ static void test_names(void) {
                                                       "dk",
                                                       "dv",
                                                       "dsink",
+                                                      "drow_sinks",
                                                       "dalibi_slopes",
                                                       "dbias",
                                                       "tangent_q",
                                                       "tangent_k",
                                                       "tangent_v",
                                                       "tangent_sink",
+                                                      "tangent_row_sinks",
                                                       "tangent_alibi_slopes",
                                                       "tangent_bias",
                                                       "o_tangent",
@@ -391,7 +394,8 @@ static void test_axes(void) {
   CHECK(fa_axis_of(FA_TENSOR_LSE, FA_AXIS_SEQLEN_Q) == 2 && fa_axis_of(FA_TENSOR_SINK, FA_AXIS_BATCH) == -1,
         "lse");
   fa_problem p = valid_problem();
-  p.num_sinks = 3, p.num_bands = 5, p.bands_batch = p.alibi_batch = p.bias_batch = p.dlse_batch = p.batch;
+  p.num_sinks = 3, p.num_row_sinks = 2, p.num_bands = 5,
+  p.bands_batch = p.alibi_batch = p.bias_batch = p.dlse_batch = p.batch;
   p.bias_heads = p.num_heads, p.bias_rows = p.seqlen_q, p.num_seed_words = 2;
   for (int id = 0; id < FA_NUM_TENSORS; id++) {
     const fa_shape shape = fa_tensor_shape(&p, id);

@@ -95,6 +95,9 @@ static void define_row(const fa_problem *p, fa_values *x, int64_t b, int64_t h, 
   double *o = x->data[FA_TENSOR_O] + ((b * p->seqlen_q + i) * p->num_heads + h) * p->head_dim;
   long double sum = 0;
   for (int64_t t = 0; t < p->num_sinks; t++) sum += expl(x->data[FA_TENSOR_SINK][t * p->num_heads + h]);
+  for (int64_t t = 0; t < p->num_row_sinks; t++)
+    sum +=
+        expl(x->data[FA_TENSOR_ROW_SINKS][((b * p->seqlen_q + i) * p->num_row_sinks + t) * p->num_heads + h]);
   for (int64_t j = 0; j < p->seqlen_k; j++) sum += weight(p, x, b, h, i, j);
   for (int64_t c = 0; c < p->head_dim; c++) {
     long double element = 0;
@@ -164,7 +167,9 @@ static void test_gradients(const fa_case *c) {
   must_run(&reference, p, FA_PASS_BACKWARD, &x);
   for (int id = 0; id < FA_NUM_TENSORS; id++) {
     const int gradient = fa_tensor_gradient(id);
-    if (fa_tensor_role_in(p, FA_PASS_FORWARD, id) != FA_ROLE_INPUT || gradient < 0) continue;
+    if (fa_tensor_role_in(p, FA_PASS_FORWARD, id) != FA_ROLE_INPUT || gradient < 0 ||
+        fa_tensor_role_in(p, FA_PASS_BACKWARD, gradient) != FA_ROLE_OUTPUT)
+      continue; /* a bias of u8 has none */
     /* The error of the difference, and 1e-16 / step; what has no columns of head_dim is an f32 besides. */
     const double tolerance = fa_axis_of(gradient, FA_AXIS_HEAD_DIM) < 0 ? 1e-6 : 1e-9;
     double worst = 0;

@@ -91,6 +91,26 @@ defmodule FlashAttention.DefnTest do
     end
   end
 
+  test "sinks of a row's own: outputs and gradients are those of attention written in Nx" do
+    {[q, k, v], dout, opts} = problem(0)
+    {batch, rows, heads, _dim} = Nx.shape(q)
+    sinks = nx(Tensors.random(99, :f32, {batch, rows, 2, heads}))
+
+    loss = fn module, {q, k, v, sinks}, dout ->
+      {o, lse} = module.attention_with_lse(q, k, v, [sink: sinks] ++ opts)
+      Nx.add(Nx.sum(Nx.multiply(o, dout)), Nx.sum(Nx.sin(lse)))
+    end
+
+    [ours, plain] =
+      for module <- [FlashAttention, NxAttention] do
+        fun = fn tensors, dout -> Nx.Defn.value_and_grad(tensors, &loss.(module, &1, dout)) end
+        {value, gradients} = Nx.Defn.jit_apply(fun, [{q, k, v, sinks}, dout])
+        [value | Tuple.to_list(gradients)]
+      end
+
+    for {x, y} <- Enum.zip(ours, plain), do: assert_close(x, y, 1.0e-12)
+  end
+
   test "outside of defn it computes at once, with the numbers of the eager functions" do
     for type <- [:f32, :f64, :bf16, :f16] do
       {[q, k, v, sink], _dout, opts} = problem(4, type)

@@ -69,6 +69,39 @@ defmodule FlashAttention.DistributedTest do
     end
   end
 
+  test "sinks of a row's own are dealt with the rows, and give those of the whole, in one stage and in several" do
+    problem = problem(2, :f64, {2, 24, 24, 2, 2, 4}, [])
+    sinks = random(5, :f32, {2, 24, 2, 2})
+    opts = [sink: sinks, device: :cpu]
+    {:ok, o, lse} = FlashAttention.forward_with_states(problem.q, problem.k, problem.v, opts)
+
+    {:ok, dq, _dk, _dv, %{sink: down}} =
+      FlashAttention.backward(problem.dout, problem.q, problem.k, problem.v, o, lse, opts)
+
+    for num_ranks <- 1..3 do
+      deal = Distributed.deal({24, 24}, num_ranks)
+
+      {:ok, shards} =
+        Distributed.run(
+          num_ranks,
+          fn group ->
+            [q, k, v, dout, sink] =
+              for x <- [problem.q, problem.k, problem.v, problem.dout, sinks], do: Deal.dispatch(deal, group.rank, x)
+
+            {:ok, o, states} = Distributed.forward(group, deal, q, k, v, sink: sink)
+            {:ok, dq, _dk, _dv, %{sink: down}} = Distributed.backward(group, dout, states, reduce: :sum)
+            [o, dq, down]
+          end,
+          device: :cpu
+        )
+
+      for {whole, parts} <- Enum.zip([o, dq, down], Enum.zip_with(shards, & &1)) do
+        for {x, y} <- Enum.zip(to_list(Deal.undispatch(deal, parts)), to_list(whole)),
+            do: assert_in_delta(x, y, 1.0e-6)
+      end
+    end
+  end
+
   test "dsink is reduced as it was asked for" do
     problem = problem(3, :f32, {1, 32, 32, 2, 2, 4}, sink: 2)
 

@@ -63,16 +63,23 @@ if Code.ensure_loaded?(Nx) do
       Nx.multiply(slopes, Nx.abs(Nx.subtract(row, Nx.iota({seqlen_q, seqlen_k}, axis: 1))))
     end
 
-    # Sinks of every row, as further scores.
+    # Sinks of every row, or a row's own, as further scores.
     defp sinks(sink, s) do
       {batch, num_kv_heads, group, seqlen_q, _} = Nx.shape(s)
-      {num_sinks, _} = Nx.shape(sink)
+      sink = Nx.as_type(sink, Nx.type(s))
 
-      sink
-      |> Nx.as_type(Nx.type(s))
-      |> Nx.transpose()
-      |> Nx.reshape({1, num_kv_heads, group, 1, num_sinks})
-      |> Nx.broadcast({batch, num_kv_heads, group, seqlen_q, num_sinks})
+      case Nx.shape(sink) do
+        {num_sinks, _} ->
+          sink
+          |> Nx.transpose()
+          |> Nx.reshape({1, num_kv_heads, group, 1, num_sinks})
+          |> Nx.broadcast({batch, num_kv_heads, group, seqlen_q, num_sinks})
+
+        {_, _, num_sinks, _} ->
+          sink
+          |> Nx.transpose(axes: [0, 3, 1, 2])
+          |> Nx.reshape({batch, num_kv_heads, group, seqlen_q, num_sinks})
+      end
     end
 
     defp visible(seqlen_q, seqlen_k, opts) do

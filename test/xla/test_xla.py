@@ -234,11 +234,11 @@ class Tests:
     @staticmethod
     def has_score_tensors(case):
         p = case.problem
-        return p.alibi_batch or p.bias_heads or p.num_seed_words or p.dlse_batch
+        return p.alibi_batch or p.bias_heads or p.num_seed_words or p.dlse_batch or p.num_row_sinks
 
     def score_tensors(self):
         if self.args.platform != "cpu":
-            return print("EXCLUDED: slopes, biases, dropout and gradients by lse, which this platform does not take")
+            return print("EXCLUDED: slopes, biases, dropout, gradients by lse and sinks of rows, which this platform does not take")
         self.harness.functions.fa_case_in.restype = Case
         for case in filter(self.has_score_tensors, self.harness.cases(self.args.quick)):
             for type_name in TYPES:

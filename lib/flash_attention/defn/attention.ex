@@ -270,7 +270,8 @@ if FlashAttention.Defn.supported?() do
     defp run_pass(:backward, %{dout: dout, q: q, k: k, v: v, o: o, lse: lse}, opts) do
       case FlashAttention.backward!(dout, q, k, v, o, lse, opts) do
         {dq, dk, dv, optional} ->
-          List.to_tuple([dq, dk, dv] ++ for({_name, key} <- @optional, gradient = optional[key], do: gradient))
+          keys = Enum.uniq(Keyword.values(@optional))
+          List.to_tuple([dq, dk, dv] ++ for(key <- keys, gradient = optional[key], do: gradient))
 
         gradients ->
           gradients

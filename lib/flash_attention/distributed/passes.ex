@@ -2,7 +2,8 @@ defmodule FlashAttention.Distributed.Passes do
   @moduledoc false
   # One rank's forward and backward: the stages one after the other, while the next one's keys travel.
   #
-  # A problem is %{deal, stages, targets, tensors: %{q:, k:, v:, sink:}, native: options}; tensors are those of Native.
+  # A problem is %{deal, stages, targets, tensors: %{q:, k:, v:, sink:}, native: options}; tensors are those of Native. In the
+  # place of sink there may be row_sinks, those of this rank's rows.
 
   alias FlashAttention.{Mask, Telemetry}
   alias FlashAttention.Distributed.{Inbox, Ranges, Rows}
@@ -18,7 +19,9 @@ defmodule FlashAttention.Distributed.Passes do
 
   # The part of one rank alone is all there is, and had the sinks.
   defp merge(_group, %{stages: [_own]}, [part]), do: {:ok, part}
-  defp merge(group, problem, parts), do: Rows.merge(group, parts, problem.tensors[:sink])
+
+  defp merge(group, problem, parts),
+    do: Rows.merge(group, parts, problem.tensors[:sink] || problem.tensors[:row_sinks])
 
   defp forward_part(group, problem, {stage, index, k, v}) do
     if computes?(stage, index) do
@@ -32,7 +35,7 @@ defmodule FlashAttention.Distributed.Passes do
   # ---- backward ------------------------------------------------------------------------------------------
 
   @doc """
-  `{:ok, %{dq:, dk:, dv:, dsink:}}`, the last of them where there are sinks, of this rank's rows alone.
+  `{:ok, %{dq:, dk:, dv:, dsink:}}`, the last of them (or `drow_sinks`) where there are sinks, of this rank's rows alone.
 
   The backward of a part wants the lse and o of the whole: p and delta are then those of the whole.
   """
@@ -96,10 +99,14 @@ defmodule FlashAttention.Distributed.Passes do
          do: {:ok, Map.merge(sinks, %{dq: dq, dk: dk, dv: dv})}
   end
 
-  defp dsink(_group, _problem, _states, %{dsink: dsink}), do: {:ok, %{dsink: dsink}}
+  defp dsink(_group, %{stages: [_own]}, _states, own), do: {:ok, Map.take(own, [:dsink, :drow_sinks])}
 
   defp dsink(group, %{tensors: %{sink: sink}}, states, _own) do
     with {:ok, dsink} <- Rows.dsink(group, states, sink), do: {:ok, %{dsink: dsink}}
+  end
+
+  defp dsink(group, %{tensors: %{row_sinks: sinks}}, states, _own) do
+    with {:ok, drow_sinks} <- Rows.dsink(group, states, sinks), do: {:ok, %{drow_sinks: drow_sinks}}
   end
 
   defp dsink(_group, _problem, _states, _own), do: {:ok, %{}}
@@ -156,7 +163,7 @@ defmodule FlashAttention.Distributed.Passes do
   defp computes?(stage, index), do: index == 0 or stage.sources != []
 
   # A row's sinks count once: at the merge, where there is one.
-  defp inputs(%{stages: [_own]}), do: [:q, :sink]
+  defp inputs(%{stages: [_own]}), do: [:q, :sink, :row_sinks]
   defp inputs(_problem), do: [:q]
 
   defp run(pass, group, problem, stage, %{q: {_, _, q_shape}, k: {_, _, k_shape}} = inputs) do
