@@ -60,6 +60,12 @@ bench-bumblebee: RESULT := bench/results/bumblebee.md
 bench-bumblebee: elixir
 	MIX_ENV=test $(MIX) run bench/bumblebee.exs | tee $(RESULT)
 
+# What ranks cost on this machine's processors. BENCH_ARGS: see bench/ranks.exs.
+.PHONY: bench-ranks
+bench-ranks: RESULT := bench/results/cpu_ranks.md
+bench-ranks: elixir
+	$(MIX) run bench/ranks.exs $(BENCH_ARGS) | tee $(RESULT)
+
 # What that would be on more GPUs than there are: a model, computed from the deals as they are.
 .PHONY: bench-plan
 bench-plan: RESULT := bench/results/plan.md

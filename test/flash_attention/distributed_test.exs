@@ -86,7 +86,8 @@ defmodule FlashAttention.DistributedTest do
           num_ranks,
           fn group ->
             [q, k, v, dout, sink] =
-              for x <- [problem.q, problem.k, problem.v, problem.dout, sinks], do: Deal.dispatch(deal, group.rank, x)
+              for x <- [problem.q, problem.k, problem.v, problem.dout, sinks],
+                  do: Deal.dispatch(deal, group.rank, x)
 
             {:ok, o, states} = Distributed.forward(group, deal, q, k, v, sink: sink)
             {:ok, dq, _dk, _dv, %{sink: down}} = Distributed.backward(group, dout, states, reduce: :sum)

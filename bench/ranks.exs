@@ -1,0 +1,95 @@
+# What ranks cost on this machine's processors: one rank of FlashAttention.Distributed beside a plain call, and several
+# ranks beside one. `make bench-ranks` prints the page. BENCH_ARGS: --length 16384 --heads 2 --dim 64 --pairs 7 --ranks 2
+defmodule Bench.Ranks do
+  alias FlashAttention.Distributed
+  alias FlashAttention.Distributed.Ranges
+  alias FlashAttention.Tensor
+
+  @strict [length: :integer, heads: :integer, dim: :integer, pairs: :integer, ranks: :integer]
+  @defaults [length: 16_384, heads: 2, dim: 64, pairs: 7, ranks: 2]
+
+  def run(args) do
+    {given, []} = OptionParser.parse!(args, strict: @strict)
+    opts = @defaults |> Keyword.merge(given) |> Map.new()
+    [%{name: name, features: features, threads: threads} | _] = FlashAttention.backend_info().devices
+
+    IO.write("""
+    # Ranks on processors
+
+    `make bench-ranks`: #{name} (#{Enum.join(features, ", ")}), #{threads} threads. f32, #{opts.length} causal tokens, #{opts.heads} heads, head_dim #{opts.dim};
+    all ranks are processes of one VM, which share its threads. Calls alternate, #{opts.pairs} pairs after one that does not count:
+    "times" is the median of the pairs' quotients, the second time by the first, with the least and the most beside it, as the
+    machine may be busy with something else; the milliseconds are medians too.
+
+    | pass | | ms | | ms | times | least | most |
+    |---|---|--:|---|--:|--:|--:|--:|
+    """)
+
+    rows("plain call", &plain/1, "1 rank", &ranks(&1, 1), opts)
+    rows("1 rank", &ranks(&1, 1), "#{opts.ranks} ranks", &ranks(&1, opts.ranks), opts)
+  end
+
+  defp rows(first_name, first, second_name, second, opts) do
+    [_warm | pairs] = for _ <- 0..opts.pairs, do: {first.(opts), second.(opts)}
+
+    for {pass, index} <- [{"forward", 0}, {"backward", 1}] do
+      times = for {x, y} <- pairs, do: {elem(x, index), elem(y, index)}
+      {ours, theirs} = Enum.unzip(times)
+      quotients = for {x, y} <- times, do: y / x
+
+      cells = [
+        pass,
+        first_name,
+        milliseconds(ours),
+        second_name,
+        milliseconds(theirs),
+        Float.round(median(quotients), 3),
+        Float.round(Enum.min(quotients), 3),
+        Float.round(Enum.max(quotients), 3)
+      ]
+
+      IO.puts("| " <> Enum.join(cells, " | ") <> " |")
+    end
+  end
+
+  defp milliseconds(times), do: round(median(times) / 1000)
+  defp median(list), do: list |> Enum.sort() |> Enum.at(div(length(list), 2))
+
+  # {microseconds of the forward, of the backward}
+  defp plain(opts) do
+    [q, k, v, dout] = for seed <- 1..4, do: tensor(seed, opts.length, opts)
+    {forward, {:ok, o, lse}} = :timer.tc(fn -> FlashAttention.forward_with_states(q, k, v, device: :cpu) end)
+
+    {backward, {:ok, _, _, _}} =
+      :timer.tc(fn -> FlashAttention.backward(dout, q, k, v, o, lse, device: :cpu) end)
+
+    {forward, backward}
+  end
+
+  # The slowest rank's.
+  defp ranks(opts, count) do
+    deal = Distributed.deal({opts.length, opts.length}, count)
+
+    {:ok, times} =
+      Distributed.run(count, fn group ->
+        rows = Ranges.count(deal.rows[group.rank])
+        [q, k, v, dout] = for seed <- 1..4, do: tensor(seed, rows, opts)
+        {forward, {:ok, _o, states}} = :timer.tc(fn -> Distributed.forward(group, deal, q, k, v) end)
+        {backward, {:ok, _, _, _}} = :timer.tc(fn -> Distributed.backward(group, dout, states) end)
+        {forward, backward}
+      end)
+
+    {times |> Enum.map(&elem(&1, 0)) |> Enum.max(), times |> Enum.map(&elem(&1, 1)) |> Enum.max()}
+  end
+
+  # Normally distributed numbers, some thousands of them over and over.
+  defp tensor(seed, rows, opts) do
+    {some, _} = Enum.map_reduce(1..4096, :rand.seed_s(:exsss, seed), fn _, state -> :rand.normal_s(state) end)
+    some = for x <- some, into: <<>>, do: <<x::float-32-native>>
+    bytes = rows * opts.heads * opts.dim * 4
+    data = some |> :binary.copy(div(bytes, byte_size(some)) + 1) |> binary_part(0, bytes)
+    Tensor.new(data, :f32, {1, rows, opts.heads, opts.dim})
+  end
+end
+
+Bench.Ranks.run(System.argv())
