@@ -464,11 +464,11 @@ static void lay_out_bands(const fa_plan *plan, const fa_cuda_kernel *kernel, con
   a->num_bands = plans->num_bands = (int32_t)fa_max(p->num_bands, 1);
   plans->window = a->window;
   plans->tickets = backward ? NULL : a->tickets;
-  const fa_cuda_plan_order order = !backward     ? FA_CUDA_BY_VISITS
-                                   : a->in_order ? FA_CUDA_BY_NUMBER
-                                                 : FA_CUDA_BY_BAND;
-  a->row_plans = take_plans(workspace, plans, a->num_q_blocks, true, kernel, order);
-  if (backward) a->column_plans = take_plans(workspace, plans, a->num_k_blocks, false, kernel, order);
+  a->row_plans = take_plans(workspace, plans, a->num_q_blocks, true, kernel,
+                            backward ? FA_CUDA_BY_NUMBER : FA_CUDA_BY_VISITS);
+  if (backward)
+    a->column_plans = take_plans(workspace, plans, a->num_k_blocks, false, kernel,
+                                 a->in_order ? FA_CUDA_BY_NUMBER : FA_CUDA_BY_BAND);
 }
 
 /* The one place that knows the workspace: called with NULL to size it, and again to run. */
@@ -504,6 +504,8 @@ static cuda_job lay_out(const fa_plan *plan, const fa_cuda_kernel *kernel, const
     a->tickets = fa_take(&workspace, FA_CUDA_NUM_TICKETS, sizeof *a->tickets);
   if (backward) a->dq_order = fa_take(&workspace, rows * a->num_q_blocks, sizeof *a->dq_order);
   lay_out_program(plan, kernel, t, &workspace, &job);
+  if (backward && is_general(kernel) && !kernel->finish_dq)
+    a->ended = fa_take(&workspace, rows * a->num_q_blocks, sizeof *a->ended);
   job.zeroed_bytes = !backward && is_general(kernel) ? 0 : workspace.used; /* or the plan kernel does it */
   if (backward) {
     a->num_sums = (int32_t)(heads_summed(p, kernel, a) * a->num_q_blocks);

@@ -58,13 +58,32 @@ __device__ inline void count_on(int32_t *dq_order) {
 }
 __device__ inline void fence_counts() { fence_acquire_release(); }
 
-// How many times a row block's dq is added to. plan: that of the row block, where the problem has bands.
+// How many times a row block's dq is added to.
 template <class Shape, bool GENERAL>
-__device__ inline int num_additions(const fa_cuda_arguments &a, const RowBlock &mine,
-                                    const fa_cuda_block_plan &plan) {
-  if (GENERAL) return plan.num_visits;
+__device__ inline int num_additions(const fa_cuda_arguments &a, const RowBlock &mine) {
+  if (GENERAL) return plan_at<true>(a, mine.batch, mine.q_block).num_visits;
   const Sequence sequence = sequence_of(a, mine.batch);
   return k_blocks_of<Shape>(sequence, row_range<Shape>(sequence, mine.q_block)).count;
+}
+
+// With bands: tells who writes dq that the row block at a position has all of it, by who knows that.
+__device__ inline void report_end(const fa_cuda_arguments &a, int position) {
+  fence_counts();
+  add_release(a.ended + atomicAdd(a.tickets + 2, 1), position + 1);
+}
+// Reports a row block that has got a sum, and to which nobody will add.
+__device__ inline void report_if_unseen(const fa_cuda_arguments &a, const RowBlock &block) {
+  if (plan_at<true>(a, block.batch, block.q_block).num_visits == 0) report_end(a, position_of(a, block));
+}
+// The same of all that have one from the beginning, by the writers of all blocks of threads.
+template <int NUM_WRITERS>
+__device__ inline void report_unseen(const fa_cuda_arguments &a, int writer) {
+  const int num_blocks = min(a.num_sums, a.batch * a.num_heads * a.num_q_blocks);
+  for (int first = blockIdx.x * NUM_WRITERS + writer; first * 32 < num_blocks;
+       first += gridDim.x * NUM_WRITERS) {
+    const int position = first * 32 + threadIdx.x % 32;
+    if (position < num_blocks) report_if_unseen(a, row_block_at(a, position));
+  }
 }
 
 // ---- the work of a column block ------------------------------------------------------------------------

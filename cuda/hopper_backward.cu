@@ -56,8 +56,10 @@ __device__ inline void consume_blocks(const fa_cuda_arguments &a, BackwardBuffer
 
   // Stages and phases follow from these counts: of column blocks, of those that have steps, and of steps.
   uint32_t blocks = 0, busy_blocks = 0, steps = 0;
+  float per_shift = GENERAL && Shape::from_shift ? per_shift_of<Kind>(a.score) : 0;
+  if constexpr (GENERAL) forget(per_shift);  // or ptxas divides in every step
   auto start_scores = [&] {
-    start_transposed<K_SIDE, Shape::from_shift>(scores, buffers, consumer * 64, steps, a.score);
+    start_transposed<K_SIDE, Shape::from_shift>(scores, buffers, consumer * 64, steps, a.score, per_shift);
   };
   auto start_dp = [&] { start_transposed<V_SIDE>(ds, buffers, consumer * 64, steps); };
   auto start_dq = [&](uint32_t step) {
@@ -84,13 +86,16 @@ __device__ inline void consume_blocks(const fa_cuda_arguments &a, BackwardBuffer
   // ptxas spill numbers of the loop.
   auto do_step = [&](const Work &work, Step step, auto is_first, auto is_last, bool alone = false) {
     constexpr bool IS_FIRST = decltype(is_first)::value, IS_LAST = decltype(is_last)::value;
-    const Visit visit = work.consumers_visit(a, step, buffers.visit(steps % 2));
+    const auto visit = work.consumers_visit(a, step, buffers.visit(steps));
     const int first_column = work.columns.begin + consumer * 64;
     const int stage = steps % 2;
     forget(buffers.base);  // or ptxas keeps every address of this step in a register
-    make_scores_in_band<Kind, true, GENERAL, 1, NT>(
-        scores, a, visit.band, visit.rows, {first_column, first_column + 64},
-        {work.block.batch, visit.head, visit.rows.begin, first_column + warp_row});
+    if constexpr (GENERAL)
+      make_told_scores<Kind>(scores, a, work, visit, first_column, warp_row);
+    else
+      make_scores_in_band<Kind, true, false, 1, NT>(
+          scores, a, visit.band, visit.rows, {first_column, first_column + 64},
+          {work.block.batch, visit.head, visit.rows.begin, first_column + warp_row});
     make_transposed_p<Kind, Shape::from_shift>(scores, p_operand, a.score, buffers.shift(stage));
     wgmma_wait<0>(ds[0]);
     if (IS_LAST) arrive_once(buffers.barrier(V_EMPTY));

@@ -39,8 +39,12 @@ struct BackwardShape {
 
 // ---- the work ------------------------------------------------------------------------------------------
 
+// Columns of a warpgroup's transposed product: its part of a column block.
+constexpr int PART = 64;
+
 // A column block's work as the warps share it. Without bands every warp finds the steps by itself. With bands
-// the producer finds them, and stores the visit beside each stage of q for the consumers.
+// the producer finds them, and stores each visit for the consumers, with which of them need not test elements:
+// consumers have hardly any time for questions.
 template <class Shape, bool GENERAL>
 struct Work : ColumnWork<Shape, GENERAL> {
   using ConsumerStep = typename ColumnWork<Shape, GENERAL>::Step;
@@ -55,14 +59,22 @@ struct Work<Shape, true> : ColumnWork<Shape, true> {
   struct ConsumerStep {};
   __device__ ConsumerStep consumers_first() const { return {}; }
   __device__ ConsumerStep consumers_next(ConsumerStep) const { return {}; }
-  __device__ Visit consumers_visit(const fa_cuda_arguments &, ConsumerStep, uint32_t told) const {
-    const int4 x = load_shared_words(told), y = load_shared_words(told + 16);
-    return {{x.x, x.y, x.z, x.w, y.x, y.y}, y.z, {y.w, y.w + Shape::block_q}};
+  // This is where tell_visit has put what the visit is.
+  __device__ uint32_t consumers_visit(const fa_cuda_arguments &, ConsumerStep, uint32_t told) const {
+    return told;
   }
-  __device__ void tell_visit(const Visit &visit, uint32_t to) const {
+  // Puts down the band, the head and the first row, and a bit for each part whose columns are seen by all rows.
+  __device__ void tell_visit(const fa_cuda_arguments &a, const Visit &visit, uint32_t to) const {
     const fa_band &band = visit.band;
+    uint32_t see_all = 0;
+#pragma unroll
+    for (int part = 0; part < Shape::block_k / PART; part++) {
+      const int column = this->columns.begin + part * PART;
+      see_all |= see_all_in_band<true>(a, band, visit.rows, {column, column + PART}) << part;
+    }
     store_shared(to, make_uint4(band.q_begin, band.q_end, band.k_begin, band.k_end));
     store_shared(to + 16, make_uint4(band.left, band.right, visit.head, visit.rows.begin));
+    store_shared(to + 32, see_all);
   }
 };
 
@@ -70,7 +82,8 @@ struct Work<Shape, true> : ColumnWork<Shape, true> {
 
 // Shared memory of every kernel: k and v; two stages of q, dout, shift and delta; for SCALED kinds the
 // exponents of the powers of two that scale k, v, q and dout; barriers; the numbers of two column blocks; for
-// GENERAL kernels the visit of each stage of q. What the kernel's own Buffers add begins at OWN_AT.
+// GENERAL kernels the visits of four steps, as the producer stores each before its stage of q is empty, when it
+// has time. What the kernel's own Buffers add begins at OWN_AT.
 template <class Kind_, class Shape_, bool GENERAL, int NUM_BARRIERS = NUM_BARRIER_KINDS>
 struct CommonBuffers {
   using Kind = Kind_;
@@ -86,8 +99,9 @@ struct CommonBuffers {
   static constexpr int EXPONENTS_AT = STATISTICS_AT + NUM_SIDES * STAGES * ROW_BYTES;
   static constexpr int BARRIERS_AT = EXPONENTS_AT + DQ_SENT * STAGES * 4;
   static constexpr int BLOCKS_AT = BARRIERS_AT + NUM_BARRIERS * STAGES * 8;
-  static constexpr int VISITS_AT = BLOCKS_AT + STAGES * 4, VISIT_BYTES = GENERAL ? 32 : 0;
-  static constexpr int OWN_AT = (VISITS_AT + STAGES * VISIT_BYTES + 1023) / 1024 * 1024;
+  static constexpr int VISITS_AT = BLOCKS_AT + STAGES * 4, VISIT_BYTES = GENERAL ? 48 : 0;
+  static constexpr int VISITS = 2 * STAGES;
+  static constexpr int OWN_AT = (VISITS_AT + VISITS * VISIT_BYTES + 1023) / 1024 * 1024;
   static_assert(VISITS_AT % 16 == 0, "a visit is read as vectors");
 
   uint32_t base;
@@ -107,7 +121,7 @@ struct CommonBuffers {
     return base + EXPONENTS_AT + (full * STAGES + stage) * 4;
   }
   __device__ uint32_t block(int stage) const { return base + BLOCKS_AT + stage * 4; }
-  __device__ uint32_t visit(int stage) const { return base + VISITS_AT + stage * VISIT_BYTES; }
+  __device__ uint32_t visit(uint32_t step) const { return base + VISITS_AT + step % VISITS * VISIT_BYTES; }
   __device__ uint32_t barrier(int kind, int stage = 0) const {
     return base + BARRIERS_AT + (kind * STAGES + stage) * 8;
   }
@@ -199,8 +213,6 @@ __device__ inline void load_rows(const fa_cuda_arguments &a, const fa_cuda_maps 
   const int exponent = exponent_of<Kind>(side == K_SIDE ? a.q : a.dout, batch, step.head, row);
   barrier_wait(buffers.barrier(Q_EMPTY + side, stage), ring.phase ^ 1);
   if constexpr (Kind::SCALED) store_shared(buffers.exponent(Q_FULL + side, stage), exponent);
-  if constexpr (Buffers::general)
-    if (side == K_SIDE) work.tell_visit(work.visit_of(a, step), buffers.visit(stage));
   barrier_expect(barrier, Buffers::Q_BYTES + Buffers::ROW_BYTES);
 #pragma unroll
   for (int part = 0; part < Kind::PARTS; part++)
@@ -217,7 +229,9 @@ __device__ inline void load_sides(const fa_cuda_arguments &a, const fa_cuda_maps
                                   const typename Buffers::Work &work, Ring<Buffers::STAGES> &ring,
                                   uint32_t &k_phase) {
   typename Buffers::Work::Step step = work.first_step(a);
-  for (int i = 0; i < work.num_steps; i++, step = work.next(a, step), ring.advance())
+  for (int i = 0; i < work.num_steps; i++, step = work.next(a, step), ring.advance()) {
+    if constexpr (Buffers::general && BEGIN == K_SIDE)
+      work.tell_visit(a, work.visit_of(a, step), buffers.visit(ring.phase * Buffers::STAGES + ring.stage));
 #pragma unroll
     for (int side = BEGIN; side < END; side++) {
       if (i == 0) {
@@ -226,16 +240,31 @@ __device__ inline void load_sides(const fa_cuda_arguments &a, const fa_cuda_maps
       }
       load_rows(a, maps, buffers, work, step, ring, side);
     }
+  }
   if (work.num_steps > 0) k_phase ^= 1;
 }
 
+// Brings a column block's k and v to the cache.
+template <class Buffers>
+__device__ inline void prefetch_columns(const fa_cuda_arguments &a, const fa_cuda_maps &maps,
+                                        const typename Buffers::Work &work) {
+  const ColumnBlock &block = work.block;
+  const int column = sequence_of(a, block.batch).first_column + work.columns.begin;
+  for (int part = 0; part < Buffers::Kind::PARTS; part++) {
+    prefetch_boxes<typename Buffers::KTile>(maps.k, column, block.kv_head, block.batch + part * a.batch);
+    prefetch_boxes<typename Buffers::KTile>(maps.v, column, block.kv_head, block.batch + part * a.batch);
+  }
+}
+
 // Takes the next free column block and hands it to the other warps; returns false where there is none. Blocks
-// are taken by number, so one that waits for a lower number waits for a block that runs or has finished.
+// are taken by number, so one that waits for a lower number waits for a block that runs or has finished. A
+// block is taken only at the last step, as another multiprocessor may be idle; but with bands, where column
+// blocks may be short, when the last step's rows are on their way, so that k and v are ahead, too.
 template <class Buffers>
 __device__ inline bool take_work(const fa_cuda_arguments &a, const Buffers &buffers,
                                  const Ring<Buffers::STAGES> &blocks, uint32_t k_phase,
                                  typename Buffers::Work &work) {
-  barrier_wait(buffers.barrier(V_EMPTY), k_phase ^ 1);  // only at the last step: another may be idle
+  if constexpr (!Buffers::general) barrier_wait(buffers.barrier(V_EMPTY), k_phase ^ 1);
   const int index = atomicAdd(a.tickets, 1);
   barrier_wait(buffers.barrier(BLOCK_EMPTY, blocks.stage), blocks.phase ^ 1);
   store_shared(buffers.block(blocks.stage), uint32_t(index));
@@ -249,11 +278,24 @@ __device__ inline void produce(const fa_cuda_arguments &a, const fa_cuda_maps &m
   Ring<Buffers::STAGES> blocks, ring;
   uint32_t k_phase = 0;
   typename Buffers::Work work;
-  for (; take_work(a, buffers, blocks, k_phase, work); blocks.advance())
+  for (; take_work(a, buffers, blocks, k_phase, work); blocks.advance()) {
+    if constexpr (Buffers::general)
+      if (work.num_steps > 0) prefetch_columns<Buffers>(a, maps, work);
     load_sides<K_SIDE, END>(a, maps, buffers, work, ring, k_phase);
+  }
 }
 
 // ---- dq to memory: one warp for each share -----------------------------------------------------------
+
+// By a warp: waits for the report of the index-th row block that has all of its dq, and returns that.
+__device__ inline RowBlock reported_row_block(const fa_cuda_arguments &a, int index) {
+  int position = 0;
+  if (threadIdx.x % 32 == 0) {
+    wait_for_count(a.ended + index, 1);
+    position = look_at_count<true>(a.ended + index) - 1;
+  }
+  return row_block_at(a, uniform(position));
+}
 
 // Reading a count from memory is slow, and so is a fence after additions. So each lane reads the count for one
 // step ahead of time, and reads it again only after the previous step, whose fence it shares; where the order
@@ -262,6 +304,7 @@ template <class Buffers>
 __device__ inline void send_dq(const fa_cuda_arguments &a, const Buffers &buffers, int share) {
   using Shape = typename Buffers::Shape;
   constexpr int SHARES = Shape::dq_shares, THREADS = Shape::num_consumers / SHARES * WARPGROUP + 32;
+  constexpr bool REPORTS = Buffers::general && Shape::num_writers > 0;
   const int lane = threadIdx.x % 32, uncounted = a.in_order ? 0 : Shape::num_writers > 0 ? 7 : 31;
   typename Buffers::Work work;
   for (uint32_t blocks = 0; current_work(a, buffers, blocks, work); next_work(buffers, blocks)) {
@@ -271,6 +314,10 @@ __device__ inline void send_dq(const fa_cuda_arguments &a, const Buffers &buffer
       const int position = work.position_of(a, here);
       float *sum = dq_sum_of<Shape, (Shape::num_writers > 0)>(a, position);
       int32_t *order = a.dq_order + position;
+      // With bands, the count before this lane's addition: the last addition's is that of all. It takes long to
+      // come, and is looked at when the lanes behind this one count.
+      const int last_count = REPORTS ? num_additions<Shape, Buffers::general>(a, row_block_at(a, position)) : 0;
+      int count = 0;
       int place = 1, now = look_at_count(order);
       if (a.in_order) place += work.place_of(a, here) * SHARES + share;
       fence_async_global();
@@ -292,12 +339,20 @@ __device__ inline void send_dq(const fa_cuda_arguments &a, const Buffers &buffer
           __syncwarp();
         }
         if ((step & uncounted) == uncounted || step == num_steps - 1) {
+          if (REPORTS && count == last_count) report_end(a, position);
+          count = 0;
           bulk_wait_done<0>();
           fence_counts();
           fence_async_global();  // for the count read above; after count_on it would wait
-          if ((step & ~uncounted) <= lane && lane <= step) count_on<true>(order);
+          if ((step & ~uncounted) <= lane && lane <= step) {
+            if constexpr (REPORTS)
+              count = a.in_order ? (count_on<true>(order), place) : atomicAdd(order, 1);
+            else
+              count_on<true>(order);
+          }
         }
       }
+      if (REPORTS && count == last_count) report_end(a, position);
     }
   }
 }
@@ -318,18 +373,23 @@ __device__ inline void write_dq(const fa_cuda_arguments &a, const fa_cuda_maps &
   const int num_positions = a.batch * a.num_heads * a.num_q_blocks;
   const uint32_t from = buffers.sum(writer), tile = buffers.piece(writer);
   const uint32_t full = buffers.barrier(SUM_FULL, writer);
+  if constexpr (Buffers::general) report_unseen<Shape::num_writers>(a, writer);
   for (uint32_t phase = 0;;) {
     const int index = uniform(lane == 0 ? atomicAdd(a.tickets + 1, 1) : 0);
     if (index >= num_positions) break;
-    fa_cuda_block_plan plan;
-    const RowBlock mine = finished_row_block_of<Buffers::general>(a, index, plan);
+    RowBlock mine;
+    if constexpr (Buffers::general)
+      mine = reported_row_block(a, index);
+    else
+      mine = finished_row_block_of(a, index);
     const Sequence sequence = sequence_of(a, mine.batch);
     const Range rows = row_range<Shape>(sequence, mine.q_block);
     const int position = position_of(a, mine);
     const bool sums_again = position + a.num_sums < num_positions;
     float *sum = dq_sum_of<Shape, true>(a, position);
     if (lane == 0) {
-      wait_for_count(a.dq_order + position, 1 + num_additions<Shape, Buffers::general>(a, mine, plan));
+      if constexpr (!Buffers::general)
+        wait_for_count(a.dq_order + position, 1 + num_additions<Shape, false>(a, mine));
       fence_async_global();
     }
     for (int piece = 0; piece < 2 * Shape::num_consumers;
@@ -364,6 +424,7 @@ __device__ inline void write_dq(const fa_cuda_arguments &a, const fa_cuda_maps &
     if (lane == 0 && sums_again) {
       bulk_wait_done<0>();
       count_on(a.dq_order + position + a.num_sums);
+      if constexpr (Buffers::general) report_if_unseen(a, row_block_at(a, position + a.num_sums));
     }
   }
   if (lane == 0) bulk_wait_read<0>();
@@ -380,14 +441,28 @@ __device__ inline void store_transposed(uint32_t tile, int row, int column, cons
   for (int k = 0; k < KT; k++) store_matrices<true>(to + k * 16 * 128, operand[k]);
 }
 
+// Turns a warp's products k q^T, whose columns begin with column + warp_row, into scores. told: where
+// tell_visit has put the visit.
+template <class Kind, class Work, int NT>
+__device__ inline void make_told_scores(float (&scores)[1][NT][4], const fa_cuda_arguments &a, const Work &work,
+                                        uint32_t told, int column, int warp_row, float unscale = 1) {
+  finish_scores<Kind, 1, NT>(scores, a.score, unscale);
+  if (load_shared_word(told + 32) >> (column - work.columns.begin) / PART & 1) return;
+  const int4 x = load_shared_words(told), y = load_shared_words(told + 16);
+  mask_transposed_scores<true, 1, NT>(scores, {x.x, x.y, x.z, x.w, y.x, y.y},
+                                      {work.block.batch, y.z, y.w, column + warp_row});
+}
+
 // Waits for a row block and starts a consumer's transposed product with it: dp = v dout^T, or the scores k q^T,
 // which are rounded as the forward's are and may begin at the shift.
 template <int SIDE, bool FROM_SHIFT = false, class Buffers, int NT>
 __device__ inline void start_transposed(float (&product)[1][NT][4], const Buffers &buffers, int first_column,
-                                        uint32_t step, const fa_cuda_score &score = {}) {
+                                        uint32_t step, const fa_cuda_score &score = {}, float per_shift = 0) {
   using Kind = typename Buffers::Kind;
   barrier_wait(buffers.barrier(Q_FULL + SIDE, step % 2), step / 2 % 2);
-  if constexpr (FROM_SHIFT) set_to_shift<Kind>(product, score, buffers.shift(step % 2));
+  if constexpr (FROM_SHIFT)
+    set_to_shift(product, score, Buffers::general ? per_shift : per_shift_of<Kind>(score),
+                 buffers.shift(step % 2));
   multiply<Kind, Buffers::Shape::head_dim / 16, SIDE == K_SIDE>(
       product[0], BoxOperand<typename Buffers::KTile, true>(buffers.columns(SIDE), first_column),
       BoxOperand<typename Buffers::QTile, true>(buffers.rows(SIDE, step % 2)), FROM_SHIFT);

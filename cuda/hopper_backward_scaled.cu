@@ -175,13 +175,17 @@ struct BackwardConsumer {
   // A step begins with its scores computed and its dp running, and ends with those of the next step.
   template <bool IS_LAST>
   __device__ void do_step(const Work &work, Step step, bool is_first) {
-    const Visit visit = work.consumers_visit(a, step, buffers.visit(steps % 2));
+    const auto visit = work.consumers_visit(a, step, buffers.visit(steps));
     const int first_column = work.columns.begin + consumer * 64, stage = steps % 2;
     forget(buffers.base);  // or ptxas keeps every address of this step in a register
-    make_scores_in_band<Kind, true, GENERAL, 1, NT>(
-        scores, a, visit.band, visit.rows, {first_column, first_column + 64},
-        {work.block.batch, visit.head, visit.rows.begin, first_column + warp_row},
-        power_of_two(-exponent(Q_FULL, stage) - exponent(K_FULL)));
+    if constexpr (GENERAL)
+      make_told_scores<Kind>(scores, a, work, visit, first_column, warp_row,
+                             power_of_two(-exponent(Q_FULL, stage) - exponent(K_FULL)));
+    else
+      make_scores_in_band<Kind, true, false, 1, NT>(
+          scores, a, visit.band, visit.rows, {first_column, first_column + 64},
+          {work.block.batch, visit.head, visit.rows.begin, first_column + warp_row},
+          power_of_two(-exponent(Q_FULL, stage) - exponent(K_FULL)));
     if (!is_first) hand_over_dq();  // of the previous step, when the fence waits for nothing
     make_transposed_p<Kind>(scores, p_operand, a.score, buffers.shift(stage), 1 << P_EXPONENT);
     wgmma_wait<0>(ds[0]);

@@ -112,12 +112,15 @@ __device__ inline void consume_scores(const fa_cuda_arguments &a, WideBuffers<Ki
   // A step begins with its scores computed, and ends with those of the next step.
   auto do_step = [&](const Work &work, Step step, auto is_last) {
     constexpr bool IS_LAST = decltype(is_last)::value;
-    const Visit visit = work.consumers_visit(a, step, buffers.visit(steps % 2));
+    const auto visit = work.consumers_visit(a, step, buffers.visit(steps));
     const int column = work.columns.begin, stage = steps % 2;
     forget(buffers.base);  // or ptxas keeps every address of this step in a register
-    make_scores_in_band<Kind, true, GENERAL, 1, NT>(
-        scores, a, visit.band, visit.rows, {column, column + Shape::block_k},
-        {work.block.batch, visit.head, visit.rows.begin, column + warp_row});
+    if constexpr (GENERAL)
+      make_told_scores<Kind>(scores, a, work, visit, column, warp_row);
+    else
+      make_scores_in_band<Kind, true, false, 1, NT>(
+          scores, a, visit.band, visit.rows, {column, column + Shape::block_k},
+          {work.block.batch, visit.head, visit.rows.begin, column + warp_row});
     barrier_wait(buffers.barrier(P_EMPTY), steps % 2 ^ 1);
     make_transposed_p<Kind>(scores, a.score, buffers.shift(stage),
                             [&](int n, const float(&p)[4], const float(&slopes)[4]) {

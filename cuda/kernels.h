@@ -14,7 +14,7 @@ extern "C" {
  */
 enum { FA_CUDA_SCALE_ROWS = 128 };
 
-enum { FA_CUDA_NUM_TICKETS = 2 };
+enum { FA_CUDA_NUM_TICKETS = 3 };
 
 /* A tensor as the tensor cores read it: 16-bit elements, strides in elements. Of f32 tensors it is the copy
  * that the split kernel makes, in one or two parts, stride_part apart. */
@@ -121,8 +121,9 @@ typedef struct fa_cuda_arguments {
   /* [batch, num_heads, num_q_blocks]: 0 before a row block has a sum; then one more than how many column blocks
    * have added to it. */
   int32_t *dq_order;
-  /* Backward: how many column blocks, and how many row blocks' ends, have been taken. Forward: how many tiles,
-   * after everybody's first; or NULL: each takes those that lie a grid apart. */
+  /* Backward: how many column blocks, and how many row blocks' ends, have been taken; with bands, also how many
+   * row blocks have ended. Forward: how many tiles, after everybody's first; or NULL: each takes those that lie
+   * a grid apart. */
   int32_t *tickets;
   /* Of kernels that take bands, which window bounds. The plans lie in the order in which their blocks are
    * begun, or ended: see fa_cuda_plan_order. */
@@ -130,6 +131,10 @@ typedef struct fa_cuda_arguments {
   int32_t bands_batch, num_bands;
   fa_cuda_block_plan *row_plans;    /* [bands_batch, num_q_blocks] */
   fa_cuda_block_plan *column_plans; /* [bands_batch, num_k_blocks], of the backward */
+  /* With bands nobody knows beforehand in which order row blocks will have all of their dq. Where main writes
+   * it: [batch * num_heads * num_q_blocks], 1 more than the positions of those that have, one after the other.
+   */
+  int32_t *ended;
   fa_cuda_program program;
 } fa_cuda_arguments;
 
@@ -142,9 +147,9 @@ typedef struct fa_cuda_dlse {
 
 /* The order of the plans of a side's blocks. */
 typedef enum fa_cuda_plan_order {
-  FA_CUDA_BY_NUMBER, /* in a backward where column blocks add to dq in order */
-  FA_CUDA_BY_VISITS, /* in a forward: those with the most visits first */
-  /* In other backwards: first the blocks of the bands whose blocks have the most visits, and those of a band
+  FA_CUDA_BY_NUMBER, /* a backward's row blocks; its column blocks where these add to dq in order */
+  FA_CUDA_BY_VISITS, /* a forward's: those with the most visits first */
+  /* Other column blocks: first those of the bands whose blocks have the most visits, and those of a band
    * together, because what they read, and the dq that they add to, should stay in cache. */
   FA_CUDA_BY_BAND,
 } fa_cuda_plan_order;

@@ -267,17 +267,12 @@ __device__ inline ColumnBlock column_block_of(const fa_cuda_arguments &a, int in
   return {batch_head / a.num_kv_heads, batch_head % a.num_kv_heads, index / num_heads};
 }
 
-// The persistent backward's ends of row blocks, in the order in which their column blocks are done; with bands,
-// that is the order of the plans.
-template <bool GENERAL>
-__device__ inline RowBlock finished_row_block_of(const fa_cuda_arguments &a, int index,
-                                                 fa_cuda_block_plan &plan) {
+// The persistent backward's ends of row blocks, in the order in which their column blocks are done.
+__device__ inline RowBlock finished_row_block_of(const fa_cuda_arguments &a, int index) {
   const int group = heads_per_kv(a);
   const ColumnBlock block = column_block_of(a, index, a.num_q_blocks * group);
-  const int rank = block.k_block / group;
-  if constexpr (GENERAL) plan = plan_at<true>(a, block.batch, rank);
   return {block.batch, block.kv_head * group + block.k_block % group,
-          GENERAL ? plan.block : a.num_q_blocks - 1 - rank};
+          a.num_q_blocks - 1 - block.k_block / group};
 }
 
 // A row of the backward's padded arrays [batch, num_heads, padded_rows]; batch is a.batch or more past their

@@ -127,6 +127,16 @@ __device__ inline void mask_transposed_scores(Accumulator<MT, NT> &scores, const
   });
 }
 
+// Whether every one of the rows that are there sees every one of these columns in the band.
+template <bool GENERAL>
+__device__ inline bool see_all_in_band(const fa_cuda_arguments &a, const fa_band &band, Range rows,
+                                       Range columns) {
+  if constexpr (GENERAL) rows.end = min(rows.end, a.window.seqlen_q);
+  const bool inside =
+      !GENERAL || (rows.begin >= band.q_begin && rows.end <= band.q_end && columns.begin >= band.k_begin);
+  return inside && fa_band_sees_all(band, rows, columns);
+}
+
 // Products of a warp become scores, in place. The warp's accumulator is part of a tile of rows and columns, for
 // which one question decides whether elements are tested against the band. TRANSPOSED: rows run along the
 // accumulator's columns, and there is no program. None of the warp's rows sees columns from num_columns on.
@@ -137,10 +147,7 @@ __device__ inline void make_scores_in_band(Accumulator<MT, NT> &scores, const fa
   finish_scores<Kind, MT, NT>(scores, a.score, unscale);
   if constexpr (GENERAL && !TRANSPOSED)
     if (a.program.is_there) add_to_scores<typename Kind::Io>(scores, a, band, at);
-  if constexpr (GENERAL) rows.end = min(rows.end, a.window.seqlen_q);
-  const bool inside =
-      !GENERAL || (rows.begin >= band.q_begin && rows.end <= band.q_end && columns.begin >= band.k_begin);
-  if (inside && fa_band_sees_all(band, rows, columns)) return;
+  if (see_all_in_band<GENERAL>(a, band, rows, columns)) return;
   if constexpr (TRANSPOSED)
     mask_transposed_scores<GENERAL, MT, NT>(scores, band, at);
   else
@@ -261,10 +268,16 @@ __device__ inline bool begin_at_shift(const fa_cuda_score &score) {
   return score.form != FA_CUDA_SCORE_SOFTCAP && score.factor > 1e-30f;
 }
 
+// What a shift is multiplied with where a transposed product begins at it.
+template <class Kind>
+__device__ inline float per_shift_of(const fa_cuda_score &score) {
+  return (score.form == FA_CUDA_SCORE_NEGATED ? 1 : -1) / exponent_of_unit<Kind>(score);
+}
+
 // What a transposed product begins at; shift: in shared memory, of the accumulator's rows.
-template <class Kind, int NT>
-__device__ inline void set_to_shift(float (&product)[1][NT][4], const fa_cuda_score &score, uint32_t shift) {
-  const float per_shift = (score.form == FA_CUDA_SCORE_NEGATED ? 1 : -1) / exponent_of_unit<Kind>(score);
+template <int NT>
+__device__ inline void set_to_shift(float (&product)[1][NT][4], const fa_cuda_score &score, float per_shift,
+                                    uint32_t shift) {
 #pragma unroll
   for (int n = 0; n < NT; n++) {
     const float2 of_rows = load_shared_pair(shift + (n * 8 + threadIdx.x % 4 * 2) * 4);
