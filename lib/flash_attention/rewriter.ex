@@ -62,11 +62,15 @@ if FlashAttention.Defn.supported?() do
     @own [:inner, :report, :weights, :dropout, :attention]
 
     @typedoc """
-    A place where attention is: how it ends, after the layer of Axon that it is in; and what it became, or why it stays.
+    A place where attention is: how it ends, after the kind of Axon's layer that it is in; and what it became, or why it stays.
+
+    `from` says where its tensors come from: for q, k and v, or the result `o` of what stays, the keys that lead to the nearest
+    tensor in what the function was given, such as `data.decoder.blocks.0.self_attention.query.kernel`; nothing inside of loops. Nx keeps
+    no lines of source in its expressions.
     """
     @type place ::
-            %{place: String.t(), rewritten: true, as: String.t()}
-            | %{place: String.t(), rewritten: false, reason: String.t()}
+            %{place: String.t(), from: map, rewritten: true, as: String.t()}
+            | %{place: String.t(), from: map, rewritten: false, reason: String.t()}
 
     @doc """
     The expression with attention replaced: a tensor, or a container of tensors, as `Nx.Defn.debug_expr/2` returns it.
@@ -87,8 +91,30 @@ if FlashAttention.Defn.supported?() do
     @spec explain(fun, [term], keyword) :: [place]
     def explain(fun, args, opts \\ []) do
       {own, _inner, _opts} = opts |> Keyword.delete(:client) |> check!() |> Keyword.merge(opts) |> split!()
-      {_expression, places} = fun |> Nx.Defn.debug_expr() |> apply(args) |> Expression.rewrite(own)
+      {expression, names} = traced(fun, args)
+      {_expression, places} = Expression.rewrite(expression, [names: names] ++ own)
       places
+    end
+
+    # The expression, and how the function's arguments are called in it.
+    defp traced(fun, args) do
+      key = {__MODULE__, make_ref()}
+
+      expression =
+        args
+        |> length()
+        |> of_arity(fn traced ->
+          Process.put(key, Expression.names(traced))
+          apply(fun, traced)
+        end)
+        |> Nx.Defn.debug_expr_apply(args)
+
+      {expression, Process.delete(key)}
+    end
+
+    for arity <- 0..16 do
+      arguments = Macro.generate_arguments(arity, __MODULE__)
+      defp of_arity(unquote(arity), fun), do: fn unquote_splicing(arguments) -> fun.(unquote(arguments)) end
     end
 
     # ---- the compiler ------------------------------------------------------------------------------------
@@ -150,7 +176,7 @@ if FlashAttention.Defn.supported?() do
 
     defp rewriting(fun, own) do
       fn vars ->
-        {expression, places} = vars |> fun.() |> Expression.rewrite(own)
+        {expression, places} = vars |> fun.() |> Expression.rewrite([names: Expression.names(vars)] ++ own)
         report(places, own[:report])
         expression
       end
@@ -160,8 +186,15 @@ if FlashAttention.Defn.supported?() do
     defp report(places, true), do: report(places, :info)
     defp report(places, level), do: for(place <- places, do: Logger.log(level, fn -> line(place) end))
 
-    defp line(%{rewritten: true} = place), do: "FlashAttention.Rewriter: #{place.place} -> #{place.as}"
-    defp line(place), do: "FlashAttention.Rewriter: #{place.place} stays: #{place.reason}"
+    defp line(%{rewritten: true} = place), do: "FlashAttention.Rewriter: #{where(place)} -> #{place.as}"
+    defp line(place), do: "FlashAttention.Rewriter: #{where(place)} stays: #{place.reason}"
+
+    defp where(%{place: place, from: from}) when from == %{}, do: place
+
+    defp where(%{place: place, from: from}) do
+      words = for name <- [:q, :k, :v, :o], found = from[name], do: "#{name} from #{found}"
+      "#{place} (#{Enum.join(words, ", ")})"
+    end
 
     # ---- options -----------------------------------------------------------------------------------------
 

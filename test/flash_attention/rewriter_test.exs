@@ -141,11 +141,25 @@ defmodule FlashAttention.RewriterTest do
       log = capture_log(fn -> run(&plain/3, qkv(), Rewriter, report: :error) end)
 
       assert log =~
-               "FlashAttention.Rewriter: dot f64[2, 3, 6, 4] -> f64 batch 2, seqlen 6 x 6, heads 3:3, head_dim 4, scale 0.5"
+               "FlashAttention.Rewriter: dot f64[2, 3, 6, 4] (q from argument 0, k from argument 1, v from argument 2) -> f64 batch 2, seqlen 6 x 6, heads 3:3, head_dim 4, scale 0.5"
 
       squared = &plain(&1, &2, &3, fn s -> Nx.pow(s, 2) end)
       log = capture_log(fn -> run(squared, qkv(), Rewriter, report: :error) end)
-      assert log =~ "dot f64[2, 3, 6, 4] stays: pow is done to its scores"
+      assert log =~ "dot f64[2, 3, 6, 4] (o from argument 2) stays: pow is done to its scores"
+    end
+
+    test "says where q, k and v come from, by the keys of what the function was given" do
+      fun = fn %{layers: [%{"query" => wq, "key" => wk}, %{"value" => wv}]}, {x} ->
+        [q, k, v] = for w <- [wq, wk, wv], do: Nx.dot(x, [3], [0, 1], w, [2], [0, 1])
+        plain(q, k, v)
+      end
+
+      [x, w, _] = qkv({2, 3, 4, 4})
+      params = %{layers: {%{"query" => w, "key" => w}, %{"value" => w}}}
+      fun = fn %{layers: layers}, x -> fun.(%{layers: Tuple.to_list(layers)}, x) end
+
+      assert [%{rewritten: true, from: from}] = Rewriter.explain(fun, [params, {x}])
+      assert from == %{q: "layers.0.query", k: "layers.0.key", v: "layers.1.value"}
     end
 
     test "compiles once what is called often, and works in a serving" do

@@ -43,7 +43,7 @@ if FlashAttention.Defn.supported?() do
       {roots, numbers} = scope(container)
       {matches, refused} = Matcher.run(roots.graph, &Attention.takes(&1, roots.graph, opts), opts)
       {scopes, container} = put_back(container, roots, numbers, matches, opts)
-      {container, report(roots, matches, refused) ++ scopes}
+      {container, report(roots, matches, refused, opts[:names] || %{}) ++ scopes}
     end
 
     # ---- to a graph --------------------------------------------------------------------------------------
@@ -435,23 +435,73 @@ if FlashAttention.Defn.supported?() do
 
     # ---- what is said of it ------------------------------------------------------------------------------
 
-    defp report(roots, matches, refused) do
+    defp report(roots, matches, refused, names) do
+      named = for {id, name} <- names, number = roots.numbers[id], into: %{}, do: {number, name}
+
       rewritten =
         for match <- matches do
-          %{
-            at: match.output,
-            place: place(roots, match.output),
-            rewritten: true,
-            as: Attention.describe(match, roots.graph)
-          }
+          tensors = for name <- [:q, :k, :v], do: {name, match |> Map.fetch!(name) |> elem(0)}
+
+          roots
+          |> said(match.output, tensors, named)
+          |> Map.merge(%{rewritten: true, as: Attention.describe(match, roots.graph)})
         end
 
       left =
         for {number, reason} <- refused,
-            do: %{at: number, place: place(roots, number), rewritten: false, reason: reason}
+            do: roots |> said(number, [o: number], named) |> Map.merge(%{rewritten: false, reason: reason})
 
       (rewritten ++ left) |> Enum.sort_by(& &1.at) |> Enum.map(&Map.delete(&1, :at))
     end
+
+    defp said(roots, number, tensors, named) do
+      from =
+        for {name, number} <- tensors,
+            found = nearest(roots.graph, [number], named, MapSet.new()),
+            do: {name, found}
+
+      %{at: number, place: place(roots, number), from: Map.new(from)}
+    end
+
+    # The name of what the function was given that is the fewest steps away, of several the one with the most keys.
+    defp nearest(_graph, [], _named, _seen), do: nil
+    defp nearest(_graph, _numbers, named, _seen) when named == %{}, do: nil
+
+    defp nearest(graph, numbers, named, seen) do
+      found = for number <- numbers, name = named[number], do: name
+
+      with nil <- Enum.max_by(found, &length(String.split(&1, ".")), fn -> nil end) do
+        seen = MapSet.union(seen, MapSet.new(numbers))
+
+        args =
+          for number <- numbers, arg <- Graph.fetch!(graph, number).args, arg not in seen, uniq: true, do: arg
+
+        nearest(graph, args, named, seen)
+      end
+    end
+
+    @doc "The names of the tensors in what a function is given, by their ids: the keys that lead to them."
+    def names(arguments) do
+      for {argument, n} <- Enum.with_index(arguments), entry <- names(argument, []), into: %{} do
+        case entry do
+          {id, []} -> {id, "argument #{n}"}
+          {id, keys} -> {id, Enum.join(keys, ".")}
+        end
+      end
+    end
+
+    defp names(%T{data: %Expr{id: id}}, keys), do: [{id, Enum.reverse(keys)}]
+    defp names(%_{} = struct, keys), do: struct |> Map.from_struct() |> names(keys)
+    defp names(%{} = map, keys), do: Enum.flat_map(map, fn {key, value} -> names(value, [key(key) | keys]) end)
+    defp names(tuple, keys) when is_tuple(tuple), do: tuple |> Tuple.to_list() |> names(keys)
+
+    defp names([_ | _] = list, keys),
+      do: list |> Enum.with_index() |> Enum.flat_map(fn {value, n} -> names(value, ["#{n}" | keys]) end)
+
+    defp names(_other, _keys), do: []
+
+    defp key(key) when is_binary(key) or is_atom(key), do: to_string(key)
+    defp key(key), do: inspect(key)
 
     # A name that Axon gave to what it is in, and the product that it ends with.
     defp place(roots, number) do
