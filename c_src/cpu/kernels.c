@@ -16,6 +16,10 @@
 #include <stdatomic.h>
 #include <string.h>
 
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
 #include "../core/arena.h"
 #include "../core/integers.h"
 #include "../core/problem.h"

@@ -77,14 +77,36 @@ static T(rows) T(rows_of)(const fa_cpu_job *job, fa_tensor_id id, const fa_seque
                    tensor->stride_row * (int64_t)element_bytes, job->problem->dtype};
 }
 
+INLINE const char *T(row_at)(T(rows) from, int64_t row) { return from.data + row * from.stride_bytes; }
+
+/* f16 to REAL and back, by the processor's own instructions where all that have these vectors have them. */
+static void T(from_f16)(const uint16_t *halves, int64_t count, REAL *to) {
+  int64_t i = 0;
+#if IS_F32 && defined(__AVX512F__)
+  for (; i + LANES <= count; i += LANES)
+    _mm512_storeu_ps(to + i, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(halves + i))));
+#endif
+  for (; i < count; i++) to[i] = fa_f16_to_f32(halves[i]);
+}
+
+static void T(to_f16)(const REAL *from, int64_t count, uint16_t *halves) {
+  int64_t i = 0;
+#if IS_F32 && defined(__AVX512F__)
+  for (; i + LANES <= count; i += LANES)
+    _mm256_storeu_si256((__m256i *)(halves + i),
+                        _mm512_cvtps_ph(_mm512_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT));
+#endif
+  for (; i < count; i++) halves[i] = fa_f32_to_f16((float)from[i]);
+}
+
 /* The row as REAL: in place where it is that already, else in buffer. */
 INLINE const REAL *T(load_row)(T(rows) from, int64_t row, int64_t count, REAL *buffer) {
-  const char *data = from.data + row * from.stride_bytes;
+  const char *data = T(row_at)(from, row);
   const uint16_t *half = (const uint16_t *)data;
   if (from.dtype == FA_DTYPE_BF16) {
     for (int64_t i = 0; i < count; i++) buffer[i] = fa_bf16_to_f32(half[i]);
   } else if (from.dtype == FA_DTYPE_F16) {
-    for (int64_t i = 0; i < count; i++) buffer[i] = fa_f16_to_f32(half[i]);
+    T(from_f16)(half, count, buffer);
   } else {
     return (const REAL *)data;
   }
@@ -97,7 +119,7 @@ INLINE void T(store_row)(T(rows) to, int64_t row, int64_t count, const REAL *val
   if (to.dtype == FA_DTYPE_BF16) {
     for (int64_t i = 0; i < count; i++) half[i] = fa_f32_to_bf16((float)values[i]);
   } else if (to.dtype == FA_DTYPE_F16) {
-    for (int64_t i = 0; i < count; i++) half[i] = fa_f32_to_f16((float)values[i]);
+    T(to_f16)(values, count, half);
   } else {
     memcpy(data, values, (size_t)count * sizeof *values);
   }
@@ -112,9 +134,7 @@ static void T(load_numbers)(const fa_cpu_job *job, fa_tensor_id id, fa_dtype dty
     case FA_DTYPE_BF16:
       for (int64_t i = 0; i < count; i++) to[i] = fa_bf16_to_f32(halves[i]);
       break;
-    case FA_DTYPE_F16:
-      for (int64_t i = 0; i < count; i++) to[i] = fa_f16_to_f32(halves[i]);
-      break;
+    case FA_DTYPE_F16: T(from_f16)(halves, count, to); break;
     case FA_DTYPE_U8:
       for (int64_t i = 0; i < count; i++) to[i] = values[i] ? 0 : -INFINITY;
       break;
@@ -191,15 +211,27 @@ static void T(pack_panels)(T(rows) from, fa_range block, int64_t columns, REAL *
 
 #if !IS_COMPLEX
 
+/* LANES numbers of a row, from a column on. */
+INLINE T(vec) T(load_lanes)(T(rows) from, int64_t row, int64_t column) {
+  const char *data = T(row_at)(from, row);
+  const uint16_t *half = (const uint16_t *)data + column;
+  REAL lanes[LANES];
+  if (from.dtype == FA_DTYPE_BF16)
+    for (int v = 0; v < LANES; v++) lanes[v] = fa_bf16_to_f32(half[v]);
+  else if (from.dtype == FA_DTYPE_F16)
+    T(from_f16)(half, LANES, lanes);
+  else
+    memcpy(lanes, (const REAL *)data + column, sizeof lanes);
+  return T(load)(lanes);
+}
+
 /* A part of the next layout: LANES rows become to[columns][NR]. Of the columns the first whole vectors, whose
- * number is returned; none where rows are of another type. */
-static int64_t T(transpose_rows)(T(rows) from, int64_t row, int64_t columns, REAL *to, REAL *buffer) {
-  if (fa_dtype_bytes(from.dtype) != sizeof(REAL)) return 0;
+ * number is returned. */
+static int64_t T(transpose_rows)(T(rows) from, int64_t row, int64_t columns, REAL *to) {
   int64_t p = 0;
   for (; p + LANES <= columns; p += LANES) {
     T(vec) square[LANES];
-    for (int v = 0; v < LANES; v++)
-      memcpy(&square[v], T(load_row)(from, row + v, columns, buffer) + p, sizeof *square);
+    for (int v = 0; v < LANES; v++) square[v] = T(load_lanes)(from, row + v, p);
     T(transpose)(square);
     for (int v = 0; v < LANES; v++) *(T(vec) *)(to + (p + v) * NR) = square[v];
   }
@@ -208,8 +240,8 @@ static int64_t T(transpose_rows)(T(rows) from, int64_t row, int64_t columns, REA
 
 #else
 
-static int64_t T(transpose_rows)(T(rows) from, int64_t row, int64_t columns, REAL *to, REAL *buffer) {
-  (void)from, (void)row, (void)columns, (void)to, (void)buffer;
+static int64_t T(transpose_rows)(T(rows) from, int64_t row, int64_t columns, REAL *to) {
+  (void)from, (void)row, (void)columns, (void)to;
   return 0;
 }
 
@@ -221,9 +253,9 @@ static void T(pack_transposed)(T(rows) from, fa_range block, int64_t columns, RE
   int64_t done = 0; /* columns of these LANES rows */
   for (int64_t r = 0; r < fa_round_up(count, NR); r++) {
     if (r % LANES == 0)
-      done = r + LANES <= count ? T(transpose_rows)(from, block.begin + r, columns,
-                                                    to + r / NR * columns * NR + r % NR, buffer)
-                                : 0;
+      done = r + LANES <= count
+                 ? T(transpose_rows)(from, block.begin + r, columns, to + r / NR * columns * NR + r % NR)
+                 : 0;
     if (done == columns) continue;
     const REAL *row = r < count ? T(load_row)(from, block.begin + r, columns, buffer) : NULL;
     REAL *lane = to + r / NR * columns * NR + r % NR;
