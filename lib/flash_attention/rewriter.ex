@@ -22,7 +22,8 @@ if FlashAttention.Defn.supported?() do
     | `:dropout` | `:refuse` | What becomes of attention whose weights are dropped out: `:resample` drops others than the program would, as often. |
     | `:attention` | `[]` | `:device`, `:precision` and `:deterministic` of `FlashAttention.attention/4`. |
 
-    All others are the inner compiler's.
+    All others are the inner compiler's. `Nx.Defn.Evaluator` traces a function anew at each call, so that it is rewritten anew, too:
+    `Nx.Defn.compile/3` does it once.
 
     ## What is found
 
