@@ -53,6 +53,17 @@
  * a bias hides whole may not be computed. dbias is summed in f32 (f64 where dtype is f64), then rounded to its
  * type.
  *
+ * Where there are key_lengths, the keys of a batch end there: in all formulas its seqlen_k is its length, so
+ * that the last row of q stands beside the last key that there is. So a cache grows from step to step while
+ * shapes stay. fa_run clamps lengths to [0, seqlen_k], and fa_run_anywhere refuses others that it can look at.
+ * What k and v hold behind the length is not read where that saves time, and reaches nothing; dk and dv are 0
+ * there. There are no bands beside key_lengths: a band's k_end says the same.
+ *
+ * Where there is a page_table, k and v are pages, [num_pages, page_size, num_kv_heads, head_dim], and column j
+ * of batch b is row j % page_size of page page_table[b, j / page_size]; seqlen_k is max_pages * page_size, and
+ * key_lengths say how many of the columns are there. Pages may be shared. A page number that is not from 0 to
+ * num_pages - 1 is nowhere looked up: where such columns are visible, their k and v count as 0. Forward alone.
+ *
  * The distance that slopes multiply (ALiBi: Press et al. 2022) is that of a cell from the column beside its
  * row: k_end and q_end are those of the cell's band. A tensor broadcasts along an axis where it is 1, and its
  * gradient is then summed over that axis, as all gradients are over the axes that they do not have.
@@ -213,6 +224,9 @@ typedef struct fa_problem {
   fa_dtype bias_dtype;                       /* dtype, f32 or u8 */
   int64_t num_seed_words;                    /* of dropout_seed: 2; 0: there is none */
   int64_t dlse_batch;                        /* of dlse: 1 or batch; 0: there is none */
+  int64_t lengths_batch;                     /* of key_lengths: 1 or batch; 0: there are none */
+  int64_t num_pages, page_size;              /* of k and v where there is a page_table, */
+  int64_t max_pages; /* and the most that a batch has of them; 0: there is no page_table */
   /* Options; fa_options() lists them with their bounds. */
   double scale;                      /* 0: 1/sqrt(head_dim) */
   int64_t window_left, window_right; /* keys to either side, or FA_UNBOUNDED */
@@ -288,6 +302,8 @@ FA_API fa_status fa_option_set_choice(fa_problem *problem, const fa_option *opti
  *     alibi_slopes, dalibi_slopes   [batch or 1, num_heads]             f32
  *     dropout_seed          [2]                                         u32
  *     bias, dbias           [batch or 1, num_heads or 1, seqlen_q or 1, seqlen_k]   bias_dtype; no dbias of u8
+ *     key_lengths           [batch or 1]                                s32
+ *     page_table            [batch, max_pages]                          s32
  *     tangent_x, o_tangent, lse_tangent: as x, o and lse
  *
  * Strides are in elements, one for each axis but the last, which is always contiguous, in the order of the
@@ -307,7 +323,7 @@ typedef struct fa_tensor {
 } fa_tensor;
 
 typedef struct fa_tensors {
-  fa_tensor q, k, v, sink, row_sinks, bands, alibi_slopes, bias, dropout_seed;
+  fa_tensor q, k, v, sink, row_sinks, bands, alibi_slopes, bias, dropout_seed, key_lengths, page_table;
   fa_tensor o, lse;
   fa_tensor dout, dlse, dq, dk, dv, dsink, drow_sinks, dalibi_slopes, dbias;
   fa_tensor tangent_q, tangent_k, tangent_v; /* directions, for FA_PASS_TANGENT */
@@ -339,6 +355,8 @@ typedef enum fa_tensor_id {
   FA_TENSOR_ALIBI_SLOPES,
   FA_TENSOR_BIAS,
   FA_TENSOR_DROPOUT_SEED,
+  FA_TENSOR_KEY_LENGTHS,
+  FA_TENSOR_PAGE_TABLE,
   FA_TENSOR_O,
   FA_TENSOR_LSE,
   FA_TENSOR_DOUT,

@@ -124,6 +124,10 @@ static fa_status check_problem(const fa_plan *plan, int major, fa_error *error) 
                        plan->problem.origin.row);
   if (plan->problem.num_row_sinks > 0 && plan->problem.dlse_batch == 1 && plan->problem.batch > 1)
     return fa_fail(error, FA_STATUS_UNSUPPORTED, "dlse", "all batches beside row_sinks on CUDA", "1");
+  static const fa_tensor_id beyond[] = {FA_TENSOR_KEY_LENGTHS, FA_TENSOR_PAGE_TABLE};
+  for (size_t i = 0; i < sizeof beyond / sizeof *beyond; i++)
+    if (fa_tensor_role_in(&plan->problem, plan->pass, beyond[i]) != FA_ROLE_NONE)
+      return fa_fail(error, FA_STATUS_UNSUPPORTED, fa_tensor_name(beyond[i]), "none on CUDA", "a tensor");
   if (major < 8)
     return fa_fail(error, FA_STATUS_UNSUPPORTED, "device", "compute capability 8.0 or newer",
                    FA_TEXT("%d.x", major));
@@ -353,7 +357,7 @@ static bool is_general(const fa_cuda_kernel *kernel) { return kernel->takes & ~(
 static int64_t stride_along(const fa_problem *p, int id, fa_axis axis) {
   const int i = fa_axis_of(id, axis);
   if (i < 0 || !fa_varies_along(p, id, axis)) return 0;
-  return fa_axis_at(id, i + 1) ? fa_tensor_contiguous(p, id, NULL).strides[i] : 1;
+  return fa_axis_at(p, id, i + 1) ? fa_tensor_contiguous(p, id, NULL).strides[i] : 1;
 }
 
 /* A tensor of the table, whose role in the pass it is to be there, as the kernels read and write it. */

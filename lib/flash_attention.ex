@@ -40,6 +40,8 @@ defmodule FlashAttention do
   | `sink`, `dsink`        | `{num_sinks, num_heads}`, or a row's own, `{batch, seqlen_q, num_sinks, num_heads}` | `f32` |
   | `alibi_slopes`, `dalibi_slopes` | `{batch or 1, num_heads}`         | `f32`                                  |
   | `bias`, `dbias`        | `{batch or 1, num_heads or 1, seqlen_q or 1, seqlen_k}` | as `q`, `f32`, or `u8` (0 hides) |
+  | `key_lengths`          | `{batch or 1}`                             | `s32`                                  |
+  | `page_table`           | `{batch, max_pages}`; `k` and `v` are then `{num_pages, page_size, num_kv_heads, head_dim}` | `s32` |
 
   `num_kv_heads` divides `num_heads` (grouped-query attention). 16-bit types accumulate in f32. A row that sees
   nothing gives `o` 0 and `lse` -infinity (`log(sum exp(sink))` with sinks), never NaN.
@@ -372,6 +374,7 @@ defmodule FlashAttention do
   which with `device: :auto` need not be the first. Kernels are named by the backend, the architecture or instruction set, the
   type and, on a GPU, the head_dim that they are made for: `"cuda/sm90/bf16/d128"`. Those for Hopper read 16-bit
   tensors whose memory begins at, and whose rows are, multiples of 16 bytes; others go to the portable ones when they come.
+  `backward` is `nil` with a `page_table`, which only the forward takes.
 
       iex> one = FlashAttention.Tensor.new(<<1.0::float-32-native>>, :f32, {1, 1, 1, 1})
       iex> {:ok, %{device: :cpu, forward: forward}} = FlashAttention.plan(one, one, one, device: :cpu)
@@ -379,7 +382,7 @@ defmodule FlashAttention do
       true
   """
   @spec plan(tensor, tensor, tensor, [option]) ::
-          {:ok, %{device: device, forward: String.t(), backward: String.t()}}
+          {:ok, %{device: device, forward: String.t(), backward: String.t() | nil}}
           | {:error, Error.t()}
   def plan(q, k, v, opts \\ []) do
     with {:ok, options} <- Options.parse(opts, Options.keys() -- [:dlse]),
@@ -394,12 +397,19 @@ defmodule FlashAttention do
   defp kernels(shapes, native, [device | others]) do
     with {:ok, outputs, _bytes, forward} <- Native.plan(:forward, shapes, native, device),
          inputs = shapes |> Map.merge(outputs) |> Map.put(:dout, outputs.o),
-         {:ok, _outputs, _bytes, backward} <- Native.plan(:backward, inputs, native, device) do
+         {:ok, backward} <- backward_kernel(inputs, native, device) do
       {:ok, %{device: device_name(device), forward: forward, backward: backward}}
     else
       {:error, {:unsupported, _, _, _, _}} when others != [] -> kernels(shapes, native, others)
       {:error, error} -> {:error, Error.from_native(error)}
     end
+  end
+
+  # Keys on pages are the forward's alone.
+  defp backward_kernel(%{page_table: _}, _native, _device), do: {:ok, nil}
+
+  defp backward_kernel(inputs, native, device) do
+    with {:ok, _outputs, _bytes, kernel} <- Native.plan(:backward, inputs, native, device), do: {:ok, kernel}
   end
 
   # Of a kind without memory of its own there is one: the host.
@@ -468,7 +478,9 @@ defmodule FlashAttention do
     end
   end
 
-  defp with_optional(inputs, options), do: inputs ++ Map.to_list(options.tensors)
+  # A mask comes last, as the sizes of all others say what becomes of it.
+  defp with_optional(inputs, options),
+    do: inputs ++ Enum.sort_by(options.tensors, fn {_name, tensor} -> is_struct(tensor, Mask) end)
 
   defp placement(options), do: %{results: options.results, keep: options.keep == :device}
 
@@ -491,13 +503,16 @@ defmodule FlashAttention do
   end
 
   # A mask becomes bands where the sizes of q and k are known.
-  defp with_sizes(%Mask{} = mask, %{q: {_, _, q_shape}, k: {_, _, k_shape}}),
-    do: fn -> Mask.to_bands(mask, {seqlen(q_shape), seqlen(k_shape)}) end
+  defp with_sizes(%Mask{} = mask, %{q: {_, _, q_shape}, k: {_, _, k_shape}} = tensors),
+    do: fn -> Mask.to_bands(mask, {seqlen(q_shape), seqlen(k_shape) * pages_a_batch(tensors)}) end
 
   defp with_sizes(tensor, _tensors), do: tensor
 
   # Where there is none, the library says what is wrong with the shape.
   defp seqlen(shape), do: if(tuple_size(shape) > 1, do: elem(shape, 1), else: 0)
+
+  defp pages_a_batch(%{page_table: {_, _, table_shape}}), do: seqlen(table_shape)
+  defp pages_a_batch(_without), do: 1
 
   defp native_tensor(bands, device) when is_function(bands, 0) do
     native_tensor(bands.(), device)

@@ -209,3 +209,17 @@ fa_status fa_bands_check(const fa_problem *problem, const void *words, fa_error 
   free(pieces);
   return status;
 }
+
+/* ---- key lengths ----------------------------------------------------------------------------------------- */
+
+fa_status fa_key_lengths_check(const fa_problem *problem, const void *lengths, fa_error *error) {
+  for (int64_t batch = 0; batch < problem->lengths_batch; batch++) {
+    const int32_t length = ((const int32_t *)lengths)[batch];
+    if (length < 0 || length > problem->seqlen_k)
+      return fa_fail(
+          error, FA_STATUS_INVALID_ARGUMENT, "key_lengths",
+          FA_TEXT("0 to seqlen_k %lld in batch %lld", (long long)problem->seqlen_k, (long long)batch),
+          FA_TEXT("%d", (int)length));
+  }
+  return FA_STATUS_OK;
+}

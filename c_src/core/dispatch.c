@@ -56,6 +56,9 @@ fa_status fa_plan_init(fa_plan *plan, const fa_problem *problem, fa_pass pass, f
   if (status) return status;
   if ((unsigned)pass >= FA_NUM_PASSES)
     return fa_fail(error, FA_STATUS_INVALID_ARGUMENT, "pass", "a pass of fa_pass", FA_TEXT("%d", (int)pass));
+  if (problem->max_pages > 0 && pass != FA_PASS_FORWARD)
+    return fa_fail(error, FA_STATUS_UNSUPPORTED, "page_table", FA_TEXT("none in the %s", fa_pass_name(pass)),
+                   "a tensor");
   const fa_backend *backend;
   status = fa_backend_find(device, &backend, error);
   if (status) return status;

@@ -49,6 +49,12 @@ FA_MASK_FUNCTION fa_band fa_band_within(fa_band whole, const int32_t *words) {
   return band.q_begin < band.q_end && band.k_begin < band.k_end && band.left + band.right >= 0 ? band : none;
 }
 
+/* The whole problem's band of a batch whose keys end at `length`, whatever that is. */
+FA_MASK_FUNCTION fa_band fa_band_to_length(fa_band whole, int32_t length) {
+  whole.k_end = fa_last(fa_first(length, whole.k_end), 0);
+  return whole;
+}
+
 /* In all functions below, rows and columns that are asked about do not begin before the band's. They may lie
  * past its end, as those of a kernel's last tile do: for these the inequality above is continued. */
 

@@ -35,11 +35,24 @@ static bool tensor_fits(const fa_problem *problem, int id) {
   int64_t limit = (INT64_C(1) << 56) / 8;
   const fa_axis only_if = fa_tensor_only_if(id);
   if (only_if && fa_axis_size(problem, only_if) == 0) return true;
-  for (int i = 0; fa_axis_at(id, i); i++) {
-    const int64_t size = fa_axis_size(problem, fa_axis_at(id, i));
+  for (int i = 0; fa_axis_at(problem, id, i); i++) {
+    const int64_t size = fa_axis_size(problem, fa_axis_at(problem, id, i));
     limit /= size ? size : 1; /* strides and lse of an empty tensor must fit too */
   }
   return limit > 0;
+}
+
+static fa_status check_pages(const fa_problem *p, fa_error *error) {
+  if (p->max_pages == 0 && p->num_pages == 0 && p->page_size == 0) return FA_STATUS_OK;
+  int64_t num_keys;
+  if (p->max_pages == 0)
+    return fa_fail(error, FA_STATUS_INVALID_ARGUMENT, "page_table", "at least 1 page a batch", "0");
+  if (p->page_size == 0)
+    return fa_fail(error, FA_STATUS_INVALID_ARGUMENT, "page_size", "at least 1 key a page", "0");
+  if (!__builtin_mul_overflow(p->max_pages, p->page_size, &num_keys) && num_keys == p->seqlen_k)
+    return FA_STATUS_OK;
+  return fa_fail(error, FA_STATUS_INVALID_ARGUMENT, "seqlen_k", "max_pages * page_size",
+                 FA_TEXT("%lld", (long long)p->seqlen_k));
 }
 
 fa_status fa_problem_validate(const fa_problem *problem, fa_error *error) {
@@ -72,6 +85,11 @@ fa_status fa_problem_validate(const fa_problem *problem, fa_error *error) {
   if (problem->dropout != 0 && problem->num_seed_words == 0)
     return fa_fail(error, FA_STATUS_INVALID_ARGUMENT, "dropout_seed",
                    "a tensor of shape [2], as there is dropout", "none");
+  fa_status pages = check_pages(problem, error);
+  if (pages) return pages;
+  if (problem->lengths_batch > 0 && problem->num_bands > 0)
+    return fa_fail(error, FA_STATUS_INVALID_ARGUMENT, "key_lengths",
+                   "none beside bands, whose k_end says the same", "both");
   if (problem->num_heads % problem->num_kv_heads != 0)
     return fa_fail(error, FA_STATUS_INVALID_ARGUMENT, "num_kv_heads",
                    FA_TEXT("a divisor of num_heads %lld", (long long)problem->num_heads),

@@ -27,6 +27,10 @@ const fa_axis_row fa_axes[FA_NUM_AXES] = {
     [FA_AXIS_BIAS_ROWS] = SIZE(bias_rows, "x", 0, FA_AXIS_SEQLEN_Q),
     [FA_AXIS_SEED_WORDS] = SIZE(num_seed_words, "seed", 0),
     [FA_AXIS_DLSE_BATCH] = SIZE(dlse_batch, "dlse", 0, FA_AXIS_BATCH),
+    [FA_AXIS_LENGTHS_BATCH] = SIZE(lengths_batch, "lengths", 0, FA_AXIS_BATCH),
+    [FA_AXIS_NUM_PAGES] = SIZE(num_pages, "pages", 0),
+    [FA_AXIS_PAGE_SIZE] = SIZE(page_size, "page", 0),
+    [FA_AXIS_MAX_PAGES] = SIZE(max_pages, "table", 0),
 };
 #undef SIZE
 
@@ -45,10 +49,15 @@ const fa_axis_row fa_axes[FA_NUM_AXES] = {
 #define PER_HEAD(batch) {batch, FA_AXIS_NUM_HEADS}, TYPE(F32)
 #define BIAS_SHAPE \
   {FA_AXIS_BIAS_BATCH, FA_AXIS_BIAS_HEADS, FA_AXIS_BIAS_ROWS, FA_AXIS_SEQLEN_K}, AS_Q | TYPE(F32) | TYPE(U8)
-#define IF_BANDS .only_if = FA_AXIS_NUM_BANDS
-#define IF_SEED  .only_if = FA_AXIS_SEED_WORDS
-#define IF_DLSE  .only_if = FA_AXIS_DLSE_BATCH
-#define IF_BIAS  .only_if = FA_AXIS_BIAS_HEADS, .dtype_offset = offsetof(fa_problem, bias_dtype)
+#define LENGTHS_SHAPE {FA_AXIS_LENGTHS_BATCH}, TYPE(S32)
+#define PAGES_SHAPE   {FA_AXIS_BATCH, FA_AXIS_MAX_PAGES}, TYPE(S32)
+#define ON_PAGES      .paged = {FA_AXIS_NUM_PAGES, FA_AXIS_PAGE_SIZE}
+#define IF_BANDS      .only_if = FA_AXIS_NUM_BANDS
+#define IF_SEED       .only_if = FA_AXIS_SEED_WORDS
+#define IF_BIAS       .only_if = FA_AXIS_BIAS_HEADS, .dtype_offset = offsetof(fa_problem, bias_dtype)
+#define IF_DLSE       .only_if = FA_AXIS_DLSE_BATCH
+#define IF_LENGTHS    .only_if = FA_AXIS_LENGTHS_BATCH
+#define IF_PAGES      .only_if = FA_AXIS_MAX_PAGES
 
 /* One row a tensor. A new one that users may leave out has a field in fa_problem for each size that is its own,
  * a row in fa_axes for each of these (an axis that may broadcast is one of its own, `along` another), and names
@@ -60,6 +69,7 @@ static const struct tensor_row {
   unsigned types;                      /* of several, the problem keeps the actual one at dtype_offset */
   fa_tensor_role roles[FA_PASS_BOUND]; /* forward, backward, tangent */
   fa_axis only_if;                     /* left out where this axis is 0 */
+  fa_axis paged[2];                    /* what takes the place of its first axes where there is a page table */
   fa_tensor_id gradient, tangent;      /* what holds them; 0, which is q and neither, stands for none */
   size_t dtype_offset;                 /* of a fa_dtype in fa_problem */
   size_t unless;                       /* of an int32_t in fa_problem: left out where that is not 0 */
@@ -76,14 +86,16 @@ static const struct tensor_row {
       ROW(D##id, d##name, __VA_ARGS__, {0, OUT, 0}, .only_if = size),         \
       ROW(TANGENT_##id, tangent_##name, __VA_ARGS__, {0, 0, IN}, .only_if = size)
     ROW(Q, q, QUERY_SHAPE, {IN, IN, IN}, DERIVATIVES(Q)),
-    ROW(K, k, KEY_SHAPE, {IN, IN, IN}, DERIVATIVES(K)),
-    ROW(V, v, KEY_SHAPE, {IN, IN, IN}, DERIVATIVES(V)),
+    ROW(K, k, KEY_SHAPE, {IN, IN, IN}, DERIVATIVES(K), ON_PAGES),
+    ROW(V, v, KEY_SHAPE, {IN, IN, IN}, DERIVATIVES(V), ON_PAGES),
     DIFFERENTIATED(SINK, sink, FA_AXIS_NUM_SINKS, SINK_SHAPE),
     DIFFERENTIATED(ROW_SINKS, row_sinks, FA_AXIS_NUM_ROW_SINKS, OWN_SINKS),
     ROW(BANDS, bands, BAND_SHAPE, {IN, IN, IN}, IF_BANDS, .check = fa_bands_check),
     DIFFERENTIATED(ALIBI_SLOPES, alibi_slopes, FA_AXIS_ALIBI_BATCH, PER_HEAD(FA_AXIS_ALIBI_BATCH)),
     ROW(BIAS, bias, BIAS_SHAPE, {IN, IN, IN}, IF_BIAS, DERIVATIVES(BIAS)),
     ROW(DROPOUT_SEED, dropout_seed, {FA_AXIS_SEED_WORDS}, TYPE(U32), {IN, IN, IN}, IF_SEED),
+    ROW(KEY_LENGTHS, key_lengths, LENGTHS_SHAPE, {IN, IN, IN}, IF_LENGTHS, .check = fa_key_lengths_check),
+    ROW(PAGE_TABLE, page_table, PAGES_SHAPE, {IN, IN, IN}, IF_PAGES),
     ROW(O, o, QUERY_SHAPE, {OUT, IN, OUT}, .gradient = FA_TENSOR_DOUT, .tangent = FA_TENSOR_O_TANGENT),
     ROW(LSE, lse, ROW_SHAPE, {OUT, IN, OUT}, .tangent = FA_TENSOR_LSE_TANGENT),
     ROW(DOUT, dout, QUERY_SHAPE, {0, IN, 0}),
@@ -131,11 +143,22 @@ static void set_axis_size(fa_problem *problem, fa_axis axis, int64_t size) {
 
 static fa_axis axis_run_along(fa_axis axis) { return fa_axes[axis].along ? fa_axes[axis].along : axis; }
 
-fa_axis fa_axis_at(int id, int i) { return i < FA_MAX_RANK ? axis_run_along(rows[id].axes[i]) : FA_AXIS_NONE; }
+bool fa_is_paged(const fa_problem *problem, int id) { return problem->max_pages > 0 && rows[id].paged[0]; }
+
+/* The tensor's axis number i, FA_AXIS_NONE from its rank on. */
+static fa_axis own_axis(const fa_problem *problem, int id, int i) {
+  return i >= FA_MAX_RANK                    ? FA_AXIS_NONE
+         : i < 2 && fa_is_paged(problem, id) ? rows[id].paged[i]
+                                             : rows[id].axes[i];
+}
+
+fa_axis fa_axis_at(const fa_problem *problem, int id, int i) {
+  return axis_run_along(own_axis(problem, id, i));
+}
 
 int fa_axis_of(int id, fa_axis axis) {
   for (int i = 0; i < FA_MAX_RANK; i++)
-    if (fa_axis_at(id, i) == axis) return i;
+    if (axis_run_along(rows[id].axes[i]) == axis) return i;
   return -1;
 }
 
@@ -152,8 +175,9 @@ static bool broadcasts(const fa_problem *problem, fa_axis axis) {
 }
 
 bool fa_varies_along(const fa_problem *problem, int id, fa_axis axis) {
-  const int i = fa_axis_of(id, axis);
-  return i >= 0 && !broadcasts(problem, rows[id].axes[i]);
+  for (int i = 0; i < FA_MAX_RANK; i++)
+    if (fa_axis_at(problem, id, i) == axis) return !broadcasts(problem, own_axis(problem, id, i));
+  return false;
 }
 
 /* ---- tensors --------------------------------------------------------------------------------------------- */
@@ -212,7 +236,7 @@ fa_shape fa_tensor_shape(const fa_problem *problem, fa_tensor_id id) {
   fa_shape shape = {.dtype = dtype_of(problem, row), .rank = rank_of(row)};
   shape.size_bytes = (int64_t)fa_dtype_bytes(shape.dtype);
   for (int i = 0; i < shape.rank; i++) {
-    shape.dims[i] = fa_axis_size(problem, row->axes[i]);
+    shape.dims[i] = fa_axis_size(problem, own_axis(problem, id, i));
     shape.size_bytes *= shape.dims[i];
   }
   return shape;
@@ -231,7 +255,7 @@ fa_tensor fa_tensor_contiguous(const fa_problem *problem, fa_tensor_id id, void 
   const fa_shape shape = fa_tensor_shape(problem, id);
   int64_t stride = 1;
   for (int i = shape.rank - 1; i >= 0; i--) {
-    if (i < shape.rank - 1) tensor.strides[i] = broadcasts(problem, rows[id].axes[i]) ? 0 : stride;
+    if (i < shape.rank - 1) tensor.strides[i] = broadcasts(problem, own_axis(problem, id, i)) ? 0 : stride;
     stride *= shape.dims[i];
   }
   return tensor;
@@ -278,9 +302,10 @@ static int64_t *place_along(fa_cell *cell, fa_axis axis) {
 int64_t fa_element_of(const fa_problem *problem, int id, const fa_cell *cell) {
   fa_cell at = *cell;
   int64_t element = 0;
-  for (int i = 0; fa_axis_at(id, i); i++) {
-    element *= fa_axis_size(problem, rows[id].axes[i]);
-    if (!broadcasts(problem, rows[id].axes[i])) element += *place_along(&at, fa_axis_at(id, i));
+  for (int i = 0; fa_axis_at(problem, id, i); i++) {
+    element *= fa_axis_size(problem, own_axis(problem, id, i));
+    if (!broadcasts(problem, own_axis(problem, id, i)))
+      element += *place_along(&at, fa_axis_at(problem, id, i));
   }
   return element;
 }
@@ -288,8 +313,8 @@ int64_t fa_element_of(const fa_problem *problem, int id, const fa_cell *cell) {
 fa_cell fa_cell_of(const fa_problem *problem, int id, int64_t element) {
   fa_cell cell = {0};
   for (int i = rank_of(&rows[id]) - 1; i >= 0; i--) {
-    const int64_t size = fa_axis_size(problem, rows[id].axes[i]);
-    *place_along(&cell, fa_axis_at(id, i)) = element % size;
+    const int64_t size = fa_axis_size(problem, own_axis(problem, id, i));
+    *place_along(&cell, fa_axis_at(problem, id, i)) = element % size;
     element /= size;
   }
   return cell;
@@ -302,10 +327,10 @@ bool fa_is_sum(const fa_problem *problem, int id) {
 /* ---- shapes that are given ------------------------------------------------------------------------------- */
 
 /* "[batch, seqlen_q, num_heads, head_dim]" */
-static const char *axes_text(char *text, size_t text_bytes, const struct tensor_row *row) {
+static const char *axes_text(char *text, size_t text_bytes, const fa_problem *problem, int id) {
   size_t used = 0;
-  for (int i = 0; i < rank_of(row) && used < text_bytes; i++) {
-    const fa_axis_row *axis = &fa_axes[row->axes[i]];
+  for (int i = 0; i < rank_of(&rows[id]) && used < text_bytes; i++) {
+    const fa_axis_row *axis = &fa_axes[own_axis(problem, id, i)];
     used += strlen(axis->offset ? fa_text(text + used, text_bytes - used, "%s%s%s", i ? ", " : "[", axis->name,
                                           axis->along ? " or 1" : "")
                                 : fa_text(text + used, text_bytes - used, "%s%lld", i ? ", " : "[",
@@ -330,9 +355,9 @@ static const char *types_text(char *text, size_t text_bytes, const fa_problem *p
   return text;
 }
 
-static fa_status fail_missing(const struct tensor_row *row, fa_error *error) {
-  return fa_fail(error, FA_STATUS_INVALID_ARGUMENT, row->name,
-                 FA_TEXT("a tensor of shape %s", axes_text((char[96]){0}, 96, row)), "none");
+static fa_status fail_missing(const fa_problem *problem, int id, fa_error *error) {
+  return fa_fail(error, FA_STATUS_INVALID_ARGUMENT, rows[id].name,
+                 FA_TEXT("a tensor of shape %s", axes_text((char[96]){0}, 96, problem, id)), "none");
 }
 
 fa_status fa_tensors_validate(const fa_problem *problem, fa_error *error) {
@@ -343,8 +368,8 @@ fa_status fa_tensors_validate(const fa_problem *problem, fa_error *error) {
       return fa_fail(error, FA_STATUS_INVALID_ARGUMENT, row->name, types_text((char[96]){0}, 96, problem, row),
                      fa_dtype_name(dtype_of(problem, row)));
     for (int i = 0; i < rank_of(row); i++) {
-      const fa_axis along = fa_axis_at(id, i);
-      if (fa_axis_size(problem, row->axes[i]) == 0 && fa_axis_size(problem, along) > 0)
+      const fa_axis along = fa_axis_at(problem, id, i);
+      if (fa_axis_size(problem, own_axis(problem, id, i)) == 0 && fa_axis_size(problem, along) > 0)
         return fa_fail(error, FA_STATUS_INVALID_ARGUMENT, row->name,
                        FA_TEXT("1 or %s %lld", fa_axes[along].name, (long long)fa_axis_size(problem, along)),
                        "0");
@@ -399,10 +424,11 @@ static fa_status read_shape(reading *r, int id, const fa_shape *shape) {
   const struct tensor_row *row = &rows[id];
   if (shape->rank != rank_of(row))
     return fa_fail(r->error, FA_STATUS_INVALID_ARGUMENT, row->name,
-                   FA_TEXT("rank %d, %s", rank_of(row), axes_text((char[96]){0}, 96, row)),
+                   FA_TEXT("rank %d, %s", rank_of(row), axes_text((char[96]){0}, 96, r->problem, id)),
                    FA_TEXT("rank %d", shape->rank));
   fa_status status = read_dtype(r, id, shape->dtype);
-  for (int i = 0; !status && i < shape->rank; i++) status = read_size(r, id, row->axes[i], shape->dims[i]);
+  for (int i = 0; !status && i < shape->rank; i++)
+    status = read_size(r, id, own_axis(r->problem, id, i), shape->dims[i]);
   return status;
 }
 
@@ -414,6 +440,16 @@ static fa_status check_bytes(const fa_problem *problem, int id, const fa_shape *
                  FA_TEXT("%lld", (long long)given->size_bytes));
 }
 
+/* A page table says what the axes of keys are, and how many there are. */
+static void read_pages(reading *r, const fa_shape *page_table, const fa_shape *k) {
+  int64_t num_keys;
+  if (page_table->rank != 2) return;
+  r->problem->max_pages = page_table->dims[1];
+  if (!k || k->rank != 4 || __builtin_mul_overflow(page_table->dims[1], k->dims[1], &num_keys)) return;
+  r->problem->seqlen_k = num_keys;
+  r->axis_source[FA_AXIS_SEQLEN_K] = FA_TENSOR_PAGE_TABLE;
+}
+
 fa_status fa_problem_set_shapes(fa_problem *problem, fa_pass pass, const fa_shape *const shapes[FA_NUM_TENSORS],
                                 fa_error *error) {
   reading r = {.problem = problem, .dtype_source = -1, .error = error};
@@ -421,6 +457,7 @@ fa_status fa_problem_set_shapes(fa_problem *problem, fa_pass pass, const fa_shap
     r.axis_source[axis] = -1;
     set_axis_size(problem, axis, 0);
   }
+  if (shapes[FA_TENSOR_PAGE_TABLE]) read_pages(&r, shapes[FA_TENSOR_PAGE_TABLE], shapes[FA_TENSOR_K]);
   fa_status status = FA_STATUS_OK;
   for (int id = 0; !status && id < FA_NUM_TENSORS; id++) {
     const bool is_wanted = role_of(&rows[id], pass) == FA_ROLE_INPUT;
@@ -430,12 +467,12 @@ fa_status fa_problem_set_shapes(fa_problem *problem, fa_pass pass, const fa_shap
     else if (shapes[id])
       status = read_shape(&r, id, shapes[id]);
     else if (is_wanted && !rows[id].only_if)
-      status = fail_missing(&rows[id], error);
+      status = fail_missing(problem, id, error);
   }
   /* A tensor that may be left out is needed where another has brought its axis along. */
   for (int id = 0; !status && id < FA_NUM_TENSORS; id++)
     if (!shapes[id] && fa_tensor_role_in(problem, pass, id) == FA_ROLE_INPUT)
-      status = fail_missing(&rows[id], error);
+      status = fail_missing(problem, id, error);
   if (!status) status = fa_problem_validate(problem, error);
   for (int id = 0; !status && id < FA_NUM_TENSORS; id++)
     if (shapes[id]) status = check_bytes(problem, id, shapes[id], error);

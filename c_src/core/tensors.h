@@ -25,6 +25,10 @@ typedef enum fa_axis {
   FA_AXIS_BIAS_ROWS,
   FA_AXIS_SEED_WORDS,
   FA_AXIS_DLSE_BATCH,
+  FA_AXIS_LENGTHS_BATCH,
+  FA_AXIS_NUM_PAGES,
+  FA_AXIS_PAGE_SIZE,
+  FA_AXIS_MAX_PAGES,
   FA_NUM_AXES,
 } fa_axis;
 
@@ -45,8 +49,9 @@ int64_t fa_axis_size(const fa_problem *problem, fa_axis axis);
 void fa_axes_follow(fa_problem *part, const fa_problem *whole);
 
 /* Which axis of the problem a tensor's axis number i runs along, FA_AXIS_NONE from its rank on; and the number
- * of the axis that runs along one, -1 where there is none. An axis that may broadcast runs along its own. */
-fa_axis fa_axis_at(int id, int i);
+ * of the axis that runs along one, -1 where there is none, of a tensor without pages. An axis that may
+ * broadcast runs along its own. */
+fa_axis fa_axis_at(const fa_problem *problem, int id, int i);
 int fa_axis_of(int id, fa_axis axis);
 
 /* Whether the tensor has elements of its own for every place along the axis: not where it lacks the axis, nor
@@ -79,6 +84,9 @@ fa_cell fa_cell_of(const fa_problem *problem, int id, int64_t element);
 
 /* Whether the tensor is a gradient without head_dim: a sum over the cells that share an element (dsink). */
 bool fa_is_sum(const fa_problem *problem, int id);
+
+/* Whether the tensor lies on pages, which batches find by the page table. */
+bool fa_is_paged(const fa_problem *problem, int id);
 
 /* The axis whose size of 0 means that the tensor is left out, or FA_AXIS_NONE where it never is. */
 fa_axis fa_tensor_only_if(int id);

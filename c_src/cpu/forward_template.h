@@ -12,12 +12,15 @@
  *     m', p = exp(st - m')                            sums over k need no step across lanes
  *     o[STRIP, head_dim]   = exp(m - m') * o + p^T . v
  *
- * What a row gets depends neither on the rows of its task nor on the threads.
+ * Few rows beside many columns have tasks of PART columns each, whose sums a second phase adds up, so that one
+ * row keeps several threads busy. What a row gets depends neither on the rows of its task nor on the threads.
  *
  * Parameters: REAL, T(name), LOG, STRIP, BLOCK, LANES, NR (see kernels.c), and the templates before this one.
  */
 
 #define FORWARD_ROWS (4 * STRIP)
+#define FEW_ROWS     16          /* of q, beside which columns are split */
+#define PART         (8 * BLOCK) /* columns */
 
 typedef struct T(forward_scratch) {
   REAL *q;       /* [FORWARD_ROWS / NR][head_dim][NR] */
@@ -63,8 +66,33 @@ static int64_t T(forward_task_rows)(const fa_problem *problem) {
   return tasks < 64 ? FORWARD_ROWS / 2 : FORWARD_ROWS;
 }
 
+/* Into how many parts the columns are split; whether they are hangs on nothing that slices of a problem change.
+ */
+static int64_t T(forward_num_parts)(const fa_problem *problem) {
+  return problem->seqlen_q <= FEW_ROWS ? fa_max(fa_divide_up(problem->seqlen_k, PART), 1) : 1;
+}
+
 static int64_t T(forward_num_tasks)(const fa_problem *problem) {
-  return fa_divide_up(problem->seqlen_q, T(forward_task_rows)(problem)) * problem->batch * problem->num_heads;
+  return fa_divide_up(problem->seqlen_q, T(forward_task_rows)(problem)) * problem->batch * problem->num_heads *
+         T(forward_num_parts)(problem);
+}
+
+/* A part's sums of a row: o [padded head_dim], m, l. */
+static int64_t T(sums_of_row)(const fa_problem *problem) { return fa_round_up(problem->head_dim, NR) + 2; }
+
+/* [batch, num_heads, parts, seqlen_q] sums, where there are several parts. */
+static size_t T(forward_shared_bytes)(const fa_problem *problem) {
+  const int64_t parts = T(forward_num_parts)(problem);
+  return parts == 1 ? 0
+                    : (size_t)(problem->batch * problem->num_heads * parts * problem->seqlen_q *
+                               T(sums_of_row)(problem)) *
+                          sizeof(REAL);
+}
+
+static REAL *T(sums_at)(const fa_cpu_job *job, int64_t pair, int64_t part, int64_t row) {
+  const fa_problem *problem = job->problem;
+  const int64_t place = (pair * T(forward_num_parts)(problem) + part) * problem->seqlen_q + row;
+  return (REAL *)job->shared + place * T(sums_of_row)(problem);
 }
 
 /* The last step of a row: sinks join the sum, o is divided by it, o and lse are written. */
@@ -127,9 +155,9 @@ static void T(forward_columns)(const fa_cpu_job *job, const fa_tile *rows_by_col
   }
 }
 
-/* All tiles of a task's rows, block of columns by block of columns. */
-static void T(forward_rows)(const fa_cpu_job *job, const fa_sequence *sequence, int64_t head, fa_range rows,
-                            T(forward_scratch) s) {
+/* The sums of a task's rows over all tiles in its part of the columns, block by block. */
+static void T(forward_sums)(const fa_cpu_job *job, const fa_sequence *sequence, int64_t head, fa_range rows,
+                            fa_range part, T(forward_scratch) s) {
   const fa_problem *problem = job->problem;
   int64_t d = problem->head_dim, padded = fa_round_up(d, NR);
   int64_t kv_head = head / (problem->num_heads / problem->num_kv_heads);
@@ -143,24 +171,80 @@ static void T(forward_rows)(const fa_cpu_job *job, const fa_sequence *sequence, 
     fa_band band = fa_band_at(sequence, b);
     fa_blocks blocks = fa_blocks_seen_by(sequence, &band, rows, BLOCK);
     for (int64_t i = 0; i < blocks.count; i++) {
-      const fa_range columns = fa_overlap(fa_block_at(blocks, i), fa_columns_in_band(&band, rows));
+      const fa_range block = fa_block_at(blocks, i);
+      if (block.begin < part.begin || block.begin >= part.end) continue;
+      const fa_range columns = fa_overlap(block, fa_columns_in_band(&band, rows));
       give_way();
       T(pack_rows)(k, columns, d, s.k);
       T(pack_panels)(v, columns, d, s.v, s.buffer);
       T(forward_columns)(job, &(fa_tile){sequence, &band, head, rows, columns}, s);
     }
   }
+}
+
+static void T(forward_finish)(const fa_cpu_job *job, const fa_sequence *sequence, int64_t head, fa_range rows,
+                              T(forward_scratch) s) {
+  int64_t padded = fa_round_up(job->problem->head_dim, NR);
   for (int64_t i = 0; i < rows.end - rows.begin; i++)
     T(finish_row)(job, sequence, head, rows.begin + i, s.o + i * padded, s.m[i], s.l[i]);
+}
+
+static void T(keep_sums)(const fa_cpu_job *job, int64_t pair, int64_t part, fa_range rows,
+                         T(forward_scratch) s) {
+  int64_t padded = fa_round_up(job->problem->head_dim, NR);
+  for (int64_t i = 0; i < rows.end - rows.begin; i++) {
+    REAL *sums = T(sums_at)(job, pair, part, rows.begin + i);
+    memcpy(sums, s.o + i * padded, (size_t)padded * sizeof *sums);
+    sums[padded] = s.m[i], sums[padded + 1] = s.l[i];
+  }
+}
+
+/* The sums of a row over all parts, in their order. Parts that see nothing have l = 0. */
+static void T(join_row)(const fa_cpu_job *job, const fa_sequence *sequence, int64_t pair, int64_t row,
+                        T(forward_scratch) s) {
+  int64_t parts = T(forward_num_parts)(job->problem), padded = fa_round_up(job->problem->head_dim, NR);
+  T(vec) m = T(splat)(-INFINITY);
+  REAL l = 0;
+  for (int64_t part = 0; part < parts; part++) {
+    const REAL *sums = T(sums_at)(job, pair, part, row);
+    if (sums[padded + 1] != 0) m = T(max)(T(splat)(sums[padded]), m);
+  }
+  memset(s.o, 0, (size_t)padded * sizeof *s.o);
+  for (int64_t part = 0; part < parts; part++) {
+    const REAL *sums = T(sums_at)(job, pair, part, row);
+    if (sums[padded + 1] == 0) continue;
+    REAL weight = T(first)(T(exp)(T(splat)(sums[padded]) - m));
+    l += weight * sums[padded + 1];
+    for (int64_t p = 0; p < padded; p++) s.o[p] += weight * sums[p];
+  }
+  T(finish_row)(job, sequence, pair % job->problem->num_heads, row, s.o, T(first)(m), l);
+}
+
+static int64_t T(join_num_tasks)(const fa_problem *problem) {
+  return T(forward_num_parts)(problem) > 1 ? problem->batch * problem->num_heads : 0;
+}
+
+static void T(join_task)(const fa_cpu_job *job, int64_t task, void *scratch) {
+  const fa_problem *problem = job->problem;
+  fa_sequence sequence = fa_sequence_of(problem, job->tensors, task / problem->num_heads);
+  for (int64_t row = 0; row < sequence.seqlen_q; row++)
+    T(join_row)(job, &sequence, task, row, T(lay_out_forward)(&(fa_arena){.base = scratch}, problem));
 }
 
 static void T(forward_task)(const fa_cpu_job *job, int64_t task, void *scratch) {
   const fa_problem *problem = job->problem;
   int64_t task_rows = T(forward_task_rows)(problem), pairs = problem->batch * problem->num_heads;
-  fa_sequence sequence = fa_sequence_of(problem, job->tensors, task % pairs / problem->num_heads);
+  int64_t parts = T(forward_num_parts)(problem), part = task / pairs % parts, pair = task % pairs;
+  fa_sequence sequence = fa_sequence_of(problem, job->tensors, pair / problem->num_heads);
+  T(forward_scratch) s = T(lay_out_forward)(&(fa_arena){.base = scratch}, problem);
   /* The last rows first: under a causal mask they see the most, and the longest tasks should start first. */
-  int64_t first = (fa_divide_up(problem->seqlen_q, task_rows) - 1 - task / pairs) * task_rows;
+  int64_t first = (fa_divide_up(problem->seqlen_q, task_rows) - 1 - task / pairs / parts) * task_rows;
   fa_range rows = {first, fa_min(first + task_rows, sequence.seqlen_q)};
-  if (rows.begin < rows.end) T(forward_rows)
-  (job, &sequence, task % problem->num_heads, rows, T(lay_out_forward)(&(fa_arena){.base = scratch}, problem));
+  fa_range columns = {part * PART, part + 1 == parts ? sequence.seqlen_k : (part + 1) * PART};
+  if (rows.begin >= rows.end) return;
+  T(forward_sums)(job, &sequence, pair % problem->num_heads, rows, columns, s);
+  if (parts == 1)
+    T(forward_finish)(job, &sequence, pair % problem->num_heads, rows, s);
+  else
+    T(keep_sums)(job, pair, part, rows, s);
 }

@@ -140,11 +140,13 @@ static inline void wait_until(atomic_int *value, int at_least) {
 #include "scores_template.h"
 #include "forward_template.h"
 
-#define FORWARD(label, type)                                                                          \
-  {                                                                                                   \
-    .name = "cpu/" TEXT(FA_ISA) "/" label, .scratch_bytes = forward_scratch_bytes_##type, .phases = { \
-      {forward_num_tasks_##type, forward_task_##type}                                                 \
-    }                                                                                                 \
+#define FORWARD(label, type)                                                            \
+  {                                                                                     \
+    .name = "cpu/" TEXT(FA_ISA) "/" label, .shared_bytes = forward_shared_bytes_##type, \
+    .scratch_bytes = forward_scratch_bytes_##type, .phases = {                          \
+      {forward_num_tasks_##type, forward_task_##type},                                  \
+      {join_num_tasks_##type, join_task_##type}                                         \
+    }                                                                                   \
   }
 
 #define BACKWARD(label, type)                                                            \

@@ -8,9 +8,10 @@
 /* The rows of one head of o, or of the gradient by it. */
 static T(rows) T(part_rows)(const fa_part *part, int64_t batch, int64_t head) {
   const int64_t element_bytes = (int64_t)fa_dtype_bytes(part->dtype);
-  return (T(rows)){
-      (char *)part->o.data + (batch * part->o.stride_batch + head * part->o.stride_head) * element_bytes,
-      part->o.stride_row * element_bytes, part->dtype};
+  const int64_t first = batch * part->o.stride_batch + head * part->o.stride_head;
+  return (T(rows)){.data = (char *)part->o.data + first * element_bytes,
+                   .stride_bytes = part->o.stride_row * element_bytes,
+                   .dtype = part->dtype};
 }
 
 /* lse of some rows of a head, or the gradient by it. */

@@ -53,11 +53,27 @@ static void T(fill_zero)(REAL *x, int64_t length) {
   for (int64_t c = 0; c < length; c++) x[c] = 0;
 }
 
-/* to [head_dim]: one row of one head of a tensor */
+/* to [head_dim]: one row of one head of a batch, or of a page */
+static void T(load_from)(REAL *to, const fa_problem *p, const fa_tensor *x, int64_t batch, int64_t row,
+                         int64_t head) {
+  const int64_t begin = batch * x->stride_batch + row * x->stride_row + head * x->stride_head;
+  for (int64_t c = 0; c < p->head_dim; c++) to[c] = (REAL)element(p->dtype, x->data, begin + c);
+}
+
 static void T(load)(REAL *to, const fa_problem *p, const fa_tensor *x, const fa_sequence *sequence, int64_t row,
                     int64_t head) {
-  const int64_t begin = sequence->batch * x->stride_batch + row * x->stride_row + head * x->stride_head;
-  for (int64_t c = 0; c < p->head_dim; c++) to[c] = (REAL)element(p->dtype, x->data, begin + c);
+  T(load_from)(to, p, x, sequence->batch, row, head);
+}
+
+static void T(load_key)(REAL *to, const fa_problem *p, const fa_tensor *x, const fa_sequence *sequence,
+                        int64_t key, int64_t head) {
+  if (!sequence->pages) {
+    T(load)(to, p, x, sequence, key, head);
+    return;
+  }
+  const fa_page_row at = fa_page_row_of(sequence->pages, sequence->page_size, sequence->num_pages, key);
+  if (at.page >= 0) T(load_from)(to, p, x, at.page, at.row, head);
+  for (int64_t c = 0; at.page < 0 && c < p->head_dim; c++) to[c] = 0;
 }
 
 /* The row of the tensor becomes factor * from [head_dim]. */
@@ -71,8 +87,8 @@ static void T(save)(const fa_tensor *x, const fa_problem *p, const fa_sequence *
 static void T(load_keys)(T(scratch) * x, const fa_problem *p, const fa_tensors *t, const fa_sequence *sequence,
                          int64_t kv) {
   for (int64_t j = 0; j < sequence->seqlen_k; j++) {
-    T(load)(x->k + j * p->head_dim, p, &t->k, sequence, j, kv);
-    T(load)(x->v + j * p->head_dim, p, &t->v, sequence, j, kv);
+    T(load_key)(x->k + j * p->head_dim, p, &t->k, sequence, j, kv);
+    T(load_key)(x->v + j * p->head_dim, p, &t->v, sequence, j, kv);
   }
 }
 

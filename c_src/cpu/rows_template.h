@@ -12,6 +12,9 @@ typedef struct T(rows) {
 #if IS_COMPLEX
   char *tangent;
   int64_t tangent_stride_bytes;
+#else
+  const fa_sequence *on_pages; /* the sequence whose pages these are rows of, or NULL */
+  int64_t page_bytes;          /* from one page to the next */
 #endif
 } T(rows);
 
@@ -72,9 +75,20 @@ INLINE void T(store_lse)(const fa_cpu_job *job, int64_t i, REAL lse) {
 
 static T(rows) T(rows_of)(const fa_cpu_job *job, fa_tensor_id id, const fa_sequence *sequence, int64_t head) {
   const fa_tensor *tensor = fa_tensor_get(job->tensors, id);
-  size_t element_bytes = fa_dtype_bytes(job->problem->dtype);
-  return (T(rows)){T(first_row)(tensor, element_bytes, sequence, head),
-                   tensor->stride_row * (int64_t)element_bytes, job->problem->dtype};
+  const int64_t element_bytes = (int64_t)fa_dtype_bytes(job->problem->dtype);
+  const bool is_paged = fa_is_paged(job->problem, id);
+  char *data = is_paged ? (char *)tensor->data + head * tensor->stride_head * element_bytes
+                        : T(first_row)(tensor, (size_t)element_bytes, sequence, head);
+  return (T(rows)){data, tensor->stride_row * element_bytes, job->problem->dtype, is_paged ? sequence : NULL,
+                   tensor->stride_batch * element_bytes};
+}
+
+/* Where a row begins; NULL where it is on a page that is not there. */
+INLINE const char *T(row_at)(T(rows) from, int64_t row) {
+  if (!from.on_pages) return from.data + row * from.stride_bytes;
+  const fa_page_row at =
+      fa_page_row_of(from.on_pages->pages, from.on_pages->page_size, from.on_pages->num_pages, row);
+  return at.page < 0 ? NULL : from.data + at.page * from.page_bytes + at.row * from.stride_bytes;
 }
 
 INLINE const char *T(row_at)(T(rows) from, int64_t row) { return from.data + row * from.stride_bytes; }
@@ -103,7 +117,9 @@ static void T(to_f16)(const REAL *from, int64_t count, uint16_t *halves) {
 INLINE const REAL *T(load_row)(T(rows) from, int64_t row, int64_t count, REAL *buffer) {
   const char *data = T(row_at)(from, row);
   const uint16_t *half = (const uint16_t *)data;
-  if (from.dtype == FA_DTYPE_BF16) {
+  if (!data) {
+    memset(buffer, 0, (size_t)count * sizeof *buffer);
+  } else if (from.dtype == FA_DTYPE_BF16) {
     for (int64_t i = 0; i < count; i++) buffer[i] = fa_bf16_to_f32(half[i]);
   } else if (from.dtype == FA_DTYPE_F16) {
     T(from_f16)(half, count, buffer);

@@ -20,19 +20,41 @@ typedef struct fa_sequence {
   int64_t num_bands;                /* of what the rows see; at least 1 */
   const int32_t *band_words;        /* [num_bands, 6], or NULL where the rows see the whole */
   fa_band whole;
+  const int32_t *pages; /* [max_pages], where keys lie on pages, or NULL */
+  int64_t page_size, num_pages;
 } fa_sequence;
 
 static inline fa_sequence fa_sequence_of(const fa_problem *problem, const fa_tensors *tensors, int64_t batch) {
   const bool has_bands = problem->num_bands > 0;
+  const int32_t *lengths = tensors->key_lengths.data;
+  const fa_band whole = fa_problem_band(problem);
   const int64_t first_band = problem->bands_batch > 1 ? batch * problem->num_bands : 0;
   return (fa_sequence){.batch = batch,
+                       .pages = problem->max_pages > 0
+                                    ? (const int32_t *)tensors->page_table.data + batch * problem->max_pages
+                                    : NULL,
+                       .page_size = problem->page_size,
+                       .num_pages = problem->num_pages,
                        .seqlen_q = problem->seqlen_q,
                        .seqlen_k = problem->seqlen_k,
                        .first_stat = batch * problem->num_heads * problem->seqlen_q,
                        .stats_a_head = problem->seqlen_q,
                        .num_bands = has_bands ? problem->num_bands : 1,
                        .band_words = has_bands ? (const int32_t *)tensors->bands.data + 6 * first_band : NULL,
-                       .whole = fa_problem_band(problem)};
+                       .whole = problem->lengths_batch > 0
+                                    ? fa_band_to_length(whole, lengths[problem->lengths_batch > 1 ? batch : 0])
+                                    : whole};
+}
+
+/* Where a key lies in k or v on pages, in pages and rows of one; a page that is not there is negative. */
+typedef struct fa_page_row {
+  int64_t page, row;
+} fa_page_row;
+
+static inline fa_page_row fa_page_row_of(const int32_t *pages, int64_t page_size, int64_t num_pages,
+                                         int64_t key) {
+  const int64_t page = pages[key / page_size];
+  return (fa_page_row){page < num_pages ? page : -1, key % page_size};
 }
 
 /* Where the lse and the delta of a head's row 0 lie; those of its other rows follow. */

@@ -25,8 +25,8 @@ static bool comes_apart(const fa_problem *problem, int id, fa_axis axis) {
   if (fa_is_strided(id) || !fa_varies_along(problem, id, axis)) return false;
   const fa_shape shape = fa_tensor_shape(problem, id);
   bool has_gaps = false;
-  for (int i = 0; fa_axis_at(id, i) != axis; i++)
-    has_gaps |= fa_axis_at(id, i) != FA_AXIS_BATCH && shape.dims[i] > 1;
+  for (int i = 0; fa_axis_at(problem, id, i) != axis; i++)
+    has_gaps |= fa_axis_at(problem, id, i) != FA_AXIS_BATCH && shape.dims[i] > 1;
   return has_gaps;
 }
 
@@ -47,10 +47,12 @@ typedef struct cutting {
 } cutting;
 
 /* An output that does not vary along an axis is a sum over it, which slices cannot share. Results of rows that
- * come apart are computed elsewhere and put in place; that is not done for anything else. */
+ * come apart are computed elsewhere and put in place; that is not done for anything else. Some heads of pages
+ * lie in rows and in pages, which are two distances where a region has one. */
 static void find_cuts(cutting *c, fa_pass pass) {
   const fa_problem *p = c->problem;
-  c->batches = c->heads = c->rows = true;
+  c->batches = c->rows = true;
+  c->heads = p->max_pages == 0;
   for (int id = 0; id < FA_NUM_TENSORS; id++) {
     const fa_tensor_role role = fa_tensor_role_in(p, pass, id);
     if (role == FA_ROLE_NONE) continue;
@@ -77,10 +79,12 @@ fa_slicing fa_host_slicing = {
 
 static bool is_mostly_staged(const cutting *c) { return 2 * c->pageable_bytes > c->bytes_moved; }
 
-/* Rows are as long as in the whole, which is what counts where the processor copies q. Bands tell positions in
- * the whole, and slopes multiply them, so problems with either keep their rows together. */
+/* Rows are as long as in the whole, which is what counts where the processor copies q. Bands, lengths and pages
+ * tell positions in the whole, and slopes multiply them, so problems with any of them keep their rows together.
+ */
 static bool cuts_rows(const cutting *c) {
-  return c->rows && c->problem->num_bands == 0 && c->problem->alibi_batch == 0 && is_mostly_staged(c) &&
+  return c->rows && c->problem->num_bands == 0 && c->problem->alibi_batch == 0 &&
+         c->problem->lengths_batch == 0 && c->problem->max_pages == 0 && is_mostly_staged(c) &&
          c->problem->seqlen_k >= c->problem->seqlen_q;
 }
 
@@ -313,7 +317,7 @@ fa_region fa_region_of(const fa_problem *problem, const fa_extent *extent, int i
   fa_region region = {.row_bytes = element, .num_rows = 1};
   bool is_whole = true;
   for (int i = shape.rank - 1; i >= 0; i--) {
-    const place at = places_along(problem, extent, id, fa_axis_at(id, i), shape.dims[i]);
+    const place at = places_along(problem, extent, id, fa_axis_at(problem, id, i), shape.dims[i]);
     const size_t stride = element * (size_t)(i == shape.rank - 1 ? 1 : strides.strides[i]);
     region.offset += (size_t)at.first * stride;
     if (is_whole) {

@@ -88,6 +88,23 @@ defmodule FlashAttention.Options do
         "Of `backward/7` and `backward/3` alone: the gradient by `lse` where the loss depends on it, " <>
           "`[batch or 1, num_heads, seqlen_q]`, in lse's type."
     ],
+    key_lengths: [
+      type: :tensor,
+      default: nil,
+      default_doc: "none",
+      doc:
+        "How many keys each batch has, `[batch or 1]`, s32: `seqlen_k` of the formulas, as if `k` and `v` ended there. So " <>
+          "a cache grows while shapes stay. Not beside `mask`."
+    ],
+    page_table: [
+      type: :tensor,
+      default: nil,
+      default_doc: "none",
+      doc:
+        "Where the keys of each batch lie, `[batch, max_pages]`, s32: `k` and `v` are then pages `[num_pages, page_size, " <>
+          "num_kv_heads, head_dim]`, `seqlen_k` is `max_pages * page_size`, and key `j` is row `rem(j, page_size)` of page " <>
+          "`page_table[b][div(j, page_size)]`. Of the forward alone."
+    ],
     device: [
       type: :device,
       default: :auto,

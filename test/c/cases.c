@@ -24,17 +24,18 @@
     .name = label, .tags = tag, .layout = LAYOUT_STRIDED, .problem = { DEFAULTS, __VA_ARGS__ } \
   }
 
-#define LENGTHS(q, k) .seqlen_q = q, .seqlen_k = k
-#define HEADS(h, kv)  .num_heads = h, .num_kv_heads = kv
-#define WINDOW(l, r)  .window_left = l, .window_right = r
-#define CAUSAL        .window_right = 0
-#define BANDS(n)      .bands_batch = 1, .num_bands = n
-#define ALIBI(b)      .alibi_batch = b
-#define BIAS(b, h, s) .bias_batch = b, .bias_heads = h, .bias_rows = s
-#define DROPOUT(r)    .dropout = r, .num_seed_words = 2
-#define DLSE(b)       .dlse_batch = b
-#define ROW_SINKS(n)  .num_row_sinks = n
-#define MASK(b, h, s) BIAS(b, h, s), .bias_dtype = FA_DTYPE_U8
+#define LENGTHS(q, k)  .seqlen_q = q, .seqlen_k = k
+#define HEADS(h, kv)   .num_heads = h, .num_kv_heads = kv
+#define WINDOW(l, r)   .window_left = l, .window_right = r
+#define CAUSAL         .window_right = 0
+#define BANDS(n)       .bands_batch = 1, .num_bands = n
+#define ALIBI(b)       .alibi_batch = b
+#define BIAS(b, h, s)  .bias_batch = b, .bias_heads = h, .bias_rows = s
+#define DROPOUT(r)     .dropout = r, .num_seed_words = 2
+#define DLSE(b)        .dlse_batch = b
+#define ROW_SINKS(n)   .num_row_sinks = n
+#define MASK(b, h, s)  BIAS(b, h, s), .bias_dtype = FA_DTYPE_U8
+#define KEY_LENGTHS(b) .lengths_batch = b
 
 /* Every head_dim: a causal one with grouped heads, and one of a few rows. */
 #define HEAD_DIM(d)                                                     \
@@ -97,6 +98,8 @@ static const fa_case cases[] = {
            MASK(2, 1, 6)),
     TAGGED("tiny, bias, alibi, bands", CASE_TINY, LENGTHS(7, 9), .batch = 2, HEADS(2, 2), .head_dim = 3,
            ALIBI(1), BIAS(1, 2, 7), .bands_batch = 2, .num_bands = 3),
+    TAGGED("tiny, lengths", CASE_TINY | CASE_QUICK, LENGTHS(3, 9), .batch = 3, HEADS(4, 2), .head_dim = 3,
+           KEY_LENGTHS(3), CAUSAL, .num_sinks = 1),
 
     TAGGED("tiny, dropout", CASE_TINY | CASE_QUICK, LENGTHS(9, 11), .batch = 2, HEADS(4, 2), .head_dim = 3,
            DROPOUT(0.3), .num_sinks = 1),
@@ -208,6 +211,58 @@ static const fa_case cases[] = {
     /* More row blocks than a GPU has multiprocessors. */
     ROW("bands, very many heads", LENGTHS(300, 250), .batch = 2, HEADS(72, 36), .head_dim = 16,
         .bands_batch = 2, .num_bands = 9, CAUSAL),
+
+    /* Few rows and many keys: kernels share the rows of a group out otherwise, and split the keys. */
+    TAGGED("few rows: one", CASE_QUICK, LENGTHS(1, 1301), .batch = 2, HEADS(8, 2), .head_dim = 24),
+    ROW("few rows: one, d128", LENGTHS(1, 3001), HEADS(4, 1), .head_dim = 128),
+    ROW("few rows: one, d64, many keys", LENGTHS(1, 9001), .head_dim = 64),
+    ROW("few rows: one, d256, many keys", LENGTHS(1, 4003), HEADS(2, 1), .head_dim = 256),
+    TAGGED("few rows: many parts, window", CASE_QUICK, LENGTHS(2, 4801), .head_dim = 200, WINDOW(4001, 0),
+           .num_sinks = 2),
+    ROW("few rows: every head apart", LENGTHS(1, 517), .batch = 3, HEADS(5, 5), .head_dim = 128),
+    ROW("few rows: group of 24", LENGTHS(1, 811), HEADS(24, 1), .head_dim = 40),
+    ROW("few rows: group of 40", LENGTHS(1, 405), HEADS(80, 2), .head_dim = 64),
+    ROW("few rows: group of 64", LENGTHS(1, 203), HEADS(64, 1), .head_dim = 256),
+    ROW("few rows: 12, causal", LENGTHS(3, 701), HEADS(8, 2), .head_dim = 80, CAUSAL),
+    ROW("few rows: 20, causal", LENGTHS(5, 1003), HEADS(8, 2), .head_dim = 64, CAUSAL),
+    ROW("few rows: 35, window", LENGTHS(7, 611), HEADS(10, 2), .head_dim = 72, WINDOW(100, 3)),
+    ROW("few rows: 64", LENGTHS(16, 301), HEADS(4, 1), .head_dim = 128, CAUSAL),
+    ROW("few rows: 66", LENGTHS(22, 211), HEADS(3, 1), .head_dim = 128, CAUSAL),
+    ROW("few rows: 32, wide", LENGTHS(8, 199), HEADS(4, 1), .head_dim = 256, CAUSAL),
+    ROW("few rows: window", LENGTHS(1, 2003), HEADS(4, 2), .head_dim = 48, WINDOW(130, 0)),
+    ROW("few rows: softcap", LENGTHS(2, 1501), HEADS(6, 3), .head_dim = 96, .softcap = 5, .scale = -0.4),
+    TAGGED("few rows: everything", CASE_QUICK, LENGTHS(6, 907), .batch = 2, HEADS(6, 2), .head_dim = 104,
+           WINDOW(500, 1), .softcap = 7, .num_sinks = 3),
+    ROW("few rows: more than keys", LENGTHS(31, 7), HEADS(2, 1), .head_dim = 64, CAUSAL),
+    ROW("few tiles", LENGTHS(70, 4099), HEADS(2, 1), .head_dim = 8),
+    ROW("few tiles, causal, sinks", LENGTHS(133, 4211), .head_dim = 16, CAUSAL, .num_sinks = 1),
+    ROW("few tiles, window", LENGTHS(90, 4211), HEADS(2, 2), .head_dim = 16, WINDOW(50, 9)),
+    FILLED("few rows: large", FILL_LARGE, LENGTHS(1, 1103), HEADS(4, 1), .head_dim = 64),
+    FILLED("few rows: large, d256", FILL_LARGE, LENGTHS(3, 500), HEADS(2, 1), .head_dim = 256),
+    FILLED("few rows: lognormal", FILL_LOGNORMAL, LENGTHS(2, 1300), HEADS(2, 1), .head_dim = 128, CAUSAL),
+    STRIDED("few rows: strided", CASE_QUICK, LENGTHS(1, 1201), .batch = 2, HEADS(4, 2), .head_dim = 56),
+
+    /* Keys that end before the tensor does. */
+    TAGGED("lengths", CASE_QUICK, LENGTHS(133, 167), .batch = 5, HEADS(2, 1), .head_dim = 24, KEY_LENGTHS(5)),
+    TAGGED("lengths, causal", CASE_QUICK, LENGTHS(205, 301), .batch = 4, HEADS(4, 2), .head_dim = 40,
+           KEY_LENGTHS(4), CAUSAL),
+    ROW("lengths, a window", LENGTHS(259, 311), .batch = 3, HEADS(2, 2), .head_dim = 72, KEY_LENGTHS(3),
+        WINDOW(77, 11), .num_sinks = 2),
+    ROW("lengths, one for all", LENGTHS(101, 190), .batch = 2, HEADS(2, 1), .head_dim = 160, KEY_LENGTHS(1),
+        CAUSAL, .softcap = 5),
+    ROW("lengths, wide", LENGTHS(201, 290), .batch = 2, HEADS(2, 1), .head_dim = 256, KEY_LENGTHS(2), CAUSAL),
+    ROW("lengths, alibi", LENGTHS(141, 163), .batch = 2, HEADS(3, 1), ALIBI(2), KEY_LENGTHS(2)),
+    TAGGED("lengths, no keys", CASE_QUICK, LENGTHS(5, 0), .batch = 2, KEY_LENGTHS(2)),
+    STRIDED("lengths, everything, strided", CASE_QUICK, LENGTHS(137, 267), .batch = 3, HEADS(4, 2),
+            .head_dim = 80, KEY_LENGTHS(3), WINDOW(161, 7), .softcap = 4, .scale = -0.6, .num_sinks = 2,
+            .deterministic = 1),
+    ROW("few rows: lengths", LENGTHS(1, 1503), .batch = 9, HEADS(8, 2), .head_dim = 64, KEY_LENGTHS(9)),
+    ROW("few rows: lengths, causal", LENGTHS(5, 907), .batch = 6, HEADS(6, 2), .head_dim = 128, KEY_LENGTHS(6),
+        CAUSAL, .num_sinks = 1),
+    ROW("few rows: lengths, many parts", LENGTHS(2, 4203), .batch = 2, .head_dim = 256, KEY_LENGTHS(2),
+        WINDOW(3501, 0)),
+    STRIDED("few rows: lengths, strided", CASE_QUICK, LENGTHS(3, 1201), .batch = 3, HEADS(4, 2), .head_dim = 56,
+            KEY_LENGTHS(3), CAUSAL),
 
     /* Heads. */
     ROW("grouped heads", LENGTHS(71, 83), .batch = 2, HEADS(6, 3), .head_dim = 24),
@@ -450,6 +505,8 @@ fa_case fa_case_random(uint64_t seed, uint64_t index) {
   }
   if (random_uniform(random) < 0.15) p->num_row_sinks = random_integer(random, 1, 3);
   if (random_uniform(random) < 0.2) p->dlse_batch = random_uniform(random) < 0.5 ? 1 : p->batch;
+  if (p->num_bands == 0 && random_uniform(random) < 0.2)
+    p->lengths_batch = random_uniform(random) < 0.3 ? 1 : p->batch;
   if (random_uniform(random) < 0.3) result.fill = (fa_fill)random_integer(random, FILL_LARGE, FILL_LOGNORMAL);
   if (random_uniform(random) < 0.3) result.layout = LAYOUT_STRIDED;
   /* What the reference has to do stays small: batches, heads, then lengths give way. */
@@ -460,6 +517,7 @@ fa_case fa_case_random(uint64_t seed, uint64_t index) {
       p->alibi_batch -= p->alibi_batch > 1;
       p->bias_batch -= p->bias_batch > 1;
       p->dlse_batch -= p->dlse_batch > 1;
+      p->lengths_batch -= p->lengths_batch > 1;
     } else if (p->num_kv_heads > 1) {
       if (p->bias_heads > 1) p->bias_heads -= p->num_heads / p->num_kv_heads;
       p->num_heads -= p->num_heads / p->num_kv_heads;

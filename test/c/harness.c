@@ -148,6 +148,16 @@ static void fill_bias(double *data, const fa_problem *problem, fa_random *random
   }
 }
 
+/* Some batches are full, some empty. */
+static void fill_lengths(double *data, const fa_problem *problem, fa_random *random) {
+  for (int64_t i = 0; i < problem->lengths_batch; i++) {
+    const int64_t kind = random_integer(random, 0, 7);
+    data[i] = kind == 0   ? 0
+              : kind == 1 ? (double)problem->seqlen_k
+                          : (double)random_integer(random, 0, problem->seqlen_k);
+  }
+}
+
 static bool is_input_alone(const fa_problem *problem, int id) {
   bool is_input = false;
   for (int pass = 0; pass < FA_NUM_PASSES; pass++) {
@@ -168,6 +178,8 @@ void values_fill(fa_values *values, const fa_problem *problem, fa_dtype round_to
       for (int64_t i = 0; i < count; i++) values->data[id][i] = (double)random_integer(&random, 0, UINT32_MAX);
     } else if (id == FA_TENSOR_BIAS) {
       fill_bias(values->data[id], problem, &random);
+    } else if (id == FA_TENSOR_KEY_LENGTHS) {
+      fill_lengths(values->data[id], problem, &random);
     } else if (fa_axis_of(id, FA_AXIS_HEAD_DIM) < 0) {
       const double size = size_on_grid(id);
       fill_grid(values->data[id], count, size, size * (fa_tensor_tangent(id) < 0 ? 0x1p-6 : 0x1p-10), &random);

@@ -54,6 +54,8 @@ static void test_names(void) {
                                                       "alibi_slopes",
                                                       "bias",
                                                       "dropout_seed",
+                                                      "key_lengths",
+                                                      "page_table",
                                                       "o",
                                                       "lse",
                                                       "dout",
@@ -395,17 +397,17 @@ static void test_axes(void) {
         "lse");
   fa_problem p = valid_problem();
   p.num_sinks = 3, p.num_row_sinks = 2, p.num_bands = 5,
-  p.bands_batch = p.alibi_batch = p.bias_batch = p.dlse_batch = p.batch;
+  p.bands_batch = p.alibi_batch = p.bias_batch = p.dlse_batch = p.lengths_batch = p.batch;
   p.bias_heads = p.num_heads, p.bias_rows = p.seqlen_q, p.num_seed_words = 2;
   for (int id = 0; id < FA_NUM_TENSORS; id++) {
     const fa_shape shape = fa_tensor_shape(&p, id);
     const char *name = fa_tensor_name(id);
     for (int i = 0; i < shape.rank; i++) {
-      const fa_axis axis = fa_axis_at(id, i);
+      const fa_axis axis = fa_axis_at(&p, id, i);
       CHECK(fa_axis_of(id, axis) == i && fa_axis_size(&p, axis) == shape.dims[i], "%s: axis %d", name, i);
       CHECK(fa_varies_along(&p, id, axis), "%s does not vary along %s", name, fa_axes[axis].name);
     }
-    CHECK(fa_axis_at(id, shape.rank) == FA_AXIS_NONE, "%s: an axis behind the last", name);
+    CHECK(fa_axis_at(&p, id, shape.rank) == FA_AXIS_NONE, "%s: an axis behind the last", name);
     CHECK(fa_is_strided(id) == (shape.dims[shape.rank - 1] == p.head_dim), "%s is strided", name);
   }
   CHECK(!fa_varies_along(&p, FA_TENSOR_DSINK, FA_AXIS_BATCH), "dsink is a sum over the batch");

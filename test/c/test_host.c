@@ -122,13 +122,20 @@ static void run_reference(setting *s, fa_pass pass) {
 /* A number that f16 holds, so that results are the same where kernels' operands are packed. */
 static double random_number(fa_random *random) { return round(random_normal(random) * 64) / 64; }
 
+/* Lengths that a cache may have; page numbers of which some are none. */
+static double random_place(const fa_problem *problem, int id, fa_random *random) {
+  return (double)(id == FA_TENSOR_KEY_LENGTHS ? random_integer(random, 0, problem->seqlen_k)
+                                              : random_integer(random, -1, problem->num_pages));
+}
+
 static setting setting_new(const fa_problem *problem, fa_pass pass, fa_random *random) {
   setting s = {.problem = *problem, .pass = pass};
   for (int id = 0; id < FA_TENSOR_TANGENT_Q; id++) {
     const fa_dtype dtype = fa_tensor_shape(problem, id).dtype;
     s.host[id] = calloc(1, size_of(&s, id) + 64);
     for (size_t i = 0; i < size_of(&s, id) / fa_dtype_bytes(dtype); i++)
-      set_element(dtype, (unsigned char *)s.host[id] + i * fa_dtype_bytes(dtype), random_number(random));
+      set_element(dtype, (unsigned char *)s.host[id] + i * fa_dtype_bytes(dtype),
+                  dtype == FA_DTYPE_S32 ? random_place(problem, id, random) : random_number(random));
   }
   run_reference(&s, FA_PASS_FORWARD);
   if (pass == FA_PASS_BACKWARD) run_reference(&s, pass);
@@ -221,7 +228,17 @@ static void check_run(setting *s) {
   CHECK(measured.kernel_seconds >= 1, "%s: kernels took no time", text);
 }
 
-static fa_problem random_problem(fa_random *random) {
+/* Keys that end somewhere, or lie on pages, which the backward does not take. */
+static void add_cache(fa_problem *problem, fa_pass pass, fa_random *random) {
+  if (random_integer(random, 0, 3) == 0)
+    problem->lengths_batch = random_integer(random, 0, 1) ? 1 : problem->batch;
+  if (pass != FA_PASS_FORWARD || random_integer(random, 0, 2)) return;
+  problem->page_size = random_integer(random, 1, 5), problem->max_pages = random_integer(random, 1, 4);
+  problem->num_pages = random_integer(random, 0, 9);
+  problem->seqlen_k = problem->page_size * problem->max_pages;
+}
+
+static fa_problem random_problem(fa_pass pass, fa_random *random) {
   fa_problem problem;
   fa_problem_init(&problem);
   problem.dtype = random_integer(random, 0, 1) ? FA_DTYPE_F32 : FA_DTYPE_BF16;
@@ -241,6 +258,7 @@ static fa_problem random_problem(fa_random *random) {
     problem.bias_rows = random_integer(random, 0, 1) ? 1 : problem.seqlen_q;
     if (random_integer(random, 0, 1)) problem.bias_dtype = FA_DTYPE_U8;
   }
+  add_cache(&problem, pass, random);
   return problem;
 }
 
@@ -297,8 +315,9 @@ static void test_places_and_slices(void) {
                                    .least_row_bytes = random_integer(&random, 1, 60),
                                    .least_staged_row_bytes = random_integer(&random, 1, 200),
                                    .row_unit = random_integer(&random, 1, 9)};
-    const fa_problem problem = random_problem(&random);
-    setting s = setting_new(&problem, i % 2 ? FA_PASS_BACKWARD : FA_PASS_FORWARD, &random);
+    const fa_pass pass = i % 2 ? FA_PASS_BACKWARD : FA_PASS_FORWARD;
+    const fa_problem problem = random_problem(pass, &random);
+    setting s = setting_new(&problem, pass, &random);
     const long before = fake_get_state().num_runs;
     for (int id = 0; id < FA_NUM_TENSORS && i % 4 == 0; id++) s.where[id] = PINNED; /* cut most finely */
     for (int id = 0; id < FA_TENSOR_O && i % 8 == 2; id++) s.where[id] = PAGEABLE;  /* cut by rows */
@@ -404,7 +423,7 @@ static void test_faults(fa_pass pass) {
 
 /* A random problem in places that several devices can have it in. */
 static setting setting_of_devices(fa_pass pass, fa_random *random) {
-  const fa_problem problem = random_problem(random);
+  const fa_problem problem = random_problem(pass, random);
   setting s = setting_new(&problem, pass, random);
   for (int id = 0; id < FA_NUM_TENSORS; id++)
     if (s.where[id] == KEPT || s.where[id] == COPIED) s.where[id] = PAGEABLE;

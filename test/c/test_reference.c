@@ -32,7 +32,9 @@ static bool visible_in(const fa_problem *p, const double *band, int64_t i, int64
 /* distance: of ALiBi */
 static bool visible(const fa_problem *p, const fa_values *x, int64_t b, int64_t i, int64_t j,
                     double *distance) {
-  const double whole[6] = {0, (double)p->seqlen_q, 0, (double)p->seqlen_k, INT32_MAX, INT32_MAX};
+  const double length =
+      p->lengths_batch ? x->data[FA_TENSOR_KEY_LENGTHS][p->lengths_batch > 1 ? b : 0] : (double)p->seqlen_k;
+  const double whole[6] = {0, (double)p->seqlen_q, 0, length, INT32_MAX, INT32_MAX};
   const double *bands =
       p->num_bands == 0 ? whole : x->data[FA_TENSOR_BANDS] + (p->bands_batch > 1 ? b : 0) * p->num_bands * 6;
   for (const double *band = bands; band < bands + 6 * (p->num_bands ? p->num_bands : 1); band += 6) {

@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import c_library
-from jax_attention import (BACKWARD, FORWARD, PLATFORMS, Attention, attribute, device_events, handler, register,
+from jax_attention import (BACKWARD, FORWARD, PLATFORMS, Attention, attribute, device_events, handler, like, register,
                            transfers)
 
 jax.config.update("jax_enable_x64", True)
@@ -197,7 +197,8 @@ class Tests:
 
     def cases(self):
         cases = self.harness.cases(self.args.quick)
-        taken = [case for case in cases if not self.has_score_tensors(case) and (self.takes_bands() or not case.problem.num_bands)]
+        taken = [case for case in cases if not self.has_score_tensors(case)
+                 and not case.problem.lengths_batch and (self.takes_bands() or not case.problem.num_bands)]
         left = [case for case in cases if case.problem.num_bands] if not self.takes_bands() else []
         if left:
             print(f"EXCLUDED: {len(left)} cases with bands, which this platform does not take")
@@ -293,6 +294,32 @@ class Tests:
                 if x is not None:
                     check(np.allclose(x, y, rtol=1e-3, atol=1e-4, equal_nan=False), f"masks: {name} is another")
         check(run._cache_size() == 1, "masks: one program for all contents")
+
+    # Caches, whose lengths and pages change, in one compiled program.
+
+    def caches(self):
+        if not self.takes_bands():
+            return print("EXCLUDED: caches, as this platform takes no key lengths")
+        q, k, v = self.random((2, 3, 4, 16), (2, 24, 2, 16), (2, 24, 2, 16))
+
+        def attend(q, k, v, **more):
+            b, s, h, _ = q.shape
+            results = [like(q), jax.ShapeDtypeStruct((b, h, s), np.float32)]
+            return self.attention.call("forward", dict(q=q, k=k, v=v, **more), results, dict(window_right=0))[0]
+
+        in_order = jax.jit(lambda q, k, v, lengths: attend(q, k, v, key_lengths=lengths))
+        on_pages = jax.jit(lambda q, k, v, table, lengths: attend(q, k, v, page_table=table, key_lengths=lengths))
+        for lengths in ([24, 24], [3, 17], [0, 1]):
+            o = in_order(q, k, v, self.put(lengths, np.int32))
+            for i, length in enumerate(lengths):
+                alone = attend(q[i:i + 1], k[i:i + 1, :length], v[i:i + 1, :length]) if length else np.zeros_like(o[i:i + 1])
+                check(np.allclose(o[i:i + 1], alone, rtol=1e-5, atol=1e-6), f"caches: a length of {length} is another")
+            pages = [x.reshape(6, 8, 2, 16) for x in (k, v)]
+            for order in ([0, 1, 2, 3, 4, 5], [5, 1, 3, 0, 4, 2]):
+                shuffled = [self.put(np.asarray(x)[np.argsort(order)], np.float32) for x in pages]
+                paged = on_pages(q, *shuffled, self.put(np.reshape(order, (2, 3)), np.int32), self.put(lengths, np.int32))
+                check(np.array_equal(paged, o), f"caches: pages {order} give other bits")
+        check(in_order._cache_size() == 1 and on_pages._cache_size() == 1, "caches: one program each")
 
     # Bad calls.
 
@@ -556,8 +583,8 @@ def main():
     parser.add_argument("--library", default="priv/libflash_attention.so")
     parser.add_argument("--harness", default="build/test/libharness.so")
     tests = Tests(parser.parse_args())
-    for test in (tests.exla, tests.vmap, tests.masks, tests.bad_calls, tests.attributes, tests.command_buffers, tests.transfers,
-                 tests.table, tests.score_tensors):
+    for test in (tests.exla, tests.vmap, tests.masks, tests.caches, tests.bad_calls, tests.attributes,
+                 tests.command_buffers, tests.transfers, tests.table, tests.score_tensors):
         test()
     print(f"{passed} passed, {len(failures)} failed")
     sys.exit(bool(failures))

@@ -39,13 +39,17 @@ if FlashAttention.Defn.supported?() do
     defp check!(inputs, opts) do
       tensors = Options.parse!(opts, Options.keys() -- [:keep, :results, :dlse]).tensors
       inputs = for {name, tensor} <- inputs, do: {name, tensor!(name, tensor)}
-      size = {Nx.axis_size(inputs[:q], 1), Nx.axis_size(inputs[:k], 1)}
+      size = {Nx.axis_size(inputs[:q], 1), Nx.axis_size(inputs[:k], 1) * pages_a_batch(tensors[:page_table])}
 
       optional =
         for name <- @optional_names, tensor = tensors[name], do: {name, tensor!(name, numbers(tensor, size))}
 
       {inputs ++ optional, Keyword.drop(opts, Keyword.values(@optional))}
     end
+
+    # Where k is pages, its axis 1 is a page's.
+    defp pages_a_batch(%{shape: {_batch, max_pages}}), do: max_pages
+    defp pages_a_batch(_none), do: 1
 
     defp numbers(%Mask{} = mask, size), do: Mask.Nx.bands(mask, size)
     defp numbers(tensor, _size), do: tensor

@@ -1,0 +1,295 @@
+/*
+ * Caches: keys that end before their tensor does, and keys on pages. What is refused; that a problem with a
+ * length is the one whose tensors end there; that what lies behind is not looked at; that pages give the bits
+ * that the same keys give in order; and that no length and no page number is dangerous.
+ */
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "../../c_src/core/bands.h"
+#include "../../c_src/core/integers.h"
+#include "../../c_src/core/tensors.h"
+#include "check.h"
+#include "harness.h"
+#include "random.h"
+
+static fa_problem problem_of(int64_t batch, int64_t seqlen_q, int64_t seqlen_k, int64_t head_dim) {
+  fa_problem p;
+  fa_problem_init(&p);
+  p.batch = batch, p.seqlen_q = seqlen_q, p.seqlen_k = seqlen_k, p.head_dim = head_dim;
+  p.num_heads = 4, p.num_kv_heads = 2, p.window_right = 0;
+  return p;
+}
+
+/* ---- what is refused ------------------------------------------------------------------------------------- */
+
+static void test_refusals(void) {
+  fa_problem p = problem_of(3, 1, 7, 8);
+  p.lengths_batch = 3;
+  const int32_t fine[3] = {0, 7, 5}, long_one[3] = {0, 8, 5}, negative[3] = {0, 7, -1};
+  fa_error error;
+  CHECK(fa_key_lengths_check(&p, fine, &error) == FA_STATUS_OK, "%s", error.message);
+  CHECK(fa_key_lengths_check(&p, long_one, &error) == FA_STATUS_INVALID_ARGUMENT, "a key too many passes");
+  CHECK_TEXT(error.message, "key_lengths: expected 0 to seqlen_k 7 in batch 1, got 8");
+  CHECK(fa_key_lengths_check(&p, negative, &error) == FA_STATUS_INVALID_ARGUMENT, "less than no key passes");
+  CHECK_TEXT(error.message, "key_lengths: expected 0 to seqlen_k 7 in batch 2, got -1");
+  p.lengths_batch = 2;
+  CHECK(fa_problem_validate(&p, &error) == FA_STATUS_INVALID_ARGUMENT, "lengths of two of three batches pass");
+  p.lengths_batch = p.bands_batch = p.num_bands = 1;
+  CHECK(fa_problem_validate(&p, &error) == FA_STATUS_INVALID_ARGUMENT, "lengths beside bands pass");
+  CHECK_TEXT(error.argument, "key_lengths");
+}
+
+/* A call on tensors of the host looks at them. */
+static void test_call(void) {
+  fa_problem p = problem_of(1, 1, 3, 4);
+  p.lengths_batch = 1;
+  int32_t length = 4;
+  float q[16] = {0}, k[24] = {0}, o[16], lse[4];
+  fa_tensors tensors = {.q = fa_tensor_contiguous(&p, FA_TENSOR_Q, q),
+                        .k = fa_tensor_contiguous(&p, FA_TENSOR_K, k),
+                        .v = fa_tensor_contiguous(&p, FA_TENSOR_V, k),
+                        .key_lengths = fa_tensor_contiguous(&p, FA_TENSOR_KEY_LENGTHS, &length),
+                        .o = fa_tensor_contiguous(&p, FA_TENSOR_O, o),
+                        .lse = fa_tensor_contiguous(&p, FA_TENSOR_LSE, lse)};
+  fa_plan plan;
+  fa_error error;
+  CHECK(!fa_plan_init(&plan, &p, FA_PASS_FORWARD, (fa_device){FA_DEVICE_CPU, 0}, &error), "%s", error.message);
+  CHECK(fa_run_anywhere(&plan, &tensors, NULL, NULL, &error) == FA_STATUS_INVALID_ARGUMENT,
+        "a key too many passes");
+  CHECK_TEXT(error.argument, "key_lengths");
+  length = 2;
+  CHECK(fa_run_anywhere(&plan, &tensors, NULL, NULL, &error) == FA_STATUS_OK, "%s", error.message);
+  CHECK(fabsf(lse[0] - logf(2)) < 1e-6f, "lse of two keys alike is %g", (double)lse[0]);
+}
+
+/* ---- what they mean -----------------------------------------------------------------------------------------
+ */
+
+/* Runs what the device takes of both passes; false where that is nothing. */
+static bool run_both(const fa_setup *setup, const fa_problem *p, fa_values *x) {
+  char why[512];
+  for (fa_pass pass = FA_PASS_FORWARD; pass <= FA_PASS_BACKWARD; pass++) {
+    const fa_outcome outcome = run_pass(setup, p, pass, x, why);
+    if (outcome == OUTCOME_UNSUPPORTED) return pass > FA_PASS_FORWARD;
+    CHECK(outcome == OUTCOME_RAN, "%s", why);
+  }
+  return true;
+}
+
+/* The first rows of a head's tensor of larger problems, as the tensor of smaller ones has them. */
+static void copy_rows(const fa_problem *small, fa_values *to, const fa_problem *large, const fa_values *from,
+                      fa_tensor_id id) {
+  const int64_t width = small->num_kv_heads * small->head_dim;
+  for (int64_t b = 0; b < small->batch; b++)
+    memcpy(to->data[id] + b * small->seqlen_k * width, from->data[id] + b * large->seqlen_k * width,
+           (size_t)(small->seqlen_k * width) * sizeof(double));
+}
+
+/* A cache of which `length` keys are there, garbage behind them, beside tensors that end there. */
+static void test_length(const fa_setup *setup, fa_dtype dtype, int64_t seqlen_q, int64_t length,
+                        double garbage) {
+  fa_problem cache = problem_of(2, seqlen_q, 333, 40), exact = problem_of(2, seqlen_q, length, 40);
+  cache.dtype = exact.dtype = dtype, cache.deterministic = exact.deterministic = 1, cache.lengths_batch = 1;
+  fa_values x = values_new(&cache), y = values_new(&exact);
+  values_fill(&x, &cache, dtype, FILL_NORMAL, 3);
+  values_fill(&y, &exact, dtype, FILL_NORMAL, 3);
+  x.data[FA_TENSOR_KEY_LENGTHS][0] = (double)length;
+  copy_rows(&exact, &y, &cache, &x, FA_TENSOR_K);
+  copy_rows(&exact, &y, &cache, &x, FA_TENSOR_V);
+  const int64_t width = cache.num_kv_heads * cache.head_dim;
+  for (int64_t b = 0; b < 2; b++)
+    for (int64_t i = (b * 333 + length) * width; i < (b + 1) * 333 * width; i++)
+      x.data[FA_TENSOR_K][i] = x.data[FA_TENSOR_V][i] = garbage;
+  if (run_both(setup, &cache, &x) && run_both(setup, &exact, &y)) {
+    const double bits = dtype == FA_DTYPE_BF16 ? 0x1p-7 : dtype == FA_DTYPE_F16 ? 0x1p-10 : 0x1p-20;
+    CHECK(values_error(&exact, FA_TENSOR_O, &x, &y) <= 4 * bits, "%d rows, length %d: o differs by %g",
+          (int)seqlen_q, (int)length, values_error(&exact, FA_TENSOR_O, &x, &y));
+    CHECK(values_error(&exact, FA_TENSOR_LSE, &x, &y) <= 0x1p-17, "%d rows, length %d: lse differs by %g",
+          (int)seqlen_q, (int)length, values_error(&exact, FA_TENSOR_LSE, &x, &y));
+  } else {
+    num_skipped++;
+  }
+  values_free(&x);
+  values_free(&y);
+}
+
+/* Whatever lengths hold, a run reads and writes its tensors alone, and gives the same again. */
+static void test_anything(const fa_setup *setup, fa_dtype dtype) {
+  static const int32_t extremes[] = {INT32_MIN, -1, 0, 1, 90, 91, INT32_MAX};
+  for (size_t i = 0; i < sizeof extremes / sizeof *extremes; i++) {
+    fa_problem p = problem_of(2, 5, 90, 24);
+    p.dtype = dtype, p.lengths_batch = 2, p.deterministic = 1;
+    fa_values x = values_new(&p), y = values_new(&p);
+    values_fill(&x, &p, dtype, FILL_NORMAL, 1);
+    values_fill(&y, &p, dtype, FILL_NORMAL, 1);
+    x.data[FA_TENSOR_KEY_LENGTHS][0] = y.data[FA_TENSOR_KEY_LENGTHS][0] = extremes[i];
+    if (run_both(setup, &p, &x) && run_both(setup, &p, &y))
+      CHECK(values_equal(&p, FA_TENSOR_O, &x, &y), "length %d: other bits of o", (int)extremes[i]);
+    values_free(&x);
+    values_free(&y);
+  }
+}
+
+/* ---- pages ----------------------------------------------------------------------------------------------- */
+
+/* Tensors whose keys lie on the pages of a paged problem, in order. */
+static fa_problem unpaged(const fa_problem *p) {
+  fa_problem plain = *p;
+  plain.num_pages = plain.page_size = plain.max_pages = 0;
+  return plain;
+}
+
+/* A page of a batch, -1 where its number is none. */
+static int64_t page_of(const fa_problem *p, const fa_values *x, int64_t batch, int64_t i) {
+  const double page = x->data[FA_TENSOR_PAGE_TABLE][batch * p->max_pages + i];
+  return page >= 0 && page < (double)p->num_pages ? (int64_t)page : -1;
+}
+
+static void gather(const fa_problem *p, const fa_values *from, fa_values *to, fa_tensor_id id) {
+  const int64_t width = p->num_kv_heads * p->head_dim;
+  for (int64_t b = 0; b < p->batch; b++)
+    for (int64_t j = 0; j < p->seqlen_k; j++) {
+      const int64_t page = page_of(p, from, b, j / p->page_size);
+      double *row = to->data[id] + (b * p->seqlen_k + j) * width;
+      if (page >= 0)
+        memcpy(row, from->data[id] + (page * p->page_size + j % p->page_size) * width,
+               (size_t)width * sizeof *row);
+      else
+        memset(row, 0, (size_t)width * sizeof *row);
+    }
+}
+
+/* Pages at random, shared between batches, and some numbers that are none. */
+static void fill_table(const fa_problem *p, fa_values *x, fa_random *random) {
+  static const double none[] = {-1, INT32_MIN, INT32_MAX};
+  for (int64_t i = 0; i < p->batch * p->max_pages; i++)
+    x->data[FA_TENSOR_PAGE_TABLE][i] = random_integer(random, 0, 9) == 0
+                                           ? none[random_integer(random, 0, 2)]
+                                           : (double)random_integer(random, 0, p->num_pages - 1);
+}
+
+static bool same_kernel(const fa_setup *setup, const fa_problem *p, const fa_problem *other) {
+  fa_plan x, y;
+  CHECK(!fa_plan_init(&x, p, FA_PASS_FORWARD, setup->device, NULL) &&
+            !fa_plan_init(&y, other, FA_PASS_FORWARD, setup->device, NULL),
+        "plans");
+  return strcmp(x.kernel, y.kernel) == 0;
+}
+
+/* Every option and every tensor that a forward may have, by the digits of a seed. */
+static void add_options(fa_problem *p, uint64_t seed) {
+  static const fa_dtype bias_types[] = {FA_DTYPE_F32, FA_DTYPE_U8};
+  p->lengths_batch = seed % 3 ? p->batch : 0;
+  if (p->lengths_batch == 0 && seed % 2) p->num_bands = 3, p->bands_batch = p->batch;
+  p->num_sinks = (int64_t)(seed % 2), p->softcap = seed % 5 ? 0 : 7;
+  if (seed % 4 == 0) p->window_left = p->seqlen_k / 2;
+  if (seed % 7 == 1) p->alibi_batch = p->batch;
+  if (seed % 7 == 2) p->num_seed_words = 2, p->dropout = 0.25;
+  if (seed % 7 > 4)
+    p->bias_batch = p->bias_rows = 1, p->bias_heads = p->num_heads, p->bias_dtype = bias_types[seed % 7 - 5];
+}
+
+/* What lies on pages gives the bits that it gives in order to the same kernel. */
+static void test_pages(const fa_setup *setup, fa_dtype dtype, int64_t page_size, int64_t max_pages,
+                       int64_t seqlen_q, int64_t head_dim, uint64_t seed) {
+  fa_random random = random_stream(seed, 0);
+  fa_problem p = problem_of(3, seqlen_q, page_size * max_pages, head_dim);
+  p.dtype = dtype, p.page_size = page_size, p.max_pages = max_pages, p.num_pages = max_pages * 2 + 1;
+  add_options(&p, seed);
+  const fa_problem plain = unpaged(&p);
+  fa_values x = values_new(&p), y = values_new(&plain);
+  values_fill(&x, &p, dtype, FILL_NORMAL, seed);
+  values_fill(&y, &plain, dtype, FILL_NORMAL, seed);
+  fill_table(&p, &x, &random);
+  gather(&p, &x, &y, FA_TENSOR_K);
+  gather(&p, &x, &y, FA_TENSOR_V);
+  char why[512];
+  const fa_outcome outcome = run_pass(setup, &p, FA_PASS_FORWARD, &x, why);
+  CHECK(outcome == OUTCOME_RAN, "pages of %d: %s", (int)page_size, why);
+  must_run(setup, &plain, FA_PASS_FORWARD, &y);
+  const double bits = dtype == FA_DTYPE_BF16 ? 0x1p-7 : dtype == FA_DTYPE_F16 ? 0x1p-10 : 0x1p-20;
+  const bool equal = values_equal(&plain, FA_TENSOR_O, &x, &y) && values_equal(&plain, FA_TENSOR_LSE, &x, &y);
+  CHECK(same_kernel(setup, &p, &plain) ? equal
+                                       : values_error(&plain, FA_TENSOR_O, &x, &y) <= 4 * bits &&
+                                             values_error(&plain, FA_TENSOR_LSE, &x, &y) <= 0x1p-17,
+        "%s, %d pages of %d, %d rows, head_dim %d: o is off by %g, lse by %g", fa_dtype_name(dtype),
+        (int)max_pages, (int)page_size, (int)seqlen_q, (int)head_dim, values_error(&plain, FA_TENSOR_O, &x, &y),
+        values_error(&plain, FA_TENSOR_LSE, &x, &y));
+  values_free(&x);
+  values_free(&y);
+}
+
+static void test_page_sizes(const fa_setup *setup, fa_dtype dtype) {
+  static const int64_t sizes[] = {1, 2, 3, 5, 16, 17, 64, 100};
+  for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
+    for (int64_t max_pages = 1; max_pages * sizes[i] < 700; max_pages = max_pages * 6 + 1) {
+      test_pages(setup, dtype, sizes[i], max_pages, 1, 40, i * 7 + (uint64_t)max_pages);
+      test_pages(setup, dtype, sizes[i], max_pages, 3 + (int64_t)i * 9, i % 2 ? 64 : 21,
+                 i * 5 + (uint64_t)max_pages);
+    }
+}
+
+static void test_page_refusals(void) {
+  fa_problem p = problem_of(2, 1, 12, 8);
+  p.page_size = 4, p.max_pages = 3, p.num_pages = 5;
+  fa_error error;
+  fa_plan plan;
+  CHECK(fa_problem_validate(&p, &error) == FA_STATUS_OK, "%s", error.message);
+  CHECK(
+      fa_plan_init(&plan, &p, FA_PASS_BACKWARD, (fa_device){FA_DEVICE_CPU, 0}, &error) == FA_STATUS_UNSUPPORTED,
+      "a backward by pages passes");
+  CHECK_TEXT(error.argument, "page_table");
+  p.seqlen_k = 11;
+  CHECK(fa_problem_validate(&p, &error) == FA_STATUS_INVALID_ARGUMENT, "a page that is not whole passes");
+  CHECK_TEXT(error.message, "seqlen_k: expected max_pages * page_size, got 11");
+  p.max_pages = 0;
+  CHECK(fa_problem_validate(&p, &error) == FA_STATUS_INVALID_ARGUMENT, "pages without a table pass");
+  CHECK_TEXT(error.argument, "page_table");
+}
+
+/* Sizes come from the shapes of pages and their table. */
+static void test_page_shapes(void) {
+  fa_problem p;
+  fa_error error;
+  fa_problem_init(&p);
+  const fa_shape q = {FA_DTYPE_BF16, 4, {2, 1, 4, 8}, -1}, k = {FA_DTYPE_BF16, 4, {5, 4, 2, 8}, -1},
+                 table = {FA_DTYPE_S32, 2, {2, 3}, -1}, short_table = {FA_DTYPE_S32, 2, {1, 3}, -1};
+  const fa_shape *shapes[FA_NUM_TENSORS] = {
+      [FA_TENSOR_Q] = &q, [FA_TENSOR_K] = &k, [FA_TENSOR_V] = &k, [FA_TENSOR_PAGE_TABLE] = &table};
+  CHECK(!fa_problem_set_shapes(&p, FA_PASS_FORWARD, shapes, &error), "%s", error.message);
+  CHECK(p.seqlen_k == 12 && p.page_size == 4 && p.num_pages == 5 && p.max_pages == 3, "sizes of pages");
+  CHECK(fa_tensor_shape(&p, FA_TENSOR_K).dims[0] == 5 && !fa_varies_along(&p, FA_TENSOR_K, FA_AXIS_BATCH), "k");
+  shapes[FA_TENSOR_PAGE_TABLE] = &short_table;
+  CHECK(fa_problem_set_shapes(&p, FA_PASS_FORWARD, shapes, &error) == FA_STATUS_INVALID_ARGUMENT,
+        "a table of one batch passes");
+  CHECK_TEXT(error.message, "page_table: expected batch 2 as in q, got 1");
+  shapes[FA_TENSOR_PAGE_TABLE] = NULL;
+  CHECK(fa_problem_set_shapes(&p, FA_PASS_FORWARD, shapes, &error) == FA_STATUS_INVALID_ARGUMENT,
+        "pages of another number than batches pass without a table");
+}
+
+static void test_device(fa_device device) {
+  const fa_setup setup = {.device = device, .num_threads = 3};
+  for (fa_dtype dtype = 0; dtype < FA_NUM_FLOATS; dtype++) {
+    for (int64_t seqlen_q = 1; seqlen_q < 100; seqlen_q = seqlen_q * 5 + 1)
+      for (int64_t length = 1; length < 333; length = length * 3 + 16) {
+        test_length(&setup, dtype, seqlen_q, length, 1e4);
+        test_length(&setup, dtype, seqlen_q, length, NAN);
+      }
+    test_anything(&setup, dtype);
+    test_page_sizes(&setup, dtype);
+  }
+}
+
+int main(void) {
+  test_refusals();
+  test_call();
+  test_page_refusals();
+  test_page_shapes();
+  const fa_setup reference = {.device = {FA_DEVICE_REFERENCE, 0}};
+  test_page_sizes(&reference, FA_DTYPE_BF16);
+  test_device((fa_device){FA_DEVICE_CPU, 0});
+  return report();
+}
