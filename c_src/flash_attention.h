@@ -489,10 +489,11 @@ typedef struct fa_memory_info {
   int64_t cached_bytes; /* given back and at hand */
   int64_t free_bytes;   /* of the device; 0: not known */
   int64_t pinned_used_bytes, pinned_cached_bytes, pinned_limit_bytes; /* of fa_host_alloc, for all devices */
+  int64_t page_bytes; /* of caches; part of used_bytes where the device has memory of its own */
 } fa_memory_info;
 
-/* What is held of a device's memory, and for it. All 0 where the device's memory is the host's, and where the
- * device was not used yet: looking does not wake it up. */
+/* What is held of a device's memory, and for it. All but page_bytes is 0 where the device's memory is the
+ * host's, and where the device was not used yet: looking does not wake it up. */
 FA_API fa_status fa_memory_get_info(fa_device device, fa_memory_info *info, fa_error *error);
 
 /* Returns what is at hand to the driver and the system. */
@@ -587,6 +588,75 @@ FA_API fa_status fa_run_anywhere(const fa_plan *plan, const fa_tensors *tensors,
 #define FA_MAX_DEVICES 64
 FA_API fa_status fa_run_on_devices(const fa_plan *plan, const fa_device *devices, int32_t num_devices,
                                    const fa_tensors *tensors, fa_measurements *measurements, fa_error *error);
+
+/* ---------------------------------------------------------------------------------------------------
+ * Caches: keys and values that grow from step to step, on pages of a device's memory
+ * ------------------------------------------------------------------------------------------------- */
+
+/*
+ * A cache is num_pages pages of page_size rows, each row a k and a v [num_kv_heads, head_dim]. A sequence is
+ * rows on pages of one cache. An append writes new rows behind its last, where they stay. A fork begins with
+ * the rows of another sequence, and shares their pages until one of both appends to the last of them, which is
+ * copied then. A view is sequences as a forward reads them, by k, v, key_lengths and page_table: what happens
+ * to the sequences changes nothing in a view.
+ *
+ * All of these may be called by any number of threads at once, on the same sequences too: each call happens at
+ * one time, wholly. Appends to one sequence wait for each other. A sequence is not used any more once it is
+ * given to fa_cache_free_sequence.
+ */
+typedef struct fa_cache fa_cache;
+typedef struct fa_cache_sequence fa_cache_sequence;
+
+typedef struct fa_cache_layout {
+  fa_dtype dtype; /* f32, bf16, f16 or f64 */
+  int64_t num_pages, page_size, num_kv_heads, head_dim;
+} fa_cache_layout;
+
+/* Takes 2 * num_pages * page_size * num_kv_heads * head_dim elements of the device's memory. They are given
+ * back after fa_cache_free, once the last sequence and the last view are gone, too. */
+FA_API fa_status fa_cache_new(fa_device device, const fa_cache_layout *layout, fa_cache **cache,
+                              fa_error *error);
+FA_API void fa_cache_free(fa_cache *cache);
+FA_API fa_device fa_cache_device(const fa_cache *cache);
+FA_API fa_cache_layout fa_cache_get_layout(const fa_cache *cache);
+
+/* Pages that no sequence has and no view reads. */
+FA_API int64_t fa_cache_num_free_pages(fa_cache *cache);
+
+/* A sequence without rows; and one with the rows of another. */
+FA_API fa_status fa_cache_add_sequence(fa_cache *cache, fa_cache_sequence **sequence, fa_error *error);
+FA_API fa_status fa_cache_fork(const fa_cache_sequence *sequence, fa_cache_sequence **fork, fa_error *error);
+
+/* Gives the sequence's pages back: false where that was done before. Whatever is done with it later fails, but
+ * for the last, which gives back what is left of it, too. Neither waits for anything but other threads'
+ * numbers. */
+FA_API bool fa_cache_release(fa_cache_sequence *sequence);
+FA_API void fa_cache_free_sequence(fa_cache_sequence *sequence);
+
+FA_API fa_cache *fa_cache_of(const fa_cache_sequence *sequence);
+
+/* How many rows it has, -1 where it was released. */
+FA_API int64_t fa_cache_length(const fa_cache_sequence *sequence);
+
+/* Appends num_rows rows to each of count different sequences of one cache, from k and v [count, num_rows,
+ * num_kv_heads, head_dim], contiguous, of the cache's dtype, in memory of the host or of the device; they are
+ * there on return. FA_STATUS_OUT_OF_MEMORY where there are not pages enough for all of them. Where it fails,
+ * all sequences are as they were. */
+FA_API fa_status fa_cache_append(fa_cache_sequence *const *sequences, int64_t count, const void *k,
+                                 const void *v, int64_t num_rows, fa_error *error);
+
+typedef struct fa_cache_view {
+  fa_cache *cache;
+  const void *k, *v;          /* [num_pages, page_size, num_kv_heads, head_dim], of the device's memory */
+  int64_t batch, max_pages;   /* max_pages is at least 1 */
+  const int32_t *key_lengths; /* [batch], */
+  const int32_t *page_table;  /* [batch, max_pages], of the host's memory; -1 where there is no page */
+} fa_cache_view;
+
+/* Of at least one sequence; they may be the same. What is read of the view is read before it ends. */
+FA_API fa_status fa_cache_view_begin(fa_cache_sequence *const *sequences, int64_t count, fa_cache_view *view,
+                                     fa_error *error);
+FA_API void fa_cache_view_end(fa_cache_view *view);
 
 /* ---------------------------------------------------------------------------------------------------
  * Parts: attention over some of the keys, merged to attention over all of them; sinks for any attention

@@ -1,5 +1,6 @@
 defmodule FlashAttention do
   alias FlashAttention.{
+    Cache,
     Defn,
     DeviceMemory,
     Error,
@@ -122,9 +123,22 @@ defmodule FlashAttention do
       iex> {:error, error} = FlashAttention.forward(tensor.([0.0, 0.0]), tensor.([1.0, 2.0]), 5)
       iex> error.message
       "v: expected a tensor (Nx.Tensor or FlashAttention.Tensor), got 5"
+
+  ## From a cache
+
+  `forward(q, [sequence, ...], opts)` is attention over the rows of sequences of a `FlashAttention.Cache`, one for each batch
+  of `q`, on the cache's device. It takes the options above but for `:mask`, `:key_lengths` and `:page_table`; `seqlen_k`, of
+  which a `bias` has columns, is the most pages that one of the sequences has, times the page size.
   """
   @spec forward(tensor, tensor, tensor, [option]) :: {:ok, tensor} | {:error, Error.t()}
-  def forward(q, k, v, opts \\ []) do
+  @spec forward(tensor, [Cache.Sequence.t(), ...], [option]) :: {:ok, tensor} | {:error, Error.t()}
+  def forward(q, k, v, opts \\ [])
+
+  def forward(q, sequences, opts, []) when is_list(sequences) do
+    with {:ok, outputs} <- run_on_sequences(q, sequences, opts), do: {:ok, outputs.o}
+  end
+
+  def forward(q, k, v, opts) do
     with {:ok, options} <- Options.parse(opts, Options.keys() -- [:keep, :dlse]),
          {:ok, outputs, _states} <- run(:forward, [q: q, k: k, v: v], options),
          do: {:ok, outputs.o}
@@ -141,6 +155,10 @@ defmodule FlashAttention do
   """
   @spec forward!(tensor, tensor, tensor, [option]) :: tensor
   def forward!(q, k, v, opts \\ []), do: forward(q, k, v, opts) |> unwrap!()
+
+  @doc "As `forward/3` of `q`, sequences of a `FlashAttention.Cache` and no options."
+  @spec forward(tensor, [Cache.Sequence.t(), ...]) :: {:ok, tensor} | {:error, Error.t()}
+  def forward(q, sequences), do: forward(q, sequences, [], [])
 
   @doc """
   Attention, and beside `o` what `backward/7` needs: `lse`, the logarithm of each row's sum of exponentials.
@@ -164,7 +182,13 @@ defmodule FlashAttention do
   """
   @spec forward_with_states(tensor, tensor, tensor, [option]) ::
           {:ok, tensor, tensor | States.t()} | {:error, Error.t()}
-  def forward_with_states(q, k, v, opts \\ []) do
+  def forward_with_states(q, k, v, opts \\ [])
+
+  def forward_with_states(q, sequences, opts, []) when is_list(sequences) do
+    with {:ok, outputs} <- run_on_sequences(q, sequences, opts), do: {:ok, outputs.o, outputs.lse}
+  end
+
+  def forward_with_states(q, k, v, opts) do
     with {:ok, options} <- Options.parse(opts, Options.keys() -- [:dlse]),
          {:ok, outputs, states} <- run(:forward, [q: q, k: k, v: v], options),
          do: {:ok, outputs.o, if(options.keep, do: states, else: outputs.lse)}
@@ -273,7 +297,8 @@ defmodule FlashAttention do
   def backward!(dout, states, opts \\ []), do: backward(dout, states, opts) |> unwrap!()
 
   @doc """
-  Gives back the GPU's memory that states or a tensor hold, once the calls that use it are done.
+  Gives back the GPU's memory that states or a tensor hold, or a sequence's pages of a cache, once the calls that use them are
+  done.
 
   What was released cannot be used again; to release it twice, or what lies in the host's memory, does nothing.
 
@@ -281,17 +306,18 @@ defmodule FlashAttention do
       iex> FlashAttention.release(one)
       :ok
   """
-  @spec release(States.t() | Tensor.t() | DeviceMemory.t()) :: :ok | {:error, Error.t()}
+  @spec release(States.t() | Cache.Sequence.t() | Tensor.t() | DeviceMemory.t()) :: :ok | {:error, Error.t()}
   def release(%States{} = states) do
     with {:ok, memories} <- States.memories(states), do: release_all(memories)
   end
 
+  def release(%Cache.Sequence{} = sequence), do: Cache.release(sequence)
   def release(%DeviceMemory{ref: ref}), do: release_all([ref])
   def release(%Tensor{data: %DeviceMemory{} = memory}), do: release(memory)
   def release(%Tensor{}), do: :ok
 
   def release(other) do
-    expected = "a FlashAttention.States, FlashAttention.Tensor or FlashAttention.DeviceMemory"
+    expected = "a FlashAttention.States, Cache.Sequence, Tensor or DeviceMemory"
     {:error, Error.invalid(:memory, expected, Error.show(other))}
   end
 
@@ -324,8 +350,8 @@ defmodule FlashAttention do
   What computes here.
 
   `devices` are listed with the name that the option `:device` takes, the instruction sets in use or the GPU's
-  compute capability, the number of threads of a call (of a GPU: its multiprocessors), and memory in bytes
-  (`nil` where it is not known). `cuda` is `nil` where there are CUDA devices, and else says why not.
+  compute capability, the number of threads of a call (of a GPU: its multiprocessors), memory in bytes (`nil` where it is not
+  known), and `page_bytes`, those that `FlashAttention.Cache`s hold now. `cuda` is `nil` where there are CUDA devices, and else says why not.
 
   Of a GPU `memory` says, in bytes, what of its memory states, tensors and calls hold now (`used_bytes`), what is at
   hand for later ones (`cached_bytes`, see `trim/0`) and what is free; and the same of the host's memory that it
@@ -334,7 +360,7 @@ defmodule FlashAttention do
   most. All of it is 0 before the GPU's first call, which looking does not make.
 
       iex> info = FlashAttention.backend_info()
-      iex> %{device: :cpu, name: _, features: [_ | _], threads: threads, memory_bytes: _} = hd(info.devices)
+      iex> %{device: :cpu, name: _, features: [_ | _], threads: threads, memory_bytes: _, page_bytes: _} = hd(info.devices)
       iex> threads > 0
       true
   """
@@ -347,6 +373,7 @@ defmodule FlashAttention do
               features: [String.t()],
               threads: pos_integer,
               memory_bytes: pos_integer | nil,
+              page_bytes: non_neg_integer,
               memory:
                 %{
                   used_bytes: non_neg_integer,
@@ -422,7 +449,8 @@ defmodule FlashAttention do
       features: String.split(device.features, [" ", ","], trim: true),
       threads: device.num_threads,
       memory_bytes: if(device.memory_bytes > 0, do: device.memory_bytes),
-      memory: if(Options.own_memory?(device.kind), do: device.memory)
+      page_bytes: device.memory.page_bytes,
+      memory: if(Options.own_memory?(device.kind), do: Map.delete(device.memory, :page_bytes))
     }
   end
 
@@ -462,10 +490,17 @@ defmodule FlashAttention do
 
   # ---- one path for every pass ---------------------------------------------------------------------------
 
+  defp run_on_sequences(q, sequences, opts) do
+    with {:ok, options} <- Cache.options(sequences, opts),
+         {:ok, outputs, _states} <- run(:forward, [q: q], options),
+         do: {:ok, outputs}
+  end
+
   # The outputs, and the states of a forward that keeps them.
   defp run(pass, inputs, %{devices: [device | others]} = options) do
     with {:ok, tensors, names} <- inputs |> with_optional(options) |> to_native(device),
          devices = options.several || device,
+         tensors = Map.merge(tensors, Map.take(options, [:sequences])),
          {:ok, outputs, kept} <- Telemetry.run(pass, tensors, options.native, devices, placement(options)) do
       states = %States{tensors: kept, names: names, native: options.native, device: device}
       {:ok, from_native(outputs, inputs[:q], names), states}

@@ -20,6 +20,7 @@ defmodule GuidesTest do
     "training" => :nx,
     "axon_and_exla" => :axon,
     "bumblebee" => :bumblebee,
+    "decoding" => :axon,
     "existing_models" => :bumblebee,
     "masks" => :axon
   }

@@ -1,11 +1,13 @@
 /* The heaps, and the public functions that allocate, free, locate and copy memory. */
 #include "memory.h"
 
+#include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
 #include "../core/error.h"
+#include "../core/integers.h"
 
 /* ---- heaps ------------------------------------------------------------------------------------------- */
 
@@ -173,6 +175,20 @@ void fa_set_pinned_limit(size_t bytes) {
   for (fa_pinned *each = pinned; each < end; each++) fa_pool_set_limit(&each->callers, limit);
 }
 
+/* Of each kind of device, and each of that kind; those beyond the last are counted with it. */
+static _Atomic int64_t page_bytes[FA_NUM_DEVICE_KINDS][FA_MAX_DEVICES];
+
+static _Atomic int64_t *page_bytes_of(fa_device device) {
+  const bool is_known = (unsigned)device.kind < FA_NUM_DEVICE_KINDS && device.index >= 0;
+  return is_known ? &page_bytes[device.kind][fa_min(device.index, FA_MAX_DEVICES - 1)] : NULL;
+}
+
+int64_t fa_page_bytes(fa_device device) {
+  return page_bytes_of(device) ? atomic_load(page_bytes_of(device)) : 0;
+}
+
+void fa_count_page_bytes(fa_device device, int64_t bytes) { atomic_fetch_add(page_bytes_of(device), bytes); }
+
 /* A look at a device's memory must not wake the device up, as that takes some of its memory. */
 static fa_status find_used_heap(fa_device device, fa_heap **heap, fa_error *error) {
   const fa_backend *backend = fa_backend_of(device.kind);
@@ -183,6 +199,7 @@ static fa_status find_used_heap(fa_device device, fa_heap **heap, fa_error *erro
 fa_status fa_memory_get_info(fa_device device, fa_memory_info *info, fa_error *error) {
   fa_heap *heap;
   memset(info, 0, sizeof *info);
+  info->page_bytes = fa_page_bytes(device);
   fa_status status = find_used_heap(device, &heap, error);
   if (status || !heap) return status;
   size_t used, idle, limit, free_bytes, total_bytes, staging_used, staging_idle, unused;
@@ -219,15 +236,24 @@ fa_place fa_memory_locate(fa_device device, const void *memory, size_t bytes) {
   return heap->backend->memory->locate(device.index, memory, bytes);
 }
 
+fa_status fa_copy_bytes(fa_device device, const fa_byte_copy *copies, int64_t count, void *stream,
+                        fa_error *error) {
+  FIND_HEAP(heap);
+  fa_status status = FA_STATUS_OK;
+  for (int64_t i = 0; !status && i < count; i++) {
+    const fa_rows to = {copies[i].to, copies[i].bytes}, from = {(char *)copies[i].from, copies[i].bytes};
+    if (copies[i].bytes == 0) continue;
+    if (!heap)
+      memmove(to.data, from.data, copies[i].bytes);
+    else
+      status = heap->backend->memory->copy(device.index, to, from, copies[i].bytes, 1, stream, error);
+  }
+  return status ? status : fa_device_synchronize(device, stream, error);
+}
+
 fa_status fa_device_copy(fa_device device, void *to, const void *from, size_t bytes, void *stream,
                          fa_error *error) {
-  if (bytes == 0) return fa_succeed(error);
-  FIND_HEAP(heap);
-  if (!heap) return memmove(to, from, bytes), fa_succeed(error);
-  const fa_memory_ops *memory = heap->backend->memory;
-  fa_status status =
-      memory->copy(device.index, (fa_rows){to, bytes}, (fa_rows){(char *)from, bytes}, bytes, 1, stream, error);
-  return status ? status : fa_device_synchronize(device, stream, error);
+  return bytes ? fa_copy_bytes(device, &(fa_byte_copy){to, from, bytes}, 1, stream, error) : fa_succeed(error);
 }
 
 fa_status fa_device_synchronize(fa_device device, void *stream, fa_error *error) {

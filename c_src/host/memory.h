@@ -32,4 +32,18 @@ fa_status fa_heap_of(const fa_backend *backend, int32_t index, fa_heap **heap, f
 /* Returns memory that nobody uses to the driver and the system. */
 void fa_heap_trim(fa_heap *heap);
 
+/* Copies as fa_device_copy makes them, one after the other, waited for once. */
+typedef struct fa_byte_copy {
+  void *to;
+  const void *from;
+  size_t bytes;
+} fa_byte_copy;
+
+fa_status fa_copy_bytes(fa_device device, const fa_byte_copy *copies, int64_t count, void *stream,
+                        fa_error *error);
+
+/* What caches hold of a device's memory; and adds to that, or takes away. */
+int64_t fa_page_bytes(fa_device device);
+void fa_count_page_bytes(fa_device device, int64_t bytes);
+
 #endif

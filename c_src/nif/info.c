@@ -14,6 +14,7 @@ static ERL_NIF_TERM make_memory(ErlNifEnv *env, fa_device device) {
   fa_map_put(&map, enif_make_atom(env, "pinned_used_bytes"), enif_make_int64(env, info.pinned_used_bytes));
   fa_map_put(&map, enif_make_atom(env, "pinned_cached_bytes"), enif_make_int64(env, info.pinned_cached_bytes));
   fa_map_put(&map, enif_make_atom(env, "pinned_limit_bytes"), enif_make_int64(env, info.pinned_limit_bytes));
+  fa_map_put(&map, enif_make_atom(env, "page_bytes"), enif_make_int64(env, info.page_bytes));
   return fa_make_map(env, &map);
 }
 

@@ -1,12 +1,13 @@
 /* How the NIF is loaded, and the table of its functions. */
 #include "nif.h"
 
+#include "cache.h"
 #include "memory.h"
 
 static int load(ErlNifEnv *env, void **priv_data, ERL_NIF_TERM info) {
   (void)priv_data, (void)info;
   fa_atoms_init(env);
-  return fa_memory_open_types(env) && fa_link_open_types(env) ? 0 : 1;
+  return fa_memory_open_types(env) && fa_link_open_types(env) && fa_cache_open_types(env) ? 0 : 1;
 }
 
 /* Atoms are the same in every instance, and new code takes over the old one's memory: it loads as the first
@@ -36,6 +37,13 @@ static ErlNifFunc functions[] = {
     {"link_begin", 2, fa_nif_link_begin, ERL_NIF_DIRTY_JOB_IO_BOUND},
     {"link_await", 1, fa_nif_link_await, ERL_NIF_DIRTY_JOB_IO_BOUND},
     {"link_abort", 1, fa_nif_link_abort, ERL_NIF_DIRTY_JOB_IO_BOUND},
+    {"cache_new", 3, fa_nif_cache_new, ERL_NIF_DIRTY_JOB_IO_BOUND},
+    {"cache_free_pages", 1, fa_nif_cache_free_pages, 0},
+    {"cache_add_sequence", 1, fa_nif_cache_add_sequence, 0},
+    {"cache_fork", 1, fa_nif_cache_fork, ERL_NIF_DIRTY_JOB_CPU_BOUND},
+    {"cache_length", 1, fa_nif_cache_length, 0},
+    {"cache_append", 3, fa_nif_cache_append, ERL_NIF_DIRTY_JOB_CPU_BOUND},
+    {"cache_release", 1, fa_nif_cache_release, 0},
     {"register_xla", 1, fa_nif_register_xla, ERL_NIF_DIRTY_JOB_IO_BOUND},
 };
 

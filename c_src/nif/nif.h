@@ -23,5 +23,12 @@ ERL_NIF_TERM fa_nif_link_open(ErlNifEnv *env, int argc, const ERL_NIF_TERM argv[
 ERL_NIF_TERM fa_nif_link_begin(ErlNifEnv *env, int argc, const ERL_NIF_TERM argv[]);
 ERL_NIF_TERM fa_nif_link_await(ErlNifEnv *env, int argc, const ERL_NIF_TERM argv[]);
 ERL_NIF_TERM fa_nif_link_abort(ErlNifEnv *env, int argc, const ERL_NIF_TERM argv[]);
+ERL_NIF_TERM fa_nif_cache_new(ErlNifEnv *env, int argc, const ERL_NIF_TERM argv[]);
+ERL_NIF_TERM fa_nif_cache_free_pages(ErlNifEnv *env, int argc, const ERL_NIF_TERM argv[]);
+ERL_NIF_TERM fa_nif_cache_add_sequence(ErlNifEnv *env, int argc, const ERL_NIF_TERM argv[]);
+ERL_NIF_TERM fa_nif_cache_fork(ErlNifEnv *env, int argc, const ERL_NIF_TERM argv[]);
+ERL_NIF_TERM fa_nif_cache_length(ErlNifEnv *env, int argc, const ERL_NIF_TERM argv[]);
+ERL_NIF_TERM fa_nif_cache_append(ErlNifEnv *env, int argc, const ERL_NIF_TERM argv[]);
+ERL_NIF_TERM fa_nif_cache_release(ErlNifEnv *env, int argc, const ERL_NIF_TERM argv[]);
 
 #endif

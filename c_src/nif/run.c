@@ -3,7 +3,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "memory.h"
+#include "cache.h"
 #include "nif.h"
 
 typedef struct nif_call {
@@ -24,6 +24,7 @@ typedef struct nif_call {
   fa_shape shapes[FA_NUM_TENSORS];
   ERL_NIF_TERM terms[FA_NUM_TENSORS]; /* as given */
   fa_data inputs[FA_NUM_TENSORS];
+  fa_cache_view view;           /* where keys are those of a cache's sequences */
   void *copies[FA_NUM_TENSORS]; /* of inputs that cannot be read where they lie */
 
   /* What the call makes: outputs in the host's memory, and, of outputs that stay on the device and of tensors
@@ -34,14 +35,33 @@ typedef struct nif_call {
 
 /* ---- reading ------------------------------------------------------------------------------------------- */
 
+/* Sequences of a cache in place of k, v and what says where these lie. */
+static bool read_sequences(nif_call *call, ERL_NIF_TERM sequences) {
+  for (int i = 0; i < 4; i++) {
+    const fa_tensor_id id = fa_view_tensors[i];
+    if (call->given[id])
+      return fa_reject_term(call->env, &call->error, fa_tensor_name(id), "none beside sequences of a cache",
+                            call->terms[id]);
+  }
+  if (!fa_get_cache_view(call->env, sequences, &call->view, call->inputs, call->shapes, &call->error))
+    return false;
+  for (int i = 0; i < 4; i++) {
+    call->given[fa_view_tensors[i]] = &call->shapes[fa_view_tensors[i]];
+    call->terms[fa_view_tensors[i]] = sequences;
+  }
+  return true;
+}
+
 static bool read_tensors(nif_call *call, ERL_NIF_TERM term) {
   ErlNifMapIterator iterator;
   if (!enif_map_iterator_create(call->env, term, &iterator, ERL_NIF_MAP_ITERATOR_FIRST))
     return fa_reject_term(call->env, &call->error, "tensors", "a map", term);
   bool read = true;
-  ERL_NIF_TERM name, tensor;
+  ERL_NIF_TERM name, tensor, sequences;
+  const bool has_sequences = enif_get_map_value(call->env, term, fa_atom.sequences, &sequences);
   for (; read && enif_map_iterator_get_pair(call->env, &iterator, &name, &tensor);
        enif_map_iterator_next(call->env, &iterator)) {
+    if (enif_is_identical(name, fa_atom.sequences)) continue;
     int id = fa_atom_index(name, fa_atom.tensors, FA_NUM_TENSORS);
     if (id < 0) {
       read = fa_reject_term(call->env, &call->error, "tensors", "the name of a tensor", name);
@@ -53,7 +73,7 @@ static bool read_tensors(nif_call *call, ERL_NIF_TERM term) {
     }
   }
   enif_map_iterator_destroy(call->env, &iterator);
-  return read;
+  return read && (!has_sequences || read_sequences(call, sequences));
 }
 
 static bool read_choice(nif_call *call, ERL_NIF_TERM placement, const char *name, const char *first,
@@ -261,6 +281,7 @@ static ERL_NIF_TERM make_results(nif_call *call) {
 }
 
 static void release(nif_call *call) {
+  fa_cache_view_end(&call->view);
   for (int id = 0; id < FA_NUM_TENSORS; id++) {
     free(call->copies[id]);
     fa_data_drop(&call->inputs[id]);

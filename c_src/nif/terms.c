@@ -11,6 +11,7 @@ void fa_atoms_init(ErlNifEnv *env) {
   fa_atom.ok = enif_make_atom(env, "ok");
   fa_atom.error = enif_make_atom(env, "error");
   fa_atom.infinity = enif_make_atom(env, "infinity");
+  fa_atom.sequences = enif_make_atom(env, "sequences");
   for (int i = 0; i < FA_NUM_PASSES; i++) fa_atom.passes[i] = enif_make_atom(env, fa_pass_name(i));
   for (int i = 0; i < FA_NUM_TENSORS; i++) fa_atom.tensors[i] = enif_make_atom(env, fa_tensor_name(i));
   for (int i = 0; i < FA_NUM_DEVICE_KINDS; i++)

@@ -294,6 +294,51 @@ defmodule FlashAttention.Native do
   @spec link_abort(link) :: :ok | {:error, error}
   def link_abort(link), do: once_loaded(:link_abort, [link])
 
+  @typedoc "A cache of keys and values on pages, and a sequence of one, see `FlashAttention.Cache`. Both go when collected."
+  @type cache :: reference
+  @type sequence :: reference
+
+  @doc """
+  A cache, in memory of a device: `{num_pages, page_size, num_kv_heads, head_dim}` of `k`, and of `v`.
+
+  `execute/5` takes a list of its sequences as `:sequences` among the tensors, in place of `k`, `v`, `key_lengths` and
+  `page_table`.
+
+      iex> {:ok, cache} = FlashAttention.Native.cache_new({:cpu, 0}, {:f, 32}, {2, 4, 1, 1})
+      iex> {:ok, sequence} = FlashAttention.Native.cache_add_sequence(cache)
+      iex> one = {<<1.0::float-32-native>>, {:f, 32}, {1, 1, 1, 1}}
+      iex> :ok = FlashAttention.Native.cache_append([sequence], one, one)
+      iex> {:ok, %{o: o}} = FlashAttention.Native.run(:forward, %{q: one, sequences: [sequence]}, [], {:cpu, 0})
+      iex> o == one
+      true
+  """
+  @spec cache_new(device, type, tuple) :: {:ok, cache} | {:error, error}
+  def cache_new(device, type, shape), do: once_loaded(:cache_new, [device, type, shape])
+
+  @doc "How many pages of a cache no sequence has and no call reads."
+  @spec cache_free_pages(cache) :: non_neg_integer | {:error, error}
+  def cache_free_pages(cache), do: once_loaded(:cache_free_pages, [cache])
+
+  @doc "A sequence of a cache, without rows."
+  @spec cache_add_sequence(cache) :: {:ok, sequence} | {:error, error}
+  def cache_add_sequence(cache), do: once_loaded(:cache_add_sequence, [cache])
+
+  @doc "A sequence with the rows of another."
+  @spec cache_fork(sequence) :: {:ok, sequence} | {:error, error}
+  def cache_fork(sequence), do: once_loaded(:cache_fork, [sequence])
+
+  @doc "How many rows a sequence has, -1 where it was released."
+  @spec cache_length(sequence) :: integer | {:error, error}
+  def cache_length(sequence), do: once_loaded(:cache_length, [sequence])
+
+  @doc "Appends the rows of each batch of `k` and `v` to a sequence each, or none."
+  @spec cache_append([sequence, ...], tensor, tensor) :: :ok | {:error, error}
+  def cache_append(sequences, k, v), do: once_loaded(:cache_append, [sequences, k, v])
+
+  @doc "Gives a sequence's pages back, once the calls that use them are done. False where that was done before."
+  @spec cache_release(sequence) :: boolean | {:error, error}
+  def cache_release(sequence), do: once_loaded(:cache_release, [sequence])
+
   @doc """
   Registers the passes with the XLA that is loaded in this VM as the library of that name, as the custom calls
   `flash_attention_forward` and `flash_attention_backward`. The C header says what they take.

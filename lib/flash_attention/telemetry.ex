@@ -14,6 +14,10 @@ defmodule FlashAttention.Telemetry do
   `{:cuda, 0}`, or a list of several), `type` and `shape` of q, and `error` of the second: `nil`, or the `FlashAttention.Error`, whose
   measurements are 0. Where `device: :auto` goes on to another device, that one has events of its own.
 
+  Each append to a `FlashAttention.Cache` gives `[:flash_attention, :cache, :append]` when it is done: measurements are
+  `duration`, `rows` (of all its sequences), and `free_pages` that are left; metadata `device`, `type`, `shape` of k, and
+  `error`, which is `:out_of_memory` where the cache was full.
+
       :telemetry.attach("log", [:flash_attention, :run, :stop], fn _event, measurements, metadata, _config ->
         IO.inspect({metadata.pass, metadata.device, measurements.bytes_to_device})
       end, nil)
@@ -49,6 +53,33 @@ defmodule FlashAttention.Telemetry do
     end
   end
 
+  @doc false
+  @spec append(FlashAttention.Cache.t(), Native.tensor(), (() -> :ok | {:error, Error.t()})) ::
+          :ok | {:error, Error.t()}
+  def append(cache, {_data, type, shape}, append) do
+    begin = System.monotonic_time()
+    result = append.()
+
+    if listened?() do
+      error = with {:error, error} <- result, do: error, else: (:ok -> nil)
+      [batch, rows | _] = Tuple.to_list(shape) ++ [0, 0]
+
+      measurements = %{
+        duration: System.monotonic_time() - begin,
+        rows: if(error, do: 0, else: batch * rows),
+        free_pages: Native.cache_free_pages(cache.ref)
+      }
+
+      :telemetry.execute(
+        [:flash_attention, :cache, :append],
+        measurements,
+        %{device: cache.device, type: type, shape: shape, error: error}
+      )
+    end
+
+    result
+  end
+
   defp metadata(pass, tensors, device) do
     {_data, type, shape} = tensors.q
     %{pass: pass, device: device, type: type, shape: shape}
@@ -74,9 +105,10 @@ defmodule FlashAttention.Telemetry do
     execute(:stop, measurements, Map.put(metadata, :error, error))
   end
 
-  # A package that is not loaded has not been started, and has no handlers.
   defp execute(event, measurements, metadata) do
-    if :erlang.function_exported(:telemetry, :execute, 3),
-      do: :telemetry.execute([:flash_attention, :run, event], measurements, metadata)
+    if listened?(), do: :telemetry.execute([:flash_attention, :run, event], measurements, metadata)
   end
+
+  # A package that is not loaded has not been started, and has no handlers.
+  defp listened?, do: :erlang.function_exported(:telemetry, :execute, 3)
 end
