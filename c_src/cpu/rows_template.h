@@ -91,8 +91,6 @@ INLINE const char *T(row_at)(T(rows) from, int64_t row) {
   return at.page < 0 ? NULL : from.data + at.page * from.page_bytes + at.row * from.stride_bytes;
 }
 
-INLINE const char *T(row_at)(T(rows) from, int64_t row) { return from.data + row * from.stride_bytes; }
-
 /* f16 to REAL and back, by the processor's own instructions where all that have these vectors have them. */
 static void T(from_f16)(const uint16_t *halves, int64_t count, REAL *to) {
   int64_t i = 0;
@@ -230,6 +228,7 @@ static void T(pack_panels)(T(rows) from, fa_range block, int64_t columns, REAL *
 /* LANES numbers of a row, from a column on. */
 INLINE T(vec) T(load_lanes)(T(rows) from, int64_t row, int64_t column) {
   const char *data = T(row_at)(from, row);
+  if (!data) return T(splat)(0);
   const uint16_t *half = (const uint16_t *)data + column;
   REAL lanes[LANES];
   if (from.dtype == FA_DTYPE_BF16)
