@@ -35,19 +35,21 @@ inline uint32_t thread_in_block() { return uint32_t(me().number); }
 inline Stores &stores_of_thread() { return hopper_block().stores[thread_in_block()]; }
 inline WarpProducts &products_of_warp() { return hopper_block().products[thread_in_block() / 32]; }
 
-// Whether all lanes of a warp that come to the barrier in this phase let others go on first. On the device they
-// wait as one, and where one of them arrives elsewhere for all, that they do is relied on.
-inline bool is_slow(uint32_t barrier) {
+// Whether all lanes of a warp that wait for this phase of the barrier let others go on first. On the device
+// they wait as one, and where one of them arrives elsewhere for all, that they do is relied on. So lanes that
+// come before the phase is complete find the same as those that come after.
+inline bool is_slow(uint32_t barrier, uint32_t parity) {
+  const SharedBarrier now = SharedBarrier::at(barrier);
+  const uint64_t phase = (now.num_phases - (now.phase != parity)) & 0xff;
   uint64_t x = uint64_t(launch.number) << 32 | thread_in_block() / 32 << 20 | barrier;
-  x = (x ^ SharedBarrier::at(barrier).num_phases * UINT64_C(0x9e3779b97f4a7c15) ^ device().seed) *
-      UINT64_C(0xd1342543de82ef95);
+  x = (x ^ phase * UINT64_C(0x9e3779b97f4a7c15) ^ device().seed) * UINT64_C(0xd1342543de82ef95);
   return (x >> 40) % 16 == 0;
 }
 
 // Who waits has, now and then, one of the block's copies made.
 inline void wait_at_shared_barrier(uint32_t barrier, uint32_t parity, Site site) {
   if (draw() % 64 == 0) hopper_block().loads.advance();
-  if (is_slow(barrier)) yield("is slow at mbarrier", barrier, site);
+  if (is_slow(barrier, parity)) yield("is slow at mbarrier", barrier, site);
   while (!phase_is_complete(barrier, parity))
     sleep(shared_at(barrier, 8, 1), "waits at mbarrier", barrier, site);
 }
