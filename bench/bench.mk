@@ -47,12 +47,13 @@ $(BUILD)/bench_merge: bench/merge.c $(LIBRARY)
 bench-merge: $(BUILD)/bench_merge
 	$< $(BENCH_ARGS)
 
-# Attention over several GPUs by NCCL (libnccl.so.2 where the loader finds it), beside one of them. BENCH_ARGS: see
-# bench/distributed.exs.
+# Attention over several GPUs by NCCL (libnccl.so.2 where the loader finds it), beside one of them, torch's ring and Ulysses,
+# and JAX with shard_map. BENCH_ARGS: see bench/distributed.exs; PEER_ARGS: bench/distributed_peers.py.
 .PHONY: bench-distributed
 bench-distributed: RESULT := bench/results/h200_distributed.md
 bench-distributed: elixir
-	NCCL_NVLS_ENABLE=0 $(MIX) run bench/distributed.exs $(BENCH_ARGS) | tee $(RESULT)
+	{ NCCL_NVLS_ENABLE=0 $(MIX) run bench/distributed.exs $(BENCH_ARGS); \
+	  NCCL_NVLS_ENABLE=0 $(PYTHON) bench/distributed_peers.py --library $(LIBRARY) $(PEER_ARGS); } | tee $(RESULT)
 
 # Bumblebee's models, swapped and not: whose numbers differ by how much. With Nx, Axon and Bumblebee on ERL_LIBS.
 .PHONY: bench-bumblebee

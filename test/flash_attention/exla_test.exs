@@ -12,6 +12,7 @@ defmodule FlashAttention.EXLATest do
               EXLA,
               EXLA.Client,
               EXLA.CustomCall,
+              EXLA.CustomCall.Spec,
               EXLA.MLIR.Module,
               FlashAttention.Rewriter,
               EXLA.NIF,
@@ -77,6 +78,16 @@ defmodule FlashAttention.EXLATest do
     assert text =~ ~s(call_target_name = "flash_attention_merge",)
     assert text =~ ~s(call_target_name = "flash_attention_merge_backward",)
     assert text =~ "backend_config = {o = array<i64: 2, 5, 3, 4>, sink = array<i64: 2, 3>}"
+  end
+
+  # Where a specification of EXLA can say how a call may be shared out, ours is to say it, and the words are to go.
+  test "EXLA has no word for a sharding rule, and the documentation says that calls are replicated" do
+    fields = EXLA.CustomCall.Spec.__struct__(call_target_name: "none") |> Map.from_struct() |> Map.keys()
+    assert Enum.sort(fields) -- [:attributes, :call_target_name, :operand_element_types] == []
+
+    {:docs_v1, _, _, _, %{"en" => doc}, _, _} = Code.fetch_docs(FlashAttention.EXLA)
+    assert doc =~ "device computes all of the call"
+    assert File.read!("guides/many_devices.md") =~ "Under `EXLA.shard_jit/3` they are replicated"
   end
 
   test "a loss of o and lse is one call of the backward, with a dlse" do
