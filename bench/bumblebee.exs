@@ -22,7 +22,7 @@ defmodule Bench.Bumblebee do
     * Training: a step without dropout, whose bits are not Bumblebee's; the loss is the mean sine of what inference compares,
       without padding. The largest difference of the loss, as a part of 1, and of gradients, as a part of the largest.
 
-    Left with Bumblebee's layers: none of these.
+    Left with Bumblebee's layers: none of these. Not run: models of `Bumblebee.Diffusion`, which take minutes here.
 
     | model | attentions | inference | generation | loss | gradients |
     |---|---|---|---|---|---|

@@ -4,7 +4,7 @@ defmodule FlashAttention.Test.BumblebeeFamilies do
   the rewriter, and the page of results, run.
   """
 
-  alias Bumblebee.{Audio, Text, Vision}
+  alias Bumblebee.{Audio, Multimodal, Text, Vision}
   alias Bumblebee.Text.{Generation, GenerationConfig}
   alias Nx.Defn.Evaluator
 
@@ -97,7 +97,10 @@ defmodule FlashAttention.Test.BumblebeeFamilies do
     {Vision.Swin, @swin, :base, 3},
     {Vision.ClipVision, @image, :base, 2},
     {Vision.BlipVision, @image, :base, 2},
-    {Audio.Whisper, @encoder_decoder, :for_conditional_generation, 3}
+    {Audio.Whisper, @encoder_decoder, :for_conditional_generation, 3},
+    {Multimodal.Clip, [], :base, 4},
+    {Multimodal.Blip, [], :for_conditional_generation, 6},
+    {Multimodal.LayoutLm, @text ++ [max_spatial_positions: 64], :base, 2}
   ]
 
   @doc "The families, and how many attentions each has."
@@ -108,9 +111,20 @@ defmodule FlashAttention.Test.BumblebeeFamilies do
     {^module, config, architecture, _} = List.keyfind(@all, module, 0)
     {architecture, more} = Keyword.pop(more, :architecture, architecture)
     spec = struct(module, architecture: architecture)
-    config = @plain |> Keyword.merge(config) |> Keyword.merge(more)
+    config = @plain |> Keyword.merge(config) |> Keyword.merge(parts(module, more)) |> Keyword.merge(more)
     Bumblebee.configure(spec, Keyword.take(config, Map.keys(spec)))
   end
+
+  # Models that are made of two.
+  defp parts(Multimodal.Clip, more),
+    do: [text_spec: spec(Text.ClipText, more), vision_spec: spec(Vision.ClipVision, more)]
+
+  defp parts(Multimodal.Blip, more) do
+    text = spec(Text.BlipText, [architecture: :for_causal_language_modeling, encoder_hidden_size: 12] ++ more)
+    [text_spec: text, vision_spec: spec(Vision.BlipVision, more)]
+  end
+
+  defp parts(_module, _more), do: []
 
   # Padding behind the first sequence.
   @mask [[1, 1, 1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 1, 1, 1, 1]]
@@ -134,6 +148,7 @@ defmodule FlashAttention.Test.BumblebeeFamilies do
   @doc "What is computed from is the output alone: those that are weights keep what they are made of."
   def output(%{logits: logits}), do: logits
   def output(%{hidden_state: hidden_state}), do: hidden_state
+  def output(%{logits_per_text: logits}), do: logits
 
   @doc "A model's state and its function. Options are those of `Axon.build/2`."
   def build(model, inputs, opts \\ []) do
@@ -142,15 +157,18 @@ defmodule FlashAttention.Test.BumblebeeFamilies do
   end
 
   @doc """
-  A function of parameters and inputs that gives a loss and its gradients, by a model's function in training. Weights, one for each of
-  the first rows that the output has, may leave some out.
+  A function of parameters and inputs that gives a loss and its gradients, by a model's function in training. Weights, one for each row
+  of an output that has rows, may leave some out.
   """
   def step(predict, state, weights \\ nil) do
     fn parameters, inputs ->
       Nx.Defn.value_and_grad(parameters, fn parameters ->
         %{prediction: prediction} = predict.(%{state | data: merge(state.data, parameters)}, inputs)
         sines = Nx.sin(output(prediction))
-        Nx.mean(if(weights, do: Nx.multiply(sines, Nx.new_axis(weights, -1)), else: sines))
+
+        Nx.mean(
+          if(weights && Nx.rank(sines) == 3, do: Nx.multiply(sines, Nx.new_axis(weights, -1)), else: sines)
+        )
       end)
     end
   end
@@ -168,9 +186,12 @@ defmodule FlashAttention.Test.BumblebeeFamilies do
         Enum.find([:for_conditional_generation, :for_causal_language_modeling], &(&1 in module.architectures()))
   end
 
-  @doc "A prompt for `generate/2`: of text with padding in front, or of sound."
+  @doc "A prompt for `generate/2`: of text with padding in front, of sound, of pictures."
   def prompt(%{__struct__: Audio.Whisper} = spec),
     do: %{"input_features" => inputs(spec)["input_features"], "seed" => Nx.tensor([1, 2])}
+
+  def prompt(%{__struct__: Multimodal.Blip} = spec),
+    do: %{"pixel_values" => inputs(spec)["pixel_values"], "seed" => Nx.tensor([1, 2])}
 
   def prompt(_spec) do
     %{
