@@ -22,7 +22,7 @@ struct Halves {
   }
 } fill_halves;
 
-#ifdef __x86_64__
+#if defined(__x86_64__) && !defined(__clang__)
 #define FOR_EACH_ISA __attribute__((target_clones("avx2", "default")))
 #else
 #define FOR_EACH_ISA

@@ -24,8 +24,10 @@ test-emulated: $(EMULATED_BUILD)/test_hopper
 	$(MAKE) --no-print-directory FA_CUDA=emulated BUILD=$(EMULATED_BUILD) PRIV=$(EMULATED_BUILD)/priv XLA_FFI_INCLUDE= \
 	  $(EMULATED_TESTS)
 	$(EMULATED_BUILD)/test/test_emulated
-	EMULATED_SM=80 $(EMULATED_BUILD)/test/test_attention --device cuda $(EMULATED)
-	EMULATED_SM=90 $(EMULATED_BUILD)/test/test_attention --device cuda $(EMULATED)
+	@set -e; for sm in 80 90; do \
+	  echo "test_attention --device cuda $(EMULATED), emulated sm_$$sm"; \
+	  EMULATED_SM=$$sm $(EMULATED_BUILD)/test/test_attention --device cuda $(EMULATED); \
+	done
 endif
 
 ifeq ($(FA_CUDA),emulated)

@@ -234,8 +234,10 @@ void print_block(const Block &block) {
 }
 
 void print_launch() {
-  fprintf(stderr, "emulated GPU: launch %ld, kernel %s, %u x %u blocks of %u threads\n", launch.number,
-          launch.name, launch.grid.x, launch.grid.y, launch.block.x);
+  fprintf(stderr, "emulated GPU: launch %ld, %u x %u blocks of %u threads, of the kernel at\n", launch.number,
+          launch.grid.x, launch.grid.y, launch.block.x);
+  fflush(stderr);
+  backtrace_symbols_fd(const_cast<void **>(&job.kernel), 1, 2);
   if (current)
     fprintf(stderr, "  block (%u, %u, %u), thread %d (warp %d, lane %d)\n", current->block->index.x,
             current->block->index.y, current->block->index.z, current->number, current->number / WARP,
@@ -678,7 +680,7 @@ const void *register_kernel(const void *kernel, Invoke invoke) {
 void run(const void *kernel, uint3 grid, uint3 block, uint3 cluster, size_t shared_bytes, void **arguments) {
   static pthread_mutex_t one_launch = PTHREAD_MUTEX_INITIALIZER;
   pthread_mutex_lock(&one_launch);
-  launch = {"?", grid, block, cluster, shared_bytes, launch.number + 1};
+  launch = {grid, block, cluster, shared_bytes, launch.number + 1};
   job = {};
   job.kernel = kernel, job.invoke = invoke_of(kernel), job.arguments = arguments;
   job.num_blocks = uint64_t(grid.x) * grid.y * grid.z;

@@ -89,7 +89,6 @@ struct Block {
 // The thread that runs.
 extern Thread *current;
 extern struct Launch {
-  const char *name;
   uint3 grid, block, cluster;
   size_t shared_bytes;
   long number;  // of all launches
