@@ -16,7 +16,7 @@ if Code.ensure_loaded?(Axon) and FlashAttention.Defn.supported?() do
 
     Causal masks, windows, scales, relative attention biases (T5, MPNet, Swin), masks of keys (`{batch, seqlen_k}`, padding on
     either side) and of single scores (`{batch, num_heads, seqlen_q, seqlen_k}`, of which all but the last may be 1), head masks,
-    and the offset into a cache of fixed size.
+    and the offset into a cache of fixed size, of which only what is filled is read (`key_lengths`).
 
     Attention weights that are dropped out in training (`FlashAttention.Dropout`), at the model's rate: by the key that the model's
     state keeps for that layer, which changes from step to step as it does in Bumblebee. The bits are others than those that Bumblebee
@@ -42,6 +42,8 @@ if Code.ensure_loaded?(Axon) and FlashAttention.Defn.supported?() do
     Attention weights that a model is asked for (`output_attentions`) are computed by Bumblebee, beside; in training, with what
     Bumblebee drops of them.
     """
+
+    import Nx.Defn, only: [defnp: 2, deftransformp: 2]
 
     alias FlashAttention.{Error, Mask, Native, Options}
 
@@ -285,8 +287,16 @@ if Code.ensure_loaded?(Axon) and FlashAttention.Defn.supported?() do
           {:error, "its #{name} is #{inspect(Nx.shape(tensors[name]))}"}
 
         true ->
-          options = options(tensors, model, opts)
-          if reason = declined([q: q, k: k, v: v], options), do: {:error, reason}, else: {:ok, options}
+          first_taken([q: q, k: k, v: v], choices(tensors, model, opts))
+      end
+    end
+
+    # Of options that say the same, those that the device takes; or what it has against the last.
+    defp first_taken(tensors, [options | others]) do
+      case declined(tensors, options) do
+        nil -> {:ok, options}
+        _reason when others != [] -> first_taken(tensors, others)
+        reason -> {:error, reason}
       end
     end
 
@@ -302,7 +312,7 @@ if Code.ensure_loaded?(Axon) and FlashAttention.Defn.supported?() do
 
     # What the first device has against it, in either pass.
     defp declined(tensors, options) do
-      {optional, _others} = Keyword.split(options, [:bias, :mask, :dropout_seed])
+      {optional, _others} = Keyword.split(options, [:bias, :mask, :key_lengths, :dropout_seed])
 
       shapes =
         for {name, x} <- tensors ++ Enum.map(optional, &tensor/1),
@@ -321,32 +331,51 @@ if Code.ensure_loaded?(Axon) and FlashAttention.Defn.supported?() do
     end
 
     defp tensor({:mask, %Mask{numbers: %{bands: bands}}}), do: {:bands, bands}
-    defp tensor(bias), do: bias
+    defp tensor(other), do: other
 
     # ---- attention ---------------------------------------------------------------------------------------
 
     defp attend(%{q: q, k: k, v: v} = tensors, options) do
       {o, lse} = FlashAttention.attention_with_lse(q, k, v, options)
-      o = if none?(tensors.key_mask), do: o, else: or_mean(o, lse, v)
+
+      o =
+        cond do
+          none?(tensors.key_mask) -> o
+          none?(tensors.offset) -> or_mean(nothing?(lse, o), o, v)
+          true -> or_mean_if_any(nothing?(lse, o), o, v)
+        end
+
       if none?(tensors.head_mask), do: o, else: Nx.multiply(o, Nx.reshape(tensors.head_mask, {1, 1, :auto, 1}))
     end
 
-    # What rows that see nothing give in Bumblebee.
-    defp or_mean(o, lse, v) do
+    # Which elements of o are of rows that see nothing.
+    defp nothing?(lse, o) do
       nothing = lse |> Nx.Defn.Kernel.stop_grad() |> Nx.equal(Nx.Constants.neg_infinity(Nx.type(lse)))
-      nothing = nothing |> Nx.transpose(axes: [0, 2, 1]) |> Nx.new_axis(-1) |> Nx.broadcast(Nx.shape(o))
-      Nx.select(nothing, Nx.broadcast(Nx.mean(v, axes: [1], keep_axes: true), Nx.shape(o)), o)
+      nothing |> Nx.transpose(axes: [0, 2, 1]) |> Nx.new_axis(-1) |> Nx.broadcast(Nx.shape(o))
     end
 
-    defp options(%{q: q, k: k} = tensors, model, opts) do
+    # What such rows give in Bumblebee.
+    defp or_mean(nothing, o, v),
+      do: Nx.select(nothing, Nx.broadcast(Nx.mean(v, axes: [1], keep_axes: true), Nx.shape(o)), o)
+
+    # The mean runs over all of a cache, of which little may be filled: so only where some row wants it.
+    defnp or_mean_if_any(nothing, o, v) do
+      if Nx.any(nothing), do: mean_of_cache(nothing, o, v), else: o
+    end
+
+    deftransformp(mean_of_cache(nothing, o, v), do: or_mean(nothing, o, v))
+
+    # The options of attention, and others that say the same.
+    defp choices(%{q: q, k: k} = tensors, model, opts) do
       {contiguous, opts} = Keyword.pop(opts, :contiguous_masks, false)
       mask = cells(tensors.key_mask, k, &Nx.not_equal(&1, 0))
       bias = cells(tensors.bias, k, &as_bias(&1, q))
       run = if contiguous, do: run(mask)
       scale = model[:scale] || 1 / :math.sqrt(Nx.axis_size(q, 3))
 
-      [causal: false, scale: scale] ++
-        visibility(tensors, window(model), run) ++ bias(bias, if(run, do: nil, else: mask)) ++ opts
+      for visibility <- visibility(tensors, window(model), run) do
+        [causal: false, scale: scale] ++ visibility ++ bias(bias, if(run, do: nil, else: mask)) ++ opts
+      end
     end
 
     # As a tensor of rank 4 with all columns.
@@ -386,19 +415,28 @@ if Code.ensure_loaded?(Axon) and FlashAttention.Defn.supported?() do
       {left, if(model[:causal], do: 0, else: right)}
     end
 
-    # What the window shows of the keys from first to last - 1, or of all. Row i stands at offset + i.
+    # What the window shows of the keys from first to last - 1, or of all. Row i stands at offset + i. The first choice
+    # costs least.
     defp visibility(%{q: q, k: k} = tensors, window, run) do
       {rows, keys} = {Nx.axis_size(q, 1), Nx.axis_size(k, 1)}
       aligned? = window == {:infinity, :infinity} or (none?(tensors.offset) and rows == keys)
 
       if run == nil and aligned? do
-        [window: window]
+        [[window: window]]
       else
         offset = if none?(tensors.offset), do: 0, else: tensors.offset
         {first, last} = run || {0, keys}
-        [mask: Mask.from_bands(band(rows, first, last, offset, window))]
+        filled(tensors, window, run) ++ [[mask: Mask.from_bands(band(rows, first, last, offset, window))]]
       end
     end
+
+    # Behind the last row a cache is not filled yet, and nothing there is seen: keys end beside that row.
+    defp filled(%{q: q, k: k, offset: %Nx.Tensor{} = offset}, {left, 0}, nil) do
+      lengths = offset |> Nx.add(Nx.axis_size(q, 1)) |> Nx.min(Nx.axis_size(k, 1))
+      [[window: {left, 0}, key_lengths: lengths |> Nx.as_type(:s32) |> Nx.reshape({:auto})]]
+    end
+
+    defp filled(_tensors, _window, _run), do: []
 
     # The band's last row stands beside its last column, and so its window is further to the left than the model's.
     defp band(rows, first, last, offset, {left, right}) do
