@@ -28,6 +28,12 @@ bench-gpu: $(LIBRARY)
 bench-masks: $(LIBRARY)
 	python3 bench/masks.py --library $(LIBRARY) $(BENCH_ARGS)
 
+# Decoding from Elixir with a cache: one step, and 32 layers; on the CPU, or with BENCH_ARGS=cuda on a GPU.
+.PHONY: bench-decode
+bench-decode: RESULT := bench/results/cpu_decode.md
+bench-decode: elixir
+	$(MIX) run bench/decode.exs $(BENCH_ARGS) | tee $(RESULT)
+
 # The same kernels in XLA's programs, beside XLA's plain attention.
 .PHONY: bench-xla
 bench-xla: $(LIBRARY)
