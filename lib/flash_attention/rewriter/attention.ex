@@ -5,7 +5,7 @@ if FlashAttention.Defn.supported?() do
     # [batch, seqlen, num_heads, head_dim] and the result brought back.
 
     alias FlashAttention.{Error, Mask, Options}
-    alias FlashAttention.Rewriter.{Graph, Index, Slopes, Visibility}
+    alias FlashAttention.Rewriter.{Graph, Index, Visibility}
     alias Nx.Defn.{Expr, Kernel}
 
     # Whether the library adds a tensor to scores: without that, masks that are no bands stay as they are.
