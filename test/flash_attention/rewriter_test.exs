@@ -14,6 +14,7 @@ defmodule FlashAttention.RewriterTest do
             [
               Nx,
               Nx.Batch,
+              Nx.Type,
               Nx.Constants,
               Nx.Defn,
               Nx.Random,
