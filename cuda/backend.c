@@ -158,16 +158,25 @@ static const char *program_of(const fa_problem *p) {
   return p->dropout == 0 ? NULL : "dropout";
 }
 
+/* Whether the backward makes gradients by what the program adds to scores. */
+static bool adds_sums(const fa_problem *p) {
+  bool adds = fa_is_sum(p, FA_TENSOR_DBIAS);
+  for (int i = 0; i < FA_CUDA_NUM_HEAD_NUMBERS; i++) adds |= is_there(p, of_heads[i]);
+  return adds;
+}
+
 /* What the problem asks of a kernel beyond plain attention. */
 static uint32_t needs_of(const fa_problem *p) {
   return (sees_all(p) ? 0 : FA_CUDA_NEEDS_WINDOW) | (p->softcap == 0 ? 0 : FA_CUDA_NEEDS_SOFTCAP) |
          (p->num_sinks == 0 ? 0 : FA_CUDA_NEEDS_SINKS) | (p->num_bands == 0 ? 0 : FA_CUDA_NEEDS_BANDS) |
-         (program_of(p) == NULL ? 0 : FA_CUDA_NEEDS_PROGRAM);
+         (program_of(p) == NULL ? 0 : FA_CUDA_NEEDS_PROGRAM) |
+         (p->softcap == 0 || !adds_sums(p) ? 0 : FA_CUDA_NEEDS_CAPPED_SUMS);
 }
 
 /* What stood in the way where kernels fit the head_dim and the device, but none took these needs as well. */
 static fa_status no_kernel_takes(uint32_t needs, const fa_plan *plan, fa_error *error) {
-  const char *const names[] = {"window", "softcap", "num_sinks", "bands", program_of(&plan->problem)};
+  const char *const names[] = {"window", "softcap", "num_sinks", "bands", program_of(&plan->problem),
+                               "softcap"};
   int first = 0;
   while (!(needs >> first & 1)) first++;
   return fa_fail(error, FA_STATUS_UNSUPPORTED, names[first],

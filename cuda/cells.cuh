@@ -1,6 +1,7 @@
 // What acts on single scores by their places: what is added to them (a bias, distances times slopes), which of
 // them are dropped, and the gradients by what was added. Kernels that take a program use it; in the others,
-// which plain problems run, nothing of it is there. Rows lie along the rows of accumulators here.
+// which plain problems run, nothing of it is there. Rows lie along the rows of accumulators, and in those that
+// are called transposed along their columns.
 #pragma once
 
 #include <type_traits>
@@ -74,6 +75,29 @@ __device__ inline void add_number(float *to, float x) { atomicAdd(to, x); }
 template <class T>
 __device__ inline void add_number(T *to, float x) {
   store_number(to, static_cast<float>(*to) + x);
+}
+
+// Transposes a matrix [8, 8] of which lane l has the numbers 2 * (l % 4) and the next of row l / 4.
+template <class T>
+__device__ inline Two<T> transpose(const Two<T> &two) {
+  static_assert(sizeof(T) == 2 || sizeof(T) == 4, "a pair is a word or two");
+  const int lane = threadIdx.x % 32, first = lane % 4 * 8 + lane / 8;
+  const bool second = lane / 4 % 2;
+  Two<T> result;
+  if constexpr (sizeof(T) == 2) {
+    uint32_t word;
+    memcpy(&word, &two, sizeof word);
+    const uint32_t a = __shfl_sync(~0u, word, first), b = __shfl_sync(~0u, word, first + 4);
+    word = second ? a >> 16 | (b & 0xffff0000) : (a & 0xffff) | b << 16;
+    memcpy(&result, &word, sizeof word);
+  } else {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const T x = __shfl_sync(~0u, two.x[0], first + i * 4), y = __shfl_sync(~0u, two.x[1], first + i * 4);
+      result.x[i] = second ? y : x;
+    }
+  }
+  return result;
 }
 
 // ---- what is added to scores -------------------------------------------------------------------------------
@@ -158,6 +182,29 @@ __device__ inline void add_to_scores(Accumulator<MT, NT> &scores, const fa_cuda_
                                      const fa_band &band, const Place &at) {
   for_each_row<MT, NT>(
       scores, [&](int m, int half, int row) { add_to_row<Io>(scores[m], half, a, band, at, at.row + row); });
+}
+
+// The biases of two tiles of 8 rows and 8 columns each, from row and at.column on, transposed: of element
+// half * 2 + i those of row lane % 4 * 2 + i and column half * 8 + lane / 4.
+template <class T>
+__device__ inline void load_transposed_bias(float (&addends)[4], const fa_cuda_arguments &a, const Place &at,
+                                            int row) {
+  // What moves from lane to lane: numbers as they are, but what a mask of u8 adds as 16 bits.
+  using Moved = std::conditional_t<sizeof(T) == 1, __nv_bfloat16, T>;
+  const fa_cuda_cells &bias = a.program.bias;
+  row += threadIdx.x % 32 / 4;
+  const int first = at.column + threadIdx.x % 4 * 2;
+  const int wanted = row < a.window.seqlen_q ? a.window.seqlen_k - first : 0;
+  const T *from = numbers_of<const T>(bias, at.batch, at.head, row) + first;
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    const float2 two = load_two(from + half * 8, wanted - half * 8, bias.in_pairs);
+    Two<Moved> moved;
+    store_number(&moved.x[0], two.x), store_number(&moved.x[1], two.y);
+    moved = transpose(moved);
+#pragma unroll
+    for (int i = 0; i < 2; i++) addends[half * 2 + i] = static_cast<float>(moved.x[i]);
+  }
 }
 
 // ---- what is dropped ---------------------------------------------------------------------------------------
@@ -249,6 +296,17 @@ struct BiasGradient {
     for (int n = 0; n < NT; n++) sums[n][0] = sums[n][1] = 0;
   }
 
+  // Stores or adds those of two neighbouring columns that the row sees.
+  template <class T>
+  __device__ void put_two(T *to, float x, float y, int column, Range seen) const {
+    if (a.program.dbias_step == FA_CUDA_CELLS_STORE && column >= seen.begin) {
+      store_two(to, x, y, seen.end - column, a.program.dbias.in_pairs);
+    } else {
+      if (column >= seen.begin && column < seen.end) add_number(to, x);
+      if (column + 1 >= seen.begin && column + 1 < seen.end) add_number(to + 1, y);
+    }
+  }
+
   // gradient: of the row's scores, 0 where they are not visible; there only those are stored that are seen.
   __device__ void take_row(const float (&gradient)[NT][2], int row, Range seen) {
     const fa_cuda_program &program = a.program;
@@ -268,18 +326,51 @@ struct BiasGradient {
         T *numbers = numbers_of<T>(to, at.batch, at.head, row) + first;
 #pragma unroll
         for (int n = 0; n < NT; n++) {
-          const int column = first + n * 8;
-          if (program.dbias_step == FA_CUDA_CELLS_STORE && column >= seen.begin) {
-            store_two(numbers + n * 8, gradient[n][0], gradient[n][1], seen.end - column, to.in_pairs);
-          } else {
-#pragma unroll
-            for (int i = 0; i < 2; i++)
-              if (column + i >= seen.begin && column + i < seen.end)
-                add_number(numbers + n * 8 + i, gradient[n][i]);
-          }
+          put_two(numbers + n * 8, gradient[n][0], gradient[n][1], first + n * 8, seen);
         }
       }
     });
+  }
+
+  // The same of a transposed accumulator: of 8 rows and 16 columns.
+  __device__ void take_transposed(const float (&gradient)[4], int n, const fa_band &band) {
+    const fa_cuda_program &program = a.program;
+    const fa_cuda_cells &to = program.dbias;
+    if (program.dbias_step == FA_CUDA_CELLS_ADD_ROWS) {
+#pragma unroll
+      for (int half = 0; half < 2; half++) sums[0][half] += gradient[half * 2] + gradient[half * 2 + 1];
+      return;
+    }
+    const int row = at.row + n * 8 + threadIdx.x % 32 / 4, first = at.column + threadIdx.x % 4 * 2;
+    const Range seen =
+        row < band.q_begin || row >= band.q_end ? Range{0, 0} : fa_band_columns(band, {row, row + 1});
+    with_type<Io>(to.dtype, [&](auto type) {
+      using T = decltype(type);
+      if constexpr (!std::is_same<T, Shown>::value) {
+        T *numbers = numbers_of<T>(to, at.batch, at.head, row) + first;
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+          Two<T> two;
+          store_number(&two.x[0], gradient[half * 2]), store_number(&two.x[1], gradient[half * 2 + 1]);
+          two = transpose(two);
+          const float x = static_cast<float>(two.x[0]), y = static_cast<float>(two.x[1]);
+          put_two(numbers + half * 8, x, y, first + half * 8, seen);
+        }
+      }
+    });
+  }
+  // Adds the sums over the rows of transposed accumulators.
+  __device__ void finish_transposed() {
+    if (a.program.dbias_step != FA_CUDA_CELLS_ADD_ROWS) return;
+    float *to = numbers_of<float>(a.program.dbias, at.batch, at.head);
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      float sum = sums[0][half];
+      sum += __shfl_xor_sync(~0u, sum, 1);
+      sum += __shfl_xor_sync(~0u, sum, 2);
+      const int column = at.column + half * 8 + threadIdx.x % 32 / 4;
+      if (threadIdx.x % 4 == 0 && column < a.window.seqlen_k) atomicAdd(to + column, sum);
+    }
   }
 
   // Adds the sums over the accumulator's rows to those of the warp's slot.

@@ -58,6 +58,8 @@ __device__ inline void consume_blocks(const fa_cuda_arguments &a, BackwardBuffer
   uint32_t blocks = 0, busy_blocks = 0, steps = 0;
   float per_shift = GENERAL && Shape::from_shift ? per_shift_of<Kind>(a.score) : 0;
   if constexpr (GENERAL) forget(per_shift);  // or ptxas divides in every step
+  fa_dropout dropout = {};                   // of a head, where there is a program
+  int dropout_head = -1;
   auto start_scores = [&] {
     start_transposed<K_SIDE, Shape::from_shift>(scores, buffers, consumer * 64, steps, a.score, per_shift);
   };
@@ -65,9 +67,9 @@ __device__ inline void consume_blocks(const fa_cuda_arguments &a, BackwardBuffer
   auto start_dq = [&](uint32_t step) {
     const int stage = step % 2;
     barrier_wait(buffers.barrier(DS_FULL, stage), step / 2 % 2);
-    multiply<Kind, K_STEPS>(dq[0],
-                            BoxOperand<DsTile, true>(buffers.ds(stage), Dq::ACROSS == 1 ? consumer * 64 : 0),
-                            BoxOperand<KTile, false>(buffers.k(), Dq::ACROSS == 1 ? 0 : consumer * 64), false);
+    multiply<Kind, K_STEPS>(
+        dq[0], BoxOperand<DsTile, true>(buffers.ds(stage), Dq::ACROSS == 1 ? consumer * 64 : 0),
+        BoxOperand<KTile, false>(buffers.k(), Dq::ACROSS == 1 ? 0 : consumer * Dq::WARP_COLUMNS), false);
   };
   auto slopes_of = [&](int n) { return four_of(scores[0][n]); };
   auto finish_dq = [&](uint32_t step) {
@@ -90,17 +92,32 @@ __device__ inline void consume_blocks(const fa_cuda_arguments &a, BackwardBuffer
     const int first_column = work.columns.begin + consumer * 64;
     const int stage = steps % 2;
     forget(buffers.base);  // or ptxas keeps every address of this step in a register
-    if constexpr (GENERAL)
-      make_told_scores<Kind>(scores, a, work, visit, first_column, warp_row);
-    else
-      make_scores_in_band<Kind, true, false, 1, NT>(
-          scores, a, visit.band, visit.rows, {first_column, first_column + 64},
-          {work.block.batch, visit.head, visit.rows.begin, first_column + warp_row});
-    make_transposed_p<Kind, Shape::from_shift>(scores, p_operand, a.score, buffers.shift(stage));
+    // Only kernels that take programs use these two.
+    [[maybe_unused]] Visit heard = {};
+    [[maybe_unused]] Place at = {};
+    if constexpr (Shape::program) {
+      heard = work.heard_visit(visit);
+      at = {work.block.batch, heard.head, heard.rows.begin, first_column + warp_row};
+      if (a.program.dropout_threshold > 0 && at.head != dropout_head)
+        dropout = dropout_of(a.program, at.batch, at.head), dropout_head = at.head;
+      make_transposed_p_by_program<Kind>(scores, p_operand, a, heard.band, dropout, at, buffers.shift(stage));
+    } else {
+      if constexpr (GENERAL)
+        make_told_scores<Kind>(scores, a, work, visit, first_column, warp_row);
+      else
+        make_scores_in_band<Kind, true, false, 1, NT>(
+            scores, a, visit.band, visit.rows, {first_column, first_column + 64},
+            {work.block.batch, visit.head, visit.rows.begin, first_column + warp_row});
+      make_transposed_p<Kind, Shape::from_shift>(scores, p_operand, a.score, buffers.shift(stage));
+    }
     wgmma_wait<0>(ds[0]);
     if (IS_LAST) arrive_once(buffers.barrier(V_EMPTY));
     multiply<Kind, Q_STEPS>(dv[0], p_operand, BoxOperand<QTile, false>(buffers.dout(stage)), true);
-    make_transposed_ds<Kind>(ds, slopes_of, buffers.delta(stage));
+    if constexpr (Shape::program)
+      make_transposed_ds_by_program<Kind>(ds, scores, a, heard.band, at, buffers.delta(stage),
+                                          work.block.k_block * (Shape::num_threads / 32) + threadIdx.x / 32);
+    else
+      make_transposed_ds<Kind>(ds, slopes_of, buffers.delta(stage));
     convert<Kind>(ds_operand, ds);
     multiply<Kind, Q_STEPS>(dk[0], ds_operand, BoxOperand<QTile, false>(buffers.q(stage)), true);
     wgmma_wait<1>(dv[0], p_operand);
@@ -129,6 +146,7 @@ __device__ inline void consume_blocks(const fa_cuda_arguments &a, BackwardBuffer
 
   Work work;
   for (; current_work(a, buffers, blocks, work); next_work(buffers, blocks)) {
+    dropout_head = -1;
     set_zero<1, DT>(dk);
     set_zero<1, DT>(dv);
     if (work.num_steps > 0) {
@@ -184,5 +202,7 @@ const fa_cuda_kernel FA_JOIN(fa_hopper_backward_, FA_KIND)[] = {
     ROW("/d128", false, 128, 64, 1, 2, true),
     ROW("/d64/general", true, 64, 128, 1, 2),
     ROW("/d128/general", true, 128, 64, 1, 2, true),
+    ROW("/d64/program", true, 64, 64, 1, 0, false, true),
+    ROW("/d128/program", true, 128, 64, 1, 2, false, true),
     {},
 };

@@ -27,9 +27,11 @@ enum { K_SIDE, V_SIDE, NUM_SIDES };
 // producer's, one warp to send each share of dq (a sum over some of the columns), and the writers, which turn
 // the sum in memory into dq; without writers finish_dq does. FROM_SHIFT is about begin_at_shift. Registers are
 // a thread's: on average the block has 168 for each.
-template <int HEAD_DIM, int BLOCK_Q, int DQ_SHARES, int NUM_WRITERS, bool FROM_SHIFT = false>
+// PROGRAM: one may act on scores; then GENERAL.
+template <int HEAD_DIM, int BLOCK_Q, int DQ_SHARES, int NUM_WRITERS, bool FROM_SHIFT = false,
+          bool PROGRAM = false>
 struct BackwardShape {
-  static constexpr bool from_shift = FROM_SHIFT;
+  static constexpr bool from_shift = FROM_SHIFT, program = PROGRAM;
   static constexpr int head_dim = HEAD_DIM, block_q = BLOCK_Q, num_consumers = 2, block_k = num_consumers * 64;
   static constexpr int num_warps = num_consumers * 4, dq_warps = block_q / 16;  // see DqShare
   static constexpr int dq_shares = DQ_SHARES, num_writers = NUM_WRITERS;
@@ -62,6 +64,10 @@ struct Work<Shape, true> : ColumnWork<Shape, true> {
   // This is where tell_visit has put what the visit is.
   __device__ uint32_t consumers_visit(const fa_cuda_arguments &, ConsumerStep, uint32_t told) const {
     return told;
+  }
+  __device__ Visit heard_visit(uint32_t told) const {
+    const int4 x = load_shared_words(told), y = load_shared_words(told + 16);
+    return {{x.x, x.y, x.z, x.w, y.x, y.y}, y.z, {y.w, y.w + Shape::block_q}};
   }
   // Puts down the band, the head and the first row, and a bit for each part whose columns are seen by all rows.
   __device__ void tell_visit(const fa_cuda_arguments &a, const Visit &visit, uint32_t to) const {
@@ -489,7 +495,7 @@ __device__ inline void store_dk_and_dv(const fa_cuda_arguments &a, const Buffers
                                        const float (&dv)[1][DT][4]) {
   using Kind = typename Buffers::Kind;
   current_work(a, buffers, blocks, work);
-  store_columns<Kind>(a, work, a.dv, column, 0, dv, 1);
+  store_columns<Kind>(a, work, a.dv, column, 0, dv, Buffers::Shape::program ? a.program.kept_factor : 1);
   store_columns<Kind>(a, work, a.dk, column, 0, dk, a.scale);
 }
 
@@ -532,7 +538,10 @@ constexpr fa_cuda_kernel row_of_kernel(const char *name, const void *main) {
                         .block_k = Shape::block_k,
                         .num_threads = Shape::num_threads,
                         .shared_bytes = Buffers::BYTES,
-                        .takes = Buffers::general ? FA_CUDA_MASK_NEEDS : FA_CUDA_PLAIN_NEEDS,
+                        .takes = Shape::program     ? FA_CUDA_ALL_NEEDS & ~FA_CUDA_NEEDS_CAPPED_SUMS
+                                 : Buffers::general ? FA_CUDA_MASK_NEEDS
+                                                    : FA_CUDA_PLAIN_NEEDS,
+                        .row_warps = 1,
                         .mapped = true,
                         .persistent = true,
                         .main = main,

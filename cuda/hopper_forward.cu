@@ -13,13 +13,14 @@ namespace hopper {
 
 // A row of the table; none of it changes results by more than rounding. Registers are per thread.
 template <int HEAD_DIM, int BLOCK_K, int NUM_CONSUMERS, int Q_STAGES, int CONSUMER_REGISTERS,
-          int PRODUCER_REGISTERS, bool HOLDS_Q = false>
+          int PRODUCER_REGISTERS, bool HOLDS_Q = false, bool PROGRAM = false>
 struct ForwardShape {
   static constexpr int head_dim = HEAD_DIM, block_k = BLOCK_K, num_consumers = NUM_CONSUMERS,
                        q_stages = Q_STAGES;
   static constexpr int block_q = NUM_CONSUMERS * 64, num_threads = (NUM_CONSUMERS + 1) * WARPGROUP;
   static constexpr int consumer_registers = CONSUMER_REGISTERS, producer_registers = PRODUCER_REGISTERS;
   static constexpr bool holds_q = HOLDS_Q;  // a consumer's rows of it, in registers
+  static constexpr bool program = PROGRAM;  // whether one may act on scores; then GENERAL
 };
 
 // Of the registers that a block of threads begins with, the same number for each thread, more than the row says
@@ -375,6 +376,7 @@ struct Consumer {
   float o[1][DT][4], fresh[1][DT][4], scores[1][NT][4];
   uint32_t p[Kind::PARTS][PV_STEPS][4], q_held[1][QK_STEPS][4];
   OnlineSoftmax<Kind, 1> softmax;
+  fa_dropout dropout;  // of the tile's head, where there is a program
 
   __device__ Consumer(const fa_cuda_arguments &a, const fa_cuda_maps &maps, const Buffers &buffers,
                       int consumer)
@@ -539,13 +541,17 @@ struct Consumer {
                                     NumColumnsOf num_columns_of) {
     int num_columns = Shape::block_k;
     finish_scores<Kind, 1, NT>(scores, a.score, unscale);
+    const Place at = {tile.batch, tile.head, first_row, Shape::program ? visit.column() : 0};
+    if constexpr (Shape::program) add_to_scores<typename Kind::Io, 1, NT>(scores, a, visit.band(), at);
     if (!__any_sync(~0u, flags & ToldVisit::sees_all(consumer))) {
       const fa_band band = visit.band();
       const int column = visit.column();
       num_columns = num_columns_of(band, column);
       mask_scores<true, 1, NT>(scores, band, {tile.batch, tile.head, first_row, column}, num_columns);
     }
-    return softmax.update(scores, unit, num_columns);
+    const bool moved = softmax.update(scores, unit, num_columns);
+    if (Shape::program && a.program.dropout_threshold > 0) drop<1, NT>(scores, a, dropout, at);
+    return moved;
   }
 
   // Goes through the tile's visits. Where those of other consumers come between, the product that is due is
@@ -621,6 +627,7 @@ struct Consumer {
     const Sequence sequence = sequence_of(a, tile.batch);
     float lse[1][2];
     softmax.finish(scale, lse, a.score, a.sink + tile.head, a.num_sinks, a.num_heads);
+    if constexpr (Shape::program) multiply_kept<1>(scale, a.program);
     store_lse<1>(lse_at(a, sequence, tile.head, first_row), lse, sequence.num_rows() - first_row);
   }
 
@@ -660,6 +667,8 @@ struct Consumer {
     kv_head = kv_head_of(a, tile.head);
     visited = 0, exponent_q = 0;
     softmax = OnlineSoftmax<Kind, 1>();
+    if constexpr (Shape::program)
+      if (a.program.dropout_threshold > 0) dropout = dropout_of(a.program, tile.batch, tile.head);
     barrier_wait(q.full, q_ring.phase);
   }
 
@@ -743,7 +752,9 @@ constexpr fa_cuda_kernel row(const char *name) {
           .block_k = Shape::block_k,
           .num_threads = Shape::num_threads,
           .shared_bytes = ForwardBuffers<Kind, Shape, GENERAL>::BYTES,
-          .takes = GENERAL ? FA_CUDA_MASK_NEEDS : FA_CUDA_PLAIN_NEEDS,
+          .takes = Shape::program ? FA_CUDA_ALL_NEEDS
+                   : GENERAL      ? FA_CUDA_MASK_NEEDS
+                                  : FA_CUDA_PLAIN_NEEDS,
           .mapped = true,
           .persistent = true,
           .awaits_plans = GENERAL,
@@ -753,12 +764,16 @@ constexpr fa_cuda_kernel row(const char *name) {
 }  // namespace hopper
 }  // namespace fa
 
-// A kernel for problems without bands, and one for those with.
+// A kernel for plain problems, and one that takes bands; and one that takes programs too, whose consumers need
+// registers for what is added. f32's forward leaves programs to the portable kernels, as its backward does,
+// which must round scores as the forward did.
 #define KERNEL(general, name, ...) \
   fa::hopper::row<fa::kinds::FA_KIND, fa::hopper::ForwardShape<__VA_ARGS__>, general>(name)
 #define ROW(rest, ...)                                             \
   KERNEL(false, "cuda/sm90/" FA_QUOTE(FA_KIND) rest, __VA_ARGS__), \
       KERNEL(true, "cuda/sm90/" FA_QUOTE(FA_KIND) rest "/general", __VA_ARGS__)
+#define PROGRAM_ROW(rest, ...) \
+  KERNEL(true, "cuda/sm90/" FA_QUOTE(FA_KIND) rest "/program", __VA_ARGS__, false, true)
 
 // Registers a consumer's thread needs for its arrays: (block_k * 1.5 + head_dim) / 2, and block_k + head_dim of
 // f32 in two parts. Three consumers at 64, which use each column block for 192 rows; at 256, and of f32, column
@@ -771,8 +786,11 @@ const fa_cuda_kernel FA_JOIN(fa_hopper_forward_, FA_KIND)[] = {
     ROW("/d128", 128, 64, 2, 1, 240, 24),
 #else
     ROW("/d64", 64, 128, 3, 2, 160, 32),
+    PROGRAM_ROW("/d64", 64, 128, 2, 2, 240, 24),
     ROW("/d128", 128, 128, 2, 2, 240, 24, true),
+    PROGRAM_ROW("/d128", 128, 128, 2, 2, 240, 24),
     ROW("/d256", 256, 80, 2, 1, 240, 24),
+    PROGRAM_ROW("/d256", 256, 64, 2, 1, 240, 24),
 #endif
     {},
 };

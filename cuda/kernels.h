@@ -219,8 +219,9 @@ enum {
   FA_CUDA_NEEDS_SOFTCAP = 1 << 1,
   FA_CUDA_NEEDS_SINKS = 1 << 2,
   FA_CUDA_NEEDS_BANDS = 1 << 3,
-  FA_CUDA_NEEDS_PROGRAM = 1 << 4, /* see fa_cuda_program */
-  FA_CUDA_ALL_NEEDS = (1 << 5) - 1,
+  FA_CUDA_NEEDS_PROGRAM = 1 << 4,     /* see fa_cuda_program */
+  FA_CUDA_NEEDS_CAPPED_SUMS = 1 << 5, /* gradients by what is added to scores that have a softcap */
+  FA_CUDA_ALL_NEEDS = (1 << 6) - 1,
   FA_CUDA_PLAIN_NEEDS = FA_CUDA_NEEDS_WINDOW | FA_CUDA_NEEDS_SOFTCAP | FA_CUDA_NEEDS_SINKS,
   FA_CUDA_MASK_NEEDS = FA_CUDA_PLAIN_NEEDS | FA_CUDA_NEEDS_BANDS,
 };

@@ -347,6 +347,99 @@ __device__ inline void make_transposed_ds(float (&ds)[1][NT][4], SlopesOf slopes
   }
 }
 
+// Transposed products become probabilities, of which those that are dropped are 0 and the others due the
+// program's kept_factor, as an operand; the slopes take the products' place, negative where p is dropped.
+template <class Kind, int NT>
+__device__ inline void make_transposed_p_by_program(float (&scores)[1][NT][4],
+                                                    uint32_t (&operand)[Kind::PARTS][NT / 2][4],
+                                                    const fa_cuda_arguments &a, const fa_band &band,
+                                                    const fa_dropout &dropout, const Place &at,
+                                                    uint32_t shift) {
+  using Io = typename Kind::Io;
+  const fa_cuda_program &program = a.program;
+  const float unit = exponent_of_unit<Kind>(a.score), per_cap = per_softcap<Kind>(a.score);
+  const bool is_capped = a.score.form == FA_CUDA_SCORE_SOFTCAP;
+  const int own_column = at.column + threadIdx.x % 32 / 4, own_row = threadIdx.x % 4 * 2;
+  const float slope = number_of_head(program, FA_CUDA_ALIBI_SLOPES, at, 0);
+  finish_scores<Kind, 1, NT>(scores, a.score, 1);
+  Range seen[2];  // rows, by the lane's columns
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    const int column = own_column + half * 8;
+    seen[half] =
+        column < band.k_begin || column >= band.k_end ? Range{0, 0} : fa_band_rows(band, {column, column + 1});
+  }
+  fa_words words[2] = {};
+  constexpr int AT_ONCE = NT < 4 ? NT : 4;
+#pragma unroll
+  for (int begin = 0; begin < NT; begin += AT_ONCE) {
+    float addends[AT_ONCE][4] = {};
+    if (program.bias.data)
+      with_type<Io>(program.bias.dtype, [&](auto type) {
+#pragma unroll
+        for (int n = 0; n < AT_ONCE; n++)
+          load_transposed_bias<decltype(type)>(addends[n], a, at, at.row + (begin + n) * 8);
+      });
+#pragma unroll
+    for (int n = begin; n < begin + AT_ONCE; n++) {
+      const float2 row_shift = load_shared_pair(shift + (n * 8 + own_row) * 4);
+      if (program.dropout_threshold > 0 && n % 2 == 0)
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+          words[i] =
+              fa_dropout_words(dropout, fa_dropout_pair(program.first_row + at.row + n * 8 + own_row + i),
+                               fa_dropout_pair(own_column));
+      float p[4];
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const int row = at.row + n * 8 + own_row + i % 2, column = own_column + i / 2 * 8;
+        const float capped = scores[0][n][i];
+        float score = capped * program.factor;
+        score = fmaf(-slope, float(fa_band_distance(band, row, column)), score);
+        score = with_addend(score, addends[n - begin][i]);
+        const bool is_seen = row >= seen[i / 2].begin && row < seen[i / 2].end && score != -INFINITY;
+        const float weight =
+            is_seen ? exact_exponential<Kind>(score, unit, i % 2 ? row_shift.y : row_shift.x) : 0;
+        const bool it_stays = program.dropout_threshold == 0 ||
+                              (words[i % 2].x[i / 2] >> n % 2 * 16 & 0xffff) >= dropout.threshold;
+        const float slope_of_p = is_capped ? weight * softcap_slope(capped, per_cap) : weight;
+        p[i] = it_stays ? weight : 0;
+        scores[0][n][i] = it_stays ? slope_of_p : -slope_of_p;
+      }
+#pragma unroll
+      for (int half = 0; half < 2; half++)
+        convert_pair<Kind>(operand, n, half, p[half * 2], p[half * 2 + 1], 1);
+    }
+  }
+}
+
+// Transposed dp becomes ds; slopes: of make_transposed_p_by_program. The gradients by what was added are those
+// of scores, which ds are only without a softcap: kernels do not take programs that need both.
+template <class Kind, int NT>
+__device__ inline void make_transposed_ds_by_program(float (&ds)[1][NT][4], const float (&slopes)[1][NT][4],
+                                                     const fa_cuda_arguments &a, const fa_band &band,
+                                                     const Place &at, uint32_t delta, int head_slot) {
+  const fa_cuda_program &program = a.program;
+  const int own_column = at.column + threadIdx.x % 32 / 4, own_row = threadIdx.x % 4 * 2;
+  HeadSums head_sums;
+  BiasGradient<typename Kind::Io, 1> dbias(a, at);
+#pragma unroll
+  for (int n = 0; n < NT; n++) {
+    const float2 row_delta = load_shared_pair(delta + (n * 8 + own_row) * 4);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const bool it_stays = __float_as_int(slopes[0][n][i]) >= 0;
+      ds[0][n][i] = ds_of(fabsf(slopes[0][n][i]), it_stays ? ds[0][n][i] * program.kept_factor : 0,
+                          i % 2 ? row_delta.y : row_delta.x);
+      head_sums.of[FA_CUDA_ALIBI_SLOPES] -=
+          ds[0][n][i] * float(fa_band_distance(band, at.row + n * 8 + own_row + i % 2, own_column + i / 2 * 8));
+    }
+    if (program.dbias.data) dbias.take_transposed(ds[0][n], n, band);
+  }
+  if (program.dbias.data) dbias.finish_transposed();
+  head_sums.add(a, at.batch, at.head, head_slot);
+}
+
 // ---- a single cell -----------------------------------------------------------------------------------------
 
 // The same program for one cell and in natural units, from its product of unscaled operands; -inf where the row
