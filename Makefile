@@ -132,7 +132,7 @@ endif
 ifneq ($(filter 1 emulated,$(FA_CUDA)),)
 # The passes are one source each, compiled once for every kind of cuda/kinds.cuh.
 CUDA_KINDS   := bf16 f16 f32 f32_as_f16
-CUDA_PASSES  := forward backward
+CUDA_PASSES  := forward backward decode
 CUDA_KERNELS := $(foreach pass,$(CUDA_PASSES),$(CUDA_KINDS:%=$(BUILD)/cuda/$(pass)_%.o))
 
 # Kernels for Hopper alone; those above serve the others, and what these do not take.

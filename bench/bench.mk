@@ -34,6 +34,11 @@ bench-decode: RESULT := bench/results/cpu_decode.md
 bench-decode: elixir
 	$(MIX) run bench/decode.exs $(BENCH_ARGS) | tee $(RESULT)
 
+# A few rows of q beside long caches on the GPU, beside torch's kernels. BENCH_ARGS: see bench/decode.py.
+.PHONY: bench-decode-gpu
+bench-decode-gpu: $(LIBRARY)
+	python3 bench/decode.py --library $(LIBRARY) $(BENCH_ARGS)
+
 # The same kernels in XLA's programs, beside XLA's plain attention.
 .PHONY: bench-xla
 bench-xla: $(LIBRARY)

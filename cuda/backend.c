@@ -12,6 +12,7 @@
 #include "../c_src/core/integers.h"
 #include "../c_src/core/problem.h"
 #include "../c_src/core/tensors.h"
+#include "decode.h"
 #include "kernels.h"
 #include "merge.h"
 #include "runtime.h"
@@ -49,31 +50,39 @@ static int32_t num_multiprocessors(int32_t index) {
   return count > 0 ? count : 1;
 }
 
+/* Whether blocks of threads form clusters there, and a launch may begin before the one before it has ended. */
+static bool can_cluster(int32_t index) {
+  int major = 0;
+  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, index);
+  return major >= 9 && !fa_is_disabled("sm90");
+}
+
 /* ---- the selector -------------------------------------------------------------------------------- */
 
-/* Kernels for one architecture, which read by tensor maps, with further ones for wide heads; and those for all.
- */
-enum { HOPPER, HOPPER_WIDE, PORTABLE, NUM_FAMILIES };
+/* Kernels for few rows; those for one architecture, which read by tensor maps, with further ones for wide
+ * heads; and those for all. */
+enum { DECODE, HOPPER, HOPPER_WIDE, PORTABLE, NUM_FAMILIES };
 
 static const struct {
   const fa_cuda_kernel *forward[NUM_FAMILIES], *backward[NUM_FAMILIES]; /* NULL: no table */
   int32_t num_parts;
   bool scaled;
 } kinds[FA_CUDA_NUM_KINDS] = {
-    [FA_CUDA_BF16] = {{fa_hopper_forward_bf16, NULL, fa_cuda_forward_bf16},
-                      {fa_hopper_backward_bf16, fa_hopper_backward_wide_bf16, fa_cuda_backward_bf16},
+    [FA_CUDA_BF16] = {{fa_cuda_decode_bf16, fa_hopper_forward_bf16, NULL, fa_cuda_forward_bf16},
+                      {NULL, fa_hopper_backward_bf16, fa_hopper_backward_wide_bf16, fa_cuda_backward_bf16},
                       1,
                       false},
-    [FA_CUDA_F16] = {{fa_hopper_forward_f16, NULL, fa_cuda_forward_f16},
-                     {fa_hopper_backward_f16, fa_hopper_backward_wide_f16, fa_cuda_backward_f16},
+    [FA_CUDA_F16] = {{fa_cuda_decode_f16, fa_hopper_forward_f16, NULL, fa_cuda_forward_f16},
+                     {NULL, fa_hopper_backward_f16, fa_hopper_backward_wide_f16, fa_cuda_backward_f16},
                      1,
                      false},
-    [FA_CUDA_F32] = {{fa_hopper_forward_f32, NULL, fa_cuda_forward_f32},
-                     {fa_hopper_backward_f32, NULL, fa_cuda_backward_f32},
+    [FA_CUDA_F32] = {{fa_cuda_decode_f32, fa_hopper_forward_f32, NULL, fa_cuda_forward_f32},
+                     {NULL, fa_hopper_backward_f32, NULL, fa_cuda_backward_f32},
                      2,
                      true},
-    [FA_CUDA_F32_AS_F16] = {{fa_hopper_forward_f32_as_f16, NULL, fa_cuda_forward_f32_as_f16},
-                            {fa_hopper_backward_f32_as_f16, NULL, fa_cuda_backward_f32_as_f16},
+    [FA_CUDA_F32_AS_F16] = {{fa_cuda_decode_f32_as_f16, fa_hopper_forward_f32_as_f16, NULL,
+                             fa_cuda_forward_f32_as_f16},
+                            {NULL, fa_hopper_backward_f32_as_f16, NULL, fa_cuda_backward_f32_as_f16},
                             1,
                             true},
 };
@@ -124,10 +133,6 @@ static fa_status check_problem(const fa_plan *plan, int major, fa_error *error) 
                        plan->problem.origin.row);
   if (plan->problem.num_row_sinks > 0 && plan->problem.dlse_batch == 1 && plan->problem.batch > 1)
     return fa_fail(error, FA_STATUS_UNSUPPORTED, "dlse", "all batches beside row_sinks on CUDA", "1");
-  static const fa_tensor_id beyond[] = {FA_TENSOR_KEY_LENGTHS, FA_TENSOR_PAGE_TABLE};
-  for (size_t i = 0; i < sizeof beyond / sizeof *beyond; i++)
-    if (fa_tensor_role_in(&plan->problem, plan->pass, beyond[i]) != FA_ROLE_NONE)
-      return fa_fail(error, FA_STATUS_UNSUPPORTED, fa_tensor_name(beyond[i]), "none on CUDA", "a tensor");
   if (major < 8)
     return fa_fail(error, FA_STATUS_UNSUPPORTED, "device", "compute capability 8.0 or newer",
                    FA_TEXT("%d.x", major));
@@ -170,17 +175,31 @@ static uint32_t needs_of(const fa_problem *p) {
   return (sees_all(p) ? 0 : FA_CUDA_NEEDS_WINDOW) | (p->softcap == 0 ? 0 : FA_CUDA_NEEDS_SOFTCAP) |
          (p->num_sinks == 0 ? 0 : FA_CUDA_NEEDS_SINKS) | (p->num_bands == 0 ? 0 : FA_CUDA_NEEDS_BANDS) |
          (program_of(p) == NULL ? 0 : FA_CUDA_NEEDS_PROGRAM) |
-         (p->softcap == 0 || !adds_sums(p) ? 0 : FA_CUDA_NEEDS_CAPPED_SUMS);
+         (p->softcap == 0 || !adds_sums(p) ? 0 : FA_CUDA_NEEDS_CAPPED_SUMS) |
+         (p->lengths_batch == 0 ? 0 : FA_CUDA_NEEDS_LENGTHS) | (p->max_pages == 0 ? 0 : FA_CUDA_NEEDS_PAGES);
 }
 
 /* What stood in the way where kernels fit the head_dim and the device, but none took these needs as well. */
 static fa_status no_kernel_takes(uint32_t needs, const fa_plan *plan, fa_error *error) {
-  const char *const names[] = {"window", "softcap", "num_sinks", "bands", program_of(&plan->problem),
-                               "softcap"};
+  const char *const names[] = {"window",  "softcap",     "num_sinks", "bands", program_of(&plan->problem),
+                               "softcap", "key_lengths", "page_table"};
   int first = 0;
   while (!(needs >> first & 1)) first++;
   return fa_fail(error, FA_STATUS_UNSUPPORTED, names[first],
                  FA_TEXT("none in the %s on this CUDA device", fa_pass_name(plan->pass)), "some");
+}
+
+/* Whether a family has kernels for the problem on a device of that compute capability. */
+static bool family_serves(int family, const fa_plan *plan, int capability) {
+  const fa_problem *p = &plan->problem;
+  if (family == DECODE)
+    return plan->pass == FA_PASS_FORWARD && fa_cuda_has_few_rows(p, num_multiprocessors(plan->device.index));
+  return family == PORTABLE || (capability == 90 && !fa_is_disabled("sm90") && can_map(p));
+}
+
+/* Whether a kernel's row blocks are as small as they may be: those after it in the table are larger. */
+static bool row_fits(const fa_problem *p, const fa_cuda_kernel *row) {
+  return !row->merge || fa_cuda_packed_rows(p) <= row->block_q || row[1].bucket != row->bucket;
 }
 
 /* The first row of the kind's tables, from a family on, that takes the problem and fits the device. */
@@ -194,16 +213,17 @@ static fa_status choose_kernel(const fa_plan *plan, int family, const fa_cuda_ke
   CHECK(cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, plan->device.index));
   fa_status status = check_problem(plan, major, error);
   if (status) return status;
-  if (major != 9 || minor != 0 || fa_is_disabled("sm90") || !can_map(problem)) family = PORTABLE;
   int32_t largest = 0;
   uint32_t declined = 0;
   for (; family < NUM_FAMILIES; family++) {
+    if (!family_serves(family, plan, major * 10 + minor)) continue;
     const fa_cuda_kind kind = kind_of(problem);
     const fa_cuda_kernel *row =
         plan->pass == FA_PASS_FORWARD ? kinds[kind].forward[family] : kinds[kind].backward[family];
     for (; row && row->name; row++) {
       if (row->bucket > largest && row->shared_bytes <= shared_bytes) largest = row->bucket;
       if (problem->head_dim > row->bucket || row->shared_bytes > shared_bytes) continue;
+      if (!row_fits(problem, row)) continue;
       if (needs_of(problem) & ~row->takes) {
         declined |= needs_of(problem) & ~row->takes;
         continue;
@@ -226,8 +246,10 @@ typedef struct cuda_job {
   fa_cuda_splits splits;
   fa_cuda_plans plans; /* of a kernel that takes bands */
   fa_cuda_reduction of_heads[FA_CUDA_NUM_HEAD_NUMBERS], of_bias;
-  fa_cuda_maps maps; /* of a kernel that reads by them */
+  fa_cuda_maps maps;   /* of a kernel that reads by them */
+  fa_cuda_parts parts; /* of a kernel for few rows */
   int32_t num_multiprocessors;
+  bool merges_early;        /* the merge of parts may be launched before they are done */
   size_t zeroed_bytes;      /* at the workspace's beginning */
   size_t zeroed_bias_bytes; /* of dbias */
   size_t workspace_bytes;
@@ -253,11 +275,11 @@ static fa_cuda_operand view(const fa_problem *p, fa_tensor tensor, int64_t seqle
 }
 
 /* The tensor as the tensor cores read it: itself, or a scaled copy in the workspace. */
-static fa_cuda_operand operand(const fa_problem *p, fa_tensor tensor, int64_t seqlen, int64_t num_heads,
-                               fa_arena *workspace, cuda_job *job) {
+static fa_cuda_operand operand(const fa_problem *p, const fa_cuda_kernel *kernel, fa_tensor tensor,
+                               int64_t seqlen, int64_t num_heads, fa_arena *workspace, cuda_job *job) {
   fa_cuda_splits *splits = &job->splits;
   fa_cuda_operand operand = view(p, tensor, seqlen, num_heads);
-  if (!kinds[kind_of(p)].scaled) return operand;
+  if (!kinds[kind_of(p)].scaled || kernel->merge) return operand;
   operand.num_cols = (int32_t)fa_divide_up(p->head_dim, 8) * 8;
   operand.aligned = true;
   operand.stride_row = operand.num_cols;
@@ -283,7 +305,7 @@ static fa_cuda_score score_of(const fa_problem *p) {
 }
 
 /* Whether blocks of one side may differ in what they have to do. */
-static bool is_uneven(const fa_problem *p) { return p->num_bands > 0 || !sees_all(p); }
+static bool is_uneven(const fa_problem *p) { return p->num_bands > 0 || p->lengths_batch > 0 || !sees_all(p); }
 
 /* How many heads' row blocks a persistent forward begins alternately: one head's where row blocks are of one
  * length, and otherwise those of as many heads as leave, with their k and v, some of the cache to rows that
@@ -361,7 +383,7 @@ static fa_cuda_block_plan *take_plans(fa_arena *workspace, fa_cuda_plans *plans,
 /* ---- programs: what acts on scores ---------------------------------------------------------------------- */
 
 /* Whether the kernel goes through bands, and takes programs, if any: one that plain problems do not run. */
-static bool is_general(const fa_cuda_kernel *kernel) { return kernel->takes & ~(uint32_t)FA_CUDA_PLAIN_NEEDS; }
+static bool is_general(const fa_cuda_kernel *kernel) { return kernel->takes & FA_CUDA_NEEDS_BANDS; }
 
 static int64_t stride_along(const fa_problem *p, int id, fa_axis axis) {
   const int i = fa_axis_of(id, axis);
@@ -475,6 +497,11 @@ static void lay_out_bands(const fa_plan *plan, const fa_cuda_kernel *kernel, con
   a->bands = plans->bands = p->num_bands > 0 ? t->bands.data : NULL;
   a->bands_batch = plans->bands_batch = (int32_t)fa_max(p->bands_batch, 1);
   a->num_bands = plans->num_bands = (int32_t)fa_max(p->num_bands, 1);
+  if (p->lengths_batch > 0) {
+    plans->key_lengths = t->key_lengths.data;
+    a->bands = plans->bands = fa_take(workspace, 6 * p->lengths_batch, sizeof *plans->bands);
+    a->bands_batch = plans->bands_batch = (int32_t)p->lengths_batch;
+  }
   plans->window = a->window;
   plans->tickets = backward ? NULL : a->tickets;
   a->row_plans = take_plans(workspace, plans, a->num_q_blocks, true, kernel,
@@ -482,6 +509,28 @@ static void lay_out_bands(const fa_plan *plan, const fa_cuda_kernel *kernel, con
   if (backward)
     a->column_plans = take_plans(workspace, plans, a->num_k_blocks, false, kernel,
                                  a->in_order ? FA_CUDA_BY_NUMBER : FA_CUDA_BY_BAND);
+}
+
+/* What a kernel for few rows is told beside its arguments. Its row blocks are of packed rows. */
+static void lay_out_parts(const fa_plan *plan, const fa_cuda_kernel *kernel, const fa_tensors *t,
+                          fa_arena *workspace, cuda_job *job) {
+  const fa_problem *p = &plan->problem;
+  fa_cuda_arguments *a = &job->arguments;
+  if (!kernel->merge) return;
+  a->num_q_blocks = (int32_t)fa_divide_up(fa_cuda_packed_rows(p), kernel->block_q);
+  job->merges_early = can_cluster(plan->device.index);
+  job->parts = fa_cuda_choose_parts(p, kernel, job->num_multiprocessors, job->merges_early);
+  job->parts.cache = (fa_cuda_cache){.key_lengths = p->lengths_batch ? t->key_lengths.data : NULL,
+                                     .page_table = p->max_pages ? t->page_table.data : NULL,
+                                     .lengths_batch = (int32_t)p->lengths_batch,
+                                     .max_pages = (int32_t)p->max_pages,
+                                     .num_pages = (int32_t)p->num_pages,
+                                     .page_size = (int32_t)p->page_size};
+  if (job->parts.num_parts == 1 || job->parts.in_cluster) return;
+  const int64_t num_states =
+      p->batch * p->num_kv_heads * a->num_q_blocks * job->parts.num_parts * kernel->block_q;
+  job->parts.o = fa_take(workspace, num_states * kernel->bucket, sizeof *job->parts.o);
+  job->parts.states = fa_take(workspace, num_states, 2 * sizeof(float));
 }
 
 /* The one place that knows the workspace: called with NULL to size it, and again to run. */
@@ -530,10 +579,11 @@ static cuda_job lay_out(const fa_plan *plan, const fa_cuda_kernel *kernel, const
   job.splits =
       (fa_cuda_splits){.num_parts = kinds[kind_of(p)].num_parts, .batch = a->batch, .head_dim = a->head_dim};
   a->q = kernel->mapped && !backward ? view(p, t->q, p->seqlen_q, p->num_heads)
-                                     : operand(p, t->q, p->seqlen_q, p->num_heads, &workspace, &job);
-  a->k = operand(p, t->k, p->seqlen_k, p->num_kv_heads, &workspace, &job);
-  a->v = operand(p, t->v, p->seqlen_k, p->num_kv_heads, &workspace, &job);
-  if (backward) a->dout = operand(p, t->dout, p->seqlen_q, p->num_heads, &workspace, &job);
+                                     : operand(p, kernel, t->q, p->seqlen_q, p->num_heads, &workspace, &job);
+  a->k = operand(p, kernel, t->k, p->seqlen_k, p->num_kv_heads, &workspace, &job);
+  a->v = operand(p, kernel, t->v, p->seqlen_k, p->num_kv_heads, &workspace, &job);
+  if (backward) a->dout = operand(p, kernel, t->dout, p->seqlen_q, p->num_heads, &workspace, &job);
+  lay_out_parts(plan, kernel, t, &workspace, &job);
   job.workspace_bytes = workspace.used;
   return job;
 }
@@ -546,6 +596,9 @@ static fa_status prepare(fa_plan *plan, const fa_cuda_kernel *kernel, fa_error *
   status = check(
       cudaFuncSetAttribute(kernel->main, cudaFuncAttributeMaxDynamicSharedMemorySize, kernel->shared_bytes),
       "cudaFuncSetAttribute", error);
+  if (!status && kernel->merge && can_cluster(plan->device.index))
+    status = check(cudaFuncSetAttribute(kernel->main, cudaFuncAttributeNonPortableClusterSizeAllowed, 1),
+                   "cudaFuncSetAttribute", error);
   leave_device(&scope);
   const size_t bytes = lay_out(plan, kernel, &(fa_tensors){0}, NULL).workspace_bytes;
   if (bytes > plan->workspace_bytes) plan->workspace_bytes = bytes;
@@ -554,12 +607,12 @@ static fa_status prepare(fa_plan *plan, const fa_cuda_kernel *kernel, fa_error *
 
 static fa_status plan_cuda(fa_plan *plan, fa_error *error) {
   const fa_cuda_kernel *kernel = NULL, *fallback = NULL;
-  fa_status status = choose_kernel(plan, HOPPER, &kernel, error);
+  fa_status status = choose_kernel(plan, DECODE, &kernel, error);
   /* Tensors that no tensor map can describe, which only the run sees, fall back to a portable kernel. */
-  if (!status) status = choose_kernel(plan, PORTABLE, &fallback, error);
+  if (!status && kernel->mapped) status = choose_kernel(plan, PORTABLE, &fallback, error);
   plan->workspace_bytes = 0; /* a slice's plan begins as a copy of the whole problem's */
   if (!status) status = prepare(plan, kernel, error);
-  if (!status && fallback != kernel) status = prepare(plan, fallback, error);
+  if (!status && fallback) status = prepare(plan, fallback, error);
   if (status) return status;
   plan->kernel = kernel->name;
   plan->config = kernel;
@@ -616,14 +669,49 @@ static fa_status launch_splits(fa_cuda_splits *splits, cudaStream_t stream, fa_e
 
 static fa_status launch_plans(fa_cuda_plans *plans, cudaStream_t stream, fa_error *error) {
   const char *operation = "launch of the plan of bands";
+  if (plans->key_lengths)
+    CHECK(launch(fa_cuda_lengths_kernel, blocks(fa_divide_up(plans->bands_batch, FA_CUDA_SMALL_KERNEL_THREADS)),
+                 FA_CUDA_SMALL_KERNEL_THREADS, 0, (void *[]){plans}, stream));
   CHECK(launch(fa_cuda_plan_kernel, (dim3){(unsigned)plans->bands_batch, (unsigned)plans->num_sides, 1},
                FA_CUDA_PLAN_THREADS, 0, (void *[]){plans}, stream));
+  return FA_STATUS_OK;
+}
+
+/* One block of threads a part of a unit, in clusters where these merge; or else the kernel that merges behind
+ * it, where it can be under way before the parts are done. */
+static fa_status launch_parts(const fa_cuda_kernel *kernel, cuda_job *job, cudaStream_t stream,
+                              fa_error *error) {
+  const char *operation = "launch of the forward of few rows";
+  const fa_cuda_arguments *a = &job->arguments;
+  const fa_cuda_parts *parts = &job->parts;
+  const int64_t num_units = (int64_t)a->batch * a->num_kv_heads * a->num_q_blocks;
+  void *arguments[] = {&job->arguments, &job->parts};
+  cudaLaunchAttribute attribute = {.id = cudaLaunchAttributeClusterDimension};
+  attribute.val.clusterDim.x = (unsigned)parts->num_parts;
+  attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+  cudaLaunchConfig_t config = {.gridDim = blocks(num_units * parts->num_parts),
+                               .blockDim = {(unsigned)kernel->num_threads, 1, 1},
+                               .dynamicSmemBytes = (size_t)kernel->shared_bytes,
+                               .stream = stream,
+                               .attrs = &attribute,
+                               .numAttrs = parts->in_cluster ? 1 : 0};
+  CHECK(cudaLaunchKernelExC(&config, kernel->main, arguments));
+  if (parts->num_parts == 1 || parts->in_cluster) return FA_STATUS_OK;
+  operation = "launch of the merge";
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  config.gridDim = blocks(num_units * kernel->block_q);
+  config.blockDim.x = FA_CUDA_PARTS_THREADS;
+  config.dynamicSmemBytes = 0;
+  config.numAttrs = job->merges_early ? 1 : 0;
+  CHECK(cudaLaunchKernelExC(&config, kernel->merge, arguments));
   return FA_STATUS_OK;
 }
 
 static fa_status launch_forward(const fa_cuda_kernel *kernel, cuda_job *job, cudaStream_t stream,
                                 fa_error *error) {
   const char *operation = "launch of the forward";
+  if (kernel->merge) return launch_parts(kernel, job, stream, error);
   const fa_cuda_arguments *a = &job->arguments;
   CHECK(launch_main(kernel, (int64_t)a->batch * a->num_heads * a->num_q_blocks, job, stream));
   return FA_STATUS_OK;

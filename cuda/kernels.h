@@ -165,7 +165,8 @@ typedef struct fa_cuda_plans {
   fa_cuda_window window;
   const int32_t *bands; /* [bands_batch, num_bands, 6], or NULL */
   int32_t bands_batch, num_bands, num_sides;
-  int32_t *tickets; /* to become 0, or NULL */
+  int32_t *tickets;           /* to become 0, or NULL */
+  const int32_t *key_lengths; /* NULL, or [bands_batch]: the one band of a batch is to be written first */
   fa_cuda_plan_side sides[2];
 } fa_cuda_plans;
 
@@ -175,6 +176,23 @@ typedef struct fa_cuda_plans {
 typedef struct fa_cuda_maps {
   CUtensorMap q, k, v, dout, out;
 } fa_cuda_maps;
+
+/* Where the keys of a batch end, and on which pages they lie. */
+typedef struct fa_cuda_cache {
+  const int32_t *key_lengths; /* [lengths_batch], or NULL */
+  const int32_t *page_table;  /* [batch, max_pages], or NULL: k and v are [batch, seqlen_k, ...] */
+  int32_t lengths_batch, max_pages, num_pages, page_size;
+} fa_cuda_cache;
+
+/* The second argument of the kernels for few rows: into how many parts the keys of a unit are split, a unit
+ * being block_q rows of all query heads of a key/value head, and what the parts leave in the workspace. */
+typedef struct fa_cuda_parts {
+  int32_t num_parts;
+  int32_t in_cluster;    /* the parts of a unit merge in a cluster of blocks, and need no workspace */
+  float *o;              /* [num_units, num_parts, block_q, bucket], not divided by their sums */
+  struct float2 *states; /* [num_units, num_parts, block_q]: a reference maximum, the sum of exponentials */
+  fa_cuda_cache cache;
+} fa_cuda_parts;
 
 /* The split kernel's argument: f32 tensors and the copies to make. */
 typedef struct fa_cuda_split {
@@ -221,9 +239,11 @@ enum {
   FA_CUDA_NEEDS_BANDS = 1 << 3,
   FA_CUDA_NEEDS_PROGRAM = 1 << 4,     /* see fa_cuda_program */
   FA_CUDA_NEEDS_CAPPED_SUMS = 1 << 5, /* gradients by what is added to scores that have a softcap */
-  FA_CUDA_ALL_NEEDS = (1 << 6) - 1,
+  FA_CUDA_NEEDS_LENGTHS = 1 << 6,     /* kernels that take bands take each length as a band */
+  FA_CUDA_NEEDS_PAGES = 1 << 7,       /* only kernels for few rows take these */
+  FA_CUDA_ALL_NEEDS = (1 << 7) - 1,
   FA_CUDA_PLAIN_NEEDS = FA_CUDA_NEEDS_WINDOW | FA_CUDA_NEEDS_SOFTCAP | FA_CUDA_NEEDS_SINKS,
-  FA_CUDA_MASK_NEEDS = FA_CUDA_PLAIN_NEEDS | FA_CUDA_NEEDS_BANDS,
+  FA_CUDA_MASK_NEEDS = FA_CUDA_PLAIN_NEEDS | FA_CUDA_NEEDS_BANDS | FA_CUDA_NEEDS_LENGTHS,
 };
 
 /* A kernel and the shape of its blocks: a row of the tables in forward.cu, backward.cu and their Hopper
@@ -242,6 +262,8 @@ typedef struct fa_cuda_kernel {
   const void *statistics; /* backward, fa_cuda_dlse beside the arguments: delta and shift */
   const void *finish_dq; /* backward: dq_sum to dq; one block of finish_threads a q block. NULL: main does it */
   int32_t finish_threads;
+  const void *merge;     /* of a kernel for few rows: one block of FA_CUDA_PARTS_THREADS a row of a unit */
+  int32_t blocks_per_sm; /* of that kernel: blocks that share a multiprocessor */
 } fa_cuda_kernel;
 
 /* Rows of a kind in order of preference, ended by one whose name is NULL. */
@@ -257,12 +279,18 @@ extern const fa_cuda_kernel fa_hopper_backward_wide_bf16[], fa_hopper_backward_w
 extern const fa_cuda_kernel fa_hopper_forward_f32[], fa_hopper_backward_f32[];
 extern const fa_cuda_kernel fa_hopper_forward_f32_as_f16[], fa_hopper_backward_f32_as_f16[];
 
+/* The forward of few rows, of every kind. Rows of a bucket are in the order of their block_q. */
+extern const fa_cuda_kernel fa_cuda_decode_bf16[], fa_cuda_decode_f16[], fa_cuda_decode_f32[],
+    fa_cuda_decode_f32_as_f16[];
+
 /* Kernels that are the same for every kind. */
-enum { FA_CUDA_SMALL_KERNEL_THREADS = 256, FA_CUDA_PLAN_THREADS = 1024 };
+enum { FA_CUDA_SMALL_KERNEL_THREADS = 256, FA_CUDA_PLAN_THREADS = 1024, FA_CUDA_PARTS_THREADS = 512 };
 extern const void *const fa_cuda_split_kernels[]; /* fa_cuda_splits; head_dim to 64, 128, 256; a block a group
                                                     of rows, its y a tensor */
 extern const void *const fa_cuda_plan_kernel;     /* fa_cuda_plans; FA_CUDA_PLAN_THREADS threads, a block a
                                                     batch of bands, its y a side */
+extern const void *const fa_cuda_lengths_kernel;  /* fa_cuda_plans; writes bands of key_lengths, a thread a
+                                                    batch */
 extern const void *const fa_cuda_sink_kernel;     /* fa_cuda_arguments; a block a sink and head: writes dsink */
 extern const void *const fa_cuda_reduce_heads_kernel; /* fa_cuda_reduction; a block a number */
 extern const void *const fa_cuda_reduce_cells_kernel; /* fa_cuda_reduction; a thread a column, a block's

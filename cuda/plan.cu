@@ -127,6 +127,17 @@ __global__ void __launch_bounds__(FA_CUDA_PLAN_THREADS) plan(const __grid_consta
       to[i] = {i, blocks[i].first_band, blocks[i].end_band, blocks[i].num_visits};
 }
 
+// Key lengths as bands, one each.
+__global__ void __launch_bounds__(FA_CUDA_SMALL_KERNEL_THREADS)
+    write_bands(const __grid_constant__ fa_cuda_plans a) {
+  const int batch = blockIdx.x * FA_CUDA_SMALL_KERNEL_THREADS + threadIdx.x;
+  if (batch >= a.bands_batch) return;
+  const int32_t words[6] = {0,         a.window.seqlen_q, 0, min(a.key_lengths[batch], a.window.seqlen_k),
+                            INT32_MAX, INT32_MAX};
+  for (int i = 0; i < 6; i++) const_cast<int32_t *>(a.bands)[batch * 6 + i] = words[i];
+}
+
 }  // namespace fa
 
+const void *const fa_cuda_lengths_kernel = fa::address_of_kernel(fa::write_bands);
 const void *const fa_cuda_plan_kernel = fa::address_of_kernel(fa::plan);

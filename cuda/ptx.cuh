@@ -33,6 +33,19 @@ __device__ inline void let_dependents_start() {
 #endif
 }
 
+// Waits for what the launch before this one wrote, where this one may have begun early.
+__device__ inline void wait_for_launch_before() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// A barrier of the block for so many threads, by its number.
+template <int THREADS>
+__device__ inline void barrier(int number) {
+  asm volatile("bar.sync %0, %1;" ::"r"(number), "n"(THREADS) : "memory");
+}
+
 // A loop that waits for what other threads write calls this each time.
 __device__ inline void let_others_run() {}
 
@@ -52,10 +65,19 @@ __device__ inline uint32_t shared_address(const void *pointer) {
 __device__ inline void copy_async(uint32_t to, const void *from, int bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
+// Copies since the last one are a group; waits until at most so many groups are under way.
+__device__ inline void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int PENDING>
+__device__ inline void copy_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
 __device__ inline void copy_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 __device__ inline void store_shared(uint32_t to, uint32_t value) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(value) : "memory");
+}
+__device__ inline void store_shared(uint32_t to, float2 x) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(x.x), "f"(x.y) : "memory");
 }
 __device__ inline float4 load_shared_four(uint32_t from) {
   float4 x;
@@ -118,6 +140,41 @@ __device__ inline void store_matrices(uint32_t to, const uint32_t (&r)[4]) {
                  : "memory");
 }
 
+// ---- clusters, on sm_90 --------------------------------------------------------------------------------
+
+// Gives the same place of shared memory in another block of the cluster.
+__device__ inline uint32_t address_in_block(uint32_t address, uint32_t block) {
+  uint32_t there = address;
+#if __CUDA_ARCH__ >= 900
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(block));
+#endif
+  return there;
+}
+__device__ inline float4 load_cluster_four(uint32_t from) {
+  float4 x = {};
+#if __CUDA_ARCH__ >= 900
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+               : "r"(from)
+               : "memory");
+#endif
+  return x;
+}
+__device__ inline float2 load_cluster_pair(uint32_t from) {
+  float2 x = {};
+#if __CUDA_ARCH__ >= 900
+  asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(from) : "memory");
+#endif
+  return x;
+}
+
+// All threads of the cluster meet, and see what the others wrote before.
+__device__ inline void cluster_barrier() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+
 // ---- memory of the device ------------------------------------------------------------------------------
 
 __device__ inline void add_four(float *to, const float (&x)[4]) {
@@ -163,6 +220,21 @@ __device__ inline void mma(__nv_bfloat16, float (&c)[4], const uint32_t (&a)[4],
       "{%0, %1, %2, %3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Makes c[16, 8] += a[16, 8] * b[8, 8] of numbers that have 11 bits.
+__device__ inline void mma_tf32(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Gives the nearest number that has 11 bits.
+__device__ inline uint32_t round_to_tf32(float x) {
+  uint32_t y;
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "f"(x));
+  return y;
 }
 
 // Gives 2^x to about 2 units in the last place, and 0 for -inf.

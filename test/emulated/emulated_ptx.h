@@ -12,6 +12,8 @@ struct Product {
 };
 void multiply_f16(Product *const (&lanes)[WARP]);
 void multiply_bf16(Product *const (&lanes)[WARP]);
+// c[16, 8] += a[16, 8] * b[8, 8] of f32.
+void multiply_tf32(Product *const (&lanes)[WARP]);
 
 struct Matrices {
   uint32_t *words, address;
@@ -47,6 +49,11 @@ inline const void *address_of_kernel(void (*kernel)(Arguments...)) {
 
 // Kernels run one after the other.
 inline void let_dependents_start() {}
+inline void wait_for_launch_before() {}
+template <int THREADS>
+inline void barrier(int number, Site site = Site()) {
+  emulated::barrier_wait(number, THREADS, site);
+}
 inline void let_others_run(Site site = Site()) { emulated::yield("waits for memory to change", -1, site); }
 
 inline void forget(uint32_t &) {}
@@ -61,6 +68,11 @@ inline uint32_t shared_address(const void *pointer, Site site = Site()) {
 inline void copy_async(uint32_t to, const void *from, int bytes, Site site = Site()) {
   emulated::copy_async(to, from, bytes, 16 - bytes, site);
 }
+inline void copy_async_commit() { emulated::copy_async_commit(); }
+template <int PENDING>
+inline void copy_async_wait() {
+  emulated::copy_async_wait(PENDING);
+}
 inline void copy_async_wait_all() { emulated::copy_async_wait(-1); }
 
 inline void store_shared(uint32_t to, uint32_t value, Site site = Site()) {
@@ -72,6 +84,7 @@ inline void store_shared(uint32_t to, uint4 value, Site site = Site()) {
 inline void store_shared(uint32_t to, const float (&x)[4], Site site = Site()) {
   emulated::store_shared(to, make_float4(x[0], x[1], x[2], x[3]), site);
 }
+inline void store_shared(uint32_t to, float2 x, Site site = Site()) { emulated::store_shared(to, x, site); }
 inline float4 load_shared_four(uint32_t from, Site site = Site()) {
   return emulated::load_shared<float4>(from, site);
 }
@@ -101,6 +114,19 @@ inline void store_matrices(uint32_t to, const uint32_t (&r)[4], Site site = Site
   });
 }
 
+// ---- clusters ------------------------------------------------------------------------------------------
+
+inline uint32_t address_in_block(uint32_t address, uint32_t block) {
+  return address + (block + 1) * emulated::CLUSTER_STEP;
+}
+inline float4 load_cluster_four(uint32_t from, Site site = Site()) {
+  return emulated::load_shared<float4>(from, site);
+}
+inline float2 load_cluster_pair(uint32_t from, Site site = Site()) {
+  return emulated::load_shared<float2>(from, site);
+}
+inline void cluster_barrier(Site site = Site()) { emulated::cluster_barrier(site); }
+
 // ---- memory of the device ------------------------------------------------------------------------------
 
 inline void add_four(float *to, const float (&x)[4]) {
@@ -122,6 +148,17 @@ inline void mma(__nv_bfloat16, float (&c)[4], const uint32_t (&a)[4], uint32_t b
                 Site site = Site()) {
   emulated::Product mine = {c, {a[0], a[1], a[2], a[3]}, {b0, b1}};
   emulated::meet_in_warp(~0u, "mma", site, mine, emulated::multiply_bf16);
+}
+
+inline void mma_tf32(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, Site site = Site()) {
+  emulated::Product mine = {c, {a[0], a[1], a[2], a[3]}, {b0, b1}};
+  emulated::meet_in_warp(~0u, "mma", site, mine, emulated::multiply_tf32);
+}
+
+// To the nearest number with 10 bits behind the point; ties go away from 0.
+inline uint32_t round_to_tf32(float x) {
+  const uint32_t bits = __float_as_uint(x);
+  return (bits & 0x7fffffff) > 0x7f800000 ? bits : (bits + 0x1000) & ~0x1fffu;
 }
 
 // Numbers below the normal ones are 0, as with .ftz.

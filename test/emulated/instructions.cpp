@@ -80,6 +80,24 @@ void multiply(Product *const (&lanes)[WARP], void (*multiply_operands)(Operands 
   }
 }
 
+// Lane l has of a: rows l / 4 and that + 8, column l % 4, in words 0 and 1, and four columns further in words 2
+// and 3; of b: rows l % 4 and four further, in column l / 4; of c as above.
+inline void multiply_wide(Product *const (&lanes)[WARP]) {
+  float a[16][8], b[8][8];
+  for (int lane = 0; lane < WARP; lane++) {
+    const Product &of = *lanes[lane];
+    const auto number = [](uint32_t bits) { return float_of(bits & ~0x1fffu); };
+    for (int i = 0; i < 4; i++) a[lane / 4 + i % 2 * 8][lane % 4 + i / 2 * 4] = number(of.a[i]);
+    for (int i = 0; i < 2; i++) b[lane % 4 + i * 4][lane / 4] = number(of.b[i]);
+  }
+  for (int lane = 0; lane < WARP; lane++)
+    for (int i = 0; i < 4; i++) {
+      float sum = 0;
+      for (int k = 0; k < 8; k++) sum += a[lane / 4 + i / 2 * 8][k] * b[k][lane % 4 * 2 + i % 2];
+      lanes[lane]->c[i] += sum;
+    }
+}
+
 // Calls visit(word, where) for each word of the four matrices: lane 8 * i + r points to row r of matrix i.
 template <class Visit>
 inline void for_each_word(Matrices *const (&lanes)[WARP], bool is_transposed, Site site, Visit visit) {
@@ -101,6 +119,8 @@ inline void for_each_word(Matrices *const (&lanes)[WARP], bool is_transposed, Si
 
 void multiply_f16(Product *const (&lanes)[WARP]) { multiply(lanes, multiply_operands_f16); }
 void multiply_bf16(Product *const (&lanes)[WARP]) { multiply(lanes, multiply_operands_bf16); }
+
+void multiply_tf32(Product *const (&lanes)[WARP]) { multiply_wide(lanes); }
 
 void load_matrices(Matrices *const (&lanes)[WARP], bool is_transposed, Site site) {
   for_each_word(lanes, is_transposed, site,

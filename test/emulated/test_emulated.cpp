@@ -247,6 +247,40 @@ void test_turns() {
   for (int i = 0; i < BLOCKS; i++) CHECK(has[i], "block %d had no turn", i);
 }
 
+// Each block of a cluster tells the next one its number, twice; `to` gets what the blocks were told.
+__global__ void tell_next(uint32_t *to, uint32_t cluster) {
+  FA_DYNAMIC_SHARED(16, float2, told);
+  const uint32_t next = (blockIdx.x + 1) % cluster, before = (blockIdx.x + cluster - 1) % cluster;
+  for (int i = threadIdx.x; i < 2; i += blockDim.x) told[i] = make_float2(float(blockIdx.x), float(i));
+  fa::cluster_barrier();
+  const float2 of_next = fa::load_cluster_pair(fa::address_in_block(fa::shared_address(told), next));
+  const float2 of_before = fa::load_cluster_pair(fa::address_in_block(fa::shared_address(told + 1), before));
+  if (threadIdx.x == 0) to[blockIdx.x] = uint32_t(of_next.x) * 1000 + uint32_t(of_before.x);
+  fa::cluster_barrier();
+}
+
+// More clusters of several sizes than multiprocessors hold at a time, whose blocks end one before the other.
+void test_clusters() {
+  constexpr uint32_t BLOCKS = 48;
+  Memory<uint32_t> told(BLOCKS);
+  for (uint32_t cluster : {8u, 2u, 16u, 4u, 3u}) {
+    void *pointers[] = {&told.data, &cluster, nullptr};
+    cudaLaunchAttribute attribute = {};
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = cluster, attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+    const cudaLaunchConfig_t config = {dim3(BLOCKS), dim3(64), 64, nullptr, &attribute, 1};
+    for (int turn = 0; turn < 5; turn++) {
+      memset(told.data, 0, BLOCKS * sizeof(uint32_t));
+      cudaLaunchKernelExC(&config, fa::address_of_kernel(tell_next), pointers);
+      for (uint32_t i = 0; i < BLOCKS; i++) {
+        const uint32_t first = i / cluster * cluster;
+        const uint32_t next = first + (i + 1) % cluster, before = first + (i + cluster - 1) % cluster;
+        CHECK(told[i] == next * 1000 + before, "block %u of clusters of %u was told %u", i, cluster, told[i]);
+      }
+    }
+  }
+}
+
 }  // namespace
 
 int main() {
@@ -258,5 +292,6 @@ int main() {
   test_lanes();
   test_halves();
   test_turns();
+  test_clusters();
   return report();
 }

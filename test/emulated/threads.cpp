@@ -66,6 +66,9 @@ struct Slot {
   void *main_pointer;  // of the stack of the system's thread
   int number, group, rank;
   uint64_t num_clusters;  // that have been here
+  // Of a group's first slot: threads that have come to the barrier of any of its clusters. Blocks begin when
+  // the cluster before them is not all gone, so that no block of either can count them.
+  uint64_t cluster_arrived;
   bool is_active;
   pthread_t thread;
   pthread_cond_t turn;
@@ -588,11 +591,10 @@ void barrier_wait(int id, int threads, Site site) {
 void barrier_arrive(int id, int threads, Site site) { arrive_at(id, threads, site); }
 
 void cluster_barrier(Site site) {
-  Block &first = *current->block->cluster[0];
+  Slot &first = *slots[slot_of(*current->block)->group * job.cluster];
+  const uint64_t all = uint64_t(job.cluster) * unsigned(current->block->num_threads);
+  const uint64_t round = first.cluster_arrived++ / all;
   progress++;
-  int all = 0;
-  for (unsigned i = 0; i < current->block->num_in_cluster; i++) all += current->block->cluster[i]->num_threads;
-  const int round = first.cluster_arrived++ / all;
   while (first.cluster_arrived / all == round) yield("waits at the cluster's barrier", -1, site);
 }
 
@@ -703,7 +705,7 @@ void run(const void *kernel, uint3 grid, uint3 block, uint3 cluster, size_t shar
     }
     Slot &slot = *slots[i];
     slot.number = i, slot.group = i / job.cluster, slot.rank = i % job.cluster;
-    slot.num_clusters = 0;
+    slot.num_clusters = slot.cluster_arrived = 0;
     slot.is_active = true;
   }
   runner = 0;

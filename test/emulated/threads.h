@@ -81,7 +81,6 @@ struct Block {
   Barrier barriers[NUM_BARRIERS];
   int warpgroup_arrived[MOST_WARPS / 4];
   const char *warpgroup_what[MOST_WARPS / 4];
-  int cluster_arrived;  // of rank 0's block: threads at the cluster's barrier
   Block *cluster[MOST_CLUSTER];
   void *extension;  // test/emulated/hopper's, of this block; NULL when the block begins
 };

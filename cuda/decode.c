@@ -1,0 +1,68 @@
+/* The model of what few rows cost, by which keys are split into parts. Its constants are the H200's; of other
+ * GPUs it is their ratios that matter. */
+#include "decode.h"
+
+#include <math.h>
+
+#include "../c_src/core/integers.h"
+#include "../c_src/core/problem.h"
+
+/* The rows for which a tile of the ordinary kernels is mostly empty. */
+enum { FEW_ROWS = 64, MOST_CLUSTERED = 16, MOST_PARTS = 512, TILE_ROWS = 128 };
+
+int64_t fa_cuda_packed_rows(const fa_problem *p) { return p->seqlen_q * (p->num_heads / p->num_kv_heads); }
+
+/* Problems without lengths or pages stay with the kernels that were measured for them. */
+static bool reads_cache(const fa_problem *p) { return p->lengths_batch > 0 || p->max_pages > 0; }
+
+/* Tiles of rows that take a third of the multiprocessors are as fast as all of these are on smaller tiles,
+ * whose products are slower. */
+bool fa_cuda_has_few_rows(const fa_problem *p, int64_t num_multiprocessors) {
+  const int64_t num_tiles = p->batch * p->num_heads * fa_divide_up(p->seqlen_q, TILE_ROWS);
+  return reads_cache(p) && (p->max_pages > 0 || fa_cuda_packed_rows(p) <= FEW_ROWS ||
+                            (num_tiles * 3 <= num_multiprocessors && p->seqlen_k >= 4096));
+}
+
+/* What a choice of parts is judged by. */
+typedef struct costs {
+  double num_units, num_keys, key_bytes; /* keys that the rows of a unit see at most */
+  double bytes_a_us;                     /* of one block alone */
+} costs;
+
+/* Microseconds. All blocks together read 4.5 TB/s, one alone what its products allow; it takes 1.5 us to begin
+ * and to end. */
+static double estimate(const costs *c, double num_parts, double num_slots, double merge, double most) {
+  const double num_blocks = c->num_units * num_parts, at_once = fmin(num_blocks, num_slots);
+  const double bytes_a_us = fmin(4.5e6 / at_once, fmin(most, c->bytes_a_us));
+  const double bytes = ceil(c->num_keys / num_parts) * c->key_bytes;
+  return ceil(num_blocks / num_slots) * (bytes / bytes_a_us + 1.5) + merge;
+}
+
+fa_cuda_parts fa_cuda_choose_parts(const fa_problem *p, const fa_cuda_kernel *kernel,
+                                   int64_t num_multiprocessors, bool can_cluster) {
+  const int64_t num_q_blocks = fa_divide_up(fa_cuda_packed_rows(p), kernel->block_q);
+  const int64_t units = p->batch * p->num_kv_heads * num_q_blocks;
+  const fa_range columns = fa_band_columns(fa_problem_band(p), (fa_range){0, p->seqlen_q});
+  const int64_t num_keys = num_q_blocks > 1 ? p->seqlen_k : fa_max(columns.end - columns.begin, 0);
+  const int64_t num_slots = num_multiprocessors * kernel->blocks_per_sm;
+  const costs c = {(double)units, (double)num_keys,
+                   2.0 * (double)p->head_dim * (double)fa_dtype_bytes(p->dtype),
+                   kernel->block_q > 16 ? 12.5e3 : 45e3};
+  const int64_t most = fa_min(fa_divide_up(num_keys, kernel->block_k), MOST_PARTS);
+  fa_cuda_parts best = {.num_parts = 1};
+  double least = estimate(&c, 1, (double)num_slots, 0, INFINITY);
+  /* Clusters of more than 8 blocks begin late and read slowly; those that would share multiprocessors do not
+   * begin together. */
+  for (int64_t parts = 2; can_cluster && parts <= fa_min(most, MOST_CLUSTERED); parts *= 2) {
+    const double time = estimate(&c, (double)parts, (double)num_multiprocessors, parts > 8 ? 2.5 : 1,
+                                 parts > 8 ? 22e3 : INFINITY);
+    if (time < least) least = time, best = (fa_cuda_parts){.num_parts = (int32_t)parts, .in_cluster = 1};
+  }
+  for (int64_t waves = 1; waves <= 4; waves++) {
+    const int64_t parts = fa_min(waves * num_slots / fa_max(units, 1), most);
+    if (parts < 2) continue;
+    const double time = estimate(&c, (double)parts, (double)num_slots, 3.5, INFINITY);
+    if (time < least) least = time, best = (fa_cuda_parts){.num_parts = (int32_t)parts};
+  }
+  return best;
+}

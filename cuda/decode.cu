@@ -1,0 +1,475 @@
+// The forward of few rows, which takes as long as reading k and v does. The rows of all query heads of a
+// key/value head share a tile; the keys that they see are split into parts, one block of threads each, as many
+// as keep the memory busy. Within a block streams of one or a few warps take tiles of keys in turn, each with
+// copies of its own under way and no barrier between them. In the end streams merge, then parts: in a cluster
+// of blocks where it holds them all, or else in a second kernel that waits behind the first.
+//
+//     q, o [batch, seqlen_q, num_heads, head_dim]     k, v [batch, seqlen_k, num_kv_heads, head_dim]
+//
+// Compiled once for every kind: -DFA_KIND=bf16 and so on.
+#include "decode.cuh"
+
+namespace fa {
+namespace decode {
+
+// A row of the table; none of it changes results by more than rounding. A stream's warps have ROW_TILES * 16
+// rows each and share its tiles of BLOCK_K keys, of which STAGES for each warp are held.
+template <int HEAD_DIM, int ROW_TILES, int WARPS_A_STREAM, int BLOCK_K, int STAGES, int BLOCKS_PER_SM>
+struct DecodeShape {
+  static constexpr int head_dim = HEAD_DIM, row_tiles = ROW_TILES, block_k = BLOCK_K;
+  static constexpr int num_warps = 4, num_threads = num_warps * 32, stream_threads = WARPS_A_STREAM * 32;
+  static constexpr int num_streams = num_warps / WARPS_A_STREAM, stages = STAGES * WARPS_A_STREAM;
+  static constexpr int block_q = ROW_TILES * 16 * WARPS_A_STREAM, blocks_per_sm = BLOCKS_PER_SM;
+};
+
+// Shared memory: q, whose place the maxima and sums of streams, and of the block, take in the end; then the
+// streams' stages of k and v, whose place their sums of o take. Two blocks of it just fit a multiprocessor.
+template <class Kind, class Shape>
+struct DecodeLayout {
+  using QTile = TileOf<Kind, Shape::block_q, Shape::head_dim>;
+  using KTile = TileOf<Kind, Shape::block_k, Shape::head_dim>;
+  static constexpr int STAGE_BYTES = 2 * KTile::BYTES, STREAM_BYTES = Shape::stages * STAGE_BYTES;
+  static constexpr int STAGES_AT = QTile::BYTES, STAGES_BYTES = Shape::num_streams * STREAM_BYTES;
+  static constexpr int STATES_BYTES = Shape::block_q * sizeof(float2), BYTES = STAGES_AT + STAGES_BYTES;
+  static_assert((Shape::num_streams + 1) * STATES_BYTES <= QTile::BYTES, "they take the place of q");
+  static_assert(Shape::blocks_per_sm * (BYTES + 1024) <= 228 * 1024, "blocks share a multiprocessor");
+
+  // A stream's sum of o; rows lie so that those of an accumulator's lanes fill the banks.
+  static constexpr int SUM_STRIDE = Shape::head_dim + 8, SUM_BYTES = Shape::block_q * SUM_STRIDE * 4;
+  static_assert(Shape::num_streams * SUM_BYTES <= STAGES_BYTES, "sums take the place of tiles");
+
+  uint32_t base;
+  __device__ uint32_t stage(int stream, int i) const {
+    return base + STAGES_AT + stream * STREAM_BYTES + i * STAGE_BYTES;
+  }
+  __device__ uint32_t sum(int stream, int row, int column) const {
+    return base + STAGES_AT + stream * SUM_BYTES + (row * SUM_STRIDE + column) * 4;
+  }
+  // Of the block: num_streams.
+  __device__ uint32_t state(int stream, int row) const { return base + stream * STATES_BYTES + row * 8; }
+};
+
+// ---- who works on what -------------------------------------------------------------------------------------
+
+// The packed rows of a unit: row r is row r / group of the sequence, in head r % group of the key/value head's.
+struct Unit {
+  int index, batch, kv_head, first, num_rows, group;
+
+  __device__ int row(int r) const { return (first + r) / group; }
+  __device__ int head(int r) const { return kv_head * group + (first + r) % group; }
+};
+
+template <class Shape>
+__device__ inline Unit unit_at(const fa_cuda_arguments &a, int index) {
+  const int group = heads_per_kv(a), batch_head = index / a.num_q_blocks;
+  const int first = index % a.num_q_blocks * Shape::block_q;
+  return {index,
+          batch_head / a.num_kv_heads,
+          batch_head % a.num_kv_heads,
+          first,
+          min(Shape::block_q, a.window.seqlen_q * group - first),
+          group};
+}
+
+// ---- the pipeline of a stream -----------------------------------------------------------------------------
+
+// Where the keys of a key/value head lie: a page is what a batch is of tensors without pages. A page that is
+// not there has none.
+template <class Io>
+struct KeyRows {
+  const Io *data;
+  int64_t stride_row, stride_page;
+  const int32_t *pages;
+  int num_pages, page_size;
+
+  __device__ KeyRows(const fa_cuda_operand &operand, const fa_cuda_cache &cache, const Sequence &s, int kv_head)
+      : data(reinterpret_cast<const Io *>(operand.data) + kv_head * operand.stride_head +
+             s.first_column * operand.stride_row),
+        stride_row(operand.stride_row),
+        stride_page(operand.stride_batch),
+        pages(nullptr),
+        num_pages(cache.num_pages),
+        page_size(cache.page_size) {
+    if (cache.page_table)
+      pages = cache.page_table + int64_t(s.batch) * cache.max_pages;
+    else
+      data += s.batch * operand.stride_batch;
+  }
+  __device__ const Io *at(int key) const { return data + key * stride_row; }
+
+  // Where a key of a page lies in elements from data on; negative where its page is not there.
+  __device__ int64_t place(int page, int row) const {
+    return uint32_t(page) < uint32_t(num_pages) ? page * stride_page + row * stride_row : -1;
+  }
+};
+
+template <class Kind, class Shape>
+struct Stream {
+  using Layout = DecodeLayout<Kind, Shape>;
+  using Io = typename Kind::Io;
+  static constexpr int MT = Shape::row_tiles, NT = Shape::block_k / 8, DT = Shape::head_dim / 8;
+
+  int index, member;  // of the block's streams, and this warp of the stream's
+  float o[MT][DT][4] = {};
+  OnlineSoftmax<Kind, MT> softmax;
+
+  __device__ Stream()
+      : index(uniform_warp() * 32 / Shape::stream_threads),
+        member(uniform_warp() % (Shape::stream_threads / 32)) {}
+
+  __device__ static int uniform_warp() { return __shfl_sync(~0u, threadIdx.x / 32, 0); }
+  __device__ int first_row() const { return member * MT * 16; }
+  // Its warps wait for each other.
+  __device__ void sync() const {
+    if (Shape::stream_threads == 32)
+      __syncwarp();
+    else
+      barrier<Shape::stream_threads>(index + 1);
+  }
+
+  // Of keys on pages, what this lane knows of the tile that is to be copied next: where its key lies.
+  struct Places {
+    int64_t k = -1, v = -1;
+  };
+  __device__ Places find(const KeyRows<Io> &k, const KeyRows<Io> &v, int first, int end) const {
+    const int key = first + int(threadIdx.x) % 32;
+    if (!k.pages || int(threadIdx.x) % 32 >= Shape::block_k || key >= end) return {};
+    const int page = __ldg(k.pages + uint32_t(key) / uint32_t(k.page_size));
+    const int row = uint32_t(key) % uint32_t(k.page_size);
+    return {k.place(page, row), v.place(page, row)};
+  }
+
+  // Starts the copy of keys from `first` on; those from `end` on become 0. place: of keys on pages.
+  __device__ void load(uint32_t stage, const fa_cuda_operand &operand, const KeyRows<Io> &keys, int first,
+                       int end, int64_t place) const {
+    const TileCopy<Io, typename Layout::KTile, Shape::stream_threads> copy = {
+        int(threadIdx.x) % Shape::stream_threads, operand.num_cols};
+    auto row_at = [&](int row) -> const Io * {
+      const int64_t at = keys.pages ? __shfl_sync(~0u, place, row) : (first + row) * keys.stride_row;
+      return at >= 0 && first + row < end ? keys.data + at : nullptr;
+    };
+    if (!operand.aligned)
+      copy.finish(stage, row_at);
+    else if (keys.pages || first + Shape::block_k > end)
+      copy.start(stage, row_at, keys.data);
+    else
+      copy.start(stage, keys.at(first), keys.stride_row);
+  }
+
+  // The products of q, which 16-bit kinds keep in registers, and what follows from them.
+  struct Queries {
+    RegisterOperand<1, MT, Kind::SCALED ? 1 : Shape::head_dim / 16> fragments;
+    uint32_t tile;
+  };
+  __device__ Queries queries(uint32_t tile) const {
+    Queries q;
+    q.tile = tile;
+    if constexpr (!Kind::SCALED) {
+      const TileOperand<typename Layout::QTile, true, true> from(tile, first_row());
+#pragma unroll
+      for (int m = 0; m < MT; m++)
+#pragma unroll
+        for (int k = 0; k < Shape::head_dim / 16; k++) from.read(q.fragments.fragments[0][m][k], 0, m, k);
+    }
+    return q;
+  }
+
+  __device__ void multiply_scores(float (&scores)[MT][NT][4], const Queries &q, uint32_t k_tile) const {
+    using KTile = typename Layout::KTile;
+    if constexpr (Kind::SCALED) {
+      multiply_wide_scores<Kind, MT, NT, typename Layout::QTile, KTile>(scores, q.tile, first_row(), k_tile);
+    } else {
+      using Keys = TileOperand<KTile, false, true>;
+      constexpr int KT = Shape::head_dim / 16, LATER = MT == 1 ? KT / 2 : 0;
+      const Keys keys(k_tile, 0);
+      set_zero<MT, NT>(scores);
+      multiply<Kind, KT - LATER, NT>(scores, q.fragments, keys);
+      if constexpr (LATER > 0) {  // two short sums do not wait for each other
+        using Queries16 = decltype(q.fragments);
+        float others[MT][NT][4];
+        set_zero<MT, NT>(others);
+        multiply<Kind, LATER, NT>(others, StepsFrom<KT - LATER, Queries16>{q.fragments},
+                                  StepsFrom<KT - LATER, Keys>{keys});
+#pragma unroll
+        for (int n = 0; n < NT; n++)
+#pragma unroll
+          for (int i = 0; i < 4; i++) scores[0][n][i] += others[0][n][i];
+      }
+    }
+  }
+
+  __device__ void add_values(const float (&p)[MT][NT][4], uint32_t v_tile) {
+    using KTile = typename Layout::KTile;
+    if constexpr (Kind::SCALED) {
+      multiply_wide_values<Kind, KTile, MT, NT, DT>(o, p, v_tile);
+    } else {
+      RegisterOperand<1, MT, NT / 2> weights;
+#pragma unroll
+      for (int m = 0; m < MT; m++) {
+        uint32_t(&to)[1][NT / 2][4] = reinterpret_cast<uint32_t(&)[1][NT / 2][4]>(weights.fragments[0][m]);
+        convert<Kind>(to, reinterpret_cast<const float(&)[1][NT][4]>(p[m]));
+      }
+      multiply<Kind, NT / 2, DT>(o, weights, TileOperand<KTile, false, false>(v_tile, 0));
+    }
+  }
+
+  // Takes the tile of keys from `first` on, of which those from `end` on are not there; all_see: the columns
+  // that every row sees.
+  __device__ void take(uint32_t stage, const fa_cuda_arguments &a, const Sequence &sequence, const Unit &unit,
+                       const Queries &q, int first, int end, Range all_see) {
+    float scores[MT][NT][4];
+    multiply_scores(scores, q, stage);
+    finish_scores<Kind, MT, NT>(scores, a.score, 1);
+    if (first < all_see.begin || first + Shape::block_k > all_see.end)
+#pragma unroll
+      for (int m = 0; m < MT; m++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+          const int row =
+              unit.row(min(first_row() + m * 16 + half * 8 + int(threadIdx.x) % 32 / 4, unit.num_rows - 1));
+          const Range visible = visible_columns(sequence, {row, row + 1});
+#pragma unroll
+          for (int n = 0; n < NT; n++)
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+              const int column = first + n * 8 + threadIdx.x % 4 * 2 + i;
+              if (column < visible.begin || column >= min(visible.end, end))
+                scores[m][n][half * 2 + i] = -INFINITY;
+            }
+        }
+    if (softmax.update(scores, exponent_of_unit<Kind>(a.score))) softmax.rescale_rows(o);
+    add_values(scores, stage + Layout::KTile::BYTES);
+  }
+
+  // Puts its sums where the block merges them.
+  __device__ void put(const Layout &layout) const {
+    const int lane = threadIdx.x % 4;
+#pragma unroll
+    for (int m = 0; m < MT; m++)
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        const int row = first_row() + m * 16 + half * 8 + threadIdx.x % 32 / 4;
+        const float sum = row_sum(softmax.sum[m][half]);
+        if (lane == 0) store_shared(layout.state(index, row), make_float2(softmax.max[m][half], sum));
+        if constexpr (Kind::SCALED) {
+#pragma unroll
+          for (int j = 0; j < DT / 4; j++)
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+              const float four[4] = {o[m][j * 4][half * 2 + i], o[m][j * 4 + 1][half * 2 + i],
+                                     o[m][j * 4 + 2][half * 2 + i], o[m][j * 4 + 3][half * 2 + i]};
+              store_shared(layout.sum(index, row, j * 32 + lane * 8 + i * 4), four);
+            }
+        } else {
+#pragma unroll
+          for (int n = 0; n < DT; n++)
+            store_shared(layout.sum(index, row, n * 8 + lane * 2),
+                         make_float2(o[m][n][half * 2], o[m][n][half * 2 + 1]));
+        }
+      }
+  }
+};
+
+// ---- results ----------------------------------------------------------------------------------------------
+
+// Writes four columns of a packed row of o, and lse beside the first.
+template <class Kind>
+__device__ inline void write(const fa_cuda_arguments &a, const Sequence &sequence, const Unit &unit, int r,
+                             int column, const Part &part) {
+  using Io = typename Kind::Io;
+  const int row = unit.row(r), head = unit.head(r);
+  const Finish finish = finish_of<Kind>(a, head, part.max, part.sum);
+  if (column == 0) *lse_at(a, sequence, head, row) = finish.lse;
+  Io *to = row_of<Io>(a.o, sequence, head, row) + column;
+  const float x[4] = {part.o.x, part.o.y, part.o.z, part.o.w};
+#pragma unroll
+  for (int i = 0; i < 4; i++)
+    if (column + i < a.head_dim) store_number(to + i, x[i] * finish.scale);
+}
+
+// Visits the block's share of packed rows, four columns at a time: those of `block` of num_blocks.
+template <class Shape, class Visit>
+__device__ inline void for_each_four(int num_rows, int block, int num_blocks, Visit visit) {
+  constexpr int FOURS = Shape::head_dim / 4;
+  for (int i = block * Shape::num_threads + threadIdx.x; i < num_rows * FOURS;
+       i += num_blocks * Shape::num_threads)
+    visit(i / FOURS, i % FOURS * 4);
+}
+
+// One block of threads for each part of a unit's keys; all parts of a unit are one cluster where d.in_cluster.
+template <class Kind, class Shape>
+__global__ void __launch_bounds__(Shape::num_threads, Shape::blocks_per_sm)
+    attend(const __grid_constant__ fa_cuda_arguments a, const __grid_constant__ fa_cuda_parts d) {
+  using Layout = DecodeLayout<Kind, Shape>;
+  using Io = typename Kind::Io;
+  constexpr int AHEAD = Shape::stages - 1;
+  let_dependents_start();
+  const int part = blockIdx.x % d.num_parts;
+  const Unit unit = unit_at<Shape>(a, blockIdx.x / d.num_parts);
+  const Sequence sequence = cached_sequence(a, d.cache, unit.batch);
+  const Range rows = {unit.row(0), unit.row(unit.num_rows - 1) + 1};
+  const Range columns = visible_columns(sequence, rows);
+  // The last row's first column, and the first row's last.
+  const Range all_see = {visible_columns(sequence, {rows.end - 1, rows.end}).begin,
+                         visible_columns(sequence, {rows.begin, rows.begin + 1}).end};
+  const int num_tiles = max(columns.end - columns.begin + Shape::block_k - 1, 0) / Shape::block_k;
+  const int first_tile = int64_t(num_tiles) * part / d.num_parts;
+  const int end_tile = int64_t(num_tiles) * (part + 1) / d.num_parts;
+
+  FA_DYNAMIC_SHARED(128, uint8_t, shared);
+  const Layout layout = {shared_address(shared)};
+  const TileCopy<Io, typename Layout::QTile, Shape::num_threads> copy = {int(threadIdx.x), a.q.num_cols};
+  auto query_at = [&](int r) {
+    return r < unit.num_rows ? rows_of<Io>(a.q, sequence, unit.head(r)) + unit.row(r) * a.q.stride_row
+                             : nullptr;
+  };
+  if (a.q.aligned)
+    copy.start(layout.base, query_at, reinterpret_cast<const Io *>(a.q.data));
+  else
+    copy.finish(layout.base, query_at);
+  copy_async_commit();
+
+  Stream<Kind, Shape> stream;
+  const KeyRows<Io> k(a.k, d.cache, sequence, unit.kv_head), v(a.v, d.cache, sequence, unit.kv_head);
+  auto first_key = [&](int i) {
+    return columns.begin + (first_tile + stream.index + i * Shape::num_streams) * Shape::block_k;
+  };
+  const int num_mine = (end_tile - first_tile - stream.index + Shape::num_streams - 1) / Shape::num_streams;
+  auto places = stream.find(k, v, first_key(0), columns.end);
+  auto load = [&](int i) {
+    if (i < num_mine) {
+      const uint32_t stage = layout.stage(stream.index, i % Shape::stages);
+      stream.load(stage, a.k, k, first_key(i), columns.end, places.k);
+      stream.load(stage + Layout::KTile::BYTES, a.v, v, first_key(i), columns.end, places.v);
+      places = stream.find(k, v, first_key(i + 1), columns.end);
+    }
+    copy_async_commit();
+  };
+#pragma unroll 1
+  for (int i = 0; i < AHEAD; i++) load(i);
+  copy_async_wait<AHEAD>();
+  __syncthreads();  // q is there
+  const auto q = stream.queries(layout.base);
+
+#pragma unroll 1
+  for (int i = 0; i < num_mine; i++) {
+    copy_async_wait<AHEAD - 1>();
+    stream.sync();  // this tile is there, and the one before is no longer in use
+    load(i + AHEAD);
+    stream.take(layout.stage(stream.index, i % Shape::stages), a, sequence, unit, q, first_key(i), columns.end,
+                all_see);
+  }
+  copy_async_wait_all();
+  __syncthreads();  // all tiles are done
+  stream.put(layout);
+  __syncthreads();
+
+  const float unit_exponent = exponent_of_unit<Kind>(a.score);
+  auto merge_streams = [&](int r, int column) {
+    return merge(
+        0, Shape::num_streams, 1, unit_exponent, [&](int i) { return load_shared_pair(layout.state(i, r)); },
+        [&](int i) { return load_shared_four(layout.sum(i, r, column)); });
+  };
+  if (d.num_parts == 1) {
+    for_each_four<Shape>(unit.num_rows, 0, 1, [&](int r, int column) {
+      write<Kind>(a, sequence, unit, r, column, merge_streams(r, column));
+    });
+  } else if (!d.in_cluster) {
+    for_each_four<Shape>(unit.num_rows, 0, 1, [&](int r, int column) {
+      const Part merged = merge_streams(r, column);
+      const int64_t place = (int64_t(unit.index) * d.num_parts + part) * Shape::block_q + r;
+      if (column == 0) d.states[place] = make_float2(merged.max, merged.sum);
+      *reinterpret_cast<float4 *>(d.o + place * Shape::head_dim + column) = merged.o;
+    });
+  } else {
+    // The block's sums take the place of its first stream's; each is read by who writes it.
+    for_each_four<Shape>(unit.num_rows, 0, 1, [&](int r, int column) {
+      const Part merged = merge_streams(r, column);
+      store_shared(layout.sum(0, r, column), {merged.o.x, merged.o.y, merged.o.z, merged.o.w});
+      if (column == 0) store_shared(layout.state(Shape::num_streams, r), make_float2(merged.max, merged.sum));
+    });
+    cluster_barrier();
+    for_each_four<Shape>(unit.num_rows, part, d.num_parts, [&](int r, int column) {
+      const uint32_t state = layout.state(Shape::num_streams, r), sum = layout.sum(0, r, column);
+      write<Kind>(a, sequence, unit, r, column,
+                  merge(
+                      0, d.num_parts, 1, unit_exponent,
+                      [&](int i) { return load_cluster_pair(address_in_block(state, i)); },
+                      [&](int i) { return load_cluster_four(address_in_block(sum, i)); }));
+    });
+    cluster_barrier();  // nobody's memory goes before all have read it
+  }
+}
+
+// Merges the parts of a packed row, in one block of threads: groups of these take parts in turn.
+template <class Kind, class Shape>
+__global__ void __launch_bounds__(FA_CUDA_PARTS_THREADS)
+    merge_parts(const __grid_constant__ fa_cuda_arguments a, const __grid_constant__ fa_cuda_parts d) {
+  constexpr int FOURS = Shape::head_dim / 4, GROUPS = FA_CUDA_PARTS_THREADS / FOURS;
+  wait_for_launch_before();
+  const Unit unit = unit_at<Shape>(a, blockIdx.x / Shape::block_q);
+  const int r = blockIdx.x % Shape::block_q, column = threadIdx.x % FOURS * 4, group = threadIdx.x / FOURS;
+  if (r >= unit.num_rows) return;
+  const int64_t first = int64_t(unit.index) * d.num_parts * Shape::block_q + r;
+  const float unit_exponent = exponent_of_unit<Kind>(a.score);
+  const Part mine = merge(
+      group, d.num_parts, GROUPS, unit_exponent,
+      [&](int i) { return d.states[first + int64_t(i) * Shape::block_q]; },
+      [&](int i) {
+        return *reinterpret_cast<const float4 *>(d.o + (first + int64_t(i) * Shape::block_q) * Shape::head_dim +
+                                                 column);
+      });
+  __shared__ float4 sums[GROUPS][FOURS];
+  __shared__ float2 states[GROUPS];
+  sums[group][threadIdx.x % FOURS] = mine.o;
+  if (column == 0) states[group] = make_float2(mine.max, mine.sum);
+  __syncthreads();
+  if (group != 0) return;
+  write<Kind>(a, sequence_of(a, unit.batch), unit, r, column,
+              merge(
+                  0, GROUPS, 1, unit_exponent, [&](int i) { return states[i]; },
+                  [&](int i) { return sums[i][threadIdx.x % FOURS]; }));
+}
+
+template <class Kind, class Shape>
+constexpr fa_cuda_kernel row(const char *name) {
+  return {.name = name,
+          .bucket = Shape::head_dim,
+          .block_q = Shape::block_q,
+          .block_k = Shape::block_k,
+          .num_threads = Shape::num_threads,
+          .shared_bytes = DecodeLayout<Kind, Shape>::BYTES,
+          .takes = FA_CUDA_PLAIN_NEEDS | FA_CUDA_NEEDS_LENGTHS | FA_CUDA_NEEDS_PAGES,
+          .main = address_of_kernel(attend<Kind, Shape>),
+          .merge = address_of_kernel(merge_parts<Kind, Shape>),
+          .blocks_per_sm = Shape::blocks_per_sm};
+}
+
+}  // namespace decode
+}  // namespace fa
+
+#define ROW(rest, ...)                                                                                       \
+  fa::decode::row<fa::kinds::FA_KIND, fa::decode::DecodeShape<__VA_ARGS__>>("cuda/decode/" FA_QUOTE(FA_KIND) \
+                                                                                rest)
+
+// Of a bucket, the rows of the table that take fewer rows come first. What is under way at a time is 64 KiB a
+// block, where two share a multiprocessor, and twice as much where one is alone.
+const fa_cuda_kernel FA_JOIN(fa_cuda_decode_, FA_KIND)[] = {
+//                  bucket, row tiles, warps a stream, block_k, stages, blocks per multiprocessor
+#if !FA_KIND_SCALED
+    ROW("/d64/r16", 64, 1, 1, 32, 3, 2),
+    ROW("/d64/r64", 64, 2, 2, 32, 3, 2),
+    ROW("/d128/r16", 128, 1, 1, 16, 3, 2),
+    ROW("/d128/r64", 128, 2, 2, 16, 3, 2),
+    ROW("/d256/r16", 256, 1, 1, 16, 3, 1),
+    ROW("/d256/r64", 256, 1, 4, 16, 3, 1),
+#else
+    ROW("/d64/r16", 64, 1, 1, 16, 3, 2),
+    ROW("/d64/r64", 64, 1, 4, 16, 3, 1),
+    ROW("/d128/r16", 128, 1, 1, 16, 3, 1),
+    ROW("/d128/r64", 128, 1, 4, 16, 2, 1),
+    ROW("/d256/r16", 256, 1, 1, 8, 2, 1),
+    ROW("/d256/r64", 256, 1, 4, 8, 2, 1),
+#endif
+    {},
+};

@@ -1,0 +1,20 @@
+/* Which problems are worth the kernels for few rows, which of these, and into how many parts keys are split. */
+#ifndef FA_CUDA_DECODE_H
+#define FA_CUDA_DECODE_H
+
+#include <stdbool.h>
+
+#include "kernels.h"
+
+/* Whether keys lie on pages, which the other kernels do not find; or end at lengths, and few rows share those
+ * of a key/value head, or tiles of rows would leave multiprocessors idle. */
+bool fa_cuda_has_few_rows(const fa_problem *problem, int64_t num_multiprocessors);
+
+/* How many packed rows, those of all query heads of a key/value head, the problem has. */
+int64_t fa_cuda_packed_rows(const fa_problem *problem);
+
+/* The parts of a canonical problem's keys. can_cluster: whether blocks of threads merge in clusters there. */
+fa_cuda_parts fa_cuda_choose_parts(const fa_problem *problem, const fa_cuda_kernel *kernel,
+                                   int64_t num_multiprocessors, bool can_cluster);
+
+#endif
