@@ -628,16 +628,16 @@ static cudaError_t launch(const void *kernel, dim3 num_blocks, int32_t num_threa
                           (size_t)shared_bytes, stream);
 }
 
-/* The same for a kernel that follows the plan kernel and waits for it by itself, when it has begun. */
-static cudaError_t launch_beside_plans(const void *kernel, dim3 num_blocks, int32_t num_threads,
-                                       int32_t shared_bytes, void **arguments, cudaStream_t stream) {
-  cudaLaunchAttribute beside = {.id = cudaLaunchAttributeProgrammaticStreamSerialization,
-                                .val.programmaticStreamSerializationAllowed = 1};
+/* The same for a kernel that begins before the one in front of it has ended, and waits for that by itself. */
+static cudaError_t launch_early(const void *kernel, dim3 num_blocks, int32_t num_threads, int32_t shared_bytes,
+                                void **arguments, cudaStream_t stream) {
+  cudaLaunchAttribute early = {.id = cudaLaunchAttributeProgrammaticStreamSerialization,
+                               .val.programmaticStreamSerializationAllowed = 1};
   const cudaLaunchConfig_t config = {.gridDim = num_blocks,
                                      .blockDim = {(unsigned)num_threads, 1, 1},
                                      .dynamicSmemBytes = (size_t)shared_bytes,
                                      .stream = stream,
-                                     .attrs = &beside,
+                                     .attrs = &early,
                                      .numAttrs = 1};
   if (num_blocks.x == 0 || num_blocks.y == 0) return cudaSuccess;
   return cudaLaunchKernelExC(&config, kernel, arguments);
@@ -649,9 +649,9 @@ static dim3 blocks(int64_t number) { return (dim3){(unsigned)number, 1, 1}; }
 static cudaError_t launch_main(const fa_cuda_kernel *kernel, int64_t number, cuda_job *job,
                                cudaStream_t stream) {
   if (kernel->persistent && number > job->num_multiprocessors) number = job->num_multiprocessors;
-  return (kernel->awaits_plans ? launch_beside_plans : launch)(kernel->main, blocks(number),
-                                                               kernel->num_threads, kernel->shared_bytes,
-                                                               (void *[]){&job->arguments, &job->maps}, stream);
+  return (kernel->awaits_plans ? launch_early : launch)(kernel->main, blocks(number), kernel->num_threads,
+                                                        kernel->shared_bytes,
+                                                        (void *[]){&job->arguments, &job->maps}, stream);
 }
 
 static fa_status launch_splits(fa_cuda_splits *splits, cudaStream_t stream, fa_error *error) {
@@ -686,25 +686,19 @@ static fa_status launch_parts(const fa_cuda_kernel *kernel, cuda_job *job, cudaS
   const fa_cuda_parts *parts = &job->parts;
   const int64_t num_units = (int64_t)a->batch * a->num_kv_heads * a->num_q_blocks;
   void *arguments[] = {&job->arguments, &job->parts};
-  cudaLaunchAttribute attribute = {.id = cudaLaunchAttributeClusterDimension};
-  attribute.val.clusterDim.x = (unsigned)parts->num_parts;
-  attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
-  cudaLaunchConfig_t config = {.gridDim = blocks(num_units * parts->num_parts),
-                               .blockDim = {(unsigned)kernel->num_threads, 1, 1},
-                               .dynamicSmemBytes = (size_t)kernel->shared_bytes,
-                               .stream = stream,
-                               .attrs = &attribute,
-                               .numAttrs = parts->in_cluster ? 1 : 0};
+  cudaLaunchAttribute cluster = {.id = cudaLaunchAttributeClusterDimension,
+                                 .val.clusterDim = {(unsigned)parts->num_parts, 1, 1}};
+  const cudaLaunchConfig_t config = {.gridDim = blocks(num_units * parts->num_parts),
+                                     .blockDim = {(unsigned)kernel->num_threads, 1, 1},
+                                     .dynamicSmemBytes = (size_t)kernel->shared_bytes,
+                                     .stream = stream,
+                                     .attrs = &cluster,
+                                     .numAttrs = parts->in_cluster ? 1 : 0};
   CHECK(cudaLaunchKernelExC(&config, kernel->main, arguments));
   if (parts->num_parts == 1 || parts->in_cluster) return FA_STATUS_OK;
   operation = "launch of the merge";
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  config.gridDim = blocks(num_units * kernel->block_q);
-  config.blockDim.x = FA_CUDA_PARTS_THREADS;
-  config.dynamicSmemBytes = 0;
-  config.numAttrs = job->merges_early ? 1 : 0;
-  CHECK(cudaLaunchKernelExC(&config, kernel->merge, arguments));
+  CHECK((job->merges_early ? launch_early : launch)(kernel->merge, blocks(num_units * kernel->block_q),
+                                                    FA_CUDA_PARTS_THREADS, 0, arguments, stream));
   return FA_STATUS_OK;
 }
 
