@@ -74,16 +74,7 @@ end
 [folder | sizes] = System.argv()
 [num_layers, seqlen, width] = if sizes == [], do: [4, 4096, 1024], else: Enum.map(sizes, &String.to_integer/1)
 
-if Code.ensure_loaded?(EXLA.NIF) do
-  {:ok, _} = Application.ensure_all_started(:exla)
-else
-  Code.require_file("test/support/exla_nif.exs")
-  {:ok, _} = Application.ensure_all_started(:nimble_pool)
-  {:ok, _} = EXLA.Application.start(:normal, [])
-  # There is no XLA to register the calls with.
-  :persistent_term.put(FlashAttention.EXLA, true)
-end
-
+Code.require_file("test/support/start_exla.exs")
 arguments = Step.arguments(num_layers, seqlen, width)
 File.mkdir_p!(folder)
 

@@ -25,16 +25,7 @@ defmodule FlashAttention.EXLATest do
             ]}
 
   setup_all do
-    if Code.ensure_loaded?(EXLA.NIF) do
-      {:ok, _} = Application.ensure_all_started(:exla)
-    else
-      Code.require_file("test/support/exla_nif.exs")
-      {:ok, _} = Application.ensure_all_started(:nimble_pool)
-      {:ok, _} = EXLA.Application.start(:normal, [])
-      # There is no XLA to register the calls with.
-      :persistent_term.put(FlashAttention.EXLA, true)
-    end
-
+    Code.require_file("test/support/start_exla.exs")
     {:ok, runs?: function_exported?(EXLA.NIF, :mlir_compile, 7)}
   end
 

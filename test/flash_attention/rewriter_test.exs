@@ -6,7 +6,7 @@ defmodule FlashAttention.RewriterTest do
   import ExUnit.CaptureLog
 
   alias FlashAttention.Rewriter
-  alias FlashAttention.Test.{AttentionForms, RecordingCompiler}
+  alias FlashAttention.Test.{AttentionForms, Layers, RecordingCompiler}
   alias Nx.Defn.{Composite, Evaluator, Expr, Kernel, Tree}
 
   @moduletag :defn
@@ -24,6 +24,7 @@ defmodule FlashAttention.RewriterTest do
               Kernel,
               Tree,
               AttentionForms,
+              Layers,
               Rewriter,
               RecordingCompiler
             ]}
@@ -529,27 +530,6 @@ defmodule FlashAttention.RewriterTest do
   end
 
   describe "what it costs" do
-    # A layer with a norm, attention and what comes after it, in training.
-    defp layers(count) do
-      fn x, w ->
-        Nx.Defn.value_and_grad(w, fn w ->
-          0..(count - 1) |> Enum.reduce(x, &layer(&2, w[&1])) |> Nx.sin() |> Nx.sum()
-        end)
-      end
-    end
-
-    defp layer(x, w) do
-      y = Nx.subtract(x, Nx.mean(x, axes: [-1], keep_axes: true))
-      y = Nx.multiply(y, Nx.rsqrt(Nx.add(Nx.mean(Nx.multiply(y, y), axes: [-1], keep_axes: true), 1.0e-5)))
-
-      [q, k, v] =
-        for n <- 0..2, do: y |> Nx.dot(w[n]) |> Nx.reshape({2, 16, 2, 4}) |> Nx.transpose(axes: [0, 2, 1, 3])
-
-      o = q |> plain(k, v) |> Nx.transpose(axes: [0, 2, 1, 3]) |> Nx.reshape({2, 16, 8})
-      x = Nx.add(x, Nx.dot(o, w[3]))
-      Nx.add(x, x |> Nx.dot(w[4]) |> Nx.tanh() |> Nx.dot(w[5]))
-    end
-
     # In reductions, the scheduler's count of calls, and not in seconds.
     defp cost(fun, args) do
       expression = apply(Nx.Defn.debug_expr(fun), args)
@@ -560,18 +540,14 @@ defmodule FlashAttention.RewriterTest do
     end
 
     test "grows with the layers, and no faster" do
-      [few, many] =
-        for count <- [8, 32],
-            do: cost(layers(count), [Nx.template({2, 16, 8}, :f32), Nx.template({count, 6, 8, 8}, :f32)])
-
+      [few, many] = for count <- [8, 32], do: cost(&Layers.step/2, Layers.arguments(count))
       assert many < 6 * few
     end
 
     test "is little where there is no attention" do
       no_attention = fn x, w -> Enum.reduce(0..31, x, &Nx.add(&2, Nx.tanh(Nx.dot(&2, w[&1])))) end
       args = [Nx.template({2, 16, 8}, :f32), Nx.template({32, 8, 8}, :f32)]
-      with_attention = cost(layers(32), [Nx.template({2, 16, 8}, :f32), Nx.template({32, 6, 8, 8}, :f32)])
-      assert 50 * cost(no_attention, args) < with_attention
+      assert 50 * cost(no_attention, args) < cost(&Layers.step/2, Layers.arguments(32))
     end
   end
 

@@ -357,7 +357,7 @@ defmodule FlashAttention.Rewriter.Forward do
   defp peel(:tanh, [x], terms, view), do: step({:tanh, view}, terms, x)
 
   defp peel(:multiply, [x, y], terms, _view) do
-    case {constant(terms, x), constant(terms, y)} do
+    case {Terms.number(terms, x), Terms.number(terms, y)} do
       {c, _} when is_float(c) -> step({:scale, c}, terms, y)
       {_, c} when is_float(c) -> step({:scale, c}, terms, x)
       _ -> either(terms, x, y, &step({:factor, &1}, terms, &2), "its scores are multiplied by other scores")
@@ -365,7 +365,7 @@ defmodule FlashAttention.Rewriter.Forward do
   end
 
   defp peel(:divide, [x, y], terms, _view) do
-    case constant(terms, y) do
+    case Terms.number(terms, y) do
       c when is_float(c) and c != 0.0 ->
         step({:scale, 1 / c}, terms, x)
 
@@ -431,17 +431,10 @@ defmodule FlashAttention.Rewriter.Forward do
     end
   end
 
-  defp constant(terms, view) do
-    case Terms.term(terms, view) do
-      %{[] => c} = term when map_size(term) == 1 -> c
-      _ -> nil
-    end
-  end
-
   defp fill(terms, view) do
     case Terms.value(terms, Terms.strip(terms, view)) do
       %{op: :constant, opts: fill} -> fill
-      _ -> constant(terms, view)
+      _ -> Terms.number(terms, view)
     end
   end
 
@@ -635,7 +628,7 @@ defmodule FlashAttention.Rewriter.Forward do
   end
 
   defp additive_mask(:multiply, _value, [x, y], _view, factor, terms) do
-    case {constant(terms, x), constant(terms, y)} do
+    case {Terms.number(terms, x), Terms.number(terms, y)} do
       {c, _} when is_float(c) -> zero_or(terms, y, factor * c)
       {_, c} when is_float(c) -> zero_or(terms, x, factor * c)
       _ -> :error

@@ -67,7 +67,7 @@ defmodule FlashAttention.Rewriter.Random do
          {:error, _} <- {draw(terms, high), low} do
       :error
     else
-      {{:ok, drawn}, bound} -> with_share(drawn, number(terms, bound), bound == high)
+      {{:ok, drawn}, bound} -> with_share(drawn, Terms.number(terms, bound), bound == high)
     end
   end
 
@@ -136,12 +136,5 @@ defmodule FlashAttention.Rewriter.Random do
 
   defp whole(terms, view) do
     with %{op: :constant, opts: x} <- Terms.value(terms, Terms.resolve(terms, view)), do: x, else: (_ -> nil)
-  end
-
-  defp number(terms, view) do
-    case Terms.term(terms, view) do
-      %{[] => x} = term when map_size(term) == 1 -> x
-      _ -> nil
-    end
   end
 end

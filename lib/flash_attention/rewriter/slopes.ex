@@ -50,7 +50,7 @@ defmodule FlashAttention.Rewriter.Slopes do
   defp split(:multiply, [x, y], terms, {row, column} = axes) do
     changing = [elem(row, 0), elem(column, 0)]
 
-    case {number(terms, x), number(terms, y)} do
+    case {Terms.number(terms, x), Terms.number(terms, y)} do
       {c, nil} when c != nil -> times(split(terms, y, axes), c)
       {nil, c} when c != nil -> times(split(terms, x, axes), c)
       _ -> with :error <- beside(terms, x, y, axes, changing), do: beside(terms, y, x, axes, changing)
@@ -58,7 +58,7 @@ defmodule FlashAttention.Rewriter.Slopes do
   end
 
   defp split(:divide, [x, y], terms, axes) do
-    case number(terms, y) do
+    case Terms.number(terms, y) do
       c when c in [nil, 0.0] -> :error
       c -> times(split(terms, x, axes), 1 / c)
     end
@@ -84,13 +84,6 @@ defmodule FlashAttention.Rewriter.Slopes do
     if value.op in [:negate, :abs, :multiply, :divide],
       do: for(arg <- value.args, do: Terms.argument(terms, view, arg)),
       else: []
-  end
-
-  defp number(terms, view) do
-    case Terms.term(terms, view) do
-      %{[] => c} = term when map_size(term) == 1 -> c
-      _ -> nil
-    end
   end
 
   # What a slope of 1 makes of it, or nil: `shift` is columns less rows.

@@ -407,6 +407,14 @@ defmodule FlashAttention.Rewriter.Terms do
     end)
   end
 
+  @doc "The number, other than 0, that a view is everywhere; nil of any other."
+  def number(terms, view) do
+    case term(terms, view) do
+      %{[] => x} = term when map_size(term) == 1 -> x
+      _ -> nil
+    end
+  end
+
   defp args(terms, view), do: for(arg <- value(terms, view).args, do: argument(terms, view, arg))
   defp terms_of_args(terms, view), do: for(arg <- args(terms, view), do: term(terms, arg))
 
@@ -501,13 +509,11 @@ defmodule FlashAttention.Rewriter.Terms do
   defp of(:less, _value, view, terms) do
     [x, y] = args(terms, view)
 
-    case term(terms, y) do
-      %{[] => bound} = constant when map_size(constant) == 1 and bound >= 1 ->
-        if Random.fraction(terms, x) == :error, do: function(:less, view, terms), else: constant(1)
+    bound = number(terms, y)
 
-      _ ->
-        function(:less, view, terms)
-    end
+    if is_float(bound) and bound >= 1 and Random.fraction(terms, x) != :error,
+      do: constant(1),
+      else: function(:less, view, terms)
   end
 
   # What is multiplied is known by where its numbers are, and not looked into.
@@ -586,7 +592,7 @@ defmodule FlashAttention.Rewriter.Terms do
 
   # What is added to a sum that is at least 1 and vanishes in rounding: in that type the sum is what it was.
   defp lost?(terms, %{type: type}, sum, added) do
-    with %{[] => x} = constant when map_size(constant) == 1 <- term(terms, added),
+    with x when is_float(x) <- number(terms, added),
          true <- x > 0 and x < least(type),
          {_number, _indices} = sum <- strip(terms, sum),
          %{op: :sum} <- value(terms, sum),
