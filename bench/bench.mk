@@ -28,6 +28,11 @@ bench-gpu: $(LIBRARY)
 bench-masks: $(LIBRARY)
 	python3 bench/masks.py --library $(LIBRARY) $(BENCH_ARGS)
 
+# A bias and the gradient by it, masks of single scores, ALiBi and dropout, beside torch's kernels.
+.PHONY: bench-scores
+bench-scores: $(LIBRARY)
+	python3 bench/scores.py --library $(LIBRARY) $(BENCH_ARGS)
+
 # Decoding from Elixir with a cache: one step, and 32 layers; on the CPU, or with BENCH_ARGS=cuda on a GPU.
 .PHONY: bench-decode
 bench-decode: RESULT := bench/results/cpu_decode.md

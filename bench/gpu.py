@@ -35,7 +35,7 @@ import sustained
 
 HIDDEN = 2048
 FLOATS = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
-TYPES = {**FLOATS, "s32": torch.int32}
+TYPES = {**FLOATS, "s32": torch.int32, "u8": torch.uint8, "u32": torch.uint32}
 PRECISIONS = {"highest": 0, "high": 1, "default": 2}
 
 class Library(c_library.Library):
@@ -62,13 +62,15 @@ class Library(c_library.Library):
 
 
 class This:
-    """optional: tensors of options, by name. Options are those of fa_options()."""
+    """optional: tensors of options, by name; differentiated: those that the backward gives gradients by. Options are
+    those of fa_options()."""
 
-    def __init__(self, library, q, k, v, dout, causal, optional={}, **options):
+    def __init__(self, library, q, k, v, dout, causal, optional={}, differentiated=(), **options):
         b, s, h, _ = q.shape
         inputs = dict(q=q, k=k, v=v, **optional)
         results = dict(o=torch.empty_like(q), lse=torch.empty(b, h, s, device="cuda"))
         gradients = dict(dq=torch.empty_like(q), dk=torch.empty_like(k), dv=torch.empty_like(v))
+        gradients.update({"d" + name: torch.empty_like(optional[name]) for name in differentiated})
         options.update({"window_right": 0} if causal else {})
         self.forward = library.prepare("forward", inputs, results, **options)
         self.backward = library.prepare("backward", dict(dout=dout, **inputs, **results), gradients, **options)
