@@ -37,6 +37,8 @@ if FlashAttention.Defn.supported?() do
       * biases, also under a mask; those that are a number of each head times the distance of row and column (ALiBi) become slopes
       * attention sinks, as further columns of the softmax or in its denominator
 
+      * blocks of keys one after the other, unrolled, with the maximum and the sums so far, in inference
+
     in any layout, with any batch axes, with k and v repeated for groups of heads (they are not, then); the softmax with or without
     the row's maximum, by division or by a reciprocal, in another precision than the products, and weights times a factor a head. The gradients
     of all of these by q, k, v, biases and sinks are found in the same way: whatever multiplies out to the formula is the formula.

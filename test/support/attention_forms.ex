@@ -20,7 +20,7 @@ defmodule FlashAttention.Test.AttentionForms do
   @families [
     {"Bumblebee's layer", ~r/^Bumblebee/},
     {"Axon's guides", ~r/^Axon/},
-    {"exphil, Edifice", ~r/^exphil/},
+    {"exphil, Edifice", ~r/^(exphil|Edifice)/},
     {"livebooks and courses", ~r/^livebook/}
   ]
 
@@ -75,13 +75,11 @@ defmodule FlashAttention.Test.AttentionForms do
   end
 
   # Blocks of keys one after the other, with the maximum and the sum so far.
-  defp online(q, k, v) do
-    start = {Nx.Constants.neg_infinity(type()), c(0.0), c(0.0)}
-
+  defp online(q, k, v, scores, start \\ Nx.Constants.neg_infinity(type())) do
     {_m, sum, o} =
-      Enum.reduce(0..1, start, fn n, {m, sum, o} ->
+      Enum.reduce(0..1, {start, c(0.0), c(0.0)}, fn n, {m, sum, o} ->
         [k, v] = for t <- [k, v], do: Nx.slice_along_axis(t, 3 * n, 3, axis: 2)
-        s = scores(q, k)
+        s = scores.(scores(q, k), 3 * n)
         largest = s |> Nx.reduce_max(axes: [3], keep_axes: true) |> Nx.max(m)
         e = Nx.exp(Nx.subtract(s, largest))
         correction = Nx.exp(Nx.subtract(m, largest))
@@ -90,6 +88,49 @@ defmodule FlashAttention.Test.AttentionForms do
       end)
 
     Nx.divide(o, sum)
+  end
+
+  # As Edifice has it: of rank 3, in blocks of four keys and what is left, with maxima that have no axis of columns.
+  defp memory_efficient(q, k, v) do
+    {batch, rows, _dim} = Nx.shape(q)
+    columns = Nx.axis_size(k, 1)
+    infinity = Nx.Constants.neg_infinity(type())
+
+    start =
+      {Nx.broadcast(infinity, {batch, rows}), Nx.broadcast(c(0.0), {batch, rows}), Nx.broadcast(c(0.0), q)}
+
+    {_m, sum, o} =
+      Enum.reduce(0..div(columns - 1, 4), start, fn n, {m, sum, o} ->
+        size = min(4, columns - 4 * n)
+        [k, v] = for t <- [k, v], do: Nx.slice_along_axis(t, 4 * n, size, axis: 1)
+        s = Nx.divide(Nx.dot(q, [2], [0], k, [2], [0]), 2)
+        visible = Nx.greater_equal(Nx.iota({rows, 1}), Nx.add(Nx.iota({1, size}), 4 * n))
+        s = Nx.select(all(Nx.new_axis(visible, 0), s), s, all(infinity, s))
+        largest = Nx.max(m, Nx.reduce_max(s, axes: [2]))
+        correction = Nx.exp(Nx.subtract(m, largest))
+        e = Nx.exp(Nx.subtract(s, Nx.new_axis(largest, 2)))
+        sum = Nx.add(Nx.multiply(sum, correction), Nx.sum(e, axes: [2]))
+        o = Nx.add(Nx.multiply(o, Nx.new_axis(correction, 2)), Nx.dot(e, [2], [0], v, [1], [0]))
+        {largest, sum, o}
+      end)
+
+    Nx.divide(o, Nx.new_axis(sum, 2))
+  end
+
+  # Two halves, each with its maximum and its sum, put together.
+  defp halves(q, k, v, values_from \\ [0, 3]) do
+    [{m, l, o}, {n, r, p}] =
+      for {of_k, of_v} <- Enum.zip([0, 3], values_from) do
+        [k, v] = for {t, from} <- [{k, of_k}, {v, of_v}], do: Nx.slice_along_axis(t, from, 3, axis: 2)
+        s = scores(q, k)
+        m = Nx.reduce_max(s, axes: [3], keep_axes: true)
+        {e, l} = {Nx.exp(Nx.subtract(s, m)), Nx.exp(Nx.subtract(s, m)) |> Nx.sum(axes: [3], keep_axes: true)}
+        {m, l, Nx.divide(values(e, v), l)}
+      end
+
+    largest = Nx.max(m, n)
+    [l, r] = for {m, l} <- [{m, l}, {n, r}], do: Nx.multiply(l, Nx.exp(Nx.subtract(m, largest)))
+    Nx.divide(Nx.add(Nx.multiply(o, l), Nx.multiply(p, r)), Nx.add(l, r))
   end
 
   defp repeat(t, times) do
@@ -252,7 +293,51 @@ defmodule FlashAttention.Test.AttentionForms do
          end
          |> Nx.concatenate(axis: 2)
        end, four},
-      {"exphil, blocks of keys, one after the other", "silent", &online(&1, &2, &3), four},
+      # ---- blocks of keys, and sums that are divided by last
+      {"exphil, blocks of keys, one after the other", "forward", &online(&1, &2, &3, fn s, _from -> s end),
+       four},
+      {"Edifice, blocks of keys of several sizes, causal", "forward: causal, scale 0.5", &memory_efficient/3,
+       flat},
+      {"Edifice, blocks of keys of slices of one dense", "forward: causal",
+       fn qkv, _k, _v ->
+         [q, k, v] = for n <- 0..2, do: Nx.slice_along_axis(qkv, 4 * n, 4, axis: 2)
+         memory_efficient(q, k, v)
+       end, three({2, 6, 12})},
+      {"blocks of keys, each divided by its sum", "forward", &halves/3, four},
+      {"blocks of keys with masks, biases and scales of their own", "forward: a bias, a mask of single scores",
+       fn q, k, v, bias, mask ->
+         online(q, k, v, fn s, from ->
+           bias = Nx.slice_along_axis(bias, from, 3, axis: 2)
+           mask = Nx.slice_along_axis(mask, from, 3, axis: 0)
+           s |> Nx.multiply(0.5) |> Nx.add(bias) |> hide(Nx.greater(mask, 0), -1.0e9)
+         end)
+       end, with_more(four, fn -> [normal(7, {3, 6, 6}, type()), Nx.tensor([1, 0, 1, 0, 1, 1])] end)},
+      {"blocks of keys, lengths and softcap", "forward: softcap 3.0, a mask known at run time",
+       fn q, k, v, lengths ->
+         online(q, k, v, fn s, from ->
+           visible = Nx.less(Nx.add(Nx.iota({1, 1, 1, 3}), from), Nx.reshape(lengths, {2, 1, 1, 1}))
+           s |> Nx.divide(3) |> Nx.tanh() |> Nx.multiply(3) |> hide(visible, -1.0e9)
+         end)
+       end, with_more(four, fn -> [Nx.tensor([4, 2])] end)},
+      {"blocks of keys, rows that see nothing", "forward: mean",
+       fn q, k, v -> online(q, k, v, &hide(&1, causal(6, 3, -2 - &2), -1.0e9)) end, four},
+      {"blocks of keys, a maximum that begins with what hides", "forward: causal",
+       fn q, k, v -> online(q, k, v, &hide(&1, causal(6, 3, -&2), -1.0e9), c(-1.0e9)) end, four},
+      {"blocks of keys, rows that see nothing of the first by -infinity", "may be NaN",
+       fn q, k, v ->
+         online(q, k, v, fn s, from ->
+           behind = Nx.less_equal(Nx.iota({6, 1}), Nx.add(Nx.iota({1, 3}), from))
+           hide(s, behind, Nx.Constants.neg_infinity(type()))
+         end)
+       end, four},
+      {"blocks of keys, a maximum that begins with 0", "begins with a number",
+       fn q, k, v -> online(q, k, v, fn s, _from -> s end, c(0.0)) end, four},
+      {"blocks of keys beside others' values", "not parts of the same", &halves(&1, &2, &3, [3, 0]), four},
+      {"livebook, the sum divided by last", "forward",
+       fn q, k, v ->
+         {e, sum} = q |> scores(k) |> Nx.divide(2) |> hide(causal(6, 6), -1.0e9) |> stable()
+         Nx.divide(values(e, v), sum)
+       end, four},
       {"livebook, a mask cut out of an argument", "found: a mask of single scores",
        fn q, k, v, mask ->
          mask = mask |> Nx.slice([0, 0], [6, 6]) |> Nx.greater(0.0)

@@ -587,6 +587,16 @@ if FlashAttention.Defn.supported?() do
       |> Nx.reshape(List.to_tuple(Enum.map(axes, &Index.size/1)))
     end
 
+    @doc "A tensor with its axes laid out by `{:axis, n}` in these indices, of such a shape."
+    def view(tensor, indices, shape) do
+      axes =
+        for {size, axis} <- shape |> Tuple.to_list() |> Enum.with_index(),
+            do: Index.variable({:axis, axis}, size)
+
+      {:ok, atoms} = Index.atoms(indices ++ axes)
+      lay_out(tensor, indices, for(axis <- axes, do: Index.refine(axis, atoms)), atoms)
+    end
+
     # The first elements along each axis; a slice that takes all of them would have a gradient all the same.
     defp cut(tensor, lengths) do
       if Tuple.to_list(tensor.shape) == lengths,

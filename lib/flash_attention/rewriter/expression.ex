@@ -41,7 +41,8 @@ if FlashAttention.Defn.supported?() do
 
     defp rewrite_scope(container, opts) do
       {roots, numbers} = scope(container)
-      {matches, refused} = Matcher.run(roots.graph, &Attention.takes(&1, roots.graph, opts), opts)
+      {graph, matches, refused} = Matcher.run(roots.graph, &Attention.takes(&1, &2, opts), opts)
+      roots = %{roots | graph: graph}
       {scopes, container} = put_back(container, roots, numbers, matches, opts)
       {container, report(roots, matches, refused, opts[:names] || %{}) ++ scopes}
     end
@@ -270,6 +271,7 @@ if FlashAttention.Defn.supported?() do
 
       state = %{
         outputs: outputs,
+        graph: roots.graph,
         tensors: roots.tensors,
         numbers: numbers,
         done: %{},
@@ -371,7 +373,7 @@ if FlashAttention.Defn.supported?() do
         _ ->
           {inputs, state} =
             Enum.map_reduce(Matcher.inputs(match), state, fn number, state ->
-              {tensor, state} = rebuild(Map.fetch!(state.tensors, number), state)
+              {tensor, state} = input(number, state)
               {{number, tensor}, state}
             end)
 
@@ -379,6 +381,31 @@ if FlashAttention.Defn.supported?() do
           {built, %{state | built: Map.put(state.built, output, built)}}
       end
     end
+
+    # What was added to the graph is made of what was there.
+    defp input(number, state) do
+      case state.tensors do
+        %{^number => tensor} ->
+          rebuild(tensor, state)
+
+        _ ->
+          value = Graph.fetch!(state.graph, number)
+          {args, state} = Enum.map_reduce(value.args, state, &input/2)
+          {value.op |> made(args, value) |> Nx.as_type(value.type), state}
+      end
+    end
+
+    defp made(:slice, [tensor], %{opts: opts}), do: Nx.slice(tensor, opts[:starts], opts[:lengths])
+
+    defp made(:view, [tensor], %{opts: [indices: indices], shape: shape}),
+      do: Attention.view(tensor, indices, shape)
+
+    defp made(:iota, [], %{opts: [axis: axis], shape: shape}), do: Nx.iota(shape, axis: axis)
+    defp made(:constant, [], %{opts: number, type: type}), do: Expr.constant(Nx.template({}, type), number, [])
+    defp made(:as_type, [tensor], %{type: type}), do: Nx.as_type(tensor, type)
+
+    defp made(op, tensors, %{shape: shape}),
+      do: apply(Nx, op, for(tensor <- tensors, do: Nx.broadcast(tensor, shape)))
 
     # The tensors that gradients may be wanted of go by name too.
     defp named(match, inputs) do

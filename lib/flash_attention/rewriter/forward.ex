@@ -19,7 +19,6 @@ defmodule FlashAttention.Rewriter.Forward do
     :weights,
     :axes,
     :atoms,
-    :types,
     :probability,
     :dropout,
     scale: 1.0,
@@ -32,6 +31,7 @@ defmodule FlashAttention.Rewriter.Forward do
     outer: [],
     sinks: [],
     sink_exponentials: [],
+    products: [],
     slopes: %{},
     steps: [],
     gradients: [],
@@ -52,12 +52,15 @@ defmodule FlashAttention.Rewriter.Forward do
     with [column] <- bound,
          rename = %{column => [{:j, 1, size_of(operands, column)}]},
          [one, other] = for(operand <- operands, do: elem(Terms.substitute(operand, rename), 1)) do
-      match = %__MODULE__{output: number, out: out}
-      with :no <- from_weights(terms, one, other, match), do: from_weights(terms, other, one, match)
+      with :no <- attention(terms, number, out, one, other), do: attention(terms, number, out, other, one)
     else
       _ -> :no
     end
   end
+
+  @doc "The same for a value whose elements at `out` are sums of products of weights and values over `:j`."
+  def attention(terms, number, out, weights, v),
+    do: from_weights(terms, weights, v, %__MODULE__{output: number, out: out})
 
   defp size_of(operands, name), do: operands |> Enum.map(&Terms.sizes/1) |> Enum.find_value(& &1[name])
 
@@ -107,8 +110,8 @@ defmodule FlashAttention.Rewriter.Forward do
     end
   end
 
-  # Whether there is an exponential in it, on a way through elementwise operations and layouts.
-  defp exponential?(terms, number) do
+  @doc "Whether there is an exponential in it, on a way through elementwise operations and layouts."
+  def exponential?(terms, number) do
     Terms.memo(terms, {:exponential, number}, fn ->
       case Graph.fetch!(terms.graph, number) do
         %{op: :exp} ->
@@ -116,7 +119,7 @@ defmodule FlashAttention.Rewriter.Forward do
 
         %{op: op, args: args}
         when op in [:multiply, :divide, :as_type, :select, :add, :negate] or
-               op in [:transpose, :reshape, :broadcast, :slice] ->
+               op in [:transpose, :reshape, :broadcast, :slice, :view] ->
           Enum.any?(args, &exponential?(terms, &1))
 
         _ ->
@@ -239,7 +242,11 @@ defmodule FlashAttention.Rewriter.Forward do
              :clip,
              :pow
            ] ++
-             [:transpose, :reshape, :broadcast, :slice, :abs, :sigmoid, :log, :sqrt, :concatenate]
+             [:transpose, :reshape, :broadcast, :slice, :view, :abs, :sigmoid, :log, :sqrt, :concatenate]
+
+  @doc "Whether scores may go through that operation."
+  def passing?(op), do: op in @passing
+
   defp product_below?(terms, number) do
     Terms.memo(terms, {:product, number}, fn ->
       case Graph.fetch!(terms.graph, number) do
@@ -331,7 +338,8 @@ defmodule FlashAttention.Rewriter.Forward do
   defp from_scores(terms, scores, match) do
     if leads_to_product?(terms, scores) do
       with {:ok, steps, product} <- peel(terms, scores),
-           {:ok, match} <- operands(terms, product, %{match | scores: scores, product: product}),
+           match = %{match | scores: scores, product: product, products: [elem(product, 0)]},
+           {:ok, match} <- operands(terms, product, match),
            {:ok, match} <- axes(terms, match, steps),
            {:ok, match} <- fold(terms, Enum.reverse(steps), %{match | steps: steps}),
            {:ok, match} <- visibility(terms, match),
@@ -669,11 +677,11 @@ defmodule FlashAttention.Rewriter.Forward do
       else: {:refuse, "hidden scores are filled with #{inspect(fill)}, which does not hide them"}
   end
 
-  # The exponential of what is so far below any score is exactly 0.
-  defp far?(:neg_infinity, _type), do: true
-  defp far?(fill, _type) when is_atom(fill), do: false
-  defp far?(fill, {:f, 16}), do: fill <= -3.0e4
-  defp far?(fill, _type), do: fill <= -9.0e3
+  @doc "Whether the exponential of what is so far below any score is exactly 0."
+  def far?(:neg_infinity, _type), do: true
+  def far?(fill, _type) when is_atom(fill), do: false
+  def far?(fill, {:f, 16}), do: fill <= -3.0e4
+  def far?(fill, _type), do: fill <= -9.0e3
 
   # ---- masks ---------------------------------------------------------------------------------------------
 

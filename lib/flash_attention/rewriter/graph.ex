@@ -32,6 +32,7 @@ defmodule FlashAttention.Rewriter.Graph do
   | `concatenate` | `axis` |
   | `dot` | `contract`, `batch`: axes of the one and of the other operand |
   | `elem` | its place in the tuple |
+  | `view` | `indices` into its argument, of which `{:axis, n}` stands for the index along its own axis |
 
   `threefry` is the loop that makes the bits of `Nx.Random`, of what it begins with.
   """

@@ -3,28 +3,32 @@ defmodule FlashAttention.Rewriter.Matcher do
   # Every attention of a graph: all forwards first, then the gradients of each, then whether what they were made of is
   # still asked for by somebody else.
 
-  alias FlashAttention.Rewriter.{Backward, Forward, Graph, Terms}
+  alias FlashAttention.Rewriter.{Backward, Blocks, Forward, Graph, Terms}
 
   @doc """
-  `{matches, refusals}`: what can be replaced, and `{number, reason}` for what looks like attention and stays.
+  `{graph, matches, refusals}`: the graph, with what was added to it to see attention in it; what can be replaced; and
+  `{number, reason}` for what looks like attention and stays.
 
-  `takes` says of a match whether the library computes it: `:ok`, or `{:refuse, reason}`. With `weights: :keep` products
-  that others use too are computed for them beside.
+  `takes` says of a match in that graph whether the library computes it: `:ok`, or `{:refuse, reason}`. With `weights: :keep`
+  products that others use too are computed for them beside.
   """
   def run(graph, takes, opts \\ []) do
     dots = for {number, %{op: :dot}} <- Enum.sort(graph.values), do: number
 
     if dots == [],
-      do: {[], []},
-      else: Terms.with_terms(graph, &run(&1, graph, dots, takes, opts))
+      do: {graph, [], []},
+      else: Terms.with_terms(graph, &run(&1, dots, takes, opts))
   end
 
-  defp run(terms, graph, dots, takes, opts) do
+  defp run(terms, dots, takes, opts) do
     found = for number <- dots, result = Forward.find(terms, number), result != :no, do: {number, result}
+    {%{graph: graph} = terms, in_blocks} = Blocks.find(terms)
+    found = found ++ in_blocks
     matches = Backward.find(terms, for({_number, {:ok, match}} <- found, do: match), dots)
-    {matches, refused} = taken(matches, takes, for({number, {:refuse, reason}} <- found, do: {number, reason}))
+    refused = for({number, {:refuse, reason}} <- found, do: {number, reason})
+    {matches, refused} = taken(matches, &takes.(&1, graph), refused)
     {matches, unused} = settle(graph, matches, [], opts[:weights] == :keep)
-    {matches, Enum.sort(refused ++ unused)}
+    {graph, matches, Enum.sort(refused ++ unused)}
   end
 
   defp taken(matches, takes, refused) do
@@ -45,7 +49,8 @@ defmodule FlashAttention.Rewriter.Matcher do
     {used, free} =
       Enum.split_with(matches, fn match ->
         drawn?(match, live) or
-          (not keep? and (elem(match.product, 0) in live or Enum.any?(match.gradients, &used?(&1, live))))
+          (not keep? and
+             (Enum.any?(match.products, &(&1 in live)) or Enum.any?(match.gradients, &used?(&1, live))))
       end)
 
     # An attention that only the scores of another one need is reached again once that one stays.
@@ -84,14 +89,14 @@ defmodule FlashAttention.Rewriter.Matcher do
 
   # Names the first that needs what would be gone.
   defp user(graph, match, live, stops) do
-    if elem(match.product, 0) in live or match.dropout == nil,
+    if match.dropout == nil or Enum.any?(match.products, &(&1 in live)),
       do: user_of_scores(graph, match, live, stops),
       else: "what its weights are dropped by is used elsewhere too"
   end
 
   defp user_of_scores(graph, match, live, stops) do
     above =
-      above(graph, elem(match.product, 0), [
+      above(graph, match.products, [
         match.output | for(g <- match.gradients, n <- g.inner ++ [g.output], do: n)
       ])
 
@@ -104,14 +109,15 @@ defmodule FlashAttention.Rewriter.Matcher do
     end
   end
 
-  # What leads from the product to the outputs.
-  defp above(graph, product, outputs) do
-    below = Graph.reachable(graph, outputs, &if(&1 <= product, do: [], else: nil))
+  # What leads from the products to the outputs.
+  defp above(graph, products, outputs) do
+    first = Enum.min(products)
+    below = Graph.reachable(graph, outputs, &if(&1 <= first, do: [], else: nil))
 
     below
     |> Enum.sort()
-    |> Enum.reduce(MapSet.new([product]), fn number, above ->
-      if number > product and Enum.any?(Graph.fetch!(graph, number).args, &(&1 in above)),
+    |> Enum.reduce(MapSet.new(products), fn number, above ->
+      if Enum.any?(Graph.fetch!(graph, number).args, &(&1 in above)),
         do: MapSet.put(above, number),
         else: above
     end)

@@ -87,6 +87,11 @@ defmodule FlashAttention.Rewriter.Terms do
       else: :error
   end
 
+  defp moved(:view, %{args: [arg], opts: [indices: wanted]}, indices, _terms) do
+    at = for {index, axis} <- Enum.with_index(indices), into: %{}, do: {{:axis, axis}, index}
+    substitute({arg, wanted}, at)
+  end
+
   # What stands before all others, where only that is looked at; or the part that the index is within.
   defp moved(:concatenate, %{args: args, opts: [axis: axis]}, indices, terms) do
     sizes = for arg <- args, do: elem(Graph.fetch!(terms.graph, arg).shape, axis)
@@ -415,7 +420,10 @@ defmodule FlashAttention.Rewriter.Terms do
     end
   end
 
-  defp args(terms, view), do: for(arg <- value(terms, view).args, do: argument(terms, view, arg))
+  @doc "The arguments of an elementwise operation."
+  @spec args(struct, view) :: [view]
+  def args(terms, view), do: for(arg <- value(terms, view).args, do: argument(terms, view, arg))
+
   defp terms_of_args(terms, view), do: for(arg <- args(terms, view), do: term(terms, arg))
 
   defp of(:constant, %{opts: x}, _view, _terms) when is_number(x), do: constant(x)

@@ -62,7 +62,10 @@ defmodule FlashAttention.Rewriter.MatcherTest do
   @both @forward <> @backward
   @gradients "result(dq, dk, dv)\n"
 
-  defp run(text, opts \\ []), do: text |> Graph.parse() |> Matcher.run(fn _match -> :ok end, opts)
+  defp run(text, opts \\ []) do
+    {_graph, matches, refused} = text |> Graph.parse() |> Matcher.run(fn _match, _graph -> :ok end, opts)
+    {matches, refused}
+  end
 
   defp replace(text, from, to),
     do: if(text =~ from, do: String.replace(text, from, to), else: flunk("no #{from}"))
@@ -263,6 +266,142 @@ defmodule FlashAttention.Rewriter.MatcherTest do
         negated = "n = negate(#{name}) :: f32(2, 4, 6)\nresult(dq, dk, dv, n)\n"
         assert {[], [{_, _} | _]} = run(@both <> negated), name
       end
+    end
+  end
+
+  describe "blocks of keys, one after the other," do
+    # Two blocks of 4 and 2 keys, with the largest score and the sum so far, and causal.
+    @blocks """
+    q = parameter(0) :: f32(2, 4, 3)
+    k = parameter(1) :: f32(2, 6, 3)
+    v = parameter(2) :: f32(2, 6, 5)
+    hidden = constant(:neg_infinity) :: f32
+    zero = constant(0.0) :: f32
+    four = constant(4) :: s32
+    i = iota(axis: 0) :: s32(4, 1)
+    k0 = slice(k, lengths: [2, 4, 3], starts: [0, 0, 0], strides: [1, 1, 1]) :: f32(2, 4, 3)
+    v0 = slice(v, lengths: [2, 4, 5], starts: [0, 0, 0], strides: [1, 1, 1]) :: f32(2, 4, 5)
+    j0 = iota(axis: 1) :: s32(1, 4)
+    see0 = greater_equal(i, j0) :: u8(4, 4)
+    all0 = broadcast(see0, axes: [1, 2]) :: u8(2, 4, 4)
+    product0 = dot(q, k0, batch: {[0], [0]}, contract: {[2], [2]}) :: f32(2, 4, 4)
+    s0 = select(all0, product0, hidden) :: f32(2, 4, 4)
+    largest0 = reduce_max(s0, axes: [2]) :: f32(2, 4)
+    m0 = max(hidden, largest0) :: f32(2, 4)
+    m0_all = reshape(m0) :: f32(2, 4, 1)
+    below0 = subtract(s0, m0_all) :: f32(2, 4, 4)
+    e0 = exp(below0) :: f32(2, 4, 4)
+    start = subtract(hidden, m0) :: f32(2, 4)
+    c0 = exp(start) :: f32(2, 4)
+    nothing = multiply(zero, c0) :: f32(2, 4)
+    sum0 = sum(e0, axes: [2]) :: f32(2, 4)
+    l0 = add(nothing, sum0) :: f32(2, 4)
+    o0 = dot(e0, v0, batch: {[0], [0]}, contract: {[2], [1]}) :: f32(2, 4, 5)
+    k1 = slice(k, lengths: [2, 2, 3], starts: [0, 4, 0], strides: [1, 1, 1]) :: f32(2, 2, 3)
+    v1 = slice(v, lengths: [2, 2, 5], starts: [0, 4, 0], strides: [1, 1, 1]) :: f32(2, 2, 5)
+    count = iota(axis: 1) :: s32(1, 2)
+    j1 = add(four, count) :: s32(1, 2)
+    see1 = greater_equal(i, j1) :: u8(4, 2)
+    all1 = broadcast(see1, axes: [1, 2]) :: u8(2, 4, 2)
+    product1 = dot(k1, q, batch: {[0], [0]}, contract: {[2], [2]}) :: f32(2, 2, 4)
+    turned = transpose(product1, axes: [0, 2, 1]) :: f32(2, 4, 2)
+    s1 = select(all1, turned, hidden) :: f32(2, 4, 2)
+    largest1 = reduce_max(s1, axes: [2]) :: f32(2, 4)
+    m1 = max(m0, largest1) :: f32(2, 4)
+    m1_all = reshape(m1) :: f32(2, 4, 1)
+    below1 = subtract(s1, m1_all) :: f32(2, 4, 2)
+    e1 = exp(below1) :: f32(2, 4, 2)
+    less = subtract(m0, m1) :: f32(2, 4)
+    c1 = exp(less) :: f32(2, 4)
+    c1_all = reshape(c1) :: f32(2, 4, 1)
+    so_far = multiply(l0, c1) :: f32(2, 4)
+    sum1 = sum(e1, axes: [2]) :: f32(2, 4)
+    l1 = add(so_far, sum1) :: f32(2, 4)
+    l = reshape(l1) :: f32(2, 4, 1)
+    kept = multiply(o0, c1_all) :: f32(2, 4, 5)
+    more = dot(e1, v1, batch: {[0], [0]}, contract: {[2], [1]}) :: f32(2, 4, 5)
+    sum = add(kept, more) :: f32(2, 4, 5)
+    o = divide(sum, l) :: f32(2, 4, 5)
+    """
+
+    test "are attention to all of them" do
+      assert {[match], []} = run(@blocks <> "result(o)\n")
+      graph = Graph.parse(@blocks <> "result(q, k, v, o)\n")
+      assert [elem(match.q, 0), elem(match.k, 0), elem(match.v, 0), match.output] == graph.results
+      assert match.axes.columns == [{:j, 1, 6}]
+      # The first row sees the first column alone.
+      assert match.visibility.upper == [%{}]
+      assert {match.visibility.lower, match.visibility.others, match.empty_rows} == {[], [], :none}
+    end
+
+    test "may begin with what is far below, and with nothing" do
+      for {from, to} <- [
+            {"m0 = max(hidden, largest0)", "least = constant(-1.0e9) :: f32\nm0 = max(least, largest0)"},
+            {"m0 = max(hidden, largest0)", "m0 = reshape(largest0)"},
+            {"l0 = add(nothing, sum0)", "l0 = reshape(sum0)"},
+            {"o = divide(sum, l)",
+             "one = constant(1.0) :: f32\nr = divide(one, l) :: f32(2, 4, 1)\no = multiply(r, sum)"}
+          ] do
+        assert {[_], []} = run(replace(@blocks, from, to) <> "result(o)\n"), to
+      end
+    end
+
+    test "whose sums are other ones are none" do
+      for {from, to} <- [
+            {"c1 = exp(less)", "c1 = exp(m0)"},
+            {"less = subtract(m0, m1)", "less = subtract(m1, m0)"},
+            {"so_far = multiply(l0, c1)", "so_far = multiply(l0, l0)"},
+            {"kept = multiply(o0, c1_all)", "kept = multiply(o0, l)"},
+            {"below1 = subtract(s1, m1_all)", "below1 = subtract(s1, m0_all)"},
+            {"sum1 = sum(e1, axes: [2])", "sum1 = reduce_max(e1, axes: [2])"},
+            {"l1 = add(so_far, sum1)", "l1 = add(nothing, sum1)"},
+            {"more = dot(e1, v1", "more = dot(s1, v1"},
+            {"nothing = multiply(zero, c0)", "nothing = exp(c0)"}
+          ] do
+        assert {[], []} = run(replace(@blocks, from, to) <> "result(o)\n"), to
+      end
+    end
+
+    test "that are not side by side stay" do
+      for {from, to} <- [
+            {"starts: [0, 4, 0], strides: [1, 1, 1]) :: f32(2, 2, 3)",
+             "starts: [0, 3, 0], strides: [1, 1, 1]) :: f32(2, 2, 3)"},
+            {"starts: [0, 4, 0], strides: [1, 1, 1]) :: f32(2, 2, 3)",
+             "starts: [0, 4, 0], strides: [1, 2, 1]) :: f32(2, 2, 3)"},
+            {"starts: [0, 4, 0], strides: [1, 1, 1]) :: f32(2, 2, 5)",
+             "starts: [0, 2, 0], strides: [1, 1, 1]) :: f32(2, 2, 5)"},
+            {"four = constant(4)", "four = constant(3)"},
+            {"see1 = greater_equal(i, j1)", "see1 = greater_equal(i, count)"},
+            {"see1 = greater_equal(i, j1)", "see1 = greater(i, j1)"},
+            {"product1 = dot(k1, q,", "double = add(q, q) :: f32(2, 4, 3)\nproduct1 = dot(k1, double,"}
+          ] do
+        assert {[], [{_, reason}]} = run(replace(@blocks, from, to) <> "result(o)\n"), to
+        assert reason =~ "not parts of the same tensors"
+      end
+    end
+
+    test "of which some rows see nothing of the first stay, as a maximum of -infinity makes them NaN" do
+      hidden_first = replace(@blocks, "see0 = greater_equal(i, j0)", "see0 = less_equal(i, j0)")
+      text = replace(hidden_first, "see1 = greater_equal(i, j1)", "see1 = less_equal(i, j1)")
+      # Rows 0 to 3 all see column 3.
+      assert {[_], []} = run(text <> "result(o)\n")
+
+      behind = "far = add(four, i) :: s32(4, 1)\n"
+      text = replace(text, "see0 = less_equal(i, j0)", behind <> "see0 = less_equal(far, j0)")
+      text = replace(text, "see1 = less_equal(i, j1)", "see1 = less_equal(far, j1)")
+      assert {[], [{_, reason}]} = run(text <> "result(o)\n")
+      assert reason =~ "may be NaN"
+    end
+
+    test "whose scores are asked for stay, and so does a maximum that begins too high" do
+      for name <- ["product0", "product1", "s1", "e0"] do
+        assert {[], [{_, reason}]} = run(@blocks <> "result(o, #{name})\n"), name
+        assert reason =~ "a result themselves"
+      end
+
+      text = replace(@blocks, "m0 = max(hidden, largest0)", "m0 = max(zero, largest0)")
+      assert {[], [{_, reason}]} = run(text <> "result(o)\n")
+      assert reason =~ "begins with a number"
     end
   end
 
