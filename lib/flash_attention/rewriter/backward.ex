@@ -410,6 +410,192 @@ defmodule FlashAttention.Rewriter.Backward do
     end
   end
 
+  # ---- what is wrong with what should be a gradient --------------------------------------------------------
+
+  @doc """
+  The number of the value from which on one of these products is no gradient of a match, although it is of the scores or weights
+  and of what a gradient would be of; nil where none is.
+  """
+  def wrong(terms, match, dots) do
+    found = for gradient <- match.gradients, number <- [gradient.output | gradient.inner], do: number
+    product = elem(match.product, 0)
+
+    Enum.find_value(dots -- found, fn dot ->
+      if product in products(terms, %{dot: dot}, %{product => [match]}) do
+        {[one, other], bound} = Terms.operands(terms, fresh(terms, dot))
+        wrong(terms, match, one, other, bound) || wrong(terms, match, other, one, bound)
+      end
+    end)
+  end
+
+  defp wrong(terms, match, scores, tensor, bound) do
+    with {:ok, found} <- descend(terms, scores, elem(match.product, 0)),
+         {:ok, names} <- unify(elem(found, 1), elem(match.product, 1), %{}),
+         {:ok, scores} <- Terms.substitute(scores, names),
+         {:ok, expected} <-
+           expected(terms, match, scores, Terms.strip(terms, tensor), Enum.map(bound, &names[&1])),
+         do: blame(terms, match, scores, Terms.scale(expected, multiple(terms, match, scores, expected))),
+         else: (_ -> nil)
+  end
+
+  # Of a multiple of the loss it is that multiple, as what has no sum over columns in it says.
+  defp multiple(terms, match, scores, expected) do
+    term = terms |> Terms.term(scores) |> unmasked(terms, match)
+
+    Enum.find_value(expected, 1.0, fn {monomial, x} ->
+      if term[monomial] && not Enum.any?(monomial, &sum_above?(terms, &1)), do: term[monomial] / x
+    end)
+  end
+
+  defp sum_above?(terms, {factor, power}),
+    do: power > 0 and match?({:sum, _, _}, Terms.info(terms, factor).structure)
+
+  # Summed over columns with k, or over rows with q or the gradient of the output.
+  defp expected(terms, match, scores, {number, _}, [summed]) do
+    term = terms |> Terms.term(scores) |> unmasked(terms, match)
+    [q, k] = for leaf <- [match.q, match.k], do: elem(Terms.strip(terms, leaf), 0)
+    over = %{columns: match.axes.columns, rows: match.axes.rows}
+
+    cond do
+      summed == over.columns and number == k -> of_scores(terms, match, term)
+      summed == over.rows and number == q -> of_scores(terms, match, term)
+      summed == over.rows -> {:ok, unmasked(Terms.term(terms, match.weights), terms, match)}
+      true -> :error
+    end
+  end
+
+  defp expected(_terms, _match, _scores, _tensor, _summed), do: :error
+
+  # Without dout and v in it, it is something else from the beginning.
+  defp of_scores(terms, match, term) do
+    with {:ok, target, _dout, _inner} <- target(terms, match, term),
+         do: {:ok, target},
+         else: (:error -> {:ok, %{}})
+  end
+
+  # The value deepest down that is not what it should be for all above to be right.
+  defp blame(terms, match, view, expected) do
+    view = Terms.strip(terms, view)
+    term = terms |> Terms.term(view) |> unmasked(terms, match)
+    op = Terms.value(terms, view).op
+
+    cond do
+      expected != %{} and Map.keys(term) == Map.keys(expected) and part?(term, expected) -> nil
+      # A product, and what the forward has too, is what it is: it is for what is done with it.
+      op == :dot or forward?(terms, match, elem(view, 0)) -> nil
+      op not in [:sum | @passing] -> elem(view, 0)
+      expected == %{} -> (op == :multiply && scaled(terms, match, view)) || elem(view, 0)
+      true -> step_below(op, terms, match, view, expected) || elem(view, 0)
+    end
+  end
+
+  defp step_below(:sum, terms, match, view, expected) do
+    {[arg], bound} = Terms.operands(terms, view)
+
+    with false <- :j in Terms.variables(view),
+         [{monomial, x}] <- Map.to_list(expected),
+         [{factor, 1}] <- Enum.filter(monomial, &summed?(terms, &1, bound)) do
+      {:sum, inside, _} = Terms.info(terms, factor).structure
+      outside = %{List.delete(monomial, {factor, 1}) => x}
+      blame(terms, match, arg, Terms.multiply(terms, %{inside => 1.0}, outside))
+    else
+      _ -> nil
+    end
+  end
+
+  defp step_below(:negate, terms, match, view, expected),
+    do: blame(terms, match, arg(terms, view, 0), Terms.scale(expected, -1.0))
+
+  defp step_below(:divide, terms, match, view, expected) do
+    divisor = Terms.term(terms, arg(terms, view, 1))
+    blame(terms, match, arg(terms, view, 0), Terms.multiply(terms, expected, divisor))
+  end
+
+  # A factor of the forward's own is right, unless all of the other is right but for a factor.
+  defp step_below(:multiply, terms, match, view, expected) do
+    [x, y] = Terms.args(terms, view)
+
+    Enum.find_value([{x, y}, {y, x}], fn {factor, other} ->
+      term = Terms.term(terms, factor)
+
+      if map_size(term) == 1 and own?(terms, match, term) do
+        expected = Terms.multiply(terms, expected, Terms.inverse(terms, term))
+        unless multiple?(terms, Terms.term(terms, other), expected), do: blame(terms, match, other, expected)
+      end
+    end)
+  end
+
+  # What the one has of it, the other need not have.
+  defp step_below(op, terms, match, view, expected) when op in [:add, :subtract] do
+    [x, y] = Terms.args(terms, view)
+    sign = if op == :add, do: 1.0, else: -1.0
+    [x_term, y_term] = for arg <- [x, y], do: terms |> Terms.term(arg) |> unmasked(terms, match)
+    y_term = Terms.scale(y_term, sign)
+
+    cond do
+      part?(x_term, expected) -> blame(terms, match, y, expected |> Terms.subtract(x_term) |> Terms.scale(sign))
+      part?(y_term, expected) -> blame(terms, match, x, Terms.subtract(expected, y_term))
+      of_maximum?(terms, y_term) -> blame(terms, match, x, expected)
+      true -> nil
+    end
+  end
+
+  defp step_below(:select, terms, match, view, expected) do
+    [_predicate | branches] = Terms.args(terms, view)
+
+    case Enum.reject(branches, &(Terms.term(terms, &1) == %{})) do
+      [shown] -> blame(terms, match, shown, expected)
+      _ -> nil
+    end
+  end
+
+  defp step_below(_op, _terms, _match, _view, _expected), do: nil
+
+  defp forward?(terms, match, number) do
+    number in Terms.memo(terms, {:made_of, match.output}, fn -> Graph.reachable(terms.graph, [match.output]) end)
+  end
+
+  defp scaled(terms, match, view) do
+    [x, y] = Terms.args(terms, view)
+    other = if Terms.number(terms, x), do: y, else: if(Terms.number(terms, y), do: x)
+    if other, do: blame(terms, match, other, %{})
+  end
+
+  # Whether a sum is the other one times a factor.
+  defp multiple?(terms, one, other) do
+    [one, other] = for sum <- [one, other], do: by_each(terms, sum)
+    map_size(hd(one ++ [%{}])) > 1 and Enum.any?(one, &(&1 in other))
+  end
+
+  # A sum divided by each of what is added in it.
+  defp by_each(terms, sum) do
+    for {monomial, x} <- sum do
+      each = Terms.multiply(terms, sum, Terms.inverse(terms, %{monomial => x}))
+      Map.new(each, fn {monomial, x} -> {monomial, Float.round(x, 6)} end)
+    end
+  end
+
+  defp arg(terms, view, n), do: terms |> Terms.args(view) |> Enum.at(n)
+
+  defp part?(term, whole),
+    do: term != %{} and Enum.all?(term, fn {monomial, x} -> near?(whole[monomial], x) end)
+
+  defp near?(x, y), do: x != nil and abs(x - y) <= 1.0e-6 * abs(x)
+
+  defp summed?(terms, {factor, power}, bound),
+    do: power == 1 and match?({:sum, _, ^bound}, Terms.info(terms, factor).structure)
+
+  # Whether it is made without the gradient of the output.
+  defp own?(terms, match, term),
+    do: dp(terms, match, term) == :error and dp_in_sums(terms, match, term) == :error
+
+  # The share of the maximum is nothing only where the rest is right.
+  defp of_maximum?(terms, term) do
+    Enum.any?(term, fn {monomial, _} ->
+      Enum.any?(monomial, fn {factor, _} -> match?({:equal, _}, Terms.info(terms, factor).structure) end)
+    end)
+  end
+
   # ---- names ---------------------------------------------------------------------------------------------
 
   # The names of variables that make the one tuple of indices the other, beside those that are known.

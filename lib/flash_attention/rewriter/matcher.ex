@@ -27,7 +27,7 @@ defmodule FlashAttention.Rewriter.Matcher do
     matches = Backward.find(terms, for({_number, {:ok, match}} <- found, do: match), dots)
     refused = for({number, {:refuse, reason}} <- found, do: {number, reason})
     {matches, refused} = taken(matches, &takes.(&1, graph), refused)
-    {matches, unused} = settle(graph, matches, [], opts[:weights] == :keep)
+    {matches, unused} = settle(terms, matches, [], opts[:weights] == :keep)
     {graph, matches, Enum.sort(refused ++ unused)}
   end
 
@@ -39,7 +39,7 @@ defmodule FlashAttention.Rewriter.Matcher do
   end
 
   # Refuses what is still used, until nothing is.
-  defp settle(graph, matches, refused, keep?) do
+  defp settle(%{graph: graph} = terms, matches, refused, keep?) do
     stops = for match <- matches, {number, inputs} <- replaced(match), into: %{}, do: {number, inputs}
     live = Graph.reachable(graph, graph.results, &stops[&1])
 
@@ -60,9 +60,9 @@ defmodule FlashAttention.Rewriter.Matcher do
 
       _ ->
         settle(
-          graph,
+          terms,
           free ++ unreached,
-          refused ++ Enum.map(used, &{&1.output, user(graph, &1, live, stops)}),
+          refused ++ Enum.map(used, &{&1.output, user(terms, &1, live, stops)}),
           keep?
         )
     end
@@ -87,11 +87,20 @@ defmodule FlashAttention.Rewriter.Matcher do
   @doc "The values that a match is computed from."
   def inputs(match), do: for({number, _indices} <- Forward.views(match), uniq: true, do: number)
 
-  # Names the first that needs what would be gone.
-  defp user(graph, match, live, stops) do
-    if match.dropout == nil or Enum.any?(match.products, &(&1 in live)),
-      do: user_of_scores(graph, match, live, stops),
-      else: "what its weights are dropped by is used elsewhere too"
+  # Names the first that needs what would be gone; of what should be a gradient, where it begins to be none.
+  defp user(%{graph: graph} = terms, match, live, stops) do
+    dots = for number <- Enum.sort(live), Graph.fetch!(graph, number).op == :dot, do: number
+
+    cond do
+      match.dropout != nil and not Enum.any?(match.products, &(&1 in live)) ->
+        "what its weights are dropped by is used elsewhere too"
+
+      wrong = Backward.wrong(terms, match, dots) ->
+        "its backward is no gradient of it from #{describe(graph, wrong)} on"
+
+      true ->
+        user_of_scores(graph, match, live, stops)
+    end
   end
 
   defp user_of_scores(graph, match, live, stops) do

@@ -243,20 +243,26 @@ defmodule FlashAttention.Rewriter.MatcherTest do
       assert_in_delta factor, 3.0, 1.0e-9
     end
 
-    test "that is wrong in one place leaves the forward as it was" do
-      for {from, to} <- [
+    test "that is wrong in one place leaves the forward as it was, and that place is named" do
+      for {from, to, step} <- [
             # No negation: the mistake that XLA has a test of.
-            {"minus = negate(p_l)", "minus = multiply(half, p_l)"},
-            {"dl = multiply(dp, minus)", "dl = multiply(dp, p_l)"},
+            {"minus = negate(p_l)", "minus = multiply(half, p_l)", "multiply f32[2, 4, 6]"},
+            {"dl = multiply(dp, minus)", "dl = multiply(dp, p_l)", "multiply f32[2, 4, 6]"},
             {"dl_sum = sum(dl, axes: [2]) :: f32(2, 4)\ndl_all = broadcast(dl_sum, axes: [0, 1])",
-             "dl_sum = sum(dl, axes: [1]) :: f32(2, 6)\ndl_all = broadcast(dl_sum, axes: [0, 2])"},
-            {"dz = multiply(de, e)", "dz = multiply(de, p)"},
-            {"ds_seen = select(all, ds_all, zero)", "ds_seen = select(all, zero, ds_all)"},
-            {"de = add(dp_l, dl_all)", "de = add(dp, dl_all)"},
-            {"dm_each = negate(dz)", "dm_each = negate(de)"}
+             "dl_sum = sum(dl, axes: [1]) :: f32(2, 6)\ndl_all = broadcast(dl_sum, axes: [0, 2])",
+             "sum f32[2, 6]"},
+            {"dz = multiply(de, e)", "dz = multiply(de, p)", "multiply f32[2, 4, 6]"},
+            {"ds_seen = select(all, ds_all, zero)", "ds_seen = select(all, zero, ds_all)",
+             "select f32[2, 4, 6]"},
+            {"de = add(dp_l, dl_all)", "de = add(dp, dl_all)", "add f32[2, 4, 6]"},
+            {"dm_each = negate(dz)", "dm_each = negate(de)", "divide f32[2, 4, 6]"},
+            {"dp_l = divide(dp, l)", "dp_l = divide(dp, e)", "divide f32[2, 4, 6]"},
+            {"dk = dot(ds, qt", "t = tanh(ds) :: f32(2, 4, 6)\ndk = dot(t, qt", "tanh f32[2, 4, 6]"},
+            {"dv = dot(p, dout", "pp = multiply(p, p) :: f32(2, 4, 6)\ndv = dot(pp, dout",
+             "multiply f32[2, 4, 6]"}
           ] do
         assert {[], [{_, reason} | _]} = run(replace(@both, from, to) <> @gradients), to
-        assert reason =~ "used by"
+        assert {to, reason} == {to, "its backward is no gradient of it from #{step} on"}
       end
     end
 
