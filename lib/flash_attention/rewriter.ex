@@ -35,7 +35,8 @@ if FlashAttention.Defn.supported?() do
         constants of any origin (`Nx.tril/2`, a table) that are one of these become windows and bands; any other
         a mask of single scores
       * biases, also under a mask; those that are a number of each head times the distance of row and column (ALiBi) become slopes
-      * attention sinks, as further columns of the softmax or in its denominator
+      * attention sinks, one or several, as further columns of the softmax on either side of it or in its denominator; those of heads,
+        and those of rows of their own
 
       * blocks of keys one after the other, unrolled, with the maximum and the sums so far, in inference
 

@@ -291,35 +291,61 @@ defmodule FlashAttention.RewriterTest do
   end
 
   describe "sinks" do
-    # As a column beside the scores, which is cut off after the softmax; or as one more in its denominator.
-    def column(q, k, v, sink, maximum) do
+    # As columns beside the scores, behind or in front of them or both, which are cut off after the softmax; or as more in
+    # its denominator.
+    def column(q, k, v, sink, maximum), do: beside(q, k, v, sink, maximum, 0)
+    def in_front(q, k, v, sink, maximum), do: beside(q, k, v, sink, maximum, div(Nx.size(sink), 3))
+    def on_both_sides(q, k, v, sink, maximum), do: beside(q, k, v, sink, maximum, 1)
+
+    defp beside(q, k, v, sink, maximum, first) do
       {batch, heads, rows, columns} = {2, 3, 6, 6}
       s = q |> Nx.dot([3], [0, 1], k, [3], [0, 1]) |> Nx.multiply(0.5)
       causal = Nx.greater_equal(Nx.iota({rows, 1}), Nx.iota({1, columns}))
       s = Nx.select(Nx.broadcast(causal, s), s, -1.0e9)
-      column = sink |> Nx.reshape({1, heads, 1, 1}) |> Nx.broadcast({batch, heads, rows, 1})
-      s = Nx.concatenate([s, column], axis: 3)
+      count = div(Nx.size(sink), heads)
+
+      [before, behind] =
+        for {from, size} <- [{0, first}, {first, count - first}], do: columns(sink, from, size, {batch, rows})
+
+      s = Nx.concatenate(before ++ [s] ++ behind, axis: 3)
       e = Nx.exp(Nx.subtract(s, maximum.(Nx.reduce_max(s, axes: [3], keep_axes: true))))
       p = Nx.divide(e, Nx.sum(e, axes: [3], keep_axes: true))
-      p |> Nx.slice_along_axis(0, columns, axis: 3) |> Nx.dot([3], [0, 1], v, [2], [0, 1])
+      p |> Nx.slice_along_axis(first, columns, axis: 3) |> Nx.dot([3], [0, 1], v, [2], [0, 1])
+    end
+
+    defp columns(_sink, _from, 0, _sizes), do: []
+
+    defp columns(sink, from, size, {batch, rows}) do
+      some = sink |> Nx.slice_along_axis(from, size, axis: 1) |> Nx.reshape({1, 3, 1, size})
+      [Nx.broadcast(some, {batch, 3, rows, size})]
     end
 
     def denominator(q, k, v, sink, maximum) do
       s = q |> Nx.dot([3], [0, 1], k, [3], [0, 1]) |> Nx.multiply(0.5)
-      sink = Nx.reshape(sink, {1, 3, 1, 1})
-      m = s |> Nx.reduce_max(axes: [3], keep_axes: true) |> Nx.max(sink) |> maximum.()
+      sink = Nx.reshape(sink, {1, 3, 1, div(Nx.size(sink), 3)})
+      largest = Nx.reduce_max(sink, axes: [3], keep_axes: true)
+      m = s |> Nx.reduce_max(axes: [3], keep_axes: true) |> Nx.max(largest) |> maximum.()
       e = Nx.exp(Nx.subtract(s, m))
-      sum = Nx.add(Nx.sum(e, axes: [3], keep_axes: true), Nx.exp(Nx.subtract(sink, m)))
+      of_sinks = sink |> Nx.subtract(m) |> Nx.exp() |> Nx.sum(axes: [3], keep_axes: true)
+      sum = Nx.add(Nx.sum(e, axes: [3], keep_axes: true), of_sinks)
       e |> Nx.divide(sum) |> Nx.dot([3], [0, 1], v, [2], [0, 1])
     end
 
-    for {form, fun} <- [column: &__MODULE__.column/5, denominator: &__MODULE__.denominator/5],
+    for {form, fun, count} <- [
+          {"a column", &__MODULE__.column/5, 1},
+          {"a column in front", &__MODULE__.in_front/5, 1},
+          {"in the denominator", &__MODULE__.denominator/5, 1},
+          {"two columns", &__MODULE__.column/5, 2},
+          {"two columns in front", &__MODULE__.in_front/5, 2},
+          {"three columns on both sides", &__MODULE__.on_both_sides/5, 3},
+          {"two in the denominator", &__MODULE__.denominator/5, 2}
+        ],
         {maximum, through} <- [
           "a constant": &Nx.Defn.Kernel.stop_grad/1,
           "differentiated too": &Function.identity/1
         ] do
       test "#{form}, where the maximum is #{maximum}: both passes, with the sink's own gradient" do
-        args = qkv() ++ [normal(4, {3}, :f32)]
+        args = qkv() ++ [normal(4, {3, unquote(count)}, :f32)]
 
         step = fn q, k, v, sink, weights ->
           Nx.Defn.value_and_grad({q, k, v, sink}, fn {q, k, v, sink} ->
@@ -329,7 +355,7 @@ defmodule FlashAttention.RewriterTest do
 
         args = args ++ [normal(5, {2, 3, 6, 4}, :f64)]
         assert [as] = found(step, args)
-        assert as =~ "1 sink" and as =~ "with dq, dk, dv, dsink"
+        assert as =~ ~r/#{unquote(count)} sinks?,.* with dq, dk, dv, dsink$/
         [plain, rewritten] = for compiler <- [Evaluator, Rewriter], do: run(step, args, compiler)
 
         assert_close(plain, rewritten)
@@ -343,8 +369,24 @@ defmodule FlashAttention.RewriterTest do
       for distance <- Enum.drop(distances, -1), do: assert(distance <= 1.0e-9)
     end
 
+    test "of rows and batches of their own are those of rows" do
+      args = qkv() ++ [normal(4, {2, 3, 6, 2}, :f32)]
+
+      step = fn q, k, v, sink ->
+        Nx.Defn.value_and_grad({q, k, v, sink}, fn {q, k, v, sink} ->
+          s = Nx.concatenate([q |> Nx.dot([3], [0, 1], k, [3], [0, 1]), sink], axis: 3)
+          p = s |> softmax() |> Nx.slice_along_axis(0, 6, axis: 3)
+          p |> Nx.dot([3], [0, 1], v, [2], [0, 1]) |> Nx.sin() |> Nx.sum()
+        end)
+      end
+
+      assert [as] = found(step, args)
+      assert as =~ "2 sinks" and as =~ "dsink"
+      assert_close(run(step, args, Evaluator), run(step, args, Rewriter))
+    end
+
     test "whose gradient goes on, and is a term of a longer sum" do
-      args = qkv() ++ [normal(4, {3}, :f32)]
+      args = qkv() ++ [normal(4, {3, 1}, :f32)]
 
       changed = fn q, k, v, sink ->
         Nx.Defn.grad(sink, fn sink ->

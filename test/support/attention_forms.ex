@@ -487,7 +487,7 @@ defmodule FlashAttention.Test.AttentionForms do
          |> Nx.slice_along_axis(0, 6, axis: 3)
          |> values(v)
        end, with_more(four, fn -> [c([0.3, -0.2, 1.0])] end)},
-      {"a sink as a column, causal", "forward: 1 sink, causal",
+      {"a sink as a column, causal", "found: 1 sink, causal",
        fn q, k, v, sink ->
          s = scores(q, k) |> hide(causal(6, 6), -1.0e9)
          column = sink |> Nx.reshape({1, 3, 1, 1}) |> Nx.broadcast({2, 3, 6, 1})

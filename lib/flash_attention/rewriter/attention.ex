@@ -29,9 +29,6 @@ if FlashAttention.Defn.supported?() do
         Enum.any?(match.sinks, fn {number, _} -> Graph.fetch!(graph, number).type == {:f, 64} end) ->
           {:refuse, "its sinks are in f64, and the library's in f32"}
 
-        not sinks_of_heads?(match) ->
-          {:refuse, "its sinks differ between rows or batches"}
-
         match.empty_rows == :swallowed and match.gradients != [] ->
           {:refuse, "rows that see nothing have gradients of scores that were rounded away"}
 
@@ -82,14 +79,12 @@ if FlashAttention.Defn.supported?() do
           do: {n, view, factor}
     end
 
-    defp sinks_of_heads?(%{axes: axes} = match) do
-      for {_, indices} <- match.sinks,
-          index <- indices,
-          digit <- Index.refine(index, match.atoms),
-          reduce: true do
-        so_far -> so_far and digit in (axes.heads ++ axes.groups)
-      end
-    end
+    # Of several at once, what tells them from each other.
+    defp several({_number, indices}, atoms),
+      do: for(index <- indices, {{:sink, _}, _, _} = digit <- Index.refine(index, atoms), do: digit)
+
+    defp num_sinks(match),
+      do: Enum.sum(for sink <- match.sinks, do: sink |> several(match.atoms) |> Index.size())
 
     # Numbers known at run time are those of batches.
     defp bands_of_batch?(match) do
@@ -472,18 +467,23 @@ if FlashAttention.Defn.supported?() do
       words |> Enum.map(&Nx.broadcast(&1, {batch})) |> Nx.stack(axis: 1) |> Nx.new_axis(1) |> Mask.from_bands()
     end
 
-    # [num_sinks, num_heads].
+    # [num_sinks, num_heads], or [batch, seqlen_q, num_sinks, num_heads] where rows or batches have their own.
     defp sink(%{sinks: []}, _inputs), do: []
 
-    defp sink(%{axes: %{heads: heads, groups: groups}} = match, inputs) do
-      rows =
-        for {{number, indices}, n} <- Enum.with_index(match.sinks),
+    defp sink(%{axes: %{batch: batch, rows: rows, heads: heads, groups: groups}} = match, inputs) do
+      digits =
+        for {_, indices} <- match.sinks, index <- indices, digit <- Index.refine(index, match.atoms), do: digit
+
+      of_rows = if Enum.any?(digits, &(&1 in (batch ++ rows))), do: [batch, rows], else: []
+
+      sinks =
+        for {{number, indices} = sink, n} <- Enum.with_index(match.sinks),
             do:
               (inputs[{:sink, n}] || Map.fetch!(inputs, number))
-              |> lay_out(indices, [heads ++ groups], match.atoms)
+              |> lay_out(indices, of_rows ++ [several(sink, match.atoms), heads ++ groups], match.atoms)
               |> Nx.as_type(:f32)
 
-      [sink: Nx.stack(rows)]
+      [sink: Nx.concatenate(sinks, axis: length(of_rows))]
     end
 
     # What is added to scores, and what no bands say: of the axes that it depends on.
@@ -651,7 +651,7 @@ if FlashAttention.Defn.supported?() do
         ] ++
           ["scale #{Float.round(scale(match) / 1, 6)}"] ++
           if(match.factors != [], do: ["a scale known at run time"], else: []) ++
-          if(match.sinks != [], do: ["#{length(match.sinks)} sink"], else: []) ++
+          if(match.sinks != [], do: [sinks_in_words(num_sinks(match))], else: []) ++
           if(match.softcap != 0, do: ["softcap #{abs(match.softcap)}"], else: []) ++
           mask_in_words(match) ++
           bias_in_words(match) ++
@@ -661,6 +661,9 @@ if FlashAttention.Defn.supported?() do
 
       Enum.join(parts, ", ")
     end
+
+    defp sinks_in_words(1), do: "1 sink"
+    defp sinks_in_words(count), do: "#{count} sinks"
 
     defp mask_in_words(%{visibility: visibility} = match) do
       words =

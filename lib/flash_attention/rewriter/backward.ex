@@ -77,7 +77,7 @@ defmodule FlashAttention.Rewriter.Backward do
 
   defp of_sinks(terms, matches) do
     for %{sinks: [_ | _]} = match <- matches,
-        {number, %{op: op}} when op in @scores <- Enum.sort(terms.graph.values),
+        {number, %{op: op}} when op in [:slice | @scores] <- Enum.sort(terms.graph.values),
         number > elem(match.product, 0),
         candidate = below_sum(terms, fresh(terms, number), number),
         {exponential, n} <- Enum.with_index(match.sink_exponentials),
@@ -224,14 +224,21 @@ defmodule FlashAttention.Rewriter.Backward do
         {:ok, view}
 
       value.op in @passing ->
-        Enum.find_value(value.args, :error, fn arg ->
-          if product in Terms.memo(terms, {:products, arg}, fn -> [] end) do
-            with :error <- descend(terms, Terms.argument(terms, view, arg), product), do: nil
+        Enum.find_value(args(terms, view), :error, fn {number, _} = arg ->
+          if product in Terms.memo(terms, {:products, number}, fn -> [] end) do
+            with :error <- descend(terms, arg, product), do: nil
           end
         end)
 
       true ->
         :error
+    end
+  end
+
+  defp args(terms, view) do
+    case Terms.cut(terms, view) do
+      {:ok, view} -> [view]
+      :error -> Terms.args(terms, view)
     end
   end
 
@@ -615,6 +622,17 @@ defmodule FlashAttention.Rewriter.Backward do
   # Digits of equal sizes, from the least significant one on.
   defp pair([], [], pairs), do: {:ok, pairs}
 
+  # Within longer axes from the same place on, which the first ones of an axis are from 0 on.
+  defp pair([{{:within, from, name}, 1, size}], [{{:within, from, other}, 1, size}], pairs)
+       when name != nil and other != nil,
+       do: {:ok, [{{name, 1, size}, {other, 1, size}} | pairs]}
+
+  defp pair([{name, 1, size}], [{{:within, 0, other}, 1, size}], pairs)
+       when not is_tuple(name) or elem(name, 0) != :within,
+       do: {:ok, [{{name, 1, size}, {other, 1, size}} | pairs]}
+
+  defp pair([], [{{:within, 0, _}, 1, 1}], pairs), do: {:ok, pairs}
+
   defp pair([{name, low, size} | rest], [{other, other_low, other_size} | others], pairs) do
     common = min(size, other_size)
 
@@ -652,6 +670,7 @@ defmodule FlashAttention.Rewriter.Backward do
   end
 
   defp forward?({:o, _}), do: true
+  defp forward?({:sink, _}), do: true
   defp forward?(:j), do: true
   defp forward?(_name), do: false
 

@@ -204,11 +204,32 @@ defmodule FlashAttention.Rewriter.Forward do
     end
   end
 
-  # Every one once.
+  # Every one once, or the sum of several, each of which a variable then stands for.
   defp sum_and_sinks(terms, term, view) do
     {sums, others} = Enum.split_with(term, fn {monomial, _} -> sum_over_columns?(terms, monomial, view) end)
-    exponentials = for {[{factor, 1}], 1.0} <- others, exp?(terms, factor), do: Terms.info(terms, factor).view
+
+    exponentials =
+      for {{[{factor, 1}], 1.0}, n} <- Enum.with_index(others), sink = sink(terms, factor, {:sink, n}), do: sink
+
     if match?([{_, 1.0}], sums) and length(exponentials) == length(others), do: exponentials
+  end
+
+  defp sink(terms, factor, name) do
+    case Terms.info(terms, factor) do
+      %{structure: {:exp, _}, view: view} ->
+        view
+
+      %{structure: {:sum, [{summed, 1}], [bound]}} ->
+        with true <- exp?(terms, summed),
+             %{view: view} = Terms.info(terms, summed),
+             size when is_integer(size) <- Terms.sizes(view)[bound],
+             {:ok, view} <- Terms.substitute(view, %{bound => Index.variable(name, size)}),
+             do: view,
+             else: (_ -> nil)
+
+      _ ->
+        nil
+    end
   end
 
   defp sum_over_columns?(terms, [{factor, 1}], view) do
@@ -314,13 +335,17 @@ defmodule FlashAttention.Rewriter.Forward do
   defp maximum_beside?(terms, view, scores) do
     with {[arg], [bound]} <- Terms.operands(terms, view),
          columns = column_size(scores),
-         first = Terms.within(arg, bound, 0, columns),
+         first = Terms.within(arg, bound, first_column(scores), columns),
          {:ok, other} <- Terms.substitute(scores, %{:j => [{bound, 1, columns}]}) do
       Terms.term(terms, first) == Terms.term(terms, other)
     else
       _ -> false
     end
   end
+
+  # Where among what stands beside each other the columns begin.
+  defp first_column({_number, indices}),
+    do: Enum.find_value(indices, 0, &with({from, [{:j, 1, _}]} <- Index.inside(&1), do: from))
 
   # Whether a view is the maximum of the scores over the columns.
   defp maximum?(terms, view, scores) do

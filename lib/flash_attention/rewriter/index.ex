@@ -23,9 +23,9 @@ defmodule FlashAttention.Rewriter.Index do
   def variables(indices),
     do: for(index <- indices, {digit, _, _} <- index, name = of_variable(digit), uniq: true, do: name)
 
-  # What is within a longer axis, from a place on, runs along the variable, or stands there.
-  defp of_variable({:within, _from, variable}), do: variable
-  defp of_variable(variable), do: variable
+  @doc "What a digit's variable runs along: what is within a longer axis, from a place on, along another variable, or none."
+  def of_variable({:within, _from, variable}), do: variable
+  def of_variable(variable), do: variable
 
   @doc "The index, along that much of a longer axis, from a place on; :error where it does not run along all of it."
   @spec within(t, non_neg_integer, pos_integer) :: {:ok, t} | :error

@@ -125,7 +125,7 @@ defmodule FlashAttention.Rewriter.Terms do
       fits? =
         if within?,
           do: Index.size(along) == size or along == [],
-          else: along != [] and Index.size(along) <= size
+          else: Index.size(along) <= size
 
       if from == first and fits?, do: {:ok, {arg, List.replace_at(indices, axis, along)}}
     end)
@@ -496,10 +496,8 @@ defmodule FlashAttention.Rewriter.Terms do
     filled? =
       Enum.zip([sizes, Tuple.to_list(shape), indices])
       |> Enum.any?(fn {{before, later, _}, size, index} ->
-        case Index.inside(index) do
-          {from, along} -> from + Index.size(along) <= before or from >= size - later
-          nil -> false
-        end
+        {from, along} = Index.inside(index) || {0, index}
+        from + Index.size(along) <= before or from >= size - later
       end)
 
     if filled?, do: term(terms, {filling, []}), else: leaf(terms, view)
@@ -537,7 +535,11 @@ defmodule FlashAttention.Rewriter.Terms do
 
   defp of(_op, _value, view, terms), do: leaf(terms, view)
 
-  defp shifted(%{args: [arg], opts: opts, shape: shape}, {_number, indices}) do
+  @doc "The view of what a slice is cut out of; :error where that is not known, or mixes digits."
+  @spec cut(struct, view) :: {:ok, view} | :error
+  def cut(terms, view), do: shifted(value(terms, view), view)
+
+  defp shifted(%{op: :slice, args: [arg], opts: opts, shape: shape}, {_number, indices}) do
     sizes = Tuple.to_list(shape)
 
     [opts[:starts], opts[:strides], sizes, indices]
@@ -596,7 +598,7 @@ defmodule FlashAttention.Rewriter.Terms do
 
   @doc "The sizes of the variables that a view has as whole indices."
   def sizes({_number, indices}),
-    do: for(index <- indices, {name, 1, size} <- index, into: %{}, do: {name, size})
+    do: for(index <- indices, {name, 1, size} <- index, into: %{}, do: {Index.of_variable(name), size})
 
   # What is added to a sum that is at least 1 and vanishes in rounding: in that type the sum is what it was.
   defp lost?(terms, %{type: type}, sum, added) do

@@ -496,6 +496,47 @@ defmodule FlashAttention.Rewriter.MatcherTest do
       assert Enum.sort(for g <- match.gradients, do: {g.of, g.factor}) == [{:q, 1.0}, {{:sink, 0}, 1.0}]
     end
 
+    @in_front [
+      {"concatenate(s, column, axis: 2)", "concatenate(column, s, axis: 2)"},
+      {"p = slice(all, lengths: [2, 4, 6], starts: [0, 0, 0]",
+       "p = slice(all, lengths: [2, 4, 6], starts: [0, 0, 1]"},
+      {"sizes: [{0, 0, 0}, {0, 0, 0}, {0, 1, 0}]", "sizes: [{0, 0, 0}, {0, 0, 0}, {1, 0, 0}]"},
+      {"ds = slice(dz, lengths: [2, 4, 6], starts: [0, 0, 0]",
+       "ds = slice(dz, lengths: [2, 4, 6], starts: [0, 0, 1]"},
+      {"starts: [0, 0, 6]", "starts: [0, 0, 0]"}
+    ]
+    @two [
+      {"sink = parameter(3) :: f32(1)", "sink = parameter(3) :: f32(2)"},
+      {"column = broadcast(sink, axes: [2]) :: f32(2, 4, 1)",
+       "column = broadcast(sink, axes: [2]) :: f32(2, 4, 2)"},
+      {"f32(2, 4, 7)", "f32(2, 4, 8)"},
+      {"sizes: [{0, 0, 0}, {0, 0, 0}, {0, 1, 0}]", "sizes: [{0, 0, 0}, {0, 0, 0}, {0, 2, 0}]"},
+      {"dcolumn = slice(dz, lengths: [2, 4, 1], starts: [0, 0, 6], strides: [1, 1, 1]) :: f32(2, 4, 1)",
+       "dcolumn = slice(dz, lengths: [2, 4, 2], starts: [0, 0, 6], strides: [1, 1, 1]) :: f32(2, 4, 2)"},
+      {"dsink = sum(dcolumn, axes: [0, 1]) :: f32(1)", "dsink = sum(dcolumn, axes: [0, 1]) :: f32(2)"}
+    ]
+
+    defp changed(text, changes),
+      do: Enum.reduce(changes, text, fn {from, to}, text -> replace(text, from, to) end)
+
+    test "in front of the scores, and several of them, are found as well" do
+      for changes <- [@in_front, @two] do
+        assert {[match], []} = @column |> changed(changes) |> run()
+        assert [_sink] = match.sinks
+        assert Enum.sort(for g <- match.gradients, do: {g.of, g.factor}) == [{:q, 1.0}, {{:sink, 0}, 1.0}]
+      end
+
+      for {n, to} <- [
+            {1, "p = slice(all, lengths: [2, 4, 6], starts: [0, 0, 0]"},
+            {2, "sizes: [{0, 0, 0}, {0, 0, 0}, {0, 1, 0}]"},
+            {3, "ds = slice(dz, lengths: [2, 4, 6], starts: [0, 0, 0]"},
+            {4, "starts: [0, 0, 6]"}
+          ] do
+        changes = List.update_at(@in_front, n, fn {from, _} -> {from, to} end)
+        assert {[], _} = @column |> changed(changes) |> run(), to
+      end
+    end
+
     test "whose gradient is another one leave attention as it was" do
       for {from, to} <- [
             {"starts: [0, 0, 6]", "starts: [0, 0, 5]"},
