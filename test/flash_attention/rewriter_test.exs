@@ -643,8 +643,40 @@ defmodule FlashAttention.RewriterTest do
       assert ["f64" <> _] = found(block, qkv())
       assert_same(block, qkv())
 
-      # Nx differentiates what a block is made of beside it, which leaves the backward without its forward.
+      # Nx differentiates what a block is made of beside it: the backward has a forward of its own there.
+      assert [backward, forward] = Enum.sort_by(found(gradients_of_three(block), qkv()), &(not (&1 =~ "with")))
+      assert backward =~ "with dq, dk, dv" and not (forward =~ "with")
       assert_same(gradients_of_three(block), qkv())
+      assert blocks(gradients_of_three(block), qkv()) == 2
+    end
+
+    test "in blocks that stay are named once" do
+      block = fn q, k, v ->
+        struct = %{__struct__: Somebody.FastAttention}
+        Nx.block(struct, [q, k, v], q, fn _block, q, k, v -> plain(q, k, v, &Nx.clip(&1, -1, 1)) end)
+      end
+
+      assert found(block, qkv()) == ["clip is done to its scores"]
+      assert found(gradients_of_three(block), qkv()) == ["clip is done to its scores"]
+    end
+
+    test "in blocks that are compiled by others' own, backward alone, and with masks and heads of groups inside" do
+      block = fn q, k, v ->
+        struct = %{__struct__: Somebody.FastAttention, causal: true}
+
+        Nx.block(struct, [q, k, v], Nx.multiply(q, 2), fn block, q, k, v ->
+          hidden = if block.causal, do: -1.0e9, else: 0
+          visible = Nx.greater_equal(Nx.iota({6, 1}), Nx.iota({1, 6}))
+          repeat = &(&1 |> Nx.new_axis(2) |> Nx.broadcast({2, 3, 2, 6, 4}) |> Nx.reshape({2, 6, 6, 4}))
+          hide = &Nx.select(Nx.broadcast(visible, &1), &1, hidden)
+          q |> plain(repeat.(k), repeat.(v), hide) |> Nx.multiply(2)
+        end)
+      end
+
+      args = [normal(1, {2, 6, 6, 4}, :f64) | tl(qkv())]
+      found = found(gradients_of_three(block), args)
+      assert Enum.any?(found, &(&1 =~ "heads 6:3" and &1 =~ "causal, with dq, dk, dv"))
+      assert_same(gradients_of_three(block), args)
     end
 
     for {name, expected} <- AttentionForms.names() do

@@ -163,6 +163,21 @@ if FlashAttention.Defn.supported?() do
     defp node(:block, [%Nx.Block.LogicalNot{}, [inner], _expr, _fun], tensor, state),
       do: put(state, tensor, :logical_not, [inner], nil)
 
+    # What gradients that Nx made of somebody's block are those of: it differentiates what the block is made of, beside it.
+    # The block is a value of its own all the same, as a compiler may have its own for it.
+    defp node(:block, [struct, in_args, _expr, fun], tensor, state) do
+      state =
+        if nx?(struct) or own?(struct) do
+          state
+        else
+          fun
+          |> apply([struct | in_args])
+          |> Composite.reduce(state, fn tensor, state -> tensor |> number(state) |> elem(1) end)
+        end
+
+      other(:block, tensor, state)
+    end
+
     defp node(op, args, tensor, state) when op in @same, do: put(state, tensor, op, args, nil)
 
     # The bits that Nx.Random makes are a function of what goes in.
@@ -176,7 +191,9 @@ if FlashAttention.Defn.supported?() do
 
     defp node(:elem, [tuple, index], tensor, state), do: put(state, tensor, :elem, [tuple], index)
 
-    defp node(op, _args, tensor, state) do
+    defp node(op, _args, tensor, state), do: other(op, tensor, state)
+
+    defp other(op, tensor, state) do
       {rest, inner} = Tree.apply_args(tensor, :scope, [], fn arg, inner -> {:tensor, [arg | inner]} end)
       inner = Enum.filter(inner, &is_struct(&1.data, Expr))
       inner = if op == :fun, do: [], else: Enum.reverse(inner)
@@ -341,7 +358,8 @@ if FlashAttention.Defn.supported?() do
       {[struct, tensors ++ lists, body, fun], state}
     end
 
-    defp own?(%module{}), do: module |> Module.split() |> hd() == "FlashAttention"
+    defp own?(%module{}), do: match?("Elixir.FlashAttention." <> _, Atom.to_string(module))
+    defp nx?(%module{}), do: match?("Elixir.Nx." <> _, Atom.to_string(module))
 
     defp own_scope(container, state) do
       {rewritten, found} = rewrite_scope(container, state.opts)

@@ -25,7 +25,9 @@ defmodule FlashAttention.Rewriter.Matcher do
     {%{graph: graph} = terms, in_blocks} = Blocks.find(terms)
     found = found ++ in_blocks
     matches = Backward.find(terms, for({_number, {:ok, match}} <- found, do: match), dots)
-    refused = for({number, {:refuse, reason}} <- found, do: {number, reason})
+    # What somebody's block is made of is there for its gradients alone, and is looked at on its own.
+    live = Graph.reachable(graph, graph.results)
+    refused = for {number, {:refuse, reason}} <- found, number in live, do: {number, reason}
     {matches, refused} = taken(matches, &takes.(&1, graph), refused)
     {matches, unused} = settle(terms, matches, [], opts[:weights] == :keep)
     {graph, matches, Enum.sort(refused ++ unused)}
