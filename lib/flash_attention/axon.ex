@@ -45,9 +45,9 @@ if Code.ensure_loaded?(Axon) do
 
     Those of `FlashAttention.attention/4`; attention is causal unless `causal: false` is given. Those that are tensors
     are what another layer gives, and `:mask` is a `FlashAttention.Mask` or a layer that gives one: `mask/3`, or an input
-    that is fed with masks. And
+    that is fed with masks. A layer for `:sink` gives each row sinks of its own, `{batch, seqlen_q, num_sinks, num_heads}`. And
 
-      * `:num_sinks` - how many attention sinks each head learns, 0 by default; they begin at 0
+      * `:num_sinks` - how many attention sinks each head learns, the same for all rows, 0 by default; they begin at 0
       * `:dropout_rate` - the share of attention weights that are dropped in training, 0 by default; the layer then keeps a
         `key` of `Nx.Random` as its state, as `Axon.dropout/2` does, which begins by `:seed`
       * `:name`, `:meta` - as for every layer of Axon
@@ -61,6 +61,7 @@ if Code.ensure_loaded?(Axon) do
       {nodes, opts} = Enum.split_with(opts, fn {name, value} -> name in @tensors and is_struct(value, Axon) end)
       Options.parse!(opts, @options)
       Options.parse!([dropout: dropout_rate], [:dropout])
+      check_sinks!(num_sinks, nodes[:sink])
       parameters = sinks(num_sinks, length(nodes)) ++ key(dropout_rate, seed, length(nodes))
       {names, optional} = Enum.unzip(parameters ++ nodes)
 
@@ -75,6 +76,11 @@ if Code.ensure_loaded?(Axon) do
 
     defp sinks(other, _num_nodes),
       do: raise(Error.invalid(:num_sinks, "a whole number of at least 0", Error.show(other)))
+
+    defp check_sinks!(num_sinks, layer) do
+      if layer && num_sinks not in [0, nil],
+        do: raise(Error.invalid(:num_sinks, "0 beside a layer that gives sinks", Error.show(num_sinks)))
+    end
 
     defp key(rate, _seed, _num_nodes) when rate in [0, 0.0, nil], do: []
 
@@ -176,8 +182,9 @@ if Code.ensure_loaded?(Axon) do
 
     ## Parameters
 
-    Those of four dense layers and, where there are sinks, of `attention/4`. With `name: "block"` the layers are called
-    `"block.query"`, `"block.key"`, `"block.value"`, `"block.attention"` and `"block.output"`.
+    Those of four dense layers and, where there are sinks, of `attention/4`, or of a dense layer more. With `name: "block"`
+    the layers are called `"block.query"`, `"block.key"`, `"block.value"`, `"block.sinks"`, `"block.attention"` and
+    `"block.output"`.
 
     ## Options
 
@@ -185,7 +192,9 @@ if Code.ensure_loaded?(Axon) do
       * `:num_kv_heads` - heads of keys and values, `:num_heads` by default; it divides `:num_heads`
       * `:units` - the output's size, `num_heads * head_dim` by default
       * `:memory` - what to attend to, if not the input itself
-      * `:use_bias` (default `true`), `:kernel_initializer`, `:bias_initializer` - of all four projections, as for
+      * `:row_sinks` - how many attention sinks of its own each row has in each head, 0 by default: a projection of the input
+        gives them, as it does queries
+      * `:use_bias` (default `true`), `:kernel_initializer`, `:bias_initializer` - of all projections, as for
         `Axon.dense/3`
       * `:name` - the prefix of the layers' names; without it they are called as Axon calls layers
 
@@ -194,7 +203,10 @@ if Code.ensure_loaded?(Axon) do
     @spec multi_head_attention(Axon.t(), keyword) :: Axon.t()
     def multi_head_attention(%Axon{} = input, opts) do
       {dense, opts} = Keyword.split(opts, [:use_bias, :kernel_initializer, :bias_initializer])
-      {own, opts} = Keyword.split(opts, [:name, :num_heads, :num_kv_heads, :head_dim, :units, :memory])
+
+      {own, opts} =
+        Keyword.split(opts, [:name, :num_heads, :num_kv_heads, :head_dim, :units, :memory, :row_sinks])
+
       num_heads = size!(own, :num_heads, nil)
       head_dim = size!(own, :head_dim, nil)
       num_kv_heads = size!(own, :num_kv_heads, num_heads)
@@ -217,11 +229,23 @@ if Code.ensure_loaded?(Axon) do
           |> Axon.nx(&split_heads(&1, heads, head_dim))
         end
 
+      row_sinks = row_sinks(input, own[:row_sinks], num_heads, [name: name.("sinks")] ++ dense)
+
       query
-      |> attention(key, value, [name: name.("attention")] ++ opts)
+      |> attention(key, value, [name: name.("attention")] ++ row_sinks ++ opts)
       |> Axon.nx(&join_heads/1)
       |> Axon.dense(units, [name: name.("output")] ++ dense)
     end
+
+    defp row_sinks(_input, none, _num_heads, _dense) when none in [0, nil], do: []
+
+    defp row_sinks(input, count, num_heads, dense) when is_integer(count) and count > 0 do
+      sinks = input |> Axon.dense(count * num_heads, dense) |> Axon.nx(&split_heads(&1, count, num_heads))
+      [sink: sinks]
+    end
+
+    defp row_sinks(_input, other, _num_heads, _dense),
+      do: raise(Error.invalid(:row_sinks, "a whole number of at least 0", Error.show(other)))
 
     defp size!(opts, name, default) do
       case opts[name] || default do

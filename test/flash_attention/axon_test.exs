@@ -62,6 +62,67 @@ defmodule FlashAttention.AxonTest do
     assert Nx.type(o) == {:bf, 16}
   end
 
+  test "sinks of a row's own come from another layer, in f32 whatever the precision of the model" do
+    [q, k, v, sinks] = for name <- ["q", "k", "v", "sinks"], do: Axon.input(name)
+    model = FlashAttention.Axon.attention(q, k, v, sink: Axon.nx(sinks, &Nx.multiply(&1, 2)))
+    shapes = %{"q" => {2, 6, 3, 4}, "k" => {2, 6, 3, 4}, "v" => {2, 6, 3, 4}, "sinks" => {2, 6, 2, 3}}
+    inputs = for {{name, shape}, seed} <- Enum.with_index(shapes), into: %{}, do: {name, random(seed, shape)}
+    %{"q" => tq, "k" => tk, "v" => tv, "sinks" => sinks_of_rows} = inputs
+    {o, state} = run(model, inputs)
+    assert o == FlashAttention.attention(tq, tk, tv, sink: Nx.multiply(sinks_of_rows, 2))
+    assert state.data == %{}
+
+    policy = Axon.MixedPrecision.create_policy(compute: {:bf, 16}, output: {:bf, 16})
+    {o, _} = model |> Axon.MixedPrecision.apply_policy(policy) |> run(inputs)
+    assert Nx.type(o) == {:bf, 16}
+
+    error =
+      assert_raise FlashAttention.Error, fn ->
+        FlashAttention.Axon.attention(q, k, v, sink: sinks, num_sinks: 1)
+      end
+
+    assert Exception.message(error) == "num_sinks: expected 0 beside a layer that gives sinks, got 1"
+  end
+
+  test "multi-head attention projects its input to sinks of each row" do
+    opts = [num_heads: 3, head_dim: 4, use_bias: false, name: "block"]
+    model = FlashAttention.Axon.multi_head_attention(Axon.input("x"), [row_sinks: 2] ++ opts)
+    x = random(1, {2, 5, 7})
+    {o, state} = run(model, x)
+    assert Nx.shape(state.data["block.sinks"]["kernel"]) == {7, 6}
+
+    [q, k, v, sink] =
+      for {layer, shape} <- [
+            {"query", {2, 5, 3, 4}},
+            {"key", {2, 5, 3, 4}},
+            {"value", {2, 5, 3, 4}},
+            {"sinks", {2, 5, 2, 3}}
+          ],
+          do: x |> Nx.dot(state.data["block." <> layer]["kernel"]) |> Nx.reshape(shape)
+
+    attended = FlashAttention.attention(q, k, v, sink: sink) |> Nx.reshape({2, 5, 12})
+    expected = Nx.dot(attended, state.data["block.output"]["kernel"])
+    assert Nx.to_number(Nx.reduce_max(Nx.abs(Nx.subtract(o, expected)))) < 1.0e-5
+
+    # They are learned: other sinks, another result, and a gradient that says so.
+    {_init, predict} = Axon.build(model, compiler: Nx.Defn.Evaluator)
+
+    loss = fn kernel ->
+      state.data["block.sinks"]["kernel"] |> put_in(kernel) |> predict.(x) |> Nx.sin() |> Nx.sum()
+    end
+
+    gradient = Nx.Defn.grad(state.data["block.sinks"]["kernel"], loss)
+    step = random(9, {7, 6})
+    slope = gradient |> Nx.multiply(step) |> Nx.sum() |> Nx.to_number()
+
+    at = fn size ->
+      state.data["block.sinks"]["kernel"] |> Nx.add(Nx.multiply(step, size)) |> loss.() |> Nx.to_number()
+    end
+
+    assert abs(slope) > 1.0e-3
+    assert_in_delta (at.(1.0e-2) - at.(-1.0e-2)) / 2.0e-2, slope, 1.0e-2 * abs(slope) + 1.0e-3
+  end
+
   test "slopes of distances come from another layer, in f32 whatever the precision of the model" do
     [q, k, v, slopes] = for name <- ["q", "k", "v", "slopes"], do: Axon.input(name)
 
@@ -151,7 +212,9 @@ defmodule FlashAttention.AxonTest do
           {[window: 3], "window: expected {left, right}"},
           {[num_kv_heads: 3], "num_kv_heads: expected a divisor of num_heads 2, got 3"},
           {[memory: Nx.iota({1, 2, 3})], "memory: expected an Axon layer, got "},
-          {[num_sinks: -1], "num_sinks: expected a whole number of at least 0, got -1"}
+          {[num_sinks: -1], "num_sinks: expected a whole number of at least 0, got -1"},
+          {[row_sinks: -1], "row_sinks: expected a whole number of at least 0, got -1"},
+          {[row_sinks: 1, num_sinks: 1], "num_sinks: expected 0 beside a layer that gives sinks, got 1"}
         ] do
       build = fn -> FlashAttention.Axon.multi_head_attention(x, [num_heads: 2, head_dim: 4] ++ opts) end
       assert Exception.message(assert_raise(FlashAttention.Error, build)) =~ message
