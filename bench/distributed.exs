@@ -86,14 +86,18 @@ defmodule Bench.Distributed do
   defp host_path(gpus, heads, repeats) do
     IO.write("""
 
-    bf16, #{heads} heads, head_dim #{@dim}, 2,048 tokens, batch 8, full, results of earlier calls in the host's memory:
+    bf16, #{heads} heads, head_dim #{@dim}, 2,048 tokens, full, results of earlier calls in the host's memory:
 
-    | pass | one GPU, ms | #{length(gpus)} GPUs, ms | times as fast |
-    |---|--:|--:|--:|
+    | batch | pass | one GPU, ms | #{length(gpus)} GPUs, ms | times as fast |
+    |--:|---|--:|--:|--:|
     """)
 
-    plain = tensor(:host, 1, 8 * 2048, heads)
-    x = %{plain | shape: {8, 2048, heads, @dim}}
+    for batch <- [8, 32], do: host_rows(batch, gpus, heads, repeats)
+  end
+
+  defp host_rows(batch, gpus, heads, repeats) do
+    plain = tensor(:host, 1, batch * 2048, heads)
+    x = %{plain | shape: {batch, 2048, heads, @dim}}
     # What a call gave lies in memory that GPUs read at full rate.
     {:ok, x} = FlashAttention.forward(x, x, x, causal: false, device: hd(gpus))
     {:ok, o, lse} = FlashAttention.forward_with_states(x, x, x, causal: false, device: hd(gpus))
@@ -110,7 +114,7 @@ defmodule Bench.Distributed do
         for device <- [hd(gpus), gpus], do: repeats |> best(fn -> call.(device) end) |> elem(0) |> elem(0)
 
       IO.puts(
-        "| #{pass} | #{Float.round(one * 1000, 2)} | #{Float.round(all * 1000, 2)} | #{Float.round(one / all, 2)} |"
+        "| #{batch} | #{pass} | #{Float.round(one * 1000, 2)} | #{Float.round(all * 1000, 2)} | #{Float.round(one / all, 2)} |"
       )
     end
   end

@@ -1,14 +1,16 @@
 """Attention over several GPUs by others, beside bench/distributed.exs: torch's ring (context_parallel) and Ulysses' exchange of
 rows for heads around torch's own kernels, and this library's kernels in JAX's shard_map. What does not run here is said, and
-why.
+why. Each peer has a process of its own, which is ended when it takes too long: ranks that wait for one another may hang.
 
     python3 bench/distributed_peers.py [--ranks 2] [--lengths 16384,65536] [--heads 16] [--repeats 5] [--platform cuda|cpu]
-                                       [--library priv/libflash_attention.so] [--peers ulysses,ring,jax]
+                                       [--library priv/libflash_attention.so] [--peers ulysses,ring,jax] [--timeout 120]
 """
 
 import argparse
 import functools
 import os
+import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -103,8 +105,10 @@ def ring_of(args, mesh, causal, shape, draw):
     import torch
     from torch.distributed.tensor.experimental import context_parallel
 
-    inputs = [draw(shape).requires_grad_() for _ in range(3)]
-    with context_parallel(mesh, buffers=inputs, buffer_seq_dims=[2] * 3):
+    whole = [draw(shape) for _ in range(3)]
+    with context_parallel(mesh, buffers=whole, buffer_seq_dims=[2] * 3, no_restore_buffers=set(whole)):
+        # Those that it cuts must not want gradients yet.
+        inputs = [x.detach().requires_grad_() for x in whole]
         attend = functools.partial(torch.nn.functional.scaled_dot_product_attention, is_causal=causal)
         return timed(args, attend, inputs, torch.ones_like(inputs[0]))
 
@@ -191,6 +195,18 @@ def run_jax(args):
         not_run("JAX", error)
 
 
+def run_apart(peer, seconds):
+    """Runs this program for one peer. What that started ends with it: they are a session of their own."""
+    process = subprocess.Popen([sys.executable, __file__, *sys.argv[1:], "--peers", peer, "--alone"], start_new_session=True)
+    try:
+        if process.wait(seconds) != 0:
+            not_run(peer, f"its process ended with {process.returncode}")
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        not_run(peer, f"it took longer than {seconds:.0f} s")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
@@ -200,11 +216,16 @@ def main():
     parser.add_argument("--platform", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--library", default="priv/libflash_attention.so")
     parser.add_argument("--peers", default="ulysses,ring,jax", type=lambda text: text.split(","))
+    parser.add_argument("--timeout", type=float, default=120, help="seconds that each peer may take")
+    parser.add_argument("--alone", action="store_true", help="run the one peer in this process, without a heading")
     args = parser.parse_args()
+    if args.alone:
+        run_jax(args) if args.peers == ["jax"] else run_torch(args, args.peers[0])
+        return
     print(f"\n## Beside it\n\n`bench/distributed_peers.py`: {args.ranks} ranks, {args.heads} heads, head_dim {DIM}. The backward is both passes less the forward.\n")
     print("| peer | mask | tokens | pass | ms | TFLOP/s a GPU |\n|---|---|--:|---|--:|--:|", flush=True)
     for peer in args.peers:
-        run_jax(args) if peer == "jax" else run_torch(args, peer)
+        run_apart(peer, args.timeout)
 
 
 if __name__ == "__main__":
