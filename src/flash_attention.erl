@@ -11,9 +11,11 @@
 
 -export([forward/3, forward/4, forward_with_states/3, forward_with_states/4]).
 -export([backward/2, backward/3, backward/6, backward/7]).
+-export([forward/2, forward_with_states/2]).
+-export([cache/1, sequence/1, append/3, fork/1, sequence_length/1, cache_info/1]).
 -export([mask/1, plan/3, plan/4, backend_info/0, release/1, states_bytes/1, trim/0]).
 
--export_type([tensor/0, options/0, mask/0, states/0, error/0]).
+-export_type([tensor/0, options/0, mask/0, states/0, cache/0, sequence/0, error/0]).
 
 -type type() :: f32 | f64 | bf16 | f16 | u8 | s32 | u32 | {f, 16 | 32 | 64} | {bf, 16} | {u, 8 | 32} | {s, 32}.
 -type tensor() :: {Data :: term(), type(), Shape :: tuple()}
@@ -38,12 +40,22 @@
               | {intersect_window, mask(), {side(), side()}}
               | map().
 -opaque states() :: map().
+-opaque cache() :: map().
+-opaque sequence() :: map().
 -type error() :: #{reason := atom(), argument := atom(), expected := binary() | undefined,
                    got := binary() | undefined, message := binary()}.
 -type device() :: cpu | {atom(), non_neg_integer()}.
 
-%% @doc Attention: o, of Q's shape. Causal, unless `causal' is `false'.
--spec forward(tensor(), tensor(), tensor()) -> {ok, tensor()} | {error, error()}.
+%% @doc Attention over the rows of sequences of a cache, one for each batch of Q.
+-spec forward(tensor(), [sequence()]) -> {ok, tensor()} | {error, error()}.
+forward(Q, Sequences) -> forward(Q, Sequences, []).
+
+%% @doc Attention: o, of Q's shape. Causal, unless `causal' is `false'. Where K is a list of sequences of a cache,
+%% they stand for k and v, and the third argument is the options.
+-spec forward(tensor(), tensor(), tensor()) -> {ok, tensor()} | {error, error()};
+             (tensor(), [sequence()], options()) -> {ok, tensor()} | {error, error()}.
+forward(Q, Sequences, Options) when is_list(Sequences) ->
+    call(forward, [in(Q), Sequences], Options, Q);
 forward(Q, K, V) -> forward(Q, K, V, []).
 
 -spec forward(tensor(), tensor(), tensor(), options()) -> {ok, tensor()} | {error, error()}.
@@ -51,8 +63,14 @@ forward(Q, K, V, Options) ->
     call(forward, [in(Q), in(K), in(V)], Options, Q).
 
 %% @doc Attention, and beside o what the backward needs: lse, or with `keep => device' states that stay there.
+-spec forward_with_states(tensor(), [sequence()]) -> {ok, tensor(), tensor()} | {error, error()}.
+forward_with_states(Q, Sequences) -> forward_with_states(Q, Sequences, []).
+
 -spec forward_with_states(tensor(), tensor(), tensor()) ->
-          {ok, tensor(), tensor() | states()} | {error, error()}.
+          {ok, tensor(), tensor() | states()} | {error, error()};
+                         (tensor(), [sequence()], options()) -> {ok, tensor(), tensor()} | {error, error()}.
+forward_with_states(Q, Sequences, Options) when is_list(Sequences) ->
+    call(forward_with_states, [in(Q), Sequences], Options, Q);
 forward_with_states(Q, K, V) -> forward_with_states(Q, K, V, []).
 
 -spec forward_with_states(tensor(), tensor(), tensor(), options()) ->
@@ -84,6 +102,32 @@ backward(DOut, Q, K, V, O, Lse) -> backward(DOut, Q, K, V, O, Lse, []).
 backward(DOut, Q, K, V, O, Lse, Options) ->
     call(backward, [in(Tensor) || Tensor <- [DOut, Q, K, V, O, Lse]], Options, Q).
 
+%% @doc A pool of pages in a device's memory, for keys and values that grow: `bytes', `type', `num_kv_heads',
+%% `head_dim' and, if they are given, `page_size' and `device', as `FlashAttention.Cache' says.
+-spec cache(options()) -> {ok, cache()} | {error, error()}.
+cache(Options) when is_map(Options) -> cache(maps:to_list(Options));
+cache(Options) -> plain('Elixir.FlashAttention.Cache':new(keywords(Options))).
+
+%% @doc A sequence of the cache, without rows. Its pages go back when the term is collected, or by release/1.
+-spec sequence(cache()) -> {ok, sequence()} | {error, error()}.
+sequence(Cache) -> plain('Elixir.FlashAttention.Cache':sequence(Cache)).
+
+%% @doc Appends rows of k and v to a sequence, or to each of a list of sequences of one cache.
+-spec append(sequence() | [sequence()], tensor(), tensor()) -> ok | {error, error()}.
+append(Sequences, K, V) -> plain('Elixir.FlashAttention.Cache':append(Sequences, in(K), in(V))).
+
+%% @doc Another sequence with the same rows, which share their pages until one of both is appended to.
+-spec fork(sequence()) -> {ok, sequence()} | {error, error()}.
+fork(Sequence) -> plain('Elixir.FlashAttention.Cache':fork(Sequence)).
+
+%% @doc How many rows a sequence has; 0 of one that was released.
+-spec sequence_length(sequence()) -> non_neg_integer() | {error, error()}.
+sequence_length(Sequence) -> plain('Elixir.FlashAttention.Cache':length(Sequence)).
+
+%% @doc What a cache holds: `bytes', `num_pages', `free_pages', `page_size' and `device'.
+-spec cache_info(cache()) -> map() | {error, error()}.
+cache_info(Cache) -> plain('Elixir.FlashAttention.Cache':info(Cache)).
+
 %% @doc The mask that a term describes, checked; the option `mask' takes it as it takes the term.
 -spec mask(mask()) -> {ok, map()} | {error, error()}.
 mask(Description) -> plain(to_mask(Description)).
@@ -101,8 +145,10 @@ plan(Q, K, V, Options) -> plain(call(plan, [in(Q), in(K), in(V)], Options)).
 -spec backend_info() -> #{version := binary(), devices := [map()], cuda := binary() | undefined}.
 backend_info() -> undefined_for_nil('Elixir.FlashAttention':backend_info()).
 
-%% @doc Gives back the memory of a device that states or a tensor hold.
--spec release(states() | tensor()) -> ok | {error, error()}.
+%% @doc Gives back the memory of a device that states, a tensor or a sequence hold.
+-spec release(states() | tensor() | sequence()) -> ok | {error, error()}.
+release(#{'__struct__' := 'Elixir.FlashAttention.Cache.Sequence'} = Sequence) ->
+    plain('Elixir.FlashAttention.Cache':release(Sequence));
 release(Term) -> plain('Elixir.FlashAttention':release(in(Term))).
 
 %% @doc How many bytes of a device's memory the states hold.
@@ -162,6 +208,13 @@ option({Key, Value} = Option) ->
         false -> Option
     end;
 option(Option) -> Option.
+
+%% Options without tensors, as a keyword list; what is none goes on as it is.
+keywords(Options) when is_list(Options) ->
+    try [case Option of {Key, undefined} -> {Key, nil}; _ -> Option end || Option <- proplists:unfold(Options)]
+    catch error:_ -> Options
+    end;
+keywords(Other) -> Other.
 
 unwrap({ok, Term}) -> Term;
 unwrap(Error) -> throw(Error).

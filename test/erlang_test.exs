@@ -167,6 +167,43 @@ defmodule ErlangTest do
     end
   end
 
+  test "a cache: what the Elixir functions give" do
+    %{q: q, k: k, v: v, opts: opts} = problem(4, :f32, {2, 3, 7, 4, 2, 5}, softcap: 3)
+    {o, lse} = FlashAttention.forward_with_states!(q, k, v, [device: :cpu] ++ opts)
+    options = %{bytes: 10_000, type: :f32, num_kv_heads: 2, head_dim: 5, device: :cpu, page_size: :undefined}
+    assert {:ok, cache} = :flash_attention.cache(options)
+
+    assert %{page_size: 16, free_pages: pages, num_pages: pages, device: :cpu} =
+             :flash_attention.cache_info(cache)
+
+    assert {:ok, first} = :flash_attention.sequence(cache)
+    assert {:ok, second} = :flash_attention.sequence(cache)
+    sequences = [first, second]
+    assert :flash_attention.append(sequences, tuple(k), map(v)) == :ok
+    assert Enum.map(sequences, &:flash_attention.sequence_length/1) == [7, 7]
+
+    for given <- [Map.new(opts), opts] do
+      assert :flash_attention.forward(tuple(q), sequences, given) == {:ok, tuple(o)}
+      assert :flash_attention.forward_with_states(map(q), sequences, given) == {:ok, map(o), map(lse)}
+    end
+
+    assert :flash_attention.forward(tuple(q), sequences) ==
+             {:ok, tuple(FlashAttention.forward!(q, k, v, device: :cpu))}
+
+    assert {:ok, _o, _lse} = :flash_attention.forward_with_states(tuple(q), sequences)
+    assert {:ok, fork} = :flash_attention.fork(first)
+    assert :flash_attention.forward(tuple(q), [fork, second], opts) == {:ok, tuple(o)}
+    assert Enum.map([first, second, fork], &:flash_attention.release/1) == [:ok, :ok, :ok]
+    assert :flash_attention.sequence_length(fork) == 0
+    assert %{free_pages: ^pages} = :flash_attention.cache_info(cache)
+    assert {:error, %{argument: :sequence}} = :flash_attention.fork(fork)
+    assert {:error, %{argument: :sequences}} = :flash_attention.append(:none, tuple(k), tuple(v))
+    assert {:error, %{argument: :cache}} = :flash_attention.sequence(1)
+    assert {:error, %{argument: :bytes}} = :flash_attention.cache(%{options | bytes: 0})
+    assert {:error, %{argument: :opts}} = :flash_attention.cache(:none)
+    assert {:error, %{argument: :opts}} = :flash_attention.cache(Map.put(options, :sink, 1))
+  end
+
   test "what computes here" do
     q = tuple(random(1, :f32, {1, 2, 1, 4}))
 
