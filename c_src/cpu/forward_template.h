@@ -13,7 +13,8 @@
  *     o[STRIP, head_dim]   = exp(m - m') * o + p^T . v
  *
  * Few rows beside many columns have tasks of PART columns each, whose sums a second phase adds up, so that one
- * row keeps several threads busy. What a row gets depends neither on the rows of its task nor on the threads.
+ * row keeps several threads busy; a task takes them of several heads that share k and v, which are packed once
+ * for all of these. What a row gets depends neither on the rows and heads of its task nor on the threads.
  *
  * Parameters: REAL, T(name), LOG, STRIP, BLOCK, LANES, NR (see kernels.c), and the templates before this one.
  */
@@ -72,9 +73,23 @@ static int64_t T(forward_num_parts)(const fa_problem *problem) {
   return problem->seqlen_q <= FEW_ROWS ? fa_max(fa_divide_up(problem->seqlen_k, PART), 1) : 1;
 }
 
+/* Tasks of the same rows and columns, where so many heads that share k and v are in one. */
+static int64_t T(head_tasks)(const fa_problem *problem, int64_t heads) {
+  return problem->num_kv_heads * fa_divide_up(problem->num_heads / problem->num_kv_heads, heads);
+}
+
+/* How many heads that is: each has a strip of its own among a task's rows. Fewer where there would be too few
+ * tasks to share out. */
+static int64_t T(forward_task_heads)(const fa_problem *problem) {
+  int64_t heads = problem->seqlen_q <= FEW_ROWS ? FORWARD_ROWS / STRIP : 1;
+  const int64_t others = problem->batch * T(forward_num_parts)(problem);
+  while (heads > 1 && T(head_tasks)(problem, heads) * others < 32) heads /= 2;
+  return heads;
+}
+
 static int64_t T(forward_num_tasks)(const fa_problem *problem) {
-  return fa_divide_up(problem->seqlen_q, T(forward_task_rows)(problem)) * problem->batch * problem->num_heads *
-         T(forward_num_parts)(problem);
+  return fa_divide_up(problem->seqlen_q, T(forward_task_rows)(problem)) * problem->batch *
+         T(head_tasks)(problem, T(forward_task_heads)(problem)) * T(forward_num_parts)(problem);
 }
 
 /* A part's sums of a row: o [padded head_dim], m, l. */
@@ -155,15 +170,26 @@ static void T(forward_columns)(const fa_cpu_job *job, const fa_tile *rows_by_col
   }
 }
 
-/* The sums of a task's rows over all tiles in its part of the columns, block by block. */
-static void T(forward_sums)(const fa_cpu_job *job, const fa_sequence *sequence, int64_t head, fa_range rows,
+/* The scratch of a task's i-th head. */
+static T(forward_scratch) T(forward_head)(const fa_problem *problem, T(forward_scratch) s, int64_t i) {
+  const int64_t x = i * STRIP;
+  s.q += x * problem->head_dim, s.o += x * fa_round_up(problem->head_dim, NR), s.m += x, s.l += x;
+  return s;
+}
+
+/* The sums of a task's rows, of heads that share k and v, over all tiles in its part of the columns, block by
+ * block. */
+static void T(forward_sums)(const fa_cpu_job *job, const fa_sequence *sequence, fa_range heads, fa_range rows,
                             fa_range part, T(forward_scratch) s) {
   const fa_problem *problem = job->problem;
   int64_t d = problem->head_dim, padded = fa_round_up(d, NR);
-  int64_t kv_head = head / (problem->num_heads / problem->num_kv_heads);
+  int64_t kv_head = heads.begin / (problem->num_heads / problem->num_kv_heads);
   T(rows) k = T(rows_of)(job, FA_TENSOR_K, sequence, kv_head);
   T(rows) v = T(rows_of)(job, FA_TENSOR_V, sequence, kv_head);
-  T(pack_transposed)(T(rows_of)(job, FA_TENSOR_Q, sequence, head), rows, d, s.q, s.buffer);
+  for (int64_t head = heads.begin; head < heads.end; head++) {
+    const T(forward_scratch) own = T(forward_head)(problem, s, head - heads.begin);
+    T(pack_transposed)(T(rows_of)(job, FA_TENSOR_Q, sequence, head), rows, d, own.q, s.buffer);
+  }
   memset(s.o, 0, (size_t)(FORWARD_ROWS * padded) * sizeof *s.o);
   for (int64_t i = 0; i < FORWARD_ROWS; i++) s.m[i] = -INFINITY, s.l[i] = 0;
 
@@ -177,7 +203,10 @@ static void T(forward_sums)(const fa_cpu_job *job, const fa_sequence *sequence, 
       give_way();
       T(pack_rows)(k, columns, d, s.k);
       T(pack_panels)(v, columns, d, s.v, s.buffer);
-      T(forward_columns)(job, &(fa_tile){sequence, &band, head, rows, columns}, s);
+      for (int64_t head = heads.begin; head < heads.end; head++) {
+        const T(forward_scratch) own = T(forward_head)(problem, s, head - heads.begin);
+        T(forward_columns)(job, &(fa_tile){sequence, &band, head, rows, columns}, own);
+      }
     }
   }
 }
@@ -233,18 +262,26 @@ static void T(join_task)(const fa_cpu_job *job, int64_t task, void *scratch) {
 
 static void T(forward_task)(const fa_cpu_job *job, int64_t task, void *scratch) {
   const fa_problem *problem = job->problem;
-  int64_t task_rows = T(forward_task_rows)(problem), pairs = problem->batch * problem->num_heads;
-  int64_t parts = T(forward_num_parts)(problem), part = task / pairs % parts, pair = task % pairs;
-  fa_sequence sequence = fa_sequence_of(problem, job->tensors, pair / problem->num_heads);
+  const int64_t task_heads = T(forward_task_heads)(problem), head_tasks = T(head_tasks)(problem, task_heads);
+  const int64_t group = problem->num_heads / problem->num_kv_heads,
+                of_group = head_tasks / problem->num_kv_heads;
+  int64_t task_rows = T(forward_task_rows)(problem), pairs = problem->batch * head_tasks;
+  int64_t parts = T(forward_num_parts)(problem), part = task / pairs % parts, batch = task % pairs / head_tasks;
+  const int64_t kv_head = task % head_tasks / of_group, of_heads = task % of_group * task_heads;
+  const fa_range heads = {kv_head * group + of_heads, kv_head * group + fa_min(of_heads + task_heads, group)};
+  fa_sequence sequence = fa_sequence_of(problem, job->tensors, batch);
   T(forward_scratch) s = T(lay_out_forward)(&(fa_arena){.base = scratch}, problem);
   /* The last rows first: under a causal mask they see the most, and the longest tasks should start first. */
   int64_t first = (fa_divide_up(problem->seqlen_q, task_rows) - 1 - task / pairs / parts) * task_rows;
   fa_range rows = {first, fa_min(first + task_rows, sequence.seqlen_q)};
   fa_range columns = {part * PART, part + 1 == parts ? sequence.seqlen_k : (part + 1) * PART};
   if (rows.begin >= rows.end) return;
-  T(forward_sums)(job, &sequence, pair % problem->num_heads, rows, columns, s);
-  if (parts == 1)
-    T(forward_finish)(job, &sequence, pair % problem->num_heads, rows, s);
-  else
-    T(keep_sums)(job, pair, part, rows, s);
+  T(forward_sums)(job, &sequence, heads, rows, columns, s);
+  for (int64_t head = heads.begin; head < heads.end; head++) {
+    const T(forward_scratch) own = T(forward_head)(problem, s, head - heads.begin);
+    if (parts == 1)
+      T(forward_finish)(job, &sequence, head, rows, own);
+    else
+      T(keep_sums)(job, batch * problem->num_heads + head, part, rows, own);
+  }
 }
