@@ -36,7 +36,23 @@ if FlashAttention.Defn.supported?() do
         detours: pick([0, 0.1, 0.3]),
         weights_first: pick([true, true, false]),
         bias: if(bias?(), do: pick([nil, nil, [:i, :j], [:h, :i, :j], [:b, :j], [:j]])),
-        seed: :rand.uniform(1_000_000)
+        seed: :rand.uniform(1_000_000),
+        # Further columns of the softmax behind or in front of the scores, or more in its denominator.
+        sinks:
+          pick([
+            nil,
+            nil,
+            nil,
+            nil,
+            nil,
+            {:behind, 1},
+            {:behind, 2},
+            {:in_front, 1},
+            {:denominator, 1},
+            {:denominator, 3}
+          ]),
+        head_mask: :h in batch and pick([true, false, false, false]),
+        dropped: pick([nil, nil, nil, nil, nil, nil, nil, nil, :made_up, :multiplied])
       }
     end
 
@@ -54,7 +70,7 @@ if FlashAttention.Defn.supported?() do
 
     defp pick(list), do: Enum.at(list, :rand.uniform(length(list)) - 1)
 
-    @doc "Tensors for it, f64 unless another type is given: `{q, k, v, bias, number, length}`."
+    @doc "Tensors for it, by name, f64 unless another type is given; sinks are f32."
     def tensors(program, type \\ :f64) do
       %{sizes: sizes, batch: batch} = program
       sizes = Map.put(sizes, :g, program.group) |> Map.put(:hk, div(sizes.h, gcd(program.group, sizes.h)))
@@ -64,8 +80,29 @@ if FlashAttention.Defn.supported?() do
       {q, key} = Nx.Random.normal(key, shape: shape.(order(program, 1, batch ++ [:i, :d])), type: type)
       {k, key} = Nx.Random.normal(key, shape: shape.(order(program, 2, kv ++ [:j, :d])), type: type)
       {v, key} = Nx.Random.normal(key, shape: shape.(order(program, 3, kv ++ [:j, :e])), type: type)
-      {bias, _key} = Nx.Random.normal(key, shape: shape.(order(program, 4, bias_labels(program))), type: type)
-      {q, k, v, bias, Nx.tensor(0.75, type: type), Nx.tensor(max(sizes.j - 1, 1), type: :s32)}
+      {bias, key} = Nx.Random.normal(key, shape: shape.(order(program, 4, bias_labels(program))), type: type)
+      {sink, key} = Nx.Random.normal(key, shape: sink_shape(program, shape), type: :f32)
+      {heads, key} = Nx.Random.uniform(key, shape: shape.(Enum.filter(batch, &(&1 == :h))), type: type)
+
+      %{
+        q: q,
+        k: k,
+        v: v,
+        bias: bias,
+        sink: sink,
+        heads: heads,
+        key: key,
+        number: Nx.tensor(0.75, type: type),
+        length: Nx.tensor(max(sizes.j - 1, 1), type: :s32)
+      }
+    end
+
+    # A number of each head and sink.
+    defp sink_shape(%{sinks: nil}, _shape), do: {}
+
+    defp sink_shape(%{sinks: {_, count}, batch: batch}, shape) do
+      heads = shape.(Enum.filter(batch, &(&1 == :h)))
+      Tuple.insert_at(heads, tuple_size(heads), count)
     end
 
     defp gcd(group, heads), do: if(rem(heads, group) == 0, do: group, else: 1)
@@ -84,10 +121,16 @@ if FlashAttention.Defn.supported?() do
       Enum.shuffle(labels)
     end
 
-    @doc "The program itself, on what `tensors/2` gave. `change` may do something to what it is given by name."
-    def run(program, {q, k, v, bias, number, length}, change \\ fn _name, tensor -> tensor end) do
+    @doc """
+    The program itself, on what `tensors/2` gave. `change` may do something to what it is given by name.
+
+    Where there is `:kept` among the tensors, weights are multiplied by that instead of being dropped out; its axes are those of the
+    output, with columns last.
+    """
+    def run(program, tensors, change \\ fn _name, tensor -> tensor end) do
       :rand.seed(:exsss, {program.seed, 7, 7})
       %{batch: batch, sizes: sizes} = program
+      %{q: q, k: k, v: v, bias: bias, number: number, length: length} = tensors
       kv = kv_batch(program)
       c = 1 / :math.sqrt(sizes.d)
 
@@ -129,26 +172,47 @@ if FlashAttention.Defn.supported?() do
           else: s |> scaled.() |> capped.() |> biased(program, bias) |> masked.()
 
       s = with_change(s, change, :scores)
-      p = s |> softmax(program, change) |> detour(program) |> with_change(change, :weights)
+      p = s |> softmax(program, tensors.sink, change) |> detour(program) |> with_change(change, :weights)
+      p = p |> of_heads(program, tensors.heads) |> drop(program, tensors)
       {o, labels} = if program.weights_first, do: product(p, v, :j, batch), else: product(v, p, :j, batch)
       {o, labels} = detour({o, labels}, program)
       {o, _labels} = to({o, labels}, batch ++ [:i, :e])
       o
     end
 
-    @doc "A number and its gradients by q, k, v and the bias."
-    def value_and_gradients(program, {q, k, v, bias, number, length}, change \\ fn _name, tensor -> tensor end) do
-      Nx.Defn.value_and_grad({q, k, v, bias}, fn {q, k, v, bias} ->
-        o = run(program, {q, k, v, bias, number, length}, change)
-        Nx.sum(Nx.sin(Nx.add(o, 0.3)))
+    @doc "A number and its gradients by q, k, v, the bias and sinks."
+    def value_and_gradients(program, tensors, change \\ fn _name, tensor -> tensor end) do
+      Nx.Defn.value_and_grad(Map.take(tensors, [:q, :k, :v, :bias, :sink]), fn learned ->
+        Nx.sum(Nx.sin(Nx.add(run(program, Map.merge(tensors, learned), change), 0.3)))
       end)
+    end
+
+    @doc "Which weights a function drops that runs the program on tensors: what it makes of values of 1 of each column, by the weights."
+    def kept(program, tensors, run) do
+      columns = program.sizes.j
+      at = program |> order(3, kv_batch(program) ++ [:j, :e]) |> Enum.find_index(&(&1 == :j))
+
+      weights = fn run ->
+        for column <- 0..(columns - 1) do
+          one = Nx.equal(Nx.iota(Nx.shape(tensors.v), axis: at), column) |> Nx.as_type(Nx.type(tensors.v))
+          o = run.(%{tensors | v: one})
+          Nx.slice_along_axis(o, 0, 1, axis: -1)
+        end
+        |> Nx.concatenate(axis: -1)
+      end
+
+      plain = &Nx.Defn.jit_apply(fn tensors -> run(%{program | dropped: nil}, tensors) end, [&1])
+      [dropped, whole] = for run <- [run, plain], do: weights.(run)
+      none = Nx.equal(whole, 0)
+      Nx.select(none, 0, Nx.divide(dropped, Nx.select(none, 1, whole)))
     end
 
     @doc """
     Whether the guide "Existing models" says of such a program that it is replaced in training, by the choices that it was drawn
     with alone: it is, but for two kinds of hidden scores that "What stays" there names.
     """
-    def documented?(program), do: not scaled_after_hiding?(program) and not swallowed?(program)
+    def documented?(program),
+      do: not scaled_after_hiding?(program) and (program.sinks != nil or not swallowed?(program))
 
     # Hidden scores that are multiplied by a number known at run time: it may make them visible.
     defp scaled_after_hiding?(program), do: masked_first?(program) and program.scale == :runtime
@@ -189,6 +253,7 @@ if FlashAttention.Defn.supported?() do
 
     @doc "`{name, function of the tensors}`: the program with something done to it that is not attention any more."
     def near_miss(program, number) do
+      program = %{program | dropped: nil}
       {name, where, how} = Enum.at(@near, rem(number, length(@near)))
       {name, fn tensors -> changed(program, tensors, where, how) end}
     end
@@ -403,31 +468,97 @@ if FlashAttention.Defn.supported?() do
 
     # ---- softmax -----------------------------------------------------------------------------------------
 
-    defp softmax({s, labels}, program, change) do
+    defp softmax({s, labels}, %{sinks: nil} = program, _sink, change) do
       axis = Enum.find_index(labels, &(&1 == :j))
+      {normalised(s, axis, largest(s, axis), & &1, program, change), labels}
+    end
 
-      maximum =
-        s
-        |> Nx.reduce_max(axes: [axis], keep_axes: true)
-        |> then(&if program.maximum == :stop_grad, do: stop_grad(&1), else: &1)
+    defp softmax({s, labels}, %{sinks: {:denominator, count}} = program, sink, change) do
+      axis = Enum.find_index(labels, &(&1 == :j))
+      sink = beside(sink, labels, count, program)
+      maximum = Nx.max(largest(s, axis), largest(sink, axis))
 
-      naive = program.softmax == :naive and program.mask_first == false and program.fill != :min_finite
-      exp = fn -> Nx.exp(if naive, do: s, else: Nx.subtract(s, maximum)) end
+      shifted =
+        &if(naive?(program), do: Nx.as_type(&1, Nx.type(s)), else: Nx.subtract(&1, through(maximum, program)))
+
+      more = fn sum -> Nx.add(sum, sink |> shifted.() |> Nx.exp() |> Nx.sum(axes: [axis], keep_axes: true)) end
+      {normalised(s, axis, maximum, more, program, change), labels}
+    end
+
+    defp softmax({s, labels}, %{sinks: {side, count}} = program, sink, change) do
+      axis = Enum.find_index(labels, &(&1 == :j))
+      columns = Nx.axis_size(s, axis)
+      sink = sink |> beside(labels, count, program) |> Nx.broadcast(put_elem(Nx.shape(s), axis, count))
+      {parts, from} = if side == :behind, do: {[s, sink], 0}, else: {[sink, s], count}
+      all = Nx.concatenate(parts, axis: axis)
+      p = normalised(all, axis, largest(all, axis), & &1, program, change)
+      {Nx.slice_along_axis(p, from, columns, axis: axis), labels}
+    end
+
+    # Sinks of heads with the axes of scores, along the columns.
+    defp beside(sink, labels, count, program) do
+      shape = for label <- labels, do: %{h: program.sizes.h, j: count}[label] || 1
+
+      heads_first =
+        if Enum.find_index(labels, &(&1 == :h)) < Enum.find_index(labels, &(&1 == :j)),
+          do: sink,
+          else: Nx.transpose(sink)
+
+      Nx.reshape(heads_first, List.to_tuple(shape))
+    end
+
+    defp largest(s, axis), do: Nx.reduce_max(s, axes: [axis], keep_axes: true)
+    defp through(maximum, program), do: if(program.maximum == :stop_grad, do: stop_grad(maximum), else: maximum)
+
+    defp naive?(program),
+      do: program.softmax == :naive and program.mask_first == false and program.fill != :min_finite
+
+    defp normalised(s, axis, maximum, more, program, change) do
+      exp = fn -> Nx.exp(if naive?(program), do: s, else: Nx.subtract(s, through(maximum, program))) end
       e = exp.()
 
       sum = fn e ->
-        change.(:exponentials, e) |> Nx.sum(axes: [axis], keep_axes: true) |> then(&change.(:sum, &1))
+        change.(:exponentials, e)
+        |> Nx.sum(axes: [axis], keep_axes: true)
+        |> more.()
+        |> then(&change.(:sum, &1))
       end
 
-      p =
-        case program.softmax do
-          :reciprocal -> Nx.multiply(Nx.divide(1, sum.(e)), e)
-          :right_reciprocal -> Nx.multiply(e, Nx.divide(1, sum.(e)))
-          :twice -> Nx.divide(e, sum.(exp.()))
-          _ -> Nx.divide(e, sum.(e))
-        end
+      case program.softmax do
+        :reciprocal -> Nx.multiply(Nx.divide(1, sum.(e)), e)
+        :right_reciprocal -> Nx.multiply(e, Nx.divide(1, sum.(e)))
+        :twice -> Nx.divide(e, sum.(exp.()))
+        _ -> Nx.divide(e, sum.(e))
+      end
+    end
 
-      {p, labels}
+    # ---- what is done to weights ---------------------------------------------------------------------------
+
+    defp of_heads(p, %{head_mask: false}, _heads), do: p
+
+    defp of_heads({p, labels}, _program, heads) do
+      shape = for label <- labels, do: if(label == :h, do: Nx.axis_size(heads, 0), else: 1)
+      {Nx.multiply(p, Nx.reshape(heads, List.to_tuple(shape))), labels}
+    end
+
+    @share 0.75
+
+    defp drop(p, %{dropped: nil}, _tensors), do: p
+
+    defp drop({p, labels}, %{batch: batch}, %{kept: kept}) do
+      {kept, _} = to({kept, batch ++ [:i, :j]}, labels)
+      {Nx.multiply(p, kept), labels}
+    end
+
+    # The same numbers in all types.
+    defp drop({p, labels}, %{dropped: dropped}, %{key: key}) do
+      {numbers, _key} = Nx.Random.uniform(key, shape: Nx.shape(p), type: :f32)
+      kept = Nx.less(numbers, @share)
+
+      case dropped do
+        :made_up -> {Nx.select(kept, Nx.divide(p, @share), Nx.tensor(0, type: Nx.type(p))), labels}
+        :multiplied -> {Nx.multiply(p, kept), labels}
+      end
     end
 
     # ---- detours -----------------------------------------------------------------------------------------

@@ -47,7 +47,8 @@ defmodule FlashAttention.Rewriter.Backward do
 
   # ---- gradients of what is added to scores: sums of the scores' own, or those ----------------------------
 
-  @scores [:add, :subtract, :multiply, :divide, :select, :negate, :as_type, :sum]
+  # What stands beside sinks is cut out.
+  @scores [:add, :subtract, :multiply, :divide, :select, :negate, :as_type, :sum, :slice]
 
   defp of_biases(terms, by_product) do
     if Enum.any?(by_product, fn {_, matches} -> Enum.any?(matches, &(&1.biases != [])) end) do
@@ -76,25 +77,106 @@ defmodule FlashAttention.Rewriter.Backward do
   # ---- gradients of sinks: sums over rows of what the sink's own exponential is a factor of ----------------
 
   defp of_sinks(terms, matches) do
-    for %{sinks: [_ | _]} = match <- matches,
-        {number, %{op: op}} when op in [:slice | @scores] <- Enum.sort(terms.graph.values),
-        number > elem(match.product, 0),
-        candidate = below_sum(terms, fresh(terms, number), number),
-        {exponential, n} <- Enum.with_index(match.sink_exponentials),
+    of_sinks? = Enum.any?(matches, &(&1.sinks != []))
+
+    candidates =
+      if of_sinks?, do: terms |> of_exponentials() |> Enum.group_by(&elem(&1, 0), &elem(&1, 1)), else: %{}
+
+    for match <- matches,
+        {{number, _} = exponential, n} <- Enum.with_index(match.sink_exponentials),
+        candidate <- Map.get(candidates, number, []),
+        candidate.output > elem(match.product, 0),
         {:ok, gradient} <- [of_sink(terms, match, candidate, exponential, {:sink, n})],
         do: {match.output, gradient}
   end
 
+  # By the numbers of the exponentials that are factors of them.
+  defp of_exponentials(terms) do
+    for {number, %{op: op}} when op in @scores <- Enum.sort(terms.graph.values),
+        candidate <- terms |> below_sum(fresh(terms, number), number) |> with_factors(terms),
+        {monomial, _} <- term_of(terms, candidate),
+        {factor, 1} <- monomial,
+        %{structure: {:exp, _}, view: {exponential, _}} <- [Terms.info(terms, factor)],
+        uniq: true,
+        do: {exponential, candidate}
+  end
+
+  # What a sum is multiplied by may as well be a factor of what is summed.
+  defp with_factors(%{view: view} = candidate, terms) do
+    pairs =
+      with %{op: :multiply} <- Terms.value(terms, view),
+           [x, y] = Terms.args(terms, view),
+           do: [{x, y}, {y, x}],
+           else: (_ -> [])
+
+    within =
+      for {sum, factor} <- pairs,
+          view <- summed(terms, sum),
+          do: Map.merge(candidate, %{view: view, times: factor})
+
+    [Map.put(candidate, :times, nil) | within]
+  end
+
+  # What is summed, sum below sum.
+  defp summed(terms, view) do
+    view = Terms.strip(terms, view)
+
+    case Terms.value(terms, view) do
+      %{op: :sum} ->
+        {[arg], _bound} = Terms.operands(terms, view)
+        [arg | summed(terms, arg)]
+
+      _ ->
+        []
+    end
+  end
+
+  defp term_of(terms, %{view: view, times: nil}), do: Terms.term(terms, view)
+
+  defp term_of(terms, %{view: view, times: factor}),
+    do: Terms.multiply(terms, Terms.term(terms, view), Terms.term(terms, factor))
+
   defp of_sink(terms, match, candidate, {number, indices} = exponential, name) do
-    with {:ok, there} <- factor_at(terms, Terms.term(terms, candidate.view), number),
-         {:ok, names} <- unify(there, indices, %{}),
-         {:ok, view} <- Terms.substitute(candidate.view, names),
-         term = terms |> Terms.term(view) |> unmasked(terms, match),
+    term = term_of(terms, candidate)
+
+    with {:ok, there} <- factor_at(terms, term, number),
+         {:ok, names} <- of_weights(terms, match, term),
+         {there, indices} = of_sinks_alone(there, indices, names),
+         {:ok, names} <- unify(there, indices, names),
+         {:ok, substituted} <- named(terms, candidate, names),
+         term = terms |> term_of(substituted) |> unmasked(terms, match),
          {:ok, dp, dout} <- dp_in_sums(terms, match, term),
          probability = of_sink_alone(terms, match, exponential),
          target = Terms.multiply(terms, probability, sum_of_products(terms, match, dp)),
          {:ok, ratio} <- ratio(term, target |> Terms.scale(-1.0) |> unmasked(terms, match)),
          do: found(match, Map.put(candidate, :names, names), name, ratio, dout, [elem(dp, 0)])
+  end
+
+  # What names say already need not be that of a sink, which may not depend on it.
+  defp of_sinks_alone(there, indices, names) when names == %{}, do: {there, indices}
+
+  defp of_sinks_alone(there, indices, _names) do
+    Enum.zip(there, indices)
+    |> Enum.filter(fn {_, index} -> Enum.any?(Index.variables([index]), &match?({:sink, _}, &1)) end)
+    |> Enum.unzip()
+  end
+
+  # The names of rows and batches, which a sink alone may not have, by the exponentials that are summed.
+  defp of_weights(terms, %{exponential: {number, indices}}, term) do
+    sums =
+      for {monomial, _} <- term,
+          {factor, _} <- monomial,
+          {:sum, inside, _} <- [Terms.info(terms, factor).structure],
+          do: inside
+
+    found = for inside <- sums, {:ok, there} <- [factor_at(terms, %{inside => 1.0}, number)], do: there
+    if found == [], do: {:ok, %{}}, else: found |> hd() |> unify(indices, %{})
+  end
+
+  defp named(_terms, candidate, names) do
+    with {:ok, view} <- Terms.substitute(candidate.view, names),
+         {:ok, factor} <- if(candidate.times, do: Terms.substitute(candidate.times, names), else: {:ok, nil}),
+         do: {:ok, %{candidate | view: view, times: factor}}
   end
 
   defp of_sink_alone(terms, match, sink) do
@@ -235,10 +317,13 @@ defmodule FlashAttention.Rewriter.Backward do
     end
   end
 
+  # What moves numbers in a way that views do not follow leads nowhere.
+  @moving [:transpose, :reshape, :broadcast, :slice]
   defp args(terms, view) do
-    case Terms.cut(terms, view) do
-      {:ok, view} -> [view]
-      :error -> Terms.args(terms, view)
+    case {Terms.cut(terms, view), Terms.value(terms, view)} do
+      {{:ok, view}, _} -> [view]
+      {:error, %{op: op}} when op in @moving -> []
+      _ -> Terms.args(terms, view)
     end
   end
 

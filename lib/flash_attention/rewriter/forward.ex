@@ -280,20 +280,43 @@ defmodule FlashAttention.Rewriter.Forward do
 
   # ---- scores: what the exponential is taken of, without the row's maximum -------------------------------
 
-  defp scores(terms, exponential, sinks) do
-    case difference(terms, exponential) do
-      {scores, shift} ->
-        cond do
-          sinks != [] -> shifted_sinks(terms, sinks, scores, shift)
-          maximum?(terms, shift, scores) -> {:ok, scores, []}
-          true -> {:ok, argument(terms, exponential), []}
-        end
+  defp scores(terms, exponential, []) do
+    with {scores, shift} <- difference(terms, exponential),
+         true <- maximum?(terms, shift, scores),
+         do: {:ok, scores, []},
+         else: (_ -> {:ok, argument(terms, exponential), []})
+  end
 
-      nil ->
-        if sinks == [],
-          do: {:ok, argument(terms, exponential), []},
-          else: {:refuse, "the sum of its exponentials has others in it"}
+  # Sinks are scores of columns that every row sees: less what is subtracted from all scores, or as they are.
+  defp scores(terms, exponential, sinks) do
+    with {scores, shift} <- difference(terms, exponential),
+         true <- largest_of_all?(terms, shift, scores),
+         {:ok, sinks} <- shifted_sinks(terms, sinks, shift) do
+      {:ok, scores, sinks}
+    else
+      _ -> unshifted(terms, exponential, sinks)
     end
+  end
+
+  # A sink has no share of the maximum then, and no product of its own.
+  defp unshifted(terms, exponential, sinks) do
+    sinks = for sink <- sinks, do: argument(terms, sink)
+    scores = argument(terms, exponential)
+    others = for {number, _} <- [scores | sinks], do: number
+
+    if Enum.any?(others, &maximum_below?(terms, &1)),
+      do: {:refuse, "the sum of its exponentials has others in it"},
+      else: {:ok, scores, sinks}
+  end
+
+  defp maximum_below?(terms, number) do
+    Terms.memo(terms, {:maximum, number}, fn ->
+      case Graph.fetch!(terms.graph, number) do
+        %{op: :reduce_max} -> true
+        %{op: op, args: args} when op in @passing -> Enum.any?(args, &maximum_below?(terms, &1))
+        _ -> false
+      end
+    end)
   end
 
   defp argument(terms, exponential) do
@@ -310,14 +333,12 @@ defmodule FlashAttention.Rewriter.Forward do
          else: (_ -> nil)
   end
 
-  # Sinks are scores of columns that every row sees, less what is subtracted from all scores: the largest of them all.
-  defp shifted_sinks(terms, sinks, scores, shift) do
+  defp shifted_sinks(terms, sinks, shift) do
     sinks = for sink <- sinks, do: difference(terms, sink)
 
-    if Enum.all?(sinks, &match?({_, _}, &1)) and largest_of_all?(terms, shift, scores) and
-         Enum.all?(sinks, fn {_, other} -> Terms.term(terms, other) == Terms.term(terms, shift) end),
-       do: {:ok, scores, for({sink, _} <- sinks, do: Terms.strip(terms, sink))},
-       else: {:refuse, "the sum of its exponentials has others in it"}
+    if Enum.all?(sinks, &(&1 != nil and Terms.term(terms, elem(&1, 1)) == Terms.term(terms, shift))),
+      do: {:ok, for({sink, _} <- sinks, do: Terms.strip(terms, sink))},
+      else: :error
   end
 
   # The maximum of scores and sinks, side by side or one after the other.
