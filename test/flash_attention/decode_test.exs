@@ -81,7 +81,8 @@ defmodule FlashAttention.DecodeTest do
 
     mask = FlashAttention.Mask.lengths([12, 7])
     table = s32(List.flatten(table), {2, 3})
-    assert {:ok, ^o} = FlashAttention.forward(q, paged.(k), paged.(v), page_table: table, mask: mask)
+    {:ok, masked} = FlashAttention.forward(q, paged.(k), paged.(v), page_table: table, mask: mask)
+    assert Enum.zip_with(floats(masked), floats(o), &(abs(&1 - &2) < 1.0e-6)) |> Enum.all?()
 
     assert {:error, error} =
              FlashAttention.forward(q, contiguous.(k), contiguous.(v), key_lengths: lengths, mask: mask)
