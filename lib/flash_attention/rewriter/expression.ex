@@ -396,6 +396,7 @@ if FlashAttention.Defn.supported?() do
             end)
 
           built = Attention.build(match, named(match, Map.new(inputs)), state.opts)
+          built = Map.put(built, :inputs, for({_number, tensor} <- inputs, do: tensor))
           {built, %{state | built: Map.put(state.built, output, built)}}
       end
     end
@@ -453,16 +454,17 @@ if FlashAttention.Defn.supported?() do
         _ ->
           {tensor, state} = rebuild(Map.fetch!(state.tensors, number), state)
           tensor = Attention.dout(match, dout, built, tensor)
-          gradients = substitute(built.gradients, built.dout.data.id, tensor)
+          gradients = substitute(built.gradients, built.dout.data.id, tensor, built.inputs)
           {gradients, %{state | built: Map.put(state.built, key, gradients)}}
       end
     end
 
-    # Expressions with a tensor in the place of a node.
-    defp substitute(container, id, replacement) do
-      {container, _done} =
-        Composite.traverse(container, %{id => Expr.tensor(replacement).data}, &substitute_in/2)
+    # Expressions with a tensor in the place of a node, which is nowhere below these inputs.
+    defp substitute(container, id, replacement, inputs) do
+      done =
+        for tensor <- inputs, into: %{id => Expr.tensor(replacement).data}, do: {tensor.data.id, tensor.data}
 
+      {container, _done} = Composite.traverse(container, done, &substitute_in/2)
       container
     end
 

@@ -104,7 +104,7 @@ defmodule FlashAttention.Rewriter.Joined do
   # ---- what is done in each block is done in all ---------------------------------------------------------
 
   @comparisons [:equal, :not_equal, :greater, :less, :greater_equal, :less_equal]
-  @elementwise [:exp, :add, :subtract, :multiply, :divide, :select, :as_type, :negate, :tanh, :max, :min] ++
+  @elementwise [:exp, :add, :subtract, :multiply, :divide, :select, :as_type, :negate, :tanh, :max, :min, :clip] ++
                  [:pow, :abs, :logical_and, :logical_or, :logical_not, :sqrt, :remainder | @comparisons]
 
   defp by_operation(state, views, at) do
