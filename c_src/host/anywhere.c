@@ -40,6 +40,8 @@ typedef struct host_run {
   bool on_devices; /* whether the call reads or writes the caller's memory on a device */
   fa_slices slices;
   fa_plan plans[FA_MAX_SLICES];
+  int32_t *own_bands;    /* of every slice, where some need bands of their own; */
+  char *bands_on_device; /* the same on the device */
   fa_execution execution;
   void *memory; /* the arena's memory on the device */
 } host_run;
@@ -133,11 +135,41 @@ static fa_status plan_slice(host_run *run, int number, fa_error *error) {
   return status;
 }
 
+/* A slice's own bands. */
+static size_t own_bands_bytes(const host_run *run) {
+  return (size_t)run->plan->problem.num_bands * 6 * sizeof *run->own_bands;
+}
+static bool has_own_bands(const host_run *run, int number) {
+  return fa_needs_own_bands(&run->plan->problem, &run->slices.at[number].own);
+}
+static fa_copy copy_of_own_bands(const host_run *run, int number) {
+  const size_t bytes = own_bands_bytes(run), at = (size_t)number * bytes;
+  return (fa_copy){.device = {run->bands_on_device + at, bytes},
+                   .host = {(char *)run->own_bands + at, bytes},
+                   .row_bytes = bytes,
+                   .num_rows = 1,
+                   .slice = number};
+}
+
+static fa_status cut_bands(host_run *run, fa_error *error) {
+  const fa_problem *p = &run->plan->problem;
+  const int32_t *bands = run->tensors[FA_TENSOR_BANDS].given.data;
+  for (int i = 0; i < run->slices.count; i++) {
+    if (!has_own_bands(run, i)) continue;
+    if (!run->own_bands) run->own_bands = malloc((size_t)run->slices.count * own_bands_bytes(run));
+    if (!run->own_bands) return fa_fail_message(error, FA_STATUS_OUT_OF_MEMORY, "", "no memory for bands");
+    const int64_t batch = p->bands_batch > 1 ? run->slices.at[i].own.first_batch : 0;
+    fa_cut_bands(p, &run->slices.at[i].own, bands + batch * p->num_bands * 6,
+                 run->own_bands + (size_t)i * own_bands_bytes(run) / sizeof *run->own_bands);
+  }
+  return FA_STATUS_OK;
+}
+
 static fa_status cut(host_run *run, fa_error *error) {
   const int64_t bytes_moved = run->measured->bytes_to_device + run->measured->bytes_from_device;
   fa_cut(&run->plan->problem, &run->part, run->plan->pass, bytes_moved, (int64_t)run->pageable_bytes,
-         &run->slices);
-  fa_status status = FA_STATUS_OK;
+         run->tensors[FA_TENSOR_BANDS].staged, &run->slices);
+  fa_status status = cut_bands(run, error);
   for (int i = 0; !status && i < run->slices.count; i++) status = plan_slice(run, i, error);
   return status;
 }
@@ -189,6 +221,10 @@ static int list_copies(const host_run *run, int number, fa_tensor_role role, boo
     copies[num_copies].slice = number;
     num_copies += (t->staged && fa_staging_fits(run->lane->staging, &copies[num_copies])) == through_ring;
   }
+  if (role == FA_ROLE_INPUT && has_own_bands(run, number)) {
+    copies[num_copies] = copy_of_own_bands(run, number);
+    num_copies += fa_staging_fits(run->lane->staging, &copies[num_copies]) == through_ring;
+  }
   return num_copies;
 }
 
@@ -212,7 +248,8 @@ static fa_status begin_uploads(host_run *run, int first, int num_slices, fa_erro
   return num_copies ? fa_staging_begin_uploads(run->lane->staging, copies, num_copies, error) : FA_STATUS_OK;
 }
 
-static fa_tensors slice_tensors(const host_run *run, const fa_extent *own) {
+static fa_tensors slice_tensors(const host_run *run, int number) {
+  const fa_extent *own = &run->slices.at[number].own;
   fa_tensors tensors = {0};
   for (int id = 0; id < FA_NUM_TENSORS; id++) {
     if (run->tensors[id].role == FA_ROLE_NONE) continue;
@@ -221,6 +258,7 @@ static fa_tensors slice_tensors(const host_run *run, const fa_extent *own) {
     tensor.data = computes_apart(run, own, id) ? run->tensors[id].apart : rows_in(&tensor, &region).data;
     *fa_tensor_at(&tensors, id) = tensor;
   }
+  if (has_own_bands(run, number)) tensors.bands.data = copy_of_own_bands(run, number).device.data;
   return tensors;
 }
 
@@ -276,7 +314,7 @@ static fa_status start_slice(host_run *run, int number, fa_error *error) {
   if (!status) status = unpack_slice(run, number, error);
   if (status) return status;
   const fa_extent *own = &run->slices.at[number].own;
-  const fa_tensors tensors = slice_tensors(run, own);
+  const fa_tensors tensors = slice_tensors(run, number);
   status = fa_run(&run->plans[number], &tensors, &run->execution, error);
   if (!status) status = put_in_place(run, own, error);
   return status ? status : memory->record(index, lane->slices[number].done, lane->compute, error);
@@ -401,6 +439,8 @@ static void choose_packed(host_run *run) {
 /* Takes the device's memory that only the call needs. */
 static void lay_out(host_run *run, fa_arena *arena) {
   run->execution.workspace = fa_take(arena, (int64_t)run->execution.workspace_bytes, 1);
+  if (run->own_bands)
+    run->bands_on_device = fa_take(arena, run->slices.count * (int64_t)own_bands_bytes(run), 1);
   for (int id = 0; id < FA_NUM_TENSORS; id++) {
     tensor_place *t = &run->tensors[id];
     t->apart = fa_take(arena, (int64_t)t->apart_bytes, 1);
@@ -433,6 +473,7 @@ static fa_status run_on_device(host_run *run, const fa_tensors *given, fa_error 
     fa_lane_give(run->lane); /* after an error, too, the device must be done with the memory below */
   }
   if (run->memory) fa_pool_give(&run->heap->pool, run->memory);
+  free(run->own_bands);
   return status ? status : fa_succeed(error);
 }
 

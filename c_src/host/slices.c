@@ -43,7 +43,7 @@ static bool comes_apart_by_rows(const fa_problem *problem, int id) {
 typedef struct cutting {
   const fa_problem *problem;
   int64_t bytes_moved, pageable_bytes;
-  bool batches, heads, rows;
+  bool batches, heads, rows, can_cut_bands;
 } cutting;
 
 /* An output that does not vary along an axis is a sum over it, which slices cannot share. Results of rows that
@@ -79,11 +79,11 @@ fa_slicing fa_host_slicing = {
 
 static bool is_mostly_staged(const cutting *c) { return 2 * c->pageable_bytes > c->bytes_moved; }
 
-/* Rows are as long as in the whole, which is what counts where the processor copies q. Bands, lengths and pages
- * tell positions in the whole, and slopes multiply them, so problems with any of them keep their rows together.
+/* Rows are as long as in the whole, which is what counts where the processor copies q. Lengths and pages tell
+ * positions in the whole, and slopes multiply them, so problems with any of them keep their rows together.
  */
 static bool cuts_rows(const cutting *c) {
-  return c->rows && c->problem->num_bands == 0 && c->problem->alibi_batch == 0 &&
+  return c->rows && (c->problem->num_bands == 0 || c->can_cut_bands) && c->problem->alibi_batch == 0 &&
          c->problem->lengths_batch == 0 && c->problem->max_pages == 0 && is_mostly_staged(c) &&
          c->problem->seqlen_k >= c->problem->seqlen_q;
 }
@@ -208,8 +208,11 @@ static void stage_together(const cutting *c, fa_slices *slices) {
  * smaller. The first one's matter where the way down takes longest, which is not so where the processor copies
  * what comes up. */
 static void cut_problem(const fa_problem *problem, fa_pass pass, int64_t bytes_moved, int64_t pageable_bytes,
-                        fa_slices *slices) {
-  cutting c = {.problem = problem, .bytes_moved = bytes_moved, .pageable_bytes = pageable_bytes};
+                        bool can_cut_bands, fa_slices *slices) {
+  cutting c = {.problem = problem,
+               .bytes_moved = bytes_moved,
+               .pageable_bytes = pageable_bytes,
+               .can_cut_bands = can_cut_bands};
   find_cuts(&c, pass);
   slices->count = 0;
   const int64_t wanted = num_slices_wanted(&c);
@@ -230,9 +233,9 @@ static void move(fa_extent *extent, const fa_extent *part) {
 }
 
 void fa_cut(const fa_problem *problem, const fa_extent *part, fa_pass pass, int64_t bytes_moved,
-            int64_t pageable_bytes, fa_slices *slices) {
+            int64_t pageable_bytes, bool can_cut_bands, fa_slices *slices) {
   const fa_problem own = fa_problem_of(problem, part);
-  cut_problem(&own, pass, bytes_moved, pageable_bytes, slices);
+  cut_problem(&own, pass, bytes_moved, pageable_bytes, can_cut_bands, slices);
   for (fa_slice *slice = slices->at; slice < slices->at + slices->count; slice++)
     move(&slice->own, part), move(&slice->staged, part);
 }
@@ -265,6 +268,11 @@ static void leave_rows(fa_problem *p, const fa_extent *own) {
   const int64_t rows_after = p->seqlen_q - own->first_row - own->num_rows;
   const int64_t seen = fa_min(p->window_right, rows_after);
   p->seqlen_q = own->num_rows;
+  if (p->num_bands > 0) { /* which say it all */
+    p->window_left = p->window_right = FA_UNBOUNDED;
+    fa_problem_canonicalise(p);
+    return;
+  }
   p->seqlen_k -= rows_after - seen;
   p->window_right -= seen, p->window_left += seen;
   fa_problem_canonicalise(p);
@@ -287,6 +295,28 @@ fa_problem fa_problem_of(const fa_problem *whole, const fa_extent *own) {
   if (own->num_rows < whole->seqlen_q) leave_rows(&problem, own);
   fa_axes_follow(&problem, whole);
   return problem;
+}
+
+bool fa_needs_own_bands(const fa_problem *problem, const fa_extent *own) {
+  return problem->num_bands > 0 && own->num_rows < problem->seqlen_q;
+}
+
+void fa_cut_bands(const fa_problem *problem, const fa_extent *own, const int32_t *bands, int32_t *to) {
+  memset(to, 0, (size_t)problem->num_bands * 6 * sizeof *to);
+  for (int64_t n = 0; n < problem->num_bands; n++, bands += 6, to += 6) {
+    const fa_band band = fa_band_within(fa_problem_band(problem), bands);
+    const fa_range rows = {fa_max(band.q_begin, own->first_row),
+                           fa_min(band.q_end, own->first_row + own->num_rows)};
+    if (rows.begin >= rows.end) continue;
+    const fa_band part = fa_band_of_rows(band, rows);
+    const int64_t words[6] = {part.q_begin - own->first_row,
+                              part.q_end - own->first_row,
+                              part.k_begin,
+                              fa_max(part.k_end, part.k_begin),
+                              part.left,
+                              part.right};
+    for (int i = 0; i < 6; i++) to[i] = (int32_t)fa_max(fa_min(words[i], INT32_MAX), INT32_MIN);
+  }
 }
 
 /* ---- an extent's regions of tensors ---------------------------------------------------------------------- */

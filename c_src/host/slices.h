@@ -44,9 +44,15 @@ typedef struct fa_slices {
  * an output sums over. Returns how many have a part. */
 int32_t fa_split(const fa_problem *problem, fa_pass pass, int32_t num_devices, fa_extent *parts);
 
-/* Cuts a part of a call, that moves so many bytes, some of them from or to pageable memory. */
+/* Cuts a part of a call, that moves so many bytes, some of them from or to pageable memory. With bands rows are
+ * cut only where fa_cut_bands can be asked for theirs. */
 void fa_cut(const fa_problem *problem, const fa_extent *part, fa_pass pass, int64_t bytes_moved,
-            int64_t pageable_bytes, fa_slices *slices);
+            int64_t pageable_bytes, bool can_cut_bands, fa_slices *slices);
+
+/* Whether the extent's problem needs bands of its own, those that its rows have of a batch's bands
+ * [num_bands, 6], with the window within them; writes them. */
+bool fa_needs_own_bands(const fa_problem *problem, const fa_extent *own);
+void fa_cut_bands(const fa_problem *problem, const fa_extent *own, const int32_t *bands, int32_t *to);
 
 /* The extent as a problem, canonical, whose origin says where it lies in the whole. */
 fa_problem fa_problem_of(const fa_problem *whole, const fa_extent *own);

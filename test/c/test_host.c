@@ -128,6 +128,19 @@ static double random_place(const fa_problem *problem, int id, fa_random *random)
                                               : random_integer(random, -1, problem->num_pages));
 }
 
+/* Bands that share no cell, as each has rows of its own: some columns, and how far its rows see. */
+static void fill_bands(const fa_problem *problem, int32_t *band, fa_random *random) {
+  for (int64_t batch = 0; batch < problem->bands_batch; batch++)
+    for (int64_t n = 0, row = 0; n < problem->num_bands; n++, band += 6) {
+      const int64_t column = random_integer(random, 0, problem->seqlen_k);
+      band[0] = (int32_t)row, row = random_integer(random, row, problem->seqlen_q);
+      band[1] = (int32_t)row, band[2] = (int32_t)column;
+      band[3] = (int32_t)random_integer(random, column, problem->seqlen_k);
+      band[4] = random_integer(random, 0, 1) ? INT32_MAX : (int32_t)random_integer(random, -2, 20);
+      band[5] = random_integer(random, 0, 1) ? INT32_MAX : (int32_t)random_integer(random, -2, 20);
+    }
+}
+
 static setting setting_new(const fa_problem *problem, fa_pass pass, fa_random *random) {
   setting s = {.problem = *problem, .pass = pass};
   for (int id = 0; id < FA_TENSOR_TANGENT_Q; id++) {
@@ -137,6 +150,7 @@ static setting setting_new(const fa_problem *problem, fa_pass pass, fa_random *r
       set_element(dtype, (unsigned char *)s.host[id] + i * fa_dtype_bytes(dtype),
                   dtype == FA_DTYPE_S32 ? random_place(problem, id, random) : random_number(random));
   }
+  fill_bands(problem, s.host[FA_TENSOR_BANDS], random);
   run_reference(&s, FA_PASS_FORWARD);
   if (pass == FA_PASS_BACKWARD) run_reference(&s, pass);
   for (int id = 0; id < FA_NUM_TENSORS; id++)
@@ -259,6 +273,10 @@ static fa_problem random_problem(fa_pass pass, fa_random *random) {
     if (random_integer(random, 0, 1)) problem.bias_dtype = FA_DTYPE_U8;
   }
   add_cache(&problem, pass, random);
+  if (problem.lengths_batch == 0 && problem.max_pages == 0 && random_integer(random, 0, 2) == 0) {
+    problem.bands_batch = random_integer(random, 0, 1) || problem.batch == 0 ? 1 : problem.batch;
+    problem.num_bands = random_integer(random, 1, 4);
+  }
   return problem;
 }
 
@@ -285,7 +303,8 @@ static bool lies_in(const fa_problem *problem, const fa_problem *whole, char *is
         right = right && batch < whole->batch && head < whole->num_heads && there < whole->seqlen_q;
         if (!right) return false;
         char *covered = &is_covered[(batch * whole->num_heads + head) * whole->seqlen_q + there];
-        right = !*covered && same_range(columns_of(problem, row), columns_of(whole, there));
+        right = !*covered && (whole->num_bands > 0 || /* which are data */
+                              same_range(columns_of(problem, row), columns_of(whole, there)));
         *covered = 1;
       }
   return right;
@@ -333,6 +352,41 @@ static void test_places_and_slices(void) {
   CHECK(!fa_can_pack(8) || fake_get_state().num_unpacked > 100, "%ld unpacked", fake_get_state().num_unpacked);
   CHECK(fake_get_state().num_pageable_copies == 0, "pageable memory was given to the bus");
   check_nothing_is_used("after runs");
+}
+
+/* How many of the last runs had some of the rows. */
+static long num_row_slices(const fa_problem *whole, long num_runs) {
+  const fake_state state = fake_get_state();
+  long count = 0;
+  for (long run = state.num_runs - num_runs; run < state.num_runs; run++)
+    count += state.problems[run % FAKE_PROBLEMS].seqlen_q < whole->seqlen_q;
+  return count;
+}
+
+/* Rows that are cut take what they have of the bands with them, and of the window within these. */
+static void test_cut_bands(void) {
+  fa_random random = random_stream(9, 0);
+  long num_slices = 0;
+  fa_host_slicing = finest;
+  for (int i = 0; i < 60; i++) {
+    fa_problem problem;
+    fa_problem_init(&problem);
+    problem.batch = random_integer(&random, 1, 2), problem.num_heads = problem.num_kv_heads = 1;
+    problem.seqlen_q = random_integer(&random, 20, 40), problem.seqlen_k = random_integer(&random, 40, 60);
+    problem.head_dim = random_integer(&random, 1, 20), problem.num_bands = random_integer(&random, 1, 5);
+    problem.bands_batch = random_integer(&random, 0, 1) ? problem.batch : 1;
+    if (random_integer(&random, 0, 1)) problem.window_right = random_integer(&random, 0, 9);
+    if (random_integer(&random, 0, 1)) problem.window_left = random_integer(&random, 0, 12);
+    setting s = setting_new(&problem, FA_PASS_FORWARD, &random);
+    for (int id = 0; id < FA_NUM_TENSORS; id++) s.where[id] = PAGEABLE;
+    setting_place(&s);
+    const long before = fake_get_state().num_runs;
+    check_run(&s);
+    num_slices += num_row_slices(&problem, fake_get_state().num_runs - before);
+    setting_remove(&s);
+    setting_free(&s);
+  }
+  CHECK(num_slices > 100, "%ld slices of rows with bands", num_slices);
 }
 
 /* More than the ring holds, in one row and in many; as it is and packed. */
@@ -1136,6 +1190,7 @@ int main(void) {
   test_forks();
   test_pack();
   test_places_and_slices();
+  test_cut_bands();
   test_large();
   test_broadcast();
   test_faults(FA_PASS_FORWARD);
