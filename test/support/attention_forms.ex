@@ -443,6 +443,18 @@ defmodule FlashAttention.Test.AttentionForms do
        fn ->
          [normal(1, {2, 3, 6, 4}, type()), normal(2, {2, 3, 5, 4}, type()), normal(3, {2, 3, 5, 7}, type())]
        end},
+      {"values of two axes", "found: head_dim 6",
+       fn q, k, v -> Nx.dot(softmax(Nx.dot(q, [2], [0], k, [2], [0])), [2], [0], v, [1], [0]) end,
+       fn -> [normal(1, {2, 5, 4}, type()), normal(2, {2, 6, 4}, type()), normal(3, {2, 6, 3, 2}, type())] end},
+      {"values of two axes alike", "found: head_dim 9",
+       fn q, k, v ->
+         v = Nx.transpose(v, axes: [3, 0, 2, 1])
+
+         Nx.dot(softmax(Nx.dot(q, [2], [0], k, [2], [0])), [2], [0], Nx.transpose(v, axes: [1, 0, 2, 3]), [3], [
+           0
+         ])
+       end,
+       fn -> [normal(1, {2, 5, 4}, type()), normal(2, {2, 6, 4}, type()), normal(3, {2, 6, 3, 3}, type())] end},
       {"keys of all batches", "found", fn q, k, v -> Nx.dot(softmax(Nx.dot(q, [3], k, [1])), [3], v, [0]) end,
        fn -> [normal(1, {2, 3, 6, 4}, type()), normal(2, {5, 4}, type()), normal(3, {5, 4}, type())] end},
       {"weights of heads that are switched off", "found",

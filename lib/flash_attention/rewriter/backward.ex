@@ -335,14 +335,25 @@ defmodule FlashAttention.Rewriter.Backward do
          do: found(match, %{candidate | names: names}, :v, factor, dout, [])
   end
 
-  # What no product of the forward has is the axis of the values.
+  # What no product of the forward has are the axes of the values, whichever of them is which: dout has them likewise.
   defp rest(%{indices: indices, names: names}, values) do
-    case Index.variables(indices) |> Enum.reject(&is_map_key(names, &1)) do
-      [] -> {:ok, names}
-      [name] -> {:ok, Map.put(names, name, values)}
-      _ -> :error
+    sizes = Terms.sizes({nil, indices})
+    unnamed = for name <- Index.variables(indices), not is_map_key(names, name), do: {name, sizes[name]}
+
+    case {unnamed, for({_, _, size} <- values, do: size)} do
+      {[], _} ->
+        {:ok, names}
+
+      {[{name, _}], _} ->
+        {:ok, Map.put(names, name, values)}
+
+      {several, sizes} ->
+        if Enum.map(several, &elem(&1, 1)) == sizes, do: {:ok, one_by_one(names, several, values)}, else: :error
     end
   end
+
+  defp one_by_one(names, several, values),
+    do: for({{name, _}, digit} <- Enum.zip(several, values), into: names, do: {name, [digit]})
 
   # dq = ds k and dk = ds q.
   defp dscores(terms, match, candidate, term, tensor) do

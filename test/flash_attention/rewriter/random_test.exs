@@ -13,6 +13,7 @@ defmodule FlashAttention.Rewriter.RandomTest do
   @programs 2000
   @parts 8
   @near_misses 500
+  @broken 120
 
   # Which programs are inside the forms that the guide documents, the drawing says and not the matcher.
   for part <- 1..@parts do
@@ -97,6 +98,22 @@ defmodule FlashAttention.Rewriter.RandomTest do
       {plain, rewritten} = both(fun, tensors)
       assert plain == rewritten, "#{name}: #{inspect(program)}"
       assert Enum.all?(Rewriter.explain(fun, [tensors]), &(not &1.rewritten)), "#{name}: #{inspect(program)}"
+    end
+  end
+
+  # Attention is what it is before: the step is named from which on it is not differentiated.
+  test "#{@broken} backwards that are not those of their forwards" do
+    for number <- 1..@broken do
+      program = Programs.draw(number)
+      tensors = Programs.tensors(program)
+      {place, fun} = Programs.broken(program, number)
+      {plain, rewritten} = both(fun, tensors)
+      assert plain == rewritten, "#{place}: #{inspect(program)}"
+      assert [%{rewritten: false, reason: reason} | more] = Rewriter.explain(fun, [tensors])
+      assert Enum.all?(more, &(not &1.rewritten))
+
+      assert reason =~ "its backward is no gradient of it from" or not Programs.documented?(program),
+             "#{place}: #{reason}, #{inspect(program)}"
     end
   end
 
