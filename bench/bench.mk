@@ -33,6 +33,11 @@ bench-masks: $(LIBRARY)
 bench-scores: $(LIBRARY)
 	python3 bench/scores.py --library $(LIBRARY) $(BENCH_ARGS)
 
+# Unusual shapes, beside the fastest of torch's kernels. BENCH_ARGS: see bench/corners.py.
+.PHONY: bench-corners
+bench-corners: $(LIBRARY)
+	python3 bench/corners.py --library $(LIBRARY) $(BENCH_ARGS)
+
 # Decoding from Elixir with a cache: one step, and 32 layers; on the CPU, or with BENCH_ARGS=cuda on a GPU.
 .PHONY: bench-decode
 bench-decode: RESULT := bench/results/cpu_decode.md
