@@ -333,10 +333,16 @@ defmodule FlashAttention.Test.AttentionForms do
       {"blocks of keys, a maximum that begins with 0", "begins with a number",
        fn q, k, v -> online(q, k, v, fn s, _from -> s end, c(0.0)) end, four},
       {"blocks of keys beside others' values", "not parts of the same", &halves(&1, &2, &3, [3, 0]), four},
-      {"livebook, the sum divided by last", "forward",
+      {"livebook, the sum divided by last", "found: causal, scale 0.5",
        fn q, k, v ->
          {e, sum} = q |> scores(k) |> Nx.divide(2) |> hide(causal(6, 6), -1.0e9) |> stable()
          Nx.divide(values(e, v), sum)
+       end, four},
+      {"the sum divided by last, of a maximum that is differentiated", "forward",
+       fn q, k, v ->
+         s = scores(q, k)
+         e = Nx.exp(Nx.subtract(s, Nx.reduce_max(s, axes: [3], keep_axes: true)))
+         Nx.divide(values(e, v), Nx.sum(e, axes: [3], keep_axes: true))
        end, four},
       {"livebook, a mask cut out of an argument", "found: a mask of single scores",
        fn q, k, v, mask ->

@@ -327,12 +327,35 @@ defmodule FlashAttention.Rewriter.Backward do
     end
   end
 
-  # dv = p dout, with v's own axes.
+  # dv = p dout, with v's own axes; or e (dout / l), where the sum is divided by last.
   defp dv(terms, match, candidate, term, dout) do
-    with {:ok, factor} <- ratio(term, unmasked(Terms.term(terms, match.weights), terms, match)),
+    with {:ok, factor, dout} <- weighted(terms, match, term, dout),
          {:ok, names} <- rest(candidate, match.axes.values),
          {:ok, dout} <- Terms.substitute(dout, names),
          do: found(match, %{candidate | names: names}, :v, factor, dout, [])
+  end
+
+  defp weighted(terms, match, term, dout) do
+    [weights, exponential] =
+      for view <- [match.weights, match.exponential], do: unmasked(Terms.term(terms, view), terms, match)
+
+    with :error <- with({:ok, factor} <- ratio(term, weights), do: {:ok, factor, dout}),
+         {:ok, factor} <- ratio(term, exponential),
+         {:ok, dout} <- undivided(terms, match, dout),
+         do: {:ok, factor, dout}
+  end
+
+  # What is divided by the sum of the exponentials.
+  defp undivided(terms, match, view) do
+    view = Terms.strip(terms, view)
+    exponential = Terms.term(terms, match.exponential)
+    sum = Terms.multiply(terms, exponential, Terms.inverse(terms, match.probability))
+
+    with %{op: :divide} <- Terms.value(terms, view),
+         [dout, divisor] = Terms.args(terms, view),
+         true <- Terms.term(terms, divisor) == sum,
+         do: {:ok, Terms.resolve(terms, dout)},
+         else: (_ -> :error)
   end
 
   # What no product of the forward has are the axes of the values, whichever of them is which: dout has them likewise.
@@ -362,8 +385,7 @@ defmodule FlashAttention.Rewriter.Backward do
 
       with true <- elem(leaf, 0) == elem(tensor, 0),
            {:ok, names} <- unify(elem(tensor, 1), elem(leaf, 1), candidate.names),
-           {:ok, target, dout, inner} <- target(terms, match, term),
-           {:ok, factor} <- ratio(term, target),
+           {:ok, factor, dout, inner} <- of_target(terms, match, term),
            {:ok, _gradient} = found <- found(match, %{candidate | names: names}, of, factor, dout, inner) do
         found
       else
@@ -401,6 +423,34 @@ defmodule FlashAttention.Rewriter.Backward do
   defp below_output(%{output: output, dot: dot}), do: if(output == dot, do: [], else: [dot])
 
   # ---- what the derivative by the product of q and k is --------------------------------------------------
+
+  # Which multiple of the derivative it is.
+  defp of_target(terms, match, term) do
+    Enum.find_value([&target/3, &target_last/3], :error, fn target ->
+      with {:ok, target, dout, inner} <- target.(terms, match, term),
+           {:ok, factor} <- ratio(term, target),
+           do: {:ok, factor, dout, inner},
+           else: (_ -> nil)
+    end)
+  end
+
+  # Where the sum is divided by last, dout is divided by it: e ((dout / l) v) - e sum (dout / l) o, over what o has in a row.
+  defp target_last(terms, match, term) do
+    with {:ok, dp, divided} <- dp(terms, match, term),
+         {:ok, dout} <- undivided(terms, match, divided),
+         [{name, 1, size}] <- match.axes.values,
+         bound = {:bound, 1, 0},
+         {:ok, o} <- Terms.substitute({match.output, match.out}, %{name => [{bound, 1, size}]}),
+         {:ok, divided} <- Terms.substitute(divided, %{name => [{bound, 1, size}]}) do
+      products = Terms.multiply(terms, Terms.term(terms, divided), Terms.term(terms, o))
+      sum = Terms.sum(terms, products, [bound], %{bound => size})
+
+      dz =
+        Terms.multiply(terms, Terms.term(terms, match.exponential), Terms.subtract(Terms.term(terms, dp), sum))
+
+      {:ok, dz |> through(terms, match.steps) |> unmasked(terms, match), dout, [elem(dp, 0)]}
+    end
+  end
 
   # Once through all of the program; with a bias, also down to that.
   defp target(terms, match, term) do

@@ -275,6 +275,54 @@ defmodule FlashAttention.Rewriter.MatcherTest do
     end
   end
 
+  describe "a sum that is divided by last" do
+    @last """
+    q = parameter(0) :: f32(2, 4, 3)
+    k = parameter(1) :: f32(2, 6, 3)
+    v = parameter(2) :: f32(2, 6, 5)
+    s = dot(q, k, batch: {[0], [0]}, contract: {[2], [2]}) :: f32(2, 4, 6)
+    m = reduce_max(s, axes: [2]) :: f32(2, 4, 1)
+    below = subtract(s, m) :: f32(2, 4, 6)
+    e = exp(below) :: f32(2, 4, 6)
+    sums = dot(e, v, batch: {[0], [0]}, contract: {[2], [1]}) :: f32(2, 4, 5)
+    l = sum(e, axes: [2]) :: f32(2, 4, 1)
+    o = divide(sums, l) :: f32(2, 4, 5)
+    dout = cos(o) :: f32(2, 4, 5)
+    o_l = divide(o, l) :: f32(2, 4, 5)
+    minus = negate(o_l) :: f32(2, 4, 5)
+    dl_each = multiply(dout, minus) :: f32(2, 4, 5)
+    dl = sum(dl_each, axes: [2]) :: f32(2, 4)
+    dl_all = broadcast(dl, axes: [0, 1]) :: f32(2, 4, 6)
+    dsums = divide(dout, l) :: f32(2, 4, 5)
+    dp = dot(dsums, v, batch: {[0], [0]}, contract: {[2], [2]}) :: f32(2, 4, 6)
+    de = add(dl_all, dp) :: f32(2, 4, 6)
+    ds = multiply(de, e) :: f32(2, 4, 6)
+    dq = dot(ds, k, batch: {[0], [0]}, contract: {[2], [1]}) :: f32(2, 4, 3)
+    dk = dot(ds, q, batch: {[0], [0]}, contract: {[1], [1]}) :: f32(2, 6, 3)
+    dv = dot(e, dsums, batch: {[0], [0]}, contract: {[1], [1]}) :: f32(2, 6, 5)
+    """
+
+    test "is the same attention, and its gradients are" do
+      assert {[%{scale: 1.0}], []} = run(@last <> "result(o)\n")
+      assert {[match], []} = run(@last <> @gradients)
+      assert Enum.sort(for g <- match.gradients, do: {g.of, g.factor}) == [k: 1.0, q: 1.0, v: 1.0]
+    end
+
+    test "stays where it is another one, or gradients are" do
+      for {from, to} <- [
+            {"minus = negate(o_l)", "minus = multiply(o_l, o_l)"},
+            {"o_l = divide(o, l)", "o_l = divide(sums, l)"},
+            {"dsums = divide(dout, l)", "dsums = multiply(dout, l)"},
+            {"dl_each = multiply(dout, minus)", "dl_each = multiply(o, minus)"},
+            {"ds = multiply(de, e)", "ds = multiply(de, s)"},
+            {"l = sum(e, axes: [2])", "l = sum(s, axes: [2])"},
+            {"o = divide(sums, l)", "o = multiply(sums, l)"}
+          ] do
+        assert {[], _} = run(replace(@last, from, to) <> @gradients), to
+      end
+    end
+  end
+
   describe "blocks of keys, one after the other," do
     # Two blocks of 4 and 2 keys, with the largest score and the sum so far, and causal.
     @blocks """
