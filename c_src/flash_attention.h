@@ -743,18 +743,23 @@ FA_API fa_status fa_merge_backward(const fa_merge *merge, fa_device device, cons
  * Ranks: sums of gradients, and exchanges between GPUs
  * ------------------------------------------------------------------------------------------------- */
 
-/* Of keys that several ranks see, each gives a part of dk and dv; of rows that see keys in several parts, each
- * part gives a dq. Their sum is made in f32 (f64 where dtype is), part by part, and rounded once. */
-typedef enum fa_sum_step {
-  FA_SUM_BEGIN, /* sum = part */
-  FA_SUM_ADD,   /* sum = sum + part */
-  FA_SUM_ROUND  /* part = sum */
-} fa_sum_step;
+#define FA_MAX_SUMMANDS 128 /* of one call; more are added in several, with sums that are not rounded */
 
-/* One step of count elements, which lie contiguously on the device; part is of type dtype: f32, bf16, f16, or
- * f64 on the CPU. Enqueues on the stream of a GPU. */
-FA_API fa_status fa_sum(fa_device device, fa_sum_step step, void *sum, void *part, fa_dtype dtype,
-                        int64_t count, void *stream, fa_error *error);
+/* Of keys that several ranks see, each gives a part of dk and dv; of rows that see keys in several parts, each
+ * part gives a dq. Their sum is made in f32 (f64 where dtype is), part by part, and rounded once. Each of these
+ * has count elements, which lie contiguously on the device. */
+typedef struct fa_sum {
+  const void *parts[FA_MAX_SUMMANDS];
+  int32_t num_parts;    /* may be 0 */
+  int32_t is_unrounded; /* 1: total is f32 (f64 where dtype is), for a call that adds more */
+  const void *before;   /* the unrounded total of other parts, to which these are added; or NULL */
+  void *total;          /* may be before or one of the parts */
+  int64_t count;
+  fa_dtype dtype; /* of the parts, and the total: f32, bf16, f16, or f64 on the CPU */
+} fa_sum;
+
+/* Runs at once on the CPU, and enqueues on the stream of a GPU. */
+FA_API fa_status fa_sum_parts(const fa_sum *sum, fa_device device, void *stream, fa_error *error);
 
 /* A link connects one GPU each of num_ranks ranks, be they threads of a process or processes of several
  * machines, by NCCL: libnccl.so.2 is loaded when the first one is made. FA_STATUS_UNSUPPORTED where it is not

@@ -298,15 +298,8 @@ extern const void *const fa_cuda_reduce_cells_kernel; /* fa_cuda_reduction; a th
 extern const void *const fa_cuda_unpack_kernel; /* fa_cuda_packed; a warp a row of a head, a block's y a row of
                                                   these */
 
-/* sum [count] f32, part [count] */
-typedef struct fa_cuda_sum_arguments {
-  float *sum;
-  void *part;
-  int64_t count;
-  fa_sum_step step;
-} fa_cuda_sum_arguments;
-
-/* The kernel of a type, f32, bf16 or f16, for memory that begins at multiples of 16 bytes, or anywhere. */
+/* The kernel of a type, f32, bf16 or f16, for memory that begins at multiples of 16 bytes, or anywhere. Its
+ * argument is fa_sum. */
 const void *fa_cuda_sum_kernel(fa_dtype dtype, bool in_vectors);
 
 #ifdef __cplusplus

@@ -106,12 +106,12 @@ static fa_status ask(nccl_link *link, int *state, const char *operation, fa_erro
   return status ? status : check_nccl(*state, operation, error);
 }
 
-/* Without rest at first: what is under way takes microseconds unless a rank is late. */
+/* Without rest at first: what is under way takes some hundred microseconds unless a rank is late. */
 static void rest(int turn) {
-  if (turn < 100)
+  if (turn < 1000)
     sched_yield();
   else
-    usleep(turn < 1000 ? 20 : 200);
+    usleep(turn < 2000 ? 20 : 200);
 }
 
 static fa_status settle(nccl_link *link, const char *operation, int64_t timeout_ms, fa_error *error) {
@@ -269,19 +269,24 @@ const fa_link_ops fa_cuda_link = {make_id, new_link, begin, await, abort_link, f
 /* ---- sums --------------------------------------------------------------------------------------------------
  */
 
-fa_status fa_cuda_sum(int32_t index, fa_sum_step step, void *sum, void *part, fa_dtype dtype, int64_t count,
-                      void *stream, fa_error *error) {
+static bool are_in_vectors(const fa_sum *sum) {
+  uintptr_t bits = (uintptr_t)sum->before | (uintptr_t)sum->total;
+  for (int32_t p = 0; p < sum->num_parts; p++) bits |= (uintptr_t)sum->parts[p];
+  return bits % 16 == 0;
+}
+
+fa_status fa_cuda_sum(const fa_sum *sum, int32_t index, void *stream, fa_error *error) {
   enum { THREADS = 256, MOST_BLOCKS = 4096 };
-  const bool in_vectors = ((uintptr_t)sum | (uintptr_t)part) % 16 == 0;
-  const void *kernel = fa_cuda_sum_kernel(dtype, in_vectors);
-  if (!kernel) return fa_fail(error, FA_STATUS_UNSUPPORTED, "part", "f32, bf16 or f16", fa_dtype_name(dtype));
-  fa_cuda_sum_arguments arguments = {.sum = sum, .part = part, .count = count, .step = step};
-  const int64_t turns = (count + 8 * THREADS - 1) / (8 * THREADS);
+  const void *kernel = fa_cuda_sum_kernel(sum->dtype, are_in_vectors(sum));
+  if (!kernel)
+    return fa_fail(error, FA_STATUS_UNSUPPORTED, "part", "f32, bf16 or f16", fa_dtype_name(sum->dtype));
+  fa_sum copy = *sum; /* cudaLaunchKernel takes arguments that are not const */
+  const int64_t turns = (sum->count + 8 * THREADS - 1) / (8 * THREADS);
   device_scope scope;
   fa_status status = enter_device(&scope, index, error);
   if (status) return status;
   status = check(cudaLaunchKernel(kernel, (dim3){(unsigned)(turns < MOST_BLOCKS ? turns : MOST_BLOCKS), 1, 1},
-                                  (dim3){THREADS, 1, 1}, (void *[]){&arguments}, 0, stream),
+                                  (dim3){THREADS, 1, 1}, (void *[]){&copy}, 0, stream),
                  "summing", error);
   leave_device(&scope);
   return status;

@@ -16,8 +16,7 @@ fa_status fa_cuda_merge(const fa_merge *merge, bool is_backward, int32_t index, 
 
 /* Links by NCCL, and sums. */
 extern const fa_link_ops fa_cuda_link;
-fa_status fa_cuda_sum(int32_t index, fa_sum_step step, void *sum, void *part, fa_dtype dtype, int64_t count,
-                      void *stream, fa_error *error);
+fa_status fa_cuda_sum(const fa_sum *sum, int32_t index, void *stream, fa_error *error);
 
 static inline fa_status check(cudaError_t result, const char *operation, fa_error *error) {
   if (result == cudaSuccess) return FA_STATUS_OK;

@@ -1,4 +1,4 @@
-// Sums of gradients, part by part, in f32, and their rounding at the end.
+// Sums of gradients, in f32, part by part, rounded at the end. The kernels' argument is fa_sum itself.
 #include "kernels.h"
 #include "ptx.cuh"
 
@@ -12,57 +12,48 @@ __device__ void narrow(float &to, float x) { to = x; }
 __device__ void narrow(__nv_bfloat16 &to, float x) { to = __float2bfloat16(x); }
 __device__ void narrow(__half &to, float x) { to = __float2half(x); }
 
-constexpr int AT_ONCE = 8;
-
-template <class Element>
-struct alignas(16) Eight {
-  Element x[AT_ONCE];
+// COUNT elements, which are moved at once.
+template <class Element, int COUNT>
+struct alignas(COUNT == 8 ? 16 : sizeof(Element)) Some {
+  Element x[COUNT];
 };
 
-template <class Element>
-__device__ void one_step(fa_sum_step step, float &sum, Element &part) {
-  if (step == FA_SUM_ROUND)
-    narrow(part, sum);
-  else
-    sum = step == FA_SUM_ADD ? sum + widened(part) : widened(part);
-}
-
-// sum [count], part [count]. Both are vectors of eight from their beginnings on, but for what is left at the
-// end.
-template <class Element>
-__global__ void __launch_bounds__(256) sum_parts(const __grid_constant__ fa_cuda_sum_arguments a) {
-  Element *part = static_cast<Element *>(a.part);
-  const int64_t num_vectors = a.count / AT_ONCE, first = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
-  for (int64_t i = first; i < num_vectors; i += int64_t(gridDim.x) * blockDim.x) {
-    Eight<float> &sums = reinterpret_cast<Eight<float> *>(a.sum)[i];
-    Eight<Element> &parts = reinterpret_cast<Eight<Element> *>(part)[i];
-    Eight<float> s;
-    Eight<Element> p;
-    if (a.step != FA_SUM_BEGIN) s = sums;
-    if (a.step != FA_SUM_ROUND) p = parts;
+// The i-th COUNT elements of all parts, before -> total. What is added first leaves -0 as it is.
+template <class Element, int COUNT>
+__device__ inline void sum_some(const fa_sum &a, int64_t i) {
+  Some<float, COUNT> sum;
 #pragma unroll
-    for (int j = 0; j < AT_ONCE; j++) one_step(a.step, s.x[j], p.x[j]);
-    if (a.step == FA_SUM_ROUND)
-      parts = p;
-    else
-      sums = s;
+  for (int j = 0; j < COUNT; j++) sum.x[j] = a.num_parts ? -0.0f : 0.0f;
+  if (a.before) sum = static_cast<const Some<float, COUNT> *>(a.before)[i];
+#pragma unroll 4
+  for (int p = 0; p < a.num_parts; p++) {
+    const Some<Element, COUNT> part = static_cast<const Some<Element, COUNT> *>(a.parts[p])[i];
+#pragma unroll
+    for (int j = 0; j < COUNT; j++) sum.x[j] += widened(part.x[j]);
   }
-  const int64_t last = num_vectors * AT_ONCE + first;
-  if (last < a.count) one_step(a.step, a.sum[last], part[last]);
+  if (a.is_unrounded) {
+    static_cast<Some<float, COUNT> *>(a.total)[i] = sum;
+    return;
+  }
+  Some<Element, COUNT> rounded;
+#pragma unroll
+  for (int j = 0; j < COUNT; j++) narrow(rounded.x[j], sum.x[j]);
+  static_cast<Some<Element, COUNT> *>(a.total)[i] = rounded;
 }
 
-// The same where something begins between vectors.
-template <class Element>
-__global__ void __launch_bounds__(256) sum_elements(const __grid_constant__ fa_cuda_sum_arguments a) {
-  Element *part = static_cast<Element *>(a.part);
-  for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < a.count;
-       i += int64_t(gridDim.x) * blockDim.x)
-    one_step(a.step, a.sum[i], part[i]);
+// parts [num_parts, count], before [count] -> total [count]. With COUNT 8 all of them are vectors of eight from
+// their beginnings on, but for what is left at the end.
+template <class Element, int COUNT>
+__global__ void __launch_bounds__(256) sum_parts(const __grid_constant__ fa_sum a) {
+  const int64_t num_vectors = a.count / COUNT, first = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+  for (int64_t i = first; i < num_vectors; i += int64_t(gridDim.x) * blockDim.x) sum_some<Element, COUNT>(a, i);
+  const int64_t last = num_vectors * COUNT + first;
+  if (last < a.count) sum_some<Element, 1>(a, last);
 }
 
 template <class Element>
 const void *kernel(bool in_vectors) {
-  return address_of_kernel(in_vectors ? sum_parts<Element> : sum_elements<Element>);
+  return address_of_kernel(in_vectors ? sum_parts<Element, 8> : sum_parts<Element, 1>);
 }
 
 }  // namespace fa

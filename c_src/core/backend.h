@@ -82,9 +82,8 @@ typedef struct fa_backend {
   fa_status (*merge)(const fa_merge *merge, bool is_backward, int32_t index, const fa_execution *execution,
                      fa_error *error);
 
-  /* Runs fa_sum on at least one element. NULL where the backend cannot. */
-  fa_status (*sum)(int32_t index, fa_sum_step step, void *sum, void *part, fa_dtype dtype, int64_t count,
-                   void *stream, fa_error *error);
+  /* Runs fa_sum_parts, whose checked argument has at least one element. NULL where the backend cannot. */
+  fa_status (*sum)(const fa_sum *sum, int32_t index, void *stream, fa_error *error);
 
   /* NULL where the device's memory is the host's. */
   const fa_memory_ops *memory;

@@ -6,15 +6,17 @@ static fa_status unsupported(fa_device device, const char *expected, fa_error *e
   return fa_fail(error, FA_STATUS_UNSUPPORTED, "device", expected, fa_device_kind_name(device.kind));
 }
 
-fa_status fa_sum(fa_device device, fa_sum_step step, void *sum, void *part, fa_dtype dtype, int64_t count,
-                 void *stream, fa_error *error) {
+fa_status fa_sum_parts(const fa_sum *sum, fa_device device, void *stream, fa_error *error) {
   const fa_backend *backend;
   fa_status status = fa_backend_find(device, &backend, error);
-  if (!status && (unsigned)dtype >= FA_NUM_FLOATS)
-    status =
-        fa_fail(error, FA_STATUS_INVALID_ARGUMENT, "part", "type f32, f64, bf16 or f16", fa_dtype_name(dtype));
+  if (!status && (unsigned)sum->dtype >= FA_NUM_FLOATS)
+    status = fa_fail(error, FA_STATUS_INVALID_ARGUMENT, "part", "type f32, f64, bf16 or f16",
+                     fa_dtype_name(sum->dtype));
+  if (!status && (sum->num_parts < 0 || sum->num_parts > FA_MAX_SUMMANDS))
+    status = fa_fail(error, FA_STATUS_INVALID_ARGUMENT, "parts", FA_TEXT("0 to %d", FA_MAX_SUMMANDS),
+                     FA_TEXT("%d", sum->num_parts));
   if (!status && !backend->sum) status = unsupported(device, "one that sums", error);
-  if (!status && count > 0) status = backend->sum(device.index, step, sum, part, dtype, count, stream, error);
+  if (!status && sum->count > 0) status = backend->sum(sum, device.index, stream, error);
   return status ? status : fa_succeed(error);
 }
 

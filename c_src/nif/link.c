@@ -49,15 +49,25 @@ ERL_NIF_TERM fa_nif_upload(ErlNifEnv *env, int argc, const ERL_NIF_TERM argv[]) 
 /* ---- sums --------------------------------------------------------------------------------------------------
  */
 
-/* The sum of a tensor and of rows of others, [batch, seqlen, ...] each. */
+/* Rows of a part, of the first batch, and where they are added: rows [first, last) of the sum. */
+typedef struct nif_rows {
+  const char *data;
+  int64_t batch_bytes, first, last;
+} nif_rows;
+
+/* The sum of rows of tensors [batch, seqlen, ...]. */
 typedef struct nif_sum {
   ErlNifEnv *env;
   fa_error error;
   fa_device device;
   bool has_own_memory;
-  fa_shape shape;       /* of the sum */
-  int64_t row;          /* elements of a row */
-  void *sum;            /* [batch, seqlen, row] f32, or f64 */
+  fa_shape shape;   /* of the sum */
+  size_t row_bytes; /* of a row, in the parts */
+  fa_data *parts;   /* their memory, which is held until all is computed */
+  nif_rows *rows;   /* of all parts, one after the other */
+  int64_t *edges;   /* where rows of the sum begin to be made of others than those before */
+  int num_parts, num_rows, num_edges;
+  void *unrounded;      /* sums of more parts than are added at once, or NULL */
   fa_memory *on_device; /* the result, on a device with memory of its own, */
   fa_result binary;     /* or in the host's */
 } nif_sum;
@@ -68,104 +78,168 @@ static int64_t elements_of(const fa_shape *shape, int first_axis) {
   return count;
 }
 
-static size_t sum_bytes_of(fa_dtype dtype) { return dtype == FA_DTYPE_F64 ? sizeof(double) : sizeof(float); }
-
-static bool step(nif_sum *call, fa_sum_step step, int64_t sum_at, void *part, const fa_shape *shape,
-                 int64_t part_at, int64_t count) {
-  char *sum = (char *)call->sum + (size_t)sum_at * sum_bytes_of(call->shape.dtype);
-  char *first = (char *)part + (size_t)part_at * fa_dtype_bytes(shape->dtype);
-  return fa_sum(call->device, step, sum, first, shape->dtype, count, NULL, &call->error) == FA_STATUS_OK;
+/* Whether its elements can be counted. */
+static bool has_size(const fa_shape *shape) {
+  double count = 1;
+  bool valid = shape->rank >= 2 && shape->rank <= FA_MAX_RANK;
+  for (int i = 0; valid && i < shape->rank; i++) {
+    valid = shape->dims[i] >= 0;
+    count *= (double)shape->dims[i];
+  }
+  return valid && count < 0x1p48;
 }
 
-/* A tensor that the device can read, with as many axes as are asked for; all but the second are the sum's. */
+static bool reject_parts(nif_sum *call, const char *expected, const char *got) {
+  return fa_reject(&call->error, FA_STATUS_INVALID_ARGUMENT, "parts", expected, got);
+}
+
+/* A tensor that the device can read; all axes but the second are the sum's. */
 static bool read_part(nif_sum *call, ERL_NIF_TERM term, fa_data *data, fa_shape *shape) {
+  call->num_parts++;
   if (!fa_get_tensor(call->env, term, "parts", data, shape, &call->error)) return false;
-  const size_t bytes = (size_t)elements_of(shape, 0) * fa_dtype_bytes(shape->dtype);
-  if (shape->rank < 2 || shape->rank > FA_MAX_RANK || data->bytes != bytes)
-    return fa_reject(&call->error, FA_STATUS_INVALID_ARGUMENT, "parts", "as many bytes as the shape says",
-                     "others");
+  const fa_shape *sum = &call->shape;
+  bool is_like = has_size(shape) && shape->rank == sum->rank && shape->dtype == sum->dtype &&
+                 shape->dims[0] == sum->dims[0];
+  for (int i = 2; is_like && i < shape->rank; i++) is_like = shape->dims[i] == sum->dims[i];
+  if (!is_like) return reject_parts(call, "tensors like the sum", "another");
+  const size_t element = fa_dtype_bytes(shape->dtype), bytes = (size_t)elements_of(shape, 0) * element;
+  if (data->bytes != bytes) return reject_parts(call, "as many bytes as the shape says", "others");
   const bool lies_there =
       call->has_own_memory ? bytes == 0 || fa_memory_locate(call->device, data->data, bytes) == FA_PLACE_DEVICE
-                           : !data->on_device && (uintptr_t)data->data % fa_dtype_bytes(shape->dtype) == 0;
-  return lies_there || fa_reject(&call->error, FA_STATUS_INVALID_ARGUMENT, "parts",
-                                 "tensors that lie, aligned, in the device's memory", "one elsewhere");
-}
-
-static bool is_like(const fa_shape *part, const fa_shape *sum) {
-  bool same = part->rank == sum->rank && part->dtype == sum->dtype && part->dims[0] == sum->dims[0];
-  for (int i = 2; same && i < part->rank; i++) same = part->dims[i] == sum->dims[i];
-  return same;
-}
-
-static bool allocate_sum(nif_sum *call) {
-  const size_t count = (size_t)elements_of(&call->shape, 0);
-  if (fa_device_alloc(call->device, count * sum_bytes_of(call->shape.dtype), &call->sum, &call->error))
-    return false;
-  if (call->has_own_memory)
-    return (call->on_device =
-                fa_memory_new(call->device, count * fa_dtype_bytes(call->shape.dtype), &call->error)) != NULL;
-  return fa_result_new(call->device, count * fa_dtype_bytes(call->shape.dtype), &call->binary) ||
-         fa_reject(&call->error, FA_STATUS_OUT_OF_MEMORY, "parts", "room for a binary", "none");
-}
-
-static bool begin_sum(nif_sum *call, ERL_NIF_TERM term) {
-  fa_data data = {0};
-  bool done = read_part(call, term, &data, &call->shape) && allocate_sum(call);
-  call->row = elements_of(&call->shape, 2);
-  done = done && step(call, FA_SUM_BEGIN, 0, data.data, &call->shape, 0, elements_of(&call->shape, 0));
-  if (done && call->has_own_memory)
-    done = fa_device_synchronize(call->device, NULL, &call->error) == FA_STATUS_OK;
-  fa_data_drop(&data);
-  return done;
+                           : !data->on_device && (uintptr_t)data->data % element == 0;
+  return lies_there || reject_parts(call, "tensors that lie, aligned, in the device's memory", "one elsewhere");
 }
 
 /* {From, To, Count}, in rows. */
-static bool read_segment(nif_sum *call, ERL_NIF_TERM term, const fa_shape *part, ErlNifSInt64 numbers[3]) {
+static bool read_segment(nif_sum *call, ERL_NIF_TERM term, const fa_data *part, const fa_shape *shape) {
   int arity;
   const ERL_NIF_TERM *terms;
+  ErlNifSInt64 numbers[3];
+  const int64_t part_rows = shape->dims[1], sum_rows = call->shape.dims[1];
   bool read = enif_get_tuple(call->env, term, &arity, &terms) && arity == 3;
   for (int i = 0; read && i < 3; i++)
     read = enif_get_int64(call->env, terms[i], &numbers[i]) && numbers[i] >= 0;
-  read = read && numbers[0] <= part->dims[1] && numbers[2] <= part->dims[1] - numbers[0] &&
-         numbers[1] <= call->shape.dims[1] && numbers[2] <= call->shape.dims[1] - numbers[1];
-  return read ||
-         fa_reject_term(call->env, &call->error, "segments", "{from, to, count} of rows that are there", term);
+  if (!read || numbers[0] > part_rows || numbers[2] > part_rows - numbers[0] || numbers[1] > sum_rows ||
+      numbers[2] > sum_rows - numbers[1])
+    return fa_reject_term(call->env, &call->error, "segments", "{from, to, count} of rows that are there",
+                          term);
+  if (numbers[2] == 0) return true;
+  call->rows[call->num_rows++] =
+      (nif_rows){.data = (const char *)part->data + (size_t)numbers[0] * call->row_bytes,
+                 .batch_bytes = part_rows * (int64_t)call->row_bytes,
+                 .first = numbers[1],
+                 .last = numbers[1] + numbers[2]};
+  return true;
 }
 
-static bool add_segment(nif_sum *call, const ErlNifSInt64 numbers[3], void *part, const fa_shape *shape) {
-  bool done = true;
-  for (int64_t batch = 0; done && batch < shape->dims[0]; batch++)
-    done = step(call, FA_SUM_ADD, (batch * call->shape.dims[1] + numbers[1]) * call->row, part, shape,
-                (batch * shape->dims[1] + numbers[0]) * call->row, numbers[2] * call->row);
-  return done;
-}
-
-/* {Tensor, [Segment]} */
-static bool add_part(nif_sum *call, ERL_NIF_TERM term) {
+static bool get_part(nif_sum *call, ERL_NIF_TERM term, const ERL_NIF_TERM **terms, unsigned *num_segments) {
   int arity;
-  const ERL_NIF_TERM *terms;
-  fa_data data = {0};
-  fa_shape shape;
-  if (!enif_get_tuple(call->env, term, &arity, &terms) || arity != 2)
-    return fa_reject_term(call->env, &call->error, "parts", "{tensor, segments}", term);
-  bool done = read_part(call, terms[0], &data, &shape);
-  if (done && !is_like(&shape, &call->shape))
-    done = fa_reject(&call->error, FA_STATUS_INVALID_ARGUMENT, "parts", "tensors like the first", "another");
-  ERL_NIF_TERM head, tail = terms[1];
-  ErlNifSInt64 numbers[3];
-  while (done && enif_get_list_cell(call->env, tail, &head, &tail))
-    done = read_segment(call, head, &shape, numbers) && add_segment(call, numbers, data.data, &shape);
-  /* The part may be given back once it has been read. */
-  if (call->has_own_memory && fa_device_synchronize(call->device, NULL, done ? &call->error : NULL))
-    done = false;
-  fa_data_drop(&data);
-  return done;
+  return (enif_get_tuple(call->env, term, &arity, terms) && arity == 2 &&
+          enif_get_list_length(call->env, (*terms)[1], num_segments)) ||
+         fa_reject_term(call->env, &call->error, "parts", "{tensor, segments}", term);
 }
 
-static bool round_sum(nif_sum *call) {
-  void *result = call->has_own_memory ? fa_memory_data(call->on_device) : call->binary.binary.data;
-  return step(call, FA_SUM_ROUND, 0, result, &call->shape, 0, elements_of(&call->shape, 0)) &&
-         fa_device_synchronize(call->device, NULL, &call->error) == FA_STATUS_OK;
+/* Room for as much as the list can have. */
+static bool make_room(nif_sum *call, ERL_NIF_TERM list) {
+  unsigned num_parts, count, num_segments = 0;
+  const ERL_NIF_TERM *terms;
+  ERL_NIF_TERM head;
+  if (!enif_get_list_length(call->env, list, &num_parts))
+    return fa_reject_term(call->env, &call->error, "parts", "a list", list);
+  while (enif_get_list_cell(call->env, list, &head, &list)) {
+    if (!get_part(call, head, &terms, &count)) return false;
+    num_segments += count;
+  }
+  call->parts = calloc(num_parts + 1, sizeof *call->parts);
+  call->rows = calloc(num_segments + 1, sizeof *call->rows);
+  call->edges = calloc(2 * (size_t)num_segments + 2, sizeof *call->edges);
+  return (call->parts && call->rows && call->edges) ||
+         fa_reject(&call->error, FA_STATUS_OUT_OF_MEMORY, "parts", "room for a list", "none");
+}
+
+/* [{Tensor, [Segment]}] */
+static bool read_parts(nif_sum *call, ERL_NIF_TERM list) {
+  bool read = make_room(call, list);
+  const ERL_NIF_TERM *terms;
+  unsigned num_segments;
+  ERL_NIF_TERM head;
+  while (read && enif_get_list_cell(call->env, list, &head, &list)) {
+    fa_shape shape;
+    fa_data *part = &call->parts[call->num_parts];
+    read = get_part(call, head, &terms, &num_segments) && read_part(call, terms[0], part, &shape);
+    ERL_NIF_TERM segment, segments = read ? terms[1] : list;
+    while (read && enif_get_list_cell(call->env, segments, &segment, &segments))
+      read = read_segment(call, segment, part, &shape);
+  }
+  return read;
+}
+
+static int by_number(const void *a, const void *b) {
+  const int64_t x = *(const int64_t *)a, y = *(const int64_t *)b;
+  return (x > y) - (x < y);
+}
+
+static void find_edges(nif_sum *call) {
+  int count = 2;
+  call->edges[0] = 0, call->edges[1] = call->shape.dims[1];
+  for (int i = 0; i < call->num_rows; i++) {
+    call->edges[count++] = call->rows[i].first;
+    call->edges[count++] = call->rows[i].last;
+  }
+  qsort(call->edges, (size_t)count, sizeof *call->edges, by_number);
+  for (int i = 0; i < count; i++)
+    if (i == 0 || call->edges[i] != call->edges[i - 1]) call->edges[call->num_edges++] = call->edges[i];
+}
+
+/* Adds what has been collected, so that there is room for more. */
+static bool keep_unrounded(nif_sum *call, fa_sum *sum) {
+  const size_t bytes = (size_t)elements_of(&call->shape, 1) * sizeof(double);
+  if (!call->unrounded && fa_device_alloc(call->device, bytes, &call->unrounded, &call->error)) return false;
+  fa_sum some = *sum;
+  some.is_unrounded = 1, some.total = call->unrounded;
+  sum->before = call->unrounded, sum->num_parts = 0;
+  return fa_sum_parts(&some, call->device, NULL, &call->error) == FA_STATUS_OK;
+}
+
+/* Rows [first, last) of one batch, which are made of the same parts. */
+static bool sum_rows(nif_sum *call, char *result, int64_t batch, int64_t first, int64_t last) {
+  fa_sum sum = {.dtype = call->shape.dtype, .count = (last - first) * elements_of(&call->shape, 2)};
+  sum.total = result + (size_t)(batch * call->shape.dims[1] + first) * call->row_bytes;
+  bool done = true;
+  for (const nif_rows *rows = call->rows; done && rows < call->rows + call->num_rows; rows++) {
+    if (rows->first >= last || rows->last <= first) continue;
+    if (sum.num_parts == FA_MAX_SUMMANDS) done = keep_unrounded(call, &sum);
+    sum.parts[sum.num_parts++] =
+        rows->data + batch * rows->batch_bytes + (first - rows->first) * (int64_t)call->row_bytes;
+  }
+  return done && fa_sum_parts(&sum, call->device, NULL, &call->error) == FA_STATUS_OK;
+}
+
+static bool sum_all(nif_sum *call) {
+  char *result = call->has_own_memory ? fa_memory_data(call->on_device) : (char *)call->binary.binary.data;
+  bool done = true;
+  find_edges(call);
+  for (int64_t batch = 0; batch < call->shape.dims[0]; batch++)
+    for (int i = 1; done && i < call->num_edges; i++)
+      done = sum_rows(call, result, batch, call->edges[i - 1], call->edges[i]);
+  /* The device must be done with the parts, after an error too. */
+  return fa_device_synchronize(call->device, NULL, done ? &call->error : NULL) == FA_STATUS_OK && done;
+}
+
+static bool read_sum(nif_sum *call, ERL_NIF_TERM term) {
+  if (!fa_get_shape(call->env, term, "sum", &call->shape, &call->error)) return false;
+  call->has_own_memory = fa_has_own_memory(call->device.kind);
+  if (!has_size(&call->shape))
+    return fa_reject_term(call->env, &call->error, "sum", "a type and a shape of 2 to 4 axes", term);
+  call->row_bytes = (size_t)elements_of(&call->shape, 2) * fa_dtype_bytes(call->shape.dtype);
+  return true;
+}
+
+static bool allocate_sum(nif_sum *call) {
+  const size_t bytes = (size_t)call->shape.dims[0] * (size_t)call->shape.dims[1] * call->row_bytes;
+  if (call->has_own_memory) return (call->on_device = fa_memory_new(call->device, bytes, &call->error)) != NULL;
+  return fa_result_new(call->device, bytes, &call->binary) ||
+         fa_reject(&call->error, FA_STATUS_OUT_OF_MEMORY, "sum", "room for a binary", "none");
 }
 
 static ERL_NIF_TERM make_sum(nif_sum *call) {
@@ -174,20 +248,24 @@ static ERL_NIF_TERM make_sum(nif_sum *call) {
   return enif_make_tuple2(call->env, fa_atom.ok, fa_make_tensor(call->env, data, &call->shape));
 }
 
-/* sum(Tensor, [{Tensor, [{From, To, Count}]}], Device): {ok, Tensor} */
+static void drop_sum(nif_sum *call) {
+  for (int i = 0; i < call->num_parts; i++) fa_data_drop(&call->parts[i]);
+  free(call->parts);
+  free(call->rows);
+  free(call->edges);
+  if (call->unrounded) fa_device_free(call->device, call->unrounded, NULL);
+  if (call->on_device) enif_release_resource(call->on_device);
+  fa_result_drop(&call->binary);
+}
+
+/* sum([{Tensor, [{From, To, Count}]}], {Type, Dims}, Device): {ok, Tensor} */
 ERL_NIF_TERM fa_nif_sum(ErlNifEnv *env, int argc, const ERL_NIF_TERM argv[]) {
   (void)argc;
   nif_sum call = {.env = env};
-  bool done = fa_get_device(env, argv[2], &call.device, &call.error);
-  call.has_own_memory = done && fa_has_own_memory(call.device.kind);
-  done = done && begin_sum(&call, argv[0]);
-  ERL_NIF_TERM head, tail = argv[1];
-  while (done && enif_get_list_cell(env, tail, &head, &tail)) done = add_part(&call, head);
-  done = done && round_sum(&call);
+  const bool done = fa_get_device(env, argv[2], &call.device, &call.error) && read_sum(&call, argv[1]) &&
+                    read_parts(&call, argv[0]) && allocate_sum(&call) && sum_all(&call);
   ERL_NIF_TERM result = done ? make_sum(&call) : fa_make_error(env, &call.error);
-  if (call.sum) fa_device_free(call.device, call.sum, NULL);
-  if (call.on_device) enif_release_resource(call.on_device);
-  fa_result_drop(&call.binary);
+  drop_sum(&call);
   return result;
 }
 

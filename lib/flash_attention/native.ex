@@ -235,23 +235,26 @@ defmodule FlashAttention.Native do
   def upload(device, data), do: once_loaded(:upload, [device, data])
 
   @doc """
-  The sum of a tensor and of rows of others, on the device, where all of them lie.
+  The sum of rows of tensors, of a type and shape that are given, on the device, where all of them lie.
 
-  Tensors are `[batch, seqlen, ...]`, alike but for `seqlen`. Of each of the others there are segments
-  `{from, to, count}`: so many of its rows from that one on, in each batch, are added to those of the first tensor
-  from there on. The sum is made in f32 (f64 of f64), in the order of the parts, and rounded once.
+  Tensors are `[batch, seqlen, ...]`, alike but for `seqlen`. Of each part there are segments `{from, to, count}`: so
+  many of its rows from that one on, in each batch, are added to those of the sum from there on. What nothing is added
+  to is 0. The sum is made in f32 (f64 of f64), in the order of the parts, and rounded once.
 
       iex> tensor = fn numbers ->
       ...>   {for(x <- numbers, into: <<>>, do: <<x::float-32-native>>), {:f, 32}, {1, length(numbers)}}
       ...> end
-      iex> parts = [{tensor.([10.0, 20.0]), [{1, 0, 1}, {0, 2, 1}]}]
-      iex> {:ok, sum} = FlashAttention.Native.sum(tensor.([1.0, 2.0, 3.0]), parts, {:cpu, 0})
-      iex> sum == tensor.([21.0, 2.0, 13.0])
+      iex> parts = [{tensor.([1.0, 2.0]), [{0, 0, 2}]}, {tensor.([10.0, 20.0]), [{1, 0, 1}, {0, 2, 1}]}]
+      iex> {:ok, sum} = FlashAttention.Native.sum(parts, {{:f, 32}, {1, 4}}, {:cpu, 0})
+      iex> sum == tensor.([21.0, 2.0, 10.0, 0.0])
       true
   """
-  @spec sum(tensor, [{tensor, [{non_neg_integer, non_neg_integer, non_neg_integer}]}], device) ::
-          {:ok, tensor} | {:error, error}
-  def sum(first, parts, device), do: once_loaded(:sum, [first, parts, device])
+  @spec sum(
+          [{tensor, [{non_neg_integer, non_neg_integer, non_neg_integer}]}],
+          {type, shape :: tuple},
+          device
+        ) :: {:ok, tensor} | {:error, error}
+  def sum(parts, type_and_shape, device), do: once_loaded(:sum, [parts, type_and_shape, device])
 
   @typedoc "A device's link to those of other ranks, see `link_open/5`, and an exchange over it."
   @type link :: reference

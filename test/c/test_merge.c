@@ -1,7 +1,8 @@
 /*
  * Parts: merges and their gradients against the header's formulas in double, of 0 to 17 parts in any mixture of
  * types, with rows that parts leave empty and sinks of both layouts; the gradients against central differences;
- * and the contract that the backward of a part with the merged o and lse gives the part's gradients.
+ * and the contract that the backward of a part with the merged o and lse gives the part's gradients. Sums of
+ * gradients, bit for bit.
  *
  *   --device cuda   on the GPU; without one it says that it is skipped
  */
@@ -670,6 +671,73 @@ static void test_refused(void) {
   CHECK(numbers_of[0] == 0, "the sum over no rows is %g", numbers_of[0]);
 }
 
+/* ---- sums of gradients --------------------------------------------------------------------------------------
+ */
+
+static const void *from_element(const numbers *n, int64_t first) {
+  return (const char *)n->memory + (size_t)first * fa_dtype_bytes(n->dtype);
+}
+
+/* Each step is rounded to f32, or f64, as the call does it. */
+static double sum_of(const numbers *parts, int num_parts, const numbers *before, int64_t i) {
+  const bool is_f64 = num_parts > 0 && parts->dtype == FA_DTYPE_F64;
+  double sum = before ? before->x[i] : 0;
+  for (int p = 0; p < num_parts; p++) sum = is_f64 ? sum + parts[p].x[i] : (float)(sum + parts[p].x[i]);
+  return sum;
+}
+
+/* Parts that begin at their element `first`, with what comes before them or without, rounded or not. */
+static void check_sum(fa_random *random, fa_dtype dtype, int num_parts, int64_t count, int64_t first,
+                      bool continues, bool is_unrounded) {
+  const fa_dtype wide = dtype == FA_DTYPE_F64 ? dtype : FA_DTYPE_F32;
+  numbers parts[FA_MAX_SUMMANDS], before = numbers_new(wide, count + first);
+  numbers total = numbers_new(is_unrounded ? wide : dtype, count + first);
+  fa_sum sum = {.dtype = dtype, .num_parts = num_parts, .is_unrounded = is_unrounded, .count = count};
+  fa_error error;
+  for (int p = 0; p < num_parts; p++) {
+    parts[p] = numbers_new(dtype, count + first);
+    draw(&parts[p], random, 1 + p % 3);
+    upload(&parts[p]);
+    sum.parts[p] = from_element(&parts[p], first);
+  }
+  draw(&before, random, 2);
+  upload(&before);
+  poison(&total);
+  if (continues) sum.before = from_element(&before, first);
+  sum.total = (char *)total.memory + (size_t)first * fa_dtype_bytes(total.dtype);
+  must(fa_sum_parts(&sum, device, NULL, &error), &error);
+  must(fa_device_synchronize(device, NULL, &error), &error);
+  download(&total);
+  int64_t num_wrong = 0;
+  for (int64_t i = 0; i < count + first; i++) {
+    unsigned char element[8];
+    set_element(total.dtype, element, sum_of(parts, num_parts, continues ? &before : NULL, i));
+    const double x = total.x[i];
+    num_wrong += i < first ? !isnan(x) : x != get_element(total.dtype, element);
+  }
+  CHECK(num_wrong == 0, "%s: %d parts of %lld from %lld: %lld numbers differ", fa_dtype_name(dtype), num_parts,
+        (long long)count, (long long)first, (long long)num_wrong);
+  for (int p = 0; p < num_parts; p++) numbers_free(&parts[p]);
+  numbers_free(&before);
+  numbers_free(&total);
+}
+
+static void test_sums(const fa_dtype *dtypes, int num_dtypes) {
+  fa_random random = {5};
+  const int numbers_of_parts[] = {0, 1, 2, 5, FA_MAX_SUMMANDS};
+  const int64_t counts[] = {1, 7, 8, 1029, 20011};
+  for (int type = 0; type < num_dtypes; type++)
+    for (int i = 0; i < 5; i++)
+      for (int n = 0; n < 5; n++)
+        for (int flags = 0; flags < 4; flags++)
+          check_sum(&random, dtypes[type], numbers_of_parts[i], counts[n], (n + flags) % 2, flags & 1,
+                    flags & 2);
+  fa_sum sum = {.dtype = FA_DTYPE_F32, .num_parts = FA_MAX_SUMMANDS + 1};
+  fa_error error;
+  CHECK(fa_sum_parts(&sum, device, NULL, &error) == FA_STATUS_INVALID_ARGUMENT, "129 parts pass");
+  CHECK_TEXT(error.message, "parts: expected 0 to 128, got 129");
+}
+
 int main(int argc, char **argv) {
   const fa_dtype floats[] = {FA_DTYPE_F32, FA_DTYPE_BF16, FA_DTYPE_F16}, f64[] = {FA_DTYPE_F64};
   if (argc == 3 && strcmp(argv[1], "--device") == 0 && strcmp(argv[2], "cuda") == 0) {
@@ -688,5 +756,7 @@ int main(int argc, char **argv) {
   test_attention_in_parts(FA_DTYPE_F32, 1e-5);
   test_attention_in_parts(FA_DTYPE_BF16, 0.03);
   test_refused();
+  test_sums(floats, 3);
+  if (device.kind == FA_DEVICE_CPU) test_sums(f64, 1);
   return report();
 }

@@ -21,12 +21,18 @@ defmodule FlashAttention.NativeRanksTest do
         Values.random(batch * seqlen * count, :rand.uniform(100_000)) |> Values.round_to(type)
       end
 
-      first = draw.(seqlen)
+      # More parts than are added at once, and none at all.
+      num_parts = Enum.at([3, 0, 1, 40], rem(seed, 4))
 
       parts =
-        for _ <- 1..3 do
+        for _ <- 1..num_parts//1 do
           length = :rand.uniform(seqlen)
-          segments = for _ <- 1..2, do: segment(length, seqlen)
+
+          segments =
+            if num_parts > 3,
+              do: List.duplicate({0, 0, length}, 8),
+              else: for(_ <- 1..2, do: segment(length, seqlen))
+
           {draw.(length), length, segments}
         end
 
@@ -36,7 +42,7 @@ defmodule FlashAttention.NativeRanksTest do
             b <- 0..(batch - 1),
             i <- 0..(rows - 1)//1,
             x <- 0..(count - 1),
-            reduce: first |> Enum.with_index(&{&2, &1}) |> Map.new() do
+            reduce: Map.new(0..(batch * seqlen * count - 1), &{&1, 0.0}) do
           sums ->
             number = Enum.at(numbers, (b * length + from + i) * count + x)
             Map.update!(sums, (b * seqlen + to + i) * count + x, &hd(Values.round_to([&1 + number], sum_type)))
@@ -44,12 +50,12 @@ defmodule FlashAttention.NativeRanksTest do
 
       {:ok, {data, ^type, _shape}} =
         Native.sum(
-          tensor(first, type, shape.(seqlen)),
           for({numbers, length, segments} <- parts, do: {tensor(numbers, type, shape.(length)), segments}),
+          {type, shape.(seqlen)},
           @cpu
         )
 
-      exact = for i <- 0..(length(first) - 1), do: expected[i]
+      exact = for i <- 0..(batch * seqlen * count - 1), do: expected[i]
       assert Values.decode(data, type) == Values.round_to(exact, type)
     end
   end
@@ -60,12 +66,23 @@ defmodule FlashAttention.NativeRanksTest do
   end
 
   test "what cannot be summed is an error" do
-    one = tensor([1.0, 2.0], {:f, 32}, {1, 2, 1, 1})
+    data = <<0, 0, 0, 0, 0, 0, 0, 0>>
+    one = {data, {:f, 32}, {1, 2, 1, 1}}
+    huge = 0x7FFFFFFFFFFFFFFF
 
-    for {first, parts, device} <- [
+    for {like, parts, device} <- [
           {:one, [], @cpu},
-          {one, :parts, {:tpu, 0}},
+          {{data, {:f, 32}, {2}}, [], @cpu},
+          {{data, {:f, 32}, {1, -2, 1}}, [], @cpu},
+          {{data, {:f, 32}, {huge, huge, huge, huge}}, [], @cpu},
+          {{data, {:f, 32}, {1, 2, 1, 1, 1}}, [], @cpu},
+          {{data, {:s, 32}, {1, 2, 1, 1}}, [], @cpu},
+          {one, :parts, @cpu},
+          {one, [], {:tpu, 0}},
           {one, [:part], @cpu},
+          {one, [{one, :segments}], @cpu},
+          {one, [{{data, {:f, 32}, {1, huge, 1, 1}}, [{huge - 1, 0, 1}]}], @cpu},
+          {one, [{{data, {:f, 32}, {1, 3, 1, 1}}, []}], @cpu},
           {one, [{one, [{0, 0, 3}]}], @cpu},
           {one, [{one, [{0, 1, 2}]}], @cpu},
           {one, [{one, [{-1, 0, 1}]}], @cpu},
@@ -73,10 +90,11 @@ defmodule FlashAttention.NativeRanksTest do
           {one, [{one, [{0x7FFFFFFFFFFFFFFF, 0, 0x7FFFFFFFFFFFFFFF}]}], @cpu},
           {one, [{tensor([1.0], {:f, 64}, {1, 1, 1, 1}), []}], @cpu},
           {one, [{tensor([1.0, 2.0], {:f, 32}, {1, 1, 2, 1}), []}], @cpu},
-          {{<<0, 0>>, {:f, 32}, {1, 2, 1, 1}}, [], @cpu},
+          {one, [{{<<0, 0>>, {:f, 32}, {1, 2, 1, 1}}, []}], @cpu},
           {one, [], {:reference, 0}}
         ] do
-      assert {:error, {reason, _argument, _expected, _got, _message}} = Native.sum(first, parts, device)
+      like = with {_data, type, shape} <- like, do: {type, shape}
+      assert {:error, {reason, _argument, _expected, _got, _message}} = Native.sum(parts, like, device)
       assert reason in [:invalid_argument, :unsupported, :no_device]
     end
   end

@@ -27,7 +27,11 @@ defmodule FlashAttention.Distributed.Rows do
 
   @doc "The sum of a tensor and of segments of others: `FlashAttention.Native.sum/3`."
   def sum(_group, first, []), do: {:ok, first}
-  def sum(group, first, parts), do: first |> Native.sum(parts, device(group)) |> told()
+
+  def sum(group, {_data, type, shape} = first, parts) do
+    all = [{0, 0, elem(shape, 1)}]
+    told(Native.sum([{first, all} | parts], {type, shape}, device(group)))
+  end
 
   @doc "Attention over all columns, of attention over some of them each: `{o, lse}` of `[{o, lse}]`, with sinks if any."
   def merge(group, [{{_data, type, _shape}, _lse} | _] = parts, sink) do
