@@ -26,6 +26,7 @@ defmodule FlashAttention.Test.Ranks do
       {"many small chunks", {1, 43, 43, 2, 1, 3}, chunk: 2, sink: 2},
       {"a stage a rank", {1, 43, 43, 2, 1, 3}, stages: 7},
       {"one stage for all", {1, 43, 43, 2, 1, 3}, stages: 1, sink: 3},
+      {"rows that lie as aligned as the whole", {1, 256, 256, 2, 1, 32}, chunk: 32, sink: 1},
       {"fewer rows than ranks", {1, 3, 3, 2, 1, 3}, sink: 1}
     ]
   end

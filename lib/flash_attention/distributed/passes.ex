@@ -1,6 +1,7 @@
 defmodule FlashAttention.Distributed.Passes do
   @moduledoc false
-  # One rank's forward and backward: the stages one after the other, while the next one's keys travel.
+  # One rank's forward and backward: the stages one after the other, while the next one's keys travel. A GPU has its next
+  # stage before it is done with one.
   #
   # A problem is %{deal, stages, targets, tensors: %{q:, k:, v:, sink:}, native: options}; tensors are those of Native. In the
   # place of sink there may be row_sinks, those of this rank's rows.
@@ -12,7 +13,10 @@ defmodule FlashAttention.Distributed.Passes do
 
   @doc "`{:ok, o, lse}`"
   def forward(group, number, problem) do
-    with {:ok, parts} <- each_stage(group, number, problem, &forward_part(group, problem, &1)),
+    compute = &forward_part(group, problem, &1)
+
+    with {:ok, parts} <-
+           each_stage(group, number, problem, compute, fn _stage, _index, part -> {:ok, part} end),
          {:ok, {o, lse}} <- merge(group, problem, Enum.reject(parts, &is_nil/1)),
          do: {:ok, o, lse}
   end
@@ -40,29 +44,57 @@ defmodule FlashAttention.Distributed.Passes do
   The backward of a part wants the lse and o of the whole: p and delta are then those of the whole.
   """
   def backward(group, number, problem, states) do
-    compute = fn stage -> backward_part(group, number, problem, states, stage) end
+    compute = fn stage -> backward_of(group, problem, states, stage) end
 
-    with {:ok, parts} <- each_stage(group, number, problem, compute),
+    give = fn stage, index, own ->
+      with {:ok, handle} <- give_gradients(group, number, problem, stage, index, own), do: {:ok, {own, handle}}
+    end
+
+    with {:ok, parts} <- each_stage(group, number, problem, compute, give),
          {owns, [nil | handles]} = Enum.unzip(parts),
          {:ok, came} <- all(handles, &group.transport.await(group, &1)) do
       finish_gradients(group, problem, states, owns, came)
     end
   end
 
-  defp backward_part(group, number, problem, states, {stage, index, k, v}) do
-    with {:ok, own} <- backward_of(group, problem, states, {stage, index, k, v}),
-         {:ok, handle} <- give_gradients(group, number, problem, stage, index, own),
-         do: {:ok, {own, handle}}
-  end
-
   defp backward_of(group, problem, states, {stage, index, k, v}) do
     if computes?(stage, index) do
-      inputs = problem.tensors |> Map.take(inputs(problem)) |> Map.merge(states) |> Map.merge(%{k: k, v: v})
-      run(:backward, group, problem, stage, inputs)
+      inputs = problem.tensors |> Map.take(inputs(problem)) |> Map.merge(states)
+
+      with {:ok, inputs, stage, first} <- seen_rows(group, inputs, stage, index),
+           {:ok, outputs} <- run(:backward, group, problem, stage, Map.merge(inputs, %{k: k, v: v})),
+           do: {:ok, Map.put(outputs, :first_row, first)}
     else
       {:ok, %{}}
     end
   end
+
+  # The rows that see something of other ranks, as a problem of their own, where they lie together and as aligned as the
+  # whole: one that kernels without bands may compute.
+  defp seen_rows(group, inputs, %{bands: [[_ | _] = bands]} = stage, index) when index > 0 do
+    first = bands |> Enum.map(&elem(&1, 0)) |> Enum.min()
+    count = (bands |> Enum.map(&elem(&1, 1)) |> Enum.max()) - first
+
+    if Rows.slices?(inputs.q, first, count) do
+      with {:ok, lse} <- Rows.slice_lse(group, inputs.lse, first, count) do
+        slices =
+          for name <- [:q, :dout, :o], into: %{lse: lse}, do: {name, Rows.slice(inputs[name], first, count)}
+
+        {:ok, Map.merge(inputs, slices), %{stage | bands: [moved(bands, -first)]}, first}
+      end
+    else
+      {:ok, inputs, stage, 0}
+    end
+  end
+
+  defp seen_rows(_group, inputs, stage, _index), do: {:ok, inputs, stage, 0}
+
+  defp moved(bands, rows),
+    do:
+      for(
+        {q_begin, q_end, k_begin, k_end, l, r} <- bands,
+        do: {q_begin + rows, q_end + rows, k_begin, k_end, l, r}
+      )
 
   defp give_gradients(_group, _number, _problem, _stage, 0, _own), do: {:ok, nil}
 
@@ -90,7 +122,8 @@ defmodule FlashAttention.Distributed.Passes do
     [dks, dvs] =
       for index <- [0, 1], do: for({tensors, segments} <- came, do: {Enum.at(tensors, index), segments})
 
-    dqs = for %{dq: {_data, _type, shape} = dq} <- others, do: {dq, [{0, 0, elem(shape, 1)}]}
+    dqs =
+      for %{dq: {_data, _type, shape} = dq, first_row: first} <- others, do: {dq, [{0, first, elem(shape, 1)}]}
 
     with {:ok, dq} <- Rows.sum(group, own.dq, dqs),
          {:ok, dk} <- Rows.sum(group, dk, dks),
@@ -125,21 +158,77 @@ defmodule FlashAttention.Distributed.Passes do
 
   # ---- stages --------------------------------------------------------------------------------------------
 
-  # The keys of the next stage are on their way while one is computed.
-  defp each_stage(group, number, problem, compute) do
+  # The keys of the next stage are on their way while one is computed. `finish` makes a part of what a stage computed, or
+  # gives some of it away, in the order of the stages.
+  defp each_stage(group, number, problem, compute, finish) do
+    call = %{group: group, number: number, problem: problem, compute: compute, finish: finish}
+
     with {:ok, handle} <- give_keys(group, number, problem, 1),
-         {:ok, first} <- compute.({hd(problem.stages), 0, problem.tensors.k, problem.tensors.v}),
-         do: later_stages(group, number, problem, compute, 1, handle, [first])
+         do: go_on(call, 0, start(call, 0, problem.tensors.k, problem.tensors.v), handle)
   end
 
-  defp later_stages(_group, _number, _problem, _compute, _index, nil, parts), do: {:ok, Enum.reverse(parts)}
+  # The parts of a stage that was started and of those behind it. A rank's own stage gives nothing away, so that the next one
+  # is started before it is done: a GPU has no rest between them then.
+  defp go_on(call, index, started, handle) do
+    {part, next} =
+      if index == 0 do
+        next = start_next(call, index + 1, handle)
+        {finish(call, index, started), next}
+      else
+        part = finish(call, index, started)
+        {part, with({:ok, _part} <- part, do: start_next(call, index + 1, handle))}
+      end
 
-  defp later_stages(group, number, problem, compute, index, handle, parts) do
+    case {part, next} do
+      {{:ok, part}, {:ok, nil}} ->
+        {:ok, [part]}
+
+      {{:ok, part}, {:ok, {started, handle}}} ->
+        with {:ok, parts} <- go_on(call, index + 1, started, handle), do: {:ok, [part | parts]}
+
+      {{:error, error}, {:ok, {started, _handle}}} ->
+        wait(started)
+        {:error, error}
+
+      {{:error, error}, _next} ->
+        {:error, error}
+
+      {_part, {:error, error}} ->
+        {:error, error}
+    end
+  end
+
+  defp start_next(_call, _index, nil), do: {:ok, nil}
+
+  defp start_next(%{group: group} = call, index, handle) do
     with {:ok, [k, v]} <- group.transport.await(group, handle),
-         {:ok, next} <- give_keys(group, number, problem, index + 1),
-         {:ok, part} <- compute.({Enum.at(problem.stages, index), index, k, v}),
-         do: later_stages(group, number, problem, compute, index + 1, next, [part | parts])
+         {:ok, next} <- give_keys(group, call.number, call.problem, index + 1),
+         do: {:ok, {start(call, index, k, v), next}}
   end
+
+  defp finish(call, index, started) do
+    with {:ok, own} <- wait(started), do: call.finish.(Enum.at(call.problem.stages, index), index, own)
+  end
+
+  # A GPU's stage is computed beside the calling process, which has transfers to see to; the host's own processors are busy
+  # with one.
+  defp start(call, index, k, v) do
+    compute = fn -> call.compute.({Enum.at(call.problem.stages, index), index, k, v}) end
+
+    if call.group.transport.results() == :device,
+      do: {:computing, spawn_monitor(fn -> exit({:computed, compute.()}) end)},
+      else: compute.()
+  end
+
+  # What fails in that process fails here.
+  defp wait({:computing, {_pid, ref}}) do
+    case receive(do: ({:DOWN, ^ref, :process, _pid, reason} -> reason)) do
+      {:computed, result} -> result
+      reason -> exit(reason)
+    end
+  end
+
+  defp wait(result), do: result
 
   defp give_keys(group, number, %{tensors: %{k: k, v: v}} = problem, index) do
     case Enum.at(problem.stages, index) do

@@ -23,6 +23,31 @@ defmodule FlashAttention.Distributed.Rows do
     {data, type, put_elem(shape, 1, seqlen)}
   end
 
+  @doc "Whether so many rows are fewer than all, and can be read where they are, as well aligned as the whole."
+  def slices?({_data, type, {batch, seqlen, _, _} = shape}, first, count),
+    do: batch == 1 and count < seqlen and rem(first * row_bytes(type, shape), 256) == 0
+
+  @doc "Some rows of a tensor of one batch, without copying them."
+  def slice({data, type, shape}, first, count) do
+    row = row_bytes(type, shape)
+    {part_of(data, first * row, count * row), type, put_elem(shape, 1, count)}
+  end
+
+  defp part_of(data, first, bytes) when is_binary(data), do: binary_part(data, first, bytes)
+
+  defp part_of(memory, first, bytes) do
+    {_device, address, _all} = Native.memory_info(memory)
+    {address + first, bytes, memory}
+  end
+
+  @doc "The same rows of an lse `[1, heads, seqlen]`: a copy, as they do not lie together."
+  def slice_lse(group, {data, type, {1, heads, seqlen}}, first, count) do
+    rows = {{data, type, {heads, seqlen}}, [{first, 0, count}]}
+
+    with {:ok, {data, _type, _shape}} <- told(Native.sum([rows], {type, {heads, count}}, device(group))),
+         do: {:ok, {data, type, {1, heads, count}}}
+  end
+
   def row_bytes({_class, bits}, {_batch, _seqlen, heads, head_dim}), do: heads * head_dim * div(bits, 8)
 
   @doc "The sum of a tensor and of segments of others: `FlashAttention.Native.sum/3`."
