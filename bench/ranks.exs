@@ -79,7 +79,7 @@ defmodule Bench.Ranks do
     deal = Distributed.deal({opts.length, opts.length}, count)
 
     {:ok, times} =
-      Distributed.run(count, fn group ->
+      Distributed.run(List.duplicate([device: :cpu], count), fn group ->
         rows = Ranges.count(deal.rows[group.rank])
         [q, k, v, dout] = for seed <- 1..4, do: tensor(seed, rows, opts)
         {forward, {:ok, _o, states}} = :timer.tc(fn -> Distributed.forward(group, deal, q, k, v) end)
