@@ -533,11 +533,12 @@ typedef struct fa_plan {
   fa_problem problem; /* canonical: scale filled in, windows clipped to the sequence */
   fa_pass pass;
   fa_device device;
-  const char *kernel;     /* the kernel that will run: "cpu/avx2/f32" */
-  size_t workspace_bytes; /* fa_run needs so much, for up to num_threads threads */
-  int32_t num_threads;    /* CPU: the most threads that fa_run will use */
-  const void *backend;    /* private */
-  const void *config;     /* private: the backend's own choice */
+  const char *kernel;          /* the kernel that will run: "cpu/avx2/f32" */
+  size_t workspace_bytes;      /* fa_run needs so much, for up to num_threads threads */
+  int32_t num_threads;         /* CPU: the most threads that fa_run will use */
+  const void *backend;         /* private */
+  const void *config;          /* private: the backend's own choice */
+  const struct fa_plan *whole; /* private: the plan of which this runs a slice, or NULL */
 } fa_plan;
 
 /* Validates the problem and asks the device's backend how it would run. FA_STATUS_UNSUPPORTED where it

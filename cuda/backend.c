@@ -202,10 +202,11 @@ static bool row_fits(const fa_problem *p, const fa_cuda_kernel *row) {
   return !row->merge || fa_cuda_packed_rows(p) <= row->block_q || row[1].bucket != row->bucket;
 }
 
-/* The first row of the kind's tables, from a family on, that takes the problem and fits the device. */
+/* The first row of the kind's tables, from a family on, that takes the whole problem and fits the device. */
 static fa_status choose_kernel(const fa_plan *plan, int family, const fa_cuda_kernel **chosen,
                                fa_error *error) {
-  const fa_problem *problem = &plan->problem;
+  const fa_plan *whole = fa_plan_whole(plan);
+  const fa_problem *problem = &whole->problem;
   const char *operation = "cudaDeviceGetAttribute";
   int major, minor, shared_bytes;
   CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, plan->device.index));
@@ -216,7 +217,7 @@ static fa_status choose_kernel(const fa_plan *plan, int family, const fa_cuda_ke
   int32_t largest = 0;
   uint32_t declined = 0;
   for (; family < NUM_FAMILIES; family++) {
-    if (!family_serves(family, plan, major * 10 + minor)) continue;
+    if (!family_serves(family, whole, major * 10 + minor)) continue;
     const fa_cuda_kind kind = kind_of(problem);
     const fa_cuda_kernel *row =
         plan->pass == FA_PASS_FORWARD ? kinds[kind].forward[family] : kinds[kind].backward[family];
@@ -229,10 +230,10 @@ static fa_status choose_kernel(const fa_plan *plan, int family, const fa_cuda_ke
         continue;
       }
       *chosen = row;
-      return check_sizes(problem, row, error);
+      return check_sizes(&plan->problem, row, error);
     }
   }
-  if (declined) return no_kernel_takes(declined, plan, error);
+  if (declined) return no_kernel_takes(declined, whole, error);
   return unsupported(error, "head_dim", FA_TEXT("at most %d on this CUDA device", largest), problem->head_dim);
 }
 
@@ -322,11 +323,11 @@ static int32_t forward_heads_at_once(const fa_problem *p) {
  * has two sums for the same row block, which hinder each other more than an order does. But column blocks that
  * begin together wait for each other, so this pays only where several follow on a multiprocessor (measured:
  * cuda_log.md, "Hopper, backward"). */
-static bool adds_in_order(const fa_problem *p, const fa_cuda_kernel *kernel, int64_t num_k_blocks,
-                          int64_t num_multiprocessors) {
+static bool adds_in_order(const fa_plan *whole, const fa_cuda_kernel *kernel, int64_t num_k_blocks) {
+  const fa_problem *p = &whole->problem;
   const bool has_two_sums = kernel->persistent && kernel->bucket == 128 && kinds[kind_of(p)].num_parts == 2;
-  return p->deterministic ||
-         (has_two_sums && p->batch * p->num_kv_heads * num_k_blocks >= 3 * num_multiprocessors);
+  return p->deterministic || (has_two_sums && p->batch * p->num_kv_heads * num_k_blocks >=
+                                                  3 * num_multiprocessors(whole->device.index));
 }
 
 /* How many heads' column blocks the backward begins alternately. Where they add to dq in any order, a few heads
@@ -519,7 +520,9 @@ static void lay_out_parts(const fa_plan *plan, const fa_cuda_kernel *kernel, con
   if (!kernel->merge) return;
   a->num_q_blocks = (int32_t)fa_divide_up(fa_cuda_packed_rows(p), kernel->block_q);
   job->merges_early = can_cluster(plan->device.index);
-  job->parts = fa_cuda_choose_parts(p, kernel, job->num_multiprocessors, job->merges_early);
+  const fa_plan *whole = fa_plan_whole(plan);
+  job->parts = fa_cuda_choose_parts(&whole->problem, kernel, num_multiprocessors(whole->device.index),
+                                    job->merges_early);
   job->parts.cache = (fa_cuda_cache){.key_lengths = p->lengths_batch ? t->key_lengths.data : NULL,
                                      .page_table = p->max_pages ? t->page_table.data : NULL,
                                      .lengths_batch = (int32_t)p->lengths_batch,
@@ -552,7 +555,7 @@ static cuda_job lay_out(const fa_plan *plan, const fa_cuda_kernel *kernel, const
   a->num_sinks = (int32_t)p->num_sinks;
   a->num_q_blocks = (int32_t)fa_divide_up(p->seqlen_q, kernel->block_q);
   a->num_k_blocks = (int32_t)fa_divide_up(p->seqlen_k, kernel->block_k);
-  a->in_order = backward && adds_in_order(p, kernel, a->num_k_blocks, job.num_multiprocessors);
+  a->in_order = backward && adds_in_order(fa_plan_whole(plan), kernel, a->num_k_blocks);
   a->padded_rows = a->num_q_blocks * kernel->block_q;
   a->o = t->o, a->dq = t->dq, a->dk = t->dk, a->dv = t->dv, a->dout_rows = t->dout;
   a->lse = t->lse.data, a->sink = t->sink.data, a->dsink = t->dsink.data;

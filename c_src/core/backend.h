@@ -66,7 +66,8 @@ typedef struct fa_backend {
   fa_status (*device_info)(int32_t index, fa_device_info *info, fa_error *error);
 
   /* The selector. plan holds a valid, canonical problem, the pass and an existing device. The backend fills in
-   * kernel, workspace_bytes, num_threads and config, or says why it does not take the problem. */
+   * kernel, workspace_bytes, num_threads and config, or says why it does not take the problem. Whatever decides
+   * on results' bits is chosen as for the whole plan, where there is one: a slice's results are the whole's. */
   fa_status (*plan)(fa_plan *plan, fa_error *error);
 
   /* Runs the kernel that the selector chose. The caller has checked pointers and the workspace's size. */
@@ -97,6 +98,9 @@ bool fa_is_disabled(const char *feature);
 
 /* The backend of that kind, or NULL where the build leaves it out. */
 const fa_backend *fa_backend_of(fa_device_kind kind);
+
+/* The plan whose slice this is, or the plan itself. */
+static inline const fa_plan *fa_plan_whole(const fa_plan *plan) { return plan->whole ? plan->whole : plan; }
 
 /* Completes a plan that holds a canonical problem, the pass, the device and the backend. An empty problem needs
  * no workspace, and one that no memory could hold is an error. */

@@ -29,8 +29,9 @@ typedef struct tensor_place {
 } tensor_place;
 
 typedef struct host_run {
-  const fa_plan *plan;
-  fa_extent part; /* of the problem, that this device computes: all of it, or what others leave */
+  const fa_plan *plan;  /* of the whole problem on this device, */
+  const fa_plan *whole; /* and on the one that the caller planned for */
+  fa_extent part;       /* of the problem, that this device computes: all of it, or what others leave */
   const fa_placement *placement;
   fa_measurements *measured;
   fa_heap *heap;
@@ -123,6 +124,7 @@ static fa_status plan_slice(host_run *run, int number, fa_error *error) {
   const fa_extent *own = &run->slices.at[number].own;
   fa_plan *plan = &run->plans[number];
   *plan = *run->plan;
+  plan->whole = run->whole;
   plan->problem = fa_problem_of(whole, own);
   for (int id = 0; id < FA_NUM_TENSORS; id++) {
     const size_t bytes = (size_t)fa_tensor_shape(&plan->problem, id).size_bytes;
@@ -415,12 +417,27 @@ static fa_status run_all(host_run *run, fa_error *error) {
 
 static bool needs_room(const tensor_place *t) { return t->copied && !t->device.data; }
 
-/* Packing pays where a call moves enough to be cut, and needs a ring whose slots hold rows. */
+/* Whether one device alone would cut the call. */
+static bool is_cut_as_a_whole(const host_run *run) {
+  const fa_problem *p = &run->plan->problem;
+  const fa_extent all = fa_whole_extent(p);
+  int64_t bytes_moved = 0, pageable_bytes = 0;
+  fa_slices slices;
+  for (const tensor_place *t = run->tensors; t < run->tensors + FA_NUM_TENSORS; t++) {
+    if (t->copied) bytes_moved += (int64_t)t->bytes;
+    if (t->staged) pageable_bytes += (int64_t)t->bytes;
+  }
+  fa_cut(p, &all, run->plan->pass, bytes_moved, pageable_bytes, run->tensors[FA_TENSOR_BANDS].staged, &slices);
+  return slices.count > 1;
+}
+
+/* Packing pays where a call moves enough to be cut, and needs a ring whose slots hold rows. Several devices
+ * pack where one would: a dout that is rounded gives other gradients. */
 static bool can_pack(const host_run *run) {
   const fa_problem *p = &run->plan->problem;
   const fa_copy rows = {.row_bytes = (size_t)(p->num_heads * p->head_dim) * sizeof(float), .num_rows = 2};
-  return p->dtype == FA_DTYPE_F32 && p->precision == FA_PRECISION_DEFAULT && run->slices.count > 1 &&
-         fa_staging_fits(run->lane->staging, &rows) && run->heap->backend->unpack && fa_can_pack(p->head_dim);
+  return p->dtype == FA_DTYPE_F32 && p->precision == FA_PRECISION_DEFAULT && run->heap->backend->unpack &&
+         fa_can_pack(p->head_dim) && fa_staging_fits(run->lane->staging, &rows) && is_cut_as_a_whole(run);
 }
 
 /* Packs the operands of matrix products, which kernels round to f16. delta, too, is computed from the dout that
@@ -530,6 +547,7 @@ static host_run begin_run(const fa_plan *plan, const fa_placement *placement, fa
   static const fa_placement nowhere;
   *measured = (fa_measurements){0};
   return (host_run){.plan = plan,
+                    .whole = plan,
                     .placement = placement ? placement : &nowhere,
                     .measured = measured,
                     .part = fa_whole_extent(&plan->problem)};
@@ -548,6 +566,7 @@ fa_status fa_run_anywhere(const fa_plan *plan, const fa_tensors *tensors, const 
 
 typedef struct device_part {
   fa_plan plan;
+  const fa_plan *whole;
   fa_extent part;
   const fa_tensors *tensors;
   fa_measurements measured;
@@ -559,7 +578,7 @@ static void run_part(void *context, int64_t task, int worker) {
   (void)worker;
   device_part *part = (device_part *)context + task;
   host_run run = begin_run(&part->plan, NULL, &part->measured);
-  run.part = part->part;
+  run.part = part->part, run.whole = part->whole;
   part->status = run_on_device(&run, part->tensors, &part->error);
 }
 
@@ -603,7 +622,7 @@ fa_status fa_run_on_devices(const fa_plan *plan, const fa_device *devices, int32
   device_part *parts = calloc((size_t)count, sizeof *parts);
   if (!parts) return fa_fail_message(error, FA_STATUS_OUT_OF_MEMORY, "", "no memory for a call's parts");
   for (int32_t i = 0; i < count; i++) {
-    parts[i] = (device_part){.plan = *plan, .part = extents[i], .tensors = tensors};
+    parts[i] = (device_part){.plan = *plan, .whole = plan, .part = extents[i], .tensors = tensors};
     parts[i].plan.device = devices[i];
   }
   fa_parallel_for(count, 0, count, run_part, parts);

@@ -262,19 +262,22 @@ int32_t fa_split(const fa_problem *problem, fa_pass pass, int32_t num_devices, f
 
 /* ---- an extent as a problem ------------------------------------------------------------------------------ */
 
-/* The problem's last row stands beside its last key. So keys that no row of the extent sees are left out, and
- * where the last row sees keys beyond its own, the window moves by as many. */
+/* Keys that no row of the extent sees are left out, but for those that share a tile with others: f32 kernels
+ * scale them together. The problem's last row stands beside its last key, so the window moves by as many keys
+ * as are there more, and may end before that key. */
 static void leave_rows(fa_problem *p, const fa_extent *own) {
   const int64_t rows_after = p->seqlen_q - own->first_row - own->num_rows;
-  const int64_t seen = fa_min(p->window_right, rows_after);
+  const int64_t needed = p->seqlen_k - rows_after + fa_min(p->window_right, rows_after);
+  const int64_t seqlen_k = fa_min(fa_round_up(needed, fa_host_slicing.row_unit), p->seqlen_k);
+  const int64_t more = seqlen_k - (p->seqlen_k - rows_after); /* than stand beside rows */
   p->seqlen_q = own->num_rows;
   if (p->num_bands > 0) { /* which say it all */
     p->window_left = p->window_right = FA_UNBOUNDED;
     fa_problem_canonicalise(p);
     return;
   }
-  p->seqlen_k -= rows_after - seen;
-  p->window_right -= seen, p->window_left += seen;
+  p->seqlen_k = seqlen_k;
+  p->window_right -= more, p->window_left += more;
   fa_problem_canonicalise(p);
 }
 

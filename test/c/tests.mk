@@ -1,6 +1,6 @@
 # The C tests: one program a file, each ending in "N passed, N failed, N skipped".
 
-TEST_NAMES  := core bands cache decode dropout half merge pages reference tangent tolerance attention isolation extremes cells cuda host
+TEST_NAMES  := core slices bands cache decode dropout half merge pages reference tangent tolerance attention isolation extremes cells cuda host
 TEST_SHARED := $(BUILD)/test/harness.o $(BUILD)/test/cases.o $(BUILD)/test/tolerance.o
 
 $(BUILD)/test/%.o: test/c/%.c $(FLAGS) Makefile

@@ -9,7 +9,7 @@ CXX := c++
 endif
 EMULATED_BUILD := $(BUILD)/emulated
 EMULATED       ?= --quick --sweep 0 --name band --dtype bf16
-EMULATED_TESTS := $(addprefix $(EMULATED_BUILD)/test/test_,emulated attention)
+EMULATED_TESTS := $(addprefix $(EMULATED_BUILD)/test/test_,emulated attention slices)
 
 .PHONY: test-emulated
 ifeq ($(findstring linux,$(TARGET))$(shell command -v $(CXX)),linux)
@@ -27,6 +27,7 @@ test-emulated: $(EMULATED_BUILD)/test_hopper
 	@set -e; for sm in 80 90; do \
 	  echo "test_attention --device cuda $(EMULATED), emulated sm_$$sm"; \
 	  EMULATED_SM=$$sm $(EMULATED_BUILD)/test/test_attention --device cuda $(EMULATED); \
+	  echo "test_slices cuda, emulated sm_$$sm"; EMULATED_SM=$$sm $(EMULATED_BUILD)/test/test_slices cuda; \
 	done
 endif
 
