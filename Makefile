@@ -119,8 +119,11 @@ CUDA_ARCHS  ?= -gencode arch=compute_80,code=sm_80 -gencode arch=compute_90,code
 ifndef CUDA_HOME
 CUDA_HOME   := $(shell dirname "$$(dirname "$$(readlink -f "$$(command -v $(NVCC))")")")
 endif
+# What nvcc 13 compresses best, every driver that runs its programs can read; of those for 12 only the later ones can.
+NVCC_RELEASE  := $(shell $(NVCC) --version 2>/dev/null | sed -n 's/.*release \([0-9]*\)\..*/\1/p')
+CUDA_COMPRESS := $(if $(filter-out 0 1 2 3 4 5 6 7 8 9 10 11 12,$(NVCC_RELEASE)),--compress-mode=size)
 CUDA_CFLAGS := -O3 -std=c++17 -Xcompiler -fPIC,-fvisibility=hidden,-Wall,-fno-exceptions,-fno-threadsafe-statics \
-               $(NVCCFLAGS)
+               $(CUDA_COMPRESS) $(NVCCFLAGS)
 CUDA_LIBS   := -L$(call quote,$(CUDA_HOME)/lib64) -lcudart_static -ldl -lrt -lpthread
 CUDA_INCLUDE := $(CUDA_HOME)/include
 HOPPER_ARCH := -gencode arch=compute_90a,code=sm_90a

@@ -117,9 +117,10 @@ defmodule BuildTest do
     assert Enum.sort(File.ls!(path)) == ["Makefile", "a", "it's", "priv"]
   end
 
-  # A compiler that only says how it was called.
+  # A compiler that only says how it was called, and which release it is.
   @nvcc """
   #!/bin/sh
+  if [ "$1" = --version ]; then echo "Cuda compilation tools, release ${RELEASE-13.0}, V13.0.88"; exit; fi
   echo "$0 $*" >> "$(dirname "$0")/calls"
   while [ "$1" != -o ]; do shift; done
   touch "$2"
@@ -137,7 +138,7 @@ defmodule BuildTest do
 
     calls = fn variables ->
       sh(
-        "cd '#{path}' && make build/cuda/auxiliary.o FA_LOCKED=1 FA_CUDA=1 CUDA_HOME=/one NVCC=./nvcc #{variables}"
+        "cd '#{path}' && make build/cuda/auxiliary.o BUILD=build FA_LOCKED=1 FA_CUDA=1 CUDA_HOME=/one NVCC=./nvcc #{variables}"
       )
 
       "#{path}/calls" |> File.read!() |> String.split("\n", trim: true) |> length()
@@ -158,6 +159,33 @@ defmodule BuildTest do
       assert calls.(variables) == count, variables
       assert calls.(variables) == count, variables
     end)
+  end
+
+  test "GPUs' code is compressed where every driver of nvcc's release can read it", %{path: path} do
+    File.cp!("Makefile", "#{path}/Makefile")
+    File.write!("#{path}/nvcc", @nvcc)
+    File.chmod!("#{path}/nvcc", 0o755)
+
+    for {release, compresses?} <- [
+          {"11.8", false},
+          {"12.9", false},
+          {"13.0", true},
+          {"20.1", true},
+          {"", false}
+        ] do
+      build = "build-#{release}"
+      File.mkdir_p!("#{path}/cuda")
+      File.write!("#{path}/cuda/auxiliary.cu", "")
+
+      sh(
+        "cd '#{path}' && RELEASE=#{release} make #{build}/cuda/auxiliary.o BUILD=#{build} FA_LOCKED=1 FA_CUDA=1 " <>
+          "CUDA_HOME=/one NVCC=./nvcc"
+      )
+
+      call = "#{path}/calls" |> File.read!() |> String.split("\n", trim: true) |> List.last()
+      assert call =~ "cuda/auxiliary.cu"
+      assert call =~ "--compress-mode=size" == compresses?, release
+    end
   end
 
   # A Mix whose packages are missing.
