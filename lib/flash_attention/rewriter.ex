@@ -54,7 +54,7 @@ if FlashAttention.Defn.supported?() do
     weights are dropped by `FlashAttention.Dropout` instead: at the same rate, seeded by the key that the program's bits were made
     of, so that a run can be repeated and each step and layer drops others, in the backward the same as in the forward. It is found where
     bits are those of `Nx.Random`, one for each weight, as in `Axon.dropout/2`; what is made of other bits stays. Weights of a row that sees
-    nothing are not dropped then.
+    nothing are not dropped then: the row is what it would be on average.
     """
 
     @behaviour Nx.Defn.Compiler

@@ -138,6 +138,28 @@ defmodule FlashAttention.Test.AttentionForms do
     t |> Nx.new_axis(3) |> Nx.broadcast({b, s, h, times, d}) |> Nx.reshape({b, s, h * times, d})
   end
 
+  # Edifice's Swin: windows of 2 x 2 are cut out of images of 4 x 4 behind the projections, [batch, 16, heads * 3].
+  defp windows(q, k, v, change) do
+    [q, k, v] =
+      for t <- [q, k, v] do
+        t
+        |> Nx.reshape({2, 2, 2, 2, 2, 6})
+        |> Nx.transpose(axes: [0, 1, 3, 2, 4, 5])
+        |> Nx.reshape({8, 4, 2, 3})
+        |> Nx.transpose(axes: [0, 2, 1, 3])
+      end
+
+    scores(q, k)
+    |> Nx.multiply(0.5)
+    |> change.()
+    |> softmax()
+    |> values(v)
+    |> Nx.transpose(axes: [0, 2, 1, 3])
+    |> Nx.reshape({2, 2, 2, 2, 2, 6})
+    |> Nx.transpose(axes: [0, 1, 3, 2, 4, 5])
+    |> Nx.reshape({2, 16, 6})
+  end
+
   # Where the library adds no tensor to scores, what would need one stays.
   defp needs_bias(expected),
     do: if(Keyword.has_key?(FlashAttention.Options.tensors(), :bias), do: expected, else: "needs bias")
@@ -293,6 +315,16 @@ defmodule FlashAttention.Test.AttentionForms do
          end
          |> Nx.concatenate(axis: 2)
        end, four},
+      {"Edifice, windows of images, under a bias", needs_bias("found: seqlen 4 x 4, a bias"),
+       fn q, k, v, bias -> windows(q, k, v, &Nx.add(&1, bias)) end,
+       with_more(three({2, 16, 6}), fn -> [normal(7, {1, 2, 4, 4}, type())] end)},
+      {"windows of images, causal", "found: seqlen 4 x 4, heads 2:2, causal",
+       fn q, k, v -> windows(q, k, v, &hide(&1, causal(4, 4), -1.0e9)) end, three({2, 16, 6})},
+      {"windows of images, with slopes", needs_bias("found: seqlen 4 x 4, slopes of distances"),
+       fn q, k, v, slopes ->
+         distance = Nx.abs(Nx.subtract(Nx.iota({4, 1}), Nx.iota({1, 4})))
+         windows(q, k, v, &Nx.subtract(&1, Nx.multiply(distance, Nx.reshape(slopes, {2, 1, 1}))))
+       end, with_more(three({2, 16, 6}), fn -> [Nx.tensor([0.5, 0.25])] end)},
       # ---- blocks of keys, and sums that are divided by last
       {"exphil, blocks of keys, one after the other", "forward", &online(&1, &2, &3, fn s, _from -> s end),
        four},

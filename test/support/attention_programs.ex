@@ -52,8 +52,11 @@ if FlashAttention.Defn.supported?() do
             {:denominator, 3}
           ]),
         head_mask: :h in batch and pick([true, false, false, false]),
-        dropped: pick([nil, nil, nil, nil, nil, nil, nil, nil, :made_up, :multiplied])
+        dropped: pick([nil, nil, nil, nil, nil, nil, nil, nil, :made_up, :multiplied]),
+        # Which of rows and columns are two axes of what q, k and v are cut out of, as in windows of images.
+        cut: pick([[], [], [], [], [:i], [:j], [:i, :j]])
       }
+      |> then(&if(&1.dropped, do: %{&1 | cut: []}, else: &1))
     end
 
     # A row that sees nothing is another matter: see the tests of those.
@@ -75,11 +78,11 @@ if FlashAttention.Defn.supported?() do
       %{sizes: sizes, batch: batch} = program
       sizes = Map.put(sizes, :g, program.group) |> Map.put(:hk, div(sizes.h, gcd(program.group, sizes.h)))
       kv = kv_batch(program)
-      shape = fn labels -> labels |> Enum.map(&sizes[&1]) |> List.to_tuple() end
+      shape = fn labels -> labels |> Enum.map(&size(sizes, &1)) |> List.to_tuple() end
       key = Nx.Random.key(program.seed)
-      {q, key} = Nx.Random.normal(key, shape: shape.(order(program, 1, batch ++ [:i, :d])), type: type)
-      {k, key} = Nx.Random.normal(key, shape: shape.(order(program, 2, kv ++ [:j, :d])), type: type)
-      {v, key} = Nx.Random.normal(key, shape: shape.(order(program, 3, kv ++ [:j, :e])), type: type)
+      {q, key} = Nx.Random.normal(key, shape: shape.(stored(program, 1, batch ++ [:i, :d])), type: type)
+      {k, key} = Nx.Random.normal(key, shape: shape.(stored(program, 2, kv ++ [:j, :d])), type: type)
+      {v, key} = Nx.Random.normal(key, shape: shape.(stored(program, 3, kv ++ [:j, :e])), type: type)
       {bias, key} = Nx.Random.normal(key, shape: shape.(order(program, 4, bias_labels(program))), type: type)
       {sink, key} = Nx.Random.normal(key, shape: sink_shape(program, shape), type: :f32)
       {heads, key} = Nx.Random.uniform(key, shape: shape.(Enum.filter(batch, &(&1 == :h))), type: type)
@@ -121,6 +124,30 @@ if FlashAttention.Defn.supported?() do
       Enum.shuffle(labels)
     end
 
+    # Those of q, k and v, of which rows and columns may be two, that need not be side by side.
+    defp stored(program, salt, labels), do: order(program, salt, Enum.flat_map(labels, &parts(program, &1)))
+
+    defp parts(%{cut: cut, sizes: sizes}, label),
+      do: if(label in cut and rem(sizes[label], 2) == 0, do: [{label, :high}, {label, :low}], else: [label])
+
+    defp size(_sizes, {_label, :high}), do: 2
+    defp size(sizes, {label, :low}), do: div(sizes[label], 2)
+    defp size(sizes, label), do: sizes[label]
+
+    # A tensor as it is stored, with each of these axes as one.
+    defp whole(tensor, program, salt, labels) do
+      shuffled = order(program, salt, labels)
+      {tensor, _} = to({tensor, stored(program, salt, labels)}, Enum.flat_map(shuffled, &parts(program, &1)))
+
+      {sizes, []} =
+        Enum.map_reduce(shuffled, Tuple.to_list(Nx.shape(tensor)), fn label, sizes ->
+          {of_label, others} = Enum.split(sizes, length(parts(program, label)))
+          {Enum.product(of_label), others}
+        end)
+
+      {Nx.reshape(tensor, List.to_tuple(sizes)), shuffled}
+    end
+
     @doc """
     The program itself, on what `tensors/2` gave. `change` may do something to what it is given by name.
 
@@ -134,9 +161,9 @@ if FlashAttention.Defn.supported?() do
       kv = kv_batch(program)
       c = 1 / :math.sqrt(sizes.d)
 
-      q = {q, order(program, 1, batch ++ [:i, :d])}
-      k = {k, order(program, 2, kv ++ [:j, :d])}
-      v = {v, order(program, 3, kv ++ [:j, :e])}
+      q = whole(q, program, 1, batch ++ [:i, :d])
+      k = whole(k, program, 2, kv ++ [:j, :d])
+      v = whole(v, program, 3, kv ++ [:j, :e])
       :rand.seed(:exsss, {program.seed, 7, 7})
       [k, v] = for t <- [k, v], do: if(grouped?(program), do: repeat(t, program), else: t)
 

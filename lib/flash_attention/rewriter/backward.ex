@@ -476,10 +476,9 @@ defmodule FlashAttention.Rewriter.Backward do
   defp sum_of_products(terms, match, dp) do
     {:ok, w_there} = Terms.substitute(match.weights, at_bound(match))
     {:ok, dp_there} = Terms.substitute(dp, at_bound(match))
-    [{:j, 1, size}] = match.axes.columns
     bound = {:bound, 1, 0}
     products = Terms.multiply(terms, Terms.term(terms, w_there), Terms.term(terms, dp_there))
-    Terms.sum(terms, products, [bound], %{bound => size})
+    Terms.sum(terms, products, [bound], %{bound => Index.size(match.axes.columns)})
   end
 
   defp at_bound(match),
@@ -607,7 +606,7 @@ defmodule FlashAttention.Rewriter.Backward do
   defp expected(terms, match, scores, {number, _}, [summed]) do
     term = terms |> Terms.term(scores) |> unmasked(terms, match)
     [q, k] = for leaf <- [match.q, match.k], do: elem(Terms.strip(terms, leaf), 0)
-    over = %{columns: match.axes.columns, rows: match.axes.rows}
+    over = %{columns: Index.merge(match.axes.columns), rows: Index.merge(match.axes.rows)}
 
     cond do
       summed == over.columns and number == k -> of_scores(terms, match, term)

@@ -522,7 +522,7 @@ defmodule FlashAttention.Rewriter.Forward do
     {rows_and_groups, rest} = Enum.split_with(out, &(&1 in in_q and &1 not in in_k and &1 not in in_v))
     {dims, shared} = Enum.split_with(rest, &(&1 in in_v and &1 not in in_q and &1 not in in_k))
     order = product_order(match.product, atoms)
-    rows = row(terms, steps, Enum.sort_by(rows_and_groups, &position(order, &1)))
+    rows = row(terms, steps, Enum.sort_by(rows_and_groups, &position(order, &1)), match.product, atoms)
 
     cond do
       :j not in Terms.variables(v) ->
@@ -563,14 +563,28 @@ defmodule FlashAttention.Rewriter.Forward do
   defp product_order({_number, indices}, atoms), do: indices |> Enum.concat() |> Index.refine(atoms)
   defp position(order, digit), do: Enum.find_index(order, &(&1 == digit)) || length(order)
 
-  # Rows are what masks count; unless one does, what is next to the columns.
-  defp row(_terms, _steps, []), do: []
-  defp row(_terms, _steps, [row]), do: [row]
+  # Rows are what masks count; unless one does, what is next to the columns, with what it is one axis of the scores with,
+  # where nothing that is added to them takes these apart.
+  defp row(terms, steps, candidates, product, atoms) when length(candidates) > 1 do
+    views = for step <- steps, view <- views_of(step), do: Terms.strip(terms, view)
+    counted = for view <- views, digit <- counted(terms, view), do: digit
+    last = List.last(candidates)
+    axis = product |> elem(1) |> Enum.map(&Index.refine(&1, atoms)) |> Enum.find([], &(last in &1))
+    together = Enum.filter(candidates, &(&1 in axis))
 
-  defp row(terms, steps, candidates) do
-    counted = for step <- steps, view <- views_of(step), digit <- counted(terms, view), do: digit
-    [Enum.find(candidates, List.last(candidates), &(&1 in counted))]
+    whole? =
+      match?([_], Index.merge(together)) and
+        Enum.all?(views, fn view ->
+          length(together -- Index.refine(digits_of(view), atoms)) in [0, length(together)]
+        end)
+
+    case Enum.find(candidates, &(&1 in counted)) do
+      nil -> if whole?, do: together, else: [last]
+      counted -> [counted]
+    end
   end
+
+  defp row(_terms, _steps, candidates, _product, _atoms), do: candidates
 
   defp views_of({:mask, view, _, _}), do: [view]
   defp views_of({:bias, view, _}), do: [view]
@@ -737,7 +751,7 @@ defmodule FlashAttention.Rewriter.Forward do
     # Other factors may have moved the fill since.
     if Enum.all?(match.hidden, &far?(&1.fill, &1.type)) do
       predicates = for mask <- match.hidden, predicate <- mask.predicates, do: predicate
-      [row, column] = [one_digit(match.axes.rows), {:j, 1, column_size(match.k)}]
+      [row, column] = [one_digit(Index.merge(match.axes.rows)), {:j, 1, column_size(match.weights)}]
       visibility = Visibility.of(terms, predicates, row, column)
       rows = Index.size(match.axes.rows)
 

@@ -12,8 +12,8 @@ defmodule FlashAttention.Rewriter.Slopes do
   not see, unless there are sinks.
   """
   def of(terms, match, {view, factor}) do
-    with [row] <- match.axes.rows,
-         [column] <- match.axes.columns,
+    with [row] <- Index.merge(match.axes.rows),
+         [column] <- Index.merge(match.axes.columns),
          true <- match.empty_rows != :swallowed,
          {:ok, coefficient, position, views} <- split(terms, view, {row, column}),
          true <- Enum.all?(views, &of_heads?(&1, match)),

@@ -596,9 +596,12 @@ defmodule FlashAttention.Rewriter.Terms do
     end
   end
 
-  @doc "The sizes of the variables that a view has as whole indices."
-  def sizes({_number, indices}),
-    do: for(index <- indices, {name, 1, size} <- index, into: %{}, do: {Index.of_variable(name), size})
+  @doc "The sizes of the variables of a view, of which it has the most significant digits."
+  def sizes({_number, indices}) do
+    for index <- indices, {name, divisor, size} <- index, reduce: %{} do
+      sizes -> Map.update(sizes, Index.of_variable(name), divisor * size, &max(&1, divisor * size))
+    end
+  end
 
   # What is added to a sum that is at least 1 and vanishes in rounding: in that type the sum is what it was.
   defp lost?(terms, %{type: type}, sum, added) do

@@ -10,7 +10,7 @@ defmodule FlashAttention.Rewriter.BumblebeeTest do
 
   @moduletag :bumblebee
   @moduletag :capture_log
-  @compile {:no_warn_undefined, [Bumblebee, Composite, Nx, Nx.Defn, Nx.Type, Rewriter]}
+  @compile {:no_warn_undefined, [Axon, Axon.ModelState, Bumblebee, Composite, Nx, Nx.Defn, Nx.Type, Rewriter]}
 
   # In f64, where rounding hides nothing.
   defp in_f64(container),
@@ -73,6 +73,54 @@ defmodule FlashAttention.Rewriter.BumblebeeTest do
         assert first == again
         assert Nx.to_number(first) |> abs() <= 1
       end
+    end
+  end
+
+  # Their convolutions take too long here to be computed: what is found is asked for.
+  @pictures [sample_size: 8, hidden_sizes: [32, 32], depth: 1]
+  @unet [
+          down_block_types: [:cross_attention_down_block, :down_block],
+          up_block_types: [:up_block, :cross_attention_up_block],
+          cross_attention_size: 12
+        ] ++ @pictures
+
+  for {module, config, attentions} <- [
+        {Bumblebee.Diffusion.UNet2DConditional, @unet, 8},
+        {Bumblebee.Diffusion.VaeKl,
+         [down_block_types: [:down_block, :down_block], up_block_types: [:up_block, :up_block]] ++ @pictures, 2}
+      ] do
+    test "#{inspect(module)}: #{attentions} attentions are found, in inference and in training" do
+      spec = Bumblebee.configure(struct(unquote(module), architecture: :base), unquote(config))
+
+      inputs =
+        for {name, template} <- unquote(module).input_template(spec), into: %{} do
+          # Of more than one word.
+          {name, if(name == "encoder_hidden_state", do: Nx.template({1, 5, 12}, :f32), else: template)}
+        end
+
+      model = Bumblebee.build_model(spec)
+
+      for {mode, expected} <- [inference: ~r/seqlen/, train: ~r/with dq, dk, dv/] do
+        {init, predict} = Axon.build(model, mode: mode)
+
+        state =
+          Nx.Defn.debug_expr(init).(inputs, Axon.ModelState.empty()) |> Composite.traverse(&Nx.to_template/1)
+
+        places = Rewriter.explain(of_mode(mode, predict, state), [state.data, inputs])
+        assert length(places) == unquote(attentions)
+        assert Enum.all?(places, &(&1.rewritten and &1.as =~ expected)), inspect(places)
+      end
+    end
+  end
+
+  defp of_mode(:inference, predict, state),
+    do: fn data, inputs -> predict.(%{state | data: data}, inputs).sample end
+
+  defp of_mode(:train, predict, state) do
+    fn data, inputs ->
+      Nx.Defn.grad(data, fn data ->
+        Nx.sum(Nx.sin(predict.(%{state | data: data}, inputs).prediction.sample))
+      end)
     end
   end
 

@@ -230,6 +230,32 @@ defmodule FlashAttention.Rewriter.MatcherTest do
       assert length(match.gradients) == 3
     end
 
+    test "to windows, whose rows and columns are two axes each of what they are cut out of, is found" do
+      cut = fn name, rows, columns ->
+        """
+        whole_#{name} = parameter(#{name}) :: f32(#{rows}, 2, 2, #{columns})
+        parts_#{name} = transpose(whole_#{name}, axes: [1, 0, 2, 3]) :: f32(2, #{rows}, 2, #{columns})
+        #{name} = reshape(parts_#{name}) :: f32(2, #{2 * rows}, #{columns})
+        """
+      end
+
+      text =
+        @both
+        |> replace("k = parameter(1) :: f32(2, 6, 3)\n", cut.(:k, 3, 3))
+        |> replace("v = parameter(2) :: f32(2, 6, 5)\n", cut.(:v, 3, 5))
+        |> replace("q = parameter(0) :: f32(4, 2, 3)\n", cut.(:q, 2, 3))
+        |> replace("transpose(q, axes: [1, 2, 0])", "transpose(q, axes: [0, 2, 1])")
+        |> replace("parameter(k)", "parameter(1)")
+        |> replace("parameter(v)", "parameter(2)")
+        |> replace("parameter(q)", "parameter(0)")
+
+      assert {[match], []} = run(text <> @gradients)
+      assert %{rows: [{_, 2, 2}, {_, 1, 2}], columns: [{:j, 2, 3}, {:j, 1, 2}], groups: []} = match.axes
+      assert match.visibility.upper == [%{constant: 2}]
+      assert {match.visibility.others, match.empty_rows} == {[], :none}
+      assert Enum.sort(for g <- match.gradients, do: {g.of, g.factor}) == [k: 1.0, q: 1.0, v: 1.0]
+    end
+
     test "of a multiple of the loss is that multiple" do
       text =
         replace(
