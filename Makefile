@@ -98,10 +98,11 @@ FORCE:
 
 # The CPU kernels are one source, compiled once for every instruction set and chosen at run time.
 KERNELS          := c_src/cpu/kernels.c
-ISAS_x86_64      := avx2 avx512
+ISAS_x86_64      := avx2 avx512 avx512bf16
 ISAS             := plain $(ISAS_$(firstword $(subst -, ,$(TARGET))))
 ISA_FLAGS_avx2   := -mavx2 -mfma
 ISA_FLAGS_avx512 := -mavx512f -mavx512dq -mavx512vl -mavx512bw -mfma -mprefer-vector-width=512
+ISA_FLAGS_avx512bf16 := $(ISA_FLAGS_avx512) -mavx512bf16
 
 SOURCES := $(filter-out $(KERNELS),$(wildcard c_src/core/*.c c_src/host/*.c c_src/cpu/*.c))
 OBJECTS := $(SOURCES:c_src/%.c=$(BUILD)/%.o) $(if $(wildcard $(KERNELS)),$(ISAS:%=$(BUILD)/cpu/kernels_%.o))
@@ -316,7 +317,7 @@ test-elixir: elixir
 	$(MIX) test $(if $(WERROR),--warnings-as-errors)
 
 test-isas: test-c-isas
-	for isas in avx512 avx512,avx2; do FLASH_ATTENTION_DISABLE=$$isas $(MIX) flash_attention.check || exit 1; done
+	for isas in avx512bf16 avx512 avx512,avx2; do FLASH_ATTENTION_DISABLE=$$isas $(MIX) flash_attention.check || exit 1; done
 
 # The NIF in the VM under the sanitizers, in a copy of the tree, so that priv is its own. +Mea min hands the VM's
 # allocations on to malloc, where AddressSanitizer sees them. What times calls or counts memory stays out.

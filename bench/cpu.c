@@ -5,7 +5,7 @@
  *   bench_cpu [--quick] [--threads N]
  *   bench_cpu --memory SEQLEN [--threads N]     one row of the memory table, which the first form asks for
  *   bench_cpu --options [--threads N]           what masks and other options cost, beside the problem without
- * them
+ *   bench_cpu --types                           16-bit types beside f32, on one thread
  *
  * GFLOP/s, the median of several runs. The forward counts 4 * batch * heads * seqlen^2 * head_dim operations,
  * half of it under a causal mask, the backward 2.5 times that. "peak" is the most that fused multiply-adds on
@@ -508,8 +508,64 @@ static int option_rows(int threads) {
   return 0;
 }
 
+/* ---- types beside f32 ------------------------------------------------------------------------------ */
+
+static double processor_seconds(void) {
+  struct timespec time;
+  clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &time);
+  return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
+}
+
+/* One problem in every type, by turns: rates of the medians, and medians of the ratios of turns. */
+static void types_row(int64_t seqlen, int64_t head_dim, bool causal) {
+  enum { NUM_TYPES = 3 };
+  static const fa_dtype dtypes[NUM_TYPES] = {FA_DTYPE_F32, FA_DTYPE_BF16, FA_DTYPE_F16};
+  workload w[NUM_TYPES];
+  for (int t = 0; t < NUM_TYPES; t++) {
+    const fa_problem problem = square_problem(dtypes[t], seqlen,
+                                              seqlen < 1024   ? 8
+                                              : seqlen < 4096 ? 2
+                                                              : 1,
+                                              head_dim, causal);
+    w[t] = prepare(&problem, NULL);
+    time_flash(&w[t], 0, 1); /* o and lse for the backward */
+  }
+  for (int pass = 0; pass < 2; pass++) {
+    double measured[NUM_TYPES][TURNS], ratio[NUM_TYPES][TURNS];
+    for (int turn = 0; turn < TURNS; turn++)
+      for (int t = 0; t < NUM_TYPES; t++) {
+        const double start = processor_seconds();
+        time_flash(&w[t], pass, 1);
+        measured[t][turn] = processor_seconds() - start;
+        ratio[t][turn] = measured[0][turn] / measured[t][turn];
+      }
+    printf("| %s s%lld d%lld %s |", pass ? "backward" : "forward", (long long)seqlen, (long long)head_dim,
+           causal ? "causal" : "full");
+    for (int t = 0; t < NUM_TYPES; t++)
+      printf(" %.0f |", operations(&w[t].problem, pass) / 1e9 / median(measured[t], TURNS));
+    for (int t = 1; t < NUM_TYPES; t++) printf(" %.2f |", median(ratio[t], TURNS));
+    printf("\n");
+    fflush(stdout);
+  }
+  for (int t = 0; t < NUM_TYPES; t++) release(&w[t]);
+}
+
+static int type_rows(void) {
+  fa_device_info info;
+  fa_device_get_info((fa_device){FA_DEVICE_CPU, 0}, &info, NULL);
+  printf(
+      "# 16-bit types beside f32 on the CPU\n\n%s, kernels %s, 1 thread. GFLOP/s by processor time, by turns; "
+      "medians of %d.\n\n"
+      "| case | f32 | bf16 | f16 | bf16, of f32 | f16, of f32 |\n|---|---|---|---|---|---|\n",
+      info.name, info.features, TURNS);
+  for (int64_t head_dim = 64; head_dim <= 128; head_dim *= 2)
+    for (int causal = 0; causal < 2; causal++)
+      for (int64_t seqlen = 512; seqlen <= 4096; seqlen *= 2) types_row(seqlen, head_dim, causal);
+  return 0;
+}
+
 int main(int argc, char **argv) {
-  bool quick = false, options = false;
+  bool quick = false, options = false, types = false;
   int64_t memory_seqlen = 0;
   int threads = omp_get_max_threads();
   for (int i = 1; i < argc; i++) {
@@ -519,13 +575,18 @@ int main(int argc, char **argv) {
       threads = atoi(argv[++i]);
     else if (strcmp(argv[i], "--options") == 0)
       options = true;
+    else if (strcmp(argv[i], "--types") == 0)
+      types = true;
     else if (strcmp(argv[i], "--memory") == 0 && i + 1 < argc)
       memory_seqlen = atoll(argv[++i]);
     else
-      return fprintf(stderr, "usage: %s [--quick] [--options] [--memory SEQLEN] [--threads N]\n", argv[0]), 2;
+      return fprintf(stderr, "usage: %s [--quick] [--options] [--types] [--memory SEQLEN] [--threads N]\n",
+                     argv[0]),
+             2;
   }
   if (memory_seqlen) return memory_row(memory_seqlen, threads);
   if (options) return option_rows(threads);
+  if (types) return type_rows();
   fa_device_info info;
   fa_device_get_info((fa_device){FA_DEVICE_CPU, 0}, &info, NULL);
   printf("# The CPU backend\n\n%s, kernels %s, 1 and %d threads. GFLOP/s are medians of %d.\n\n", info.name,

@@ -13,22 +13,47 @@
 #include "kernels.h"
 #include "sum.h"
 
-/* The best instruction set that this processor has. */
-static const fa_cpu_kernels *kernels_here(const char **isa) {
 #if defined(__x86_64__)
+static bool has_avx512(void) {
   __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
-      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bw") && !fa_is_disabled("avx512")) {
-    *isa = "avx512";
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bw") && !fa_is_disabled("avx512");
+}
+
+/* An addition to avx512, and switched off with it. */
+static bool has_avx512bf16(void) {
+  return has_avx512() && __builtin_cpu_supports("avx512bf16") && !fa_is_disabled("avx512bf16");
+}
+#endif
+
+/* The kernels of the best instruction set that this processor has, and what it and its additions are called. */
+static const fa_cpu_kernels *kernels_here(const char **isas) {
+#if defined(__x86_64__)
+  if (has_avx512()) {
+    *isas = has_avx512bf16() ? "avx512 avx512bf16" : "avx512";
     return &fa_cpu_kernels_avx512;
   }
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && !fa_is_disabled("avx2")) {
-    *isa = "avx2";
+    *isas = "avx2";
     return &fa_cpu_kernels_avx2;
   }
 #endif
-  *isa = "plain";
+  *isas = "plain";
   return &fa_cpu_kernels_plain;
+}
+
+static const fa_cpu_kernel *kernel_for(fa_pass pass, fa_dtype dtype) {
+  const char *isas;
+  const fa_cpu_kernels *kernels = kernels_here(&isas);
+  const bool is_forward = pass == FA_PASS_FORWARD;
+  if (pass == FA_PASS_TANGENT) return &kernels->tangent_f64;
+  if (dtype == FA_DTYPE_F64) return is_forward ? &kernels->forward_f64 : &kernels->backward_f64;
+#if defined(__x86_64__)
+  const fa_cpu_pair_kernels *pairs = &fa_cpu_kernels_avx512bf16;
+  if (dtype == FA_DTYPE_BF16 && has_avx512bf16())
+    return is_forward ? &pairs->forward_bf16 : &pairs->backward_bf16;
+#endif
+  return is_forward ? &kernels->forward_f32 : &kernels->backward_f32;
 }
 
 /* FLASH_ATTENTION_NUM_THREADS, or 0 where it is not set to a number. */
@@ -54,9 +79,9 @@ static int32_t num_devices(fa_error *error) {
 
 static fa_status device_info(int32_t index, fa_device_info *info, fa_error *error) {
   (void)index;
-  const char *isa;
-  kernels_here(&isa);
-  snprintf(info->features, sizeof info->features, "%s", isa);
+  const char *isas;
+  kernels_here(&isas);
+  snprintf(info->features, sizeof info->features, "%s", isas);
   snprintf(info->name, sizeof info->name, "CPU");
   FILE *cpuinfo = fopen("/proc/cpuinfo", "r");
   char line[256];
@@ -93,19 +118,13 @@ static int64_t most_tasks(const fa_cpu_kernel *kernel, const fa_problem *problem
 }
 
 static fa_status plan_cpu(fa_plan *plan, fa_error *error) {
-  const char *isa;
-  const fa_cpu_kernels *kernels = kernels_here(&isa);
-  bool f64 = plan->problem.dtype == FA_DTYPE_F64;
   if (plan->pass == FA_PASS_BOUND)
     return fa_fail(error, FA_STATUS_UNSUPPORTED, "pass", "forward, backward or tangent on the CPU",
                    fa_pass_name(plan->pass));
-  if (plan->pass == FA_PASS_TANGENT && !f64)
+  if (plan->pass == FA_PASS_TANGENT && plan->problem.dtype != FA_DTYPE_F64)
     return fa_fail(error, FA_STATUS_UNSUPPORTED, "q", "type f64 for the tangent pass",
                    fa_dtype_name(plan->problem.dtype));
-  const fa_cpu_kernel *kernel = plan->pass == FA_PASS_TANGENT ? &kernels->tangent_f64
-                                : plan->pass == FA_PASS_FORWARD
-                                    ? (f64 ? &kernels->forward_f64 : &kernels->forward_f32)
-                                    : (f64 ? &kernels->backward_f64 : &kernels->backward_f32);
+  const fa_cpu_kernel *kernel = kernel_for(plan->pass, plan->problem.dtype);
   int64_t tasks = most_tasks(kernel, &plan->problem);
   int32_t wanted = threads_wanted(), threads = wanted ? wanted : useful_threads(&plan->problem);
   plan->kernel = kernel->name;
@@ -182,8 +201,8 @@ static int32_t merge_threads(const fa_merge *merge, const fa_execution *executio
 static fa_status merge_cpu(const fa_merge *merge, bool is_backward, int32_t index,
                            const fa_execution *execution, fa_error *error) {
   (void)index;
-  const char *isa;
-  const fa_cpu_kernels *kernels = kernels_here(&isa);
+  const char *isas;
+  const fa_cpu_kernels *kernels = kernels_here(&isas);
   const bool is_f64 = merge->merged.dtype == FA_DTYPE_F64;
   const fa_merge_kernel *kernel = is_f64 ? &kernels->merge_f64 : &kernels->merge_f32;
   const fa_merge_job job = {merge, is_backward, execution->workspace};

@@ -22,37 +22,40 @@
 #define PREPARE_ROWS 128 /* rows of a task of the first and the last phase */
 
 typedef struct T(backward_scratch) {
-  REAL *k_transposed, *v_transposed; /* [BLOCK / NR][head_dim][NR] */
-  REAL *k_panels;                    /* [head_dim / NR][BLOCK][NR] */
-  REAL *q_rows, *dout_rows;          /* [BLOCK][head_dim] */
-  REAL *q_panels, *dout_panels;      /* [head_dim / NR][BLOCK][NR] */
-  REAL *p, *ds, *addends;            /* [BLOCK][BLOCK] */
-  INT *hidden;                       /* [BLOCK][BLOCK]: which scores are -inf */
-  INT *kept;                         /* [BLOCK][BLOCK]: which scores are not dropped */
-  REAL *dq, *dk, *dv;                /* [BLOCK][padded head_dim] */
-  REAL *buffer;                      /* [head_dim] */
-  double *cell_sums;                 /* [num_heads][NUM_HEAD_NUMBERS]: shared, of the cell at hand; see there */
+  T(operand) * k_transposed, *v_transposed; /* [BLOCK / NR][operands of head_dim][NR] */
+  T(operand) * k_panels;                    /* [head_dim / NR][operands of BLOCK][NR] */
+  T(operand) * q_rows, *dout_rows;          /* [BLOCK][operands of head_dim] */
+  T(operand) * q_panels, *dout_panels;      /* [head_dim / NR][operands of BLOCK][NR] */
+  REAL *p, *ds, *addends;                   /* [BLOCK][BLOCK] */
+  T(operand) * ds_rows;                     /* [BLOCK][operands of BLOCK] */
+  INT *hidden;                              /* [BLOCK][BLOCK]: which scores are -inf */
+  INT *kept;                                /* [BLOCK][BLOCK]: which scores are not dropped */
+  REAL *dq, *dk, *dv;                       /* [BLOCK][padded head_dim] */
+  REAL *buffer;                             /* [2][head_dim] */
+  double *cell_sums; /* [num_heads][NUM_HEAD_NUMBERS]: shared, of the cell at hand; see there */
 } T(backward_scratch);
 
 static T(backward_scratch) T(lay_out_backward)(fa_arena *arena, const fa_problem *problem) {
-  int64_t rows = BLOCK * problem->head_dim, panels = BLOCK * fa_round_up(problem->head_dim, NR);
+  const int64_t padded = fa_round_up(problem->head_dim, NR);
+  const int64_t rows = BLOCK * T(operands)(problem->head_dim), panels = T(operands)(BLOCK) * padded;
   T(backward_scratch) s = {0};
-  s.k_transposed = fa_take(arena, rows, sizeof(REAL));
-  s.v_transposed = fa_take(arena, rows, sizeof(REAL));
-  s.k_panels = fa_take(arena, panels, sizeof(REAL));
-  s.q_rows = fa_take(arena, rows, sizeof(REAL));
-  s.dout_rows = fa_take(arena, rows, sizeof(REAL));
-  s.q_panels = fa_take(arena, panels, sizeof(REAL));
-  s.dout_panels = fa_take(arena, panels, sizeof(REAL));
+  s.k_transposed = fa_take(arena, rows, sizeof(T(operand)));
+  s.v_transposed = fa_take(arena, rows, sizeof(T(operand)));
+  s.k_panels = fa_take(arena, panels, sizeof(T(operand)));
+  s.q_rows = fa_take(arena, rows, sizeof(T(operand)));
+  s.dout_rows = fa_take(arena, rows, sizeof(T(operand)));
+  s.q_panels = fa_take(arena, panels, sizeof(T(operand)));
+  s.dout_panels = fa_take(arena, panels, sizeof(T(operand)));
   s.p = fa_take(arena, BLOCK * BLOCK, sizeof(REAL));
   s.ds = fa_take(arena, BLOCK * BLOCK, sizeof(REAL));
+  s.ds_rows = fa_take(arena, PAIRS ? BLOCK * T(operands)(BLOCK) : 0, sizeof(T(operand)));
   s.addends = fa_take(arena, T(has_addends)(problem) ? BLOCK * BLOCK : 0, sizeof(REAL));
   s.hidden = fa_take(arena, BLOCK * BLOCK, sizeof(INT));
   s.kept = fa_take(arena, problem->dropout != 0 ? BLOCK * BLOCK : 0, sizeof(INT));
-  s.dq = fa_take(arena, panels, sizeof(REAL));
-  s.dk = fa_take(arena, panels, sizeof(REAL));
-  s.dv = fa_take(arena, panels, sizeof(REAL));
-  s.buffer = fa_take(arena, problem->head_dim, sizeof(REAL));
+  s.dq = fa_take(arena, BLOCK * padded, sizeof(REAL));
+  s.dk = fa_take(arena, BLOCK * padded, sizeof(REAL));
+  s.dv = fa_take(arena, BLOCK * padded, sizeof(REAL));
+  s.buffer = fa_take(arena, 2 * problem->head_dim, sizeof(REAL));
   return s;
 }
 
@@ -213,7 +216,7 @@ static void T(find_delta)(const fa_cpu_job *job, const T(task_rows) * chunk, T(b
   const fa_problem *problem = job->problem;
   int64_t d = problem->head_dim, batch = chunk->sequence.batch;
   for (int64_t r = chunk->rows.begin; r < chunk->rows.end; r++) {
-    const REAL *o_row = T(load_row)(o, r, d, s.q_rows), *dout_row = T(load_row)(dout, r, d, s.dout_rows);
+    const REAL *o_row = T(load_row)(o, r, d, s.buffer), *dout_row = T(load_row)(dout, r, d, s.buffer + d);
     REAL sum = 0;
     for (int64_t p = 0; p < d; p++) sum += o_row[p] * dout_row[p];
     if (problem->dlse_batch > 0) {
@@ -255,8 +258,9 @@ static void T(prepare_task)(const fa_cpu_job *job, int64_t task, void *scratch) 
 /* The scratch, but what is packed of columns, and their dk and dv, begin so many columns later: whole panels.
  */
 static T(backward_scratch) T(from_column)(const fa_problem *problem, T(backward_scratch) s, int64_t column) {
-  const int64_t d = problem->head_dim, padded = fa_round_up(d, NR);
-  s.k_transposed += column * d, s.v_transposed += column * d, s.k_panels += column * NR;
+  const int64_t d = problem->head_dim, depth = T(operands)(d), padded = fa_round_up(d, NR);
+  s.k_transposed += column * depth, s.v_transposed += column * depth;
+  s.k_panels += T(operands)(column) * NR;
   s.dk += column * padded, s.dv += column * padded;
   return s;
 }
@@ -264,16 +268,17 @@ static T(backward_scratch) T(from_column)(const fa_problem *problem, T(backward_
 /* One tile, whose columns of k and v are packed: adds to dq in memory, and to dk and dv in s. next: which one
  * is likely to follow. */
 static void T(backward_tile)(const fa_cpu_job *job, const T(backward_shared) * shared, T(backward_scratch) s,
-                             const fa_tile *tile, const fa_tile *next, bool finite_k) {
+                             const fa_tile *tile, const fa_tile *next, bool normal_columns) {
   const fa_problem *problem = job->problem;
-  int64_t d = problem->head_dim, padded = fa_round_up(d, NR), panel = BLOCK * NR;
+  const int64_t d = problem->head_dim, depth = T(operands)(d), padded = fa_round_up(d, NR);
+  const int64_t panel = T(operands)(BLOCK) * NR;
   int64_t num_rows = tile->rows.end - tile->rows.begin, num_columns = tile->columns.end - tile->columns.begin;
   int64_t stats = fa_first_stat(tile->sequence, tile->head) + tile->rows.begin;
   const REAL *lse = (const REAL *)job->tensors->lse.data + stats, *delta = shared->delta + stats;
   T(rows) q = T(rows_of)(job, FA_TENSOR_Q, tile->sequence, tile->head);
   T(rows) dout = T(rows_of)(job, FA_TENSOR_DOUT, tile->sequence, tile->head);
   T(sum_rows) dq = T(sum_rows_of)(job, FA_TENSOR_DQ, shared->dq, tile->sequence, tile->head);
-  give_way();
+  give_way(5 * d * num_rows * num_columns);
 
   T(addends) addends = {0};
   if (T(has_addends)(problem)) addends = T(find_addends)(job, tile, s.addends);
@@ -286,28 +291,37 @@ static void T(backward_tile)(const fa_cpu_job *job, const T(backward_shared) * s
   T(pack_panels)(dout, tile->rows, d, s.dout_panels, s.buffer);
 
   /* scale * q . k^T and dp = dout . v^T, then p and ds in their places */
-  T(product)
-  (num_rows, num_columns, d, s.q_rows, d, 1, s.k_transposed, d * NR, s.p, BLOCK, STORE, (REAL)problem->scale,
-   NULL);
-  T(product)(num_rows, num_columns, d, s.dout_rows, d, 1, s.v_transposed, d * NR, s.ds, BLOCK, STORE, 1, NULL);
-  bool finite = finite_k && T(all_finite)(s.q_rows, num_rows * d) && T(all_finite)(s.dout_rows, num_rows * d);
+  const bool normal = normal_columns && T(all_normal)(s.q_rows, num_rows * depth) &&
+                      T(all_normal)(s.dout_rows, num_rows * depth);
+  T(product_where_seen)
+  (num_rows, num_columns, depth, s.q_rows, NULL, normal, depth, 1, s.k_transposed, depth * NR, s.p, BLOCK,
+   STORE, (REAL)problem->scale, NULL);
+  T(product_where_seen)
+  (num_rows, num_columns, depth, s.dout_rows, NULL, normal, depth, 1, s.v_transposed, depth * NR, s.ds, BLOCK,
+   STORE, 1, NULL);
   double *sums = s.cell_sums ? s.cell_sums + tile->head * NUM_HEAD_NUMBERS : NULL;
-  bool hides = T(differentiate_scores)(job, tile, next, lse, delta, s.p, s.ds, addends, gradient,
-                                       finite ? NULL : s.hidden, s.kept, sums);
+  bool hides = T(differentiate_scores)(job, tile, next, lse, delta, s.p, s.ds, s.ds_rows, addends, gradient,
+                                       normal ? NULL : s.hidden, s.kept, sums);
   const INT *hidden = hides ? s.hidden : NULL;
   if (shared->turns && !gradient.is_sum) T(add_bias_gradient)(job, shared->dbias, tile, s.addends);
 
   /* dv += p^T . dout,  dk += ds^T . q,  dq += ds . k */
+  const T(operand) *p = (const T(operand) *)s.p, *ds = (const T(operand) *)s.ds;
+  const T(operand) *ds_rows = PAIRS ? s.ds_rows : ds;
   T(product_where_seen)
-  (num_columns, d, num_rows, s.p, hidden, 1, BLOCK, s.dout_panels, panel, s.dv, padded, ADD, 0, NULL);
+  (num_columns, d, T(operands)(num_rows), p, hidden, normal, 1, BLOCK, s.dout_panels, panel, s.dv, padded, ADD,
+   0, NULL);
   T(product_where_seen)
-  (num_columns, d, num_rows, s.ds, hidden, 1, BLOCK, s.q_panels, panel, s.dk, padded, ADD, 0, NULL);
+  (num_columns, d, T(operands)(num_rows), ds, hidden, normal, 1, BLOCK, s.q_panels, panel, s.dk, padded, ADD, 0,
+   NULL);
   T(product_where_seen)
-  (num_rows, d, num_columns, s.ds, hidden, BLOCK, 1, s.k_panels, panel, s.dq, padded, STORE, 1, NULL);
+  (num_rows, d, T(operands)(num_columns), ds_rows, hidden, normal, T(operands)(BLOCK), 1, s.k_panels, panel,
+   s.dq, padded, STORE, 1, NULL);
   T(add_rows)(dq, tile->rows, d, s.dq);
 }
 
-/* Packs a block of columns of k and v, and clears its dk and dv. Whether its k is finite. */
+/* Packs a block of columns of k and v, and clears its dk and dv. Whether the operands that a product which may
+ * leave out hidden ones reads of it are normal; with PAIRS, all of them. */
 static bool T(begin_columns)(const fa_cpu_job *job, T(backward_scratch) s, const fa_sequence *sequence,
                              int64_t kv_head, fa_range columns) {
   int64_t d = job->problem->head_dim;
@@ -319,7 +333,9 @@ static bool T(begin_columns)(const fa_cpu_job *job, T(backward_scratch) s, const
   T(pack_panels)(k, columns, d, s.k_panels, s.buffer);
   memset(s.dk, 0, gradient_bytes);
   memset(s.dv, 0, gradient_bytes);
-  return T(panels_finite)(columns.end - columns.begin, d, s.k_panels, BLOCK * NR);
+  const int64_t num_columns = columns.end - columns.begin, depth = T(operands)(d);
+  return T(panels_normal)(T(operands)(num_columns), d, s.k_panels, T(operands)(BLOCK) * NR) &&
+         (!PAIRS || T(all_normal)(s.v_transposed, fa_round_up(num_columns, NR) * depth));
 }
 
 /* One block of columns, with one hand's blocks of rows of every head that shares the columns. */
@@ -327,12 +343,12 @@ static void T(backward_columns)(const fa_cpu_job *job, const T(backward_shared) 
                                 const fa_sequence *sequence, int64_t kv_head, fa_range columns, int64_t hand) {
   const fa_problem *problem = job->problem;
   int64_t d = problem->head_dim, heads_per_kv = problem->num_heads / problem->num_kv_heads;
-  bool is_begun = false, finite_k = true;
+  bool is_begun = false, normal = true;
   for (int64_t b = 0; b < sequence->num_bands; b++) {
     fa_band band = fa_band_at(sequence, b);
     fa_blocks blocks =
         fa_blocks_in_hand(fa_blocks_that_see(sequence, &band, columns, BLOCK), hand, T(num_hands)(problem));
-    if (blocks.count > 0 && !is_begun) finite_k = T(begin_columns)(job, s, sequence, kv_head, columns);
+    if (blocks.count > 0 && !is_begun) normal = T(begin_columns)(job, s, sequence, kv_head, columns);
     is_begun |= blocks.count > 0;
     for (int64_t head = kv_head * heads_per_kv; head < (kv_head + 1) * heads_per_kv; head++)
       for (int64_t i = 0; i < blocks.count; i++) {
@@ -344,7 +360,7 @@ static void T(backward_columns)(const fa_cpu_job *job, const T(backward_shared) 
         next.rows = fa_block_at(blocks, is_last ? 0 : i + 1);
         if (is_last) next.columns.begin += T(num_hands)(problem) * BLOCK;
         if (fa_tile_sees_any(&tile)) T(backward_tile)
-        (job, shared, T(from_column)(problem, s, tile.columns.begin - columns.begin), &tile, &next, finite_k);
+        (job, shared, T(from_column)(problem, s, tile.columns.begin - columns.begin), &tile, &next, normal);
       }
   }
   if (!is_begun) return;

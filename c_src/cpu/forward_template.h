@@ -24,25 +24,25 @@
 #define PART         (8 * BLOCK) /* columns */
 
 typedef struct T(forward_scratch) {
-  REAL *q;       /* [FORWARD_ROWS / NR][head_dim][NR] */
-  REAL *k;       /* [BLOCK][head_dim] */
-  REAL *v;       /* [head_dim / NR][BLOCK][NR] */
-  REAL *scores;  /* [BLOCK][STRIP] */
-  REAL *addends; /* [STRIP][BLOCK]: what is added to scores */
-  INT *hidden;   /* [BLOCK][STRIP]: which scores are -inf */
-  INT *kept;     /* [BLOCK][STRIP]: which scores are not dropped */
-  REAL *o;       /* [FORWARD_ROWS][padded head_dim] */
-  REAL *m, *l;   /* [FORWARD_ROWS]: the largest score so far, and the sum of exp(score - m) */
-  REAL *decay;   /* [STRIP] */
-  REAL *buffer;  /* [head_dim] */
+  T(operand) * q; /* [FORWARD_ROWS / NR][operands of head_dim][NR] */
+  T(operand) * k; /* [BLOCK][operands of head_dim] */
+  T(operand) * v; /* [head_dim / NR][operands of BLOCK][NR] */
+  REAL *scores;   /* [BLOCK][STRIP] */
+  REAL *addends;  /* [STRIP][BLOCK]: what is added to scores */
+  INT *hidden;    /* [BLOCK][STRIP]: which scores are -inf */
+  INT *kept;      /* [BLOCK][STRIP]: which scores are not dropped */
+  REAL *o;        /* [FORWARD_ROWS][padded head_dim] */
+  REAL *m, *l;    /* [FORWARD_ROWS]: the largest score so far, and the sum of exp(score - m) */
+  REAL *decay;    /* [STRIP] */
+  REAL *buffer;   /* [head_dim] */
 } T(forward_scratch);
 
 static T(forward_scratch) T(lay_out_forward)(fa_arena *arena, const fa_problem *problem) {
-  int64_t d = problem->head_dim, padded = fa_round_up(d, NR);
+  const int64_t d = problem->head_dim, depth = T(operands)(d), padded = fa_round_up(d, NR);
   T(forward_scratch) s;
-  s.q = fa_take(arena, FORWARD_ROWS * d, sizeof(REAL));
-  s.k = fa_take(arena, BLOCK * d, sizeof(REAL));
-  s.v = fa_take(arena, BLOCK * padded, sizeof(REAL));
+  s.q = fa_take(arena, FORWARD_ROWS * depth, sizeof *s.q);
+  s.k = fa_take(arena, BLOCK * depth, sizeof *s.k);
+  s.v = fa_take(arena, T(operands)(BLOCK) * padded, sizeof *s.v);
   s.scores = fa_take(arena, BLOCK * STRIP, sizeof(REAL));
   s.addends = fa_take(arena, T(has_addends)(problem) ? STRIP * BLOCK : 0, sizeof(REAL));
   s.hidden = fa_take(arena, BLOCK * STRIP, sizeof(INT));
@@ -133,47 +133,53 @@ static void T(finish_row)(const fa_cpu_job *job, const fa_sequence *sequence, in
   T(store_lse)(job, fa_first_stat(sequence, head) + row, l != 0 ? m + LOG(l) : -INFINITY);
 }
 
+/* Which operands are T(all_normal). */
+typedef struct T(normal) {
+  bool q_and_k, v;
+} T(normal);
+
 /* Takes one tile, whose q, k and v are packed, into the sums o, m and l of its rows. */
-static void T(forward_tile)(const fa_cpu_job *job, const fa_tile *tile, T(forward_scratch) s, const REAL *q,
-                            bool finite_v, REAL *o, REAL *m, REAL *l) {
+static void T(forward_tile)(const fa_cpu_job *job, const fa_tile *tile, T(forward_scratch) s,
+                            const T(operand) * q, T(normal) normal, REAL *o, REAL *m, REAL *l) {
   const fa_problem *problem = job->problem;
-  int64_t d = problem->head_dim, padded = fa_round_up(d, NR);
+  const int64_t d = problem->head_dim, depth = T(operands)(d), padded = fa_round_up(d, NR);
   int64_t num_rows = tile->rows.end - tile->rows.begin, num_columns = tile->columns.end - tile->columns.begin;
   T(addends) addends = {0};
   if (T(has_addends)(problem)) addends = T(find_addends)(job, tile, s.addends);
   if (T(has_addends)(problem) && !addends.data) return;
-  T(product)
-  (num_columns, num_rows, d, s.k, d, 1, q, d * NR, s.scores, STRIP, STORE, (REAL)problem->scale, NULL);
+  T(product_where_seen)
+  (num_columns, num_rows, depth, s.k, NULL, normal.q_and_k, depth, 1, q, depth * NR, s.scores, STRIP, STORE,
+   (REAL)problem->scale, NULL);
   T(make_scores)(job, tile, s.scores, addends);
-  bool hides = !finite_v && T(find_hidden)(tile, s.scores, s.hidden);
+  bool hides = !normal.v && T(find_hidden)(tile, s.scores, s.hidden);
   T(soften_scores)(job, tile, s.scores, m, l, s.decay);
   if (problem->dropout != 0) T(drop)(job, tile, s.scores, s.kept);
   T(product_where_seen)
-  (num_rows, d, num_columns, s.scores, hides ? s.hidden : NULL, 1, STRIP, s.v, BLOCK * NR, o, padded, RESCALE,
-   0, s.decay);
+  (num_rows, d, T(operands)(num_columns), (const T(operand) *)s.scores, hides ? s.hidden : NULL, normal.v, 1,
+   STRIP, s.v, T(operands)(BLOCK) * NR, o, padded, RESCALE, 0, s.decay);
 }
 
 /* Takes one block of columns, whose k and v are packed, into the sums of a task's rows, strip by strip. A strip
  * stops at the last column that it sees. */
-static void T(forward_columns)(const fa_cpu_job *job, const fa_tile *rows_by_columns, T(forward_scratch) s) {
+static void T(forward_columns)(const fa_cpu_job *job, const fa_tile *rows_by_columns, T(normal) normal,
+                               T(forward_scratch) s) {
   const int64_t d = job->problem->head_dim, padded = fa_round_up(d, NR);
   fa_tile tile = *rows_by_columns;
   const fa_range rows = tile.rows, columns = tile.columns,
                  part = fa_in_units(rows, fa_rows_in_band(tile.band, rows), WHOLE);
-  const bool finite_v = T(panels_finite)(columns.end - columns.begin, d, s.v, BLOCK * NR);
   for (int64_t begin = part.begin; begin < part.end; begin += STRIP) {
     const int64_t x = begin - rows.begin;
     tile.rows = (fa_range){begin, fa_min(begin + STRIP, part.end)};
     tile.columns.end = fa_min(columns.end, fa_columns_in_band(tile.band, tile.rows).end);
-    if (fa_tile_sees_any(&tile))
-      T(forward_tile)(job, &tile, s, s.q + x * d, finite_v, s.o + x * padded, s.m + x, s.l + x);
+    if (fa_tile_sees_any(&tile)) T(forward_tile)
+    (job, &tile, s, s.q + x * T(operands)(d), normal, s.o + x * padded, s.m + x, s.l + x);
   }
 }
 
 /* The scratch of a task's i-th head. */
 static T(forward_scratch) T(forward_head)(const fa_problem *problem, T(forward_scratch) s, int64_t i) {
   const int64_t x = i * STRIP;
-  s.q += x * problem->head_dim, s.o += x * fa_round_up(problem->head_dim, NR), s.m += x, s.l += x;
+  s.q += x * T(operands)(problem->head_dim), s.o += x * fa_round_up(problem->head_dim, NR), s.m += x, s.l += x;
   return s;
 }
 
@@ -182,13 +188,15 @@ static T(forward_scratch) T(forward_head)(const fa_problem *problem, T(forward_s
 static void T(forward_sums)(const fa_cpu_job *job, const fa_sequence *sequence, fa_range heads, fa_range rows,
                             fa_range part, T(forward_scratch) s) {
   const fa_problem *problem = job->problem;
-  int64_t d = problem->head_dim, padded = fa_round_up(d, NR);
+  const int64_t d = problem->head_dim, depth = T(operands)(d), padded = fa_round_up(d, NR);
   int64_t kv_head = heads.begin / (problem->num_heads / problem->num_kv_heads);
   T(rows) k = T(rows_of)(job, FA_TENSOR_K, sequence, kv_head);
   T(rows) v = T(rows_of)(job, FA_TENSOR_V, sequence, kv_head);
+  bool normal_q = true;
   for (int64_t head = heads.begin; head < heads.end; head++) {
     const T(forward_scratch) own = T(forward_head)(problem, s, head - heads.begin);
     T(pack_transposed)(T(rows_of)(job, FA_TENSOR_Q, sequence, head), rows, d, own.q, s.buffer);
+    if (PAIRS) normal_q = T(all_normal)(own.q, fa_round_up(rows.end - rows.begin, NR) * depth) && normal_q;
   }
   memset(s.o, 0, (size_t)(FORWARD_ROWS * padded) * sizeof *s.o);
   for (int64_t i = 0; i < FORWARD_ROWS; i++) s.m[i] = -INFINITY, s.l[i] = 0;
@@ -199,13 +207,17 @@ static void T(forward_sums)(const fa_cpu_job *job, const fa_sequence *sequence, 
     for (int64_t i = 0; i < blocks.count; i++) {
       const fa_range block = fa_block_at(blocks, i);
       if (block.begin < part.begin || block.begin >= part.end) continue;
-      const fa_range columns = fa_overlap(block, fa_columns_in_band(&band, rows));
-      give_way();
+      fa_range columns = fa_overlap(block, fa_columns_in_band(&band, rows));
+      columns.begin -= columns.begin % T(PER_OPERAND); /* the same columns are pairs, whatever rows see */
+      const int64_t num_columns = columns.end - columns.begin;
+      give_way(2 * d * num_columns * (heads.end - heads.begin) * (rows.end - rows.begin));
       T(pack_rows)(k, columns, d, s.k);
       T(pack_panels)(v, columns, d, s.v, s.buffer);
+      const T(normal) normal = {normal_q && (!PAIRS || T(all_normal)(s.k, num_columns * depth)),
+                                T(panels_normal)(T(operands)(num_columns), d, s.v, T(operands)(BLOCK) * NR)};
       for (int64_t head = heads.begin; head < heads.end; head++) {
         const T(forward_scratch) own = T(forward_head)(problem, s, head - heads.begin);
-        T(forward_columns)(job, &(fa_tile){sequence, &band, head, rows, columns}, own);
+        T(forward_columns)(job, &(fa_tile){sequence, &band, head, rows, columns}, normal, own);
       }
     }
   }

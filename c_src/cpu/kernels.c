@@ -6,6 +6,7 @@
  * The templates' parameters:
  *   REAL      the arithmetic's type        T(name)   name with the type's suffix
  *   LANES     elements of one vector       MR, NV    a product's tile: MR rows of NV vectors, held in registers
+ *   PAIRS     1: products are those of bf16, by instructions that take two at a time; 0: of REAL
  */
 #include "kernels.h"
 
@@ -37,26 +38,35 @@
  * and v, and in the backward of q, that are held packed. Larger blocks read and write sums less often, until
  * they leave the cache.
  */
-#if defined(FA_ISA_avx512)
-#define VECTOR_BYTES 64
-#define MR           8
-#define STRIP        64
-#define BLOCK        128
+#if defined(FA_ISA_avx512) || defined(FA_ISA_avx512bf16)
+#define VECTOR_BYTES   64
+#define MR             8
+#define STRIP          64
+#define BLOCK          128
+#define YIELD_PRODUCTS (PAIRS ? 1 << 23 : 1 << 22)
 #elif defined(FA_ISA_avx2)
-#define VECTOR_BYTES 32
-#define MR           6
-#define STRIP        48
-#define BLOCK        96
+#define VECTOR_BYTES   32
+#define MR             6
+#define STRIP          48
+#define BLOCK          96
+#define YIELD_PRODUCTS (1 << 21)
 #elif defined(__aarch64__)
-#define VECTOR_BYTES 16
-#define MR           8
-#define STRIP        48
-#define BLOCK        96
+#define VECTOR_BYTES   16
+#define MR             8
+#define STRIP          48
+#define BLOCK          96
+#define YIELD_PRODUCTS (1 << 20)
 #else
-#define VECTOR_BYTES 16
-#define MR           4
-#define STRIP        48
-#define BLOCK        96
+#define VECTOR_BYTES   16
+#define MR             4
+#define STRIP          48
+#define BLOCK          96
+#define YIELD_PRODUCTS (1 << 20)
+#endif
+#if defined(FA_ISA_avx512bf16)
+#define PAIRS 1
+#else
+#define PAIRS 0
 #endif
 #define NV 2
 #define NR (NV * LANES) /* columns of a tile */
@@ -69,12 +79,15 @@
 #define TEXT(x)     TEXT_(x)
 #define INLINE      static inline __attribute__((always_inline))
 
-/* Between blocks of some 70 microseconds. Linux puts a thread that yields behind those that never do, for 100
- * ms and more in the end; a VM's schedulers yield while they look for work. Yielding too, and as often, keeps
- * them level: they get a processor within 10 ms while every one is computing (of two yields, 16 schedulers:
- * 13, at times 27). Where nobody waits it costs a microsecond. */
-static inline void give_way(void) {
-  for (int i = 0; i < 4; i++) sched_yield();
+/* Between blocks, after YIELD_PRODUCTS: these take some 70 microseconds. Linux puts a thread that yields behind
+ * those that never do, for 100 ms and more in the end; a VM's schedulers yield while they look for work.
+ * Yielding too, and as often, keeps them level: they get a processor within 10 ms while every one is computing
+ * (of two yields, 16 schedulers: 13, at times 27). Where nobody waits it costs a microsecond. products: those
+ * that the thread is about to make. */
+static inline void give_way(int64_t products) {
+  static _Thread_local int64_t done;
+  for (int i = 0; done >= YIELD_PRODUCTS && i < 4; i++) sched_yield();
+  done = (done >= YIELD_PRODUCTS ? 0 : done) + products;
 }
 
 /* Until *value has reached at_least. The waits are short; the processor is offered to whoever works. */
@@ -82,8 +95,12 @@ static inline void wait_until(atomic_int *value, int at_least) {
   while (atomic_load_explicit(value, memory_order_acquire) < at_least) sched_yield();
 }
 
-#define REAL        float
-#define T(name)     name##_f32
+#define REAL float
+#if PAIRS
+#define T(name) name##_bf16
+#else
+#define T(name) name##_f32
+#endif
 #define INT         int32_t
 #define LOG         logf
 #define LOWEST      (-FLT_MAX)
@@ -98,6 +115,7 @@ static inline void wait_until(atomic_int *value, int at_least) {
 #include "forward_template.h"
 #include "dbias_template.h"
 #include "backward_template.h"
+#if !PAIRS
 #include "merge_template.h"
 #undef REAL
 #undef T
@@ -139,6 +157,7 @@ static inline void wait_until(atomic_int *value, int at_least) {
 #include "product_template.h"
 #include "scores_template.h"
 #include "forward_template.h"
+#endif
 
 #define FORWARD(label, type)                                                            \
   {                                                                                     \
@@ -159,6 +178,12 @@ static inline void wait_until(atomic_int *value, int at_least) {
     }                                                                                    \
   }
 
+#if PAIRS
+const fa_cpu_pair_kernels JOIN(fa_cpu_kernels, FA_ISA) = {
+    .forward_bf16 = FORWARD("bf16", bf16),
+    .backward_bf16 = BACKWARD("bf16", bf16),
+};
+#else
 const fa_cpu_kernels JOIN(fa_cpu_kernels, FA_ISA) = {
     .forward_f32 = FORWARD("f32", f32),
     .forward_f64 = FORWARD("f64", f64),
@@ -168,3 +193,4 @@ const fa_cpu_kernels JOIN(fa_cpu_kernels, FA_ISA) = {
     .merge_f32 = {merge_task_f32, merge_sink_task_f32},
     .merge_f64 = {merge_task_f64, merge_sink_task_f64},
 };
+#endif

@@ -46,7 +46,8 @@ typedef struct fa_merge_kernel {
 
 enum { FA_MERGE_ROWS = 64 };
 
-/* The kernels of one instruction set. bf16 and f16 are converted to f32 on their way in and out. */
+/* The kernels of one instruction set. bf16 and f16 are converted to f32 on their way in and out, bf16 only
+ * where the instruction set does not multiply pairs of it. */
 typedef struct fa_cpu_kernels {
   fa_cpu_kernel forward_f32, forward_f64, backward_f32, backward_f64, tangent_f64;
   fa_merge_kernel merge_f32, merge_f64;
@@ -55,6 +56,14 @@ typedef struct fa_cpu_kernels {
 extern const fa_cpu_kernels fa_cpu_kernels_plain;
 #if defined(__x86_64__)
 extern const fa_cpu_kernels fa_cpu_kernels_avx2, fa_cpu_kernels_avx512;
+
+/* Those of an instruction set that multiplies pairs of bf16. Whatever else there is to do, others' kernels do.
+ */
+typedef struct fa_cpu_pair_kernels {
+  fa_cpu_kernel forward_bf16, backward_bf16;
+} fa_cpu_pair_kernels;
+
+extern const fa_cpu_pair_kernels fa_cpu_kernels_avx512bf16;
 #endif
 
 #endif

@@ -200,7 +200,69 @@ static REAL T(sink)(const fa_cpu_job *job, fa_cell cell) {
   return T(number_at)(job, FA_TENSOR_ROW_SINKS, &cell);
 }
 
-/* The three layouts below hold a block of rows, `count` of them, of `columns` elements. */
+/* The three layouts below hold a block of rows, `count` of them, of `columns` numbers, as operands of products
+ * (vector_template.h). In the first and the last these are numbers of a row, in the second of a column. */
+
+#if PAIRS
+
+/* Numbers of a row from a column on, as they lie in memory, zeros past the last of count; 2 LANES at most. */
+INLINE __m512i T(load_halves)(const char *row, int64_t column, int64_t count) {
+  const __mmask32 mask = count >= 2 * LANES ? ~(__mmask32)0 : ((__mmask32)1 << count) - 1;
+  return row ? _mm512_maskz_loadu_epi16(mask, row + 2 * column) : _mm512_setzero_si512();
+}
+
+/* to[count rounded up to MR][operands of columns], zeros past the last row. */
+static void T(pack_rows)(T(rows) from, fa_range block, int64_t columns, T(operand) * to) {
+  const int64_t count = block.end - block.begin, operands = T(operands)(columns);
+  for (int64_t r = 0; r < count; r++, to += operands) {
+    const char *row = T(row_at)(from, block.begin + r);
+    to[operands - 1] = 0;
+    if (row)
+      memcpy(to, row, (size_t)columns * 2);
+    else
+      memset(to, 0, (size_t)operands * sizeof *to);
+  }
+  memset(to, 0, (size_t)((fa_round_up(count, MR) - count) * operands) * sizeof *to);
+}
+
+/* to[columns / NR][operands of BLOCK][NR]: panels whose columns are the tensor's columns, zeros past the last
+ * one and, where the number of rows is odd, past the last row. */
+static void T(pack_panels)(T(rows) from, fa_range block, int64_t columns, T(operand) * to, REAL *buffer) {
+  (void)buffer;
+  _Static_assert(NR == 2 * LANES, "a vector of halves is a row of a panel");
+  const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38,
+                                       6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+  const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(LANES));
+  for (int64_t r = block.begin; r < block.end; r += 2) {
+    const char *first = T(row_at)(from, r), *second = r + 1 < block.end ? T(row_at)(from, r + 1) : NULL;
+    T(operand) *pairs = to + (r - block.begin) / 2 * NR;
+    for (int64_t x = 0; x < columns; x += NR, pairs += T(operands)(BLOCK) * NR) {
+      const __m512i a = T(load_halves)(first, x, columns - x), b = T(load_halves)(second, x, columns - x);
+      _mm512_storeu_si512(pairs, _mm512_permutex2var_epi16(a, low, b));
+      _mm512_storeu_si512(pairs + LANES, _mm512_permutex2var_epi16(a, high, b));
+    }
+  }
+}
+
+/* to[count / NR][operands of columns][NR]: panels whose columns are the tensor's rows, zeros past the last one.
+ */
+static void T(pack_transposed)(T(rows) from, fa_range block, int64_t columns, T(operand) * to, REAL *buffer) {
+  (void)buffer;
+  const int64_t count = block.end - block.begin, operands = T(operands)(columns);
+  for (int64_t r = 0; r < fa_round_up(count, NR); r += LANES)
+    for (int64_t p = 0; p < operands; p += LANES) {
+      T(vec) square[LANES];
+      for (int v = 0; v < LANES; v++) {
+        const char *row = r + v < count ? T(row_at)(from, block.begin + r + v) : NULL;
+        square[v] = (T(vec))T(load_halves)(row, 2 * p, columns - 2 * p);
+      }
+      T(transpose)(square);
+      T(operand) *lanes = to + r / NR * operands * NR + p * NR + r % NR;
+      for (int v = 0; v < LANES && p + v < operands; v++) *(T(vec) *)(lanes + v * NR) = square[v];
+    }
+}
+
+#else
 
 /* to[count rounded up to MR][columns], zeros past the last row. */
 static void T(pack_rows)(T(rows) from, fa_range block, int64_t columns, REAL *to) {
@@ -277,3 +339,5 @@ static void T(pack_transposed)(T(rows) from, fa_range block, int64_t columns, RE
     for (int64_t p = done; p < columns; p++) lane[p * NR] = row ? row[p] : 0;
   }
 }
+
+#endif

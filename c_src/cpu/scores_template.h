@@ -290,7 +290,7 @@ static void T(add_transposed)(const fa_tile *tile, T(addends) addends, REAL *st)
 }
 
 /* st[BLOCK of columns, STRIP of rows]: scaled products become scores. addends [STRIP, BLOCK]: of find_addends.
- */
+ * The column that an odd last one shares an operand with is hidden. */
 static void T(make_scores)(const fa_cpu_job *job, const fa_tile *tile, REAL *st, T(addends) addends) {
   int64_t num_rows = tile->rows.end - tile->rows.begin, num_columns = tile->columns.end - tile->columns.begin;
   const T(score_terms) scoring = T(scoring_of)(job, tile);
@@ -299,6 +299,8 @@ static void T(make_scores)(const fa_cpu_job *job, const fa_tile *tile, REAL *st,
     *s = T(score)(scoring, false, *s).s;
   }
   if (T(has_addends)(job->problem)) T(add_transposed)(tile, addends, st);
+  for (int64_t x = num_columns * STRIP; x < fa_round_up(num_columns, T(PER_OPERAND)) * STRIP; x++)
+    st[x] = -INFINITY;
   if (fa_tile_sees_all(tile)) return;
   T(seen_columns) seen;
   T(find_seen)(tile, &seen);
@@ -317,7 +319,7 @@ static void T(make_scores)(const fa_cpu_job *job, const fa_tile *tile, REAL *st,
 static bool T(find_hidden)(const fa_tile *tile, const REAL *st, INT *hidden) {
   int64_t num_rows = tile->rows.end - tile->rows.begin, num_columns = tile->columns.end - tile->columns.begin;
   bool any = false;
-  for (int64_t j = 0; j < num_columns; j++)
+  for (int64_t j = 0; j < fa_round_up(num_columns, T(PER_OPERAND)); j++)
     for (int64_t i = 0; i < num_rows; i++) {
       hidden[j * STRIP + i] = st[j * STRIP + i] == -INFINITY;
       any |= hidden[j * STRIP + i] != 0;
@@ -325,10 +327,12 @@ static bool T(find_hidden)(const fa_tile *tile, const REAL *st, INT *hidden) {
   return any;
 }
 
-/* The online softmax: scores become exp(score - m); m and l, the largest score so far and the sum of exp(score
- * - m), take the tile in; decay is what earlier sums are worth now. */
+/* The online softmax: scores become exp(score - m), as operands [operands of BLOCK, STRIP] in the place of the
+ * scores, unless some are yet to be dropped; m and l, the largest score so far and the sum of exp(score - m),
+ * take the tile in; decay is what earlier sums are worth now. */
 static void T(soften_scores)(const fa_cpu_job *job, const fa_tile *tile, REAL *st, REAL *m, REAL *l,
                              REAL *decay) {
+  const bool drops = job->problem->dropout != 0;
   fa_tile next_tile = *tile;
   next_tile.columns.begin += BLOCK;
   const T(bias_place) next = T(bias_of)(job, FA_TENSOR_BIAS, &next_tile);
@@ -339,11 +343,17 @@ static void T(soften_scores)(const fa_cpu_job *job, const fa_tile *tile, REAL *s
     /* A row that has seen nothing keeps m = -inf; 0 in its place lets exp(-inf - 0) be 0 and not NaN. */
     T(vec) origin = T(max)(max, T(splat)(LOWEST));
     T(vec) kept = T(exp)(old_max - origin), sum = kept * *(T(vec) *)(l + i);
-    for (int64_t j = 0; j < num_columns; j++) {
-      T(vec) *s = (T(vec) *)(st + j * STRIP + i);
-      *s = T(exp)(*s - origin);
-      sum += *s;
-      T(look_ahead)(&next, i + j % LANES, j / LANES * LANES);
+    for (int64_t j = 0; j < num_columns; j += T(PER_OPERAND)) {
+      T(vec) p[T(PER_OPERAND)];
+#pragma GCC unroll 2
+      for (int n = 0; n < T(PER_OPERAND); n++) {
+        T(vec) *s = (T(vec) *)(st + (j + n) * STRIP + i);
+        p[n] = T(exp)(*s - origin);
+        sum += p[n];
+        if (drops) *s = p[n];
+        T(look_ahead)(&next, i + (j + n) % LANES, (j + n) / LANES * LANES);
+      }
+      if (!drops) *(T(vec) *)(st + j / T(PER_OPERAND) * STRIP + i) = T(operand_of)(p);
     }
     *(T(vec) *)(m + i) = max;
     *(T(vec) *)(l + i) = sum;
@@ -351,16 +361,20 @@ static void T(soften_scores)(const fa_cpu_job *job, const fa_tile *tile, REAL *s
   }
 }
 
-/* Probabilities become 0 where they are dropped. kept [BLOCK, STRIP] is scratch. The factor that the others
- * gain is left to the end of the row. */
+/* Probabilities become 0 where they are dropped, and operands. kept [BLOCK, STRIP] is scratch. The factor that
+ * the others gain is left to the end of the row. */
 static void T(drop)(const fa_cpu_job *job, const fa_tile *tile, REAL *pt, INT *kept) {
   int64_t num_rows = tile->rows.end - tile->rows.begin, num_columns = tile->columns.end - tile->columns.begin;
   const fa_dropout dropout = fa_dropout_in(job->problem, job->tensors, tile->sequence, tile->head);
   T(find_kept)(dropout, true, tile->columns, T(whole_rows)(job->problem, tile), kept, STRIP);
-  for (int64_t j = 0; j < num_columns; j++)
+  for (int64_t j = 0; j < num_columns; j += T(PER_OPERAND))
     for (int64_t i = 0; i < num_rows; i += LANES) {
-      T(vec) *p = (T(vec) *)(pt + j * STRIP + i);
-      *p = T(select)(*(const T(mask) *)(kept + j * STRIP + i), *p, T(splat)(0));
+      T(vec) p[T(PER_OPERAND)];
+      for (int n = 0; n < T(PER_OPERAND); n++) {
+        const int64_t x = (j + n) * STRIP + i;
+        p[n] = T(select)(*(const T(mask) *)(kept + x), *(const T(vec) *)(pt + x), T(splat)(0));
+      }
+      *(T(vec) *)(pt + j / T(PER_OPERAND) * STRIP + i) = T(operand_of)(p);
     }
 }
 
@@ -381,18 +395,44 @@ static double T(sum_of_lanes)(T(vec) x) {
   return sum;
 }
 
+#if PAIRS
+
+/* Rows i and i + 1 of p and ds [BLOCK, BLOCK], or the first alone where it is the tile's last, become operands
+ * along a column, in the place of row i / 2, which was taken before. Those of ds along a row go to ds_rows
+ * [BLOCK, operands of BLOCK]; they meet k, which has zeros past an odd last column, where ds may be anything.
+ */
+INLINE void T(pair_rows)(int64_t i, int64_t num_rows, int64_t num_columns, REAL *p, REAL *ds,
+                         T(operand) * ds_rows) {
+  uint16_t *rows[2] = {(uint16_t *)(ds_rows + i * T(operands)(BLOCK)),
+                       (uint16_t *)(ds_rows + (i + 1) * T(operands)(BLOCK))};
+  const bool is_pair = i + 1 < num_rows;
+  for (int64_t j = 0; j < num_columns; j += LANES) {
+    const int64_t first = i * BLOCK + j, second = first + BLOCK, to = i / 2 * BLOCK + j;
+    const T(vec) p_j[2] = {*(T(vec) *)(p + first), is_pair ? *(T(vec) *)(p + second) : T(splat)(0)};
+    const T(vec) ds_j[2] = {*(T(vec) *)(ds + first), is_pair ? *(T(vec) *)(ds + second) : T(splat)(0)};
+    *(T(vec) *)(p + to) = T(operand_of)(p_j);
+    *(T(vec) *)(ds + to) = T(operand_of)(ds_j);
+    _mm256_storeu_si256((__m256i *)(rows[0] + j), (__m256i)_mm512_cvtneps_pbh((__m512)ds_j[0]));
+    if (is_pair) _mm256_storeu_si256((__m256i *)(rows[1] + j), (__m256i)_mm512_cvtneps_pbh((__m512)ds_j[1]));
+  }
+  for (int n = 0; n <= is_pair && num_columns % 2; n++) rows[n][num_columns] = 0;
+}
+
+#endif
+
 /* p and ds [BLOCK, BLOCK] hold the scaled products of q and k, and dp = dout . v; they become
  *     p = exp(score - lse),   ds = slope * p * (dp - delta),
  * the gradient of the product of q and k; the addends' own gradient is p * (dp - delta). With dropout, p and dp
  * are multiplied with keep, which is factor where kept [BLOCK, BLOCK] is not 0, before they meet dout and
  * delta. Where masked, all are 0 where the score is -inf, whatever lse, delta and dp are, and hidden [BLOCK,
  * BLOCK], if not NULL, becomes other than 0 there. sums [NUM_HEAD_NUMBERS], if not NULL, take in the gradients
- * by the head's numbers. Whether a score is -inf anywhere. */
+ * by the head's numbers. With PAIRS, p, ds and ds_rows are those of T(pair_rows) in the end. Whether a score is
+ * -inf anywhere. */
 INLINE bool T(differentiate_tile)(T(score_terms) scoring, const fa_tile *tile, const REAL *lse,
-                                  const REAL *delta, REAL *p, REAL *ds, T(addends) addends,
-                                  T(addends_gradient) gradient, INT *hidden, const INT *kept, REAL factor,
-                                  const T(bias_place) ahead[2], double *sums, bool plain, bool adds, bool drops,
-                                  bool masked) {
+                                  const REAL *delta, REAL *p, REAL *ds, T(operand) * ds_rows,
+                                  T(addends) addends, T(addends_gradient) gradient, INT *hidden,
+                                  const INT *kept, REAL factor, const T(bias_place) ahead[2], double *sums,
+                                  bool plain, bool adds, bool drops, bool masked) {
   int64_t num_rows = tile->rows.end - tile->rows.begin, num_columns = tile->columns.end - tile->columns.begin;
   T(seen_columns) seen;
   if (masked) T(find_seen)(tile, &seen);
@@ -436,7 +476,11 @@ INLINE bool T(differentiate_tile)(T(score_terms) scoring, const fa_tile *tile, c
         for (int n = 0; n < NUM_HEAD_NUMBERS; n++) by_head[n] += x.by[n] * of_score;
       }
     }
+#if PAIRS
+    if (i % 2 || i + 1 == num_rows) T(pair_rows)(i - i % 2, num_rows, num_columns, p, ds, ds_rows);
+#endif
   }
+  (void)ds_rows;
   for (int n = 0; n < NUM_HEAD_NUMBERS && sums; n++) sums[n] += T(sum_of_lanes)(by_head[n]);
   INT any_lane = 0;
   for (int v = 0; v < LANES; v++) any_lane |= any[v];
@@ -447,8 +491,9 @@ INLINE bool T(differentiate_tile)(T(score_terms) scoring, const fa_tile *tile, c
  * -inf then only by overflow, and p = 0 is all that it takes. next is the tile that follows. Whether hidden
  * shows anything. kept is scratch. */
 static bool T(differentiate_scores)(const fa_cpu_job *job, const fa_tile *tile, const fa_tile *next,
-                                    const REAL *lse, const REAL *delta, REAL *p, REAL *ds, T(addends) addends,
-                                    T(addends_gradient) gradient, INT *hidden, INT *kept, double *sums) {
+                                    const REAL *lse, const REAL *delta, REAL *p, REAL *ds, T(operand) * ds_rows,
+                                    T(addends) addends, T(addends_gradient) gradient, INT *hidden, INT *kept,
+                                    double *sums) {
   const fa_problem *problem = job->problem;
   const T(score_terms) scoring = T(scoring_of)(job, tile);
   const bool plain = T(is_plain)(problem), adds = T(has_addends)(problem), drops = problem->dropout != 0;
@@ -461,10 +506,10 @@ static bool T(differentiate_scores)(const fa_cpu_job *job, const fa_tile *tile, 
     const fa_dropout dropout = fa_dropout_in(problem, job->tensors, tile->sequence, tile->head);
     T(find_kept)(dropout, false, T(whole_rows)(problem, tile), tile->columns, kept, BLOCK);
   }
-#define DIFFERENTIATE(plain, adds, drops, masked)                                                              \
-  T(differentiate_tile)                                                                                        \
-  (scoring, tile, lse, delta, p, ds, addends, gradient, hidden, kept, factor, ahead, sums, plain, adds, drops, \
-   masked)
+#define DIFFERENTIATE(plain, adds, drops, masked)                                                          \
+  T(differentiate_tile)                                                                                    \
+  (scoring, tile, lse, delta, p, ds, ds_rows, addends, gradient, hidden, kept, factor, ahead, sums, plain, \
+   adds, drops, masked)
   bool any;
   if (!plain)
     any = DIFFERENTIATE(false, adds, drops, true);

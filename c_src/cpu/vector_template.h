@@ -17,7 +17,11 @@ INLINE T(vec) T(select)(T(mask) mask, T(vec) yes, T(vec) no) {
 }
 
 /* Where one of the two is a NaN, the result is b. */
+#if IS_F32 && defined(__AVX512F__)
+INLINE T(vec) T(max)(T(vec) a, T(vec) b) { return (T(vec))_mm512_max_ps((__m512)a, (__m512)b); }
+#else
 INLINE T(vec) T(max)(T(vec) a, T(vec) b) { return T(select)(a > b, a, b); }
+#endif
 INLINE T(vec) T(min)(T(vec) a, T(vec) b) { return T(select)(a < b, a, b); }
 
 #if IS_F32
@@ -62,9 +66,17 @@ INLINE T(vec) T(split_exponent)(T(vec) x, T(vec) * r) {
 /* exp(x) to about one unit in the last place, 0 where it would be subnormal; x must not exceed EXP_HIGHEST, at
  * which it is infinite. */
 INLINE T(vec) T(exp)(T(vec) x) {
+#if IS_F32 && defined(__AVX512F__)
+  const __m512 n = _mm512_roundscale_ps((__m512)x * 1.44269504088896340736f, _MM_FROUND_TO_NEAREST_INT);
+  const T(vec) r = (x - (T(vec))n * LN2_HIGH) - (T(vec))n * LN2_LOW;
+  const __m512 y = (__m512)(T(expm1_reduced)(r) + 1);
+  return (T(vec))_mm512_maskz_scalef_ps(_mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(EXP_LOWEST), _CMP_NLT_UQ),
+                                        y, n);
+#else
   T(vec) r, power = T(split_exponent)(x, &r);
   T(vec) y = T(expm1_reduced)(r) * power + power;
   return (T(vec))((T(mask))y & ~(x < EXP_LOWEST));
+#endif
 }
 
 /* tanh(|x|) = e / (e + 2) with e = exp(2|x|) - 1, which keeps its accuracy where x is small. */
@@ -162,3 +174,45 @@ INLINE REAL T(first)(T(vec) x) {
   memcpy(&lane, &x, sizeof lane);
   return lane;
 }
+
+/* ---- what products multiply ------------------------------------------------------------------------ */
+
+/* An operand is what a product takes at a time along the axis that it sums over: one REAL, or with PAIRS two
+ * numbers of bf16, the first in the lower half. Where their number is odd, the last operand's second is 0. */
+#if PAIRS
+typedef uint32_t T(operand) __attribute__((may_alias));
+#else
+typedef REAL T(operand);
+#endif
+
+enum { T(PER_OPERAND) = PAIRS ? 2 : 1 };
+
+/* Operands of so many numbers. */
+INLINE int64_t T(operands)(int64_t numbers) { return fa_divide_up(numbers, T(PER_OPERAND)); }
+
+#if PAIRS
+
+/* c + the products of a, the same for all lanes, with b: those of the second numbers, then of the first, each
+ * as if by a fused multiply-add in which subnormal numbers, on either side, are 0. */
+INLINE T(vec) T(multiply_add)(T(vec) c, T(operand) a, T(vec) b) {
+  return (T(vec))_mm512_dpbf16_ps((__m512)c, (__m512bh)_mm512_set1_epi32((int)a), (__m512bh)b);
+}
+
+/* Each lane's operand, rounded to nearest, ties to even. */
+INLINE T(vec) T(operand_of)(const T(vec) numbers[T(PER_OPERAND)]) {
+  const __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)numbers[1], (__m512)numbers[0]);
+  const __m512i by_lane = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7,
+                                           22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  return (T(vec))_mm512_permutexvar_epi16(by_lane, both);
+}
+
+/* The first numbers of pairs, and the second ones. */
+INLINE T(vec) T(first_of)(T(vec) pairs) { return (T(vec))((T(mask))pairs << 16); }
+INLINE T(vec) T(second_of)(T(vec) pairs) { return (T(vec))((T(mask))pairs & -0x10000); }
+
+#else
+
+INLINE T(vec) T(multiply_add)(T(vec) c, T(operand) a, T(vec) b) { return c + a * b; }
+INLINE T(vec) T(operand_of)(const T(vec) numbers[T(PER_OPERAND)]) { return numbers[0]; }
+
+#endif

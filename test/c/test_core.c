@@ -2,6 +2,7 @@
 #include <float.h>
 #include <math.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "../../c_src/core/arena.h"
 #include "../../c_src/core/integers.h"
@@ -690,6 +691,48 @@ static void test_plans(void) {
              "head_dim: expected at least 1, got -3");
 }
 
+#if defined(__x86_64__)
+
+static void check_kernel(const char *disabled, fa_dtype dtype, const char *kernel) {
+  fa_problem p = valid_problem();
+  p.dtype = dtype;
+  setenv("FLASH_ATTENTION_DISABLE", disabled, 1);
+  for (fa_pass pass = FA_PASS_FORWARD; pass <= FA_PASS_BACKWARD; pass++) {
+    fa_plan plan;
+    fa_error error;
+    CHECK(fa_plan_init(&plan, &p, pass, (fa_device){FA_DEVICE_CPU, 0}, &error) == FA_STATUS_OK, "%s",
+          error.message);
+    CHECK_TEXT(plan.kernel, kernel);
+  }
+}
+
+/* The best instruction set that the processor has and nobody switched off. */
+static void test_instruction_sets(void) {
+  __builtin_cpu_init();
+  const char *list = getenv("FLASH_ATTENTION_DISABLE");
+  char *before = list ? strdup(list) : NULL;
+  check_kernel("avx512,avx2", FA_DTYPE_BF16, "cpu/plain/f32");
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
+    check_kernel("avx512", FA_DTYPE_BF16, "cpu/avx2/f32");
+  if (__builtin_cpu_supports("avx512bw")) { /* all of those that have it have the others */
+    check_kernel("avx512bf16", FA_DTYPE_BF16, "cpu/avx512/f32");
+    check_kernel("", FA_DTYPE_F32, "cpu/avx512/f32");
+    check_kernel("", FA_DTYPE_F16, "cpu/avx512/f32");
+    check_kernel("", FA_DTYPE_F64, "cpu/avx512/f64");
+    check_kernel("", FA_DTYPE_BF16,
+                 __builtin_cpu_supports("avx512bf16") ? "cpu/avx512bf16/bf16" : "cpu/avx512/f32");
+  }
+  unsetenv("FLASH_ATTENTION_DISABLE");
+  if (before) setenv("FLASH_ATTENTION_DISABLE", before, 1);
+  free(before);
+}
+
+#else
+
+static void test_instruction_sets(void) {}
+
+#endif
+
 static void test_devices(void) {
   static const fa_device_kind kinds[] = {FA_DEVICE_CPU, FA_DEVICE_REFERENCE};
   for (size_t i = 0; i < 2; i++) {
@@ -798,6 +841,7 @@ int main(void) {
   test_strides();
   test_windows();
   test_plans();
+  test_instruction_sets();
   test_devices();
   test_runs();
   test_xla();

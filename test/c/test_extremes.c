@@ -135,6 +135,54 @@ static void test_ties(fa_device device) {
     }
 }
 
+/* ---- subnormal inputs ------------------------------------------------------------------------------------ */
+
+/* Multiples of unit, which bf16 holds whatever power of two it is. */
+static void fill_with_multiples(double *x, int64_t count, double unit, uint32_t state) {
+  for (int64_t i = 0; i < count; i++) {
+    state = state * 1664525 + 1013904223;
+    x[i] = ((double)(state >> 28) - 7.5) * 2 * unit;
+  }
+}
+
+/* q and v are subnormal, k and dout so large that scores and dp are of ordinary size: instructions that take
+ * subnormal numbers as 0 give results that err by as much as they are. o and dk are subnormal, too, and rounded
+ * as such. */
+static void test_subnormal(fa_device device, int64_t head_dim) {
+  const fa_setup setup = {.device = device, .num_threads = 2};
+  fa_problem p;
+  fa_problem_init(&p);
+  p.dtype = FA_DTYPE_BF16, p.batch = 1, p.seqlen_q = 133, p.seqlen_k = 71, p.num_heads = 2, p.num_kv_heads = 1;
+  p.head_dim = head_dim, p.scale = 1;
+  fa_problem exact = p;
+  exact.dtype = FA_DTYPE_F64;
+  fa_values got = values_new(&p), expected = values_new(&p);
+  static const struct {
+    fa_tensor_id id;
+    double unit;
+  } inputs[] = {
+      {FA_TENSOR_Q, 0x1p-133}, {FA_TENSOR_K, 0x1p122}, {FA_TENSOR_V, 0x1p-132}, {FA_TENSOR_DOUT, 0x1p121}};
+  for (uint32_t i = 0; i < 4; i++) {
+    const int64_t count = values_count(&p, inputs[i].id);
+    fill_with_multiples(got.data[inputs[i].id], count, inputs[i].unit, i);
+    fill_with_multiples(expected.data[inputs[i].id], count, inputs[i].unit, i);
+  }
+  for (fa_pass pass = FA_PASS_FORWARD; pass <= FA_PASS_BACKWARD; pass++) {
+    must_run(&setup, &p, pass, &got);
+    must_run(&oracle, &exact, pass, &expected);
+    for (int id = 0; id < FA_NUM_TENSORS; id++) {
+      if (fa_tensor_role_in(&p, pass, id) != FA_ROLE_OUTPUT) continue;
+      double size = 0;
+      for (int64_t i = 0; i < values_count(&p, id); i++) size = fmax(size, fabs(expected.data[id][i]));
+      const double error = values_error(&p, id, &got, &expected);
+      CHECK(size > 0 && error <= 0.1 * size + 0x1p-133, "%s, head_dim %d: %s errs by %g of %g",
+            fa_device_kind_name(device.kind), (int)head_dim, fa_tensor_name(id), error, size);
+    }
+  }
+  values_free(&got);
+  values_free(&expected);
+}
+
 int main(void) {
   for (int i = 0; i < NUM_DEVICES; i++) {
     for (size_t e = 0; e < sizeof extremes / sizeof *extremes; e++) {
@@ -142,6 +190,8 @@ int main(void) {
       test_extreme(&extremes[e], FA_DTYPE_F64, devices[i]);
     }
     test_ties(devices[i]);
+    test_subnormal(devices[i], 33);
+    test_subnormal(devices[i], 64);
   }
   return report();
 }

@@ -50,7 +50,7 @@ test-c-sanitize:
 
 # The suite with the CPU's instruction sets switched off, the best one first, and with a GPU's kernels for Hopper.
 test-c-isas: $(BUILD)/test/test_attention $(BUILD)/test/test_tangent $(BUILD)/test/test_isolation $(BUILD)/test/test_extremes $(BUILD)/test/test_merge
-	@set -e; for isas in avx512 avx512,avx2; do \
+	@set -e; for isas in avx512bf16 avx512 avx512,avx2; do \
 	  echo "without $$isas"; export FLASH_ATTENTION_DISABLE=$$isas $(TEST_ENVIRONMENT); \
 	  $(BUILD)/test/test_attention $(ATTENTION); $(BUILD)/test/test_tangent; $(BUILD)/test/test_isolation cpu; \
 	  $(BUILD)/test/test_extremes; $(BUILD)/test/test_merge; \
