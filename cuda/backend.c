@@ -21,13 +21,12 @@
 /* ---- devices ------------------------------------------------------------------------------------- */
 
 static int32_t num_devices(fa_error *error) {
-  int count = 0;
-  cudaError_t result = cudaGetDeviceCount(&count);
-  if (result == cudaSuccess && count > 0) {
+  cudaError_t result;
+  const int32_t count = fa_cuda_count_devices(&result);
+  if (count > 0) {
     fa_succeed(error);
     return count;
   }
-  cudaGetLastError();
   fa_fail_message(error, FA_STATUS_NO_DEVICE, "device",
                   FA_TEXT("no CUDA device: %s", result ? cudaGetErrorString(result) : "the driver lists none"));
   return 0;
@@ -45,16 +44,14 @@ static fa_status device_info(int32_t index, fa_device_info *info, fa_error *erro
 }
 
 static int32_t num_multiprocessors(int32_t index) {
-  int count = 0;
-  cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, index);
-  return count > 0 ? count : 1;
+  fa_cuda_facts facts;
+  return fa_cuda_facts_of(index, &facts, NULL) ? 1 : facts.num_multiprocessors;
 }
 
 /* Whether blocks of threads form clusters there, and a launch may begin before the one before it has ended. */
 static bool can_cluster(int32_t index) {
-  int major = 0;
-  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, index);
-  return major >= 9 && !fa_is_disabled("sm90");
+  fa_cuda_facts facts;
+  return !fa_cuda_facts_of(index, &facts, NULL) && facts.major >= 9 && !fa_is_disabled("sm90");
 }
 
 /* ---- the selector -------------------------------------------------------------------------------- */
@@ -207,23 +204,20 @@ static fa_status choose_kernel(const fa_plan *plan, int family, const fa_cuda_ke
                                fa_error *error) {
   const fa_plan *whole = fa_plan_whole(plan);
   const fa_problem *problem = &whole->problem;
-  const char *operation = "cudaDeviceGetAttribute";
-  int major, minor, shared_bytes;
-  CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, plan->device.index));
-  CHECK(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, plan->device.index));
-  CHECK(cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, plan->device.index));
-  fa_status status = check_problem(plan, major, error);
+  fa_cuda_facts device;
+  fa_status status = fa_cuda_facts_of(plan->device.index, &device, error);
+  if (!status) status = check_problem(plan, device.major, error);
   if (status) return status;
   int32_t largest = 0;
   uint32_t declined = 0;
   for (; family < NUM_FAMILIES; family++) {
-    if (!family_serves(family, whole, major * 10 + minor)) continue;
+    if (!family_serves(family, whole, device.major * 10 + device.minor)) continue;
     const fa_cuda_kind kind = kind_of(problem);
     const fa_cuda_kernel *row =
         plan->pass == FA_PASS_FORWARD ? kinds[kind].forward[family] : kinds[kind].backward[family];
     for (; row && row->name; row++) {
-      if (row->bucket > largest && row->shared_bytes <= shared_bytes) largest = row->bucket;
-      if (problem->head_dim > row->bucket || row->shared_bytes > shared_bytes) continue;
+      if (row->bucket > largest && row->shared_bytes <= device.shared_bytes) largest = row->bucket;
+      if (problem->head_dim > row->bucket || row->shared_bytes > device.shared_bytes) continue;
       if (!row_fits(problem, row)) continue;
       if (needs_of(problem) & ~row->takes) {
         declined |= needs_of(problem) & ~row->takes;
@@ -591,18 +585,32 @@ static cuda_job lay_out(const fa_plan *plan, const fa_cuda_kernel *kernel, const
   return job;
 }
 
-/* Makes a kernel ready to run, and the plan's workspace large enough for it. */
-static fa_status prepare(fa_plan *plan, const fa_cuda_kernel *kernel, fa_error *error) {
-  device_scope scope;
-  fa_status status = enter_device(&scope, plan->device.index, error);
+/* Makes a kernel ready to run on the device. */
+static fa_status set_attributes(const fa_cuda_kernel *kernel, int32_t index, fa_error *error) {
+  fa_scope scope;
+  fa_cuda_facts device;
+  fa_status status = fa_cuda_facts_of(index, &device, error);
+  if (!status) status = enter_device(&scope, index, error);
   if (status) return status;
   status = check(
       cudaFuncSetAttribute(kernel->main, cudaFuncAttributeMaxDynamicSharedMemorySize, kernel->shared_bytes),
       "cudaFuncSetAttribute", error);
-  if (!status && kernel->merge && can_cluster(plan->device.index))
+  if (!status && kernel->merge && device.major >= 9)
     status = check(cudaFuncSetAttribute(kernel->main, cudaFuncAttributeNonPortableClusterSizeAllowed, 1),
                    "cudaFuncSetAttribute", error);
   leave_device(&scope);
+  return status;
+}
+
+/* Does so once for each kernel and device, and makes the plan's workspace large enough for it. */
+static fa_status prepare(fa_plan *plan, const fa_cuda_kernel *kernel, fa_error *error) {
+  const int32_t index = plan->device.index;
+  fa_status status = FA_STATUS_OK;
+  if (!fa_cuda_is_ready(kernel, index)) {
+    status = set_attributes(kernel, index, error);
+    if (status) return status;
+    fa_cuda_note_ready(kernel, index);
+  }
   const size_t bytes = lay_out(plan, kernel, &(fa_tensors){0}, NULL).workspace_bytes;
   if (bytes > plan->workspace_bytes) plan->workspace_bytes = bytes;
   return status;
@@ -823,7 +831,7 @@ static fa_status run_row_sinks(const fa_plan *plan, const fa_tensors *t, const f
 
 static fa_status run(const fa_plan *plan, const fa_tensors *tensors, const fa_execution *execution,
                      fa_error *error) {
-  device_scope scope;
+  fa_scope scope;
   fa_status status = enter_device(&scope, plan->device.index, error);
   if (status) return status;
   status = run_on_device(plan, tensors, execution, error);
@@ -844,7 +852,7 @@ static fa_status unpack(int32_t index, fa_rows to, fa_rows from, int64_t heads_a
                            .head_dim = (int32_t)head_dim};
   const dim3 blocks = {(unsigned)((heads_a_row + HEADS_A_BLOCK - 1) / HEADS_A_BLOCK),
                        (unsigned)(num_rows < MOST_BLOCKS_Y ? num_rows : MOST_BLOCKS_Y), 1};
-  device_scope scope;
+  fa_scope scope;
   fa_status status = enter_device(&scope, index, error);
   if (status) return status;
   status = check(cudaLaunchKernel(fa_cuda_unpack_kernel, blocks, (dim3){FA_CUDA_SMALL_KERNEL_THREADS, 1, 1},

@@ -135,7 +135,7 @@ static fa_status make_id(unsigned char *id, fa_error *error) {
 
 static void abort_link(fa_link *base) {
   nccl_link *link = (nccl_link *)base;
-  device_scope scope;
+  fa_scope scope;
   pthread_mutex_lock(&link->mutex);
   ncclComm *comm = link->comm;
   link->comm = NULL;
@@ -158,7 +158,7 @@ static void free_link(fa_link *base) {
 static fa_status connect(nccl_link *link, const unsigned char *id, int32_t num_ranks, int32_t rank,
                          int64_t timeout_ms, fa_error *error) {
   comm_config config = {.size = sizeof config, .magic = 0xcafebeef, .version = 21400, .undefined = INT32_MIN};
-  device_scope scope;
+  fa_scope scope;
   fa_status status = fa_cuda_memory.stream_new(link->index, (void **)&link->stream, error);
   if (!status) status = enter_device(&scope, link->index, error);
   if (status) return status;
@@ -220,7 +220,7 @@ static void free_exchange(const nccl_link *link, fa_exchange *exchange) {
 static fa_status begin(fa_link *base, const fa_transfer *transfers, int32_t num_transfers,
                        fa_exchange **exchange, fa_error *error) {
   nccl_link *link = (nccl_link *)base;
-  device_scope scope;
+  fa_scope scope;
   fa_exchange *new = calloc(1, sizeof *new);
   if (!new) return fa_fail_message(error, FA_STATUS_OUT_OF_MEMORY, "", "no memory for an exchange");
   fa_status status = fa_cuda_memory.event_new(link->index, false, (void **)&new->done, error);
@@ -238,7 +238,7 @@ static fa_status begin(fa_link *base, const fa_transfer *transfers, int32_t num_
 
 /* Whether the event has come, asked of the device. */
 static fa_status has_come(const nccl_link *link, cudaEvent_t event, bool *come, fa_error *error) {
-  device_scope scope;
+  fa_scope scope;
   fa_status status = enter_device(&scope, link->index, error);
   if (status) return status;
   const cudaError_t result = cudaEventQuery(event);
@@ -282,7 +282,7 @@ fa_status fa_cuda_sum(const fa_sum *sum, int32_t index, void *stream, fa_error *
     return fa_fail(error, FA_STATUS_UNSUPPORTED, "part", "f32, bf16 or f16", fa_dtype_name(sum->dtype));
   fa_sum copy = *sum; /* cudaLaunchKernel takes arguments that are not const */
   const int64_t turns = (sum->count + 8 * THREADS - 1) / (8 * THREADS);
-  device_scope scope;
+  fa_scope scope;
   fa_status status = enter_device(&scope, index, error);
   if (status) return status;
   status = check(cudaLaunchKernel(kernel, (dim3){(unsigned)(turns < MOST_BLOCKS ? turns : MOST_BLOCKS), 1, 1},

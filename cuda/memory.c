@@ -8,7 +8,7 @@
 
 #define ON_DEVICE(index, operation, call)                   \
   do {                                                      \
-    device_scope scope;                                     \
+    fa_scope scope;                                         \
     fa_status entered = enter_device(&scope, index, error); \
     if (entered) return entered;                            \
     const cudaError_t result = call;                        \
@@ -19,11 +19,15 @@
 /* For what cannot fail in a way that matters. */
 #define DROP_ON_DEVICE(index, call)               \
   do {                                            \
-    device_scope scope;                           \
+    fa_scope scope;                               \
     if (enter_device(&scope, index, NULL)) break; \
     if (call) cudaGetLastError();                 \
     leave_device(&scope);                         \
   } while (0)
+
+static fa_status enter(int32_t index, fa_scope *scope, fa_error *error) {
+  return enter_device(scope, index, error);
+}
 
 static fa_status available(int32_t index, size_t *free_bytes, size_t *total_bytes, fa_error *error) {
   *free_bytes = *total_bytes = 0;
@@ -31,7 +35,7 @@ static fa_status available(int32_t index, size_t *free_bytes, size_t *total_byte
 }
 
 static fa_status allocate(int32_t index, size_t bytes, void **memory, fa_error *error) {
-  device_scope scope;
+  fa_scope scope;
   fa_status status = enter_device(&scope, index, error);
   if (status) return status;
   status = check(cudaMalloc(memory, bytes), "cudaMalloc", error);
@@ -47,7 +51,7 @@ static fa_status allocate(int32_t index, size_t bytes, void **memory, fa_error *
 static void release(int32_t index, void *memory) { DROP_ON_DEVICE(index, cudaFree(memory)); }
 
 static fa_status host_allocate(int32_t index, size_t bytes, void **memory, fa_error *error) {
-  device_scope scope;
+  fa_scope scope;
   fa_status status = enter_device(&scope, index, error);
   if (status) return status;
   status = check(cudaHostAlloc(memory, bytes, cudaHostAllocPortable), "cudaHostAlloc", error);
@@ -75,7 +79,7 @@ static fa_place place_of(int32_t index, const void *memory) {
 /* Of the first and the last byte: a range that is not all of one kind counts as pageable memory, which every
  * kind can be copied as. */
 static fa_place locate(int32_t index, const void *memory, size_t bytes) {
-  device_scope scope;
+  fa_scope scope;
   if (enter_device(&scope, index, NULL)) return FA_PLACE_HOST;
   const fa_place first = place_of(index, memory);
   const bool is_one =
@@ -138,7 +142,7 @@ static fa_status event_wait(int32_t index, void *event, fa_error *error) {
 }
 
 static fa_status elapsed(int32_t index, void *begin, void *end, double *seconds, fa_error *error) {
-  device_scope scope;
+  fa_scope scope;
   float milliseconds = 0;
   fa_status status = enter_device(&scope, index, error);
   if (status) return status;
@@ -152,7 +156,9 @@ static fa_status synchronize(int32_t index, void *stream, fa_error *error) {
   ON_DEVICE(index, "cudaStreamSynchronize", cudaStreamSynchronize(stream));
 }
 
-const fa_memory_ops fa_cuda_memory = {.alloc = allocate,
+const fa_memory_ops fa_cuda_memory = {.enter = enter,
+                                      .leave = leave_device,
+                                      .alloc = allocate,
                                       .free = release,
                                       .available = available,
                                       .host_alloc = host_allocate,

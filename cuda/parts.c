@@ -101,7 +101,7 @@ fa_status fa_cuda_merge(const fa_merge *merge, bool is_backward, int32_t index, 
     return fa_fail(error, FA_STATUS_UNSUPPORTED, "batch", "at most 65535 in a merge on CUDA",
                    FA_TEXT("%lld", (long long)merge->batch));
   fa_merge copy = *merge; /* cudaLaunchKernel takes arguments that are not const */
-  device_scope scope;
+  fa_scope scope;
   fa_status status = enter_device(&scope, index, error);
   if (status) return status;
   status = enqueue(&copy, is_backward, execution, error);

@@ -33,13 +33,24 @@ static inline fa_status check(cudaError_t result, const char *operation, fa_erro
     if (status) return status;                        \
   } while (0)
 
-/* Makes a device current for the duration of a call into the runtime. Afterwards the thread has the context
- * that it had before, or none. */
-typedef struct device_scope {
-  struct CUctx_st *previous;
-} device_scope;
+/* Makes a device current for the duration of calls into the runtime. Afterwards the thread has the context that
+ * it had before, or none. Costs nothing within such a scope of the same device. */
+fa_status enter_device(fa_scope *scope, int32_t index, fa_error *error);
+void leave_device(const fa_scope *scope);
 
-fa_status enter_device(device_scope *scope, int32_t index, fa_error *error);
-void leave_device(const device_scope *scope);
+/* What a device is: asked for once a process. Looking does not wake it up. */
+typedef struct fa_cuda_facts {
+  int32_t major, minor, shared_bytes, num_multiprocessors; /* shared_bytes: the most that a block may have */
+} fa_cuda_facts;
+
+fa_status fa_cuda_facts_of(int32_t index, fa_cuda_facts *facts, fa_error *error);
+
+/* Whether that was noted of a kernel on a device. */
+struct fa_cuda_kernel;
+bool fa_cuda_is_ready(const struct fa_cuda_kernel *kernel, int32_t index);
+void fa_cuda_note_ready(const struct fa_cuda_kernel *kernel, int32_t index);
+
+/* The number of devices; 0, and the runtime's error, where it finds none. */
+int32_t fa_cuda_count_devices(cudaError_t *result);
 
 #endif

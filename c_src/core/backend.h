@@ -10,9 +10,21 @@ typedef struct fa_rows {
   size_t pitch;
 } fa_rows;
 
+/* What a thread had before it entered a device. The words are the backend's. */
+typedef struct fa_scope {
+  void *before;
+  int32_t outer;
+  bool is_inner, restores;
+} fa_scope;
+
 /* Memory, streams and events of devices that have memory of their own, for host/memory.c and host/anywhere.c.
  * Streams and events are handles of the backend's. Any thread may call any of these. */
 typedef struct fa_memory_ops {
+  /* A device is the calling thread's from one to the other: the backend's functions, each of which would enter
+   * and leave it, find it there. Scopes nest. */
+  fa_status (*enter)(int32_t index, fa_scope *scope, fa_error *error);
+  void (*leave)(const fa_scope *scope);
+
   /* Memory is aligned to 256 bytes or more. Both functions may wait for the device. */
   fa_status (*alloc)(int32_t index, size_t bytes, void **memory, fa_error *error);
   void (*free)(int32_t index, void *memory);

@@ -81,8 +81,7 @@ static fa_status find_tensor(host_run *run, const fa_tensors *given, int id, fa_
   t->given = *fa_tensor_get(given, id);
   if (!t->given.data)
     return fa_fail(error, FA_STATUS_INVALID_ARGUMENT, fa_tensor_name(id), "a pointer", "NULL");
-  const fa_place place = run->heap->backend->memory->locate(run->heap->index, t->given.data,
-                                                            fa_bytes_spanned(problem, id, &t->given));
+  const fa_place place = fa_heap_locate(run->heap, t->given.data, fa_bytes_spanned(problem, id, &t->given));
   run->on_devices |= place == FA_PLACE_DEVICE || place == FA_PLACE_OTHER_DEVICE;
   void *wanted = memory_wanted(run->placement, id);
   run->on_devices |= wanted != NULL;
@@ -477,9 +476,8 @@ static fa_status place_all(host_run *run, fa_error *error) {
   return FA_STATUS_OK;
 }
 
-static fa_status run_on_device(host_run *run, const fa_tensors *given, fa_error *error) {
-  fa_status status = fa_heap_of(run->plan->backend, run->plan->device.index, &run->heap, error);
-  if (!status) status = find_tensors(run, given, error);
+static fa_status run_in_scope(host_run *run, const fa_tensors *given, fa_error *error) {
+  fa_status status = find_tensors(run, given, error);
   if (!status) status = cut(run, error);
   if (!status) status = fa_lane_take(run->heap, run->pageable_bytes, &run->lane, error);
   if (!status) {
@@ -487,11 +485,22 @@ static fa_status run_on_device(host_run *run, const fa_tensors *given, fa_error 
     choose_packed(run);
     status = place_all(run, error);
     if (!status) status = run_all(run, error);
-    fa_lane_give(run->lane); /* after an error, too, the device must be done with the memory below */
+    /* After an error, too, the device must be done with the memory below. */
+    fa_lane_give(run->lane, status == FA_STATUS_OK);
   }
   if (run->memory) fa_pool_give(&run->heap->pool, run->memory);
   free(run->own_bands);
   return status ? status : fa_succeed(error);
+}
+
+static fa_status run_on_device(host_run *run, const fa_tensors *given, fa_error *error) {
+  fa_scope scope;
+  fa_status status = fa_heap_of(run->plan->backend, run->plan->device.index, &run->heap, error);
+  if (!status) status = run->heap->backend->memory->enter(run->heap->index, &scope, error);
+  if (status) return status;
+  status = run_in_scope(run, given, error);
+  run->heap->backend->memory->leave(&scope);
+  return status;
 }
 
 /* ---- where the device's memory is the host's ----------------------------------------------------------- */

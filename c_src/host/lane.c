@@ -59,11 +59,11 @@ fa_status fa_lane_take(fa_heap *heap, size_t pageable_bytes, fa_lane **lane, fa_
   return status;
 }
 
-void fa_lane_give(fa_lane *lane) {
+void fa_lane_give(fa_lane *lane, bool is_done) {
   fa_heap *heap = lane->heap;
   fa_staging_stop(lane->staging);
   void *streams[] = {lane->up, lane->compute, lane->down};
-  for (int i = 0; i < 3; i++) heap->backend->memory->synchronize(heap->index, streams[i], NULL);
+  for (int i = 0; i < 3 && !is_done; i++) heap->backend->memory->synchronize(heap->index, streams[i], NULL);
   fa_staging_give_ring(lane->staging);
   pthread_mutex_lock(&heap->mutex);
   lane->next = heap->idle_lanes;

@@ -20,7 +20,7 @@ typedef struct fa_lane {
 /* Takes a lane whose ring suits so many pageable bytes; it has no ring where they are 0. */
 fa_status fa_lane_take(fa_heap *heap, size_t pageable_bytes, fa_lane **lane, fa_error *error);
 
-/* Gives the lane back, once the work on its streams has ended. */
-void fa_lane_give(fa_lane *lane);
+/* Gives the lane back, once the work on its streams has ended: is_done says that it has. */
+void fa_lane_give(fa_lane *lane, bool is_done);
 
 #endif

@@ -230,25 +230,42 @@ fa_status fa_memory_trim(fa_device device, fa_error *error) {
   return status;
 }
 
+fa_place fa_heap_locate(fa_heap *heap, const void *memory, size_t bytes) {
+  if (fa_pool_holds(&heap->pool, memory, bytes)) return FA_PLACE_DEVICE;
+  if (fa_pool_holds(&heap->pinned->callers, memory, bytes)) return FA_PLACE_PINNED;
+  return heap->backend->memory->locate(heap->index, memory, bytes);
+}
+
 fa_place fa_memory_locate(fa_device device, const void *memory, size_t bytes) {
   fa_heap *heap;
   if (find_heap(device, &heap, NULL) || !heap) return FA_PLACE_HOST;
-  return heap->backend->memory->locate(device.index, memory, bytes);
+  return fa_heap_locate(heap, memory, bytes);
+}
+
+static fa_status copy_in_scope(const fa_heap *heap, const fa_byte_copy *copies, int64_t count, void *stream,
+                               fa_error *error) {
+  const fa_memory_ops *memory = heap->backend->memory;
+  fa_status status = FA_STATUS_OK;
+  for (int64_t i = 0; !status && i < count; i++)
+    if (copies[i].bytes)
+      status =
+          memory->copy(heap->index, (fa_rows){copies[i].to, copies[i].bytes},
+                       (fa_rows){(char *)copies[i].from, copies[i].bytes}, copies[i].bytes, 1, stream, error);
+  return status ? status : memory->synchronize(heap->index, stream, error);
 }
 
 fa_status fa_copy_bytes(fa_device device, const fa_byte_copy *copies, int64_t count, void *stream,
                         fa_error *error) {
   FIND_HEAP(heap);
-  fa_status status = FA_STATUS_OK;
-  for (int64_t i = 0; !status && i < count; i++) {
-    const fa_rows to = {copies[i].to, copies[i].bytes}, from = {(char *)copies[i].from, copies[i].bytes};
-    if (copies[i].bytes == 0) continue;
-    if (!heap)
-      memmove(to.data, from.data, copies[i].bytes);
-    else
-      status = heap->backend->memory->copy(device.index, to, from, copies[i].bytes, 1, stream, error);
-  }
-  return status ? status : fa_device_synchronize(device, stream, error);
+  fa_scope scope;
+  for (int64_t i = 0; !heap && i < count; i++)
+    if (copies[i].bytes) memmove(copies[i].to, copies[i].from, copies[i].bytes);
+  if (!heap) return fa_succeed(error);
+  fa_status status = heap->backend->memory->enter(heap->index, &scope, error);
+  if (status) return status;
+  status = copy_in_scope(heap, copies, count, stream, error);
+  heap->backend->memory->leave(&scope);
+  return status ? status : fa_succeed(error);
 }
 
 fa_status fa_device_copy(fa_device device, void *to, const void *from, size_t bytes, void *stream,

@@ -29,6 +29,9 @@ extern pthread_mutex_t fa_heaps_mutex;
 /* Finds or makes the device's heap, which is never freed. The backend must have memory operations. */
 fa_status fa_heap_of(const fa_backend *backend, int32_t index, fa_heap **heap, fa_error *error);
 
+/* Where memory lies, seen from the heap's device, which is not asked about what these pools gave. */
+fa_place fa_heap_locate(fa_heap *heap, const void *memory, size_t bytes);
+
 /* Returns memory that nobody uses to the driver and the system. */
 void fa_heap_trim(fa_heap *heap);
 

@@ -196,6 +196,15 @@ bool fa_pool_give(fa_pool *pool, void *memory) {
   return block != NULL;
 }
 
+bool fa_pool_holds(fa_pool *pool, const void *memory, size_t bytes) {
+  pthread_mutex_lock(&pool->mutex);
+  const fa_block *block = *bucket_of(pool, memory);
+  while (block && block->memory != memory) block = block->next;
+  const bool holds = block && bytes <= block->bytes;
+  pthread_mutex_unlock(&pool->mutex);
+  return holds;
+}
+
 void fa_pool_set_limit(fa_pool *pool, size_t limit) {
   pthread_mutex_lock(&pool->mutex);
   pool->limit = limit;

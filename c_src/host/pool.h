@@ -52,6 +52,9 @@ fa_status fa_pool_take(fa_pool *pool, size_t bytes, void **memory, fa_error *err
  * does not know the block. */
 bool fa_pool_give(fa_pool *pool, void *memory);
 
+/* Whether so many bytes from there on are a used block's, which begins there. */
+bool fa_pool_holds(fa_pool *pool, const void *memory, size_t bytes);
+
 /* Returns the idle blocks given longest ago to the source until at most so many idle bytes are left. */
 void fa_pool_trim(fa_pool *pool, size_t idle_bytes);
 

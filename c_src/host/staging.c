@@ -235,13 +235,23 @@ static fa_status open_piece(fa_staging *staging, long piece, ring_slot *slot, fa
 }
 
 /* Gives a filled piece to the bus, and records the slice's event behind its last one. */
-static fa_status send_up(fa_staging *staging, long piece, ring_slot *slot, fa_error *error) {
+static fa_status send_up_in_scope(fa_staging *staging, long piece, ring_slot *slot, fa_error *error) {
   const int slice = slot->copy->slice; /* read now, as a sent slot may soon hold another piece */
   fa_status status = send_piece(staging, piece, slot, error);
   if (status || atomic_fetch_sub(&staging->pieces_left[slice], 1) > 1) return status;
   status =
       staging->heap->backend->memory->record(staging->heap->index, staging->sent[slice], staging->up, error);
   if (!status) atomic_store(&staging->is_sent[slice], true);
+  return status;
+}
+
+static fa_status send_up(fa_staging *staging, long piece, ring_slot *slot, fa_error *error) {
+  const fa_memory_ops *memory = staging->heap->backend->memory;
+  fa_scope scope;
+  fa_status status = memory->enter(staging->heap->index, &scope, error);
+  if (status) return status;
+  status = send_up_in_scope(staging, piece, slot, error);
+  memory->leave(&scope);
   return status;
 }
 

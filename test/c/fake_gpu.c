@@ -434,9 +434,16 @@ static fa_status run(const fa_plan *plan, const fa_tensors *tensors, const fa_ex
   return FA_STATUS_OK;
 }
 
-static const fa_memory_ops memory = {alloc,       release,     available, host_alloc, host_free, locate,
-                                     stream_new,  stream_free, event_new, event_free, copy,      record,
-                                     stream_wait, event_wait,  elapsed,   synchronize};
+static fa_status enter(int32_t index, fa_scope *scope, fa_error *error) {
+  *scope = (fa_scope){.outer = index};
+  return may_fail(index, error);
+}
+
+static void leave(const fa_scope *scope) { (void)scope; }
+
+static const fa_memory_ops memory = {enter,     leave,  alloc,       release,     available, host_alloc,
+                                     host_free, locate, stream_new,  stream_free, event_new, event_free,
+                                     copy,      record, stream_wait, event_wait,  elapsed,   synchronize};
 
 const fa_backend fake_gpu = {.kind = FA_DEVICE_CUDA,
                              .num_devices = num_devices,

@@ -5,11 +5,13 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <initializer_list>
 
 #include <pthread.h>
 #include <sys/mman.h>
 #include <time.h>
 
+#include "calls.h"
 #include "cudaTypedefs.h"
 #include "threads.h"
 
@@ -41,6 +43,35 @@ cudaError_t result(cudaError_t error) {
 }
 
 int current_device() { return context ? context->device : 0; }
+
+// ---- calls ---------------------------------------------------------------------------------------------
+
+constexpr int MOST_NAMES = 64;
+struct {
+  const char *name;
+  int count;
+} calls[MOST_NAMES];
+pthread_mutex_t calls_mutex = PTHREAD_MUTEX_INITIALIZER;
+
+// What needs a device wakes the one up that is current: the first, where none was set.
+bool is_awake[MOST_DEVICES];
+bool needs_device(const char *name) {
+  for (const char *other :
+       {"cudaGetLastError", "cudaGetDeviceCount", "cudaGetDevice", "cudaGetDeviceProperties",
+        "cudaDeviceGetAttribute", "cudaGetDriverEntryPointByVersion", "cuCtxGetCurrent", "cuCtxSetCurrent",
+        "cuTensorMapEncodeTiled"})
+    if (!strcmp(name, other)) return false;
+  return true;
+}
+
+void called(const char *name) {
+  if (strcmp(name, "cudaSetDevice") && needs_device(name)) is_awake[current_device()] = true;
+  pthread_mutex_lock(&calls_mutex);
+  int i = 0;
+  while (calls[i].name && strcmp(calls[i].name, name)) i++;
+  calls[i].name = name, calls[i].count++;
+  pthread_mutex_unlock(&calls_mutex);
+}
 
 // ---- memory --------------------------------------------------------------------------------------------
 
@@ -147,10 +178,12 @@ cudaError_t launch_kernel(const void *kernel, dim3 grid, dim3 block, dim3 cluste
 // ---- the driver's functions ----------------------------------------------------------------------------
 
 CUresult get_context(CUcontext *got) {
+  called("cuCtxGetCurrent");
   *got = context;
   return CUDA_SUCCESS;
 }
 CUresult set_context(CUcontext wanted) {
+  called("cuCtxSetCurrent");
   context = wanted;
   return CUDA_SUCCESS;
 }
@@ -163,7 +196,33 @@ CUresult encode_tensor_map(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void 
                            const cuuint64_t *, const cuuint32_t *, const cuuint32_t *, CUtensorMapInterleave,
                            CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill)
     __attribute__((weak));
+
+int num_calls(const char *name) {
+  int count = 0;
+  for (const auto &call : calls)
+    if (call.name && (!name || !strcmp(call.name, name))) count += call.count;
+  return count;
+}
+void forget_calls() {
+  for (auto &call : calls) call.count = 0;
+}
+bool is_device_awake(int index) { return is_awake[index]; }
+void print_calls() {
+  for (const auto &call : calls)
+    if (call.count) printf("  %3d %s\n", call.count, call.name);
+}
 }  // namespace emulated
+
+namespace {
+CUresult encode_counted(CUtensorMap *map, CUtensorMapDataType type, cuuint32_t rank, void *memory,
+                        const cuuint64_t *dims, const cuuint64_t *strides, const cuuint32_t *box,
+                        const cuuint32_t *steps, CUtensorMapInterleave interleave, CUtensorMapSwizzle swizzle,
+                        CUtensorMapL2promotion promotion, CUtensorMapFloatOOBfill fill) {
+  called("cuTensorMapEncodeTiled");
+  return encode_tensor_map(map, type, rank, memory, dims, strides, box, steps, interleave, swizzle, promotion,
+                           fill);
+}
+}  // namespace
 
 // ---- errors and devices --------------------------------------------------------------------------------
 
@@ -178,27 +237,38 @@ const char *cudaGetErrorName(cudaError_t error) {
 }
 const char *cudaGetErrorString(cudaError_t error) { return cudaGetErrorName(error); }
 cudaError_t cudaGetLastError() {
+  called(__func__);
+
   const cudaError_t error = last_error;
   last_error = cudaSuccess;
   return error;
 }
 
 cudaError_t cudaGetDeviceCount(int *count) {
+  called(__func__);
+
   *count = device().num_devices;
   return cudaSuccess;
 }
 cudaError_t cudaSetDevice(int index) {
+  called(__func__);
+
   if (index < 0 || index >= device().num_devices || index >= MOST_DEVICES)
     return result(cudaErrorInvalidDevice);
   contexts[index].device = index;
+  is_awake[index] = true;
   context = &contexts[index];
   return cudaSuccess;
 }
 cudaError_t cudaGetDevice(int *index) {
+  called(__func__);
+
   *index = current_device();
   return cudaSuccess;
 }
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp *properties, int index) {
+  called(__func__);
+
   if (index < 0 || index >= device().num_devices) return result(cudaErrorInvalidDevice);
   *properties = {};
   snprintf(properties->name, sizeof properties->name, "emulated GPU");
@@ -208,6 +278,8 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp *properties, int index) {
   return cudaSuccess;
 }
 cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int index) {
+  called(__func__);
+
   if (index < 0 || index >= device().num_devices) return result(cudaErrorInvalidDevice);
   switch (attribute) {
     case cudaDevAttrMultiProcessorCount: *value = device().num_multiprocessors; break;
@@ -219,30 +291,51 @@ cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int ind
   }
   return cudaSuccess;
 }
-cudaError_t cudaDeviceSynchronize() { return cudaSuccess; }
+cudaError_t cudaDeviceSynchronize() {
+  called(__func__);
+  return cudaSuccess;
+}
 
 cudaError_t cudaGetDriverEntryPointByVersion(const char *name, void **function, unsigned, unsigned long long,
                                              cudaDriverEntryPointQueryResult *found) {
+  called(__func__);
+
   *function = nullptr;
   if (!strcmp(name, "cuCtxGetCurrent")) *function = reinterpret_cast<void *>(get_context);
   if (!strcmp(name, "cuCtxSetCurrent")) *function = reinterpret_cast<void *>(set_context);
-  if (!strcmp(name, "cuTensorMapEncodeTiled")) *function = reinterpret_cast<void *>(encode_tensor_map);
+  if (!strcmp(name, "cuTensorMapEncodeTiled")) *function = reinterpret_cast<void *>(encode_counted);
   *found = *function ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
   return cudaSuccess;
 }
 
 // ---- memory --------------------------------------------------------------------------------------------
 
-cudaError_t cudaMalloc(void **memory, size_t bytes) { return allocate(memory, bytes, false); }
-cudaError_t cudaFree(void *memory) { return release(memory); }
-cudaError_t cudaHostAlloc(void **memory, size_t bytes, unsigned) { return allocate(memory, bytes, true); }
-cudaError_t cudaFreeHost(void *memory) { return release(memory); }
+cudaError_t cudaMalloc(void **memory, size_t bytes) {
+  called(__func__);
+  return allocate(memory, bytes, false);
+}
+cudaError_t cudaFree(void *memory) {
+  called(__func__);
+  return release(memory);
+}
+cudaError_t cudaHostAlloc(void **memory, size_t bytes, unsigned) {
+  called(__func__);
+  return allocate(memory, bytes, true);
+}
+cudaError_t cudaFreeHost(void *memory) {
+  called(__func__);
+  return release(memory);
+}
 cudaError_t cudaMemGetInfo(size_t *free_bytes, size_t *total_bytes) {
+  called(__func__);
+
   Lock lock;
   *total_bytes = TOTAL_BYTES, *free_bytes = TOTAL_BYTES - used_bytes;
   return cudaSuccess;
 }
 cudaError_t cudaPointerGetAttributes(cudaPointerAttributes *got, const void *memory) {
+  called(__func__);
+
   const uint8_t *byte = static_cast<const uint8_t *>(memory);
   Lock lock;
   *got = {cudaMemoryTypeUnregistered, -1};
@@ -252,17 +345,23 @@ cudaError_t cudaPointerGetAttributes(cudaPointerAttributes *got, const void *mem
   return cudaSuccess;
 }
 cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, cudaMemcpyKind, cudaStream_t) {
+  called(__func__);
+
   memmove(to, from, bytes);
   return cudaSuccess;
 }
 cudaError_t cudaMemcpy2DAsync(void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width,
                               size_t height, cudaMemcpyKind, cudaStream_t) {
+  called(__func__);
+
   for (size_t row = 0; row < height; row++)
     memmove(static_cast<char *>(to) + row * to_pitch, static_cast<const char *>(from) + row * from_pitch,
             width);
   return cudaSuccess;
 }
 cudaError_t cudaMemsetAsync(void *memory, int value, size_t bytes, cudaStream_t) {
+  called(__func__);
+
   memset(memory, value, bytes);
   return cudaSuccess;
 }
@@ -270,31 +369,52 @@ cudaError_t cudaMemsetAsync(void *memory, int value, size_t bytes, cudaStream_t)
 // ---- streams and events --------------------------------------------------------------------------------
 
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned) {
+  called(__func__);
+
   *stream = static_cast<cudaStream_t>(calloc(1, sizeof **stream));
   return cudaSuccess;
 }
 cudaError_t cudaStreamDestroy(cudaStream_t stream) {
+  called(__func__);
+
   free(stream);
   return cudaSuccess;
 }
-cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaSuccess; }
-cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned) { return cudaSuccess; }
+cudaError_t cudaStreamSynchronize(cudaStream_t) {
+  called(__func__);
+  return cudaSuccess;
+}
+cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned) {
+  called(__func__);
+  return cudaSuccess;
+}
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned) {
+  called(__func__);
+
   *event = static_cast<cudaEvent_t>(calloc(1, sizeof **event));
   return cudaSuccess;
 }
 cudaError_t cudaEventDestroy(cudaEvent_t event) {
+  called(__func__);
+
   free(event);
   return cudaSuccess;
 }
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t) {
+  called(__func__);
+
   timespec now;
   clock_gettime(CLOCK_MONOTONIC, &now);
   event->seconds = double(now.tv_sec) + 1e-9 * double(now.tv_nsec);
   return cudaSuccess;
 }
-cudaError_t cudaEventQuery(cudaEvent_t) { return cudaSuccess; }
+cudaError_t cudaEventQuery(cudaEvent_t) {
+  called(__func__);
+  return cudaSuccess;
+}
 cudaError_t cudaEventElapsedTime(float *milliseconds, cudaEvent_t begin, cudaEvent_t end) {
+  called(__func__);
+
   *milliseconds = float((end->seconds - begin->seconds) * 1e3);
   return cudaSuccess;
 }
@@ -302,20 +422,28 @@ cudaError_t cudaEventElapsedTime(float *milliseconds, cudaEvent_t begin, cudaEve
 // ---- launches ------------------------------------------------------------------------------------------
 
 cudaError_t cudaFuncSetAttribute(const void *kernel, cudaFuncAttribute attribute, int value) {
+  called(__func__);
+
   if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize) return cudaSuccess;
   if (value < 0 || size_t(value) > device().shared_bytes) return result(cudaErrorInvalidValue);
   most_shared_of(kernel) = value;
   return cudaSuccess;
 }
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *num_blocks, const void *, int, size_t) {
+  called(__func__);
+
   *num_blocks = device().blocks_a_multiprocessor;
   return cudaSuccess;
 }
 cudaError_t cudaLaunchKernel(const void *kernel, dim3 grid, dim3 block, void **arguments, size_t shared_bytes,
                              cudaStream_t) {
+  called(__func__);
+
   return launch_kernel(kernel, grid, block, dim3(), arguments, shared_bytes);
 }
 cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *config, const void *kernel, void **arguments) {
+  called(__func__);
+
   dim3 cluster;
   for (unsigned i = 0; i < config->numAttrs; i++)
     if (config->attrs[i].id == cudaLaunchAttributeClusterDimension) {

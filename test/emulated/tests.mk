@@ -9,7 +9,7 @@ CXX := c++
 endif
 EMULATED_BUILD := $(BUILD)/emulated
 EMULATED       ?= --quick --sweep 0 --name band --dtype bf16
-EMULATED_TESTS := $(addprefix $(EMULATED_BUILD)/test/test_,emulated attention slices)
+EMULATED_TESTS := $(addprefix $(EMULATED_BUILD)/test/test_,emulated attention slices calls)
 
 .PHONY: test-emulated
 ifeq ($(findstring linux,$(TARGET))$(shell command -v $(CXX)),linux)
@@ -28,6 +28,7 @@ test-emulated: $(EMULATED_BUILD)/test_hopper
 	  echo "test_attention --device cuda $(EMULATED), emulated sm_$$sm"; \
 	  EMULATED_SM=$$sm $(EMULATED_BUILD)/test/test_attention --device cuda $(EMULATED); \
 	  echo "test_slices cuda, emulated sm_$$sm"; EMULATED_SM=$$sm $(EMULATED_BUILD)/test/test_slices cuda; \
+	  echo "test_calls, emulated sm_$$sm"; EMULATED_SM=$$sm $(EMULATED_BUILD)/test/test_calls; \
 	done
 endif
 
@@ -35,6 +36,13 @@ ifeq ($(FA_CUDA),emulated)
 $(BUILD)/test/test_emulated: test/emulated/test_emulated.cpp $(EMULATOR)
 	@mkdir -p $(@D)
 	$(CXX) $(CUDA_CFLAGS) -MMD -MP -o $@ $< -x none $(EMULATOR) -pthread
+endif
+
+# Calls of the whole library.
+ifeq ($(FA_CUDA),emulated)
+$(BUILD)/test/test_calls: test/emulated/test_calls.cpp $(OBJECTS)
+	@mkdir -p $(@D)
+	$(CXX) $(CUDA_CFLAGS) -MMD -MP -o $@ $< -x none $(OBJECTS) $(FA_LDFLAGS) $(CUDA_LIBS) -lm
 endif
 
 # What is emulated of Hopper, by itself: without threads and kernels.
