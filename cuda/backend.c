@@ -189,14 +189,20 @@ static fa_status no_kernel_takes(uint32_t needs, const fa_plan *plan, fa_error *
 /* Whether a family has kernels for the problem on a device of that compute capability. */
 static bool family_serves(int family, const fa_plan *plan, int capability) {
   const fa_problem *p = &plan->problem;
-  if (family == DECODE)
-    return plan->pass == FA_PASS_FORWARD && fa_cuda_has_few_rows(p, num_multiprocessors(plan->device.index));
+  if (family == DECODE) return plan->pass == FA_PASS_FORWARD;
   return family == PORTABLE || (capability == 90 && !fa_is_disabled("sm90") && can_map(p));
 }
 
 /* Whether a kernel's row blocks are as small as they may be: those after it in the table are larger. */
 static bool row_fits(const fa_problem *p, const fa_cuda_kernel *row) {
   return !row->merge || fa_cuda_packed_rows(p) <= row->block_q || row[1].bucket != row->bucket;
+}
+
+/* Whether a kernel that fits is worth its family. */
+static bool pays(const fa_plan *plan, const fa_cuda_kernel *row) {
+  const int32_t index = plan->device.index;
+  return !row->merge ||
+         fa_cuda_pays_in_parts(&plan->problem, row, num_multiprocessors(index), can_cluster(index));
 }
 
 /* The first row of the kind's tables, from a family on, that takes the whole problem and fits the device. */
@@ -219,6 +225,7 @@ static fa_status choose_kernel(const fa_plan *plan, int family, const fa_cuda_ke
       if (row->bucket > largest && row->shared_bytes <= device.shared_bytes) largest = row->bucket;
       if (problem->head_dim > row->bucket || row->shared_bytes > device.shared_bytes) continue;
       if (!row_fits(problem, row)) continue;
+      if (!pays(whole, row)) break;
       if (needs_of(problem) & ~row->takes) {
         declined |= needs_of(problem) & ~row->takes;
         continue;

@@ -12,15 +12,10 @@ enum { FEW_ROWS = 64, MOST_CLUSTERED = 16, MOST_PARTS = 512, TILE_ROWS = 128 };
 
 int64_t fa_cuda_packed_rows(const fa_problem *p) { return p->seqlen_q * (p->num_heads / p->num_kv_heads); }
 
-/* Problems without lengths or pages stay with the kernels that were measured for them. */
 static bool reads_cache(const fa_problem *p) { return p->lengths_batch > 0 || p->max_pages > 0; }
 
-/* Tiles of rows that take a third of the multiprocessors are as fast as all of these are on smaller tiles,
- * whose products are slower. */
-bool fa_cuda_has_few_rows(const fa_problem *p, int64_t num_multiprocessors) {
-  const int64_t num_tiles = p->batch * p->num_heads * fa_divide_up(p->seqlen_q, TILE_ROWS);
-  return reads_cache(p) && (p->max_pages > 0 || fa_cuda_packed_rows(p) <= FEW_ROWS ||
-                            (num_tiles * 3 <= num_multiprocessors && p->seqlen_k >= 4096));
+static int64_t num_tiles_of(const fa_problem *p) {
+  return p->batch * p->num_heads * fa_divide_up(p->seqlen_q, TILE_ROWS);
 }
 
 /* What a choice of parts is judged by. */
@@ -38,31 +33,73 @@ static double estimate(const costs *c, double num_parts, double num_slots, doubl
   return ceil(num_blocks / num_slots) * (bytes / bytes_a_us + 1.5) + merge;
 }
 
-fa_cuda_parts fa_cuda_choose_parts(const fa_problem *p, const fa_cuda_kernel *kernel,
-                                   int64_t num_multiprocessors, bool can_cluster) {
+/* The keys that a row block sees at most, or where there are several that a row may. */
+static int64_t num_keys_of(const fa_problem *p, int64_t num_q_blocks) {
+  const fa_range columns = fa_band_columns(fa_problem_band(p), (fa_range){0, p->seqlen_q});
+  return num_q_blocks > 1 ? p->seqlen_k : fa_max(columns.end - columns.begin, 0);
+}
+
+static double bytes_a_key(const fa_problem *p) {
+  return 2.0 * (double)p->head_dim * (double)fa_dtype_bytes(p->dtype);
+}
+
+/* The parts that take the least time, and that time. */
+static fa_cuda_parts best_parts(const fa_problem *p, const fa_cuda_kernel *kernel, int64_t num_multiprocessors,
+                                bool can_cluster, double *least) {
   const int64_t num_q_blocks = fa_divide_up(fa_cuda_packed_rows(p), kernel->block_q);
   const int64_t units = p->batch * p->num_kv_heads * num_q_blocks;
-  const fa_range columns = fa_band_columns(fa_problem_band(p), (fa_range){0, p->seqlen_q});
-  const int64_t num_keys = num_q_blocks > 1 ? p->seqlen_k : fa_max(columns.end - columns.begin, 0);
+  const int64_t num_keys = num_keys_of(p, num_q_blocks);
   const int64_t num_slots = num_multiprocessors * kernel->blocks_per_sm;
-  const costs c = {(double)units, (double)num_keys,
-                   2.0 * (double)p->head_dim * (double)fa_dtype_bytes(p->dtype),
-                   kernel->block_q > 16 ? 12.5e3 : 45e3};
+  const costs c = {(double)units, (double)num_keys, bytes_a_key(p), kernel->block_q > 16 ? 12.5e3 : 45e3};
   const int64_t most = fa_min(fa_divide_up(num_keys, kernel->block_k), MOST_PARTS);
   fa_cuda_parts best = {.num_parts = 1};
-  double least = estimate(&c, 1, (double)num_slots, 0, INFINITY);
+  *least = estimate(&c, 1, (double)num_slots, 0, INFINITY);
   /* Clusters of more than 8 blocks begin late and read slowly; those that would share multiprocessors do not
    * begin together. */
   for (int64_t parts = 2; can_cluster && parts <= fa_min(most, MOST_CLUSTERED); parts *= 2) {
     const double time = estimate(&c, (double)parts, (double)num_multiprocessors, parts > 8 ? 2.5 : 1,
                                  parts > 8 ? 22e3 : INFINITY);
-    if (time < least) least = time, best = (fa_cuda_parts){.num_parts = (int32_t)parts, .in_cluster = 1};
+    if (time < *least) *least = time, best = (fa_cuda_parts){.num_parts = (int32_t)parts, .in_cluster = 1};
   }
   for (int64_t waves = 1; waves <= 4; waves++) {
     const int64_t parts = fa_min(waves * num_slots / fa_max(units, 1), most);
     if (parts < 2) continue;
     const double time = estimate(&c, (double)parts, (double)num_slots, 3.5, INFINITY);
-    if (time < least) least = time, best = (fa_cuda_parts){.num_parts = (int32_t)parts};
+    if (time < *least) *least = time, best = (fa_cuda_parts){.num_parts = (int32_t)parts};
   }
   return best;
+}
+
+fa_cuda_parts fa_cuda_choose_parts(const fa_problem *p, const fa_cuda_kernel *kernel,
+                                   int64_t num_multiprocessors, bool can_cluster) {
+  double least;
+  return best_parts(p, kernel, num_multiprocessors, can_cluster, &least);
+}
+
+/* Tiles of rows that take a third of the multiprocessors are as fast as all of these are on smaller tiles,
+ * whose products are slower. */
+static bool pays_beside_cache(const fa_problem *p, int64_t num_multiprocessors) {
+  return p->max_pages > 0 || fa_cuda_packed_rows(p) <= FEW_ROWS ||
+         (num_tiles_of(p) * 3 <= num_multiprocessors && p->seqlen_k >= 4096);
+}
+
+/* What the ordinary kernels were measured at stays theirs, but where their tiles leave two multiprocessors of
+ * three idle and the model says that they take half as long again: a tile of one row reads 60 GB/s, one of 128
+ * rows less. The products of f32 here are not those of its backward, which must round scores as the forward
+ * did. */
+static bool pays_for_plain(const fa_problem *p, const fa_cuda_kernel *kernel, int64_t num_multiprocessors,
+                           bool can_cluster) {
+  const int64_t num_tiles = num_tiles_of(p);
+  if (p->dtype == FA_DTYPE_F32 || num_tiles * 3 > num_multiprocessors) return false;
+  const costs ordinary = {(double)num_tiles, (double)num_keys_of(p, fa_divide_up(p->seqlen_q, TILE_ROWS)),
+                          bytes_a_key(p), 60e3};
+  double least;
+  best_parts(p, kernel, num_multiprocessors, can_cluster, &least);
+  return least * 1.5 <= estimate(&ordinary, 1, (double)num_multiprocessors, 0, INFINITY);
+}
+
+bool fa_cuda_pays_in_parts(const fa_problem *p, const fa_cuda_kernel *kernel, int64_t num_multiprocessors,
+                           bool can_cluster) {
+  return reads_cache(p) ? pays_beside_cache(p, num_multiprocessors)
+                        : pays_for_plain(p, kernel, num_multiprocessors, can_cluster);
 }

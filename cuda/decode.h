@@ -6,9 +6,11 @@
 
 #include "kernels.h"
 
-/* Whether keys lie on pages, which the other kernels do not find; or end at lengths, and few rows share those
- * of a key/value head, or tiles of rows would leave multiprocessors idle. */
-bool fa_cuda_has_few_rows(const fa_problem *problem, int64_t num_multiprocessors);
+/* Whether a kernel for few rows that takes the problem is worth it: where keys lie on pages, which the other
+ * kernels do not find; where they end at lengths, and few rows share those of a key/value head; or where tiles
+ * of rows would leave multiprocessors idle. */
+bool fa_cuda_pays_in_parts(const fa_problem *problem, const fa_cuda_kernel *kernel, int64_t num_multiprocessors,
+                           bool can_cluster);
 
 /* How many packed rows, those of all query heads of a key/value head, the problem has. */
 int64_t fa_cuda_packed_rows(const fa_problem *problem);

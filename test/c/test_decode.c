@@ -1,7 +1,8 @@
 /*
- * Caches: keys that end before their tensor does, and keys on pages. What is refused; that a problem with a
- * length is the one whose tensors end there; that what lies behind is not looked at; that pages give the bits
- * that the same keys give in order; and that no length and no page number is dangerous.
+ * Few rows beside many keys, and caches: keys that end before their tensor does, and keys on pages. What is
+ * refused; that a problem with a length is the one whose tensors end there; that what lies behind is not looked
+ * at; that pages give the bits that the same keys give in order; and that no length and no page number is
+ * dangerous.
  */
 #include <math.h>
 #include <stdlib.h>
@@ -113,6 +114,66 @@ static void test_length(const fa_setup *setup, fa_dtype dtype, int64_t seqlen_q,
   }
   values_free(&x);
   values_free(&y);
+}
+
+/* ---- few rows without lengths --------------------------------------------------------------------------- */
+
+/* One head of a few rows, and many keys: its only tile leaves most of any GPU idle. */
+static fa_problem few_rows(fa_dtype dtype, int64_t seqlen_q, uint64_t seed) {
+  fa_problem p = problem_of(1, seqlen_q, 8209, 40);
+  p.num_heads = p.num_kv_heads = 1, p.dtype = dtype, p.deterministic = 1;
+  p.window_right = seed % 2 ? 0 : FA_UNBOUNDED, p.num_sinks = (int64_t)(seed % 3);
+  p.softcap = seed % 4 == 3 ? 7 : 0;
+  if (seed % 5 == 4) p.window_left = 8191;
+  return p;
+}
+
+static bool has_kernel_for_few_rows(const fa_setup *setup, const fa_problem *p, fa_pass pass) {
+  fa_plan plan;
+  fa_error error;
+  CHECK(!fa_plan_init(&plan, p, pass, setup->device, &error), "%s", error.message);
+  return strncmp(plan.kernel, "cuda/decode/", 12) == 0;
+}
+
+/* On CUDA they run on the kernel that they run on with a length, and give its bits, every time. */
+static void test_few_rows(const fa_setup *setup, fa_dtype dtype, int64_t seqlen_q, uint64_t seed) {
+  const fa_problem p = few_rows(dtype, seqlen_q, seed);
+  fa_problem with_length = p;
+  with_length.lengths_batch = 1;
+  CHECK(has_kernel_for_few_rows(setup, &p, FA_PASS_FORWARD), "%d rows", (int)seqlen_q);
+  CHECK(!has_kernel_for_few_rows(setup, &p, FA_PASS_BACKWARD), "%d rows", (int)seqlen_q);
+  fa_values x = values_new(&p), again = values_new(&p), y = values_new(&with_length);
+  values_fill(&x, &p, dtype, FILL_NORMAL, seed);
+  values_fill(&again, &p, dtype, FILL_NORMAL, seed);
+  values_fill(&y, &with_length, dtype, FILL_NORMAL, seed);
+  y.data[FA_TENSOR_KEY_LENGTHS][0] = (double)p.seqlen_k;
+  must_run(setup, &p, FA_PASS_FORWARD, &x);
+  must_run(setup, &p, FA_PASS_FORWARD, &again);
+  must_run(setup, &with_length, FA_PASS_FORWARD, &y);
+  for (fa_tensor_id id = FA_TENSOR_O; id <= FA_TENSOR_LSE; id += FA_TENSOR_LSE - FA_TENSOR_O) {
+    CHECK(values_equal(&p, id, &x, &again), "%s, %d rows: another %s", fa_dtype_name(dtype), (int)seqlen_q,
+          fa_tensor_name(id));
+    CHECK(values_equal(&p, id, &x, &y), "%s, %d rows: another %s than with a length", fa_dtype_name(dtype),
+          (int)seqlen_q, fa_tensor_name(id));
+  }
+  values_free(&x);
+  values_free(&again);
+  values_free(&y);
+}
+
+/* What stays with the ordinary kernels: few keys, tiles that take more than a third of any GPU, f32, and what
+ * kernels for few rows do not take. */
+static void test_few_rows_are_declined(const fa_setup *setup) {
+  const fa_problem p = few_rows(FA_DTYPE_BF16, 1, 0);
+  fa_problem few_keys = p, many_tiles = p, single = p, bands = p, dropout = p;
+  few_keys.seqlen_k = 128;
+  many_tiles.num_heads = many_tiles.num_kv_heads = 1 << 16;
+  single.dtype = FA_DTYPE_F32;
+  bands.num_bands = bands.bands_batch = 1;
+  dropout.num_seed_words = 2, dropout.dropout = 0.25;
+  const fa_problem *const declined[] = {&few_keys, &many_tiles, &single, &bands, &dropout};
+  for (size_t i = 0; i < sizeof declined / sizeof *declined; i++)
+    CHECK(!has_kernel_for_few_rows(setup, declined[i], FA_PASS_FORWARD), "problem %d", (int)i);
 }
 
 /* Whatever lengths hold, a run reads and writes its tensors alone, and gives the same again. */
@@ -293,8 +354,11 @@ static void test_device(fa_device device) {
         test_length(&setup, dtype, seqlen_q, length, NAN);
       }
     test_anything(&setup, dtype);
+    if (device.kind == FA_DEVICE_CUDA && dtype != FA_DTYPE_F32)
+      for (uint64_t seed = 0; seed < 12; seed++) test_few_rows(&setup, dtype, 1 + (int64_t)seed * 5 % 16, seed);
     test_page_sizes(&setup, dtype);
   }
+  if (device.kind == FA_DEVICE_CUDA) test_few_rows_are_declined(&setup);
 }
 
 int main(void) {
