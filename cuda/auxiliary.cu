@@ -98,15 +98,29 @@ __global__ void __launch_bounds__(THREADS) sink_gradient(const __grid_constant__
 }
 
 // What of a reduction's sums belongs to one of its numbers: those from first on, `batches` by `heads` by `rows`
-// of them.
+// of them in each part.
 struct Summands {
   int64_t first;
   int batches, heads, rows;
 
-  __device__ int64_t count() const { return int64_t(batches) * heads * rows; }
+  __device__ int64_t count(const fa_cuda_reduction &a) const {
+    return int64_t(a.num_parts) * batches * heads * rows;
+  }
+  __device__ float at(const fa_cuda_reduction &a, int part, int batch, int head, int row) const {
+    return a.from[first + (((int64_t(part) * a.batch + batch) * a.num_heads + head) * a.num_rows + row) *
+                              a.num_columns];
+  }
   __device__ float at(const fa_cuda_reduction &a, int64_t i) const {
-    const int row = i % rows, head = i / rows % heads, batch = i / rows / heads;
-    return a.from[first + ((int64_t(batch) * a.num_heads + head) * a.num_rows + row) * a.num_columns];
+    return at(a, i / rows / heads / batches, i / rows / heads % batches, i / rows % heads, i % rows);
+  }
+  // By one thread, in the same order.
+  __device__ double sum(const fa_cuda_reduction &a) const {
+    double sum = 0;
+    for (int part = 0; part < a.num_parts; part++)
+      for (int batch = 0; batch < batches; batch++)
+        for (int head = 0; head < heads; head++)
+          for (int row = 0; row < rows; row++) sum += at(a, part, batch, head, row);
+    return sum;
   }
 };
 
@@ -121,7 +135,7 @@ __device__ inline Summands summands_of(const fa_cuda_reduction &a, int batch, in
 __global__ void __launch_bounds__(THREADS) reduce_heads(const __grid_constant__ fa_cuda_reduction a) {
   const int heads = a.to.stride_head ? a.num_heads : 1, batch = blockIdx.x / heads, head = blockIdx.x % heads;
   const Summands summands = summands_of(a, batch, head, 0, 0);
-  const double sum = block_sum(summands.count(), [&](int64_t i) { return summands.at(a, i); });
+  const double sum = block_sum(summands.count(a), [&](int64_t i) { return summands.at(a, i); });
   if (threadIdx.x == 0) *numbers_of<float>(a.to, batch, head) = static_cast<float>(sum);
 }
 
@@ -134,8 +148,7 @@ __global__ void __launch_bounds__(THREADS) reduce_cells(const __grid_constant__ 
   for (int64_t i = blockIdx.y; i < num_rows; i += gridDim.y) {
     const int row = i % rows, head = i / rows % heads, batch = i / rows / heads;
     const Summands summands = summands_of(a, batch, head, row, column);
-    double sum = 0;
-    for (int64_t j = 0; j < summands.count(); j++) sum += summands.at(a, j);
+    const double sum = summands.sum(a);
     auto store = [&](auto type) {
       store_number(numbers_of<decltype(type)>(a.to, batch, head, row) + column, static_cast<float>(sum));
     };

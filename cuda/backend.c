@@ -84,6 +84,10 @@ static const struct {
                             true},
 };
 
+/* Of column blocks that are shared out, and of their parts: fewer take less time than what sharing them does.
+ */
+enum { LEAST_STEPS_SHARED = 12, LEAST_STEPS_A_PART = 4 };
+
 static fa_cuda_kind kind_of(const fa_problem *problem) {
   switch (problem->dtype) {
     case FA_DTYPE_BF16: return FA_CUDA_BF16;
@@ -141,6 +145,9 @@ static bool sees_all(const fa_problem *p) {
   return fa_band_sees_all(fa_problem_band(p), (fa_range){0, p->seqlen_q}, (fa_range){0, p->seqlen_k});
 }
 
+/* Whether blocks of one side may differ in what they have to do. */
+static bool is_uneven(const fa_problem *p) { return p->num_bands > 0 || p->lengths_batch > 0 || !sees_all(p); }
+
 /* Whether tensor maps can describe contiguous tensors of the problem: rows are multiples of 16 bytes. */
 static bool can_map(const fa_problem *p) { return p->head_dim * (int64_t)fa_dtype_bytes(p->dtype) % 16 == 0; }
 
@@ -193,6 +200,49 @@ static bool family_serves(int family, const fa_plan *plan, int capability) {
   return family == PORTABLE || (capability == 90 && !fa_is_disabled("sm90") && can_map(p));
 }
 
+/* Whether the kernel goes through bands, and takes programs, if any: one that plain problems run only for its
+ * parts of column blocks. */
+static bool is_general(const fa_cuda_kernel *kernel) { return kernel->takes & FA_CUDA_NEEDS_BANDS; }
+
+/* The row blocks that see something of a column block, where there are no bands. */
+static int64_t num_row_blocks(const fa_problem *p, const fa_cuda_kernel *kernel, int64_t k_block) {
+  const int64_t begin = k_block * kernel->block_k, end = fa_min(begin + kernel->block_k, p->seqlen_k);
+  const fa_range rows = fa_band_rows(fa_problem_band(p), (fa_range){begin, end});
+  return rows.begin < rows.end ? fa_divide_up(rows.end, kernel->block_q) - rows.begin / kernel->block_q : 0;
+}
+
+/* How many blocks of threads share the steps of a column block in a backward: where multiprocessors are idle
+ * for most of the time that the longest column block takes, as many as give each of them one, with at least a
+ * few steps; and where column blocks differ, some for each, so that all end together. What bands show nobody
+ * knows here. (cuda_log.md, "Hopper, backward".) */
+static int64_t num_column_parts(const fa_plan *whole, const fa_cuda_kernel *kernel) {
+  const fa_problem *p = &whole->problem;
+  const int64_t num_slots = num_multiprocessors(whole->device.index);
+  const int64_t num_k_blocks = fa_divide_up(p->seqlen_k, kernel->block_k);
+  const int64_t num_heads = p->batch * p->num_kv_heads, num_blocks = num_heads * num_k_blocks;
+  if (num_blocks == 0 || num_blocks > num_slots || p->num_bands > 0) return 1;
+  int64_t most = 0, sum = 0;
+  for (int64_t i = 0; i < num_k_blocks; i++) {
+    const int64_t count = num_row_blocks(p, kernel, i);
+    most = fa_max(most, count), sum += count;
+  }
+  const int64_t num_steps = p->num_heads / p->num_kv_heads * most;
+  if (num_steps < LEAST_STEPS_SHARED || num_heads * sum * 5 > num_slots * most * 3) return 1;
+  const int64_t wanted = (is_uneven(p) ? 4 : 1) * num_slots / num_blocks;
+  return fa_max(fa_min(wanted, num_steps / LEAST_STEPS_A_PART), 1);
+}
+
+/* Whether the kernel shares out column blocks. Where a program acts on scores, those of a column block add to
+ * sums of its own. */
+static bool shares_column_blocks(const fa_cuda_kernel *kernel) {
+  return kernel->mapped && is_general(kernel) && !(kernel->takes & FA_CUDA_NEEDS_PROGRAM);
+}
+
+/* Whether column blocks had better be shared out, and a general kernel follows that does. */
+static bool is_left_to_parts(const fa_plan *whole, const fa_cuda_kernel *row) {
+  return whole->pass == FA_PASS_BACKWARD && row->mapped && !is_general(row) && num_column_parts(whole, row) > 1;
+}
+
 /* Whether a kernel's row blocks are as small as they may be: those after it in the table are larger. */
 static bool row_fits(const fa_problem *p, const fa_cuda_kernel *row) {
   return !row->merge || fa_cuda_packed_rows(p) <= row->block_q || row[1].bucket != row->bucket;
@@ -226,6 +276,7 @@ static fa_status choose_kernel(const fa_plan *plan, int family, const fa_cuda_ke
       if (problem->head_dim > row->bucket || row->shared_bytes > device.shared_bytes) continue;
       if (!row_fits(problem, row)) continue;
       if (!pays(whole, row)) break;
+      if (is_left_to_parts(whole, row)) continue;
       if (needs_of(problem) & ~row->takes) {
         declined |= needs_of(problem) & ~row->takes;
         continue;
@@ -248,8 +299,9 @@ typedef struct cuda_job {
   fa_cuda_splits splits;
   fa_cuda_plans plans; /* of a kernel that takes bands */
   fa_cuda_reduction of_heads[FA_CUDA_NUM_HEAD_NUMBERS], of_bias;
-  fa_cuda_maps maps;   /* of a kernel that reads by them */
-  fa_cuda_parts parts; /* of a kernel for few rows */
+  fa_cuda_reduction of_columns[2]; /* dk and dv of parts of column blocks */
+  fa_cuda_maps maps;               /* of a kernel that reads by them */
+  fa_cuda_parts parts;             /* of a kernel for few rows */
   int32_t num_multiprocessors;
   bool merges_early;        /* the merge of parts may be launched before they are done */
   size_t zeroed_bytes;      /* at the workspace's beginning */
@@ -305,9 +357,6 @@ static fa_cuda_score score_of(const fa_problem *p) {
   return (fa_cuda_score){p->scale < 0 ? FA_CUDA_SCORE_NEGATED : FA_CUDA_SCORE_PLAIN, 0,
                          finite_f32(fabs(p->scale))};
 }
-
-/* Whether blocks of one side may differ in what they have to do. */
-static bool is_uneven(const fa_problem *p) { return p->num_bands > 0 || p->lengths_batch > 0 || !sees_all(p); }
 
 /* How many heads' row blocks a persistent forward begins alternately: one head's where row blocks are of one
  * length, and otherwise those of as many heads as leave, with their k and v, some of the cache to rows that
@@ -384,9 +433,6 @@ static fa_cuda_block_plan *take_plans(fa_arena *workspace, fa_cuda_plans *plans,
 
 /* ---- programs: what acts on scores ---------------------------------------------------------------------- */
 
-/* Whether the kernel goes through bands, and takes programs, if any: one that plain problems do not run. */
-static bool is_general(const fa_cuda_kernel *kernel) { return kernel->takes & FA_CUDA_NEEDS_BANDS; }
-
 static int64_t stride_along(const fa_problem *p, int id, fa_axis axis) {
   const int i = fa_axis_of(id, axis);
   if (i < 0 || !fa_varies_along(p, id, axis)) return 0;
@@ -441,6 +487,7 @@ static void lay_out_bias_gradient(const fa_problem *p, const fa_cuda_kernel *ker
   }
   const bool is_apart = is_of_rows || p->deterministic;
   job->of_bias = (fa_cuda_reduction){.to = dbias,
+                                     .num_parts = 1,
                                      .batch = (int32_t)(is_apart ? p->batch : p->bias_batch),
                                      .num_heads = (int32_t)(is_apart ? p->num_heads : p->bias_heads),
                                      .num_rows = is_of_rows ? kernel->row_warps : (int32_t)p->seqlen_q,
@@ -458,6 +505,7 @@ static void lay_out_head_gradients(const fa_problem *p, const fa_cuda_kernel *ke
     const int gradient = fa_tensor_gradient(of_heads[i]);
     if (!fa_is_sum(p, gradient)) continue;
     job->of_heads[i] = (fa_cuda_reduction){.to = cells_of(p, gradient, t),
+                                           .num_parts = 1,
                                            .batch = (int32_t)p->batch,
                                            .num_heads = (int32_t)p->num_heads,
                                            .num_rows = program->num_head_slots,
@@ -487,6 +535,37 @@ static void lay_out_program(const fa_plan *plan, const fa_cuda_kernel *kernel, c
   if (plan->pass != FA_PASS_BACKWARD) return;
   if (fa_is_sum(p, FA_TENSOR_DBIAS)) lay_out_bias_gradient(p, kernel, t, workspace, job);
   lay_out_head_gradients(p, kernel, t, workspace, job);
+}
+
+/* Parts of column blocks leave dk and dv as f32, which are to be summed. */
+static fa_tensor take_column_parts(const fa_problem *p, const fa_tensor *gradient, int64_t num_parts,
+                                   fa_arena *workspace, fa_cuda_reduction *reduction) {
+  const int64_t head = p->seqlen_k * p->head_dim, batch = head * p->num_kv_heads;
+  float *sums = fa_take(workspace, num_parts * p->batch * batch, sizeof *sums);
+  *reduction = (fa_cuda_reduction){.to = {.data = gradient->data,
+                                          .dtype = p->dtype,
+                                          .stride_batch = gradient->stride_batch,
+                                          .stride_head = gradient->stride_head,
+                                          .stride_row = gradient->stride_row},
+                                   .from = sums,
+                                   .num_parts = (int32_t)num_parts,
+                                   .batch = (int32_t)p->batch,
+                                   .num_heads = (int32_t)p->num_kv_heads,
+                                   .num_rows = (int32_t)p->seqlen_k,
+                                   .num_columns = (int32_t)p->head_dim};
+  return (fa_tensor){.data = sums, .stride_batch = batch, .stride_row = p->head_dim, .stride_head = head};
+}
+
+static void lay_out_column_parts(const fa_plan *plan, const fa_cuda_kernel *kernel, const fa_tensors *t,
+                                 fa_arena *workspace, cuda_job *job) {
+  const fa_problem *p = &plan->problem;
+  fa_cuda_arguments *a = &job->arguments;
+  a->num_column_parts = 1;
+  if (plan->pass != FA_PASS_BACKWARD || !shares_column_blocks(kernel)) return;
+  a->num_column_parts = (int32_t)num_column_parts(fa_plan_whole(plan), kernel);
+  if (a->num_column_parts == 1) return;
+  a->dk = take_column_parts(p, &t->dk, a->num_column_parts, workspace, &job->of_columns[0]);
+  a->dv = take_column_parts(p, &t->dv, a->num_column_parts, workspace, &job->of_columns[1]);
 }
 
 static void lay_out_bands(const fa_plan *plan, const fa_cuda_kernel *kernel, const fa_tensors *t,
@@ -580,6 +659,7 @@ static cuda_job lay_out(const fa_plan *plan, const fa_cuda_kernel *kernel, const
     a->delta = fa_take(&workspace, rows * a->padded_rows, sizeof *a->delta);
   }
   lay_out_bands(plan, kernel, t, &workspace, &job);
+  lay_out_column_parts(plan, kernel, t, &workspace, &job);
   job.splits =
       (fa_cuda_splits){.num_parts = kinds[kind_of(p)].num_parts, .batch = a->batch, .head_dim = a->head_dim};
   a->q = kernel->mapped && !backward ? view(p, t->q, p->seqlen_q, p->num_heads)
@@ -740,11 +820,14 @@ static fa_status launch_reductions(cuda_job *job, cudaStream_t stream, fa_error 
     if (r->to.data)
       CHECK(launch(fa_cuda_reduce_heads_kernel, blocks(batches * heads), small, 0, (void *[]){r}, stream));
   }
-  fa_cuda_reduction *r = &job->of_bias;
-  const int64_t rows = (r->to.stride_batch ? r->batch : 1) * (int64_t)(r->to.stride_head ? r->num_heads : 1) *
-                       (r->to.stride_row ? r->num_rows : 1);
-  const dim3 grid = {(unsigned)fa_divide_up(r->num_columns, small), (unsigned)fa_min(rows, MOST_BLOCKS_Y), 1};
-  if (r->to.data) CHECK(launch(fa_cuda_reduce_cells_kernel, grid, small, 0, (void *[]){r}, stream));
+  fa_cuda_reduction *const of_cells[] = {&job->of_bias, &job->of_columns[0], &job->of_columns[1]};
+  for (size_t i = 0; i < sizeof of_cells / sizeof *of_cells; i++) {
+    fa_cuda_reduction *r = of_cells[i];
+    const int64_t rows = (r->to.stride_batch ? r->batch : 1) * (int64_t)(r->to.stride_head ? r->num_heads : 1) *
+                         (r->to.stride_row ? r->num_rows : 1);
+    const dim3 grid = {(unsigned)fa_divide_up(r->num_columns, small), (unsigned)fa_min(rows, MOST_BLOCKS_Y), 1};
+    if (r->to.data) CHECK(launch(fa_cuda_reduce_cells_kernel, grid, small, 0, (void *[]){r}, stream));
+  }
   return FA_STATUS_OK;
 }
 
@@ -757,7 +840,8 @@ static fa_status launch_backward(const fa_cuda_kernel *kernel, cuda_job *job, cu
   const int32_t lanes = kernel->bucket / 8; /* of a row, in statistics */
   CHECK(launch(kernel->statistics, blocks(fa_divide_up(heads * a->padded_rows * lanes, small)), small, 0,
                (void *[]){a, &job->dlse}, stream));
-  CHECK(launch_main(kernel, (int64_t)a->batch * a->num_kv_heads * a->num_k_blocks, job, stream));
+  CHECK(launch_main(kernel, (int64_t)a->batch * a->num_kv_heads * a->num_k_blocks * a->num_column_parts, job,
+                    stream));
   if (kernel->finish_dq)
     CHECK(launch(kernel->finish_dq, blocks(heads * a->num_q_blocks), kernel->finish_threads, 0, (void *[]){a},
                  stream));

@@ -105,6 +105,8 @@ struct ColumnWork {
   Step first;
   int num_steps;
 
+  __device__ static int count(const fa_cuda_arguments &a) { return a.batch * a.num_kv_heads * a.num_k_blocks; }
+
   // The column block of that number in the order in which they are begun.
   __device__ void find(const fa_cuda_arguments &a, int index) {
     block = column_block_of(a, index, a.num_k_blocks);
@@ -138,7 +140,8 @@ struct ColumnWork {
 };
 
 // The same where the problem has bands: a step is a visit in a query head. The columns' own plan says how many
-// there are.
+// there are; the work may be a part of them. Parts follow one another in the order in which they are begun, so
+// that those which add to a row block's dq before others are begun before these.
 template <class Shape>
 struct ColumnWork<Shape, true> {
   struct Step {
@@ -148,24 +151,33 @@ struct ColumnWork<Shape, true> {
   ColumnBlock block;
   Range columns;
   fa_cuda_block_plan plan;
-  int num_steps;
+  int part, steps_before, num_steps;
+
+  __device__ static int count(const fa_cuda_arguments &a) {
+    return a.batch * a.num_kv_heads * a.num_k_blocks * a.num_column_parts;
+  }
 
   __device__ void find(const fa_cuda_arguments &a, int index) {
-    block = column_block_of(a, index, a.num_k_blocks);
-    plan = plan_at<false>(a, block.batch, block.k_block);
+    block = column_block_of(a, index, a.num_k_blocks * a.num_column_parts);
+    part = block.k_block % a.num_column_parts;
+    plan = plan_at<false>(a, block.batch, block.k_block / a.num_column_parts);
     block.k_block = plan.block;
     columns = column_range<Shape>(sequence_of(a, block.batch), block.k_block);
-    num_steps = plan.num_visits * heads_per_kv(a);
+    const int steps = plan.num_visits * heads_per_kv(a);
+    const int each = steps / a.num_column_parts, more = steps % a.num_column_parts;
+    steps_before = each * part + min(part, more);
+    num_steps = each + (part < more);
   }
 
   __device__ Step first_step(const fa_cuda_arguments &a) const {
-    return first_of(a, block.kv_head * heads_per_kv(a));
+    return steps_before > 0 ? step_after(a, 0) : first_of(a, block.kv_head * heads_per_kv(a));
   }
   __device__ Step next(const fa_cuda_arguments &a, Step step) const {
     step.visits.advance();
     return step.visits.done() ? first_of(a, step.head + 1) : step;
   }
   __device__ Step step_after(const fa_cuda_arguments &a, int count) const {
+    count += steps_before;
     Step step = first_of(a, block.kv_head * heads_per_kv(a) + count / plan.num_visits);
     step.visits.skip(count % plan.num_visits);
     return step;

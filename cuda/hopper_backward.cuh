@@ -49,6 +49,7 @@ constexpr int PART = 64;
 // consumers have hardly any time for questions.
 template <class Shape, bool GENERAL>
 struct Work : ColumnWork<Shape, GENERAL> {
+  static constexpr bool may_be_part = false;
   using ConsumerStep = typename ColumnWork<Shape, GENERAL>::Step;
   __device__ ConsumerStep consumers_first() const { return this->first; }
   __device__ ConsumerStep consumers_next(ConsumerStep step) const { return next_step(step, this->q_blocks); }
@@ -58,6 +59,7 @@ struct Work : ColumnWork<Shape, GENERAL> {
 };
 template <class Shape>
 struct Work<Shape, true> : ColumnWork<Shape, true> {
+  static constexpr bool may_be_part = !Shape::program;
   struct ConsumerStep {};
   __device__ ConsumerStep consumers_first() const { return {}; }
   __device__ ConsumerStep consumers_next(ConsumerStep) const { return {}; }
@@ -167,7 +169,7 @@ __device__ inline void arrive_once(uint32_t barrier) {
 // Finds the column block of that number; returns false where there is none.
 template <class Work>
 __device__ inline bool find_work(const fa_cuda_arguments &a, int index, Work &work) {
-  if (index >= a.batch * a.num_kv_heads * a.num_k_blocks) return false;
+  if (index >= Work::count(a)) return false;
   work.find(a, index);
   return true;
 }
@@ -476,13 +478,21 @@ __device__ inline void start_transposed(float (&product)[1][NT][4], const Buffer
 
 __device__ inline float4 four_of(const float (&x)[4]) { return make_float4(x[0], x[1], x[2], x[3]); }
 
-// Writes scale * sum, whose first element is [column, d] of the column block, to dk or dv.
+// Writes scale * sum, whose first element is [column, d] of the column block, to dk or dv, or its part of
+// these.
 template <class Kind, class Work, int DT>
 __device__ inline void store_columns(const fa_cuda_arguments &a, const Work &work, const fa_tensor &to,
                                      int column, int d, const float (&sum)[1][DT][4], float scale) {
   using Io = typename Kind::Io;
-  const Sequence sequence = sequence_of(a, work.block.batch);
+  Sequence sequence = sequence_of(a, work.block.batch);
   column += work.columns.begin;
+  if constexpr (Work::may_be_part)
+    if (a.num_column_parts > 1) {
+      sequence.batch += work.part * a.batch;
+      store_accumulator<float, 1, DT>(column_of<float>(to, sequence, work.block.kv_head, column) + d,
+                                      to.stride_row, work.columns.end - column, a.head_dim - d, sum, scale);
+      return;
+    }
   store_accumulator<Io, 1, DT>(column_of<Io>(to, sequence, work.block.kv_head, column) + d, to.stride_row,
                                work.columns.end - column, a.head_dim - d, sum, scale);
 }

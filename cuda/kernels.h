@@ -136,6 +136,9 @@ typedef struct fa_cuda_arguments {
    */
   int32_t *ended;
   fa_cuda_program program;
+  /* So many blocks of threads share the steps of a column block, each a part of them. Where there are several,
+   * dk and dv are f32 workspace, in which the batches of a part follow those of the part before. */
+  int32_t num_column_parts;
 } fa_cuda_arguments;
 
 /* The gradient by lse, as lse, for the kernel of a backward that makes delta; NULL: none. Batches are
@@ -206,11 +209,12 @@ typedef struct fa_cuda_splits {
   int32_t num_tensors, num_parts, batch, head_dim;
 } fa_cuda_splits;
 
-/* The reduce kernels' argument: `to` becomes the sum of from over the axes along which it has stride 0. */
+/* The reduce kernels' argument: `to` becomes the sum of from over its parts, and over the axes along which `to`
+ * has stride 0. */
 typedef struct fa_cuda_reduction {
   fa_cuda_cells to;  /* data NULL: there is nothing to do */
-  const float *from; /* [batch, num_heads, num_rows, num_columns] */
-  int32_t batch, num_heads, num_rows, num_columns;
+  const float *from; /* [num_parts, batch, num_heads, num_rows, num_columns] */
+  int32_t num_parts, batch, num_heads, num_rows, num_columns;
 } fa_cuda_reduction;
 
 /* The unpack kernel's argument: [num_rows, heads_a_row] rows of heads, pitches in bytes. */

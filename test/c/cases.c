@@ -242,6 +242,26 @@ static const fa_case cases[] = {
     FILLED("few rows: lognormal", FILL_LOGNORMAL, LENGTHS(2, 1300), HEADS(2, 1), .head_dim = 128, CAUSAL),
     STRIDED("few rows: strided", CASE_QUICK, LENGTHS(1, 1201), .batch = 2, HEADS(4, 2), .head_dim = 56),
 
+    /* Few keys and many rows: column blocks that leave most of a GPU idle share their rows out over blocks of
+     * threads, and heads of a group with them. */
+    TAGGED("few keys", CASE_QUICK, LENGTHS(1601, 77), .head_dim = 64),
+    TAGGED("few keys, hidden rows", CASE_QUICK, LENGTHS(1207, 99), .head_dim = 128, WINDOW(FA_UNBOUNDED, 900)),
+    ROW("few keys, one", LENGTHS(2003, 1), .head_dim = 40),
+    ROW("few keys, d128", LENGTHS(1511, 128), .head_dim = 128),
+    ROW("few keys, d256", LENGTHS(811, 61), HEADS(2, 1), .head_dim = 256),
+    ROW("few keys, two heads of each", LENGTHS(451, 137), .batch = 2, HEADS(4, 2), .head_dim = 80),
+    ROW("few keys, group of 7", LENGTHS(403, 121), HEADS(7, 1), .head_dim = 72),
+    ROW("few keys, group of 16, causal", LENGTHS(151, 127), HEADS(16, 1), .head_dim = 128, CAUSAL),
+    ROW("few keys, window", LENGTHS(1403, 120), .head_dim = 72, WINDOW(590, 33)),
+    TAGGED("few keys, everything", CASE_QUICK, LENGTHS(705, 113), HEADS(3, 1), .head_dim = 104, WINDOW(70, 509),
+           .softcap = 5, .scale = -0.6, .num_sinks = 2, DLSE(1)),
+    ROW("few keys, bands", LENGTHS(907, 125), HEADS(2, 1), .head_dim = 64, BANDS(5)),
+    ROW("few keys, lengths", LENGTHS(707, 125), HEADS(2, 1), .head_dim = 128, KEY_LENGTHS(1)),
+    ROW("few keys, mask and dropout", LENGTHS(903, 90), HEADS(2, 1), .head_dim = 64, MASK(1, 1, 1),
+        DROPOUT(0.25)),
+    FILLED("few keys: large", FILL_LARGE, LENGTHS(1503, 88), .head_dim = 64),
+    STRIDED("few keys: strided", CASE_QUICK, LENGTHS(1201, 67), HEADS(4, 1), .head_dim = 56),
+
     /* Keys that end before the tensor does. */
     TAGGED("lengths", CASE_QUICK, LENGTHS(133, 167), .batch = 5, HEADS(2, 1), .head_dim = 24, KEY_LENGTHS(5)),
     TAGGED("lengths, causal", CASE_QUICK, LENGTHS(205, 301), .batch = 4, HEADS(4, 2), .head_dim = 40,

@@ -733,6 +733,25 @@ static void test_dead_device(void) {
   host_free(&host);
 }
 
+/* Column blocks that leave most of a GPU idle are shared out by general kernels for Hopper; those that fill it
+ * are not, nor those that few rows see. */
+static void test_few_keys(void) {
+  fa_problem few_keys = problem_of(FA_DTYPE_BF16, 1, 4096, 1, 64);
+  few_keys.seqlen_k = 100, few_keys.window_right = FA_UNBOUNDED;
+  fa_problem many_blocks = few_keys, few_rows = few_keys, hidden_rows = few_keys;
+  many_blocks.num_heads = many_blocks.num_kv_heads = 1 << 14;
+  few_rows.seqlen_q = 200;
+  hidden_rows.window_right = 0;
+  const fa_problem *const problems[] = {&few_keys, &many_blocks, &few_rows, &hidden_rows};
+  for (size_t i = 0; i < sizeof problems / sizeof *problems; i++) {
+    fa_plan plan;
+    fa_error error;
+    must(fa_plan_init(&plan, problems[i], FA_PASS_BACKWARD, cuda, &error), &error);
+    const bool is_general = strstr(plan.kernel, "/general") != NULL;
+    if (strstr(plan.kernel, "sm90")) CHECK(is_general == (i == 0), "problem %d: %s", (int)i, plan.kernel);
+  }
+}
+
 int main(int argc, char **argv) {
   const bool quick = argc > 1 && strcmp(argv[1], "--quick") == 0;
   setvbuf(stdout, NULL, _IOLBF, 0);
@@ -746,6 +765,7 @@ int main(int argc, char **argv) {
   test_needs();
   test_origins();
   test_long_plan();
+  test_few_keys();
   test_places();
   test_order();
   test_repeats_of_table();
