@@ -3,8 +3,6 @@ defmodule PackagesTest do
   # they came later, errors say what to run. A package called nx stands in for Nx.
   use ExUnit.Case, async: true
 
-  @moduletag timeout: 300_000
-
   @nx """
   defmodule Nx.Tensor do
     defstruct [:data, :type, :shape, names: [nil, nil, nil, nil], vectorized_axes: []]

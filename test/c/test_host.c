@@ -992,7 +992,7 @@ static void *hold(void *context) {
 
 /* Uses whatever is locked. A child that waits for a thread that it does not have ends by the alarm. */
 static void live_on(void) {
-  alarm(60);
+  alarm(900);
   task_counts counts = {.num_threads = THREADS_OF_CHILD};
   fa_heap *heap;
   void *memory;

@@ -235,27 +235,20 @@ defmodule FlashAttention.CacheTest do
         receive do: (:go -> {cache, sequence})
       end)
 
-    assert_receive :held, 10_000
+    assert_receive :held
     page_bytes = fn -> hd(FlashAttention.backend_info().devices).page_bytes end
     assert page_bytes.() >= 1 <<< 28
     send(holder, :go)
-    assert_receive {:DOWN, ^reference, :process, _, _}, 10_000
-    assert eventually(fn -> page_bytes.() < 1 <<< 28 end)
+    assert_receive {:DOWN, ^reference, :process, _, _}
+    wait_until(fn -> page_bytes.() < 1 <<< 28 end)
   end
 
   # What a process that has ended held is collected soon after.
-  defp eventually(condition, tries \\ 500) do
-    cond do
-      condition.() ->
-        true
-
-      tries == 0 ->
-        false
-
-      true ->
-        :erlang.garbage_collect()
-        Process.sleep(10)
-        eventually(condition, tries - 1)
+  defp wait_until(condition) do
+    if !condition.() do
+      :erlang.garbage_collect()
+      Process.sleep(10)
+      wait_until(condition)
     end
   end
 
@@ -282,7 +275,7 @@ defmodule FlashAttention.CacheTest do
       check_all(state)
       assert state.full > 100
       for {_id, {sequence, _rows}} <- state.held, do: Cache.release(sequence)
-      assert eventually(fn -> free(cache) == 40 end)
+      wait_until(fn -> free(cache) == 40 end)
     end
 
     test "by many processes, of which some are killed" do
@@ -304,13 +297,13 @@ defmodule FlashAttention.CacheTest do
       end
 
       for {pid, reference} <- workers do
-        assert_receive {:DOWN, ^reference, :process, ^pid, reason}, 120_000
+        assert_receive {:DOWN, ^reference, :process, ^pid, reason}
         assert reason in [:normal, :killed, :noproc]
       end
 
       for {seed, sequence} <- shared, do: check_shared(seed, sequence)
       for {_seed, sequence} <- shared, do: Cache.release(sequence)
-      assert eventually(fn -> free(cache) == 200 end)
+      wait_until(fn -> free(cache) == 200 end)
     end
   end
 
