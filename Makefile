@@ -8,7 +8,7 @@
 #   make install      library, header and pkg-config file below PREFIX, for C programs
 #
 #   make test-sanitize   the tests under AddressSanitizer and UndefinedBehaviorSanitizer
-#   make test-isas       the tests with each of the CPU's instruction sets switched off
+#   make test-isas       the tests that choose the CPU's best instruction set, with that one and the next switched off
 #   make test-xla        the XLA custom calls in XLA itself: JAX's, which PYTHON must have
 #   make test-emulated   the CUDA backend on an emulated GPU (`make test` includes it)
 #   make test-cuda-sanitize   the tests of the GPU under compute-sanitizer (`make test` includes it)
@@ -305,29 +305,34 @@ run-demo: all
 run-tests:
 	$(MAKE) check-format
 	$(MAKE) all
-	$(MAKE) check-deps
-	$(MAKE) test-c
-	$(MAKE) test-emulated
-	$(MAKE) test-truth
-	$(MIX) flash_attention.check
+	$(MAKE) --output-sync check-deps test-c test-emulated test-truth test-check
 	$(MAKE) test-elixir
 
-.PHONY: test-elixir test-sanitize test-isas
+.PHONY: test-check test-elixir test-isas test-check-isas test-sanitize
+test-check: elixir
+	$(MIX) flash_attention.check
+
 test-elixir: elixir
 	$(MIX) test $(if $(WERROR),--warnings-as-errors)
 
-test-isas: test-c-isas
+test-isas: test-c-isas test-check-isas
+test-check-isas: elixir
 	for isas in avx512bf16 avx512 avx512,avx2; do FLASH_ATTENTION_DISABLE=$$isas $(MIX) flash_attention.check || exit 1; done
 
-# The NIF in the VM under the sanitizers, in a copy of the tree, so that priv is its own. +Mea min hands the VM's
-# allocations on to malloc, where AddressSanitizer sees them. What times calls or counts memory stays out.
+# The NIF in the VM under the sanitizers, in a copy of the tree, so that priv is its own; what test-c-addresses has
+# built serves it, too. +Mea min hands the VM's allocations on to malloc, where AddressSanitizer sees them. What times
+# calls or counts memory stays out.
 SANITIZED := $(BUILD)/sanitized
-test-sanitize: test-c-sanitize
+SANITIZED_ENVIRONMENT = BUILD=../sanitize FA_CUDA=0 SANITIZE=address,undefined \
+                        XLA_FFI_INCLUDE=$(call quote,$(XLA_FFI_INCLUDE))
+test-sanitize: test-c-sanitize test-nif-sanitize
+.PHONY: test-nif-sanitize
+test-nif-sanitize: test-c-addresses
 	@mkdir -p $(SANITIZED)
 	rm -rf $(SANITIZED)/c_src $(SANITIZED)/lib $(SANITIZED)/test
 	cp -Rp $(filter-out build priv deps tmp,$(wildcard *)) .formatter.exs $(SANITIZED)/
-	$(MAKE) -C $(SANITIZED) native BUILD=build PRIV=priv FA_CUDA=0 SANITIZE=address,undefined
-	cd $(SANITIZED) && env -u MAKEFLAGS BUILD=build FA_CUDA=0 SANITIZE=address,undefined ASAN_OPTIONS=detect_leaks=0 \
+	$(MAKE) -C $(SANITIZED) native PRIV=priv $(SANITIZED_ENVIRONMENT)
+	cd $(SANITIZED) && env -u MAKEFLAGS $(SANITIZED_ENVIRONMENT) ASAN_OPTIONS=detect_leaks=0 \
 	  UBSAN_OPTIONS=print_stacktrace=1 LD_PRELOAD=$$($(CC) -print-file-name=libasan.so) ERL_FLAGS='+Mea min' \
 	  mix test test/flash_attention_test.exs test/flash_attention/native_test.exs
 

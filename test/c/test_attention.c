@@ -5,7 +5,9 @@
  *   --name TEXT (of the table, the cases whose name holds it)
  *
  * tolerance.h says how near it must come. Reruns, and runs with other numbers of threads, must agree bitwise;
- * on CUDA, where only a deterministic backward promises that, every case also runs deterministically.
+ * on CUDA, where only a deterministic backward promises that, every case also runs deterministically. On the
+ * CPU every case runs with each of the processor's instruction sets, or with those that FLASH_ATTENTION_DISABLE
+ * leaves.
  */
 #include <math.h>
 #include <stdlib.h>
@@ -30,14 +32,36 @@ static const fa_device_kind kinds[] = {FA_DEVICE_CPU, FA_DEVICE_CUDA, FA_DEVICE_
 static double worst[FA_NUM_FLOATS][FA_NUM_TENSORS];
 static bool is_compared[FA_NUM_TENSORS];
 
+/* ---- instruction sets --------------------------------------------------------------------------------- */
+
+/* What FLASH_ATTENTION_DISABLE, read whenever a pass is planned, holds by turns. The oracle takes most of the
+ * time: whatever it has computed is compared with the kernels of every instruction set. */
+static const char *const disabled[] = {"", "avx512bf16", "avx512", "avx512,avx2"};
+static int num_isas = 1;
+
+static void find_isas(void) {
+  if (options.device.kind == FA_DEVICE_CPU && !getenv("FLASH_ATTENTION_DISABLE"))
+    num_isas = sizeof disabled / sizeof *disabled;
+}
+
+/* Whether the problem has another kernel then than the one before, which it replaces. */
+static bool use_isa(int isa, const fa_problem *problem, const char **kernel) {
+  fa_plan plan;
+  const char *before = *kernel;
+  if (num_isas > 1) setenv("FLASH_ATTENTION_DISABLE", disabled[isa], 1);
+  *kernel = fa_plan_init(&plan, problem, FA_PASS_FORWARD, options.device, NULL) ? "" : plan.kernel;
+  return !before || strcmp(before, *kernel) != 0;
+}
+
 /* ---- one case ---------------------------------------------------------------------------------------- */
 
 static char case_text[256];
 
-static void describe(const fa_case *c) {
+static void describe(const fa_case *c, const char *kernel) {
   char problem[200];
   fa_problem_format(&c->problem, problem, sizeof problem);
-  snprintf(case_text, sizeof case_text, "%s (%s, fill %d, layout %d)", c->name, problem, c->fill, c->layout);
+  snprintf(case_text, sizeof case_text, "%s (%s, fill %d, layout %d, %s)", c->name, problem, c->fill, c->layout,
+           kernel);
 }
 
 static void compare(const fa_case *c, fa_pass pass, const fa_values *values, const fa_tolerance *tolerance) {
@@ -71,17 +95,14 @@ static void check_repeats(const fa_case *c, fa_pass pass, fa_setup setup, const 
   values_free(&again);
 }
 
-static void check_case(const fa_case *c) {
+/* Both passes with one instruction set. The oracle computes first where it is known that there is something to
+ * compare. */
+static void check_passes(const fa_case *c, fa_values *values, fa_tolerance *tolerance, bool *have_tolerance) {
   char why[512];
   fa_setup setup = {options.device, c->layout, 1};
-  fa_values values = values_new(&c->problem);
-  fa_tolerance tolerance;
-  bool have_tolerance = false;
-  describe(c);
-  values_fill(&values, &c->problem, c->problem.dtype, c->fill, options.seed);
   for (fa_pass pass = FA_PASS_FORWARD; pass <= FA_PASS_BACKWARD; pass++) {
     setup.num_threads = 1;
-    fa_outcome outcome = run_pass(&setup, &c->problem, pass, &values, why);
+    fa_outcome outcome = run_pass(&setup, &c->problem, pass, values, why);
     if (outcome == OUTCOME_UNSUPPORTED) {
       num_skipped++;
       break;
@@ -91,10 +112,23 @@ static void check_case(const fa_case *c) {
     const bool repeats =
         pass == FA_PASS_FORWARD || setup.device.kind != FA_DEVICE_CUDA || c->problem.deterministic;
     for (setup.num_threads = 1; repeats && setup.num_threads <= 3; setup.num_threads++)
-      check_repeats(c, pass, setup, &values);
-    if (!have_tolerance) tolerance = tolerance_new(c, options.seed);
-    have_tolerance = true;
-    compare(c, pass, &values, &tolerance);
+      check_repeats(c, pass, setup, values);
+    if (!*have_tolerance) *tolerance = tolerance_new(c, options.seed);
+    *have_tolerance = true;
+    compare(c, pass, values, tolerance);
+  }
+}
+
+static void check_case(const fa_case *c) {
+  fa_values values = values_new(&c->problem);
+  fa_tolerance tolerance;
+  bool have_tolerance = false;
+  values_fill(&values, &c->problem, c->problem.dtype, c->fill, options.seed);
+  const char *kernel = NULL;
+  for (int isa = 0; isa < num_isas; isa++) {
+    if (!use_isa(isa, &c->problem, &kernel)) continue;
+    describe(c, kernel);
+    check_passes(c, &values, &tolerance, &have_tolerance);
   }
   values_free(&values);
   if (have_tolerance) tolerance_free(&tolerance);
@@ -205,6 +239,25 @@ static fa_values define_o(const fa_problem *p, const fa_values *inputs) {
   return defined;
 }
 
+static void check_bad_number(const fa_case *c, fa_tensor_id id, double bad, fa_values *clean, fa_values *dirty,
+                             const fa_values *defined) {
+  const fa_problem *p = &c->problem;
+  const fa_setup setup = {options.device, c->layout, 2};
+  char why[512];
+  fa_outcome outcome = OUTCOME_RAN;
+  for (fa_pass pass = FA_PASS_FORWARD; pass <= FA_PASS_BACKWARD && outcome == OUTCOME_RAN; pass++) {
+    outcome = run_pass(&setup, p, pass, clean, why);
+    if (outcome == OUTCOME_RAN) outcome = run_pass(&setup, p, pass, dirty, why);
+  }
+  if (outcome == OUTCOME_UNSUPPORTED) {
+    num_skipped++;
+    return;
+  }
+  CHECK(outcome == OUTCOME_RAN, "%s: %g in %s: %s", case_text, bad, fa_tensor_name(id), why);
+  if (id != FA_TENSOR_DOUT) check_spread(p, id, bad, clean, dirty, defined);
+  check_other_batch(p, id, bad, clean, dirty);
+}
+
 static void check_not_finite(fa_dtype dtype, fa_tensor_id id, double bad, fa_layout layout) {
   fa_case c = {.name = "not finite", .layout = layout};
   fa_problem_init(&c.problem);
@@ -212,29 +265,20 @@ static void check_not_finite(fa_dtype dtype, fa_tensor_id id, double bad, fa_lay
   p->dtype = dtype;
   p->batch = 2, p->seqlen_q = 130, p->seqlen_k = 130, p->num_heads = 4, p->num_kv_heads = 2, p->head_dim = 24;
   p->window_right = 0, p->deterministic = 1;
-  describe(&c);
-  const fa_setup setup = {options.device, layout, 2};
-  char why[512];
   fa_values clean = values_new(p), dirty = values_new(p);
   values_fill(&clean, p, dtype, FILL_NORMAL, options.seed);
   values_fill(&dirty, p, dtype, FILL_NORMAL, options.seed);
   dirty.data[id][row_begin(p, id, 0, BAD_ROW, 0) + BAD_COLUMN] = bad;
-  fa_outcome outcome = OUTCOME_RAN;
-  for (fa_pass pass = FA_PASS_FORWARD; pass <= FA_PASS_BACKWARD && outcome == OUTCOME_RAN; pass++) {
-    outcome = run_pass(&setup, p, pass, &clean, why);
-    if (outcome == OUTCOME_RAN) outcome = run_pass(&setup, p, pass, &dirty, why);
-  }
-  if (outcome == OUTCOME_UNSUPPORTED) {
-    num_skipped++;
-  } else {
-    CHECK(outcome == OUTCOME_RAN, "%s: %g in %s: %s", case_text, bad, fa_tensor_name(id), why);
-    fa_values defined = define_o(p, &dirty);
-    if (id != FA_TENSOR_DOUT) check_spread(p, id, bad, &clean, &dirty, &defined);
-    values_free(&defined);
-    check_other_batch(p, id, bad, &clean, &dirty);
+  fa_values defined = define_o(p, &dirty);
+  const char *kernel = NULL;
+  for (int isa = 0; isa < num_isas; isa++) {
+    if (!use_isa(isa, p, &kernel)) continue;
+    describe(&c, kernel);
+    check_bad_number(&c, id, bad, &clean, &dirty, &defined);
   }
   values_free(&clean);
   values_free(&dirty);
+  values_free(&defined);
 }
 
 static void test_not_finite(void) {
@@ -276,6 +320,20 @@ static void test_workspace(void) {
       CHECK(full < (size_t)200 << 20, "%s %s: %zu bytes of workspace at seqlen 65536", fa_dtype_name(dtype),
             fa_pass_name(pass), full);
     }
+}
+
+/* The memory that each set plans with, and that what stands here switches off everything that there is. */
+static void test_isas(void) {
+  fa_problem problem;
+  fa_problem_init(&problem);
+  problem.batch = problem.seqlen_q = problem.seqlen_k = problem.num_heads = problem.num_kv_heads = 1;
+  problem.head_dim = 1;
+  const char *kernel = NULL;
+  for (int isa = 0; isa < num_isas; isa++) {
+    use_isa(isa, &problem, &kernel);
+    test_workspace();
+  }
+  CHECK(num_isas == 1 || strncmp(kernel, "cpu/plain/", 10) == 0, "the plain kernel has not run");
 }
 
 /* ---- main --------------------------------------------------------------------------------------------- */
@@ -341,10 +399,11 @@ int main(int argc, char **argv) {
     num_skipped++;
     return report();
   }
+  find_isas();
   test_table();
   test_sweep();
   test_not_finite();
-  test_workspace();
+  test_isas();
   print_worst();
   return report();
 }

@@ -1,6 +1,7 @@
 # The C tests: one program a file, each ending in "N passed, N failed, N skipped".
 
-TEST_NAMES  := core slices bands cache decode dropout half merge pages reference tangent tolerance attention isolation extremes cells cuda host
+# The longest first: make begins with it, and has the others beside it.
+TEST_NAMES  := attention slices core bands cache decode dropout half merge pages reference tangent tolerance isolation extremes cells cuda host
 TEST_SHARED := $(BUILD)/test/harness.o $(BUILD)/test/cases.o $(BUILD)/test/tolerance.o
 
 $(BUILD)/test/%.o: test/c/%.c $(FLAGS) Makefile
@@ -41,22 +42,38 @@ test-c-examples: $(BUILD)/test/on_device
 	done
 
 # The same programs, on the short table, under the address and undefined behaviour sanitizers, and on one type under
-# the thread sanitizer. A test asks for petabytes, which the address sanitizer is to refuse as malloc does.
-test-c-sanitize:
+# the thread sanitizer, with one instruction set: all have the same threads. A test asks for petabytes, which the
+# address sanitizer is to refuse as malloc does.
+test-c-sanitize: test-c-addresses test-c-races
+
+test-c-addresses:
 	UBSAN_OPTIONS=print_stacktrace=1 ASAN_OPTIONS=allocator_may_return_null=1 $(MAKE) --no-print-directory test-c SANITIZE=address,undefined FA_CUDA=0 \
 	  BUILD=$(BUILD)/sanitize PRIV=$(BUILD)/sanitize/priv ATTENTION=--quick
-	$(MAKE) --no-print-directory test-c-host test-c-attention SANITIZE=thread FA_CUDA=0 \
+
+test-c-races:
+	FLASH_ATTENTION_DISABLE= $(MAKE) --no-print-directory test-c-host test-c-attention SANITIZE=thread FA_CUDA=0 \
 	  BUILD=$(BUILD)/races PRIV=$(BUILD)/races/priv ATTENTION='--quick --dtype f32'
 
-# The suite with the CPU's instruction sets switched off, the best one first, and with a GPU's kernels for Hopper.
-test-c-isas: $(BUILD)/test/test_attention $(BUILD)/test/test_tangent $(BUILD)/test/test_isolation $(BUILD)/test/test_extremes $(BUILD)/test/test_merge
-	@set -e; for isas in avx512bf16 avx512 avx512,avx2; do \
-	  echo "without $$isas"; export FLASH_ATTENTION_DISABLE=$$isas $(TEST_ENVIRONMENT); \
-	  $(BUILD)/test/test_attention $(ATTENTION); $(BUILD)/test/test_tangent; $(BUILD)/test/test_isolation cpu; \
-	  $(BUILD)/test/test_extremes; $(BUILD)/test/test_merge; \
-	done
-	@echo "test_attention --device cuda $(ATTENTION), without sm90"
-	@FLASH_ATTENTION_DISABLE=sm90 $(BUILD)/test/test_attention --device cuda $(ATTENTION)
+# What test_attention does by itself: with the CPU's instruction sets switched off, the best one first; and its table
+# with a GPU's kernels for Hopper switched off. Neither tangents nor merges are computed in bf16.
+ISA_TESTS          := tangent isolation extremes merge
+ISA_RUNS           := $(foreach isa,avx512 avx2,$(ISA_TESTS:%=test-c-without-$(isa)-%)) \
+                      $(addprefix test-c-without-avx512bf16-,isolation extremes)
+WITHOUT_avx512bf16 := avx512bf16
+WITHOUT_avx512     := avx512
+WITHOUT_avx2       := avx512,avx2
+
+.PHONY: test-c-addresses test-c-races test-c-without-sm90 $(ISA_RUNS)
+test-c-isas: $(ISA_RUNS) test-c-without-sm90
+
+$(foreach test,$(ISA_TESTS),$(eval $(filter %-$(test),$(ISA_RUNS)): $(BUILD)/test/test_$(test)))
+$(ISA_RUNS): test-c-without-%:
+	@echo "$(<F) without $(WITHOUT_$(firstword $(subst -, ,$*)))"
+	@FLASH_ATTENTION_DISABLE=$(WITHOUT_$(firstword $(subst -, ,$*))) $(TEST_ENVIRONMENT) $< $(if $(filter %-isolation,$*),cpu)
+
+test-c-without-sm90: $(BUILD)/test/test_attention
+	@echo "$(<F) --device cuda $(ATTENTION), without sm90"
+	@FLASH_ATTENTION_DISABLE=sm90 $< --device cuda $(ATTENTION)
 
 # The case table on the GPU. Without one this program and test_cuda say that they are skipped.
 test-c-attention-cuda: $(BUILD)/test/test_attention $(BUILD)/test/test_merge

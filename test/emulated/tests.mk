@@ -19,17 +19,34 @@ else ifeq ($(findstring linux,$(TARGET)),)
 test-emulated:
 	@echo "$@: skipped, it finds a thread's shared memory as Linux lays it out"
 else
-test-emulated: $(EMULATED_BUILD)/test_hopper
-	$(EMULATED_BUILD)/test_hopper
-	$(MAKE) --no-print-directory FA_CUDA=emulated BUILD=$(EMULATED_BUILD) PRIV=$(EMULATED_BUILD)/priv XLA_FFI_INCLUDE= \
+EMULATED_RUNS := $(foreach test,attention slices calls,test-emulated-$(test)-80 test-emulated-$(test)-90)
+
+.PHONY: test-emulated-hopper test-emulated-itself emulated-programs $(EMULATED_RUNS)
+test-emulated: test-emulated-hopper test-emulated-itself $(EMULATED_RUNS)
+
+test-emulated-hopper: $(EMULATED_BUILD)/test_hopper
+	@echo "$(<F)"
+	@$<
+
+emulated-programs:
+	@$(MAKE) --no-print-directory FA_CUDA=emulated BUILD=$(EMULATED_BUILD) PRIV=$(EMULATED_BUILD)/priv XLA_FFI_INCLUDE= \
 	  $(EMULATED_TESTS)
-	$(EMULATED_BUILD)/test/test_emulated
-	@set -e; for sm in 80 90; do \
-	  echo "test_attention --device cuda $(EMULATED), emulated sm_$$sm"; \
-	  EMULATED_SM=$$sm $(EMULATED_BUILD)/test/test_attention --device cuda $(EMULATED); \
-	  echo "test_slices cuda, emulated sm_$$sm"; EMULATED_SM=$$sm $(EMULATED_BUILD)/test/test_slices cuda; \
-	  echo "test_calls, emulated sm_$$sm"; EMULATED_SM=$$sm $(EMULATED_BUILD)/test/test_calls; \
-	done
+
+test-emulated-itself: emulated-programs
+	@echo test_emulated
+	@$(EMULATED_BUILD)/test/test_emulated
+
+test-emulated-attention-80 test-emulated-attention-90: test-emulated-attention-%: emulated-programs
+	@echo "test_attention --device cuda $(EMULATED), emulated sm_$*"
+	@EMULATED_SM=$* $(EMULATED_BUILD)/test/test_attention --device cuda $(EMULATED)
+
+test-emulated-slices-80 test-emulated-slices-90: test-emulated-slices-%: emulated-programs
+	@echo "test_slices cuda, emulated sm_$*"
+	@EMULATED_SM=$* $(EMULATED_BUILD)/test/test_slices cuda
+
+test-emulated-calls-80 test-emulated-calls-90: test-emulated-calls-%: emulated-programs
+	@echo "test_calls, emulated sm_$*"
+	@EMULATED_SM=$* $(EMULATED_BUILD)/test/test_calls
 endif
 
 ifeq ($(FA_CUDA),emulated)
