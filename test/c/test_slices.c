@@ -33,7 +33,8 @@ typedef struct sizes {
 /* FORWARD: only forwards are cut by rows, in multiples of 384; and the CPU, whose calls nobody cuts, sums long
  * keys of the backward in an order that hangs on the number of heads. What few rows have of keys that end
  * somewhere is in as many parts as there are multiprocessors for; so is whether there are few. ORDERED: f32
- * d128 adds to dq in order where there are enough column blocks, asked for or not. */
+ * d128 adds to dq in order where there are enough column blocks, asked for or not. The last three, few keys and
+ * few rows, are shared out on GPUs of 9 multiprocessors or more (EMULATED_MULTIPROCESSORS). */
 static const sizes table[] = {
     {3, 70, 90, 4, 2, 16, ANY, ANY, 0},
     {1, 130, 110, 6, 3, 40, ANY, 0, SINKS},
@@ -54,6 +55,9 @@ static const sizes table[] = {
     {1, 66, 4099, 4, 4, 8, ANY, 0, LENGTHS | FORWARD},
     {5, 2, 120, 4, 1, 16, ANY, 0, PAGES | LENGTHS},
     {4, 9, 150, 2, 2, 112, ANY, ANY, ORDERED | ANY_ORDER},
+    {2, 900, 50, 4, 2, 72, ANY, ANY, 0},
+    {2, 901, 40, 2, 2, 24, ANY, 871, SINKS},
+    {3, 2, 4100, 1, 1, 40, ANY, 0, FORWARD},
 };
 
 static fa_problem problem_of(const sizes *of, fa_dtype dtype, fa_precision precision) {
