@@ -635,6 +635,20 @@ defmodule FlashAttention.RewriterTest do
       end
     end
 
+    test "whose gradients are nothing, as of one key or of scores of 0, are silent about those" do
+      [q, _, _] = qkv()
+      [_, k, v] = qkv({2, 3, 1, 4})
+      step = gradients_of_three(fn q, k, v -> plain(q, k, v) end)
+      assert found(step, [q, k, v]) == []
+      assert_same(step, [q, k, v])
+
+      nothing =
+        gradients_of_three(fn q, k, v -> plain(q, k, v, &Nx.multiply(&1, Nx.tensor(0.0, type: :f64))) end)
+
+      assert found(nothing, qkv()) == []
+      assert_same(nothing, qkv())
+    end
+
     test "in blocks of somebody else are found in what those are made of" do
       block = fn q, k, v ->
         Nx.block(%{__struct__: Somebody.FastAttention}, [q, k, v], q, fn _block, q, k, v -> plain(q, k, v) end)

@@ -133,6 +133,7 @@ defmodule FlashAttention.Rewriter.Forward do
     found = for {monomial, coefficient} <- weights, do: {softmax_in(terms, monomial), coefficient}
 
     case Enum.sort_by(found, &match?({{:ok, %{kept: [_]}}, _}, &1)) do
+      [] -> :no
       [{{:ok, %{kept: []} = softmax}, c}] -> whole(softmax, c, nil)
       [{{:ok, %{kept: [kept]} = softmax}, c}] -> dropped(terms, softmax, c, kept, & &1)
       [{{:ok, %{kept: []} = one}, c}, {{:ok, other}, d}] when c == -d -> less(terms, one, other, c)
