@@ -499,6 +499,23 @@ defmodule FlashAttention.Test.AttentionForms do
        fn q, k, v, heads ->
          scores(q, k) |> reciprocal() |> Nx.multiply(Nx.reshape(heads, {1, 3, 1, 1})) |> values(v)
        end, with_more(four, fn -> [c([1.0, 0.0, 0.5])] end)},
+      {"weights of rows that are switched off", "found",
+       fn q, k, v ->
+         p = softmax(scores(q, k))
+         values(Nx.select(all(Nx.less(Nx.iota({6, 1}), 4), p), p, c(0.0)), v)
+       end, four},
+      {"weights of rows that are switched off, by what runs along the columns, too", "found",
+       fn q, k, v ->
+         rows = Nx.logical_and(Nx.less(Nx.iota({6, 1}), 4), Nx.broadcast(1, {6, 6}))
+         p = softmax(scores(q, k))
+         values(Nx.multiply(p, rows), v)
+       end, four},
+      {"weights times their sum, by that and what their rows say", "silent",
+       fn q, k, v ->
+         {e, sum} = stable(scores(q, k))
+         more = Nx.multiply(sum, Nx.add(0.5, Nx.iota({6, 1}, type: type())))
+         values(Nx.divide(Nx.multiply(e, sum), more), v)
+       end, four},
       {"a bias of positions", needs_bias("found: a bias, scale 0.5"),
        fn q, k, v, bias -> scores(q, k) |> Nx.multiply(0.5) |> Nx.add(bias) |> reciprocal() |> values(v) end,
        with_more(four, fn -> [normal(7, {1, 3, 6, 6}, type())] end)},

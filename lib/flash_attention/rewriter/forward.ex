@@ -66,18 +66,36 @@ defmodule FlashAttention.Rewriter.Forward do
 
   # What weights are multiplied by that does not depend on the column: a number, and tensors.
   defp outer(terms, {coefficient, factors}) do
-    if Enum.all?(factors, &tensor?(terms, &1)),
-      do: {:ok, {coefficient, for({factor, _power} <- factors, do: Terms.info(terms, factor).view)}},
-      else: {:refuse, "its weights are multiplied by what is no tensor"}
+    views = for factor <- factors, do: tensor(terms, factor)
+
+    if nil in views,
+      do: {:refuse, "its weights are multiplied by what is no tensor"},
+      else: {:ok, {coefficient, views}}
   end
 
-  # A predicate stands for 0 or 1, whatever number its tensor has.
-  defp tensor?(terms, {factor, power}) do
+  # The view of a factor; nil of what has none. A predicate stands for 0 or 1, whatever number its tensor has.
+  defp tensor(terms, {factor, 1}) do
     case Terms.info(terms, factor) do
-      %{structure: {:predicate, _}, view: view} -> power == 1 and Visibility.predicate?(terms, view)
-      %{view: {_, _}} -> power == 1
-      _ -> false
+      %{structure: {:predicate, _}, view: view} = info ->
+        if Visibility.predicate?(terms, view), do: own_view(info)
+
+      %{view: {_, _}} = info ->
+        own_view(info)
+
+      _ ->
+        nil
     end
+  end
+
+  defp tensor(_terms, _factor), do: nil
+
+  # Along axes that a tensor has, and a factor that is made of it does not depend on, its first elements are all.
+  defp own_view(%{view: {number, indices}, variables: variables}) do
+    own =
+      for index <- indices,
+          do: Enum.filter(index, fn {name, _, _} -> Index.of_variable(name) in [nil | variables] end)
+
+    if Enum.all?(Enum.zip(own, indices), fn {own, index} -> own in [[], index] end), do: {number, own}
   end
 
   @dropped "its weights are dropped out, or hidden after the softmax"

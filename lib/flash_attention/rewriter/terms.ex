@@ -305,7 +305,10 @@ defmodule FlashAttention.Rewriter.Terms do
           [{sum, 1}] = lead,
           {_sum, times} <- [List.keyfind(monomial, sum, 0)],
           times > 0,
-          do: {factor, lead, Map.delete(term, lead), c}
+          others = Map.delete(term, lead),
+          # Where the others have it too, this would not end.
+          not Enum.any?(others, fn {other, _} -> List.keymember?(other, sum, 0) end),
+          do: {factor, lead, others, c}
 
     case inverses do
       [] ->

@@ -176,6 +176,30 @@ defmodule FlashAttention.Rewriter.MatcherTest do
       assert {[], [{_, "its scores or weights are used by negate f32[2, 4, 6] too"}]} = run(used)
     end
 
+    test "weights of some of the rows are those of all, times what says which, in whatever layout that is" do
+      text =
+        replace(
+          @forward,
+          "o = dot(p, v",
+          "kept = less(i, two) :: u8(4, 1)\nkept_all = broadcast(kept, axes: [1, 2]) :: u8(2, 4, 6)\n" <>
+            "none = constant(0.0) :: f32\npk = select(kept_all, p, none) :: f32(2, 4, 6)\no = dot(pk, v"
+        )
+
+      assert {[%{outer: {1.0, [{_, [[], [{{:o, 1}, 1, 4}], []]}]}}], []} = run(text <> "result(o)\n")
+    end
+
+    test "sums that are multiplied by themselves and more are multiplied out, and that ends" do
+      text =
+        replace(
+          @forward,
+          "p = divide(e, l)",
+          "more = add(half, i) :: f32(4, 1)\nlm = multiply(l, more) :: f32(2, 4, 1)\nel = multiply(e, l) :: f32(2, 4, 6)\n" <>
+            "p = divide(el, lm)"
+        )
+
+      assert {[], []} = run(text <> "result(o)\n")
+    end
+
     test "what is no softmax over the keys is no attention" do
       for {from, to} <- [
             {"sum(e, axes: [2]) :: f32(2, 4, 1)", "sum(e, axes: [1]) :: f32(2, 1, 6)"},
