@@ -150,6 +150,13 @@ defmodule FlashAttention.RewriterTest do
       assert log =~ "dot f64[2, 3, 6, 4] (o from argument 2) stays: pow is done to its scores"
     end
 
+    test "says where scores overflow in the program and not any more" do
+      for {type, overflow?} <- [f16: true, bf16: false, f32: false] do
+        assert [as] = found(&plain/3, qkv({2, 3, 6, 4}, type))
+        assert as =~ "scores above 65504 overflow in the original" == overflow?
+      end
+    end
+
     test "says where q, k and v come from, by the keys of what the function was given" do
       fun = fn %{layers: [%{"query" => wq, "key" => wk}, %{"value" => wv}]}, {x} ->
         [q, k, v] = for w <- [wq, wk, wv], do: Nx.dot(x, [3], [0, 1], w, [2], [0, 1])
