@@ -236,7 +236,8 @@ typedef struct fa_problem {
   int32_t deterministic;             /* 1: the backward is bitwise repeatable */
   int32_t constant_bias;             /* 1: the backward gives no dbias */
   /* Where this problem lies in the one that the caller asked about, of which fa_run_anywhere runs slices: its
-   * first batch, head and row there, by which dropout counts. Zeros for callers. */
+   * first batch, head and row there, by which dropout counts: on CUDA a multiple of 16 rows. Zeros for callers.
+   */
   fa_origin origin;
 } fa_problem;
 
@@ -308,7 +309,8 @@ FA_API fa_status fa_option_set_choice(fa_problem *problem, const fa_option *opti
  *
  * Strides are in elements, one for each axis but the last, which is always contiguous, in the order of the
  * shape's axes. Those of [batch, row, head, head_dim] have names, too. Tensors that do not end in head_dim are
- * contiguous as a whole and their strides are ignored. Tensors that are written must not overlap.
+ * contiguous as a whole and their strides are ignored. Tensors that are written must not overlap. CUDA takes no
+ * dlse of 1 beside row_sinks of several batches.
  */
 #define FA_MAX_RANK 4
 

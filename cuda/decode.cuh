@@ -259,7 +259,7 @@ __device__ inline Finish finish_of(const fa_cuda_arguments &a, int head, float m
   const float own = Kind::SCALED ? max : max * a.score.factor;
   float lse = own;
   for (int t = 0; t < a.num_sinks; t++) lse = fmaxf(lse, a.sink[int64_t(t) * a.num_heads + head]);
-  if (lse == -INFINITY) return {sum, lse};  // nothing is seen: 0, or the NaN that a score was
+  if (lse == -INFINITY) return {sum, lse + sum};  // nothing is seen: 0, or the NaN that a score was
   const float rescale = expf(own - lse);
   float total = sum * rescale;
   for (int t = 0; t < a.num_sinks; t++) total += expf(a.sink[int64_t(t) * a.num_heads + head] - lse);

@@ -133,6 +133,7 @@ struct OnlineSoftmax {
       for_each_row(
           [&](int m, int half) { lse[m][half] = fmaxf(lse[m][half], sink[int64_t(t) * sink_stride]); });
     for_each_row([&](int m, int half) {
+      if (lse[m][half] == -INFINITY) lse[m][half] = 0;  // the sum is 0, or the NaN that a score was
       rescale[m][half] = exp_of<Kind>(own[m][half] - lse[m][half]);
       total[m][half] *= rescale[m][half];
     });
@@ -142,14 +143,13 @@ struct OnlineSoftmax {
         total[m][half] += exp_of<Kind>(sink[int64_t(t) * sink_stride] - lse[m][half]);
       });
     for_each_row([&](int m, int half) {
-      const bool sees = lse[m][half] != -INFINITY;
-      const float sum_all = total[m][half];
+      const float sum_all = total[m][half];  // 0 where nothing is seen, whose logarithm is -inf
       if constexpr (Kind::SCALED) {
-        scale[m][half] = sees ? rescale[m][half] / sum_all : 0;
-        lse[m][half] += sees ? logf(sum_all) : 0;
+        scale[m][half] = sum_all == 0 ? 0 : rescale[m][half] / sum_all;
+        lse[m][half] += logf(sum_all);
       } else {
-        scale[m][half] = sees ? __fdividef(rescale[m][half], sum_all) : 0;
-        lse[m][half] += sees ? __logf(sum_all) : 0;
+        scale[m][half] = sum_all == 0 ? 0 : __fdividef(rescale[m][half], sum_all);
+        lse[m][half] += __logf(sum_all);
       }
     });
   }

@@ -3,7 +3,7 @@
  * finite are put into every input, and each device must spread them exactly as far as the f64 oracle does,
  * which visits visible columns alone.
  *
- *   test_isolation [cpu|cuda]
+ *   test_isolation [cpu|cuda [nan]]
  */
 #include <math.h>
 #include <stdlib.h>
@@ -238,6 +238,86 @@ static void test_infinite_rows(fa_device device) {
       check_infinite_row(device, (fa_dtype)dtype, num_sinks);
 }
 
+/* ---- rows whose scores are NaN ----------------------------------------------------------------------------
+ */
+
+enum { OF_LENGTHS = 1, OF_BANDS = 2, OF_BIAS = 4, OF_SINKS = 8, OF_ROW_SINKS = 16 };
+
+/* Every family of kernels: the plain ones, those that go through bands, those of programs, and those for few
+ * rows, with keys in one part and in several. */
+static const struct {
+  int64_t seqlen_q, seqlen_k, head_dim, window_left, window_right;
+  unsigned has;
+} nan_table[] = {
+    {70, 90, 24, ANY, ANY, 0},
+    {140, 130, 64, ANY, 0, 0},
+    {80, 70, 128, ANY, 0, OF_SINKS},
+    {50, 60, 200, 20, 3, 0},
+    {90, 80, 40, ANY, 0, OF_BANDS},
+    {70, 70, 128, ANY, ANY, OF_BANDS | OF_SINKS},
+    {60, 90, 256, 30, 0, OF_BANDS},
+    {70, 60, 64, ANY, 0, OF_BIAS},
+    {40, 60, 128, ANY, ANY, OF_BIAS | OF_SINKS},
+    {3, 90, 64, ANY, 0, OF_LENGTHS},
+    {3, 2100, 64, ANY, 0, OF_LENGTHS},
+    {2, 700, 128, ANY, ANY, OF_LENGTHS | OF_SINKS},
+    {90, 70, 64, ANY, 0, OF_LENGTHS},
+    {40, 40, 24, ANY, 0, OF_ROW_SINKS},
+};
+
+/* The last row of every batch and head is NaN, or column 5: o and lse are in the rows that see either, and
+ * nowhere else. */
+static long num_nan_rows;
+static void check_nan_rows(fa_device device, fa_dtype dtype, size_t number, fa_tensor_id id) {
+  const unsigned has = nan_table[number].has;
+  const sizes of = {2,
+                    nan_table[number].seqlen_q,
+                    nan_table[number].seqlen_k,
+                    2,
+                    1,
+                    nan_table[number].head_dim,
+                    nan_table[number].window_left,
+                    nan_table[number].window_right,
+                    has & OF_SINKS ? 2 : 0,
+                    0,
+                    has & OF_BANDS ? 3 : 0};
+  fa_problem p = problem_of(&of, dtype);
+  if (has & OF_LENGTHS) p.lengths_batch = 2;
+  if (has & OF_BIAS) p.bias_batch = p.bias_rows = 1, p.bias_heads = 2, p.bias_dtype = FA_DTYPE_F32;
+  if (has & OF_ROW_SINKS) p.num_row_sinks = 1;
+  fa_values inputs = values_new(&p), got = values_new(&p), expected = values_new(&p);
+  values_fill(&inputs, &p, dtype, FILL_NORMAL, seed);
+  for (int64_t b = 0; b < p.lengths_batch; b++)
+    inputs.data[FA_TENSOR_KEY_LENGTHS][b] = (double)(p.seqlen_k - b);
+  for (int64_t b = 0; b < p.batch; b++)
+    for (int64_t h = 0; h < (id == FA_TENSOR_Q ? p.num_heads : p.num_kv_heads); h++)
+      plant_row(&p, &inputs, id, b, id == FA_TENSOR_Q ? p.seqlen_q - 1 : 5, h, NAN);
+  if (check_pass(device, &p, FA_PASS_FORWARD, &inputs, &got, &expected, "rows of NaN")) {
+    long num_wrong = 0;
+    for (int64_t i = 0; i < values_count(&p, FA_TENSOR_LSE); i++) {
+      num_nan_rows += isnan(expected.data[FA_TENSOR_LSE][i]);
+      num_wrong += !isnan(got.data[FA_TENSOR_LSE][i]) != !isnan(expected.data[FA_TENSOR_LSE][i]);
+    }
+    char text[200];
+    fa_problem_format(&p, text, sizeof text);
+    CHECK(num_wrong == 0, "%s: %s of NaN: %ld lse are not as they should be", text, fa_tensor_name(id),
+          num_wrong);
+  }
+  values_free(&inputs);
+  values_free(&got);
+  values_free(&expected);
+}
+
+static void test_nan_rows(fa_device device) {
+  num_nan_rows = 0;
+  for (int dtype = 0; dtype < FA_NUM_FLOATS; dtype++)
+    for (size_t i = 0; i < sizeof nan_table / sizeof *nan_table; i++) {
+      check_nan_rows(device, (fa_dtype)dtype, i, FA_TENSOR_Q);
+      check_nan_rows(device, (fa_dtype)dtype, i, FA_TENSOR_K);
+    }
+  CHECK(num_nan_rows > 1000, "%ld rows are NaN", num_nan_rows);
+}
+
 int main(int argc, char **argv) {
   static const fa_device_kind kinds[] = {FA_DEVICE_CPU, FA_DEVICE_CUDA};
   setvbuf(stdout, NULL, _IOLBF, 0);
@@ -248,6 +328,8 @@ int main(int argc, char **argv) {
       num_skipped++;
       continue;
     }
+    test_nan_rows(device);
+    if (argc > 2) continue;
     /* See the header: CUDA keeps this promise of scores alone. `test_isolation cuda` shows what is missing. */
     if (kinds[i] == FA_DEVICE_CUDA && argc == 1) {
       printf("EXCLUDED: cuda: its kernels let what a row does not see reach other rows of its tile\n");

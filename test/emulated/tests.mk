@@ -9,7 +9,7 @@ CXX := c++
 endif
 EMULATED_BUILD := $(BUILD)/emulated
 EMULATED       ?= --quick --sweep 0 --name band --dtype bf16
-EMULATED_TESTS := $(addprefix $(EMULATED_BUILD)/test/test_,emulated attention slices calls)
+EMULATED_TESTS := $(addprefix $(EMULATED_BUILD)/test/test_,emulated attention slices calls isolation)
 
 .PHONY: test-emulated
 ifeq ($(findstring linux,$(TARGET))$(shell command -v $(CXX)),linux)
@@ -19,7 +19,7 @@ else ifeq ($(findstring linux,$(TARGET)),)
 test-emulated:
 	@echo "$@: skipped, it finds a thread's shared memory as Linux lays it out"
 else
-EMULATED_RUNS := $(foreach test,attention slices calls,test-emulated-$(test)-80 test-emulated-$(test)-90)
+EMULATED_RUNS := $(foreach test,attention slices isolation calls,test-emulated-$(test)-80 test-emulated-$(test)-90)
 
 .PHONY: test-emulated-hopper test-emulated-itself emulated-programs $(EMULATED_RUNS)
 test-emulated: test-emulated-hopper test-emulated-itself $(EMULATED_RUNS)
@@ -43,6 +43,10 @@ test-emulated-attention-80 test-emulated-attention-90: test-emulated-attention-%
 test-emulated-slices-80 test-emulated-slices-90: test-emulated-slices-%: emulated-programs
 	@echo "test_slices cuda, emulated sm_$*"
 	@EMULATED_SM=$* $(EMULATED_BUILD)/test/test_slices cuda
+
+test-emulated-isolation-80 test-emulated-isolation-90: test-emulated-isolation-%: emulated-programs
+	@echo "test_isolation cuda nan, emulated sm_$*"
+	@EMULATED_SM=$* $(EMULATED_BUILD)/test/test_isolation cuda nan
 
 test-emulated-calls-80 test-emulated-calls-90: test-emulated-calls-%: emulated-programs
 	@echo "test_calls, emulated sm_$*"
