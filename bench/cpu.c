@@ -6,6 +6,8 @@
  *   bench_cpu --memory SEQLEN [--threads N]     one row of the memory table, which the first form asks for
  *   bench_cpu --options [--threads N]           what masks and other options cost, beside the problem without
  *   bench_cpu --types                           16-bit types beside f32, on one thread
+ *   bench_cpu --calls                           the steps of a small call, which bench/calls.exs makes from
+ * Elixir
  *
  * GFLOP/s, the median of several runs. The forward counts 4 * batch * heads * seqlen^2 * head_dim operations,
  * half of it under a causal mask, the backward 2.5 times that. "peak" is the most that fused multiply-adds on
@@ -564,8 +566,34 @@ static int type_rows(void) {
   return 0;
 }
 
+/* ---- a small call ---------------------------------------------------------------------------------- */
+
+static int call_rows(void) {
+  enum { NUM_STEPS = 3, CALLS = 4000 };
+  static const char *const names[NUM_STEPS] = {"`fa_plan_init`", "`fa_run`", "`fa_run_anywhere`"};
+  static double measured[NUM_STEPS][CALLS];
+  const fa_problem problem = square_problem(FA_DTYPE_F32, 16, 2, 16, true);
+  workload w = prepare(&problem, NULL);
+  for (int i = 0; i < CALLS; i++) {
+    const double begin = seconds();
+    if (fa_plan_init(&w.plans[0], &problem, FA_PASS_FORWARD, (fa_device){FA_DEVICE_CPU, 0}, NULL)) return 1;
+    measured[0][i] = seconds() - begin;
+    measured[1][i] = time_flash(&w, 0, 0);
+    const double last = seconds();
+    if (fa_run_anywhere(&w.plans[0], &w.tensors, NULL, NULL, NULL)) return 1;
+    measured[2][i] = seconds() - last;
+  }
+  printf("| step | median, us | least, us |\n|---|---|---|\n");
+  for (int s = 0; s < NUM_STEPS; s++) {
+    const double middle = median(measured[s], CALLS);
+    printf("| %s | %.1f | %.1f |\n", names[s], 1e6 * middle, 1e6 * measured[s][0]);
+  }
+  release(&w);
+  return 0;
+}
+
 int main(int argc, char **argv) {
-  bool quick = false, options = false, types = false;
+  bool quick = false, options = false, types = false, calls = false;
   int64_t memory_seqlen = 0;
   int threads = omp_get_max_threads();
   for (int i = 1; i < argc; i++) {
@@ -577,16 +605,20 @@ int main(int argc, char **argv) {
       options = true;
     else if (strcmp(argv[i], "--types") == 0)
       types = true;
+    else if (strcmp(argv[i], "--calls") == 0)
+      calls = true;
     else if (strcmp(argv[i], "--memory") == 0 && i + 1 < argc)
       memory_seqlen = atoll(argv[++i]);
     else
-      return fprintf(stderr, "usage: %s [--quick] [--options] [--types] [--memory SEQLEN] [--threads N]\n",
+      return fprintf(stderr,
+                     "usage: %s [--quick] [--options] [--types] [--calls] [--memory SEQLEN] [--threads N]\n",
                      argv[0]),
              2;
   }
   if (memory_seqlen) return memory_row(memory_seqlen, threads);
   if (options) return option_rows(threads);
   if (types) return type_rows();
+  if (calls) return call_rows();
   fa_device_info info;
   fa_device_get_info((fa_device){FA_DEVICE_CPU, 0}, &info, NULL);
   printf("# The CPU backend\n\n%s, kernels %s, 1 and %d threads. GFLOP/s are medians of %d.\n\n", info.name,

@@ -542,13 +542,13 @@ static fa_status run_in_host_memory(host_run *run, const fa_tensors *given, fa_e
   fa_execution execution = {.workspace_bytes = plan->workspace_bytes};
   fa_status status = check_wanted(run, given, error);
   if (!status) status = check_inputs(plan, given, error);
-  if (!status) status = fa_device_alloc(plan->device, plan->workspace_bytes, &execution.workspace, error);
+  if (!status) status = fa_workspace_take(plan->device, plan->workspace_bytes, &execution.workspace, error);
   if (status) return status;
   const int64_t begin = fa_nanoseconds();
   status = fa_run(plan, given, &execution, error);
   run->measured->kernel_seconds = (double)(fa_nanoseconds() - begin) * 1e-9;
   if (!status) copy_wanted(run, given);
-  fa_device_free(plan->device, execution.workspace, NULL);
+  fa_workspace_give(plan->device, plan->workspace_bytes, execution.workspace);
   return status;
 }
 

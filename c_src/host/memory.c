@@ -175,6 +175,28 @@ void fa_set_pinned_limit(size_t bytes) {
   for (fa_pinned *each = pinned; each < end; each++) fa_pool_set_limit(&each->callers, limit);
 }
 
+enum { NUM_KEPT = 16, KEPT_BYTES = 512 << 10 }; /* workspaces that nobody uses, and the size of each */
+static _Atomic(void *) kept[NUM_KEPT];
+
+fa_status fa_workspace_take(fa_device device, size_t bytes, void **workspace, fa_error *error) {
+  *workspace = NULL;
+  if (bytes == 0 || bytes > KEPT_BYTES) return fa_device_alloc(device, bytes, workspace, error);
+  for (int i = 0; i < NUM_KEPT && !*workspace; i++) *workspace = atomic_exchange(&kept[i], NULL);
+  return *workspace ? FA_STATUS_OK : fa_device_alloc(device, KEPT_BYTES, workspace, error);
+}
+
+void fa_workspace_give(fa_device device, size_t bytes, void *workspace) {
+  for (int i = 0; i < NUM_KEPT && bytes <= KEPT_BYTES && workspace; i++) {
+    void *none = NULL;
+    if (atomic_compare_exchange_strong(&kept[i], &none, workspace)) workspace = NULL;
+  }
+  fa_device_free(device, workspace, NULL);
+}
+
+static void trim_workspaces(void) {
+  for (int i = 0; i < NUM_KEPT; i++) free(atomic_exchange(&kept[i], NULL));
+}
+
 /* Of each kind of device, and each of that kind; those beyond the last are counted with it. */
 static _Atomic int64_t page_bytes[FA_NUM_DEVICE_KINDS][FA_MAX_DEVICES];
 
@@ -227,6 +249,7 @@ fa_status fa_memory_trim(fa_device device, fa_error *error) {
   fa_heap *heap;
   fa_status status = find_used_heap(device, &heap, error);
   if (!status && heap) fa_heap_trim(heap);
+  if (!status && !fa_has_own_memory(device.kind)) trim_workspaces();
   return status;
 }
 

@@ -35,6 +35,12 @@ fa_place fa_heap_locate(fa_heap *heap, const void *memory, size_t bytes);
 /* Returns memory that nobody uses to the driver and the system. */
 void fa_heap_trim(fa_heap *heap);
 
+/* A call's workspace on a device whose memory is the host's. Small ones are kept for later calls: the system
+ * may take memory back as soon as it is freed, and touching it anew costs a small call more than its kernels.
+ */
+fa_status fa_workspace_take(fa_device device, size_t bytes, void **workspace, fa_error *error);
+void fa_workspace_give(fa_device device, size_t bytes, void *workspace);
+
 /* Copies as fa_device_copy makes them, one after the other, waited for once. */
 typedef struct fa_byte_copy {
   void *to;

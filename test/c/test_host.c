@@ -1175,6 +1175,30 @@ static void test_kept_on_cpu(void) {
   setting_free(&s);
 }
 
+/* Workspaces of small calls are at hand for the next ones, each for one call at a time. */
+static void test_workspaces(void) {
+  const fa_device cpu = {FA_DEVICE_CPU, 0};
+  enum { MANY = 40, SMALL = 1000, LARGE = 600 << 10 };
+  void *taken[MANY], *again, *large;
+  CHECK(fa_memory_trim(cpu, NULL) == FA_STATUS_OK, "trimmed");
+  CHECK(fa_workspace_take(cpu, 0, &again, NULL) == FA_STATUS_OK && !again, "a workspace of nothing");
+  fa_workspace_give(cpu, 0, again);
+  for (int i = 0; i < MANY; i++) {
+    CHECK(fa_workspace_take(cpu, SMALL, &taken[i], NULL) == FA_STATUS_OK, "workspace %d", i);
+    CHECK((uintptr_t)taken[i] % 64 == 0, "workspace %d is not aligned", i);
+    memset(taken[i], i, SMALL);
+  }
+  for (int i = 0; i < MANY; i++)
+    for (int j = 0; j < i; j++) CHECK(taken[i] != taken[j], "workspaces %d and %d are one", i, j);
+  for (int i = 0; i < MANY; i++) fa_workspace_give(cpu, SMALL, taken[i]);
+  CHECK(fa_workspace_take(cpu, 2 * SMALL, &again, NULL) == FA_STATUS_OK && again == taken[0], "none is kept");
+  CHECK(fa_workspace_take(cpu, LARGE, &large, NULL) == FA_STATUS_OK, "a large workspace");
+  memset(large, 1, LARGE);
+  fa_workspace_give(cpu, LARGE, large);
+  fa_workspace_give(cpu, 2 * SMALL, again);
+  CHECK(fa_memory_trim(cpu, NULL) == FA_STATUS_OK, "trimmed");
+}
+
 int main(void) {
   test_second_device_first(); /* before any other */
   test_first_use();
@@ -1183,6 +1207,7 @@ int main(void) {
   for (int bits = 8; bits <= 32; bits++) test_pool_of_many((uintptr_t)1 << bits);
   test_pool_of_many((uintptr_t)20 << 20);
   test_host_devices();
+  test_workspaces();
   test_kept_on_cpu();
   test_threads();
   test_whose_threads();
