@@ -12,6 +12,13 @@ defmodule WarningsTest do
         do: assert({file, calls -- named(body, aliases(module))} == {file, []})
   end
 
+  test "test files call no module by unquote, which stands in no list of names" do
+    for file <- Path.wildcard("test/**/*_test.exs") ++ Path.wildcard("test/support/*.ex"),
+        do: assert({file, unquoted(Code.string_to_quoted!(File.read!(file)))} == {file, []})
+
+    assert unquoted(Code.string_to_quoted!("Nx.add(unquote(m).f(x), y)")) == [:f]
+  end
+
   test "what a file calls, and what it names, is read from it" do
     {:ok, module} =
       Code.string_to_quoted("""
@@ -66,6 +73,14 @@ defmodule WarningsTest do
     |> Enum.map(&Module.concat/1)
     |> Enum.uniq()
     |> Enum.sort()
+  end
+
+  # The functions that are called so.
+  defp unquoted(expression) do
+    reduce(expression, [], fn
+      {{:., _, [{:unquote, _, [_]}, name]}, _, _}, acc when is_atom(name) -> [name | acc]
+      _, acc -> acc
+    end)
   end
 
   # What is compiled only where its package is there.

@@ -90,10 +90,11 @@ defmodule FlashAttention.Rewriter.BumblebeeTest do
          [down_block_types: [:down_block, :down_block], up_block_types: [:up_block, :up_block]] ++ @pictures, 2}
       ] do
     test "#{inspect(module)}: #{attentions} attentions are found, in inference and in training" do
-      spec = Bumblebee.configure(struct(unquote(module), architecture: :base), unquote(config))
+      module = unquote(module)
+      spec = Bumblebee.configure(struct(module, architecture: :base), unquote(config))
 
       inputs =
-        for {name, template} <- unquote(module).input_template(spec), into: %{} do
+        for {name, template} <- module.input_template(spec), into: %{} do
           # Of more than one word.
           {name, if(name == "encoder_hidden_state", do: Nx.template({1, 5, 12}, :f32), else: template)}
         end
