@@ -30,7 +30,9 @@
  *     e(dv)    = Sum_i (x(s, lse) + e(lse) + r(w)) p dout + sum(p dout) + r((w + 4 u) dv)
  *     e(dsink) = Sum_bi p_sink ((x(sink, lse) + e(lse)) delta + e(delta)) + sum(p_sink delta) + r(2 w dsink)
  *     e(dbias) = Sum (e(ds) + e(lse) ds + e(delta) p + r(4 u ds)) + sum(ds) + r(2 w dbias)
- *     e(dslope) = the same of distance ds, and so on for every input of scores
+ *     e(dslope) = Sum_i (Sum_j distance (e(ds) + r(4 u ds)) + e(lse) Sum_j (distance ds)
+ *                + e(delta) Sum_j (distance p)) + sum(distance ds) + r(2 w dslope), and so on for every input
+ * of scores that all columns share
  *
  * With dropout, v stands for keep v and dp for keep dp, and each of them, and o, has one more rounding, r(2 u).
  *
@@ -147,6 +149,7 @@ typedef struct bound_row {
   int64_t num_columns; /* that it sees */
   double maximum, lse, dlse;
   error e_lse;
+  double sum_ds[NUM_SCORE_INPUTS], sum_p[NUM_SCORE_INPUTS]; /* times what scores change by, over columns */
 } bound_row;
 
 static bool is_seen(const bound_scratch *x, int64_t column) { return x->exact.s[column] != -INFINITY; }
@@ -257,23 +260,37 @@ static int64_t num_sharing(const fa_problem *p, int id) {
   return count;
 }
 
-/* What the score's gradient in column j adds to the sums. */
-static void bound_sums(bound_scratch *x, const bound_row *row, int64_t j, double ds, error e_ds,
-                       error e_delta) {
+/* What the score's gradient in column j adds to the sums. What errs alike in all columns is added here for
+ * those that have an element for each column, and by bound_row_sums for those that have one for all. */
+static void bound_sums(bound_scratch *x, bound_row *row, int64_t j, double ds, error e_ds, error e_delta) {
   const fa_problem *p = row->problem;
   const double u = row->unit.arithmetic;
-  add_error(&e_ds, scaled(row->e_lse, ds));
-  add_error(&e_ds, scaled(e_delta, x->p[j]));
   add_error(&e_ds, rounding(4 * u * ds + row->unit.least * (1 + fabs(ds))));
   for (int n = 0; n < NUM_SCORE_INPUTS; n++) {
     const int gradient = fa_tensor_gradient(score_inputs[n]);
     const double by = x->by[j][n];
-    add_to_sum(x, row, gradient, j, 0, ds * by, scaled(e_ds, by), num_sharing(p, gradient));
+    error e = e_ds;
+    if (fa_varies_along(p, gradient, FA_AXIS_SEQLEN_K)) {
+      add_error(&e, scaled(row->e_lse, ds));
+      add_error(&e, scaled(e_delta, x->p[j]));
+    }
+    row->sum_ds[n] += ds * by, row->sum_p[n] += x->p[j] * by;
+    add_to_sum(x, row, gradient, j, 0, ds * by, scaled(e, by), num_sharing(p, gradient));
+  }
+}
+
+static void bound_row_sums(bound_scratch *x, const bound_row *row, error e_delta) {
+  for (int n = 0; n < NUM_SCORE_INPUTS; n++) {
+    const int gradient = fa_tensor_gradient(score_inputs[n]);
+    if (fa_varies_along(row->problem, gradient, FA_AXIS_SEQLEN_K)) continue;
+    error e = scaled(row->e_lse, row->sum_ds[n]);
+    add_error(&e, scaled(e_delta, row->sum_p[n]));
+    add_to_sum(x, row, gradient, 0, 0, 0, e, 1);
   }
 }
 
 /* What column j adds to dq and the row to dk[j] and dv[j], without scale, and to their errors. */
-static void bound_column(bound_scratch *x, const bound_row *row, int64_t j, double delta, error e_delta) {
+static void bound_column(bound_scratch *x, bound_row *row, int64_t j, double delta, error e_delta) {
   const fa_problem *p = row->problem;
   const struct unit unit = row->unit;
   const int64_t d = p->head_dim,
@@ -318,13 +335,14 @@ static void bound_column(bound_scratch *x, const bound_row *row, int64_t j, doub
   }
 }
 
-static void bound_backward(bound_scratch *x, const bound_row *row) {
+static void bound_backward(bound_scratch *x, bound_row *row) {
   const fa_problem *p = row->problem;
   const double u = row->unit.arithmetic, dot = dot_f64(x->exact.o, x->exact.dout, p->head_dim);
   const double delta = dot - row->dlse;
   const error e_delta = error_of_delta(x, row, dot, delta);
   for (int64_t j = 0; j < row->at.sequence->seqlen_k; j++)
     if (is_seen(x, j)) bound_column(x, row, j, delta, e_delta);
+  bound_row_sums(x, row, e_delta);
   for (int64_t c = 0; c < p->head_dim; c++) {
     add_error(&x->dq[c], scaled(row->e_lse, x->exact.dq[c]));
     add_error(&x->dq[c], scaled(e_delta, x->sum_p_slope_k[c]));

@@ -66,6 +66,30 @@ static void test_bounds(void) {
   }
 }
 
+/* One row sees n columns alike, so that p is 1 / n and ds is 0, and its o may be wrong by a rounding. delta
+ * errs by as much, every ds by 1 / n of it, all in one direction, and dalibi_slopes by the mean distance times
+ * that. */
+static void test_rounding_of_a_row(void) {
+  static const double roundoff[FA_NUM_FLOATS] = {
+      [FA_DTYPE_F32] = 0x1p-24, [FA_DTYPE_F64] = 0x1p-53, [FA_DTYPE_BF16] = 0x1p-8, [FA_DTYPE_F16] = 0x1p-11};
+  enum { NUM_COLUMNS = 1024 };
+  for (int dtype = 0; dtype < FA_NUM_FLOATS; dtype++) {
+    fa_problem p;
+    fa_problem_init(&p);
+    p.dtype = (fa_dtype)dtype;
+    p.batch = p.seqlen_q = p.num_heads = p.num_kv_heads = p.head_dim = p.alibi_batch = 1;
+    p.seqlen_k = NUM_COLUMNS;
+    fa_values x = values_new(&p);
+    for (int i = 0; i < NUM_COLUMNS; i++) x.data[FA_TENSOR_V][i] = 1;
+    x.data[FA_TENSOR_DOUT][0] = 1;
+    must_run(&(fa_setup){.device = {FA_DEVICE_REFERENCE, 0}}, &p, FA_PASS_BOUND, &x);
+    const double error = (NUM_COLUMNS - 1) / 2.0 * roundoff[dtype], bound = x.data[FA_TENSOR_DALIBI_SLOPES][0];
+    CHECK(bound >= error, "%s: a rounding of o makes dalibi_slopes wrong by %g, the bound is %g",
+          fa_dtype_name(p.dtype), error, bound);
+    values_free(&x);
+  }
+}
+
 /* ---- planted mistakes --------------------------------------------------------------------------------- */
 
 static void wrong_scale(fa_problem *p) { p->scale = 1.01 / sqrt((double)p->head_dim); }
@@ -112,6 +136,7 @@ static void test_mistakes(void) {
 
 int main(void) {
   test_bounds();
+  test_rounding_of_a_row();
   test_mistakes();
   return report();
 }
