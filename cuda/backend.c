@@ -837,7 +837,7 @@ static fa_status launch_backward(const fa_cuda_kernel *kernel, cuda_job *job, cu
   fa_cuda_arguments *a = &job->arguments;
   const int32_t small = FA_CUDA_SMALL_KERNEL_THREADS;
   const int64_t heads = (int64_t)a->batch * a->num_heads;
-  const int32_t lanes = kernel->bucket / 8; /* of a row, in statistics */
+  const int32_t lanes = FA_CUDA_STATISTICS_LANES(kernel->bucket);
   CHECK(launch(kernel->statistics, blocks(fa_divide_up(heads * a->padded_rows * lanes, small)), small, 0,
                (void *[]){a, &job->dlse}, stream));
   CHECK(launch_main(kernel, (int64_t)a->batch * a->num_kv_heads * a->num_k_blocks * a->num_column_parts, job,

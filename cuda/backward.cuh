@@ -236,13 +236,13 @@ __global__ void __launch_bounds__(Dq::NUM_WARPS * 32) finish_dq(const __grid_con
 
 // ---- delta = dot(o, dout) - dlse, and shift ------------------------------------------------------
 
-// A lane for every eight columns of a row; every row of the padded arrays is written, and dq_sum set to 0 for
-// the first row blocks.
+// A lane for every eight columns of a row, and more where these are no power of two; every row of the padded
+// arrays is written, and dq_sum set to 0 for the first row blocks.
 template <class Kind, class Shape>
 __global__ void __launch_bounds__(FA_CUDA_SMALL_KERNEL_THREADS)
     statistics(const __grid_constant__ fa_cuda_arguments a, const __grid_constant__ fa_cuda_dlse dlse) {
   using Io = typename Kind::Io;
-  constexpr int LANES = Shape::head_dim / 8;
+  constexpr int LANES = FA_CUDA_STATISTICS_LANES(Shape::head_dim), FOURS = Shape::head_dim / 4;
   const int64_t index = (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) / LANES;
   const PaddedRow mine = padded_row_at(a, index);
   const Sequence sequence = sequence_of(a, mine.batch);
@@ -263,7 +263,8 @@ __global__ void __launch_bounds__(FA_CUDA_SMALL_KERNEL_THREADS)
   const bool summed = index / Shape::block_q < a.num_sums;
   if (summed) {
     float4 *dq_sum = reinterpret_cast<float4 *>(a.dq_sum + index * Shape::head_dim);
-    dq_sum[lane] = dq_sum[lane + LANES] = make_float4(0, 0, 0, 0);
+#pragma unroll
+    for (int i = lane; i < FOURS; i += LANES) dq_sum[i] = make_float4(0, 0, 0, 0);
   }
   if (lane != 0) return;
   if (summed && index % Shape::block_q == 0) a.dq_order[index / Shape::block_q] = 1;

@@ -21,8 +21,9 @@ template <int HEAD_DIM>
 struct WideShape {
   static constexpr int head_dim = HEAD_DIM, block_q = 64, block_k = 64;
   static constexpr bool program = false;
-  static constexpr int num_warps = 4, dq_warps = 4;       // of DQ_GROUP, which comes first (see DqShare)
-  static constexpr int dq_columns = 64, num_writers = 0;  // dq_columns: of one product
+  static constexpr int num_warps = 4, dq_warps = 4;          // of DQ_GROUP, which comes first (see DqShare)
+  static constexpr int dq_columns = 64, num_writers = 0;     // dq_columns: of one product
+  static constexpr int sum_shares = HEAD_DIM > 192 ? 2 : 1;  // of dk's and dv's columns, a product each
   static constexpr int num_threads = NUM_GROUPS * WARPGROUP;
   static constexpr int dq_registers = 72, main_registers = 192, producer_registers = 56;
 };
@@ -60,17 +61,26 @@ struct WideBuffers : CommonBuffers<Kind, Shape, GENERAL, NUM_WIDE_BARRIER_KINDS>
 
 // ---- the loop of two groups --------------------------------------------------------------------------
 
+// Waits for the products that add to a sum.
+template <int SHARES, int DT, class Operand>
+__device__ inline void wait_for_sums(float (&sum)[SHARES][1][DT][4], Operand &operand) {
+  wgmma_wait_group<0>();
+#pragma unroll
+  for (int share = 0; share < SHARES; share++) registers_in_use(sum[share][0]);
+  registers_in_use(operand);
+}
+
 // Goes through column blocks: calls make() for the first step when k or v has come, and do_step for every step,
-// then writes scale * sum, two halves of head_dim, to the tensor.
-template <class Kind, class Buffers, class Make, class DoStep, int DT>
+// then writes scale * sum, whose columns are in equal shares, to the tensor.
+template <class Kind, class Buffers, class Make, class DoStep, int SHARES, int DT>
 __device__ inline void consume_blocks(const fa_cuda_arguments &a, const Buffers &buffers, int full, Make make,
-                                      DoStep do_step, float (&sum)[2][1][DT][4], const fa_tensor &tensor,
+                                      DoStep do_step, float (&sum)[SHARES][1][DT][4], const fa_tensor &tensor,
                                       float scale) {
   uint32_t blocks = 0, busy_blocks = 0;
   typename Buffers::Work work;
   for (; current_work(a, buffers, blocks, work); next_work(buffers, blocks)) {
-    set_zero<1, DT>(sum[0]);
-    set_zero<1, DT>(sum[1]);
+#pragma unroll
+    for (int share = 0; share < SHARES; share++) set_zero<1, DT>(sum[share]);
     if (work.num_steps > 0) {
       barrier_wait(buffers.barrier(full), busy_blocks % 2);
       make();
@@ -84,8 +94,8 @@ __device__ inline void consume_blocks(const fa_cuda_arguments &a, const Buffers 
     }
     current_work(a, buffers, blocks, work);  // again: it need not stay in registers
 #pragma unroll
-    for (int half = 0; half < 2; half++)
-      store_columns<Kind>(a, work, tensor, threadIdx.x / 32 % 4 * 16, half * DT * 8, sum[half], scale);
+    for (int share = 0; share < SHARES; share++)
+      store_columns<Kind>(a, work, tensor, threadIdx.x / 32 % 4 * 16, share * DT * 8, sum[share], scale);
   }
 }
 
@@ -97,11 +107,11 @@ __device__ inline void consume_scores(const fa_cuda_arguments &a, WideBuffers<Ki
   using Work = typename Buffers::Work;
   using Step = typename Work::ConsumerStep;
   using QTile = typename Buffers::QTile;
-  constexpr int HALVES = 2, NT = Shape::block_q / 8, DT = Shape::head_dim / HALVES / 8;
+  constexpr int SHARES = Shape::sum_shares, NT = Shape::block_q / 8, DT = Shape::head_dim / SHARES / 8;
   constexpr int Q_STEPS = Shape::block_q / 16;
 
   const int warp_row = threadIdx.x / 32 % 4 * 16;
-  float dv[HALVES][1][DT][4], scores[1][NT][4];
+  float dv[SHARES][1][DT][4], scores[1][NT][4];
   uint32_t p_operand[1][Q_STEPS][4];
 
   uint32_t steps = 0;
@@ -136,11 +146,11 @@ __device__ inline void consume_scores(const fa_cuda_arguments &a, WideBuffers<Ki
     steps++;
     barrier_wait(buffers.barrier(DOUT_FULL, stage), phase);
 #pragma unroll
-    for (int half = 0; half < HALVES; half++)
-      multiply<Kind, Q_STEPS>(dv[half][0], p_operand,
-                              BoxOperand<QTile, false>(buffers.dout(stage), half * DT * 8), true);
+    for (int share = 0; share < SHARES; share++)
+      multiply<Kind, Q_STEPS>(dv[share][0], p_operand,
+                              BoxOperand<QTile, false>(buffers.dout(stage), share * DT * 8), true);
     if (IS_LAST) arrive_once(buffers.barrier(K_EMPTY));
-    wgmma_wait<0>(dv[0][0], dv[1][0], p_operand);
+    wait_for_sums(dv, p_operand);
     arrive_once(buffers.barrier(DOUT_EMPTY, stage));
     if constexpr (!IS_LAST) make_products();
   };
@@ -157,11 +167,11 @@ __device__ inline void consume_ds(const fa_cuda_arguments &a, WideBuffers<Kind, 
   using Step = typename Work::ConsumerStep;
   using QTile = typename Buffers::QTile;
   using DsTile = typename Buffers::DsTile;
-  constexpr int HALVES = 2, NT = Shape::block_q / 8, DT = Shape::head_dim / HALVES / 8;
+  constexpr int SHARES = Shape::sum_shares, NT = Shape::block_q / 8, DT = Shape::head_dim / SHARES / 8;
   constexpr int Q_STEPS = Shape::block_q / 16;
 
   const int warp_row = threadIdx.x / 32 % 4 * 16;
-  float dk[HALVES][1][DT][4], ds[1][NT][4];
+  float dk[SHARES][1][DT][4], ds[1][NT][4];
   uint32_t ds_operand[1][Q_STEPS][4];
 
   uint32_t steps = 0;
@@ -184,15 +194,15 @@ __device__ inline void consume_ds(const fa_cuda_arguments &a, WideBuffers<Kind, 
     steps++;
     barrier_wait(buffers.barrier(Q_FULL, stage), phase);
 #pragma unroll
-    for (int half = 0; half < HALVES; half++)
-      multiply<Kind, Q_STEPS>(dk[half][0], ds_operand,
-                              BoxOperand<QTile, false>(buffers.q(stage), half * DT * 8), true);
+    for (int share = 0; share < SHARES; share++)
+      multiply<Kind, Q_STEPS>(dk[share][0], ds_operand,
+                              BoxOperand<QTile, false>(buffers.q(stage), share * DT * 8), true);
     barrier_wait(buffers.barrier(DS_EMPTY, stage), phase ^ 1);
     store_transposed<DsTile>(buffers.ds(stage), warp_row, 0, ds_operand[0]);
     fence_async();
     arrive_once(buffers.barrier(DS_FULL, stage));
     if (IS_LAST) arrive_once(buffers.barrier(V_EMPTY));
-    wgmma_wait<0>(dk[0][0], dk[1][0], ds_operand);
+    wait_for_sums(dk, ds_operand);
     arrive_once(buffers.barrier(Q_EMPTY, stage));
     if constexpr (!IS_LAST) make_dp();
   };
@@ -318,20 +328,23 @@ __global__ void __launch_bounds__(Buffers::Shape::num_threads, 1)
   }
 }
 
-template <bool GENERAL>
-using Buffers256 = WideBuffers<kinds::FA_KIND, WideShape<256>, GENERAL>;  // 226 KiB
-template <bool GENERAL>
-constexpr auto backward256 = backward_wide<Buffers256<GENERAL>>;
+template <int HEAD_DIM, bool GENERAL>
+using BuffersOf = WideBuffers<kinds::FA_KIND, WideShape<HEAD_DIM>, GENERAL>;
+template <int HEAD_DIM, bool GENERAL>
+constexpr auto backward_of = backward_wide<BuffersOf<HEAD_DIM, GENERAL>>;
 
 }  // namespace hopper
 }  // namespace fa
 
-#define ROW(rest, general)                                    \
-  fa::hopper::row_of_kernel<fa::hopper::Buffers256<general>>( \
-      "cuda/sm90/" FA_QUOTE(FA_KIND) rest, fa::address_of_kernel(fa::hopper::backward256<general>))
+#define KERNEL(head_dim, general, name)                                \
+  fa::hopper::row_of_kernel<fa::hopper::BuffersOf<head_dim, general>>( \
+      name, fa::address_of_kernel(fa::hopper::backward_of<head_dim, general>))
+#define ROW(rest, head_dim)                                     \
+  KERNEL(head_dim, false, "cuda/sm90/" FA_QUOTE(FA_KIND) rest), \
+      KERNEL(head_dim, true, "cuda/sm90/" FA_QUOTE(FA_KIND) rest "/general")
 
 const fa_cuda_kernel FA_JOIN(fa_hopper_backward_wide_, FA_KIND)[] = {
-    ROW("/d256", false),
-    ROW("/d256/general", true),
+    ROW("/d192", 192),
+    ROW("/d256", 256),
     {},
 };

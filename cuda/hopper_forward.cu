@@ -789,6 +789,7 @@ const fa_cuda_kernel FA_JOIN(fa_hopper_forward_, FA_KIND)[] = {
     PROGRAM_ROW("/d64", 64, 128, 2, 2, 240, 24),
     ROW("/d128", 128, 128, 2, 2, 240, 24, true),
     PROGRAM_ROW("/d128", 128, 128, 2, 2, 240, 24),
+    ROW("/d192", 192, 112, 2, 1, 240, 24),
     ROW("/d256", 256, 80, 2, 1, 240, 24),
     PROGRAM_ROW("/d256", 256, 64, 2, 1, 240, 24),
 #endif

@@ -173,6 +173,7 @@ static const fa_case cases[] = {
     WIDE(64),
     WIDE(104),
     WIDE(128),
+    WIDE(160),
     WIDE(200),
     WIDE(256),
 
