@@ -74,20 +74,34 @@ defmodule Bench.Ranks do
     {forward, backward}
   end
 
-  # The slowest rank's.
+  # The slowest rank's. All begin a pass together: else one that was done with its forward early would count what the others
+  # still had to do of theirs as its backward's.
   defp ranks(opts, count) do
     deal = Distributed.deal({opts.length, opts.length}, count)
+    [forward, backward] = for _pass <- 1..2, do: spawn_link(fn -> gather(count) end)
 
     {:ok, times} =
       Distributed.run(List.duplicate([device: :cpu], count), fn group ->
         rows = Ranges.count(deal.rows[group.rank])
         [q, k, v, dout] = for seed <- 1..4, do: tensor(seed, rows, opts)
+        meet(forward)
         {forward, {:ok, _o, states}} = :timer.tc(fn -> Distributed.forward(group, deal, q, k, v) end)
+        meet(backward)
         {backward, {:ok, _, _, _}} = :timer.tc(fn -> Distributed.backward(group, dout, states) end)
         {forward, backward}
       end)
 
     {times |> Enum.map(&elem(&1, 0)) |> Enum.max(), times |> Enum.map(&elem(&1, 1)) |> Enum.max()}
+  end
+
+  defp gather(count) do
+    ranks = for _rank <- 1..count, do: receive(do: ({:here, rank} -> rank))
+    for rank <- ranks, do: send(rank, :all_here)
+  end
+
+  defp meet(gathering) do
+    send(gathering, {:here, self()})
+    receive(do: (:all_here -> :ok))
   end
 
   # Normally distributed numbers, some thousands of them over and over.

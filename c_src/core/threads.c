@@ -20,7 +20,7 @@ static struct {
   fa_parallel *jobs;
   pthread_t threads[MAX_THREADS];
   int num_threads;
-  atomic_long num_offered; /* jobs, ever; read without the mutex, too */
+  atomic_long num_calls; /* for threads, ever; read without the mutex, too */
 #if defined(__linux__)
   cpu_set_t processors; /* of all threads */
 #endif
@@ -37,24 +37,38 @@ static void run_tasks(fa_parallel *job, int worker) {
   while (run_next_task(job, worker)) continue;
 }
 
+/* How many threads of the pool would join the job now. */
+static int num_missing(const fa_parallel *job) {
+  int num_sharing = 0;
+  for (const fa_parallel *other = pool.jobs; other; other = other->next) num_sharing += other->is_divided;
+  const int most = job->is_divided ? job->num_threads / num_sharing : job->num_threads;
+  const int missing = most - 1 - job->num_active;
+  return missing < job->num_wanted ? missing : job->num_wanted;
+}
+
 /* The job with the fewest threads of the pool among those that want more. */
 static fa_parallel *find_job(void) {
   fa_parallel *found = NULL;
   for (fa_parallel *job = pool.jobs; job; job = job->next)
-    if (job->num_wanted > 0 && (!found || job->num_active < found->num_active)) found = job;
+    if ((!found || job->num_active < found->num_active) && num_missing(job) > 0) found = job;
   return found;
+}
+
+static void wake_threads(int count) {
+  if (count > 0) atomic_fetch_add(&pool.num_calls, 1);
+  for (int i = 0; i < count; i++) pthread_cond_signal(&pool.job_came);
 }
 
 /* Awake at first, without the mutex, and then asleep. */
 static void wait_for_job(int awake_microseconds) {
-  const long seen = atomic_load(&pool.num_offered);
+  const long seen = atomic_load(&pool.num_calls);
   if (awake_microseconds > 0) {
     const int64_t until = fa_nanoseconds() + awake_microseconds * INT64_C(1000);
     pthread_mutex_unlock(&fa_threads_mutex);
-    while (atomic_load(&pool.num_offered) == seen && fa_nanoseconds() < until) sched_yield();
+    while (atomic_load(&pool.num_calls) == seen && fa_nanoseconds() < until) sched_yield();
     pthread_mutex_lock(&fa_threads_mutex);
   }
-  if (atomic_load(&pool.num_offered) == seen) pthread_cond_wait(&pool.job_came, &fa_threads_mutex);
+  if (atomic_load(&pool.num_calls) == seen) pthread_cond_wait(&pool.job_came, &fa_threads_mutex);
 }
 
 /* A thread begins with the priority of the caller that started it. Where this may not be raised again, it
@@ -141,11 +155,11 @@ static void start_threads(int num_threads) {
 static void offer(fa_parallel *job) {
   pthread_mutex_lock(&fa_threads_mutex);
   follow_process();
-  if (pool.num_threads < job->num_wanted) start_threads(job->num_wanted);
   job->next = pool.jobs;
   pool.jobs = job;
-  atomic_fetch_add(&pool.num_offered, 1);
-  for (int i = 0; i < job->num_wanted; i++) pthread_cond_signal(&pool.job_came);
+  const int missing = num_missing(job);
+  if (pool.num_threads < missing) start_threads(missing);
+  wake_threads(missing);
   pthread_mutex_unlock(&fa_threads_mutex);
 }
 
@@ -154,21 +168,29 @@ static void withdraw(fa_parallel *job) {
   fa_parallel **link = &pool.jobs;
   while (*link != job) link = &(*link)->next;
   *link = job->next;
+  if (job->is_divided)
+    for (fa_parallel *other = pool.jobs; other; other = other->next)
+      if (other->is_divided) wake_threads(num_missing(other));
   while (job->num_active > 0) pthread_cond_wait(&job->all_left, &fa_threads_mutex);
   pthread_mutex_unlock(&fa_threads_mutex);
 }
 
+static void begin(fa_parallel *parallel) {
+  if (parallel->num_threads > parallel->num_tasks) parallel->num_threads = (int)parallel->num_tasks;
+  parallel->num_wanted = parallel->num_threads - 1;
+  parallel->is_shared = parallel->num_wanted > 0;
+  pthread_cond_init(&parallel->all_left, NULL);
+  if (parallel->is_shared) offer(parallel);
+}
+
 void fa_parallel_begin(fa_parallel *parallel, int num_threads, int awake_microseconds, int64_t num_tasks,
                        void (*run_task)(void *context, int64_t task, int worker), void *context) {
-  if (num_threads > num_tasks) num_threads = (int)num_tasks;
   *parallel = (fa_parallel){.run_task = run_task,
                             .context = context,
                             .num_tasks = num_tasks,
                             .awake_microseconds = awake_microseconds,
-                            .num_wanted = num_threads - 1,
-                            .is_shared = num_threads > 1,
-                            .all_left = PTHREAD_COND_INITIALIZER};
-  if (parallel->is_shared) offer(parallel);
+                            .num_threads = num_threads};
+  begin(parallel);
 }
 
 bool fa_parallel_help(fa_parallel *parallel) { return run_next_task(parallel, 0); }
@@ -182,5 +204,16 @@ void fa_parallel_for(int num_threads, int awake_microseconds, int64_t num_tasks,
                      void (*run_task)(void *context, int64_t task, int worker), void *context) {
   fa_parallel parallel;
   fa_parallel_begin(&parallel, num_threads, awake_microseconds, num_tasks, run_task, context);
+  fa_parallel_end(&parallel);
+}
+
+void fa_parallel_share(int num_threads, int64_t num_tasks,
+                       void (*run_task)(void *context, int64_t task, int worker), void *context) {
+  fa_parallel parallel = {.run_task = run_task,
+                          .context = context,
+                          .num_tasks = num_tasks,
+                          .num_threads = num_threads,
+                          .is_divided = true};
+  begin(&parallel);
   fa_parallel_end(&parallel);
 }

@@ -136,12 +136,6 @@ static fa_status plan_cpu(fa_plan *plan, fa_error *error) {
   return FA_STATUS_OK;
 }
 
-atomic_int fa_cpu_num_calls;
-
-/* A child of fork() has the count, but not the threads whose calls are counted. */
-static void forget_calls(void) { atomic_store(&fa_cpu_num_calls, 0); }
-__attribute__((constructor)) static void watch_forks(void) { pthread_atfork(NULL, NULL, forget_calls); }
-
 /* A phase that is under way. */
 typedef struct phase_work {
   const fa_cpu_job *job;
@@ -163,15 +157,12 @@ static fa_status run_cpu(const fa_plan *plan, const fa_tensors *tensors, const f
   fa_cpu_job job = {&plan->problem, tensors, work.parts.shared};
   work.job = &job;
 
-  int calls = atomic_fetch_add(&fa_cpu_num_calls, 1) + 1;
-  int threads = plan->num_threads / calls;
+  int threads = plan->num_threads;
   if (execution->num_threads > 0 && execution->num_threads < threads) threads = execution->num_threads;
-  if (threads < 1) threads = 1;
   for (int i = 0; i < FA_CPU_MAX_PHASES && kernel->phases[i].run_task; i++) {
     work.phase = &kernel->phases[i];
-    fa_parallel_for(threads, 0, work.phase->num_tasks(&plan->problem), run_task, &work);
+    fa_parallel_share(threads, work.phase->num_tasks(&plan->problem), run_task, &work);
   }
-  atomic_fetch_sub(&fa_cpu_num_calls, 1);
   return FA_STATUS_OK;
 }
 
@@ -214,10 +205,10 @@ static fa_status merge_cpu(const fa_merge *merge, bool is_backward, int32_t inde
     return fa_fail(error, FA_STATUS_OUT_OF_MEMORY, "parts",
                    FA_TEXT("%zu bytes of memory", work.scratch_bytes * (size_t)threads), "none");
   const int64_t chunks = fa_divide_up(merge->seqlen_q, FA_MERGE_ROWS);
-  fa_parallel_for(threads, 0, chunks * merge->batch * merge->num_heads, run_merge_task, &work);
+  fa_parallel_share(threads, chunks * merge->batch * merge->num_heads, run_merge_task, &work);
   work.run_task = kernel->sinks;
   if (is_backward && merge->dsink && merge->num_sinks && !merge->sink_per_row)
-    fa_parallel_for(threads, 0, merge->num_heads, run_merge_task, &work);
+    fa_parallel_share(threads, merge->num_heads, run_merge_task, &work);
   free(work.scratch);
   return FA_STATUS_OK;
 }

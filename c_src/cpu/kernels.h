@@ -3,13 +3,7 @@
 #ifndef FA_CPU_KERNELS_H
 #define FA_CPU_KERNELS_H
 
-#include <stdatomic.h>
-
 #include "../flash_attention.h"
-
-/* Calls that are running now: they share the processor's threads instead of each taking all of them. It is here
- * for a test that forks while there are some. */
-extern atomic_int fa_cpu_num_calls;
 
 typedef struct fa_cpu_job {
   const fa_problem *problem; /* canonical */

@@ -20,7 +20,6 @@
 #include "../../c_src/core/processors.h"
 #include "../../c_src/core/threads.h"
 #include "../../c_src/cpu/half.h"
-#include "../../c_src/cpu/kernels.h"
 #include "check.h"
 #include "fake_gpu.h"
 #include "harness.h"
@@ -894,6 +893,50 @@ static void check_meeting(int num_threads, const char *when) {
   CHECK(m.num_interruptible == 0, "%s: %d signals may reach threads of the library", when, m.num_interruptible);
 }
 
+/* Two calls that share two threads: the first has both, until it may end; in the second they meet. */
+typedef struct neighbours {
+  atomic_int num_first; /* its tasks that have begun */
+  atomic_bool may_end;
+  meeting second;
+} neighbours;
+
+static void last_as_long_as_allowed(void *context, int64_t task, int worker) {
+  (void)task, (void)worker;
+  neighbours *n = context;
+  atomic_fetch_add(&n->num_first, 1);
+  while (!atomic_load(&n->may_end)) sched_yield();
+}
+
+static void *run_first(void *context) {
+  fa_parallel_share(2, 2, last_as_long_as_allowed, context);
+  return NULL;
+}
+
+static pthread_t begin_first(neighbours *n) {
+  pthread_t thread;
+  if (pthread_create(&thread, NULL, run_first, n)) exit(2);
+  while (atomic_load(&n->num_first) < 2) sched_yield();
+  return thread;
+}
+
+static void attend_second(void *context, int64_t task, int worker) {
+  neighbours *n = context;
+  atomic_store(&n->may_end, true);
+  attend(&n->second, task, worker);
+}
+
+/* The threads of a call that ends go to one which began when there were none to have; or else the alarm ends
+ * this. */
+static void test_shared_threads(void) {
+  neighbours n = {.second = {.num_threads = 2}};
+  const pthread_t first = begin_first(&n);
+  alarm(900);
+  fa_parallel_share(2, 2, attend_second, &n);
+  alarm(0);
+  CHECK(n.second.num_there == 2, "%d threads met", n.second.num_there);
+  pthread_join(first, NULL);
+}
+
 static cpu_set_t one_of(const cpu_set_t *processors) {
   cpu_set_t one;
   int number = 0;
@@ -1022,13 +1065,20 @@ static void test_fork(pthread_mutex_t *mutex, const char *name) {
 
 /* Calls of a thread that the child does not have take none of its threads. */
 static void test_fork_amid_calls(void) {
+  neighbours n = {0};
   int result;
-  atomic_fetch_add(&fa_cpu_num_calls, 5);
+  const pthread_t first = begin_first(&n);
   const pid_t child = fork();
-  if (child == 0) _exit(atomic_load(&fa_cpu_num_calls));
+  if (child == 0) {
+    meeting m = {.num_threads = 2};
+    alarm(900);
+    fa_parallel_share(2, 2, attend, &m);
+    _exit(0);
+  }
   CHECK(child > 0 && waitpid(child, &result, 0) == child && WIFEXITED(result) && WEXITSTATUS(result) == 0,
         "a child counts calls of its parent");
-  atomic_fetch_sub(&fa_cpu_num_calls, 5);
+  atomic_store(&n.may_end, true);
+  pthread_join(first, NULL);
 }
 
 static void test_forks(void) {
@@ -1210,6 +1260,7 @@ int main(void) {
   test_workspaces();
   test_kept_on_cpu();
   test_threads();
+  test_shared_threads();
   test_whose_threads();
   test_quota();
   test_forks();
