@@ -1070,9 +1070,9 @@ static void test_fork_amid_calls(void) {
   const pthread_t first = begin_first(&n);
   const pid_t child = fork();
   if (child == 0) {
-    meeting m = {.num_threads = 2};
+    meeting m = {.num_threads = THREADS_OF_CHILD};
     alarm(900);
-    fa_parallel_share(2, 2, attend, &m);
+    fa_parallel_share(THREADS_OF_CHILD, THREADS_OF_CHILD, attend, &m);
     _exit(0);
   }
   CHECK(child > 0 && waitpid(child, &result, 0) == child && WIFEXITED(result) && WEXITSTATUS(result) == 0,
