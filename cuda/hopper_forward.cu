@@ -776,9 +776,9 @@ constexpr fa_cuda_kernel row(const char *name) {
   KERNEL(true, "cuda/sm90/" FA_QUOTE(FA_KIND) rest "/program", __VA_ARGS__, false, true)
 
 // Registers a consumer's thread needs for its arrays: (block_k * 1.5 + head_dim) / 2, and block_k + head_dim of
-// f32 in two parts. Three consumers at 64, which use each column block for 192 rows; at 256, and of f32, column
-// blocks are what fits beside q. At 128 there is room for q too, head_dim / 4: of what the products read from
-// shared memory, a fifth.
+// f32 in two parts. Three consumers at 64, which use each column block for 192 rows; from 192 on, and of f32,
+// column blocks are what fits beside q. At 128 there is room for q too, head_dim / 4: of what the products read
+// from shared memory, a fifth.
 const fa_cuda_kernel FA_JOIN(fa_hopper_forward_, FA_KIND)[] = {
 // bucket, block_k, consumers, stages of q, their registers, the producer's, whether they hold q
 #if FA_KIND_SCALED

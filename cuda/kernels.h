@@ -250,6 +250,9 @@ enum {
   FA_CUDA_MASK_NEEDS = FA_CUDA_PLAIN_NEEDS | FA_CUDA_NEEDS_BANDS | FA_CUDA_NEEDS_LENGTHS,
 };
 
+/* The lanes that share a row in `statistics`: an eighth of the bucket, or the next power of two. */
+#define FA_CUDA_STATISTICS_LANES(bucket) ((bucket) <= 64 ? 8 : (bucket) <= 128 ? 16 : 32)
+
 /* A kernel and the shape of its blocks: a row of the tables in forward.cu, backward.cu and their Hopper
  * counterparts. */
 typedef struct fa_cuda_kernel {
@@ -289,8 +292,6 @@ extern const fa_cuda_kernel fa_cuda_decode_bf16[], fa_cuda_decode_f16[], fa_cuda
 
 /* Kernels that are the same for every kind. */
 enum { FA_CUDA_SMALL_KERNEL_THREADS = 256, FA_CUDA_PLAN_THREADS = 1024, FA_CUDA_PARTS_THREADS = 512 };
-/* The lanes that share a row in `statistics`: an eighth of the bucket, or the next power of two. */
-#define FA_CUDA_STATISTICS_LANES(bucket) ((bucket) <= 64 ? 8 : (bucket) <= 128 ? 16 : 32)
 extern const void *const fa_cuda_split_kernels[]; /* fa_cuda_splits; head_dim to 64, 128, 256; a block a group
                                                     of rows, its y a tensor */
 extern const void *const fa_cuda_plan_kernel;     /* fa_cuda_plans; FA_CUDA_PLAN_THREADS threads, a block a
