@@ -167,11 +167,16 @@ static const char *program_of(const fa_problem *p) {
   return p->dropout == 0 ? NULL : "dropout";
 }
 
-/* Whether the backward makes gradients by what the program adds to scores. */
-static bool adds_sums(const fa_problem *p) {
-  bool adds = fa_is_sum(p, FA_TENSOR_DBIAS);
-  for (int i = 0; i < FA_CUDA_NUM_HEAD_NUMBERS; i++) adds |= is_there(p, of_heads[i]);
-  return adds;
+static int64_t stride_along(const fa_problem *p, int id, fa_axis axis) {
+  const int i = fa_axis_of(id, axis);
+  if (i < 0 || !fa_varies_along(p, id, axis)) return 0;
+  return fa_axis_at(p, id, i + 1) ? fa_tensor_contiguous(p, id, NULL).strides[i] : 1;
+}
+
+static bool has_wide_bias(const fa_problem *p) {
+  const fa_shape bias = fa_tensor_shape(p, FA_TENSOR_BIAS);
+  return is_there(p, FA_TENSOR_BIAS) && p->dtype != FA_DTYPE_F32 && bias.dtype == FA_DTYPE_F32 &&
+         stride_along(p, FA_TENSOR_BIAS, FA_AXIS_SEQLEN_Q) > 0;
 }
 
 /* What the problem asks of a kernel beyond plain attention. */
@@ -179,14 +184,14 @@ static uint32_t needs_of(const fa_problem *p) {
   return (sees_all(p) ? 0 : FA_CUDA_NEEDS_WINDOW) | (p->softcap == 0 ? 0 : FA_CUDA_NEEDS_SOFTCAP) |
          (p->num_sinks == 0 ? 0 : FA_CUDA_NEEDS_SINKS) | (p->num_bands == 0 ? 0 : FA_CUDA_NEEDS_BANDS) |
          (program_of(p) == NULL ? 0 : FA_CUDA_NEEDS_PROGRAM) |
-         (p->softcap == 0 || !adds_sums(p) ? 0 : FA_CUDA_NEEDS_CAPPED_SUMS) |
+         (has_wide_bias(p) ? FA_CUDA_NEEDS_WIDE_BIAS : 0) |
          (p->lengths_batch == 0 ? 0 : FA_CUDA_NEEDS_LENGTHS) | (p->max_pages == 0 ? 0 : FA_CUDA_NEEDS_PAGES);
 }
 
 /* What stood in the way where kernels fit the head_dim and the device, but none took these needs as well. */
 static fa_status no_kernel_takes(uint32_t needs, const fa_plan *plan, fa_error *error) {
   const char *const names[] = {"window",  "softcap",     "num_sinks", "bands", program_of(&plan->problem),
-                               "softcap", "key_lengths", "page_table"};
+                               "bias",    "key_lengths", "page_table"};
   int first = 0;
   while (!(needs >> first & 1)) first++;
   return fa_fail(error, FA_STATUS_UNSUPPORTED, names[first],
@@ -433,12 +438,6 @@ static fa_cuda_block_plan *take_plans(fa_arena *workspace, fa_cuda_plans *plans,
 
 /* ---- programs: what acts on scores ---------------------------------------------------------------------- */
 
-static int64_t stride_along(const fa_problem *p, int id, fa_axis axis) {
-  const int i = fa_axis_of(id, axis);
-  if (i < 0 || !fa_varies_along(p, id, axis)) return 0;
-  return fa_axis_at(p, id, i + 1) ? fa_tensor_contiguous(p, id, NULL).strides[i] : 1;
-}
-
 /* A tensor of the table, whose role in the pass it is to be there, as the kernels read and write it. */
 static fa_cuda_cells cells_of(const fa_problem *p, int id, const fa_tensors *t) {
   const fa_shape shape = fa_tensor_shape(p, (fa_tensor_id)id);
@@ -522,15 +521,17 @@ static void lay_out_program(const fa_plan *plan, const fa_cuda_kernel *kernel, c
   if (!program_of(p)) return;
   a->program = (fa_cuda_program){.is_there = true,
                                  .factor = 1,
+                                 .adds = is_there(p, FA_TENSOR_BIAS),
                                  .dropout_seed = t->dropout_seed.data,
                                  .dropout_threshold = (uint32_t)(p->dropout * FA_DROPOUT_ONE),
                                  .kept_factor = (float)(1 / (1 - p->dropout)),
                                  .first_batch = (int32_t)p->origin.batch,
                                  .first_head = (int32_t)p->origin.head,
                                  .first_row = p->origin.row};
-  if (!kinds[kind_of(p)].scaled) a->program.factor = a->score.factor, a->score.factor = 1;
   for (int i = 0; i < FA_CUDA_NUM_HEAD_NUMBERS; i++)
-    if (is_there(p, of_heads[i])) a->program.of_heads[i] = cells_of(p, of_heads[i], t);
+    if (is_there(p, of_heads[i])) a->program.of_heads[i] = cells_of(p, of_heads[i], t), a->program.adds = true;
+  if (a->program.adds && !kinds[kind_of(p)].scaled)
+    a->program.factor = a->score.factor, a->score.factor = 1;
   if (is_there(p, FA_TENSOR_BIAS)) a->program.bias = cells_of(p, FA_TENSOR_BIAS, t);
   if (plan->pass != FA_PASS_BACKWARD) return;
   if (fa_is_sum(p, FA_TENSOR_DBIAS)) lay_out_bias_gradient(p, kernel, t, workspace, job);
@@ -862,6 +863,29 @@ static fa_status enqueue(const fa_plan *plan, const fa_cuda_kernel *kernel, void
   return (plan->pass == FA_PASS_FORWARD ? launch_forward : launch_backward)(kernel, job, stream, error);
 }
 
+/* The bias of a program's kernel, of which a backward reads a row that all rows share without a map. False where
+ * no map can describe it. */
+static bool map_bias(const fa_problem *p, const fa_cuda_kernel *kernel, bool backward, cuda_job *job) {
+  fa_cuda_program *program = &job->arguments.program;
+  const fa_cuda_cells *bias = &program->bias;
+  const int64_t bytes = (int64_t)fa_dtype_bytes(bias->dtype), row = p->seqlen_k;
+  const bool is_one_row = bias->stride_row == 0;
+  if (!bias->data || (is_one_row && backward)) return true;
+  const fa_cuda_operand cells = {.data = bias->data,
+                                 .num_cols = (int32_t)p->seqlen_k,
+                                 .num_heads = bias->stride_head ? (int32_t)p->num_heads : 1,
+                                 .stride_row = row,
+                                 .stride_head = bias->stride_head ? bias->stride_head : row,
+                                 .stride_batch = bias->stride_batch ? bias->stride_batch : row,
+                                 .aligned = (uintptr_t)bias->data % 16 == 0 && row * bytes % 16 == 0};
+  if (!fa_cuda_tensor_map_init(&job->maps.bias, &cells, bias->dtype, is_one_row ? 1 : p->seqlen_q,
+                               bias->stride_batch ? p->batch : 1, is_one_row ? 1 : kernel->block_q))
+    return false;
+  program->bias_box_columns = (int32_t)(128 / bytes);
+  program->bias_boxes = (int32_t)fa_divide_up(kernel->block_k, program->bias_box_columns);
+  return true;
+}
+
 /* False where a tensor map cannot describe a tensor. */
 static bool make_maps(const fa_plan *plan, const fa_cuda_kernel *kernel, const fa_tensors *tensors,
                       cuda_job *job) {
@@ -869,6 +893,7 @@ static bool make_maps(const fa_plan *plan, const fa_cuda_kernel *kernel, const f
   fa_cuda_arguments *a = &job->arguments;
   fa_cuda_maps *maps = &job->maps;
   const bool scaled = kinds[kind_of(p)].scaled, backward = plan->pass == FA_PASS_BACKWARD;
+  if (!map_bias(p, kernel, backward, job)) return false;
   const fa_dtype element = scaled ? FA_DTYPE_F16 : p->dtype;
   const int64_t batches = p->batch * job->splits.num_parts;
   if (!fa_cuda_tensor_map_init(&maps->k, &a->k, element, p->seqlen_k, batches, kernel->block_k) ||

@@ -184,35 +184,17 @@ __device__ inline void add_to_scores(Accumulator<MT, NT> &scores, const fa_cuda_
       scores, [&](int m, int half, int row) { add_to_row<Io>(scores[m], half, a, band, at, at.row + row); });
 }
 
-// The biases of two tiles of 8 rows and 8 columns each, from row and at.column on, transposed: of element
-// half * 2 + i those of row lane % 4 * 2 + i and column half * 8 + lane / 4.
-template <class T>
-__device__ inline void load_transposed_bias(float (&addends)[4], const fa_cuda_arguments &a, const Place &at,
-                                            int row) {
-  // What moves from lane to lane: numbers as they are, but what a mask of u8 adds as 16 bits.
-  using Moved = std::conditional_t<sizeof(T) == 1, __nv_bfloat16, T>;
-  const fa_cuda_cells &bias = a.program.bias;
-  row += threadIdx.x % 32 / 4;
-  const int first = at.column + threadIdx.x % 4 * 2;
-  const int wanted = row < a.window.seqlen_q ? a.window.seqlen_k - first : 0;
-  const T *from = numbers_of<const T>(bias, at.batch, at.head, row) + first;
-#pragma unroll
-  for (int half = 0; half < 2; half++) {
-    const float2 two = load_two(from + half * 8, wanted - half * 8, bias.in_pairs);
-    Two<Moved> moved;
-    store_number(&moved.x[0], two.x), store_number(&moved.x[1], two.y);
-    moved = transpose(moved);
-#pragma unroll
-    for (int i = 0; i < 2; i++) addends[half * 2 + i] = static_cast<float>(moved.x[i]);
-  }
-}
-
 // ---- what is dropped ---------------------------------------------------------------------------------------
 
 // What a head's scores are dropped by.
 __device__ inline fa_dropout dropout_of(const fa_cuda_program &program, int batch, int head) {
   const uint32_t seed[2] = {__ldg(program.dropout_seed), __ldg(program.dropout_seed + 1)};
   return fa_dropout_of(seed, program.dropout_threshold, program.first_batch + batch, program.first_head + head);
+}
+
+// Whether the half of a word keeps its score. What lies below the high half does not change its order.
+__device__ inline bool stays(uint32_t word, int half, const fa_dropout &dropout) {
+  return (half ? word : word << 16) >= dropout.threshold << 16;
 }
 
 // Calls visit(m, n, i, stays) for the elements of an accumulator, which begins at multiples of 16 rows and
@@ -222,22 +204,21 @@ __device__ inline void for_each_draw(const fa_cuda_program &program, const fa_dr
                                      Visit visit) {
   static_assert(NT % 2 == 0, "columns come in pairs 8 apart");
   const int lane = threadIdx.x % 32;
+  const uint32_t row_pair = fa_dropout_pair(program.first_row + at.row) + lane / 4;
+  const uint32_t column_pair = fa_dropout_pair(at.column) + lane % 4 * 2;
 #pragma unroll
-  for (int m = 0; m < MT; m++) {
-    const uint32_t row_pair = fa_dropout_pair(program.first_row + at.row + m * 16 + lane / 4);
+  for (int m = 0; m < MT; m++)
 #pragma unroll
     for (int n = 0; n < NT; n += 2)
 #pragma unroll
       for (int i = 0; i < 2; i++) {
-        const uint32_t column_pair = fa_dropout_pair(at.column + n * 8 + lane % 4 * 2 + i);
-        const fa_words words = fa_dropout_words(dropout, row_pair, column_pair);
+        const fa_words words = fa_dropout_words(dropout, row_pair + m * 8, column_pair + n * 4 + i);
 #pragma unroll
         for (int second = 0; second < 2; second++)
 #pragma unroll
           for (int half = 0; half < 2; half++)
-            visit(m, n + second, half * 2 + i, (words.x[second] >> half * 16 & 0xffff) >= dropout.threshold);
+            visit(m, n + second, half * 2 + i, stays(words.x[second], half, dropout));
       }
-  }
 }
 
 // What the rows that were not dropped are due, beside what their o is multiplied with.

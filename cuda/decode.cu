@@ -97,6 +97,11 @@ struct KeyRows {
   }
   __device__ const Io *at(int key) const { return data + key * stride_row; }
 
+  // Whether a tile of so many keys, which begins with this one, lies on one page.
+  __device__ bool holds_tiles(int num_keys, int first) const {
+    return page_size % num_keys == 0 && first % num_keys == 0;
+  }
+
   // Where a key of a page lies in elements from data on; negative where its page is not there.
   __device__ int64_t place(int page, int row) const {
     return uint32_t(page) < uint32_t(num_pages) ? page * stride_page + row * stride_row : -1;
@@ -148,12 +153,17 @@ struct Stream {
       const int64_t at = keys.pages ? __shfl_sync(~0u, place, row) : (first + row) * keys.stride_row;
       return at >= 0 && first + row < end ? keys.data + at : nullptr;
     };
+    const bool is_whole = first + Shape::block_k <= end;
+    // What lies on one page is copied as keys without pages are.
+    const int64_t of_first = keys.pages ? __shfl_sync(~0u, place, 0) : 0;
     if (!operand.aligned)
       copy.finish(stage, row_at);
-    else if (keys.pages || first + Shape::block_k > end)
-      copy.start(stage, row_at, keys.data);
-    else
+    else if (is_whole && !keys.pages)
       copy.start(stage, keys.at(first), keys.stride_row);
+    else if (is_whole && of_first >= 0 && keys.holds_tiles(Shape::block_k, first))
+      copy.start(stage, keys.data + of_first, keys.stride_row);
+    else
+      copy.start(stage, row_at, keys.data);
   }
 
   // The products of q, which 16-bit kinds keep in registers, and what follows from them.

@@ -37,8 +37,8 @@ struct BackwardBuffers : CommonBuffers<Kind, Shape, GENERAL> {
 // The consumers' work is one function with lambdas: members of a struct gave the same instructions in an order
 // that was 3 % slower.
 template <class Kind, class Shape, bool GENERAL>
-__device__ inline void consume_blocks(const fa_cuda_arguments &a, BackwardBuffers<Kind, Shape, GENERAL> buffers,
-                                      int consumer) {
+__device__ inline __attribute__((always_inline)) void consume_blocks(
+    const fa_cuda_arguments &a, BackwardBuffers<Kind, Shape, GENERAL> buffers, int consumer) {
   using Buffers = BackwardBuffers<Kind, Shape, GENERAL>;
   using Work = typename Buffers::Work;
   using Step = typename Work::ConsumerStep;
@@ -58,8 +58,10 @@ __device__ inline void consume_blocks(const fa_cuda_arguments &a, BackwardBuffer
   uint32_t blocks = 0, busy_blocks = 0, steps = 0;
   float per_shift = GENERAL && Shape::from_shift ? per_shift_of<Kind>(a.score) : 0;
   if constexpr (GENERAL) forget(per_shift);  // or ptxas divides in every step
-  fa_dropout dropout = {};                   // of a head, where there is a program
-  int dropout_head = -1;
+  // Of the steps' head, where there is a program.
+  fa_dropout dropout = {};
+  HeadSums head_sums;
+  int program_head = -1;
   auto start_scores = [&] {
     start_transposed<K_SIDE, Shape::from_shift>(scores, buffers, consumer * 64, steps, a.score, per_shift);
   };
@@ -81,12 +83,21 @@ __device__ inline void consume_blocks(const fa_cuda_arguments &a, BackwardBuffer
     named_barrier_arrive(DQ_WRITTEN, Shape::num_consumers * WARPGROUP + 32);
   };
 
+  // Adds what the steps of a head gave to the warp's sums.
+  auto leave_head = [&](const Work &work) {
+    if (program_head >= 0)
+      head_sums.add(a, work.block.batch, program_head,
+                    work.block.k_block * (Shape::num_threads / 32) + threadIdx.x / 32);
+    head_sums = HeadSums();
+  };
+
   // A step begins with its scores computed and its dp running, and ends with those of the next step. dq lags a
   // step behind, so that consumers need not wait for each other's ds: one multiplies while the other finishes
   // its scores. (With more products running across the loop's end, ptxas runs none in the background.) The only
   // step of a column block counts as its last and multiplies its dq twice: an instance of its own would make
   // ptxas spill numbers of the loop.
-  auto do_step = [&](const Work &work, Step step, auto is_first, auto is_last, bool alone = false) {
+  auto do_step = [&](const Work &work, Step step, auto is_first, auto is_last,
+                     bool alone = false) __attribute__((always_inline)) {
     constexpr bool IS_FIRST = decltype(is_first)::value, IS_LAST = decltype(is_last)::value;
     const auto visit = work.consumers_visit(a, step, buffers.visit(steps));
     const int first_column = work.columns.begin + consumer * 64;
@@ -98,9 +109,16 @@ __device__ inline void consume_blocks(const fa_cuda_arguments &a, BackwardBuffer
     if constexpr (Shape::program) {
       heard = work.heard_visit(visit);
       at = {work.block.batch, heard.head, heard.rows.begin, first_column + warp_row};
-      if (a.program.dropout_threshold > 0 && at.head != dropout_head)
-        dropout = dropout_of(a.program, at.batch, at.head), dropout_head = at.head;
-      make_transposed_p_by_program<Kind>(scores, p_operand, a, heard.band, dropout, at, buffers.shift(stage));
+      if (at.head != program_head) {
+        leave_head(work);
+        program_head = at.head;
+        if (a.program.dropout_threshold > 0) dropout = dropout_of(a.program, at.batch, at.head);
+      }
+      finish_scores<Kind, 1, NT>(scores, a.score, 1);
+      add_to_visit<typename Kind::Io, typename Buffers::BiasTile, true>(
+          scores[0], a, [&] { return heard.band; }, at, buffers.bias(stage), 0, consumer * 64 + warp_row);
+      if (!work.heard_see_all(visit, first_column)) mask_transposed_scores<true, 1, NT>(scores, heard.band, at);
+      make_transposed_p_by_program<Kind>(scores, p_operand, a, dropout, at, buffers.shift(stage));
     } else {
       if constexpr (GENERAL)
         make_told_scores<Kind>(scores, a, work, visit, first_column, warp_row);
@@ -113,11 +131,12 @@ __device__ inline void consume_blocks(const fa_cuda_arguments &a, BackwardBuffer
     wgmma_wait<0>(ds[0]);
     if (IS_LAST) arrive_once(buffers.barrier(V_EMPTY));
     multiply<Kind, Q_STEPS>(dv[0], p_operand, BoxOperand<QTile, false>(buffers.dout(stage)), true);
-    if constexpr (Shape::program)
-      make_transposed_ds_by_program<Kind>(ds, scores, a, heard.band, at, buffers.delta(stage),
-                                          work.block.k_block * (Shape::num_threads / 32) + threadIdx.x / 32);
-    else
+    if constexpr (Shape::program) {
+      make_transposed_ds_by_program<Kind>(ds, scores, a, buffers.delta(stage));
+      take_gradients<Kind>(ds, a, heard.band, at, head_sums);
+    } else {
       make_transposed_ds<Kind>(ds, slopes_of, buffers.delta(stage));
+    }
     convert<Kind>(ds_operand, ds);
     multiply<Kind, Q_STEPS>(dk[0], ds_operand, BoxOperand<QTile, false>(buffers.q(stage)), true);
     wgmma_wait<1>(dv[0], p_operand);
@@ -146,7 +165,7 @@ __device__ inline void consume_blocks(const fa_cuda_arguments &a, BackwardBuffer
 
   Work work;
   for (; current_work(a, buffers, blocks, work); next_work(buffers, blocks)) {
-    dropout_head = -1;
+    program_head = -1;
     set_zero<1, DT>(dk);
     set_zero<1, DT>(dv);
     if (work.num_steps > 0) {
@@ -168,6 +187,7 @@ __device__ inline void consume_blocks(const fa_cuda_arguments &a, BackwardBuffer
         }
       }
       do_step(work, step, std::false_type(), std::true_type(), alone);
+      if constexpr (Shape::program) leave_head(work);
     }
     store_dk_and_dv(a, buffers, blocks, work, consumer * 64 + warp_row, dk, dv);
   }
@@ -203,6 +223,6 @@ const fa_cuda_kernel FA_JOIN(fa_hopper_backward_, FA_KIND)[] = {
     ROW("/d64/general", true, 64, 128, 1, 2),
     ROW("/d128/general", true, 128, 64, 1, 2, true),
     ROW("/d64/program", true, 64, 64, 1, 0, false, true),
-    ROW("/d128/program", true, 128, 64, 1, 2, false, true),
+    ROW("/d128/program", true, 128, 64, 1, 0, false, true),
     {},
 };

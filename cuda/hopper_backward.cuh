@@ -4,7 +4,7 @@
 #pragma once
 
 #include "backward.cuh"
-#include "hopper.cuh"
+#include "hopper_cells.cuh"
 
 namespace fa {
 namespace hopper {
@@ -27,7 +27,7 @@ enum { K_SIDE, V_SIDE, NUM_SIDES };
 // producer's, one warp to send each share of dq (a sum over some of the columns), and the writers, which turn
 // the sum in memory into dq; without writers finish_dq does. FROM_SHIFT is about begin_at_shift. Registers are
 // a thread's: on average the block has 168 for each.
-// PROGRAM: one may act on scores; then GENERAL.
+// PROGRAM: one may act on scores; then GENERAL, and without a softcap.
 template <int HEAD_DIM, int BLOCK_Q, int DQ_SHARES, int NUM_WRITERS, bool FROM_SHIFT = false,
           bool PROGRAM = false>
 struct BackwardShape {
@@ -71,6 +71,10 @@ struct Work<Shape, true> : ColumnWork<Shape, true> {
     const int4 x = load_shared_words(told), y = load_shared_words(told + 16);
     return {{x.x, x.y, x.z, x.w, y.x, y.y}, y.z, {y.w, y.w + Shape::block_q}};
   }
+  // Whether the columns from `column` on, a consumer's, are seen by all rows.
+  __device__ bool heard_see_all(uint32_t told, int column) const {
+    return load_shared_word(told + 32) >> (column - this->columns.begin) / PART & 1;
+  }
   // Puts down the band, the head and the first row, and a bit for each part whose columns are seen by all rows.
   __device__ void tell_visit(const fa_cuda_arguments &a, const Visit &visit, uint32_t to) const {
     const fa_band &band = visit.band;
@@ -103,7 +107,11 @@ struct CommonBuffers {
   using KTile = BoxTile<Shape::block_k, Shape::head_dim>;
   static constexpr int Q_BYTES = Kind::PARTS * QTile::BYTES, K_BYTES = Kind::PARTS * KTile::BYTES;
   static constexpr int ROW_BYTES = Shape::block_q * 4, DQ_BYTES = Shape::block_q * Shape::head_dim * 4;
-  static constexpr int ROWS_AT = NUM_SIDES * K_BYTES, STATISTICS_AT = ROWS_AT + NUM_SIDES * STAGES * Q_BYTES;
+  // Of programs, the bias of a step, which comes and goes with its stage of q.
+  using BiasTile = hopper::BiasTile<Shape::block_q, Shape::block_k>;
+  static constexpr int BIAS_BYTES = Shape::program ? BiasTile::BYTES : 0;
+  static constexpr int ROWS_AT = NUM_SIDES * K_BYTES, BIAS_AT = ROWS_AT + NUM_SIDES * STAGES * Q_BYTES,
+                       STATISTICS_AT = BIAS_AT + STAGES * BIAS_BYTES;
   static constexpr int EXPONENTS_AT = STATISTICS_AT + NUM_SIDES * STAGES * ROW_BYTES;
   static constexpr int BARRIERS_AT = EXPONENTS_AT + DQ_SENT * STAGES * 4;
   static constexpr int BLOCKS_AT = BARRIERS_AT + NUM_BARRIERS * STAGES * 8;
@@ -117,6 +125,7 @@ struct CommonBuffers {
   __device__ uint32_t rows(int side, int stage) const {
     return base + ROWS_AT + (side * STAGES + stage) * Q_BYTES;
   }
+  __device__ uint32_t bias(int stage) const { return base + BIAS_AT + stage * BIAS_BYTES; }
   __device__ uint32_t statistic(int side, int stage) const {
     return base + STATISTICS_AT + (side * STAGES + stage) * ROW_BYTES;
   }
@@ -221,7 +230,13 @@ __device__ inline void load_rows(const fa_cuda_arguments &a, const fa_cuda_maps 
   const int exponent = exponent_of<Kind>(side == K_SIDE ? a.q : a.dout, batch, step.head, row);
   barrier_wait(buffers.barrier(Q_EMPTY + side, stage), ring.phase ^ 1);
   if constexpr (Kind::SCALED) store_shared(buffers.exponent(Q_FULL + side, stage), exponent);
-  barrier_expect(barrier, Buffers::Q_BYTES + Buffers::ROW_BYTES);
+  int bias_bytes = 0;
+  if constexpr (Buffers::Shape::program)
+    if (side == K_SIDE) bias_bytes = Buffers::BiasTile::bytes(a.program);
+  barrier_expect(barrier, Buffers::Q_BYTES + Buffers::ROW_BYTES + bias_bytes);
+  if (bias_bytes > 0)
+    Buffers::BiasTile::load(buffers.bias(stage), a.program, maps.bias, barrier, batch, step.head, row,
+                            work.columns.begin);
 #pragma unroll
   for (int part = 0; part < Kind::PARTS; part++)
     load_boxes<QTile>(buffers.rows(side, stage) + part * QTile::BYTES, side == K_SIDE ? maps.q : maps.dout,
@@ -455,7 +470,7 @@ template <class Kind, class Work, int NT>
 __device__ inline void make_told_scores(float (&scores)[1][NT][4], const fa_cuda_arguments &a, const Work &work,
                                         uint32_t told, int column, int warp_row, float unscale = 1) {
   finish_scores<Kind, 1, NT>(scores, a.score, unscale);
-  if (load_shared_word(told + 32) >> (column - work.columns.begin) / PART & 1) return;
+  if (work.heard_see_all(told, column)) return;
   const int4 x = load_shared_words(told), y = load_shared_words(told + 16);
   mask_transposed_scores<true, 1, NT>(scores, {x.x, x.y, x.z, x.w, y.x, y.y},
                                       {work.block.batch, y.z, y.w, column + warp_row});
@@ -548,7 +563,7 @@ constexpr fa_cuda_kernel row_of_kernel(const char *name, const void *main) {
                         .block_k = Shape::block_k,
                         .num_threads = Shape::num_threads,
                         .shared_bytes = Buffers::BYTES,
-                        .takes = Shape::program     ? FA_CUDA_ALL_NEEDS & ~FA_CUDA_NEEDS_CAPPED_SUMS
+                        .takes = Shape::program     ? FA_CUDA_ALL_NEEDS & ~(FA_CUDA_NEEDS_SOFTCAP | FA_CUDA_NEEDS_WIDE_BIAS)
                                  : Buffers::general ? FA_CUDA_MASK_NEEDS
                                                     : FA_CUDA_PLAIN_NEEDS,
                         .row_warps = 1,

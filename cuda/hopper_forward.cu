@@ -4,7 +4,7 @@
 // and work on the softmax of one column block while the products of the next run, over the ends of tiles too.
 //
 // Compiled once for every kind: -DFA_KIND=bf16 and so on.
-#include "hopper.cuh"
+#include "hopper_cells.cuh"
 #include "operand.cuh"
 #include "softmax.cuh"
 
@@ -81,11 +81,12 @@ __device__ inline ForwardTile tile_of(const fa_cuda_arguments &a, uint32_t index
 // ---- visits, where there are bands -------------------------------------------------------------------------
 
 // The producer goes through a tile's visits and tells the consumers what they need of each, in shared memory:
-// flags, whether it is the tile's last, and for each consumer whether its rows see any of the columns and
-// whether they see all of them; where its columns begin; and the band, at which consumers look only where they
-// do not see all.
+// flags, for each consumer whether its rows see any of the columns and whether they see all of them; those of the
+// next visit, which are wanted as soon as it comes, and whether there is one; where its columns begin; and the
+// band, at which consumers look only where they do not see all.
 struct ToldVisit {
   static constexpr int COLUMN_AT = 4, BAND_AT = 8, BYTES = 32;
+  static constexpr int NEXT = 8;  // the next visit's flags stand so many bits further on
   static constexpr uint32_t LAST = 1;
   __device__ static constexpr uint32_t sees_any(int consumer) { return 2 << consumer * 2; }
   __device__ static constexpr uint32_t sees_all(int consumer) { return 4 << consumer * 2; }
@@ -125,21 +126,27 @@ __device__ inline uint32_t flags_of(const fa_band &band, Range rows, Range colum
   return flags;
 }
 
-// Tells the visit and goes on to the next; true where there is none: of a tile that sees nothing too, which
-// thus has one visit that nobody takes.
 template <class Shape, class Visits>
-__device__ inline bool tell_visit(Visits &visits, int &column, const ToldVisit &to) {
-  uint32_t flags = 0;
+__device__ inline uint32_t flags_of(const Visits &visits) {
+  if (visits.done()) return 0;
+  return flags_of<Shape>(visits.band, visits.own, {visits.begin, visits.begin + Shape::block_k});
+}
+
+// Tells the visit, whose flags these are, and goes on to the next and its flags; true where there is none: of a
+// tile that sees nothing too, which thus has one visit that nobody takes.
+template <class Shape, class Visits>
+__device__ inline bool tell_visit(Visits &visits, uint32_t &flags, int &column, const ToldVisit &to) {
   column = 0;
   if (!visits.done()) {
     column = visits.begin;
-    flags = flags_of<Shape>(visits.band, visits.own, {column, column + Shape::block_k});
     to.tell_band(visits.band);
     visits.advance();
   }
   const bool last = visits.done();
+  const uint32_t next = flags_of<Shape>(visits);
   to.tell_column(column);
-  to.tell_flags(flags | (last ? ToldVisit::LAST : 0));
+  to.tell_flags(flags | next << ToldVisit::NEXT | (last ? ToldVisit::LAST : 0));
+  flags = next;
   return last;
 }
 
@@ -156,7 +163,10 @@ struct ForwardBuffers {
   static constexpr int Q_BYTES = QBoxes::BYTES;
   static constexpr int K_BYTES = Kind::PARTS * KTile::BYTES;
   static constexpr int K_AT = Q_STAGES * Q_BYTES, V_AT = K_AT + STAGES * K_BYTES;
-  static constexpr int BARRIERS_AT = V_AT + STAGES * K_BYTES, NUM_BARRIERS = 2 * (Q_STAGES + 2 * STAGES);
+  // Of programs, the bias of a visit, which comes and goes with its stage of k.
+  using BiasTile = hopper::BiasTile<Shape::block_q, Shape::block_k>;
+  static constexpr int BIAS_AT = V_AT + STAGES * K_BYTES, BIAS_BYTES = Shape::program ? BiasTile::BYTES : 0;
+  static constexpr int BARRIERS_AT = BIAS_AT + STAGES * BIAS_BYTES, NUM_BARRIERS = 2 * (Q_STAGES + 2 * STAGES);
   static constexpr int NEXT_AT = BARRIERS_AT + NUM_BARRIERS * 8,
                        VISITS_AT = NEXT_AT + STAGES * ForwardTile::WORDS * 4, NUM_VISITS = 2 * STAGES,
                        BYTES = VISITS_AT + (GENERAL ? NUM_VISITS * ToldVisit::BYTES : 0);
@@ -171,6 +181,7 @@ struct ForwardBuffers {
   __device__ Stage q(int i) const { return stage(i * Q_BYTES, i); }
   __device__ Stage k(int i) const { return stage(K_AT + i * K_BYTES, Q_STAGES + i); }
   __device__ Stage v(int i) const { return stage(V_AT + i * K_BYTES, Q_STAGES + STAGES + i); }
+  __device__ uint32_t bias(int i) const { return base + BIAS_AT + i * BIAS_BYTES; }
   __device__ uint32_t next_tile(int i) const { return base + NEXT_AT + i * ForwardTile::WORDS * 4; }
 
   // Of what the ring has at a stage of k.
@@ -223,9 +234,9 @@ struct Producer {
   // without time for the answer.
   __device__ void take_next() { index = a.tickets ? gridDim.x + atomicAdd(a.tickets, 1) : index + gridDim.x; }
 
-  __device__ void load(typename Buffers::Stage to, const CUtensorMap &map, int column, int kv_head,
-                       int batch) const {
-    barrier_expect(to.full, Buffers::K_BYTES);
+  __device__ void load(typename Buffers::Stage to, const CUtensorMap &map, int column, int kv_head, int batch,
+                       int more_bytes = 0) const {
+    barrier_expect(to.full, Buffers::K_BYTES + more_bytes);
 #pragma unroll
     for (int part = 0; part < Kind::PARTS; part++)
       load_boxes<KTile>(to.tile + part * KTile::BYTES, map, to.full, column, kv_head, batch + part * a.batch);
@@ -236,7 +247,14 @@ struct Producer {
                                fa_cuda_block_plan &next_plan) {
     const auto k = buffers.k(ring.stage), v = buffers.v(ring.stage);
     barrier_wait(k.empty, ring.phase ^ 1);
-    load(k, maps.k, column, kv_head, tile.batch);
+    if constexpr (Shape::program) {
+      using BiasTile = typename Buffers::BiasTile;
+      load(k, maps.k, column, kv_head, tile.batch, BiasTile::bytes(a.program));
+      BiasTile::load(buffers.bias(ring.stage), a.program, maps.bias, k.full, tile.batch, tile.head,
+                     tile.rows.begin, column);
+    } else {
+      load(k, maps.k, column, kv_head, tile.batch);
+    }
     if (last) next = tile_of<Shape, GENERAL>(a, index, next_plan);
     barrier_wait(v.empty, ring.phase ^ 1);
     if (last) next.tell(buffers.next_tile(ring.stage));
@@ -258,9 +276,10 @@ struct Producer {
                                     fa_cuda_block_plan &next_plan) {
     const int kv_head = kv_head_of(a, tile.head);
     Visits<true, true, Shape::block_k, !Kind::SCALED> visits(a, tile.batch, plan, tile.rows);
+    uint32_t flags = flags_of<Shape>(visits);
     for (bool last = false; !last;) {
       int column;
-      last = tell_visit<Shape>(visits, column, buffers.visit(ring));
+      last = tell_visit<Shape>(visits, flags, column, buffers.visit(ring));
       if (last) take_next();
       load_columns(tile, kv_head, column, last, next, next_plan);
     }
@@ -534,15 +553,27 @@ struct Consumer {
     return unscaling(exponent, operand, visit.column());
   }
 
-  // Products of a visit become exponentials; num_columns_of(band, column) is asked only where rows do not see
-  // all.
+  // Where a visit's columns begin, for a program.
+  __device__ int column_of(const Ring<Buffers::STAGES> &stage) const {
+    return Shape::program ? buffers.visit(stage).column() : 0;
+  }
+
+  // Products of the visit at a stage of k become exponentials, and that is empty; num_columns_of(band, column) is
+  // asked only where rows do not see all. program_column: column_of.
   template <class NumColumnsOf>
-  __device__ bool make_exponentials(uint32_t flags, const ToldVisit &visit, float unscale,
-                                    NumColumnsOf num_columns_of) {
+  __device__ bool make_exponentials(uint32_t flags, const Ring<Buffers::STAGES> &stage, int program_column,
+                                    float unscale, NumColumnsOf num_columns_of) {
+    const ToldVisit visit = buffers.visit(stage);
+    const uint32_t empty = buffers.k(stage.stage).empty;
     int num_columns = Shape::block_k;
+    if constexpr (!Shape::program) barrier_arrive_warp(empty);
     finish_scores<Kind, 1, NT>(scores, a.score, unscale);
-    const Place at = {tile.batch, tile.head, first_row, Shape::program ? visit.column() : 0};
-    if constexpr (Shape::program) add_to_scores<typename Kind::Io, 1, NT>(scores, a, visit.band(), at);
+    const Place at = {tile.batch, tile.head, first_row, program_column};
+    if constexpr (Shape::program) {
+      add_to_visit<typename Kind::Io, typename Buffers::BiasTile, false>(
+          scores[0], a, [&] { return visit.band(); }, at, buffers.bias(stage.stage), warp_row, 0);
+      barrier_arrive_warp(empty);
+    }
     if (!__any_sync(~0u, flags & ToldVisit::sees_all(consumer))) {
       const fa_band band = visit.band();
       const int column = visit.column();
@@ -555,10 +586,11 @@ struct Consumer {
   }
 
   // Goes through the tile's visits. Where those of other consumers come between, the product that is due is
-  // made first. True where it leaves o's last product due; then of_o is what to multiply that with.
+  // made first. True where it leaves o's last product due; then of_o is what to multiply that with. What is told of
+  // a visit is read while its scores are computed, and the next one's flags with it.
   __device__ bool go_through_visits(Stage q, float &of_o) {
     const BoxOperand<QTile, true> q_rows(q.tile, consumer * 64);
-    uint32_t flags = next_visit(ring);
+    uint32_t told = next_visit(ring), flags = told;
     bool turn = false;   // all take one for each visit but the first
     bool begun = false;  // o is no longer 0
     for (;;) {
@@ -568,8 +600,8 @@ struct Consumer {
         if (turn) turns.wait(), turns.pass();
         turn = true;
         leave_columns();
-        if (is_last(flags)) return false;
-        flags = next_visit(ring);
+        if (is_last(told)) return false;
+        flags = told = next_visit(ring);
       }
       float of_scores = unscaling(exponent_q, a.k, buffers.visit(ring));
       of_o = unscaling(P_EXPONENT, a.v, buffers.visit(ring));
@@ -579,33 +611,35 @@ struct Consumer {
       turn = true;
       release_stored();
       wgmma_wait<0>(scores[0]);
-      barrier_arrive_warp(buffers.k(ring.stage).empty);
       // With a causal band, the warp's rows see no more than the first columns of this block.
       const bool moved =
-          make_exponentials(flags, buffers.visit(ring), of_scores, [&](const fa_band &band, int column) {
+          make_exponentials(flags, ring, column_of(ring), of_scores, [&](const fa_band &band, int column) {
             return fa_band_columns(band, {first_row, first_row + 16}).end - column;
           });
       if (moved && begun) softmax.rescale_rows(o);
       begun = true;
       convert<Kind>(p, scores, 1 << P_EXPONENT);
       for (;;) {
-        if (is_last(flags)) return true;
+        if (is_last(told)) return true;
+        flags = told >> ToldVisit::NEXT;
+        if (!is_mine(flags)) break;
         Ring<Buffers::STAGES> next = ring;
         next.advance();
-        flags = next_visit(next);
-        if (!is_mine(flags)) break;
         const Stage k = buffers.k(next.stage), v = buffers.v(ring.stage);
-        of_scores = unscaling(exponent_q, a.k, buffers.visit(next));
-        const float of_next_o = unscaling(P_EXPONENT, a.v, buffers.visit(next));
+        barrier_wait(k.full, next.phase);
         turns.wait();
         start_scores(q_rows, k);
         barrier_wait(v.full, ring.phase);
         start_o(v);
         turns.pass();
+        told = buffers.visit(next).flags();
+        of_scores = unscaling(exponent_q, a.k, buffers.visit(next));
+        const float of_next_o = unscaling(P_EXPONENT, a.v, buffers.visit(next));
+        const int program_column = column_of(next);
         wgmma_wait<1>(scores[0]);
-        barrier_arrive_warp(k.empty);
-        const bool moved = make_exponentials(flags, buffers.visit(next), of_scores,
-                                             [](const fa_band &, int) { return int(Shape::block_k); });
+        const bool moved = make_exponentials(flags, next, program_column, of_scores, [](const fa_band &, int) {
+          return int(Shape::block_k);
+        });
         finish_o(v, of_o);
         if (moved) softmax.rescale_rows(o);
         convert<Kind>(p, scores, 1 << P_EXPONENT);
@@ -617,6 +651,7 @@ struct Consumer {
       start_o(v);
       finish_o(v, of_o);
       ring.advance();
+      told = next_visit(ring);  // of a visit that other consumers take
     }
   }
 
@@ -752,7 +787,7 @@ constexpr fa_cuda_kernel row(const char *name) {
           .block_k = Shape::block_k,
           .num_threads = Shape::num_threads,
           .shared_bytes = ForwardBuffers<Kind, Shape, GENERAL>::BYTES,
-          .takes = Shape::program ? FA_CUDA_ALL_NEEDS
+          .takes = Shape::program ? FA_CUDA_ALL_NEEDS & ~FA_CUDA_NEEDS_WIDE_BIAS
                    : GENERAL      ? FA_CUDA_MASK_NEEDS
                                   : FA_CUDA_PLAIN_NEEDS,
           .mapped = true,
@@ -788,7 +823,7 @@ const fa_cuda_kernel FA_JOIN(fa_hopper_forward_, FA_KIND)[] = {
     ROW("/d64", 64, 128, 3, 2, 160, 32),
     PROGRAM_ROW("/d64", 64, 128, 2, 2, 240, 24),
     ROW("/d128", 128, 128, 2, 2, 240, 24, true),
-    PROGRAM_ROW("/d128", 128, 128, 2, 2, 240, 24),
+    PROGRAM_ROW("/d128", 128, 128, 2, 1, 240, 24),
     ROW("/d192", 192, 112, 2, 1, 240, 24),
     ROW("/d256", 256, 80, 2, 1, 240, 24),
     PROGRAM_ROW("/d256", 256, 64, 2, 1, 240, 24),

@@ -44,7 +44,7 @@ typedef struct fa_cuda_block_plan {
 
 /* How a product q·k becomes a score: factor * f(q·k), factor > 0, where f is one of these. Where a program acts
  * on scores, these are in registers what they are, for every kind: then factor is 1 for the kinds whose scores
- * it would be due, and the program's has its place. */
+ * it would be due, and the program's has its place, unless the program adds nothing. */
 typedef enum fa_cuda_score_form {
   FA_CUDA_SCORE_PLAIN,   /* x */
   FA_CUDA_SCORE_NEGATED, /* -x: the scale is negative */
@@ -83,9 +83,12 @@ typedef enum fa_cuda_head_number {
 /* What acts on scores by their places, in kernels that take it. */
 typedef struct fa_cuda_program {
   int32_t is_there;
+  int32_t adds; /* something to scores: slopes or a bias */
   float factor; /* of f(q·k), where score.factor does not hold it: see fa_cuda_score */
   fa_cuda_cells of_heads[FA_CUDA_NUM_HEAD_NUMBERS];
   fa_cuda_cells bias; /* [batch or 1, num_heads or 1, rows or 1, seqlen_k] */
+  /* Of the bias's map: a visit's numbers are so many boxes of 128 bytes of each row; 0: they come without it. */
+  int32_t bias_boxes, bias_box_columns;
   fa_cuda_cells dbias;
   fa_cuda_cell_step dbias_step;
   float *head_sums[FA_CUDA_NUM_HEAD_NUMBERS]; /* [batch, num_heads, num_head_slots], or NULL */
@@ -175,9 +178,10 @@ typedef struct fa_cuda_plans {
 
 /* Tensors as tensor maps {head_dim, seqlen, heads, batch}, with boxes of 128 bytes of block_q (q, dout),
  * block_k (k, v) or 16 (out: o or dq) rows: the second argument of the kernels that read by them. Of f32
- * tensors they are the copies, whose parts are further batches, but the forward's q is the caller's. */
+ * tensors they are the copies, whose parts are further batches, but the forward's q is the caller's. The bias is
+ * {seqlen_k, rows, heads, batch}, with boxes of block_q rows, or of the only one. */
 typedef struct fa_cuda_maps {
-  CUtensorMap q, k, v, dout, out;
+  CUtensorMap q, k, v, dout, out, bias;
 } fa_cuda_maps;
 
 /* Where the keys of a batch end, and on which pages they lie. */
@@ -242,7 +246,7 @@ enum {
   FA_CUDA_NEEDS_SINKS = 1 << 2,
   FA_CUDA_NEEDS_BANDS = 1 << 3,
   FA_CUDA_NEEDS_PROGRAM = 1 << 4,     /* see fa_cuda_program */
-  FA_CUDA_NEEDS_CAPPED_SUMS = 1 << 5, /* gradients by what is added to scores that have a softcap */
+  FA_CUDA_NEEDS_WIDE_BIAS = 1 << 5,   /* a bias of f32 beside q of 16 bits, one number a score */
   FA_CUDA_NEEDS_LENGTHS = 1 << 6,     /* kernels that take bands take each length as a band */
   FA_CUDA_NEEDS_PAGES = 1 << 7,       /* only kernels for few rows take these */
   FA_CUDA_ALL_NEEDS = (1 << 7) - 1,

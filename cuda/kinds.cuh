@@ -78,6 +78,13 @@ __device__ inline uint32_t pack(__nv_bfloat16, float a, float b) {
   return reinterpret_cast<uint32_t &>(pair);
 }
 
+__device__ inline float2 unpack(__half, uint32_t pair) {
+  return __half22float2(reinterpret_cast<__half2 &>(pair));
+}
+__device__ inline float2 unpack(__nv_bfloat16, uint32_t pair) {
+  return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000)};
+}
+
 // Two numbers as packed elements, one word a part.
 template <class Kind>
 __device__ inline void split(uint32_t (&parts)[Kind::PARTS], float a, float b) {

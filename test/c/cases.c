@@ -350,6 +350,22 @@ static const fa_case cases[] = {
            MASK(3, 1, 1)),
     ROW("mask of heads, causal, sinks", LENGTHS(211, 203), .batch = 2, HEADS(2, 2), .head_dim = 96,
         MASK(1, 2, 211), CAUSAL, .num_sinks = 1),
+    /* Of rows that are multiples of 16 bytes, so that Hopper's kernels copy boxes of them. */
+    TAGGED("bias in boxes", CASE_QUICK, LENGTHS(301, 272), .batch = 2, HEADS(4, 2), .head_dim = 64,
+           BIAS(1, 4, 301), CAUSAL),
+    ROW("bias in boxes, alibi", LENGTHS(141, 328), .batch = 2, HEADS(2, 1), .head_dim = 128, BIAS(2, 1, 141),
+        ALIBI(1)),
+    ROW("bias in boxes, bands", LENGTHS(259, 312), .batch = 2, HEADS(2, 1), .head_dim = 40, BIAS(1, 2, 259),
+        BANDS(6), .num_sinks = 1),
+    ROW("bias in boxes, wide, dropout", LENGTHS(101, 192), HEADS(2, 1), .head_dim = 200, BIAS(1, 2, 101),
+        DROPOUT(0.1)),
+    TAGGED("bias of keys in boxes", CASE_QUICK | CASE_F32_BIAS, LENGTHS(99, 304), .batch = 2, HEADS(2, 2),
+           .head_dim = 96, BIAS(2, 1, 1)),
+    TAGGED("mask in boxes", CASE_QUICK, LENGTHS(201, 288), .batch = 2, HEADS(2, 1), .head_dim = 128,
+           MASK(2, 1, 201)),
+    ROW("mask in boxes, wide", LENGTHS(130, 208), HEADS(2, 1), .head_dim = 256, MASK(1, 1, 130), CAUSAL),
+    TAGGED("mask of keys in boxes", CASE_QUICK, LENGTHS(230, 400), .batch = 3, HEADS(4, 2), .head_dim = 64,
+           MASK(3, 1, 1), WINDOW(90, 15)),
     STRIDED("bias, everything, strided", CASE_QUICK | CASE_F32_BIAS, LENGTHS(237, 267), .batch = 2, HEADS(4, 2),
             .head_dim = 80, .bands_batch = 2, .num_bands = 3, ALIBI(1), BIAS(1, 4, 237), WINDOW(101, 37),
             .softcap = 4, .scale = -0.6, .num_sinks = 2, .deterministic = 1),
@@ -549,5 +565,7 @@ fa_case fa_case_random(uint64_t seed, uint64_t index) {
       p->seqlen_k = p->seqlen_k * 6 / 7;
     }
   }
+  /* Some kernels copy a bias by boxes where its rows are multiples of 16 bytes. */
+  if (p->bias_heads > 0 && random_uniform(random) < 0.5) p->seqlen_k = (p->seqlen_k + 15) / 16 * 16;
   return result;
 }

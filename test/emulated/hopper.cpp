@@ -61,6 +61,7 @@ CUresult encode_tensor_map(CUtensorMap *to, CUtensorMapDataType type, cuuint32_t
   TensorMap map = {};
   map.seal = TensorMap::SEAL;
   switch (type) {
+    case CU_TENSOR_MAP_DATA_TYPE_UINT8: map.element_bytes = 1; break;
     case CU_TENSOR_MAP_DATA_TYPE_FLOAT16:
     case CU_TENSOR_MAP_DATA_TYPE_BFLOAT16: map.element_bytes = 2; break;
     case CU_TENSOR_MAP_DATA_TYPE_FLOAT32: map.element_bytes = 4; break;

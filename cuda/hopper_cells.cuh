@@ -1,0 +1,252 @@
+// A program's work on scores in Hopper's kernels, whose producers bring the bias of a visit to shared memory, in
+// the stage of k (forward) or of q (backward). A bias that no tensor map can describe is left to the portable
+// kernels, and so is one of f32 whose rows differ, for whose tiles there is no room.
+#pragma once
+
+#include "hopper.cuh"
+#include "scores.cuh"
+
+namespace fa {
+namespace hopper {
+
+// ---- the bias of a visit in shared memory -------------------------------------------------------------------
+
+// Numbers of ROWS rows and COLS columns, as boxes of 128 bytes of each row, which lie as those of BoxTile; or
+// the one row that all rows share, whose boxes are 1,024 bytes apart, so that they are not swizzled.
+template <int ROWS, int COLS>
+struct BiasTile {
+  static constexpr int BOX_BYTES = ROWS * 128, ROW_BOX_BYTES = 1024;
+  static constexpr int BYTES = ROWS * COLS * 2;  // numbers of f32 come as one row alone
+
+  // Where a number of a row lies; that of a shared row.
+  template <class T>
+  __device__ static uint32_t offset(int row, int column) {
+    const int byte = column * int(sizeof(T));
+    return byte / 128 * BOX_BYTES + row * 128 + ((byte / 16 ^ row) % 8 << 4) + byte % 16;
+  }
+  template <class T>
+  __device__ static uint32_t offset_in_row(int column) {
+    const int byte = column * int(sizeof(T));
+    return byte / 128 * ROW_BOX_BYTES + byte % 128;
+  }
+
+  // By one thread: the bytes that load() brings, and its start. first: the rows' first one.
+  __device__ static uint32_t bytes(const fa_cuda_program &program) {
+    return program.bias_boxes * 128 * (program.bias.stride_row ? ROWS : 1);
+  }
+  __device__ static void load(uint32_t to, const fa_cuda_program &program, const CUtensorMap &map,
+                              uint32_t barrier, int batch, int head, int first, int column) {
+    const fa_cuda_cells &bias = program.bias;
+    for (int box = 0; box < program.bias_boxes; box++)
+      load_box(to + box * (bias.stride_row ? BOX_BYTES : ROW_BOX_BYTES), map, barrier,
+               column + box * program.bias_box_columns, bias.stride_row ? first : 0, bias.stride_head ? head : 0,
+               bias.stride_batch ? batch : 0);
+  }
+};
+
+template <class T>
+__device__ inline float2 load_shared_two(uint32_t from) {
+  if constexpr (sizeof(T) == 4) {
+    return load_shared_pair(from);
+  } else if constexpr (sizeof(T) == 2) {
+    return unpack(T(), load_shared_word(from));
+  } else {
+    const uint32_t flags = load_shared_word(from & ~3u) >> (from & 2) * 8;
+    return {flags & 0xff ? 0 : -INFINITY, flags & 0xff00 ? 0 : -INFINITY};
+  }
+}
+
+// Of a warp's accumulator, whose first element lies at row and column of the tile, what that has for the four
+// elements of each block of 8: visit(n, addends) is called for each. Rows lie along the accumulator's rows, or,
+// TRANSPOSED, along its columns.
+template <class Tile, class T, bool TRANSPOSED, int NT, class Visit>
+__device__ inline void for_each_bias(uint32_t tile, int row, int column, Visit visit) {
+  const int lane = threadIdx.x % 32;
+  auto at = [&](int r, int c) { return tile + Tile::template offset<T>(row + r, column + c); };
+  if constexpr (sizeof(T) == 2) {
+#pragma unroll
+    for (int n = 0; n < NT; n += 2) {
+      uint32_t words[4];
+      // Matrices 0 and 1 are those of block n.
+      if constexpr (TRANSPOSED)
+        load_matrices<true>(words, at(n * 8 + lane / 16 * 8 + lane % 8, lane / 8 % 2 * 8));
+      else
+        load_matrices<false>(words, at(lane % 16, n * 8 + lane / 16 * 8));
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        const float2 x = unpack(T(), words[i * 2]), y = unpack(T(), words[i * 2 + 1]);
+        visit(n + i, {x.x, x.y, y.x, y.y});
+      }
+    }
+  } else {
+#pragma unroll
+    for (int n = 0; n < NT; n++) {
+      float addends[4];
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        if constexpr (TRANSPOSED) {
+#pragma unroll
+          for (int i = 0; i < 2; i++) {
+            const int r = n * 8 + lane % 4 * 2 + i, c = lane / 4 + half * 8;
+            const float2 two = load_shared_two<T>(at(r, c & ~1));
+            addends[half * 2 + i] = c & 1 ? two.y : two.x;
+          }
+        } else {
+          const float2 two = load_shared_two<T>(at(lane / 4 + half * 8, n * 8 + lane % 4 * 2));
+          addends[half * 2] = two.x, addends[half * 2 + 1] = two.y;
+        }
+      }
+      visit(n, addends);
+    }
+  }
+}
+
+// ---- what is added to scores -------------------------------------------------------------------------------
+
+// The same of a row that all rows share: of the lane's columns, which are two where rows lie along the columns.
+// There it is read from memory.
+template <class Tile, class T, bool TRANSPOSED, int NT, class Visit>
+__device__ inline void for_each_shared_bias(const fa_cuda_arguments &a, const Place &at, uint32_t tile,
+                                            Visit visit) {
+  const int lane = threadIdx.x % 32;
+  float of_columns[2] = {0, 0};
+  if constexpr (TRANSPOSED) {
+    const T *from = numbers_of<const T>(a.program.bias, at.batch, at.head);
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const int column = at.column + half * 8 + lane / 4;
+      if (column < a.window.seqlen_k) of_columns[half] = static_cast<float>(from[column]);
+    }
+  }
+#pragma unroll
+  for (int n = 0; n < NT; n++) {
+    if constexpr (TRANSPOSED) {
+      visit(n, {of_columns[0], of_columns[0], of_columns[1], of_columns[1]});
+    } else {
+      const float2 two = load_shared_two<T>(tile + Tile::template offset_in_row<T>(n * 8 + lane % 4 * 2));
+      visit(n, {two.x, two.y, two.x, two.y});
+    }
+  }
+}
+
+// A visit's products with what is added to them. band_of() is the visit's band; tile: its bias, where the
+// accumulator's first element lies at row and column.
+template <class Io, class Tile, bool TRANSPOSED, int NT, class BandOf>
+__device__ inline void add_to_visit(float (&scores)[NT][4], const fa_cuda_arguments &a, BandOf band_of,
+                                    const Place &at, uint32_t tile, int row, int column) {
+  const fa_cuda_program &program = a.program;
+  if (!program.adds) return;
+  const int lane = threadIdx.x % 32;
+  const bool has_slopes = program.of_heads[FA_CUDA_ALIBI_SLOPES].data;
+  float slope = 0, first = 0;  // the distance of the lane's first element
+  if (has_slopes) {
+    const fa_band band = band_of();
+    slope = number_of_head(program, FA_CUDA_ALIBI_SLOPES, at, 0);
+    const int own_row = TRANSPOSED ? lane % 4 * 2 : lane / 4, own_column = TRANSPOSED ? lane / 4 : lane % 4 * 2;
+    first = float(at.row + own_row + band.k_end - band.q_end - at.column - own_column);
+  }
+  auto of_distance = [&](int n, int i) {
+    const int further = TRANSPOSED ? n * 8 + i % 2 - i / 2 * 8 : i / 2 * 8 - n * 8 - i % 2;
+    return -slope * fabsf(first + float(further));
+  };
+  if (!program.bias.data) {
+#pragma unroll
+    for (int n = 0; n < NT; n++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) scores[n][i] = fmaf(scores[n][i], program.factor, of_distance(n, i));
+    return;
+  }
+  auto add = [&](int n, const float(&addends)[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const float other = has_slopes ? of_distance(n, i) : 0;
+      scores[n][i] = with_addend(fmaf(scores[n][i], program.factor, other), addends[i]);
+    }
+  };
+  with_type<Io>(program.bias.dtype, [&](auto type) {
+    using T = decltype(type);
+    if (!program.bias.stride_row)
+      for_each_shared_bias<Tile, T, TRANSPOSED, NT>(a, at, tile, add);
+    else if constexpr (sizeof(T) <= 2)
+      for_each_bias<Tile, T, TRANSPOSED, NT>(tile, row, column, add);
+  });
+}
+
+// ---- the backward, transposed ------------------------------------------------------------------------------
+
+// Scores become probabilities, of which those that are dropped are 0 and the others due the program's kept_factor,
+// as an operand; the probabilities themselves take the scores' place, negative where they are dropped. There is no
+// softcap.
+template <class Kind, int NT>
+__device__ inline void make_transposed_p_by_program(float (&scores)[1][NT][4],
+                                                    uint32_t (&operand)[Kind::PARTS][NT / 2][4],
+                                                    const fa_cuda_arguments &a, const fa_dropout &dropout,
+                                                    const Place &at, uint32_t shift) {
+  const fa_cuda_program &program = a.program;
+  if (program.dropout_threshold == 0) return make_transposed_p<Kind>(scores, operand, a.score, shift);
+  const float unit = exponent_of_unit<Kind>(a.score);
+  const int own_row = threadIdx.x % 4 * 2;
+  const uint32_t row_pair = fa_dropout_pair(program.first_row + at.row) + own_row;
+  const uint32_t column_pair = fa_dropout_pair(at.column) + threadIdx.x % 32 / 4;
+  fa_words words[2];
+#pragma unroll
+  for (int n = 0; n < NT; n++) {
+    const float2 row_shift = load_shared_pair(shift + (n * 8 + own_row) * 4);
+    float p[4];
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+      if (n % 2 == 0) words[i] = fa_dropout_words(dropout, row_pair + n * 4 + i, column_pair);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const float weight = exponential<Kind>(scores[0][n][i], unit, i % 2 ? row_shift.y : row_shift.x);
+      const bool it_stays = stays(words[i % 2].x[i / 2], n % 2, dropout);
+      p[i] = it_stays ? weight : 0;
+      scores[0][n][i] = it_stays ? weight : -weight;
+    }
+#pragma unroll
+    for (int half = 0; half < 2; half++) convert_pair<Kind>(operand, n, half, p[half * 2], p[half * 2 + 1], 1);
+  }
+}
+
+// dp becomes ds; p: of make_transposed_p_by_program.
+template <class Kind, int NT>
+__device__ inline void make_transposed_ds_by_program(float (&ds)[1][NT][4], const float (&p)[1][NT][4],
+                                                     const fa_cuda_arguments &a, uint32_t delta) {
+  auto p_of = [&](int n) { return make_float4(p[0][n][0], p[0][n][1], p[0][n][2], p[0][n][3]); };
+  if (a.program.dropout_threshold == 0) return make_transposed_ds<Kind>(ds, p_of, delta);
+  const float kept_factor = a.program.kept_factor;
+#pragma unroll
+  for (int n = 0; n < NT; n++) {
+    const float2 row_delta = load_shared_pair(delta + (n * 8 + threadIdx.x % 4 * 2) * 4);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const float own_delta = i % 2 ? row_delta.y : row_delta.x, weight = p[0][n][i];
+      ds[0][n][i] = weight * (weight < 0 ? own_delta : fmaf(ds[0][n][i], kept_factor, -own_delta));
+    }
+  }
+}
+
+// The gradients by what was added, of ds.
+template <class Kind, int NT>
+__device__ inline void take_gradients(const float (&ds)[1][NT][4], const fa_cuda_arguments &a,
+                                      const fa_band &band, const Place &at, HeadSums &head_sums) {
+  const int lane = threadIdx.x % 32;
+  if (a.program.head_sums[FA_CUDA_ALIBI_SLOPES]) {
+    const float first = float(at.row + lane % 4 * 2 + band.k_end - band.q_end - at.column - lane / 4);
+    float sum = 0;
+#pragma unroll
+    for (int n = 0; n < NT; n++)
+#pragma unroll
+      for (int i = 0; i < 4; i++)
+        sum = fmaf(ds[0][n][i], fabsf(first + float(n * 8 + i % 2 - i / 2 * 8)), sum);
+    head_sums.of[FA_CUDA_ALIBI_SLOPES] -= sum;
+  }
+  if (!a.program.dbias.data) return;
+  BiasGradient<typename Kind::Io, 1> dbias(a, at);
+#pragma unroll
+  for (int n = 0; n < NT; n++) dbias.take_transposed(ds[0][n], n, band);
+  dbias.finish_transposed();
+}
+
+}  // namespace hopper
+}  // namespace fa
