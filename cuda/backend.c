@@ -173,10 +173,19 @@ static int64_t stride_along(const fa_problem *p, int id, fa_axis axis) {
   return fa_axis_at(p, id, i + 1) ? fa_tensor_contiguous(p, id, NULL).strides[i] : 1;
 }
 
-static bool has_wide_bias(const fa_problem *p) {
-  const fa_shape bias = fa_tensor_shape(p, FA_TENSOR_BIAS);
-  return is_there(p, FA_TENSOR_BIAS) && p->dtype != FA_DTYPE_F32 && bias.dtype == FA_DTYPE_F32 &&
-         stride_along(p, FA_TENSOR_BIAS, FA_AXIS_SEQLEN_Q) > 0;
+/* See FA_CUDA_NEEDS_SINGLE_CELLS. A forward does what its backward does. */
+static bool has_single_cells(const fa_problem *p) {
+  if (!is_there(p, FA_TENSOR_BIAS) || p->dtype == FA_DTYPE_F32 ||
+      stride_along(p, FA_TENSOR_BIAS, FA_AXIS_SEQLEN_Q) == 0)
+    return false;
+  return p->bias_dtype == FA_DTYPE_F32 || (p->num_bands > 1 && fa_is_sum(p, FA_TENSOR_DBIAS));
+}
+
+/* Whether scores have to be what they are, because numbers are added to them: flags hide any. */
+static bool adds_numbers(const fa_problem *p) {
+  bool adds = is_there(p, FA_TENSOR_BIAS) && p->bias_dtype != FA_DTYPE_U8;
+  for (int i = 0; i < FA_CUDA_NUM_HEAD_NUMBERS; i++) adds |= is_there(p, of_heads[i]);
+  return adds;
 }
 
 /* What the problem asks of a kernel beyond plain attention. */
@@ -184,7 +193,7 @@ static uint32_t needs_of(const fa_problem *p) {
   return (sees_all(p) ? 0 : FA_CUDA_NEEDS_WINDOW) | (p->softcap == 0 ? 0 : FA_CUDA_NEEDS_SOFTCAP) |
          (p->num_sinks == 0 ? 0 : FA_CUDA_NEEDS_SINKS) | (p->num_bands == 0 ? 0 : FA_CUDA_NEEDS_BANDS) |
          (program_of(p) == NULL ? 0 : FA_CUDA_NEEDS_PROGRAM) |
-         (has_wide_bias(p) ? FA_CUDA_NEEDS_WIDE_BIAS : 0) |
+         (has_single_cells(p) ? FA_CUDA_NEEDS_SINGLE_CELLS : 0) |
          (p->lengths_batch == 0 ? 0 : FA_CUDA_NEEDS_LENGTHS) | (p->max_pages == 0 ? 0 : FA_CUDA_NEEDS_PAGES);
 }
 
@@ -443,10 +452,12 @@ static fa_cuda_cells cells_of(const fa_problem *p, int id, const fa_tensors *t) 
   const fa_shape shape = fa_tensor_shape(p, (fa_tensor_id)id);
   void *data = fa_tensor_get(t, id)->data;
   const int64_t columns = shape.dims[shape.rank - 1];
+  const size_t bytes = fa_dtype_bytes(shape.dtype);
   return (fa_cuda_cells){
       .data = data,
       .dtype = shape.dtype,
-      .in_pairs = columns % 2 == 0 && (uintptr_t)data % (2 * fa_dtype_bytes(shape.dtype)) == 0,
+      .in_pairs = columns % 2 == 0 && (uintptr_t)data % (2 * bytes) == 0,
+      .in_fours = columns % 4 == 0 && (uintptr_t)data % (4 * bytes) == 0,
       .stride_batch = stride_along(p, id, FA_AXIS_BATCH),
       .stride_head = stride_along(p, id, FA_AXIS_NUM_HEADS),
       .stride_row = stride_along(p, id, FA_AXIS_SEQLEN_Q)};
@@ -463,7 +474,8 @@ static fa_cuda_cells take_sums(fa_arena *workspace, fa_cuda_reduction *reduction
                          .dtype = FA_DTYPE_F32,
                          .stride_batch = r->batch > 1 ? batch : 0,
                          .stride_head = r->num_heads > 1 ? head : 0,
-                         .stride_row = r->num_columns};
+                         .stride_row = r->num_columns,
+                         .in_fours = r->num_columns % 4 == 0};
 }
 
 /* Where main leaves the gradient by the bias: in its place where no scores share numbers, or, as f32 of scores
@@ -530,8 +542,7 @@ static void lay_out_program(const fa_plan *plan, const fa_cuda_kernel *kernel, c
                                  .first_row = p->origin.row};
   for (int i = 0; i < FA_CUDA_NUM_HEAD_NUMBERS; i++)
     if (is_there(p, of_heads[i])) a->program.of_heads[i] = cells_of(p, of_heads[i], t), a->program.adds = true;
-  if (a->program.adds && !kinds[kind_of(p)].scaled)
-    a->program.factor = a->score.factor, a->score.factor = 1;
+  if (adds_numbers(p) && !kinds[kind_of(p)].scaled) a->program.factor = a->score.factor, a->score.factor = 1;
   if (is_there(p, FA_TENSOR_BIAS)) a->program.bias = cells_of(p, FA_TENSOR_BIAS, t);
   if (plan->pass != FA_PASS_BACKWARD) return;
   if (fa_is_sum(p, FA_TENSOR_DBIAS)) lay_out_bias_gradient(p, kernel, t, workspace, job);
@@ -871,6 +882,7 @@ static bool map_bias(const fa_problem *p, const fa_cuda_kernel *kernel, bool bac
   const int64_t bytes = (int64_t)fa_dtype_bytes(bias->dtype), row = p->seqlen_k;
   const bool is_one_row = bias->stride_row == 0;
   if (!bias->data || (is_one_row && backward)) return true;
+  if (backward && program->dbias.data && !program->dbias.in_fours) return false;
   const fa_cuda_operand cells = {.data = bias->data,
                                  .num_cols = (int32_t)p->seqlen_k,
                                  .num_heads = bias->stride_head ? (int32_t)p->num_heads : 1,

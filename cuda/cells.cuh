@@ -77,29 +77,6 @@ __device__ inline void add_number(T *to, float x) {
   store_number(to, static_cast<float>(*to) + x);
 }
 
-// Transposes a matrix [8, 8] of which lane l has the numbers 2 * (l % 4) and the next of row l / 4.
-template <class T>
-__device__ inline Two<T> transpose(const Two<T> &two) {
-  static_assert(sizeof(T) == 2 || sizeof(T) == 4, "a pair is a word or two");
-  const int lane = threadIdx.x % 32, first = lane % 4 * 8 + lane / 8;
-  const bool second = lane / 4 % 2;
-  Two<T> result;
-  if constexpr (sizeof(T) == 2) {
-    uint32_t word;
-    memcpy(&word, &two, sizeof word);
-    const uint32_t a = __shfl_sync(~0u, word, first), b = __shfl_sync(~0u, word, first + 4);
-    word = second ? a >> 16 | (b & 0xffff0000) : (a & 0xffff) | b << 16;
-    memcpy(&result, &word, sizeof word);
-  } else {
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-      const T x = __shfl_sync(~0u, two.x[0], first + i * 4), y = __shfl_sync(~0u, two.x[1], first + i * 4);
-      result.x[i] = second ? y : x;
-    }
-  }
-  return result;
-}
-
 // ---- what is added to scores -------------------------------------------------------------------------------
 
 // Distances of a row's cells from the column beside it, in a band.
@@ -311,47 +288,6 @@ struct BiasGradient {
         }
       }
     });
-  }
-
-  // The same of a transposed accumulator: of 8 rows and 16 columns.
-  __device__ void take_transposed(const float (&gradient)[4], int n, const fa_band &band) {
-    const fa_cuda_program &program = a.program;
-    const fa_cuda_cells &to = program.dbias;
-    if (program.dbias_step == FA_CUDA_CELLS_ADD_ROWS) {
-#pragma unroll
-      for (int half = 0; half < 2; half++) sums[0][half] += gradient[half * 2] + gradient[half * 2 + 1];
-      return;
-    }
-    const int row = at.row + n * 8 + threadIdx.x % 32 / 4, first = at.column + threadIdx.x % 4 * 2;
-    const Range seen =
-        row < band.q_begin || row >= band.q_end ? Range{0, 0} : fa_band_columns(band, {row, row + 1});
-    with_type<Io>(to.dtype, [&](auto type) {
-      using T = decltype(type);
-      if constexpr (!std::is_same<T, Shown>::value) {
-        T *numbers = numbers_of<T>(to, at.batch, at.head, row) + first;
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-          Two<T> two;
-          store_number(&two.x[0], gradient[half * 2]), store_number(&two.x[1], gradient[half * 2 + 1]);
-          two = transpose(two);
-          const float x = static_cast<float>(two.x[0]), y = static_cast<float>(two.x[1]);
-          put_two(numbers + half * 8, x, y, first + half * 8, seen);
-        }
-      }
-    });
-  }
-  // Adds the sums over the rows of transposed accumulators.
-  __device__ void finish_transposed() {
-    if (a.program.dbias_step != FA_CUDA_CELLS_ADD_ROWS) return;
-    float *to = numbers_of<float>(a.program.dbias, at.batch, at.head);
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-      float sum = sums[0][half];
-      sum += __shfl_xor_sync(~0u, sum, 1);
-      sum += __shfl_xor_sync(~0u, sum, 2);
-      const int column = at.column + half * 8 + threadIdx.x % 32 / 4;
-      if (threadIdx.x % 4 == 0 && column < a.window.seqlen_k) atomicAdd(to + column, sum);
-    }
   }
 
   // Adds the sums over the accumulator's rows to those of the warp's slot.

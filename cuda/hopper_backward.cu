@@ -61,6 +61,7 @@ __device__ inline __attribute__((always_inline)) void consume_blocks(
   // Of the steps' head, where there is a program.
   fa_dropout dropout = {};
   HeadSums head_sums;
+  Distance distance;
   int program_head = -1;
   auto start_scores = [&] {
     start_transposed<K_SIDE, Shape::from_shift>(scores, buffers, consumer * 64, steps, a.score, per_shift);
@@ -112,11 +113,13 @@ __device__ inline __attribute__((always_inline)) void consume_blocks(
       if (at.head != program_head) {
         leave_head(work);
         program_head = at.head;
+        distance.slope = number_of_head(a.program, FA_CUDA_ALIBI_SLOPES, at, 0);
         if (a.program.dropout_threshold > 0) dropout = dropout_of(a.program, at.batch, at.head);
       }
+      distance.of_origin = heard.band.k_end - heard.band.q_end;
       finish_scores<Kind, 1, NT>(scores, a.score, 1);
       add_to_visit<typename Kind::Io, typename Buffers::BiasTile, true>(
-          scores[0], a, [&] { return heard.band; }, at, buffers.bias(stage), 0, consumer * 64 + warp_row);
+          scores[0], a, distance, at, buffers.bias(stage), 0, consumer * 64 + warp_row);
       if (!work.heard_see_all(visit, first_column)) mask_transposed_scores<true, 1, NT>(scores, heard.band, at);
       make_transposed_p_by_program<Kind>(scores, p_operand, a, dropout, at, buffers.shift(stage));
     } else {
@@ -133,7 +136,7 @@ __device__ inline __attribute__((always_inline)) void consume_blocks(
     multiply<Kind, Q_STEPS>(dv[0], p_operand, BoxOperand<QTile, false>(buffers.dout(stage)), true);
     if constexpr (Shape::program) {
       make_transposed_ds_by_program<Kind>(ds, scores, a, buffers.delta(stage));
-      take_gradients<Kind>(ds, a, heard.band, at, head_sums);
+      take_gradients<Kind>(ds, scores, a, at, distance, head_sums);
     } else {
       make_transposed_ds<Kind>(ds, slopes_of, buffers.delta(stage));
     }

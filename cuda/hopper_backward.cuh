@@ -563,7 +563,7 @@ constexpr fa_cuda_kernel row_of_kernel(const char *name, const void *main) {
                         .block_k = Shape::block_k,
                         .num_threads = Shape::num_threads,
                         .shared_bytes = Buffers::BYTES,
-                        .takes = Shape::program     ? FA_CUDA_ALL_NEEDS & ~(FA_CUDA_NEEDS_SOFTCAP | FA_CUDA_NEEDS_WIDE_BIAS)
+                        .takes = Shape::program     ? FA_CUDA_ALL_NEEDS & ~(FA_CUDA_NEEDS_SOFTCAP | FA_CUDA_NEEDS_SINGLE_CELLS)
                                  : Buffers::general ? FA_CUDA_MASK_NEEDS
                                                     : FA_CUDA_PLAIN_NEEDS,
                         .row_warps = 1,

@@ -44,20 +44,28 @@ struct BiasTile {
   }
 };
 
+// Numbers that are shown or hidden come as bits of their flags.
+template <class T>
+constexpr bool is_flag = sizeof(T) == 1;
+
+// Two neighbours, the first in an even column. Of flags each is a byte of the word that has both.
 template <class T>
 __device__ inline float2 load_shared_two(uint32_t from) {
-  if constexpr (sizeof(T) == 4) {
-    return load_shared_pair(from);
-  } else if constexpr (sizeof(T) == 2) {
-    return unpack(T(), load_shared_word(from));
-  } else {
-    const uint32_t flags = load_shared_word(from & ~3u) >> (from & 2) * 8;
-    return {flags & 0xff ? 0 : -INFINITY, flags & 0xff00 ? 0 : -INFINITY};
-  }
+  if constexpr (sizeof(T) == 4) return load_shared_pair(from);
+  if constexpr (sizeof(T) == 2) return unpack(T(), load_shared_word(from));
+  const uint32_t word = load_shared_word(from & ~3u), first = 0xff << (from & 2) * 8;
+  return {__uint_as_float(word & first), __uint_as_float(word & first << 8)};
+}
+
+// What a score becomes of the number that is added to it, which hides it where it is -inf, whatever it is.
+template <class T>
+__device__ inline float with_number(float score, float factor, float number) {
+  if constexpr (is_flag<T>) return __float_as_uint(number) ? score : -INFINITY;
+  return with_addend(score * factor, number);
 }
 
 // Of a warp's accumulator, whose first element lies at row and column of the tile, what that has for the four
-// elements of each block of 8: visit(n, addends) is called for each. Rows lie along the accumulator's rows, or,
+// elements of each block of 8: visit(n, numbers) is called for each. Rows lie along the accumulator's rows, or,
 // TRANSPOSED, along its columns.
 template <class Tile, class T, bool TRANSPOSED, int NT, class Visit>
 __device__ inline void for_each_bias(uint32_t tile, int row, int column, Visit visit) {
@@ -79,24 +87,22 @@ __device__ inline void for_each_bias(uint32_t tile, int row, int column, Visit v
       }
     }
   } else {
+    // Where a lane's flags lie in the words that have them.
+    const uint32_t first = 0xff << (TRANSPOSED ? lane / 4 % 4 : lane % 2 * 2) * 8;
 #pragma unroll
     for (int n = 0; n < NT; n++) {
-      float addends[4];
+      uint32_t words[4];
 #pragma unroll
-      for (int half = 0; half < 2; half++) {
-        if constexpr (TRANSPOSED) {
-#pragma unroll
-          for (int i = 0; i < 2; i++) {
-            const int r = n * 8 + lane % 4 * 2 + i, c = lane / 4 + half * 8;
-            const float2 two = load_shared_two<T>(at(r, c & ~1));
-            addends[half * 2 + i] = c & 1 ? two.y : two.x;
-          }
-        } else {
-          const float2 two = load_shared_two<T>(at(lane / 4 + half * 8, n * 8 + lane % 4 * 2));
-          addends[half * 2] = two.x, addends[half * 2 + 1] = two.y;
-        }
+      for (int i = 0; i < 4; i++) {
+        if constexpr (TRANSPOSED)
+          words[i] = load_shared_word(at(n * 8 + lane % 4 * 2 + i % 2, lane / 16 * 4 + i / 2 * 8)) & first;
+        else if (i % 2 == 0)
+          words[i] = load_shared_word(at(lane / 4 + i / 2 * 8, n * 8 + lane % 4 / 2 * 4)) & (first | first << 8);
       }
-      visit(n, addends);
+      if constexpr (!TRANSPOSED)
+        for (int i = 0; i < 4; i += 2) words[i + 1] = words[i] & first << 8, words[i] &= first;
+      visit(n, {__uint_as_float(words[0]), __uint_as_float(words[1]), __uint_as_float(words[2]),
+                __uint_as_float(words[3])});
     }
   }
 }
@@ -115,7 +121,11 @@ __device__ inline void for_each_shared_bias(const fa_cuda_arguments &a, const Pl
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       const int column = at.column + half * 8 + lane / 4;
-      if (column < a.window.seqlen_k) of_columns[half] = static_cast<float>(from[column]);
+      if (column >= a.window.seqlen_k) continue;
+      if constexpr (is_flag<T>)
+        of_columns[half] = __uint_as_float(from[column].flag);
+      else
+        of_columns[half] = static_cast<float>(from[column]);
     }
   }
 #pragma unroll
@@ -129,42 +139,41 @@ __device__ inline void for_each_shared_bias(const fa_cuda_arguments &a, const Pl
   }
 }
 
-// A visit's products with what is added to them. band_of() is the visit's band; tile: its bias, where the
-// accumulator's first element lies at row and column.
-template <class Io, class Tile, bool TRANSPOSED, int NT, class BandOf>
-__device__ inline void add_to_visit(float (&scores)[NT][4], const fa_cuda_arguments &a, BandOf band_of,
+// How what is added to a visit's scores goes by their places: the head's slope, and the distance of column 0 from
+// the place beside row 0, in the visit's band.
+struct Distance {
+  float slope = 0;
+  int of_origin = 0;
+};
+
+// A visit's products with what is added to them. tile: its bias, where the accumulator's first element lies at row
+// and column.
+template <class Io, class Tile, bool TRANSPOSED, int NT>
+__device__ inline void add_to_visit(float (&scores)[NT][4], const fa_cuda_arguments &a, const Distance &distance,
                                     const Place &at, uint32_t tile, int row, int column) {
   const fa_cuda_program &program = a.program;
   if (!program.adds) return;
   const int lane = threadIdx.x % 32;
-  const bool has_slopes = program.of_heads[FA_CUDA_ALIBI_SLOPES].data;
-  float slope = 0, first = 0;  // the distance of the lane's first element
-  if (has_slopes) {
-    const fa_band band = band_of();
-    slope = number_of_head(program, FA_CUDA_ALIBI_SLOPES, at, 0);
+  float factor = program.factor;
+  if (program.of_heads[FA_CUDA_ALIBI_SLOPES].data) {
     const int own_row = TRANSPOSED ? lane % 4 * 2 : lane / 4, own_column = TRANSPOSED ? lane / 4 : lane % 4 * 2;
-    first = float(at.row + own_row + band.k_end - band.q_end - at.column - own_column);
-  }
-  auto of_distance = [&](int n, int i) {
-    const int further = TRANSPOSED ? n * 8 + i % 2 - i / 2 * 8 : i / 2 * 8 - n * 8 - i % 2;
-    return -slope * fabsf(first + float(further));
-  };
-  if (!program.bias.data) {
+    const float first = float(distance.of_origin + at.row + own_row - at.column - own_column);
 #pragma unroll
     for (int n = 0; n < NT; n++)
 #pragma unroll
-      for (int i = 0; i < 4; i++) scores[n][i] = fmaf(scores[n][i], program.factor, of_distance(n, i));
-    return;
+      for (int i = 0; i < 4; i++) {
+        const int further = TRANSPOSED ? n * 8 + i % 2 - i / 2 * 8 : i / 2 * 8 - n * 8 - i % 2;
+        scores[n][i] = fmaf(scores[n][i], factor, -distance.slope * fabsf(first + float(further)));
+      }
+    factor = 1;
   }
-  auto add = [&](int n, const float(&addends)[4]) {
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const float other = has_slopes ? of_distance(n, i) : 0;
-      scores[n][i] = with_addend(fmaf(scores[n][i], program.factor, other), addends[i]);
-    }
-  };
+  if (!program.bias.data) return;
   with_type<Io>(program.bias.dtype, [&](auto type) {
     using T = decltype(type);
+    auto add = [&](int n, const float(&numbers)[4]) {
+#pragma unroll
+      for (int i = 0; i < 4; i++) scores[n][i] = with_number<T>(scores[n][i], factor, numbers[i]);
+    };
     if (!program.bias.stride_row)
       for_each_shared_bias<Tile, T, TRANSPOSED, NT>(a, at, tile, add);
     else if constexpr (sizeof(T) <= 2)
@@ -226,13 +235,81 @@ __device__ inline void make_transposed_ds_by_program(float (&ds)[1][NT][4], cons
   }
 }
 
-// The gradients by what was added, of ds.
+// Of a cell that is hidden 0, whatever its dp is.
+template <int NT>
+__device__ inline float shown_ds(const float (&ds)[1][NT][4], const float (&p)[1][NT][4], int n, int i) {
+  return p[0][n][i] == 0 ? 0 : ds[0][n][i];
+}
+
+__device__ inline void put_four(float *to, const float (&x)[4], bool adds) {
+  if (adds)
+    add_four(to, x);
+  else
+    *reinterpret_cast<float4 *>(to) = make_float4(x[0], x[1], x[2], x[3]);
+}
+template <class T>
+__device__ inline void put_four(T *to, const float (&x)[4], bool) {
+  *reinterpret_cast<uint2 *>(to) = make_uint2(pack(T(), x[0], x[1]), pack(T(), x[2], x[3]));
+}
+
+// Stores or adds the gradient by a bias that has a number for each cell: four neighbours of a row at a time, which
+// are much less work for the cache than four numbers. Cells that are hidden get 0. p: as it was made.
+template <class Io, int NT>
+__device__ inline void put_cells(const float (&ds)[1][NT][4], const float (&p)[1][NT][4],
+                                 const fa_cuda_arguments &a, const Place &at) {
+  const fa_cuda_cells &dbias = a.program.dbias;
+  const bool adds = a.program.dbias_step == FA_CUDA_CELLS_ADD;
+  const int lane = threadIdx.x % 32;
+  // Where the lane's four cells begin in a block of 16 rows and 8 columns.
+  const int row = at.row + lane / 8 % 2 * 8 + lane % 4 * 2 + lane / 4 % 2, column = at.column + lane / 16 * 4;
+  with_type<Io>(dbias.dtype, [&](auto type) {
+    using T = decltype(type);
+    if constexpr (!is_flag<T>) {
+      T *to = numbers_of<T>(dbias, at.batch, at.head, row) + column;
+#pragma unroll
+      for (int n = 0; n < NT; n += 2)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+          // Of a column these are rows i, i + 1, i + 8 and i + 9.
+          uint32_t words[4];
+#pragma unroll
+          for (int i = 0; i < 4; i++)
+            words[i] = __float_as_uint(shown_ds(ds, p, n + i / 2, half * 2 + i % 2));
+          transpose_quad<4>(words);
+          const float x[4] = {__uint_as_float(words[0]), __uint_as_float(words[1]), __uint_as_float(words[2]),
+                              __uint_as_float(words[3])};
+          if (row + n * 8 < a.window.seqlen_q && column + half * 8 < a.window.seqlen_k)
+            put_four(to + n * 8 * dbias.stride_row + half * 8, x, adds);
+        }
+    }
+  });
+}
+
+// Adds that by a row that all rows share to the sums of the warp's columns.
+template <int NT>
+__device__ inline void add_row(const float (&ds)[1][NT][4], const float (&p)[1][NT][4],
+                               const fa_cuda_arguments &a, const Place &at) {
+  float *to = numbers_of<float>(a.program.dbias, at.batch, at.head);
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    float sum = 0;
+#pragma unroll
+    for (int n = 0; n < NT; n++) sum += shown_ds(ds, p, n, half * 2) + shown_ds(ds, p, n, half * 2 + 1);
+    sum += __shfl_xor_sync(~0u, sum, 1);
+    sum += __shfl_xor_sync(~0u, sum, 2);
+    const int column = at.column + half * 8 + threadIdx.x % 32 / 4;
+    if (threadIdx.x % 4 == 0 && column < a.window.seqlen_k) atomicAdd(to + column, sum);
+  }
+}
+
+// The gradients by what was added, of ds; p: of make_transposed_p_by_program.
 template <class Kind, int NT>
-__device__ inline void take_gradients(const float (&ds)[1][NT][4], const fa_cuda_arguments &a,
-                                      const fa_band &band, const Place &at, HeadSums &head_sums) {
+__device__ inline void take_gradients(const float (&ds)[1][NT][4], const float (&p)[1][NT][4],
+                                      const fa_cuda_arguments &a, const Place &at, const Distance &distance,
+                                      HeadSums &head_sums) {
   const int lane = threadIdx.x % 32;
   if (a.program.head_sums[FA_CUDA_ALIBI_SLOPES]) {
-    const float first = float(at.row + lane % 4 * 2 + band.k_end - band.q_end - at.column - lane / 4);
+    const float first = float(distance.of_origin + at.row + lane % 4 * 2 - at.column - lane / 4);
     float sum = 0;
 #pragma unroll
     for (int n = 0; n < NT; n++)
@@ -242,10 +319,10 @@ __device__ inline void take_gradients(const float (&ds)[1][NT][4], const fa_cuda
     head_sums.of[FA_CUDA_ALIBI_SLOPES] -= sum;
   }
   if (!a.program.dbias.data) return;
-  BiasGradient<typename Kind::Io, 1> dbias(a, at);
-#pragma unroll
-  for (int n = 0; n < NT; n++) dbias.take_transposed(ds[0][n], n, band);
-  dbias.finish_transposed();
+  if (a.program.dbias_step == FA_CUDA_CELLS_ADD_ROWS)
+    add_row(ds, p, a, at);
+  else
+    put_cells<typename Kind::Io>(ds, p, a, at);
 }
 
 }  // namespace hopper

@@ -99,6 +99,10 @@ struct ToldVisit {
 #pragma unroll
     for (int i = 0; i < 6; i++) store_shared(at + BAND_AT + i * 4, uint32_t(words[i]));
   }
+  // Of column 0 from the place beside row 0.
+  __device__ int distance() const {
+    return int(load_shared_word(at + BAND_AT + 12) - load_shared_word(at + BAND_AT + 4));
+  }
   __device__ uint32_t flags() const { return uniform(load_shared_word(at)); }
   __device__ int column() const { return uniform(load_shared_word(at + COLUMN_AT)); }
   __device__ fa_band band() const {
@@ -395,7 +399,8 @@ struct Consumer {
   float o[1][DT][4], fresh[1][DT][4], scores[1][NT][4];
   uint32_t p[Kind::PARTS][PV_STEPS][4], q_held[1][QK_STEPS][4];
   OnlineSoftmax<Kind, 1> softmax;
-  fa_dropout dropout;  // of the tile's head, where there is a program
+  fa_dropout dropout;  // of the tile's head, where there is a program; and its slope
+  float slope;
 
   __device__ Consumer(const fa_cuda_arguments &a, const fa_cuda_maps &maps, const Buffers &buffers,
                       int consumer)
@@ -553,25 +558,34 @@ struct Consumer {
     return unscaling(exponent, operand, visit.column());
   }
 
-  // Where a visit's columns begin, for a program.
-  __device__ int column_of(const Ring<Buffers::STAGES> &stage) const {
-    return Shape::program ? buffers.visit(stage).column() : 0;
+  // Where a visit's columns begin, for a program, and how distances go in its band.
+  struct Told {
+    int column = 0;
+    Distance distance;
+  };
+  __device__ Told told_of(const Ring<Buffers::STAGES> &stage) const {
+    Told told;
+    if constexpr (Shape::program) {
+      told.column = buffers.visit(stage).column();
+      told.distance = {slope, buffers.visit(stage).distance()};
+    }
+    return told;
   }
 
   // Products of the visit at a stage of k become exponentials, and that is empty; num_columns_of(band, column) is
-  // asked only where rows do not see all. program_column: column_of.
+  // asked only where rows do not see all.
   template <class NumColumnsOf>
-  __device__ bool make_exponentials(uint32_t flags, const Ring<Buffers::STAGES> &stage, int program_column,
+  __device__ bool make_exponentials(uint32_t flags, const Ring<Buffers::STAGES> &stage, const Told &told,
                                     float unscale, NumColumnsOf num_columns_of) {
     const ToldVisit visit = buffers.visit(stage);
     const uint32_t empty = buffers.k(stage.stage).empty;
     int num_columns = Shape::block_k;
     if constexpr (!Shape::program) barrier_arrive_warp(empty);
     finish_scores<Kind, 1, NT>(scores, a.score, unscale);
-    const Place at = {tile.batch, tile.head, first_row, program_column};
+    const Place at = {tile.batch, tile.head, first_row, told.column};
     if constexpr (Shape::program) {
       add_to_visit<typename Kind::Io, typename Buffers::BiasTile, false>(
-          scores[0], a, [&] { return visit.band(); }, at, buffers.bias(stage.stage), warp_row, 0);
+          scores[0], a, told.distance, at, buffers.bias(stage.stage), warp_row, 0);
       barrier_arrive_warp(empty);
     }
     if (!__any_sync(~0u, flags & ToldVisit::sees_all(consumer))) {
@@ -613,7 +627,7 @@ struct Consumer {
       wgmma_wait<0>(scores[0]);
       // With a causal band, the warp's rows see no more than the first columns of this block.
       const bool moved =
-          make_exponentials(flags, ring, column_of(ring), of_scores, [&](const fa_band &band, int column) {
+          make_exponentials(flags, ring, told_of(ring), of_scores, [&](const fa_band &band, int column) {
             return fa_band_columns(band, {first_row, first_row + 16}).end - column;
           });
       if (moved && begun) softmax.rescale_rows(o);
@@ -635,9 +649,9 @@ struct Consumer {
         told = buffers.visit(next).flags();
         of_scores = unscaling(exponent_q, a.k, buffers.visit(next));
         const float of_next_o = unscaling(P_EXPONENT, a.v, buffers.visit(next));
-        const int program_column = column_of(next);
+        const Told of_program = told_of(next);
         wgmma_wait<1>(scores[0]);
-        const bool moved = make_exponentials(flags, next, program_column, of_scores, [](const fa_band &, int) {
+        const bool moved = make_exponentials(flags, next, of_program, of_scores, [](const fa_band &, int) {
           return int(Shape::block_k);
         });
         finish_o(v, of_o);
@@ -702,8 +716,10 @@ struct Consumer {
     kv_head = kv_head_of(a, tile.head);
     visited = 0, exponent_q = 0;
     softmax = OnlineSoftmax<Kind, 1>();
-    if constexpr (Shape::program)
+    if constexpr (Shape::program) {
+      slope = number_of_head(a.program, FA_CUDA_ALIBI_SLOPES, {tile.batch, tile.head, 0, 0}, 0);
       if (a.program.dropout_threshold > 0) dropout = dropout_of(a.program, tile.batch, tile.head);
+    }
     barrier_wait(q.full, q_ring.phase);
   }
 
@@ -787,7 +803,7 @@ constexpr fa_cuda_kernel row(const char *name) {
           .block_k = Shape::block_k,
           .num_threads = Shape::num_threads,
           .shared_bytes = ForwardBuffers<Kind, Shape, GENERAL>::BYTES,
-          .takes = Shape::program ? FA_CUDA_ALL_NEEDS & ~FA_CUDA_NEEDS_WIDE_BIAS
+          .takes = Shape::program ? FA_CUDA_ALL_NEEDS & ~FA_CUDA_NEEDS_SINGLE_CELLS
                    : GENERAL      ? FA_CUDA_MASK_NEEDS
                                   : FA_CUDA_PLAIN_NEEDS,
           .mapped = true,

@@ -44,7 +44,7 @@ typedef struct fa_cuda_block_plan {
 
 /* How a product q·k becomes a score: factor * f(q·k), factor > 0, where f is one of these. Where a program acts
  * on scores, these are in registers what they are, for every kind: then factor is 1 for the kinds whose scores
- * it would be due, and the program's has its place, unless the program adds nothing. */
+ * it would be due, and the program's has its place, if the program adds numbers. */
 typedef enum fa_cuda_score_form {
   FA_CUDA_SCORE_PLAIN,   /* x */
   FA_CUDA_SCORE_NEGATED, /* -x: the scale is negative */
@@ -61,7 +61,8 @@ typedef struct fa_cuda_score {
 typedef struct fa_cuda_cells {
   void *data; /* NULL: there are none */
   fa_dtype dtype;
-  int32_t in_pairs; /* the numbers of an even column and the next lie at a multiple of their size */
+  /* The numbers of an even column and the next lie at a multiple of their size; those of four likewise. */
+  int32_t in_pairs, in_fours;
   int64_t stride_batch, stride_head, stride_row;
 } fa_cuda_cells;
 
@@ -246,7 +247,9 @@ enum {
   FA_CUDA_NEEDS_SINKS = 1 << 2,
   FA_CUDA_NEEDS_BANDS = 1 << 3,
   FA_CUDA_NEEDS_PROGRAM = 1 << 4,     /* see fa_cuda_program */
-  FA_CUDA_NEEDS_WIDE_BIAS = 1 << 5,   /* a bias of f32 beside q of 16 bits, one number a score */
+  /* Beside q of 16 bits a bias of f32 with a number for each score; or gradients of 16 bits by such numbers, of which
+   * each is added to only where a band shows it. */
+  FA_CUDA_NEEDS_SINGLE_CELLS = 1 << 5,
   FA_CUDA_NEEDS_LENGTHS = 1 << 6,     /* kernels that take bands take each length as a band */
   FA_CUDA_NEEDS_PAGES = 1 << 7,       /* only kernels for few rows take these */
   FA_CUDA_ALL_NEEDS = (1 << 7) - 1,

@@ -236,15 +236,16 @@ __device__ inline void store_number(float *to, float x) { *to = x; }
 __device__ inline void store_number(__half *to, float x) { *to = __float2half_rn(x); }
 __device__ inline void store_number(__nv_bfloat16 *to, float x) { *to = __float2bfloat16_rn(x); }
 
-// Transposes words among the four lanes that share a row: word i of lane l goes to word l of lane i.
+// Transposes words among four lanes, neighbours or so many lanes APART: word i of lane l goes to word l of lane i.
+template <int APART = 1>
 __device__ inline void transpose_quad(uint32_t (&words)[4]) {
 #pragma unroll
   for (int step = 1; step <= 2; step *= 2) {
-    const bool upper = threadIdx.x & step;
+    const bool upper = threadIdx.x & step * APART;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       if (i & step) continue;
-      const uint32_t got = __shfl_xor_sync(~0u, upper ? words[i] : words[i + step], step);
+      const uint32_t got = __shfl_xor_sync(~0u, upper ? words[i] : words[i + step], step * APART);
       (upper ? words[i] : words[i + step]) = got;
     }
   }

@@ -14,6 +14,9 @@ typedef struct fa_words {
 } fa_words;
 
 FA_MASK_FUNCTION fa_words fa_philox(fa_words counter, uint32_t key, int num_rounds) {
+#ifdef __CUDACC__
+#pragma unroll
+#endif
   for (int i = 0; i < num_rounds; i++, key += (uint32_t)FA_PHILOX_WEYL) {
     const uint64_t product = (uint64_t)counter.x[0] * (uint32_t)FA_PHILOX_MULTIPLIER;
     counter.x[0] = (uint32_t)(product >> 32) ^ key ^ counter.x[1];
