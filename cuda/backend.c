@@ -199,8 +199,8 @@ static uint32_t needs_of(const fa_problem *p) {
 
 /* What stood in the way where kernels fit the head_dim and the device, but none took these needs as well. */
 static fa_status no_kernel_takes(uint32_t needs, const fa_plan *plan, fa_error *error) {
-  const char *const names[] = {"window",  "softcap",     "num_sinks", "bands", program_of(&plan->problem),
-                               "bias",    "key_lengths", "page_table"};
+  const char *const names[] = {"window", "softcap",     "num_sinks", "bands", program_of(&plan->problem),
+                               "bias",   "key_lengths", "page_table"};
   int first = 0;
   while (!(needs >> first & 1)) first++;
   return fa_fail(error, FA_STATUS_UNSUPPORTED, names[first],
@@ -453,14 +453,13 @@ static fa_cuda_cells cells_of(const fa_problem *p, int id, const fa_tensors *t) 
   void *data = fa_tensor_get(t, id)->data;
   const int64_t columns = shape.dims[shape.rank - 1];
   const size_t bytes = fa_dtype_bytes(shape.dtype);
-  return (fa_cuda_cells){
-      .data = data,
-      .dtype = shape.dtype,
-      .in_pairs = columns % 2 == 0 && (uintptr_t)data % (2 * bytes) == 0,
-      .in_fours = columns % 4 == 0 && (uintptr_t)data % (4 * bytes) == 0,
-      .stride_batch = stride_along(p, id, FA_AXIS_BATCH),
-      .stride_head = stride_along(p, id, FA_AXIS_NUM_HEADS),
-      .stride_row = stride_along(p, id, FA_AXIS_SEQLEN_Q)};
+  return (fa_cuda_cells){.data = data,
+                         .dtype = shape.dtype,
+                         .in_pairs = columns % 2 == 0 && (uintptr_t)data % (2 * bytes) == 0,
+                         .in_fours = columns % 4 == 0 && (uintptr_t)data % (4 * bytes) == 0,
+                         .stride_batch = stride_along(p, id, FA_AXIS_BATCH),
+                         .stride_head = stride_along(p, id, FA_AXIS_NUM_HEADS),
+                         .stride_row = stride_along(p, id, FA_AXIS_SEQLEN_Q)};
 }
 
 /* f32 sums [batches, num_heads, num_rows, num_columns], of which kernels see those of a single batch or head as
@@ -874,8 +873,8 @@ static fa_status enqueue(const fa_plan *plan, const fa_cuda_kernel *kernel, void
   return (plan->pass == FA_PASS_FORWARD ? launch_forward : launch_backward)(kernel, job, stream, error);
 }
 
-/* The bias of a program's kernel, of which a backward reads a row that all rows share without a map. False where
- * no map can describe it. */
+/* The bias of a program's kernel, of which a backward reads a row that all rows share without a map. False
+ * where no map can describe it. */
 static bool map_bias(const fa_problem *p, const fa_cuda_kernel *kernel, bool backward, cuda_job *job) {
   fa_cuda_program *program = &job->arguments.program;
   const fa_cuda_cells *bias = &program->bias;

@@ -97,8 +97,8 @@ __device__ inline __attribute__((always_inline)) void consume_blocks(
   // its scores. (With more products running across the loop's end, ptxas runs none in the background.) The only
   // step of a column block counts as its last and multiplies its dq twice: an instance of its own would make
   // ptxas spill numbers of the loop.
-  auto do_step = [&](const Work &work, Step step, auto is_first, auto is_last,
-                     bool alone = false) __attribute__((always_inline)) {
+  auto do_step = [&](const Work &work, Step step, auto is_first, auto is_last, bool alone = false)
+      __attribute__((always_inline)) {
     constexpr bool IS_FIRST = decltype(is_first)::value, IS_LAST = decltype(is_last)::value;
     const auto visit = work.consumers_visit(a, step, buffers.visit(steps));
     const int first_column = work.columns.begin + consumer * 64;

@@ -75,17 +75,24 @@ struct Work<Shape, true> : ColumnWork<Shape, true> {
   __device__ bool heard_see_all(uint32_t told, int column) const {
     return load_shared_word(told + 32) >> (column - this->columns.begin) / PART & 1;
   }
-  // Puts down the band, the head and the first row, and a bit for each part whose columns are seen by all rows.
+  // Puts down a bit for each part whose columns are seen by all rows, and, where somebody looks at them, the
+  // band, the head and the first row.
   __device__ void tell_visit(const fa_cuda_arguments &a, const Visit &visit, uint32_t to) const {
+    constexpr uint32_t ALL = (1 << Shape::block_k / PART) - 1;
     const fa_band &band = visit.band;
-    uint32_t see_all = 0;
-#pragma unroll
-    for (int part = 0; part < Shape::block_k / PART; part++) {
-      const int column = this->columns.begin + part * PART;
-      see_all |= see_all_in_band<true>(a, band, visit.rows, {column, column + PART}) << part;
+    const int first = this->columns.begin;
+    uint32_t see_all = ALL;
+    if (!see_all_in_band<true>(a, band, visit.rows, {first, first + Shape::block_k})) {
+      see_all = 0;
+#pragma unroll 1
+      for (int column = 0; column < Shape::block_k; column += PART)
+        see_all |= see_all_in_band<true>(a, band, visit.rows, {first + column, first + column + PART})
+                   << column / PART;
     }
-    store_shared(to, make_uint4(band.q_begin, band.q_end, band.k_begin, band.k_end));
-    store_shared(to + 16, make_uint4(band.left, band.right, visit.head, visit.rows.begin));
+    if (Shape::program || see_all != ALL) {
+      store_shared(to, make_uint4(band.q_begin, band.q_end, band.k_begin, band.k_end));
+      store_shared(to + 16, make_uint4(band.left, band.right, visit.head, visit.rows.begin));
+    }
     store_shared(to + 32, see_all);
   }
 };
@@ -563,7 +570,8 @@ constexpr fa_cuda_kernel row_of_kernel(const char *name, const void *main) {
                         .block_k = Shape::block_k,
                         .num_threads = Shape::num_threads,
                         .shared_bytes = Buffers::BYTES,
-                        .takes = Shape::program     ? FA_CUDA_ALL_NEEDS & ~(FA_CUDA_NEEDS_SOFTCAP | FA_CUDA_NEEDS_SINGLE_CELLS)
+                        .takes = Shape::program
+                                     ? FA_CUDA_ALL_NEEDS & ~(FA_CUDA_NEEDS_SOFTCAP | FA_CUDA_NEEDS_SINGLE_CELLS)
                                  : Buffers::general ? FA_CUDA_MASK_NEEDS
                                                     : FA_CUDA_PLAIN_NEEDS,
                         .row_warps = 1,

@@ -1,6 +1,6 @@
-// A program's work on scores in Hopper's kernels, whose producers bring the bias of a visit to shared memory, in
-// the stage of k (forward) or of q (backward). A bias that no tensor map can describe is left to the portable
-// kernels, and so is one of f32 whose rows differ, for whose tiles there is no room.
+// A program's work on scores in Hopper's kernels, whose producers bring the bias of a visit to shared memory,
+// in the stage of k (forward) or of q (backward). A bias that no tensor map can describe is left to the
+// portable kernels, and so is one of f32 whose rows differ, for whose tiles there is no room.
 #pragma once
 
 #include "hopper.cuh"
@@ -39,8 +39,8 @@ struct BiasTile {
     const fa_cuda_cells &bias = program.bias;
     for (int box = 0; box < program.bias_boxes; box++)
       load_box(to + box * (bias.stride_row ? BOX_BYTES : ROW_BOX_BYTES), map, barrier,
-               column + box * program.bias_box_columns, bias.stride_row ? first : 0, bias.stride_head ? head : 0,
-               bias.stride_batch ? batch : 0);
+               column + box * program.bias_box_columns, bias.stride_row ? first : 0,
+               bias.stride_head ? head : 0, bias.stride_batch ? batch : 0);
   }
 };
 
@@ -97,7 +97,8 @@ __device__ inline void for_each_bias(uint32_t tile, int row, int column, Visit v
         if constexpr (TRANSPOSED)
           words[i] = load_shared_word(at(n * 8 + lane % 4 * 2 + i % 2, lane / 16 * 4 + i / 2 * 8)) & first;
         else if (i % 2 == 0)
-          words[i] = load_shared_word(at(lane / 4 + i / 2 * 8, n * 8 + lane % 4 / 2 * 4)) & (first | first << 8);
+          words[i] =
+              load_shared_word(at(lane / 4 + i / 2 * 8, n * 8 + lane % 4 / 2 * 4)) & (first | first << 8);
       }
       if constexpr (!TRANSPOSED)
         for (int i = 0; i < 4; i += 2) words[i + 1] = words[i] & first << 8, words[i] &= first;
@@ -139,18 +140,19 @@ __device__ inline void for_each_shared_bias(const fa_cuda_arguments &a, const Pl
   }
 }
 
-// How what is added to a visit's scores goes by their places: the head's slope, and the distance of column 0 from
-// the place beside row 0, in the visit's band.
+// How what is added to a visit's scores goes by their places: the head's slope, and the distance of column 0
+// from the place beside row 0, in the visit's band.
 struct Distance {
   float slope = 0;
   int of_origin = 0;
 };
 
-// A visit's products with what is added to them. tile: its bias, where the accumulator's first element lies at row
-// and column.
+// A visit's products with what is added to them. tile: its bias, where the accumulator's first element lies at
+// row and column.
 template <class Io, class Tile, bool TRANSPOSED, int NT>
-__device__ inline void add_to_visit(float (&scores)[NT][4], const fa_cuda_arguments &a, const Distance &distance,
-                                    const Place &at, uint32_t tile, int row, int column) {
+__device__ inline void add_to_visit(float (&scores)[NT][4], const fa_cuda_arguments &a,
+                                    const Distance &distance, const Place &at, uint32_t tile, int row,
+                                    int column) {
   const fa_cuda_program &program = a.program;
   if (!program.adds) return;
   const int lane = threadIdx.x % 32;
@@ -183,9 +185,9 @@ __device__ inline void add_to_visit(float (&scores)[NT][4], const fa_cuda_argume
 
 // ---- the backward, transposed ------------------------------------------------------------------------------
 
-// Scores become probabilities, of which those that are dropped are 0 and the others due the program's kept_factor,
-// as an operand; the probabilities themselves take the scores' place, negative where they are dropped. There is no
-// softcap.
+// Scores become probabilities, of which those that are dropped are 0 and the others due the program's
+// kept_factor, as an operand; the probabilities themselves take the scores' place, negative where they are
+// dropped. There is no softcap.
 template <class Kind, int NT>
 __device__ inline void make_transposed_p_by_program(float (&scores)[1][NT][4],
                                                     uint32_t (&operand)[Kind::PARTS][NT / 2][4],
@@ -252,8 +254,8 @@ __device__ inline void put_four(T *to, const float (&x)[4], bool) {
   *reinterpret_cast<uint2 *>(to) = make_uint2(pack(T(), x[0], x[1]), pack(T(), x[2], x[3]));
 }
 
-// Stores or adds the gradient by a bias that has a number for each cell: four neighbours of a row at a time, which
-// are much less work for the cache than four numbers. Cells that are hidden get 0. p: as it was made.
+// Stores or adds the gradient by a bias that has a number for each cell: four neighbours of a row at a time,
+// which are much less work for the cache than four numbers. Cells that are hidden get 0. p: as it was made.
 template <class Io, int NT>
 __device__ inline void put_cells(const float (&ds)[1][NT][4], const float (&p)[1][NT][4],
                                  const fa_cuda_arguments &a, const Place &at) {
@@ -273,8 +275,7 @@ __device__ inline void put_cells(const float (&ds)[1][NT][4], const float (&p)[1
           // Of a column these are rows i, i + 1, i + 8 and i + 9.
           uint32_t words[4];
 #pragma unroll
-          for (int i = 0; i < 4; i++)
-            words[i] = __float_as_uint(shown_ds(ds, p, n + i / 2, half * 2 + i % 2));
+          for (int i = 0; i < 4; i++) words[i] = __float_as_uint(shown_ds(ds, p, n + i / 2, half * 2 + i % 2));
           transpose_quad<4>(words);
           const float x[4] = {__uint_as_float(words[0]), __uint_as_float(words[1]), __uint_as_float(words[2]),
                               __uint_as_float(words[3])};
@@ -314,8 +315,7 @@ __device__ inline void take_gradients(const float (&ds)[1][NT][4], const float (
 #pragma unroll
     for (int n = 0; n < NT; n++)
 #pragma unroll
-      for (int i = 0; i < 4; i++)
-        sum = fmaf(ds[0][n][i], fabsf(first + float(n * 8 + i % 2 - i / 2 * 8)), sum);
+      for (int i = 0; i < 4; i++) sum = fmaf(ds[0][n][i], fabsf(first + float(n * 8 + i % 2 - i / 2 * 8)), sum);
     head_sums.of[FA_CUDA_ALIBI_SLOPES] -= sum;
   }
   if (!a.program.dbias.data) return;

@@ -81,11 +81,11 @@ __device__ inline ForwardTile tile_of(const fa_cuda_arguments &a, uint32_t index
 // ---- visits, where there are bands -------------------------------------------------------------------------
 
 // The producer goes through a tile's visits and tells the consumers what they need of each, in shared memory:
-// flags, for each consumer whether its rows see any of the columns and whether they see all of them; those of the
-// next visit, which are wanted as soon as it comes, and whether there is one; where its columns begin; and the
-// band, at which consumers look only where they do not see all.
+// flags, for each consumer whether its rows see any of the columns and whether they see all of them; those of
+// the next visit, which are wanted as soon as it comes, and whether there is one; where its columns begin; for
+// programs, how distances go in the band; and where rows do not see all, the band itself.
 struct ToldVisit {
-  static constexpr int COLUMN_AT = 4, BAND_AT = 8, BYTES = 32;
+  static constexpr int COLUMN_AT = 4, BAND_AT = 8, DISTANCE_AT = 32, BYTES = 36;
   static constexpr int NEXT = 8;  // the next visit's flags stand so many bits further on
   static constexpr uint32_t LAST = 1;
   __device__ static constexpr uint32_t sees_any(int consumer) { return 2 << consumer * 2; }
@@ -100,9 +100,10 @@ struct ToldVisit {
     for (int i = 0; i < 6; i++) store_shared(at + BAND_AT + i * 4, uint32_t(words[i]));
   }
   // Of column 0 from the place beside row 0.
-  __device__ int distance() const {
-    return int(load_shared_word(at + BAND_AT + 12) - load_shared_word(at + BAND_AT + 4));
+  __device__ void tell_distance(const fa_band &band) const {
+    store_shared(at + DISTANCE_AT, uint32_t(band.k_end - band.q_end));
   }
+  __device__ int distance() const { return load_shared_word(at + DISTANCE_AT); }
   __device__ uint32_t flags() const { return uniform(load_shared_word(at)); }
   __device__ int column() const { return uniform(load_shared_word(at + COLUMN_AT)); }
   __device__ fa_band band() const {
@@ -113,46 +114,71 @@ struct ToldVisit {
   }
 };
 
-// What the visit shows to each consumer's rows.
+// Tells a tile's visits. Most of them are seen by all rows, which is quickly found out, and then nobody looks
+// at the band: the producer has about a thousand cycles for a visit, and many a lot of instructions takes ten.
 template <class Shape>
-__device__ inline uint32_t flags_of(const fa_band &band, Range rows, Range columns) {
-  uint32_t flags = 0;
+struct Teller {
+  Range whole = {0, 0};  // the columns that all rows of the tile see in a band
+  int number = -1;       // of that band
+  uint32_t all = 0;      // the flags of a visit that is seen by all consumers that have rows
+  uint32_t flags;        // of the visit that is told next
+
+  template <class Visits>
+  __device__ explicit Teller(const Visits &visits) {
 #pragma unroll
-  for (int consumer = 0; consumer < Shape::num_consumers; consumer++) {
-    const Range own = {rows.begin + consumer * 64, min(rows.begin + consumer * 64 + 64, rows.end)};
-    const Range seen = overlap(seen_in_band<true>(band, own), columns);
-    if (seen.begin >= seen.end) continue;
-    flags |= ToldVisit::sees_any(consumer);
-    if (own.begin >= band.q_begin && own.end <= band.q_end && columns.begin >= band.k_begin &&
-        fa_band_sees_all(band, own, columns))
-      flags |= ToldVisit::sees_all(consumer);
+    for (int consumer = 0; consumer < Shape::num_consumers; consumer++)
+      if (visits.own.begin + consumer * 64 < visits.own.end)
+        all |= ToldVisit::sees_any(consumer) | ToldVisit::sees_all(consumer);
+    flags = flags_of(visits);
   }
-  return flags;
-}
 
-template <class Shape, class Visits>
-__device__ inline uint32_t flags_of(const Visits &visits) {
-  if (visits.done()) return 0;
-  return flags_of<Shape>(visits.band, visits.own, {visits.begin, visits.begin + Shape::block_k});
-}
-
-// Tells the visit, whose flags these are, and goes on to the next and its flags; true where there is none: of a
-// tile that sees nothing too, which thus has one visit that nobody takes.
-template <class Shape, class Visits>
-__device__ inline bool tell_visit(Visits &visits, uint32_t &flags, int &column, const ToldVisit &to) {
-  column = 0;
-  if (!visits.done()) {
-    column = visits.begin;
-    to.tell_band(visits.band);
-    visits.advance();
+  // Tells the visit and goes on to the next; true where there is none: of a tile that sees nothing too, which
+  // thus has one visit that nobody takes.
+  template <class Visits>
+  __device__ bool tell(Visits &visits, int &column, const ToldVisit &to) {
+    column = 0;
+    if (!visits.done()) {
+      column = visits.begin;
+      if (flags != all) to.tell_band(visits.band);
+      if (Shape::program) to.tell_distance(visits.band);
+      visits.advance();
+    }
+    const bool last = visits.done();
+    const uint32_t next = flags_of(visits);
+    to.tell_column(column);
+    to.tell_flags(flags | next << ToldVisit::NEXT | (last ? ToldVisit::LAST : 0));
+    flags = next;
+    return last;
   }
-  const bool last = visits.done();
-  const uint32_t next = flags_of<Shape>(visits);
-  to.tell_column(column);
-  to.tell_flags(flags | next << ToldVisit::NEXT | (last ? ToldVisit::LAST : 0));
-  flags = next;
-  return last;
-}
+
+ private:
+  template <class Visits>
+  __device__ uint32_t flags_of(const Visits &visits) {
+    if (visits.done()) return 0;
+    const fa_band &band = visits.band;
+    const Range &rows = visits.own;
+    if (visits.number != number) {
+      number = visits.number;
+      whole = {max(band.k_begin, fa_band_columns(band, {rows.end - 1, rows.end}).begin),
+               fa_band_columns(band, {rows.begin, rows.begin + 1}).end};
+      if (rows.begin < band.q_begin || rows.end > band.q_end) whole.end = whole.begin;
+    }
+    const Range columns = {visits.begin, visits.begin + Shape::block_k};
+    if (columns.begin >= whole.begin && columns.end <= whole.end) return all;
+    uint32_t some = 0;
+#pragma unroll 1
+    for (int consumer = 0; consumer < Shape::num_consumers; consumer++) {
+      const Range own = {rows.begin + consumer * 64, min(rows.begin + consumer * 64 + 64, rows.end)};
+      const Range seen = overlap(seen_in_band<true>(band, own), columns);
+      if (seen.begin >= seen.end) continue;
+      some |= ToldVisit::sees_any(consumer);
+      if (own.begin >= band.q_begin && own.end <= band.q_end && columns.begin >= band.k_begin &&
+          fa_band_sees_all(band, own, columns))
+        some |= ToldVisit::sees_all(consumer);
+    }
+    return some;
+  }
+};
 
 // Shared memory: the stages of q, of k and of v, then a barrier for each stage being full and one for its being
 // empty; for each stage of v, where that is a tile's last, which tile comes next; and visits. Of these there
@@ -280,10 +306,10 @@ struct Producer {
                                     fa_cuda_block_plan &next_plan) {
     const int kv_head = kv_head_of(a, tile.head);
     Visits<true, true, Shape::block_k, !Kind::SCALED> visits(a, tile.batch, plan, tile.rows);
-    uint32_t flags = flags_of<Shape>(visits);
+    Teller<Shape> teller(visits);
     for (bool last = false; !last;) {
       int column;
-      last = tell_visit<Shape>(visits, flags, column, buffers.visit(ring));
+      last = teller.tell(visits, column, buffers.visit(ring));
       if (last) take_next();
       load_columns(tile, kv_head, column, last, next, next_plan);
     }
@@ -572,8 +598,8 @@ struct Consumer {
     return told;
   }
 
-  // Products of the visit at a stage of k become exponentials, and that is empty; num_columns_of(band, column) is
-  // asked only where rows do not see all.
+  // Products of the visit at a stage of k become exponentials, and that is empty; num_columns_of(band, column)
+  // is asked only where rows do not see all.
   template <class NumColumnsOf>
   __device__ bool make_exponentials(uint32_t flags, const Ring<Buffers::STAGES> &stage, const Told &told,
                                     float unscale, NumColumnsOf num_columns_of) {
@@ -600,8 +626,8 @@ struct Consumer {
   }
 
   // Goes through the tile's visits. Where those of other consumers come between, the product that is due is
-  // made first. True where it leaves o's last product due; then of_o is what to multiply that with. What is told of
-  // a visit is read while its scores are computed, and the next one's flags with it.
+  // made first. True where it leaves o's last product due; then of_o is what to multiply that with. What is
+  // told of a visit is read while its scores are computed, and the next one's flags with it.
   __device__ bool go_through_visits(Stage q, float &of_o) {
     const BoxOperand<QTile, true> q_rows(q.tile, consumer * 64);
     uint32_t told = next_visit(ring), flags = told;
@@ -651,9 +677,8 @@ struct Consumer {
         const float of_next_o = unscaling(P_EXPONENT, a.v, buffers.visit(next));
         const Told of_program = told_of(next);
         wgmma_wait<1>(scores[0]);
-        const bool moved = make_exponentials(flags, next, of_program, of_scores, [](const fa_band &, int) {
-          return int(Shape::block_k);
-        });
+        const bool moved = make_exponentials(flags, next, of_program, of_scores,
+                                             [](const fa_band &, int) { return int(Shape::block_k); });
         finish_o(v, of_o);
         if (moved) softmax.rescale_rows(o);
         convert<Kind>(p, scores, 1 << P_EXPONENT);
@@ -837,9 +862,9 @@ const fa_cuda_kernel FA_JOIN(fa_hopper_forward_, FA_KIND)[] = {
     ROW("/d128", 128, 64, 2, 1, 240, 24),
 #else
     ROW("/d64", 64, 128, 3, 2, 160, 32),
-    PROGRAM_ROW("/d64", 64, 128, 2, 2, 240, 24),
+    PROGRAM_ROW("/d64", 64, 128, 2, 2, 216, 72),
     ROW("/d128", 128, 128, 2, 2, 240, 24, true),
-    PROGRAM_ROW("/d128", 128, 128, 2, 1, 240, 24),
+    PROGRAM_ROW("/d128", 128, 128, 2, 1, 224, 56),
     ROW("/d192", 192, 112, 2, 1, 240, 24),
     ROW("/d256", 256, 80, 2, 1, 240, 24),
     PROGRAM_ROW("/d256", 256, 64, 2, 1, 240, 24),

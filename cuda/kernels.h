@@ -88,7 +88,8 @@ typedef struct fa_cuda_program {
   float factor; /* of f(q·k), where score.factor does not hold it: see fa_cuda_score */
   fa_cuda_cells of_heads[FA_CUDA_NUM_HEAD_NUMBERS];
   fa_cuda_cells bias; /* [batch or 1, num_heads or 1, rows or 1, seqlen_k] */
-  /* Of the bias's map: a visit's numbers are so many boxes of 128 bytes of each row; 0: they come without it. */
+  /* Of the bias's map: a visit's numbers are so many boxes of 128 bytes of each row; 0: they come without it.
+   */
   int32_t bias_boxes, bias_box_columns;
   fa_cuda_cells dbias;
   fa_cuda_cell_step dbias_step;
@@ -179,8 +180,8 @@ typedef struct fa_cuda_plans {
 
 /* Tensors as tensor maps {head_dim, seqlen, heads, batch}, with boxes of 128 bytes of block_q (q, dout),
  * block_k (k, v) or 16 (out: o or dq) rows: the second argument of the kernels that read by them. Of f32
- * tensors they are the copies, whose parts are further batches, but the forward's q is the caller's. The bias is
- * {seqlen_k, rows, heads, batch}, with boxes of block_q rows, or of the only one. */
+ * tensors they are the copies, whose parts are further batches, but the forward's q is the caller's. The bias
+ * is {seqlen_k, rows, heads, batch}, with boxes of block_q rows, or of the only one. */
 typedef struct fa_cuda_maps {
   CUtensorMap q, k, v, dout, out, bias;
 } fa_cuda_maps;
@@ -246,12 +247,12 @@ enum {
   FA_CUDA_NEEDS_SOFTCAP = 1 << 1,
   FA_CUDA_NEEDS_SINKS = 1 << 2,
   FA_CUDA_NEEDS_BANDS = 1 << 3,
-  FA_CUDA_NEEDS_PROGRAM = 1 << 4,     /* see fa_cuda_program */
-  /* Beside q of 16 bits a bias of f32 with a number for each score; or gradients of 16 bits by such numbers, of which
-   * each is added to only where a band shows it. */
+  FA_CUDA_NEEDS_PROGRAM = 1 << 4, /* see fa_cuda_program */
+  /* Beside q of 16 bits a bias of f32 with a number for each score; or gradients of 16 bits by such numbers, of
+   * which each is added to only where a band shows it. */
   FA_CUDA_NEEDS_SINGLE_CELLS = 1 << 5,
-  FA_CUDA_NEEDS_LENGTHS = 1 << 6,     /* kernels that take bands take each length as a band */
-  FA_CUDA_NEEDS_PAGES = 1 << 7,       /* only kernels for few rows take these */
+  FA_CUDA_NEEDS_LENGTHS = 1 << 6, /* kernels that take bands take each length as a band */
+  FA_CUDA_NEEDS_PAGES = 1 << 7,   /* only kernels for few rows take these */
   FA_CUDA_ALL_NEEDS = (1 << 7) - 1,
   FA_CUDA_PLAIN_NEEDS = FA_CUDA_NEEDS_WINDOW | FA_CUDA_NEEDS_SOFTCAP | FA_CUDA_NEEDS_SINKS,
   FA_CUDA_MASK_NEEDS = FA_CUDA_PLAIN_NEEDS | FA_CUDA_NEEDS_BANDS | FA_CUDA_NEEDS_LENGTHS,

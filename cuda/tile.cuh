@@ -236,7 +236,8 @@ __device__ inline void store_number(float *to, float x) { *to = x; }
 __device__ inline void store_number(__half *to, float x) { *to = __float2half_rn(x); }
 __device__ inline void store_number(__nv_bfloat16 *to, float x) { *to = __float2bfloat16_rn(x); }
 
-// Transposes words among four lanes, neighbours or so many lanes APART: word i of lane l goes to word l of lane i.
+// Transposes words among four lanes, neighbours or so many lanes APART: word i of lane l goes to word l of lane
+// i.
 template <int APART = 1>
 __device__ inline void transpose_quad(uint32_t (&words)[4]) {
 #pragma unroll

@@ -357,8 +357,8 @@ static void check_on_cpu(call *c) {
 /* ---- all of it ----------------------------------------------------------------------------------------------
  */
 
-/* Whether dq is added to in order, asked for or not: by the kernels of f32 for Hopper, where there are three column
- * blocks for each multiprocessor. */
+/* Whether dq is added to in order, asked for or not: by the kernels of f32 for Hopper, where there are three
+ * column blocks for each multiprocessor. */
 static bool adds_in_order(const call *c) {
   enum { MOST_KEYS_A_BLOCK = 128 };
   fa_device_info info;
