@@ -873,8 +873,8 @@ static fa_status enqueue(const fa_plan *plan, const fa_cuda_kernel *kernel, void
   return (plan->pass == FA_PASS_FORWARD ? launch_forward : launch_backward)(kernel, job, stream, error);
 }
 
-/* The bias of a program's kernel, of which a backward reads a row that all rows share without a map. False
- * where no map can describe it. */
+/* The map of a bias, for a program's kernel. False where the kernel needs it and no map can describe the bias;
+ * a row that all rows share is read without one, too. */
 static bool map_bias(const fa_problem *p, const fa_cuda_kernel *kernel, bool backward, cuda_job *job) {
   fa_cuda_program *program = &job->arguments.program;
   const fa_cuda_cells *bias = &program->bias;
@@ -891,7 +891,7 @@ static bool map_bias(const fa_problem *p, const fa_cuda_kernel *kernel, bool bac
                                  .aligned = (uintptr_t)bias->data % 16 == 0 && row * bytes % 16 == 0};
   if (!fa_cuda_tensor_map_init(&job->maps.bias, &cells, bias->dtype, is_one_row ? 1 : p->seqlen_q,
                                bias->stride_batch ? p->batch : 1, is_one_row ? 1 : kernel->block_q))
-    return false;
+    return is_one_row;
   program->bias_box_columns = (int32_t)(128 / bytes);
   program->bias_boxes = (int32_t)fa_divide_up(kernel->block_k, program->bias_box_columns);
   return true;

@@ -1,6 +1,6 @@
 // A program's work on scores in Hopper's kernels, whose producers bring the bias of a visit to shared memory,
-// in the stage of k (forward) or of q (backward). A bias that no tensor map can describe is left to the
-// portable kernels, and so is one of f32 whose rows differ, for whose tiles there is no room.
+// in the stage of k (forward) or of q (backward). A bias whose rows differ and that no tensor map can describe
+// is left to the portable kernels, and so is one of f32, for whose tiles there is no room.
 #pragma once
 
 #include "hopper.cuh"
@@ -111,30 +111,32 @@ __device__ inline void for_each_bias(uint32_t tile, int row, int column, Visit v
 // ---- what is added to scores -------------------------------------------------------------------------------
 
 // The same of a row that all rows share: of the lane's columns, which are two where rows lie along the columns.
-// There it is read from memory.
+// There it is read from memory, and so it is where it has no map.
 template <class Tile, class T, bool TRANSPOSED, int NT, class Visit>
 __device__ inline void for_each_shared_bias(const fa_cuda_arguments &a, const Place &at, uint32_t tile,
                                             Visit visit) {
   const int lane = threadIdx.x % 32;
-  float of_columns[2] = {0, 0};
+  const T *row = numbers_of<const T>(a.program.bias, at.batch, at.head);
+  auto number = [&](int column) -> float {
+    if (column >= a.window.seqlen_k) return 0;
+    if constexpr (is_flag<T>)
+      return __uint_as_float(row[column].flag);
+    else
+      return static_cast<float>(row[column]);
+  };
   if constexpr (TRANSPOSED) {
-    const T *from = numbers_of<const T>(a.program.bias, at.batch, at.head);
+    const float x = number(at.column + lane / 4), y = number(at.column + lane / 4 + 8);
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
-      const int column = at.column + half * 8 + lane / 4;
-      if (column >= a.window.seqlen_k) continue;
-      if constexpr (is_flag<T>)
-        of_columns[half] = __uint_as_float(from[column].flag);
+    for (int n = 0; n < NT; n++) visit(n, {x, x, y, y});
+  } else {
+#pragma unroll
+    for (int n = 0; n < NT; n++) {
+      const int column = n * 8 + lane % 4 * 2;
+      float2 two;
+      if (a.program.bias_boxes > 0)
+        two = load_shared_two<T>(tile + Tile::template offset_in_row<T>(column));
       else
-        of_columns[half] = static_cast<float>(from[column]);
-    }
-  }
-#pragma unroll
-  for (int n = 0; n < NT; n++) {
-    if constexpr (TRANSPOSED) {
-      visit(n, {of_columns[0], of_columns[0], of_columns[1], of_columns[1]});
-    } else {
-      const float2 two = load_shared_two<T>(tile + Tile::template offset_in_row<T>(n * 8 + lane % 4 * 2));
+        two = {number(at.column + column), number(at.column + column + 1)};
       visit(n, {two.x, two.y, two.x, two.y});
     }
   }

@@ -19,7 +19,8 @@ else ifeq ($(findstring linux,$(TARGET)),)
 test-emulated:
 	@echo "$@: skipped, it finds a thread's shared memory as Linux lays it out"
 else
-EMULATED_RUNS := $(foreach test,attention slices isolation calls,test-emulated-$(test)-80 test-emulated-$(test)-90)
+EMULATED_RUNS := $(foreach test,attention slices isolation calls,test-emulated-$(test)-80 test-emulated-$(test)-90) \
+                 test-emulated-boxes
 
 .PHONY: test-emulated-hopper test-emulated-itself emulated-programs $(EMULATED_RUNS)
 test-emulated: test-emulated-hopper test-emulated-itself $(EMULATED_RUNS)
@@ -39,6 +40,11 @@ test-emulated-itself: emulated-programs
 test-emulated-attention-80 test-emulated-attention-90: test-emulated-attention-%: emulated-programs
 	@echo "test_attention --device cuda $(EMULATED), emulated sm_$*"
 	@EMULATED_SM=$* $(EMULATED_BUILD)/test/test_attention --device cuda $(EMULATED)
+
+# Biases that only kernels for Hopper copy by tensor maps.
+test-emulated-boxes: emulated-programs
+	@echo "test_attention --device cuda --quick --sweep 0 --name boxes --dtype bf16, emulated sm_90"
+	@EMULATED_SM=90 $(EMULATED_BUILD)/test/test_attention --device cuda --quick --sweep 0 --name boxes --dtype bf16
 
 test-emulated-slices-80 test-emulated-slices-90: test-emulated-slices-%: emulated-programs
 	@echo "test_slices cuda, emulated sm_$*"
