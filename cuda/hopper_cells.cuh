@@ -30,7 +30,7 @@ struct BiasTile {
     return byte / 128 * ROW_BOX_BYTES + byte % 128;
   }
 
-  // By one thread: the bytes that load() brings, and its start. first: the rows' first one.
+  // One thread loads the numbers of a visit, whose first row and column these are; so many bytes arrive.
   __device__ static uint32_t bytes(const fa_cuda_program &program) {
     return program.bias_boxes * 128 * (program.bias.stride_row ? ROWS : 1);
   }

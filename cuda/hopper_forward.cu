@@ -114,8 +114,9 @@ struct ToldVisit {
   }
 };
 
-// Tells a tile's visits. Most of them are seen by all rows, which is quickly found out, and then nobody looks
-// at the band: the producer has about a thousand cycles for a visit, and many a lot of instructions takes ten.
+// Tells a tile's visits. Most of them are seen by all rows: that is quickly found out, and then nobody looks at
+// the band. The producer, a single thread, has some two thousand cycles for a visit, and spends about ten on an
+// instruction.
 template <class Shape>
 struct Teller {
   Range whole = {0, 0};  // the columns that all rows of the tile see in a band
@@ -425,7 +426,8 @@ struct Consumer {
   float o[1][DT][4], fresh[1][DT][4], scores[1][NT][4];
   uint32_t p[Kind::PARTS][PV_STEPS][4], q_held[1][QK_STEPS][4];
   OnlineSoftmax<Kind, 1> softmax;
-  fa_dropout dropout;  // of the tile's head, where there is a program; and its slope
+  // Of the tile's head, where there is a program.
+  fa_dropout dropout;
   float slope;
 
   __device__ Consumer(const fa_cuda_arguments &a, const fa_cuda_maps &maps, const Buffers &buffers,
