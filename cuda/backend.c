@@ -532,7 +532,6 @@ static void lay_out_program(const fa_plan *plan, const fa_cuda_kernel *kernel, c
   if (!program_of(p)) return;
   a->program = (fa_cuda_program){.is_there = true,
                                  .factor = 1,
-                                 .adds = is_there(p, FA_TENSOR_BIAS),
                                  .dropout_seed = t->dropout_seed.data,
                                  .dropout_threshold = (uint32_t)(p->dropout * FA_DROPOUT_ONE),
                                  .kept_factor = (float)(1 / (1 - p->dropout)),
@@ -540,7 +539,7 @@ static void lay_out_program(const fa_plan *plan, const fa_cuda_kernel *kernel, c
                                  .first_head = (int32_t)p->origin.head,
                                  .first_row = p->origin.row};
   for (int i = 0; i < FA_CUDA_NUM_HEAD_NUMBERS; i++)
-    if (is_there(p, of_heads[i])) a->program.of_heads[i] = cells_of(p, of_heads[i], t), a->program.adds = true;
+    if (is_there(p, of_heads[i])) a->program.of_heads[i] = cells_of(p, of_heads[i], t);
   if (adds_numbers(p) && !kinds[kind_of(p)].scaled) a->program.factor = a->score.factor, a->score.factor = 1;
   if (is_there(p, FA_TENSOR_BIAS)) a->program.bias = cells_of(p, FA_TENSOR_BIAS, t);
   if (plan->pass != FA_PASS_BACKWARD) return;

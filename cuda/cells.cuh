@@ -32,6 +32,9 @@ struct Shown {
   __device__ explicit operator float() const { return flag ? 0 : -INFINITY; }
 };
 
+template <class T>
+constexpr bool is_flag = std::is_same<T, Shown>::value;
+
 // Calls visit with a number of the type.
 template <class Io, class Visit>
 __device__ inline void with_type(fa_dtype dtype, Visit visit) {
@@ -280,7 +283,7 @@ struct BiasGradient {
     const int first = at.column + threadIdx.x % 4 * 2;
     with_type<Io>(to.dtype, [&](auto type) {
       using T = decltype(type);
-      if constexpr (!std::is_same<T, Shown>::value) {
+      if constexpr (!is_flag<T>) {
         T *numbers = numbers_of<T>(to, at.batch, at.head, row) + first;
 #pragma unroll
         for (int n = 0; n < NT; n++) {

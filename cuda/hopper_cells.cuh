@@ -44,11 +44,7 @@ struct BiasTile {
   }
 };
 
-// Numbers that are shown or hidden come as bits of their flags.
-template <class T>
-constexpr bool is_flag = sizeof(T) == 1;
-
-// Two neighbours, the first in an even column. Of flags each is a byte of the word that has both.
+// Two neighbours, the first in an even column. Flags come as their bits, each a byte of the word that has both.
 template <class T>
 __device__ inline float2 load_shared_two(uint32_t from) {
   if constexpr (sizeof(T) == 4) return load_shared_pair(from);
@@ -156,7 +152,6 @@ __device__ inline void add_to_visit(float (&scores)[NT][4], const fa_cuda_argume
                                     const Distance &distance, const Place &at, uint32_t tile, int row,
                                     int column) {
   const fa_cuda_program &program = a.program;
-  if (!program.adds) return;
   const int lane = threadIdx.x % 32;
   float factor = program.factor;
   if (program.of_heads[FA_CUDA_ALIBI_SLOPES].data) {

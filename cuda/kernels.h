@@ -84,7 +84,6 @@ typedef enum fa_cuda_head_number {
 /* What acts on scores by their places, in kernels that take it. */
 typedef struct fa_cuda_program {
   int32_t is_there;
-  int32_t adds; /* something to scores: slopes or a bias */
   float factor; /* of f(q·k), where score.factor does not hold it: see fa_cuda_score */
   fa_cuda_cells of_heads[FA_CUDA_NUM_HEAD_NUMBERS];
   fa_cuda_cells bias; /* [batch or 1, num_heads or 1, rows or 1, seqlen_k] */
