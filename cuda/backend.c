@@ -654,15 +654,18 @@ static cuda_job lay_out(const fa_plan *plan, const fa_cuda_kernel *kernel, const
   a->heads_at_once =
       backward ? backward_heads_at_once(p, kernel, a, job.num_multiprocessors) : forward_heads_at_once(p);
 
-  /* First what starts at 0. A forward needs tickets where its row blocks differ in length. */
-  if (backward || (kernel->persistent && is_uneven(p) && rows * a->num_q_blocks > job.num_multiprocessors))
-    a->tickets = fa_take(&workspace, FA_CUDA_NUM_TICKETS, sizeof *a->tickets);
-  if (backward) a->dq_order = fa_take(&workspace, rows * a->num_q_blocks, sizeof *a->dq_order);
+  /* First what is to be filled with 0: the sums of a backward's program, whose kernel of statistics sees to the
+   * rest; and the tickets of a forward, which needs them where its row blocks differ in length, unless the plan
+   * kernel does. */
   lay_out_program(plan, kernel, t, &workspace, &job);
-  if (backward && is_general(kernel) && !kernel->finish_dq)
-    a->ended = fa_take(&workspace, rows * a->num_q_blocks, sizeof *a->ended);
-  job.zeroed_bytes = !backward && is_general(kernel) ? 0 : workspace.used; /* or the plan kernel does it */
+  if (!backward && kernel->persistent && is_uneven(p) && rows * a->num_q_blocks > job.num_multiprocessors)
+    a->tickets = fa_take(&workspace, FA_CUDA_NUM_TICKETS, sizeof *a->tickets);
+  job.zeroed_bytes = !backward && is_general(kernel) ? 0 : workspace.used;
   if (backward) {
+    a->tickets = fa_take(&workspace, FA_CUDA_NUM_TICKETS, sizeof *a->tickets);
+    a->dq_order = fa_take(&workspace, rows * a->num_q_blocks, sizeof *a->dq_order);
+    if (is_general(kernel) && !kernel->finish_dq)
+      a->ended = fa_take(&workspace, rows * a->num_q_blocks, sizeof *a->ended);
     a->num_sums = (int32_t)(heads_summed(p, kernel, a) * a->num_q_blocks);
     a->dq_sum = fa_take(&workspace, (int64_t)a->num_sums * kernel->block_q * kernel->bucket, sizeof *a->dq_sum);
     a->shift = fa_take(&workspace, rows * a->padded_rows, sizeof *a->shift);
@@ -757,7 +760,7 @@ static dim3 blocks(int64_t number) { return (dim3){(unsigned)number, 1, 1}; }
 static cudaError_t launch_main(const fa_cuda_kernel *kernel, int64_t number, cuda_job *job,
                                cudaStream_t stream) {
   if (kernel->persistent && number > job->num_multiprocessors) number = job->num_multiprocessors;
-  return (kernel->awaits_plans ? launch_early : launch)(kernel->main, blocks(number), kernel->num_threads,
+  return (kernel->begins_early ? launch_early : launch)(kernel->main, blocks(number), kernel->num_threads,
                                                         kernel->shared_bytes,
                                                         (void *[]){&job->arguments, &job->maps}, stream);
 }
@@ -848,8 +851,8 @@ static fa_status launch_backward(const fa_cuda_kernel *kernel, cuda_job *job, cu
   const int32_t small = FA_CUDA_SMALL_KERNEL_THREADS;
   const int64_t heads = (int64_t)a->batch * a->num_heads;
   const int32_t lanes = FA_CUDA_STATISTICS_LANES(kernel->bucket);
-  CHECK(launch(kernel->statistics, blocks(fa_divide_up(heads * a->padded_rows * lanes, small)), small, 0,
-               (void *[]){a, &job->dlse}, stream));
+  const int64_t num_blocks = fa_divide_up(heads * a->padded_rows * lanes, small);
+  CHECK(launch(kernel->statistics, blocks(fa_max(num_blocks, 1)), small, 0, (void *[]){a, &job->dlse}, stream));
   CHECK(launch_main(kernel, (int64_t)a->batch * a->num_kv_heads * a->num_k_blocks * a->num_column_parts, job,
                     stream));
   if (kernel->finish_dq)

@@ -237,13 +237,17 @@ __global__ void __launch_bounds__(Dq::NUM_WARPS * 32) finish_dq(const __grid_con
 // ---- delta = dot(o, dout) - dlse, and shift ------------------------------------------------------
 
 // A lane for every eight columns of a row, and more where these are no power of two; every row of the padded
-// arrays is written, and dq_sum set to 0 for the first row blocks.
+// arrays is written, dq_sum set to 0 for the first row blocks, and what counts and is counted where it begins.
+// There is a block of threads where there are no rows, too.
 template <class Kind, class Shape>
 __global__ void __launch_bounds__(FA_CUDA_SMALL_KERNEL_THREADS)
     statistics(const __grid_constant__ fa_cuda_arguments a, const __grid_constant__ fa_cuda_dlse dlse) {
   using Io = typename Kind::Io;
   constexpr int LANES = FA_CUDA_STATISTICS_LANES(Shape::head_dim), FOURS = Shape::head_dim / 4;
   const int64_t index = (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) / LANES;
+  let_dependents_start();
+  if (blockIdx.x == 0 && threadIdx.x < FA_CUDA_NUM_TICKETS) a.tickets[threadIdx.x] = 0;
+  if (a.padded_rows == 0) return;
   const PaddedRow mine = padded_row_at(a, index);
   const Sequence sequence = sequence_of(a, mine.batch);
   const int lane = threadIdx.x % LANES;
@@ -267,7 +271,10 @@ __global__ void __launch_bounds__(FA_CUDA_SMALL_KERNEL_THREADS)
     for (int i = lane; i < FOURS; i += LANES) dq_sum[i] = make_float4(0, 0, 0, 0);
   }
   if (lane != 0) return;
-  if (summed && index % Shape::block_q == 0) a.dq_order[index / Shape::block_q] = 1;
+  if (index % Shape::block_q == 0) {
+    a.dq_order[index / Shape::block_q] = summed;
+    if (a.ended) a.ended[index / Shape::block_q] = 0;
+  }
   const float *lse_of_row = lse_at(a, sequence, mine.head, mine.row);
   const float lse = inside ? *lse_of_row : -INFINITY;
   if (inside && dlse.data) sum -= dlse.data[lse_of_row - a.lse - mine.batch * dlse.batch_repeats];

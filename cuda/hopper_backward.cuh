@@ -159,7 +159,7 @@ struct CommonBuffers {
   }
 };
 
-// All threads of a block call it first.
+// All threads of a block call it first, and nothing before it that reads what another kernel wrote.
 template <class Buffers>
 __device__ inline Buffers set_up_buffers(bool in_order) {
   FA_DYNAMIC_SHARED(1024, uint8_t, shared);
@@ -171,6 +171,7 @@ __device__ inline Buffers set_up_buffers(bool in_order) {
     barrier_init_done();
   }
   __syncthreads();
+  wait_for_launch_before();
   return buffers;
 }
 
@@ -577,6 +578,7 @@ constexpr fa_cuda_kernel row_of_kernel(const char *name, const void *main) {
                         .row_warps = 1,
                         .mapped = true,
                         .persistent = true,
+                        .begins_early = true,
                         .main = main,
                         .statistics = address_of_kernel(statistics<Kind, Shape>),
                         .finish_threads = Buffers::Dq::NUM_WARPS * 32};

@@ -811,7 +811,7 @@ __global__ void __launch_bounds__(Shape::num_threads, 1)
   const ForwardBuffers<Kind, Shape, GENERAL> buffers = {shared_address(shared)};
   if (threadIdx.x == 0) buffers.init_barriers();
   __syncthreads();
-  if constexpr (GENERAL) wait_for_kernel_before();
+  if constexpr (GENERAL) wait_for_launch_before();
   const int warpgroup = uniform(threadIdx.x / WARPGROUP);
   if (warpgroup == 0) {
     give_registers<ForwardRegisters<Shape, GENERAL>::PRODUCER>();
@@ -835,7 +835,7 @@ constexpr fa_cuda_kernel row(const char *name) {
                                   : FA_CUDA_PLAIN_NEEDS,
           .mapped = true,
           .persistent = true,
-          .awaits_plans = GENERAL,
+          .begins_early = GENERAL,
           .main = address_of_kernel(forward<Kind, Shape, GENERAL>)};
 }
 

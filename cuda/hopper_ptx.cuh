@@ -52,9 +52,6 @@ __device__ inline void named_barrier_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// Waits until the kernel before, if this one has begun beside it, is done and what it wrote can be read.
-__device__ inline void wait_for_kernel_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-
 // Makes what this thread wrote to shared memory visible to bulk copies and wgmma.
 __device__ inline void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 // Makes what this thread knows to be in memory visible to its bulk copies from there.

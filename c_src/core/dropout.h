@@ -13,15 +13,14 @@ typedef struct fa_words {
   uint32_t x[2];
 } fa_words;
 
+FA_MASK_FUNCTION fa_words fa_philox_round(fa_words counter, uint32_t key) {
+  const uint64_t product = (uint64_t)counter.x[0] * (uint32_t)FA_PHILOX_MULTIPLIER;
+  const fa_words next = {{(uint32_t)(product >> 32) ^ key ^ counter.x[1], (uint32_t)product}};
+  return next;
+}
+
 FA_MASK_FUNCTION fa_words fa_philox(fa_words counter, uint32_t key, int num_rounds) {
-#ifdef __CUDACC__
-#pragma unroll
-#endif
-  for (int i = 0; i < num_rounds; i++, key += (uint32_t)FA_PHILOX_WEYL) {
-    const uint64_t product = (uint64_t)counter.x[0] * (uint32_t)FA_PHILOX_MULTIPLIER;
-    counter.x[0] = (uint32_t)(product >> 32) ^ key ^ counter.x[1];
-    counter.x[1] = (uint32_t)product;
-  }
+  for (int i = 0; i < num_rounds; i++, key += (uint32_t)FA_PHILOX_WEYL) counter = fa_philox_round(counter, key);
   return counter;
 }
 
@@ -49,10 +48,16 @@ FA_MASK_FUNCTION uint32_t fa_dropout_pair(int64_t position) {
   return (uint32_t)(position >> 4 << 3 | (position & 7));
 }
 
-/* The words of a pair of rows and a pair of columns: one for each column, whose low half is the first row's. */
+/* The words of a pair of rows and a pair of columns: one for each column, whose low half is the first row's.
+ * The loop's end is a constant, without which nvcc keeps it, and a draw waits for the one before. */
 FA_MASK_FUNCTION fa_words fa_dropout_words(fa_dropout dropout, uint32_t row_pair, uint32_t column_pair) {
-  const fa_words counter = {{row_pair ^ dropout.row_mask, column_pair}};
-  return fa_philox(counter, dropout.key, FA_DROPOUT_ROUNDS);
+  fa_words words = {{row_pair ^ dropout.row_mask, column_pair}};
+#ifdef __CUDACC__
+#pragma unroll
+#endif
+  for (int i = 0; i < FA_DROPOUT_ROUNDS; i++)
+    words = fa_philox_round(words, dropout.key + (uint32_t)i * (uint32_t)FA_PHILOX_WEYL);
+  return words;
 }
 
 /* Whether a score stays. row is that of the whole problem. */

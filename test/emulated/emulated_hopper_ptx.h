@@ -29,7 +29,6 @@ inline void named_barrier_arrive(int id, int threads, emulated::Site site = emul
   emulated::barrier_arrive(id, threads, site);
 }
 
-inline void wait_for_kernel_before() {}
 inline void fence_async() {}
 inline void fence_async_global() {}
 
