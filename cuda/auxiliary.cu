@@ -66,6 +66,36 @@ __global__ void __launch_bounds__(THREADS) unpack(const __grid_constant__ fa_cud
   }
 }
 
+// ---- a bias that all rows share ---------------------------------------------------------------------------
+
+// A warp takes a block of keys.
+__global__ void __launch_bounds__(THREADS) read_keys(const __grid_constant__ fa_cuda_key_reading a) {
+  const int64_t block = int64_t(blockIdx.x) * (THREADS / 32) + threadIdx.x / 32;
+  if (block >= a.num_blocks) return;
+  const int row = block / a.blocks_a_row, heads = a.bias.stride_head ? a.num_heads : 1;
+  const int first = block % a.blocks_a_row * FA_CUDA_KEYS_BLOCK + threadIdx.x % 32;
+  bool shows = false, adds = false, hides = false;
+  auto read = [&](auto type) {
+    const auto *numbers = numbers_of<const decltype(type)>(a.bias, row / heads, row % heads);
+    for (int i = 0; i < FA_CUDA_KEYS_BLOCK; i += 32) {
+      const bool is_there = first + i < a.seqlen_k;
+      const float addend = is_there ? static_cast<float>(numbers[first + i]) : 0;
+      a.to.addends[block * FA_CUDA_KEYS_BLOCK + threadIdx.x % 32 + i] =
+          is_flag<decltype(type)> && addend == 0 ? INFINITY : addend;
+      shows |= is_there && addend != -INFINITY;
+      hides |= addend == -INFINITY;
+      adds |= addend != 0 && addend != -INFINITY;
+    }
+  };
+  if (a.bias.dtype == FA_DTYPE_BF16)
+    read(__nv_bfloat16());
+  else
+    with_type<__half>(a.bias.dtype, read);
+  shows = __any_sync(~0u, shows), adds = __any_sync(~0u, adds), hides = __any_sync(~0u, hides);
+  if (threadIdx.x % 32 == 0)
+    a.to.kinds[block] = shows * FA_CUDA_KEYS_SHOW + adds * FA_CUDA_KEYS_ADD + hides * FA_CUDA_KEYS_HIDE;
+}
+
 // ---- sums over rows, heads and batches ---------------------------------------------------------------------
 
 // The sum of term(i) for i below count, by all threads of a block, in f64 and always in the same order; thread
@@ -166,6 +196,7 @@ __global__ void __launch_bounds__(THREADS) reduce_cells(const __grid_constant__ 
 const void *const fa_cuda_split_kernels[] = {fa::address_of_kernel(fa::split_rows<8>),
                                              fa::address_of_kernel(fa::split_rows<16>),
                                              fa::address_of_kernel(fa::split_rows<32>)};
+const void *const fa_cuda_keys_kernel = fa::address_of_kernel(fa::read_keys);
 const void *const fa_cuda_unpack_kernel = fa::address_of_kernel(fa::unpack);
 const void *const fa_cuda_sink_kernel = fa::address_of_kernel(fa::sink_gradient);
 const void *const fa_cuda_reduce_heads_kernel = fa::address_of_kernel(fa::reduce_heads);

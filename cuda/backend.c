@@ -159,25 +159,20 @@ static bool is_there(const fa_problem *p, fa_tensor_id id) {
   return fa_tensor_role_in(p, FA_PASS_FORWARD, id) != FA_ROLE_NONE;
 }
 
-/* A part of the program that acts on the problem's scores, or NULL where there is none. */
-static const char *program_of(const fa_problem *p) {
-  for (int i = 0; i < FA_CUDA_NUM_HEAD_NUMBERS; i++)
-    if (is_there(p, of_heads[i])) return fa_tensor_name(of_heads[i]);
-  if (is_there(p, FA_TENSOR_BIAS)) return "bias";
-  return p->dropout == 0 ? NULL : "dropout";
-}
-
 static int64_t stride_along(const fa_problem *p, int id, fa_axis axis) {
   const int i = fa_axis_of(id, axis);
   if (i < 0 || !fa_varies_along(p, id, axis)) return 0;
   return fa_axis_at(p, id, i + 1) ? fa_tensor_contiguous(p, id, NULL).strides[i] : 1;
 }
 
+/* Whether a bias has a number for each score. */
+static bool has_cells(const fa_problem *p) {
+  return is_there(p, FA_TENSOR_BIAS) && stride_along(p, FA_TENSOR_BIAS, FA_AXIS_SEQLEN_Q) != 0;
+}
+
 /* See FA_CUDA_NEEDS_SINGLE_CELLS. A forward does what its backward does. */
 static bool has_single_cells(const fa_problem *p) {
-  if (!is_there(p, FA_TENSOR_BIAS) || p->dtype == FA_DTYPE_F32 ||
-      stride_along(p, FA_TENSOR_BIAS, FA_AXIS_SEQLEN_Q) == 0)
-    return false;
+  if (!has_cells(p) || p->dtype == FA_DTYPE_F32) return false;
   return p->bias_dtype == FA_DTYPE_F32 || (p->num_bands > 1 && fa_is_sum(p, FA_TENSOR_DBIAS));
 }
 
@@ -190,17 +185,20 @@ static bool adds_numbers(const fa_problem *p) {
 
 /* What the problem asks of a kernel beyond plain attention. */
 static uint32_t needs_of(const fa_problem *p) {
+  const bool has_bias = is_there(p, FA_TENSOR_BIAS);
   return (sees_all(p) ? 0 : FA_CUDA_NEEDS_WINDOW) | (p->softcap == 0 ? 0 : FA_CUDA_NEEDS_SOFTCAP) |
          (p->num_sinks == 0 ? 0 : FA_CUDA_NEEDS_SINKS) | (p->num_bands == 0 ? 0 : FA_CUDA_NEEDS_BANDS) |
-         (program_of(p) == NULL ? 0 : FA_CUDA_NEEDS_PROGRAM) |
+         (is_there(p, FA_TENSOR_ALIBI_SLOPES) ? FA_CUDA_NEEDS_SLOPES : 0) |
+         (has_bias && !has_cells(p) ? FA_CUDA_NEEDS_KEYS : 0) | (has_cells(p) ? FA_CUDA_NEEDS_CELLS : 0) |
+         (p->dropout == 0 ? 0 : FA_CUDA_NEEDS_DROPOUT) |
          (has_single_cells(p) ? FA_CUDA_NEEDS_SINGLE_CELLS : 0) |
          (p->lengths_batch == 0 ? 0 : FA_CUDA_NEEDS_LENGTHS) | (p->max_pages == 0 ? 0 : FA_CUDA_NEEDS_PAGES);
 }
 
 /* What stood in the way where kernels fit the head_dim and the device, but none took these needs as well. */
 static fa_status no_kernel_takes(uint32_t needs, const fa_plan *plan, fa_error *error) {
-  const char *const names[] = {"window", "softcap",     "num_sinks", "bands", program_of(&plan->problem),
-                               "bias",   "key_lengths", "page_table"};
+  const char *const names[] = {"window", "softcap", "num_sinks", "bands",       "alibi_slopes", "bias",
+                               "bias",   "dropout", "bias",      "key_lengths", "page_table"};
   int first = 0;
   while (!(needs >> first & 1)) first++;
   return fa_fail(error, FA_STATUS_UNSUPPORTED, names[first],
@@ -249,7 +247,7 @@ static int64_t num_column_parts(const fa_plan *whole, const fa_cuda_kernel *kern
 /* Whether the kernel shares out column blocks. Where a program acts on scores, those of a column block add to
  * sums of its own. */
 static bool shares_column_blocks(const fa_cuda_kernel *kernel) {
-  return kernel->mapped && is_general(kernel) && !(kernel->takes & FA_CUDA_NEEDS_PROGRAM);
+  return kernel->mapped && is_general(kernel) && !(kernel->takes & FA_CUDA_PROGRAM_NEEDS);
 }
 
 /* Whether column blocks had better be shared out, and a general kernel follows that does. */
@@ -260,6 +258,13 @@ static bool is_left_to_parts(const fa_plan *whole, const fa_cuda_kernel *row) {
 /* Whether a kernel's row blocks are as small as they may be: those after it in the table are larger. */
 static bool row_fits(const fa_problem *p, const fa_cuda_kernel *row) {
   return !row->merge || fa_cuda_packed_rows(p) <= row->block_q || row[1].bucket != row->bucket;
+}
+
+/* How many columns a row sees, about, where there are no bands. */
+static int64_t columns_seen(const fa_problem *p) {
+  const int64_t half = p->seqlen_k / 2, left = fa_min(p->window_left, half),
+                right = fa_min(p->window_right, half);
+  return left + right;
 }
 
 /* Whether a kernel that fits is worth its family. */
@@ -288,7 +293,7 @@ static fa_status choose_kernel(const fa_plan *plan, int family, const fa_cuda_ke
     for (; row && row->name; row++) {
       if (row->bucket > largest && row->shared_bytes <= device.shared_bytes) largest = row->bucket;
       if (problem->head_dim > row->bucket || row->shared_bytes > device.shared_bytes) continue;
-      if (!row_fits(problem, row)) continue;
+      if (!row_fits(problem, row) || columns_seen(problem) < row->least_columns) continue;
       if (!pays(whole, row)) break;
       if (is_left_to_parts(whole, row)) continue;
       if (needs_of(problem) & ~row->takes) {
@@ -311,7 +316,8 @@ typedef struct cuda_job {
   fa_cuda_arguments arguments;
   fa_cuda_dlse dlse;
   fa_cuda_splits splits;
-  fa_cuda_plans plans; /* of a kernel that takes bands */
+  fa_cuda_plans plans;      /* of a kernel that takes bands */
+  fa_cuda_key_reading keys; /* of a kernel that reads by maps */
   fa_cuda_reduction of_heads[FA_CUDA_NUM_HEAD_NUMBERS], of_bias;
   fa_cuda_reduction of_columns[2]; /* dk and dv of parts of column blocks */
   fa_cuda_maps maps;               /* of a kernel that reads by them */
@@ -529,7 +535,7 @@ static void lay_out_program(const fa_plan *plan, const fa_cuda_kernel *kernel, c
                             fa_arena *workspace, cuda_job *job) {
   const fa_problem *p = &plan->problem;
   fa_cuda_arguments *a = &job->arguments;
-  if (!program_of(p)) return;
+  if (!(needs_of(p) & FA_CUDA_PROGRAM_NEEDS)) return;
   a->program = (fa_cuda_program){.is_there = true,
                                  .factor = 1,
                                  .dropout_seed = t->dropout_seed.data,
@@ -545,6 +551,27 @@ static void lay_out_program(const fa_plan *plan, const fa_cuda_kernel *kernel, c
   if (plan->pass != FA_PASS_BACKWARD) return;
   if (fa_is_sum(p, FA_TENSOR_DBIAS)) lay_out_bias_gradient(p, kernel, t, workspace, job);
   lay_out_head_gradients(p, kernel, t, workspace, job);
+}
+
+/* A bias that all rows share is made what kernels that read by maps take. */
+static void lay_out_keys(const fa_problem *p, const fa_cuda_kernel *kernel, fa_arena *workspace,
+                         cuda_job *job) {
+  const fa_cuda_cells *bias = &job->arguments.program.bias;
+  if (!is_there(p, FA_TENSOR_BIAS) || has_cells(p) || !kernel->mapped) return;
+  const int64_t a_row = fa_divide_up(p->seqlen_k, FA_CUDA_KEYS_BLOCK) + 1;
+  const int64_t heads = bias->stride_head ? p->num_heads : 1,
+                rows = heads * (bias->stride_batch ? p->batch : 1);
+  fa_cuda_keys keys = {.stride_head = bias->stride_head ? a_row : 0,
+                       .stride_batch = bias->stride_batch ? heads * a_row : 0};
+  keys.addends = fa_take(workspace, rows * a_row * FA_CUDA_KEYS_BLOCK, sizeof *keys.addends);
+  keys.kinds = fa_take(workspace, rows * a_row, sizeof *keys.kinds);
+  job->arguments.program.keys = keys;
+  job->keys = (fa_cuda_key_reading){.bias = *bias,
+                                    .to = keys,
+                                    .seqlen_k = (int32_t)p->seqlen_k,
+                                    .num_heads = (int32_t)p->num_heads,
+                                    .blocks_a_row = (int32_t)a_row,
+                                    .num_blocks = rows * a_row};
 }
 
 /* Parts of column blocks leave dk and dv as f32, which are to be summed. */
@@ -671,6 +698,7 @@ static cuda_job lay_out(const fa_plan *plan, const fa_cuda_kernel *kernel, const
     a->shift = fa_take(&workspace, rows * a->padded_rows, sizeof *a->shift);
     a->delta = fa_take(&workspace, rows * a->padded_rows, sizeof *a->delta);
   }
+  lay_out_keys(p, kernel, &workspace, &job);
   lay_out_bands(plan, kernel, t, &workspace, &job);
   lay_out_column_parts(plan, kernel, t, &workspace, &job);
   job.splits =
@@ -778,6 +806,14 @@ static fa_status launch_splits(fa_cuda_splits *splits, cudaStream_t stream, fa_e
   return FA_STATUS_OK;
 }
 
+static fa_status launch_keys(fa_cuda_key_reading *keys, cudaStream_t stream, fa_error *error) {
+  const char *operation = "launch of the reading of keys";
+  const int32_t small = FA_CUDA_SMALL_KERNEL_THREADS;
+  CHECK(launch(fa_cuda_keys_kernel, blocks(fa_divide_up(keys->num_blocks, small / 32)), small, 0,
+               (void *[]){keys}, stream));
+  return FA_STATUS_OK;
+}
+
 static fa_status launch_plans(fa_cuda_plans *plans, cudaStream_t stream, fa_error *error) {
   const char *operation = "launch of the plan of bands";
   if (plans->key_lengths)
@@ -870,19 +906,19 @@ static fa_status enqueue(const fa_plan *plan, const fa_cuda_kernel *kernel, void
   if (job->zeroed_bias_bytes)
     CHECK(cudaMemsetAsync(job->arguments.program.dbias.data, 0, job->zeroed_bias_bytes, stream));
   fa_status status = launch_splits(&job->splits, stream, error);
+  if (!status) status = launch_keys(&job->keys, stream, error);
   if (!status) status = launch_plans(&job->plans, stream, error);
   if (status) return status;
   return (plan->pass == FA_PASS_FORWARD ? launch_forward : launch_backward)(kernel, job, stream, error);
 }
 
-/* The map of a bias, for a program's kernel. False where the kernel needs it and no map can describe the bias;
- * a row that all rows share is read without one, too. */
+/* The map of a bias with a number for each score, for a program's kernel; false where no map can describe it.
+ */
 static bool map_bias(const fa_problem *p, const fa_cuda_kernel *kernel, bool backward, cuda_job *job) {
   fa_cuda_program *program = &job->arguments.program;
   const fa_cuda_cells *bias = &program->bias;
   const int64_t bytes = (int64_t)fa_dtype_bytes(bias->dtype), row = p->seqlen_k;
-  const bool is_one_row = bias->stride_row == 0;
-  if (!bias->data || (is_one_row && backward)) return true;
+  if (!has_cells(p)) return true;
   if (backward && program->dbias.data && !program->dbias.in_fours) return false;
   const fa_cuda_operand cells = {.data = bias->data,
                                  .num_cols = (int32_t)p->seqlen_k,
@@ -891,9 +927,9 @@ static bool map_bias(const fa_problem *p, const fa_cuda_kernel *kernel, bool bac
                                  .stride_head = bias->stride_head ? bias->stride_head : row,
                                  .stride_batch = bias->stride_batch ? bias->stride_batch : row,
                                  .aligned = (uintptr_t)bias->data % 16 == 0 && row * bytes % 16 == 0};
-  if (!fa_cuda_tensor_map_init(&job->maps.bias, &cells, bias->dtype, is_one_row ? 1 : p->seqlen_q,
-                               bias->stride_batch ? p->batch : 1, is_one_row ? 1 : kernel->block_q))
-    return is_one_row;
+  if (!fa_cuda_tensor_map_init(&job->maps.bias, &cells, bias->dtype, p->seqlen_q,
+                               bias->stride_batch ? p->batch : 1, kernel->block_q))
+    return false;
   program->bias_box_columns = (int32_t)(128 / bytes);
   program->bias_boxes = (int32_t)fa_divide_up(kernel->block_k, program->bias_box_columns);
   return true;

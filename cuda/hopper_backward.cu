@@ -34,6 +34,21 @@ struct BackwardBuffers : CommonBuffers<Kind, Shape, GENERAL> {
   __device__ uint32_t piece(int writer) const { return this->own(PIECE_AT + writer * PieceTile::BYTES); }
 };
 
+// Where a step is, as a program asks: its band, the place of a warp's part, and how distances go.
+struct ProgramStep {
+  fa_band band;
+  Place at;
+  Distance distance;
+
+  template <class Work>
+  __device__ ProgramStep(const Work &work, uint32_t told, float slope, int column) {
+    const Visit heard = work.heard_visit(told);
+    band = heard.band;
+    at = {work.block.batch, heard.head, heard.rows.begin, column};
+    distance = {slope, band.k_end - band.q_end};
+  }
+};
+
 // The consumers' work is one function with lambdas: members of a struct gave the same instructions in an order
 // that was 3 % slower.
 template <class Kind, class Shape, bool GENERAL>
@@ -56,15 +71,17 @@ __device__ inline __attribute__((always_inline)) void consume_blocks(
 
   // Stages and phases follow from these counts: of column blocks, of those that have steps, and of steps.
   uint32_t blocks = 0, busy_blocks = 0, steps = 0;
-  float per_shift = GENERAL && Shape::from_shift ? per_shift_of<Kind>(a.score) : 0;
+  fa_cuda_score score = a.score;  // with all that multiplies a product
+  if constexpr (Shape::program) score.factor *= a.program.factor;
+  float per_shift = GENERAL && Shape::from_shift ? per_shift_of<Kind>(score) : 0;
   if constexpr (GENERAL) forget(per_shift);  // or ptxas divides in every step
   // Of the steps' head, where there is a program.
   fa_dropout dropout = {};
   HeadSums head_sums;
-  Distance distance;
+  [[maybe_unused]] float slope, addends[2] = {0, 0};  // these of the lane's keys
   int program_head = -1;
   auto start_scores = [&] {
-    start_transposed<K_SIDE, Shape::from_shift>(scores, buffers, consumer * 64, steps, a.score, per_shift);
+    start_transposed<K_SIDE, Shape::from_shift>(scores, buffers, consumer * 64, steps, score, per_shift);
   };
   auto start_dp = [&] { start_transposed<V_SIDE>(ds, buffers, consumer * 64, steps); };
   auto start_dq = [&](uint32_t step) {
@@ -92,6 +109,17 @@ __device__ inline __attribute__((always_inline)) void consume_blocks(
     head_sums = HeadSums();
   };
 
+  [[maybe_unused]] auto enter_head = [&](const Work &work, const Place &at) {
+    leave_head(work);
+    program_head = at.head;
+    if constexpr (Shape::has_slopes) slope = number_of_head(a.program, FA_CUDA_ALIBI_SLOPES, at, 0);
+    if (Shape::drops && a.program.dropout_threshold > 0) dropout = dropout_of(a.program, at.batch, at.head);
+    if (Shape::has_keys && a.program.keys.addends) {
+      const float *own = addends_of(a.program.keys, at.batch, at.head, at.column) + threadIdx.x % 32 / 4;
+      for (int half = 0; half < 2; half++) addends[half] = own[half * 8] == INFINITY ? 0 : own[half * 8];
+    }
+  };
+
   // A step begins with its scores computed and its dp running, and ends with those of the next step. dq lags a
   // step behind, so that consumers need not wait for each other's ds: one multiplies while the other finishes
   // its scores. (With more products running across the loop's end, ptxas runs none in the background.) The only
@@ -104,24 +132,22 @@ __device__ inline __attribute__((always_inline)) void consume_blocks(
     const int first_column = work.columns.begin + consumer * 64;
     const int stage = steps % 2;
     forget(buffers.base);  // or ptxas keeps every address of this step in a register
-    // Only kernels that take programs use these two.
-    [[maybe_unused]] Visit heard = {};
-    [[maybe_unused]] Place at = {};
     if constexpr (Shape::program) {
-      heard = work.heard_visit(visit);
-      at = {work.block.batch, heard.head, heard.rows.begin, first_column + warp_row};
-      if (at.head != program_head) {
-        leave_head(work);
-        program_head = at.head;
-        distance.slope = number_of_head(a.program, FA_CUDA_ALIBI_SLOPES, at, 0);
-        if (a.program.dropout_threshold > 0) dropout = dropout_of(a.program, at.batch, at.head);
-      }
-      distance.of_origin = heard.band.k_end - heard.band.q_end;
-      finish_scores<Kind, 1, NT>(scores, a.score, 1);
-      add_to_visit<typename Kind::Io, typename Buffers::BiasTile, true>(
-          scores[0], a, distance, at, buffers.bias(stage), 0, consumer * 64 + warp_row);
-      if (!work.heard_see_all(visit, first_column)) mask_transposed_scores<true, 1, NT>(scores, heard.band, at);
-      make_transposed_p_by_program<Kind>(scores, p_operand, a, dropout, at, buffers.shift(stage));
+      ProgramStep it(work, visit, slope, first_column + warp_row);
+      if (it.at.head != program_head) enter_head(work, it.at), it.distance.slope = slope;
+      if (a.score.form == FA_CUDA_SCORE_NEGATED)
+        for_each_element<1, NT>(scores, [](int, int, float &x) { x = -x; });
+      const float of_each =
+          add_transposed_terms<Shape::program>(scores[0], a.program, it.distance, it.at, addends);
+      if constexpr (Shape::has_cells)
+        add_cells<typename Kind::Io, typename Buffers::BiasTile, true>(
+            scores[0], a.program,
+            Shape::has_slopes && a.program.of_heads[FA_CUDA_ALIBI_SLOPES].data ? 1 : a.program.factor,
+            buffers.bias(stage), 0, consumer * 64 + warp_row);
+      if (!work.heard_see_all(visit, first_column)) mask_transposed_scores<true, 1, NT>(scores, it.band, it.at);
+      make_transposed_p_by_program<Kind, Shape::drops>(scores, p_operand, a, dropout, it.at,
+                                                       buffers.shift(stage), of_each,
+                                                       Shape::from_shift && begin_at_shift(score));
     } else {
       if constexpr (GENERAL)
         make_told_scores<Kind>(scores, a, work, visit, first_column, warp_row);
@@ -135,8 +161,12 @@ __device__ inline __attribute__((always_inline)) void consume_blocks(
     if (IS_LAST) arrive_once(buffers.barrier(V_EMPTY));
     multiply<Kind, Q_STEPS>(dv[0], p_operand, BoxOperand<QTile, false>(buffers.dout(stage)), true);
     if constexpr (Shape::program) {
-      make_transposed_ds_by_program<Kind>(ds, scores, a, buffers.delta(stage));
-      take_gradients<Kind>(ds, scores, a, at, distance, head_sums);
+      make_transposed_ds_by_program<Kind, Shape::drops>(ds, scores, a, buffers.delta(stage));
+      if (a.program.dbias.data || a.program.head_sums[FA_CUDA_ALIBI_SLOPES]) {
+        const ProgramStep it(work, visit, slope, first_column + warp_row);  // heard again, not kept
+        take_gradients<Kind, Shape::program>(ds, scores, a, it.at, it.distance,
+                                             SlopeTerms(it.distance, it.at, NT * 8, 16), head_sums);
+      }
     } else {
       make_transposed_ds<Kind>(ds, slopes_of, buffers.delta(stage));
     }
@@ -219,13 +249,20 @@ struct BackwardConsumer {
 
 // A consumer's thread needs head_dim registers (dk, dv) and 1.25 * block_q (scores, dp and p) for its arrays.
 // The kernels take 219 and 218 KiB of shared memory.
+using namespace fa::hopper;
 const fa_cuda_kernel FA_JOIN(fa_hopper_backward_, FA_KIND)[] = {
     // bucket, block_q, dq's shares, writers, scores from shift
     ROW("/d64", false, 64, 128, 1, 2),
     ROW("/d128", false, 128, 64, 1, 2, true),
     ROW("/d64/general", true, 64, 128, 1, 2),
     ROW("/d128/general", true, 128, 64, 1, 2, true),
-    ROW("/d64/program", true, 64, 64, 1, 0, false, true),
-    ROW("/d128/program", true, 128, 64, 1, 0, false, true),
+    ROW("/d64/terms", true, 64, 64, 1, 0, false, SLOPES | KEYS),
+    ROW("/d64/cells", true, 64, 64, 1, 0, false, CELLS),
+    ROW("/d64/dropout", true, 64, 64, 1, 0, false, KEYS | DROPOUT),
+    ROW("/d64/program", true, 64, 64, 1, 0, false, WHOLE_PROGRAM),
+    ROW("/d128/terms", true, 128, 64, 1, 2, true, SLOPES | KEYS),
+    ROW("/d128/cells", true, 128, 64, 1, 0, false, CELLS),
+    ROW("/d128/dropout", true, 128, 64, 1, 2, true, KEYS | DROPOUT),
+    ROW("/d128/program", true, 128, 64, 1, 0, false, WHOLE_PROGRAM),
     {},
 };

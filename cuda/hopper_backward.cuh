@@ -27,11 +27,13 @@ enum { K_SIDE, V_SIDE, NUM_SIDES };
 // producer's, one warp to send each share of dq (a sum over some of the columns), and the writers, which turn
 // the sum in memory into dq; without writers finish_dq does. FROM_SHIFT is about begin_at_shift. Registers are
 // a thread's: on average the block has 168 for each.
-// PROGRAM: one may act on scores; then GENERAL, and without a softcap.
+// PROGRAM: what may act on scores; then GENERAL, and without a softcap.
 template <int HEAD_DIM, int BLOCK_Q, int DQ_SHARES, int NUM_WRITERS, bool FROM_SHIFT = false,
-          bool PROGRAM = false>
+          int PROGRAM = NO_PROGRAM>
 struct BackwardShape {
-  static constexpr bool from_shift = FROM_SHIFT, program = PROGRAM;
+  static constexpr bool from_shift = FROM_SHIFT, has_slopes = PROGRAM & SLOPES, has_keys = PROGRAM & KEYS,
+                        has_cells = PROGRAM & CELLS, drops = PROGRAM & DROPOUT;
+  static constexpr int program = PROGRAM;
   static constexpr int head_dim = HEAD_DIM, block_q = BLOCK_Q, num_consumers = 2, block_k = num_consumers * 64;
   static constexpr int num_warps = num_consumers * 4, dq_warps = block_q / 16;  // see DqShare
   static constexpr int dq_shares = DQ_SHARES, num_writers = NUM_WRITERS;
@@ -114,9 +116,9 @@ struct CommonBuffers {
   using KTile = BoxTile<Shape::block_k, Shape::head_dim>;
   static constexpr int Q_BYTES = Kind::PARTS * QTile::BYTES, K_BYTES = Kind::PARTS * KTile::BYTES;
   static constexpr int ROW_BYTES = Shape::block_q * 4, DQ_BYTES = Shape::block_q * Shape::head_dim * 4;
-  // Of programs, the bias of a step, which comes and goes with its stage of q.
+  // The bias of a step, which comes and goes with its stage of q.
   using BiasTile = hopper::BiasTile<Shape::block_q, Shape::block_k>;
-  static constexpr int BIAS_BYTES = Shape::program ? BiasTile::BYTES : 0;
+  static constexpr int BIAS_BYTES = Shape::has_cells ? BiasTile::BYTES : 0;
   static constexpr int ROWS_AT = NUM_SIDES * K_BYTES, BIAS_AT = ROWS_AT + NUM_SIDES * STAGES * Q_BYTES,
                        STATISTICS_AT = BIAS_AT + STAGES * BIAS_BYTES;
   static constexpr int EXPONENTS_AT = STATISTICS_AT + NUM_SIDES * STAGES * ROW_BYTES;
@@ -239,12 +241,13 @@ __device__ inline void load_rows(const fa_cuda_arguments &a, const fa_cuda_maps 
   barrier_wait(buffers.barrier(Q_EMPTY + side, stage), ring.phase ^ 1);
   if constexpr (Kind::SCALED) store_shared(buffers.exponent(Q_FULL + side, stage), exponent);
   int bias_bytes = 0;
-  if constexpr (Buffers::Shape::program)
+  if constexpr (Buffers::Shape::has_cells)
     if (side == K_SIDE) bias_bytes = Buffers::BiasTile::bytes(a.program);
   barrier_expect(barrier, Buffers::Q_BYTES + Buffers::ROW_BYTES + bias_bytes);
-  if (bias_bytes > 0)
-    Buffers::BiasTile::load(buffers.bias(stage), a.program, maps.bias, barrier, batch, step.head, row,
-                            work.columns.begin);
+  if constexpr (Buffers::Shape::has_cells)
+    if (bias_bytes > 0)
+      Buffers::BiasTile::load(buffers.bias(stage), a.program, maps.bias, barrier, batch, step.head, row,
+                              work.columns.begin);
 #pragma unroll
   for (int part = 0; part < Kind::PARTS; part++)
     load_boxes<QTile>(buffers.rows(side, stage) + part * QTile::BYTES, side == K_SIDE ? maps.q : maps.dout,
@@ -571,10 +574,9 @@ constexpr fa_cuda_kernel row_of_kernel(const char *name, const void *main) {
                         .block_k = Shape::block_k,
                         .num_threads = Shape::num_threads,
                         .shared_bytes = Buffers::BYTES,
-                        .takes = Shape::program
-                                     ? FA_CUDA_ALL_NEEDS & ~(FA_CUDA_NEEDS_SOFTCAP | FA_CUDA_NEEDS_SINGLE_CELLS)
-                                 : Buffers::general ? FA_CUDA_MASK_NEEDS
-                                                    : FA_CUDA_PLAIN_NEEDS,
+                        .takes = ((Buffers::general ? FA_CUDA_MASK_NEEDS : FA_CUDA_PLAIN_NEEDS) &
+                                  ~(Shape::program ? FA_CUDA_NEEDS_SOFTCAP : 0)) |
+                                 needs_of_program(Shape::program),
                         .row_warps = 1,
                         .mapped = true,
                         .persistent = true,

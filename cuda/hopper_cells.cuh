@@ -1,6 +1,7 @@
-// A program's work on scores in Hopper's kernels, whose producers bring the bias of a visit to shared memory,
-// in the stage of k (forward) or of q (backward). A bias whose rows differ and that no tensor map can describe
-// is left to the portable kernels, and so is one of f32, for whose tiles there is no room.
+// A program's work on scores in Hopper's kernels. A bias that all rows share, a number a key, comes as f32 from
+// the keys kernel, and with slopes makes terms of columns, which cost an addition each. One with a number for
+// each score comes in tiles, in the stage of k (forward) or of q (backward), which only some kernels have room
+// for; one that no tensor map can describe is left to the portable kernels, and so is one of f32.
 #pragma once
 
 #include "hopper.cuh"
@@ -9,49 +10,37 @@
 namespace fa {
 namespace hopper {
 
+// What of a program a kernel takes, as a sum: slopes, a bias with a number a key, one with a number a score,
+// dropout. What one of them wants of registers and of the cache of instructions the others would miss.
+enum Program { NO_PROGRAM = 0, SLOPES = 1, KEYS = 2, CELLS = 4, DROPOUT = 8, WHOLE_PROGRAM = 15 };
+constexpr uint32_t needs_of_program(int program) {
+  return (program & SLOPES ? FA_CUDA_NEEDS_SLOPES : 0) | (program & KEYS ? FA_CUDA_NEEDS_KEYS : 0) |
+         (program & CELLS ? FA_CUDA_NEEDS_CELLS : 0) | (program & DROPOUT ? FA_CUDA_NEEDS_DROPOUT : 0);
+}
+
 // ---- the bias of a visit in shared memory -------------------------------------------------------------------
 
-// Numbers of ROWS rows and COLS columns, as boxes of 128 bytes of each row, which lie as those of BoxTile; or
-// the one row that all rows share, whose boxes are 1,024 bytes apart, so that they are not swizzled.
+// Numbers of ROWS rows and COLS columns, as boxes of 128 bytes of each row, which lie as those of BoxTile.
 template <int ROWS, int COLS>
 struct BiasTile {
-  static constexpr int BOX_BYTES = ROWS * 128, ROW_BOX_BYTES = 1024;
-  static constexpr int BYTES = ROWS * COLS * 2;  // numbers of f32 come as one row alone
+  static constexpr int BOX_BYTES = ROWS * 128, BYTES = ROWS * COLS * 2;
 
-  // Where a number of a row lies; that of a shared row.
   template <class T>
   __device__ static uint32_t offset(int row, int column) {
     const int byte = column * int(sizeof(T));
     return byte / 128 * BOX_BYTES + row * 128 + ((byte / 16 ^ row) % 8 << 4) + byte % 16;
   }
-  template <class T>
-  __device__ static uint32_t offset_in_row(int column) {
-    const int byte = column * int(sizeof(T));
-    return byte / 128 * ROW_BOX_BYTES + byte % 128;
-  }
 
   // One thread loads the numbers of a visit, whose first row and column these are; so many bytes arrive.
-  __device__ static uint32_t bytes(const fa_cuda_program &program) {
-    return program.bias_boxes * 128 * (program.bias.stride_row ? ROWS : 1);
-  }
+  __device__ static uint32_t bytes(const fa_cuda_program &program) { return program.bias_boxes * BOX_BYTES; }
   __device__ static void load(uint32_t to, const fa_cuda_program &program, const CUtensorMap &map,
-                              uint32_t barrier, int batch, int head, int first, int column) {
+                              uint32_t barrier, int batch, int head, int row, int column) {
     const fa_cuda_cells &bias = program.bias;
     for (int box = 0; box < program.bias_boxes; box++)
-      load_box(to + box * (bias.stride_row ? BOX_BYTES : ROW_BOX_BYTES), map, barrier,
-               column + box * program.bias_box_columns, bias.stride_row ? first : 0,
+      load_box(to + box * BOX_BYTES, map, barrier, column + box * program.bias_box_columns, row,
                bias.stride_head ? head : 0, bias.stride_batch ? batch : 0);
   }
 };
-
-// Two neighbours, the first in an even column. Flags come as their bits, each a byte of the word that has both.
-template <class T>
-__device__ inline float2 load_shared_two(uint32_t from) {
-  if constexpr (sizeof(T) == 4) return load_shared_pair(from);
-  if constexpr (sizeof(T) == 2) return unpack(T(), load_shared_word(from));
-  const uint32_t word = load_shared_word(from & ~3u), first = 0xff << (from & 2) * 8;
-  return {__uint_as_float(word & first), __uint_as_float(word & first << 8)};
-}
 
 // What a score becomes of the number that is added to it, which hides it where it is -inf, whatever it is.
 template <class T>
@@ -104,38 +93,20 @@ __device__ inline void for_each_bias(uint32_t tile, int row, int column, Visit v
   }
 }
 
-// ---- what is added to scores -------------------------------------------------------------------------------
+// ---- terms of columns --------------------------------------------------------------------------------------
 
-// The same of a row that all rows share: of the lane's columns, which are two where rows lie along the columns.
-// There it is read from memory, and so it is where it has no map.
-template <class Tile, class T, bool TRANSPOSED, int NT, class Visit>
-__device__ inline void for_each_shared_bias(const fa_cuda_arguments &a, const Place &at, uint32_t tile,
-                                            Visit visit) {
-  const int lane = threadIdx.x % 32;
-  const T *row = numbers_of<const T>(a.program.bias, at.batch, at.head);
-  auto number = [&](int column) -> float {
-    if (column >= a.window.seqlen_k) return 0;
-    if constexpr (is_flag<T>)
-      return __uint_as_float(row[column].flag);
-    else
-      return static_cast<float>(row[column]);
-  };
-  if constexpr (TRANSPOSED) {
-    const float x = number(at.column + lane / 4), y = number(at.column + lane / 4 + 8);
-#pragma unroll
-    for (int n = 0; n < NT; n++) visit(n, {x, x, y, y});
-  } else {
-#pragma unroll
-    for (int n = 0; n < NT; n++) {
-      const int column = n * 8 + lane % 4 * 2;
-      float2 two;
-      if (a.program.bias_boxes > 0)
-        two = load_shared_two<T>(tile + Tile::template offset_in_row<T>(column));
-      else
-        two = {number(at.column + column), number(at.column + column + 1)};
-      visit(n, {two.x, two.y, two.x, two.y});
-    }
-  }
+// A head's addends of keys; those of a column. Behind the last key there are zeros for a block more.
+__device__ inline const float *addends_of(const fa_cuda_keys &keys, int batch, int head, int column) {
+  return keys.addends + (batch * keys.stride_batch + head * keys.stride_head) * FA_CUDA_KEYS_BLOCK + column;
+}
+
+// What so many keys from a column on, wherever that is, ask for: FA_CUDA_KEYS_ADD and so on.
+template <int COUNT>
+__device__ inline uint32_t kinds_of_keys(const fa_cuda_keys &keys, int batch, int head, int column) {
+  static_assert(COUNT <= FA_CUDA_KEYS_BLOCK, "they lie in two blocks at most");
+  if (!keys.addends) return FA_CUDA_KEYS_SHOW;
+  const uint8_t *kinds = keys.kinds + batch * keys.stride_batch + head * keys.stride_head;
+  return kinds[column / FA_CUDA_KEYS_BLOCK] | kinds[(column + COUNT - 1) / FA_CUDA_KEYS_BLOCK];
 }
 
 // How what is added to a visit's scores goes by their places: the head's slope, and the distance of column 0
@@ -145,38 +116,140 @@ struct Distance {
   int of_origin = 0;
 };
 
-// A visit's products with what is added to them. tile: its bias, where the accumulator's first element lies at
-// row and column.
-template <class Io, class Tile, bool TRANSPOSED, int NT>
-__device__ inline void add_to_visit(float (&scores)[NT][4], const fa_cuda_arguments &a,
-                                    const Distance &distance, const Place &at, uint32_t tile, int row,
-                                    int column) {
-  const fa_cuda_program &program = a.program;
-  const int lane = threadIdx.x % 32;
-  float factor = program.factor;
-  if (program.of_heads[FA_CUDA_ALIBI_SLOPES].data) {
-    const int own_row = TRANSPOSED ? lane % 4 * 2 : lane / 4, own_column = TRANSPOSED ? lane / 4 : lane % 4 * 2;
+// Where so many rows and columns lie apart from the diagonal, on one side of it, a distance times the slope is
+// a term of the row and one of the column. Elsewhere distances are to be measured one by one.
+struct SlopeTerms {
+  bool apart;
+  float sign;               // of distances of a row from columns before it
+  float of_first, of_each;  // of the first row and column; of each row further down, and less of each column
+
+  __device__ SlopeTerms(const Distance &distance, const Place &at, int rows, int columns) {
+    const int first = distance.of_origin + at.row - at.column;
+    const bool before = first >= columns - 1, after = first + rows - 1 <= 0;
+    apart = before || after || distance.slope == 0;
+    sign = before ? 1 : -1;
+    of_each = apart ? -distance.slope * sign : 0;
+    of_first = of_each * float(first);
+  }
+};
+
+// A visit's products with slopes and addends. Terms of rows are left out: `due` is what all scores of the
+// lane's two rows are due beside. addends: the visit's, in shared memory, if it adds any.
+template <int NT>
+__device__ inline void add_slopes(float (&scores)[NT][4], float (&due)[1][2], float factor,
+                                  const Distance &distance, const Place &at, bool adds, uint32_t addends) {
+  const int lane = threadIdx.x % 32, own_row = lane / 4, own_column = lane % 4 * 2;
+  const SlopeTerms slopes(distance, at, 16, NT * 8);
+  if (slopes.apart) {
+    due[0][0] = fmaf(slopes.of_each, float(own_row), slopes.of_first);
+    due[0][1] = fmaf(slopes.of_each, 8, due[0][0]);
+    const float first = -slopes.of_each * float(own_column);
+#pragma unroll
+    for (int n = 0; n < NT; n++)
+#pragma unroll
+      for (int i = 0; i < 4; i++)
+        scores[n][i] = fmaf(scores[n][i], factor, fmaf(-slopes.of_each, float(n * 8 + i % 2), first));
+  } else {
     const float first = float(distance.of_origin + at.row + own_row - at.column - own_column);
 #pragma unroll
     for (int n = 0; n < NT; n++)
 #pragma unroll
-      for (int i = 0; i < 4; i++) {
-        const int further = TRANSPOSED ? n * 8 + i % 2 - i / 2 * 8 : i / 2 * 8 - n * 8 - i % 2;
-        scores[n][i] = fmaf(scores[n][i], factor, -distance.slope * fabsf(first + float(further)));
-      }
-    factor = 1;
+      for (int i = 0; i < 4; i++)
+        scores[n][i] =
+            fmaf(scores[n][i], factor, -distance.slope * fabsf(first + float(i / 2 * 8 - n * 8 - i % 2)));
   }
-  if (!program.bias.data) return;
+  if (!adds) return;
+  forget(addends);
+#pragma unroll
+  for (int n = 0; n < NT; n++) {
+    const float2 two = load_shared_pair(addends + (n * 8 + own_column) * 4);
+#pragma unroll
+    for (int i = 0; i < 4; i++) scores[n][i] += i % 2 ? two.y : two.x;
+  }
+}
+
+// A visit's products, times factor, with the numbers of their keys.
+template <int NT>
+__device__ inline void add_addends(float (&scores)[NT][4], float factor, uint32_t addends) {
+  forget(addends);
+#pragma unroll
+  for (int n = 0; n < NT; n++) {
+    const float2 two = load_shared_pair(addends + (n * 8 + threadIdx.x % 4 * 2) * 4);
+#pragma unroll
+    for (int i = 0; i < 4; i++) scores[n][i] = fmaf(scores[n][i], factor, i % 2 ? two.y : two.x);
+  }
+}
+
+// Hides the scores of keys whose number is -inf, whatever they are; those of flags are infinite, and bound
+// them.
+template <int NT>
+__device__ inline void hide_keys(float (&scores)[NT][4], bool are_flags, uint32_t addends) {
+  auto for_each = [&](auto hidden) {
+    forget(addends);  // or ptxas keeps the numbers from before in registers
+#pragma unroll
+    for (int n = 0; n < NT; n++) {
+      const float2 two = load_shared_pair(addends + (n * 8 + threadIdx.x % 4 * 2) * 4);
+#pragma unroll
+      for (int i = 0; i < 4; i++) scores[n][i] = hidden(scores[n][i], i % 2 ? two.y : two.x);
+    }
+  };
+  if (are_flags)
+    for_each([](float score, float bound) { return fminf(score, bound); });
+  else
+    for_each([](float score, float number) { return number == -INFINITY ? number : score; });
+}
+
+// The same, transposed: `addends` are those of the lane's two keys. What is left out are the terms of rows
+// behind the first of the lane's; returns that of each further one.
+template <int PROGRAM, int NT>
+__device__ inline float add_transposed_terms(float (&scores)[NT][4], const fa_cuda_program &program,
+                                             const Distance &distance, const Place &at,
+                                             const float (&addends)[2]) {
+  const int lane = threadIdx.x % 32, own_row = lane % 4 * 2, own_column = lane / 4;
+  const float factor = program.factor;
+  float terms[2] = {addends[0], addends[1]}, of_each = 0;
+  const bool has_slopes = PROGRAM & SLOPES && program.of_heads[FA_CUDA_ALIBI_SLOPES].data;
+  if (has_slopes) {
+    const SlopeTerms slopes(distance, at, NT * 8, 16);
+    if (!slopes.apart) {
+      const float first = float(distance.of_origin + at.row + own_row - at.column - own_column);
+#pragma unroll
+      for (int n = 0; n < NT; n++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          const float away = first + float(n * 8 + i % 2 - i / 2 * 8);
+          scores[n][i] = fmaf(scores[n][i], factor, fmaf(-distance.slope, fabsf(away), addends[i / 2]));
+        }
+      return 0;
+    }
+    of_each = slopes.of_each;
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+      terms[half] += fmaf(of_each, float(own_row - own_column - half * 8), slopes.of_first);
+  }
+  if (!has_slopes && !(PROGRAM & KEYS && program.keys.addends)) return 0;
+#pragma unroll
+  for (int n = 0; n < NT; n++)
+#pragma unroll
+    for (int i = 0; i < 4; i++) scores[n][i] = fmaf(scores[n][i], factor, terms[i / 2]);
+  return of_each;
+}
+
+// ---- a bias with a number for each score -------------------------------------------------------------------
+
+// Adds a visit's bias. factor: that of scores to which nothing has been added, or 1. tile: where the
+// accumulator's first element lies at row and column.
+template <class Io, class Tile, bool TRANSPOSED, int NT>
+__device__ inline void add_cells(float (&scores)[NT][4], const fa_cuda_program &program, float factor,
+                                 uint32_t tile, int row, int column) {
+  if (program.bias_boxes == 0) return;
   with_type<Io>(program.bias.dtype, [&](auto type) {
     using T = decltype(type);
-    auto add = [&](int n, const float(&numbers)[4]) {
+    if constexpr (sizeof(T) <= 2)
+      for_each_bias<Tile, T, TRANSPOSED, NT>(tile, row, column, [&](int n, const float(&numbers)[4]) {
 #pragma unroll
-      for (int i = 0; i < 4; i++) scores[n][i] = with_number<T>(scores[n][i], factor, numbers[i]);
-    };
-    if (!program.bias.stride_row)
-      for_each_shared_bias<Tile, T, TRANSPOSED, NT>(a, at, tile, add);
-    else if constexpr (sizeof(T) <= 2)
-      for_each_bias<Tile, T, TRANSPOSED, NT>(tile, row, column, add);
+        for (int i = 0; i < 4; i++) scores[n][i] = with_number<T>(scores[n][i], factor, numbers[i]);
+      });
   });
 }
 
@@ -184,32 +257,33 @@ __device__ inline void add_to_visit(float (&scores)[NT][4], const fa_cuda_argume
 
 // Scores become probabilities, of which those that are dropped are 0 and the others due the program's
 // kept_factor, as an operand; the probabilities themselves take the scores' place, negative where they are
-// dropped. There is no softcap.
-template <class Kind, int NT>
+// dropped. shift: in shared memory; of_each: what add_transposed_terms has left out, for each further row.
+// There is no softcap.
+template <class Kind, bool DROPS, int NT>
 __device__ inline void make_transposed_p_by_program(float (&scores)[1][NT][4],
                                                     uint32_t (&operand)[Kind::PARTS][NT / 2][4],
                                                     const fa_cuda_arguments &a, const fa_dropout &dropout,
-                                                    const Place &at, uint32_t shift) {
+                                                    const Place &at, uint32_t shift, float of_each,
+                                                    bool began_at_shift) {
   const fa_cuda_program &program = a.program;
-  if (program.dropout_threshold == 0) return make_transposed_p<Kind>(scores, operand, a.score, shift);
-  const float unit = exponent_of_unit<Kind>(a.score);
+  const float unit = exponent_of_unit<Kind>(a.score), per_row = -of_each * unit;
   const int own_row = threadIdx.x % 4 * 2;
   const uint32_t row_pair = fa_dropout_pair(program.first_row + at.row) + own_row;
   const uint32_t column_pair = fa_dropout_pair(at.column) + threadIdx.x % 32 / 4;
   fa_words words[2];
 #pragma unroll
   for (int n = 0; n < NT; n++) {
-    const float2 row_shift = load_shared_pair(shift + (n * 8 + own_row) * 4);
+    float2 row_shift = {0, 0};
+    if (!began_at_shift) row_shift = load_shared_pair(shift + (n * 8 + own_row) * 4);
     float p[4];
 #pragma unroll
     for (int i = 0; i < 2; i++)
-      if (n % 2 == 0) words[i] = fa_dropout_words(dropout, row_pair + n * 4 + i, column_pair);
+      if (DROPS && n % 2 == 0) words[i] = fa_dropout_words(dropout, row_pair + n * 4 + i, column_pair);
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      const float weight = exponential<Kind>(scores[0][n][i], unit, i % 2 ? row_shift.y : row_shift.x);
-      const bool it_stays = stays(words[i % 2].x[i / 2], n % 2, dropout);
-      p[i] = it_stays ? weight : 0;
-      scores[0][n][i] = it_stays ? weight : -weight;
+      const float own_shift = fmaf(per_row, float(n * 8 + i % 2), i % 2 ? row_shift.y : row_shift.x);
+      p[i] = scores[0][n][i] = exponential<Kind>(scores[0][n][i], unit, own_shift);
+      if (DROPS && !stays(words[i % 2].x[i / 2], n % 2, dropout)) p[i] = 0, scores[0][n][i] = -scores[0][n][i];
     }
 #pragma unroll
     for (int half = 0; half < 2; half++) convert_pair<Kind>(operand, n, half, p[half * 2], p[half * 2 + 1], 1);
@@ -217,11 +291,11 @@ __device__ inline void make_transposed_p_by_program(float (&scores)[1][NT][4],
 }
 
 // dp becomes ds; p: of make_transposed_p_by_program.
-template <class Kind, int NT>
+template <class Kind, bool DROPS, int NT>
 __device__ inline void make_transposed_ds_by_program(float (&ds)[1][NT][4], const float (&p)[1][NT][4],
                                                      const fa_cuda_arguments &a, uint32_t delta) {
   auto p_of = [&](int n) { return make_float4(p[0][n][0], p[0][n][1], p[0][n][2], p[0][n][3]); };
-  if (a.program.dropout_threshold == 0) return make_transposed_ds<Kind>(ds, p_of, delta);
+  if constexpr (!DROPS) return make_transposed_ds<Kind>(ds, p_of, delta);
   const float kept_factor = a.program.kept_factor;
 #pragma unroll
   for (int n = 0; n < NT; n++) {
@@ -301,24 +375,38 @@ __device__ inline void add_row(const float (&ds)[1][NT][4], const float (&p)[1][
 }
 
 // The gradients by what was added, of ds; p: of make_transposed_p_by_program.
-template <class Kind, int NT>
+template <class Kind, int PROGRAM, int NT>
 __device__ inline void take_gradients(const float (&ds)[1][NT][4], const float (&p)[1][NT][4],
                                       const fa_cuda_arguments &a, const Place &at, const Distance &distance,
-                                      HeadSums &head_sums) {
+                                      const SlopeTerms &slopes, HeadSums &head_sums) {
   const int lane = threadIdx.x % 32;
-  if (a.program.head_sums[FA_CUDA_ALIBI_SLOPES]) {
+  if (PROGRAM & SLOPES && a.program.head_sums[FA_CUDA_ALIBI_SLOPES]) {
     const float first = float(distance.of_origin + at.row + lane % 4 * 2 - at.column - lane / 4);
     float sum = 0;
+    if (slopes.apart) {
+      float sums[2] = {0, 0}, by_row[2] = {0, 0};
 #pragma unroll
-    for (int n = 0; n < NT; n++)
+      for (int n = 0; n < NT; n++)
 #pragma unroll
-      for (int i = 0; i < 4; i++) sum = fmaf(ds[0][n][i], fabsf(first + float(n * 8 + i % 2 - i / 2 * 8)), sum);
+        for (int i = 0; i < 4; i++) {
+          sums[i / 2] += ds[0][n][i];
+          by_row[i / 2] = fmaf(ds[0][n][i], float(n * 8 + i % 2), by_row[i / 2]);
+        }
+      sum = fmaf(sums[0], first, by_row[0]) + fmaf(sums[1], first - 8, by_row[1]);
+      sum *= slopes.sign;
+    } else {
+#pragma unroll
+      for (int n = 0; n < NT; n++)
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+          sum = fmaf(ds[0][n][i], fabsf(first + float(n * 8 + i % 2 - i / 2 * 8)), sum);
+    }
     head_sums.of[FA_CUDA_ALIBI_SLOPES] -= sum;
   }
   if (!a.program.dbias.data) return;
-  if (a.program.dbias_step == FA_CUDA_CELLS_ADD_ROWS)
+  if (PROGRAM & KEYS && a.program.dbias_step == FA_CUDA_CELLS_ADD_ROWS)
     add_row(ds, p, a, at);
-  else
+  else if constexpr (PROGRAM & CELLS)
     put_cells<typename Kind::Io>(ds, p, a, at);
 }
 

@@ -13,14 +13,18 @@ namespace hopper {
 
 // A row of the table; none of it changes results by more than rounding. Registers are per thread.
 template <int HEAD_DIM, int BLOCK_K, int NUM_CONSUMERS, int Q_STAGES, int CONSUMER_REGISTERS,
-          int PRODUCER_REGISTERS, bool HOLDS_Q = false, bool PROGRAM = false>
+          int PRODUCER_REGISTERS, bool HOLDS_Q = false, int PROGRAM = NO_PROGRAM, bool FOLLOWS = false>
 struct ForwardShape {
   static constexpr int head_dim = HEAD_DIM, block_k = BLOCK_K, num_consumers = NUM_CONSUMERS,
                        q_stages = Q_STAGES;
   static constexpr int block_q = NUM_CONSUMERS * 64, num_threads = (NUM_CONSUMERS + 1) * WARPGROUP;
   static constexpr int consumer_registers = CONSUMER_REGISTERS, producer_registers = PRODUCER_REGISTERS;
   static constexpr bool holds_q = HOLDS_Q;  // a consumer's rows of it, in registers
-  static constexpr bool program = PROGRAM;  // whether one may act on scores; then GENERAL
+  // Whether exponentials are made against the last reference, and once more where that turns out to be too low.
+  static constexpr bool follows = FOLLOWS;
+  static constexpr int program = PROGRAM;  // what may act on scores; then GENERAL
+  static constexpr bool has_slopes = PROGRAM & SLOPES, has_keys = PROGRAM & KEYS, has_cells = PROGRAM & CELLS,
+                        drops = PROGRAM & DROPOUT;
 };
 
 // Of the registers that a block of threads begins with, the same number for each thread, more than the row says
@@ -81,13 +85,17 @@ __device__ inline ForwardTile tile_of(const fa_cuda_arguments &a, uint32_t index
 // ---- visits, where there are bands -------------------------------------------------------------------------
 
 // The producer goes through a tile's visits and tells the consumers what they need of each, in shared memory:
-// flags, for each consumer whether its rows see any of the columns and whether they see all of them; those of
-// the next visit, which are wanted as soon as it comes, and whether there is one; where its columns begin; for
-// programs, how distances go in the band; and where rows do not see all, the band itself.
+// flags, for each consumer whether its rows see any of the columns and whether they see all of them, and of
+// programs the kinds of the keys; those of the next visit, which are wanted as soon as it comes, and whether
+// there is one; where its columns begin; for programs, how distances go in the band; and where rows do not see
+// all, the band itself.
 struct ToldVisit {
   static constexpr int COLUMN_AT = 4, BAND_AT = 8, DISTANCE_AT = 32, BYTES = 36;
-  static constexpr int NEXT = 8;  // the next visit's flags stand so many bits further on
+  static constexpr int NEXT = 16;  // the next visit's flags stand so many bits further on
   static constexpr uint32_t LAST = 1;
+  static constexpr int KINDS_AT = 8;
+  static constexpr uint32_t SEEN = (1 << KINDS_AT) - 1;
+  __device__ static uint32_t kinds(uint32_t flags) { return flags >> KINDS_AT & SEEN; }
   __device__ static constexpr uint32_t sees_any(int consumer) { return 2 << consumer * 2; }
   __device__ static constexpr uint32_t sees_all(int consumer) { return 4 << consumer * 2; }
 
@@ -119,18 +127,21 @@ struct ToldVisit {
 // instruction.
 template <class Shape>
 struct Teller {
+  const fa_cuda_keys &keys;
+  const int batch, head;
   Range whole = {0, 0};  // the columns that all rows of the tile see in a band
   int number = -1;       // of that band
   uint32_t all = 0;      // the flags of a visit that is seen by all consumers that have rows
   uint32_t flags;        // of the visit that is told next
 
   template <class Visits>
-  __device__ explicit Teller(const Visits &visits) {
+  __device__ Teller(const fa_cuda_keys &keys, int batch, int head, Visits &visits)
+      : keys(keys), batch(batch), head(head) {
 #pragma unroll
     for (int consumer = 0; consumer < Shape::num_consumers; consumer++)
       if (visits.own.begin + consumer * 64 < visits.own.end)
         all |= ToldVisit::sees_any(consumer) | ToldVisit::sees_all(consumer);
-    flags = flags_of(visits);
+    flags = next_flags(visits);
   }
 
   // Tells the visit and goes on to the next; true where there is none: of a tile that sees nothing too, which
@@ -140,12 +151,12 @@ struct Teller {
     column = 0;
     if (!visits.done()) {
       column = visits.begin;
-      if (flags != all) to.tell_band(visits.band);
-      if (Shape::program) to.tell_distance(visits.band);
+      if ((flags & ToldVisit::SEEN) != all) to.tell_band(visits.band);
+      if (Shape::has_slopes) to.tell_distance(visits.band);
       visits.advance();
     }
+    const uint32_t next = next_flags(visits);
     const bool last = visits.done();
-    const uint32_t next = flags_of(visits);
     to.tell_column(column);
     to.tell_flags(flags | next << ToldVisit::NEXT | (last ? ToldVisit::LAST : 0));
     flags = next;
@@ -153,9 +164,19 @@ struct Teller {
   }
 
  private:
+  // Of the visit or, where all of its keys are hidden, of the next one that sees some: goes on to that.
+  template <class Visits>
+  __device__ uint32_t next_flags(Visits &visits) {
+    uint32_t kinds = 0;
+    if constexpr (Shape::has_keys)
+      for (; !visits.done(); visits.advance()) {
+        kinds = kinds_of_keys<Shape::block_k>(keys, batch, head, visits.begin);
+        if (kinds & FA_CUDA_KEYS_SHOW) break;
+      }
+    return visits.done() ? 0 : flags_of(visits) | kinds << ToldVisit::KINDS_AT;
+  }
   template <class Visits>
   __device__ uint32_t flags_of(const Visits &visits) {
-    if (visits.done()) return 0;
     const fa_band &band = visits.band;
     const Range &rows = visits.own;
     if (visits.number != number) {
@@ -194,10 +215,12 @@ struct ForwardBuffers {
   static constexpr int Q_BYTES = QBoxes::BYTES;
   static constexpr int K_BYTES = Kind::PARTS * KTile::BYTES;
   static constexpr int K_AT = Q_STAGES * Q_BYTES, V_AT = K_AT + STAGES * K_BYTES;
-  // Of programs, the bias of a visit, which comes and goes with its stage of k.
+  // Of programs, what is added in a visit, which comes and goes with its stage of k.
   using BiasTile = hopper::BiasTile<Shape::block_q, Shape::block_k>;
-  static constexpr int BIAS_AT = V_AT + STAGES * K_BYTES, BIAS_BYTES = Shape::program ? BiasTile::BYTES : 0;
-  static constexpr int BARRIERS_AT = BIAS_AT + STAGES * BIAS_BYTES, NUM_BARRIERS = 2 * (Q_STAGES + 2 * STAGES);
+  static constexpr int BIAS_AT = V_AT + STAGES * K_BYTES, BIAS_BYTES = Shape::has_cells ? BiasTile::BYTES : 0;
+  static constexpr int KEYS_AT = BIAS_AT + STAGES * BIAS_BYTES,
+                       KEYS_BYTES = Shape::has_keys ? Shape::block_k * 4 : 0;
+  static constexpr int BARRIERS_AT = KEYS_AT + STAGES * KEYS_BYTES, NUM_BARRIERS = 2 * (Q_STAGES + 2 * STAGES);
   static constexpr int NEXT_AT = BARRIERS_AT + NUM_BARRIERS * 8,
                        VISITS_AT = NEXT_AT + STAGES * ForwardTile::WORDS * 4, NUM_VISITS = 2 * STAGES,
                        BYTES = VISITS_AT + (GENERAL ? NUM_VISITS * ToldVisit::BYTES : 0);
@@ -213,6 +236,7 @@ struct ForwardBuffers {
   __device__ Stage k(int i) const { return stage(K_AT + i * K_BYTES, Q_STAGES + i); }
   __device__ Stage v(int i) const { return stage(V_AT + i * K_BYTES, Q_STAGES + STAGES + i); }
   __device__ uint32_t bias(int i) const { return base + BIAS_AT + i * BIAS_BYTES; }
+  __device__ uint32_t keys(int i) const { return base + KEYS_AT + i * KEYS_BYTES; }
   __device__ uint32_t next_tile(int i) const { return base + NEXT_AT + i * ForwardTile::WORDS * 4; }
 
   // Of what the ring has at a stage of k.
@@ -278,14 +302,16 @@ struct Producer {
                                fa_cuda_block_plan &next_plan) {
     const auto k = buffers.k(ring.stage), v = buffers.v(ring.stage);
     barrier_wait(k.empty, ring.phase ^ 1);
-    if constexpr (Shape::program) {
-      using BiasTile = typename Buffers::BiasTile;
-      load(k, maps.k, column, kv_head, tile.batch, BiasTile::bytes(a.program));
-      BiasTile::load(buffers.bias(ring.stage), a.program, maps.bias, k.full, tile.batch, tile.head,
-                     tile.rows.begin, column);
-    } else {
-      load(k, maps.k, column, kv_head, tile.batch);
-    }
+    const bool adds_keys = Shape::has_keys && a.program.keys.addends;
+    int more_bytes = adds_keys ? Buffers::KEYS_BYTES : 0;
+    if constexpr (Shape::has_cells) more_bytes += Buffers::BiasTile::bytes(a.program);
+    load(k, maps.k, column, kv_head, tile.batch, more_bytes);
+    if (adds_keys)
+      load_bulk(buffers.keys(ring.stage), addends_of(a.program.keys, tile.batch, tile.head, column),
+                Buffers::KEYS_BYTES, k.full);
+    if constexpr (Shape::has_cells)
+      Buffers::BiasTile::load(buffers.bias(ring.stage), a.program, maps.bias, k.full, tile.batch, tile.head,
+                              tile.rows.begin, column);
     if (last) next = tile_of<Shape, GENERAL>(a, index, next_plan);
     barrier_wait(v.empty, ring.phase ^ 1);
     if (last) next.tell(buffers.next_tile(ring.stage));
@@ -307,7 +333,7 @@ struct Producer {
                                     fa_cuda_block_plan &next_plan) {
     const int kv_head = kv_head_of(a, tile.head);
     Visits<true, true, Shape::block_k, !Kind::SCALED> visits(a, tile.batch, plan, tile.rows);
-    Teller<Shape> teller(visits);
+    Teller<Shape> teller(a.program.keys, tile.batch, tile.head, visits);
     for (bool last = false; !last;) {
       int column;
       last = teller.tell(visits, column, buffers.visit(ring));
@@ -508,11 +534,34 @@ struct Consumer {
     }
   }
 
-  // Products become exponentials; true where o is due a rescale_rows.
-  __device__ bool make_exponentials(int column, float unscale, int num_columns = Shape::block_k) {
+  __device__ void make_scores_of(int column, float unscale, int num_columns = Shape::block_k) {
     make_scores<Kind, false, 1, NT>(scores, a, {row, row + 64}, {column, column + Shape::block_k},
                                     {tile.batch, tile.head, first_row, column}, unscale, num_columns);
+  }
+  // Products become exponentials; true where o is due a rescale_rows.
+  __device__ bool make_exponentials(int column, float unscale, int num_columns = Shape::block_k) {
+    make_scores_of(column, unscale, num_columns);
     return softmax.update(scores, unit, num_columns);
+  }
+
+  // A visit's products once more, by the warp alone, where exponentials turned out to be too large.
+  __device__ void start_again(Stage q, Stage k) {
+    uint32_t lane = threadIdx.x % 32;
+    forget(lane);  // or what follows from it is kept in registers from the kernel's beginning on
+    set_zero<1, NT>(scores);
+#pragma unroll 1
+    for (int step = 0; step < QK_STEPS; step++) {
+      uint32_t rows[4];
+      load_matrices<false>(rows, q.tile + QTile::offset(warp_row + lane % 16, step * 2 + lane / 16));
+#pragma unroll
+      for (int n = 0; n < NT; n += 2) {
+        uint32_t columns[4];
+        load_matrices<false>(columns,
+                             k.tile + KTile::offset(n * 8 + lane / 16 * 8 + lane % 8, step * 2 + lane / 8 % 2));
+        mma(typename Kind::Element(), scores[0][n], rows, columns[0], columns[1]);
+        mma(typename Kind::Element(), scores[0][n + 1], rows, columns[2], columns[3]);
+      }
+    }
   }
 
   // Makes this warp's rows of q ready, where they are not so as the producer brought them.
@@ -557,10 +606,21 @@ struct Consumer {
       start_o(v);
       turns.pass();
       wgmma_wait<1>(scores[0]);
-      barrier_arrive_warp(k.empty);
-      const bool moved = make_exponentials(column, of_scores);
-      finish_o(v, of_o);
-      if (moved) softmax.rescale_rows(o);
+      if constexpr (Shape::follows) {
+        make_scores_of(column, of_scores);
+        const bool follows = softmax.follow(scores, unit);
+        finish_o(v, of_o);
+        if (__builtin_expect(!follows, 0)) {
+          start_again(q, k);
+          if (make_exponentials(column, of_scores)) softmax.rescale_rows(o);
+        }
+        barrier_arrive_warp(k.empty);
+      } else {
+        barrier_arrive_warp(k.empty);
+        const bool moved = make_exponentials(column, of_scores);
+        finish_o(v, of_o);
+        if (moved) softmax.rescale_rows(o);
+      }
       convert<Kind>(p, scores, 1 << P_EXPONENT);
       ring = next;
       of_o = of_next_o;
@@ -586,34 +646,43 @@ struct Consumer {
     return unscaling(exponent, operand, visit.column());
   }
 
-  // Where a visit's columns begin, for a program, and how distances go in its band.
-  struct Told {
-    int column = 0;
-    Distance distance;
-  };
-  __device__ Told told_of(const Ring<Buffers::STAGES> &stage) const {
-    Told told;
-    if constexpr (Shape::program) {
-      told.column = buffers.visit(stage).column();
-      told.distance = {slope, buffers.visit(stage).distance()};
-    }
-    return told;
+  // Kernels of a part of a program that dropout is of stand behind those that leave it out, and need not ask.
+  __device__ bool drops() const {
+    return Shape::drops && (Shape::program != WHOLE_PROGRAM || a.program.dropout_threshold > 0);
+  }
+
+  // Adds to a visit's products what the program does; due: see add_slopes.
+  __device__ void add_program(uint32_t flags, const ToldVisit &visit, const Ring<Buffers::STAGES> &stage,
+                              float (&due)[1][2]) {
+    const uint32_t kinds = ToldVisit::kinds(flags), addends = buffers.keys(stage.stage);
+    const bool adds = Shape::has_keys && kinds & FA_CUDA_KEYS_ADD;
+    const bool has_slopes = Shape::has_slopes && a.program.of_heads[FA_CUDA_ALIBI_SLOPES].data;
+    const float factor = a.program.factor;
+    if (has_slopes)
+      add_slopes(scores[0], due, factor, {slope, visit.distance()},
+                 {tile.batch, tile.head, first_row, visit.column()}, adds, addends);
+    else if (Shape::has_keys && (adds || (factor != 1 && a.program.keys.addends)))
+      add_addends(scores[0], factor, addends);
+    if (Shape::has_keys && kinds & FA_CUDA_KEYS_HIDE)
+      hide_keys(scores[0], a.program.bias.dtype == FA_DTYPE_U8, addends);
+    if constexpr (Shape::has_cells)
+      add_cells<typename Kind::Io, typename Buffers::BiasTile, false>(
+          scores[0], a.program, has_slopes ? 1 : factor, buffers.bias(stage.stage), warp_row, 0);
   }
 
   // Products of the visit at a stage of k become exponentials, and that is empty; num_columns_of(band, column)
   // is asked only where rows do not see all.
   template <class NumColumnsOf>
-  __device__ bool make_exponentials(uint32_t flags, const Ring<Buffers::STAGES> &stage, const Told &told,
-                                    float unscale, NumColumnsOf num_columns_of) {
+  __device__ bool make_exponentials(uint32_t flags, const Ring<Buffers::STAGES> &stage, float unscale,
+                                    NumColumnsOf num_columns_of) {
     const ToldVisit visit = buffers.visit(stage);
     const uint32_t empty = buffers.k(stage.stage).empty;
     int num_columns = Shape::block_k;
     if constexpr (!Shape::program) barrier_arrive_warp(empty);
     finish_scores<Kind, 1, NT>(scores, a.score, unscale);
-    const Place at = {tile.batch, tile.head, first_row, told.column};
+    [[maybe_unused]] float due[1][2] = {};
     if constexpr (Shape::program) {
-      add_to_visit<typename Kind::Io, typename Buffers::BiasTile, false>(
-          scores[0], a, told.distance, at, buffers.bias(stage.stage), warp_row, 0);
+      add_program(flags, visit, stage, due);
       barrier_arrive_warp(empty);
     }
     if (!__any_sync(~0u, flags & ToldVisit::sees_all(consumer))) {
@@ -622,8 +691,12 @@ struct Consumer {
       num_columns = num_columns_of(band, column);
       mask_scores<true, 1, NT>(scores, band, {tile.batch, tile.head, first_row, column}, num_columns);
     }
-    const bool moved = softmax.update(scores, unit, num_columns);
-    if (Shape::program && a.program.dropout_threshold > 0) drop<1, NT>(scores, a, dropout, at);
+    bool moved;
+    if constexpr (Shape::has_slopes)
+      moved = softmax.update(scores, unit, num_columns, due);
+    else
+      moved = softmax.update(scores, unit, num_columns);
+    if (drops()) drop<1, NT>(scores, a, dropout, {tile.batch, tile.head, first_row, visit.column()});
     return moved;
   }
 
@@ -654,10 +727,9 @@ struct Consumer {
       release_stored();
       wgmma_wait<0>(scores[0]);
       // With a causal band, the warp's rows see no more than the first columns of this block.
-      const bool moved =
-          make_exponentials(flags, ring, told_of(ring), of_scores, [&](const fa_band &band, int column) {
-            return fa_band_columns(band, {first_row, first_row + 16}).end - column;
-          });
+      const bool moved = make_exponentials(flags, ring, of_scores, [&](const fa_band &band, int column) {
+        return fa_band_columns(band, {first_row, first_row + 16}).end - column;
+      });
       if (moved && begun) softmax.rescale_rows(o);
       begun = true;
       convert<Kind>(p, scores, 1 << P_EXPONENT);
@@ -677,10 +749,9 @@ struct Consumer {
         told = buffers.visit(next).flags();
         of_scores = unscaling(exponent_q, a.k, buffers.visit(next));
         const float of_next_o = unscaling(P_EXPONENT, a.v, buffers.visit(next));
-        const Told of_program = told_of(next);
         wgmma_wait<1>(scores[0]);
-        const bool moved = make_exponentials(flags, next, of_program, of_scores,
-                                             [](const fa_band &, int) { return int(Shape::block_k); });
+        const bool moved =
+            make_exponentials(flags, next, of_scores, [](const fa_band &, int) { return int(Shape::block_k); });
         finish_o(v, of_o);
         if (moved) softmax.rescale_rows(o);
         convert<Kind>(p, scores, 1 << P_EXPONENT);
@@ -743,10 +814,9 @@ struct Consumer {
     kv_head = kv_head_of(a, tile.head);
     visited = 0, exponent_q = 0;
     softmax = OnlineSoftmax<Kind, 1>();
-    if constexpr (Shape::program) {
+    if constexpr (Shape::has_slopes)
       slope = number_of_head(a.program, FA_CUDA_ALIBI_SLOPES, {tile.batch, tile.head, 0, 0}, 0);
-      if (a.program.dropout_threshold > 0) dropout = dropout_of(a.program, tile.batch, tile.head);
-    }
+    if (drops()) dropout = dropout_of(a.program, tile.batch, tile.head);
     barrier_wait(q.full, q_ring.phase);
   }
 
@@ -830,9 +900,8 @@ constexpr fa_cuda_kernel row(const char *name) {
           .block_k = Shape::block_k,
           .num_threads = Shape::num_threads,
           .shared_bytes = ForwardBuffers<Kind, Shape, GENERAL>::BYTES,
-          .takes = Shape::program ? FA_CUDA_ALL_NEEDS & ~FA_CUDA_NEEDS_SINGLE_CELLS
-                   : GENERAL      ? FA_CUDA_MASK_NEEDS
-                                  : FA_CUDA_PLAIN_NEEDS,
+          .least_columns = Shape::follows ? 1024 : 0,
+          .takes = (GENERAL ? FA_CUDA_MASK_NEEDS : FA_CUDA_PLAIN_NEEDS) | needs_of_program(Shape::program),
           .mapped = true,
           .persistent = true,
           .begins_early = GENERAL,
@@ -850,13 +919,13 @@ constexpr fa_cuda_kernel row(const char *name) {
 #define ROW(rest, ...)                                             \
   KERNEL(false, "cuda/sm90/" FA_QUOTE(FA_KIND) rest, __VA_ARGS__), \
       KERNEL(true, "cuda/sm90/" FA_QUOTE(FA_KIND) rest "/general", __VA_ARGS__)
-#define PROGRAM_ROW(rest, ...) \
-  KERNEL(true, "cuda/sm90/" FA_QUOTE(FA_KIND) rest "/program", __VA_ARGS__, false, true)
+#define PROGRAM_ROW(rest, program, ...) KERNEL(true, "cuda/sm90/" FA_QUOTE(FA_KIND) rest, __VA_ARGS__, program)
 
 // Registers a consumer's thread needs for its arrays: (block_k * 1.5 + head_dim) / 2, and block_k + head_dim of
 // f32 in two parts. Three consumers at 64, which use each column block for 192 rows; from 192 on, and of f32,
 // column blocks are what fits beside q. At 128 there is room for q too, head_dim / 4: of what the products read
 // from shared memory, a fifth.
+using namespace fa::hopper;
 const fa_cuda_kernel FA_JOIN(fa_hopper_forward_, FA_KIND)[] = {
 // bucket, block_k, consumers, stages of q, their registers, the producer's, whether they hold q
 #if FA_KIND_SCALED
@@ -864,12 +933,19 @@ const fa_cuda_kernel FA_JOIN(fa_hopper_forward_, FA_KIND)[] = {
     ROW("/d128", 128, 64, 2, 1, 240, 24),
 #else
     ROW("/d64", 64, 128, 3, 2, 160, 32),
-    PROGRAM_ROW("/d64", 64, 128, 2, 2, 216, 72),
+    PROGRAM_ROW("/d64/terms", SLOPES | KEYS, 64, 128, 3, 2, 160, 32, false),
+    PROGRAM_ROW("/d64/cells", CELLS, 64, 128, 2, 2, 216, 72, false),
+    PROGRAM_ROW("/d64/dropout", KEYS | DROPOUT, 64, 128, 2, 2, 216, 72, false),
+    PROGRAM_ROW("/d64/program", WHOLE_PROGRAM, 64, 128, 2, 2, 216, 72, false),
+    KERNEL(false, "cuda/sm90/" FA_QUOTE(FA_KIND) "/d128/long", 128, 128, 2, 2, 240, 24, true, NO_PROGRAM, true),
     ROW("/d128", 128, 128, 2, 2, 240, 24, true),
-    PROGRAM_ROW("/d128", 128, 128, 2, 1, 232, 40),
+    PROGRAM_ROW("/d128/terms", SLOPES | KEYS, 128, 128, 2, 2, 232, 40, false),
+    PROGRAM_ROW("/d128/cells", CELLS, 128, 128, 2, 1, 232, 40, false),
+    PROGRAM_ROW("/d128/dropout", KEYS | DROPOUT, 128, 128, 2, 2, 232, 40, false),
+    PROGRAM_ROW("/d128/program", WHOLE_PROGRAM, 128, 128, 2, 1, 232, 40, false),
     ROW("/d192", 192, 112, 2, 1, 240, 24),
     ROW("/d256", 256, 80, 2, 1, 240, 24),
-    PROGRAM_ROW("/d256", 256, 64, 2, 1, 240, 24),
+    PROGRAM_ROW("/d256/program", WHOLE_PROGRAM, 256, 64, 2, 1, 240, 24, false),
 #endif
     {},
 };

@@ -66,6 +66,21 @@ typedef struct fa_cuda_cells {
   int64_t stride_batch, stride_head, stride_row;
 } fa_cuda_cells;
 
+/* A bias that all rows share, as kernels that read by tensor maps have it: a number a key, which the keys
+ * kernel makes f32. Blocks of FA_CUDA_KEYS_BLOCK follow one another, with one more behind the last key. Strides
+ * count blocks. */
+enum { FA_CUDA_KEYS_BLOCK = 128 };
+enum {
+  FA_CUDA_KEYS_SHOW = 1, /* some of the block's keys are visible */
+  FA_CUDA_KEYS_ADD = 2,  /* to some of these a number other than 0 is added */
+  FA_CUDA_KEYS_HIDE = 4, /* some are hidden: their number is -inf */
+};
+typedef struct fa_cuda_keys {
+  float *addends; /* of flags +inf and -inf; NULL: there is no such bias */
+  uint8_t *kinds; /* of each block, the sum of the above */
+  int64_t stride_batch, stride_head;
+} fa_cuda_keys;
+
 /* What the gradient by the bias is for a kernel: its numbers, or f32 sums for them. */
 typedef enum fa_cuda_cell_step {
   FA_CUDA_CELLS_STORE, /* no score shares its number, nor is it visited twice */
@@ -87,8 +102,9 @@ typedef struct fa_cuda_program {
   float factor; /* of f(q·k), where score.factor does not hold it: see fa_cuda_score */
   fa_cuda_cells of_heads[FA_CUDA_NUM_HEAD_NUMBERS];
   fa_cuda_cells bias; /* [batch or 1, num_heads or 1, rows or 1, seqlen_k] */
-  /* Of the bias's map: a visit's numbers are so many boxes of 128 bytes of each row; 0: they come without it.
-   */
+  /* What kernels that read by tensor maps take in its place: keys; or its map, of which a visit's numbers are
+   * so many boxes of 128 bytes of each row. */
+  fa_cuda_keys keys;
   int32_t bias_boxes, bias_box_columns;
   fa_cuda_cells dbias;
   fa_cuda_cell_step dbias_step;
@@ -180,7 +196,7 @@ typedef struct fa_cuda_plans {
 /* Tensors as tensor maps {head_dim, seqlen, heads, batch}, with boxes of 128 bytes of block_q (q, dout),
  * block_k (k, v) or 16 (out: o or dq) rows: the second argument of the kernels that read by them. Of f32
  * tensors they are the copies, whose parts are further batches, but the forward's q is the caller's. The bias
- * is {seqlen_k, rows, heads, batch}, with boxes of block_q rows, or of the only one. */
+ * is {seqlen_k, rows, heads, batch}, with boxes of block_q rows. */
 typedef struct fa_cuda_maps {
   CUtensorMap q, k, v, dout, out, bias;
 } fa_cuda_maps;
@@ -222,6 +238,14 @@ typedef struct fa_cuda_reduction {
   int32_t num_parts, batch, num_heads, num_rows, num_columns;
 } fa_cuda_reduction;
 
+/* The keys kernel's argument: makes `to` of a bias that all rows share. */
+typedef struct fa_cuda_key_reading {
+  fa_cuda_cells bias;
+  fa_cuda_keys to;
+  int32_t seqlen_k, num_heads, blocks_a_row;
+  int64_t num_blocks; /* in all rows: of batches and heads that the bias tells apart */
+} fa_cuda_key_reading;
+
 /* The unpack kernel's argument: [num_rows, heads_a_row] rows of heads, pitches in bytes. */
 typedef struct fa_cuda_packed {
   char *to;
@@ -246,13 +270,18 @@ enum {
   FA_CUDA_NEEDS_SOFTCAP = 1 << 1,
   FA_CUDA_NEEDS_SINKS = 1 << 2,
   FA_CUDA_NEEDS_BANDS = 1 << 3,
-  FA_CUDA_NEEDS_PROGRAM = 1 << 4, /* see fa_cuda_program */
-  /* Beside q of 16 bits a bias of f32 with a number for each score; or gradients of 16 bits by such numbers, of
-   * which each is added to only where a band shows it. */
-  FA_CUDA_NEEDS_SINGLE_CELLS = 1 << 5,
-  FA_CUDA_NEEDS_LENGTHS = 1 << 6, /* kernels that take bands take each length as a band */
-  FA_CUDA_NEEDS_PAGES = 1 << 7,   /* only kernels for few rows take these */
-  FA_CUDA_ALL_NEEDS = (1 << 7) - 1,
+  FA_CUDA_NEEDS_SLOPES = 1 << 4, /* of a program: slopes; a bias with a number a key, or one a score; dropout */
+  FA_CUDA_NEEDS_KEYS = 1 << 5,
+  FA_CUDA_NEEDS_CELLS = 1 << 6,
+  FA_CUDA_NEEDS_DROPOUT = 1 << 7,
+  /* Beside q of 16 bits a bias of f32 with a number a score; or gradients of 16 bits by such numbers, of which
+   * each is added to only where a band shows it. */
+  FA_CUDA_NEEDS_SINGLE_CELLS = 1 << 8,
+  FA_CUDA_NEEDS_LENGTHS = 1 << 9, /* kernels that take bands take each length as a band */
+  FA_CUDA_NEEDS_PAGES = 1 << 10,  /* only kernels for few rows take these */
+  FA_CUDA_ALL_NEEDS = (1 << 10) - 1,
+  FA_CUDA_PROGRAM_NEEDS =
+      FA_CUDA_NEEDS_SLOPES | FA_CUDA_NEEDS_KEYS | FA_CUDA_NEEDS_CELLS | FA_CUDA_NEEDS_DROPOUT,
   FA_CUDA_PLAIN_NEEDS = FA_CUDA_NEEDS_WINDOW | FA_CUDA_NEEDS_SOFTCAP | FA_CUDA_NEEDS_SINKS,
   FA_CUDA_MASK_NEEDS = FA_CUDA_PLAIN_NEEDS | FA_CUDA_NEEDS_BANDS | FA_CUDA_NEEDS_LENGTHS,
 };
@@ -267,6 +296,7 @@ typedef struct fa_cuda_kernel {
   int32_t bucket; /* the largest head_dim that it takes */
   int32_t block_q, block_k, num_threads;
   int32_t shared_bytes;
+  int32_t least_columns;  /* not for problems whose rows see fewer, on average */
   uint32_t takes;         /* which needs of a problem it serves */
   int32_t row_warps;      /* backward, of one that takes a bias: so many warps share a column of a step */
   bool mapped;            /* main reads by fa_cuda_maps */
@@ -309,6 +339,7 @@ extern const void *const fa_cuda_sink_kernel;     /* fa_cuda_arguments; a block 
 extern const void *const fa_cuda_reduce_heads_kernel; /* fa_cuda_reduction; a block a number */
 extern const void *const fa_cuda_reduce_cells_kernel; /* fa_cuda_reduction; a thread a column, a block's
                                                           y a row of these */
+extern const void *const fa_cuda_keys_kernel;         /* fa_cuda_key_reading; a warp a block of keys */
 extern const void *const fa_cuda_unpack_kernel; /* fa_cuda_packed; a warp a row of a head, a block's y a row of
                                                   these */
 

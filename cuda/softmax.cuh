@@ -22,6 +22,11 @@ __device__ inline float row_sum(float x) {
 // overflows and the quotient at the end is the same. So it is moved, and o with it, only when some row needs
 // it, which after the first few blocks is seldom.
 constexpr int MAX_LAG = 5;
+// What a lane may add up of a block's exponentials, and so the most that one of them can be; f16 holds more.
+constexpr float MOST_ADDED = 1024;
+
+// What all scores of a lane's rows are due beside what they are: nothing.
+struct NothingDue {};
 
 template <class Kind, int MT>
 struct OnlineSoftmax {
@@ -38,8 +43,11 @@ struct OnlineSoftmax {
 
   // Turns a block of scores into exponentials; none of the rows sees columns from num_columns on. The result is
   // true where the reference has moved: then o is due a rescale_rows.
-  template <int NT>
-  __device__ bool update(Accumulator<MT, NT> &scores, float unit, int num_columns = NT * 8) {
+  // due: float[MT][2], or NothingDue.
+  template <int NT, class Due = NothingDue>
+  __device__ bool update(Accumulator<MT, NT> &scores, float unit, int num_columns = NT * 8,
+                         const Due &due = NothingDue()) {
+    constexpr bool SOME_DUE = !std::is_same<Due, NothingDue>::value;
     // Visits scores of columns that some row sees, by groups.
     auto for_each_visible = [&](auto visit) {
 #pragma unroll
@@ -63,8 +71,10 @@ struct OnlineSoftmax {
 #pragma unroll
     for (int m = 0; m < MT; m++)
 #pragma unroll
-      for (int half = 0; half < 2; half++)
+      for (int half = 0; half < 2; half++) {
+        if constexpr (SOME_DUE) largest[m][half] += due[m][half];
         lags |= (largest[m][half] - max[m][half]) * unit > MAX_LAG;  // -inf and -inf make it false
+      }
     lags = __any_sync(~0u, lags);
     if (lags) {
 #pragma unroll
@@ -78,6 +88,7 @@ struct OnlineSoftmax {
       for (int half = 0; half < 2; half++) {
         const float reference = max[m][half] == -INFINITY ? 0 : max[m][half];  // -inf - -inf would be NaN
         shift[m][half] = Kind::SCALED ? reference : reference * unit;
+        if constexpr (SOME_DUE) shift[m][half] = fmaf(-due[m][half], unit, shift[m][half]);
       }
     for_each_visible([&](int m, int half, float &x) {
       x = exponential<Kind>(x, unit, shift[m][half]);
@@ -93,6 +104,43 @@ struct OnlineSoftmax {
 #pragma unroll
       for (int half = 0; half < 2; half++) forget(sum[m][half]);
     return lags;
+  }
+
+  // The same against the references as they are, without a look for the largest score, which its exponential
+  // gives away: false where one is too large, or the first that a row sees. Then nothing has changed but the
+  // scores, which are lost.
+  template <int NT>
+  __device__ bool follow(Accumulator<MT, NT> &scores, float unit) {
+    float shift[MT][2], added[MT][2];
+#pragma unroll
+    for (int m = 0; m < MT; m++)
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        // With this one whatever is seen has an infinite exponential.
+        shift[m][half] = max[m][half] == -INFINITY ? -1e30f : max[m][half] * unit;
+        added[m][half] = 0;
+      }
+#pragma unroll
+    for (int m = 0; m < MT; m++)
+#pragma unroll
+      for (int n = 0; n < NT; n++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          scores[m][n][i] = exponential<Kind>(scores[m][n][i], unit, shift[m][i / 2]);
+          added[m][i / 2] += scores[m][n][i];
+        }
+    bool follows = true;
+#pragma unroll
+    for (int m = 0; m < MT; m++)
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        forget(added[m][half]);
+        follows &= !(added[m][half] > MOST_ADDED);
+      }
+    if (__builtin_expect(!__all_sync(~0u, follows), 0)) return false;
+#pragma unroll
+    for (int m = 0; m < MT; m++) sum[m][0] += added[m][0], sum[m][1] += added[m][1];
+    return true;
   }
 
   __device__ void move_reference(int m, int half, float largest, float unit) {

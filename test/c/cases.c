@@ -320,6 +320,12 @@ static const fa_case cases[] = {
             .head_dim = 80, .bands_batch = 2, .num_bands = 4, ALIBI(2), WINDOW(61, 7), .softcap = 4,
             .scale = -0.6, .num_sinks = 2, .deterministic = 1),
 
+    /* Of as many columns as some kernels are for alone, whose references may lag far behind. */
+    TAGGED("long, causal", CASE_QUICK, LENGTHS(140, 2060), HEADS(2, 1), .head_dim = 128, CAUSAL),
+    FILLED("long, large", FILL_LARGE, LENGTHS(130, 1100), HEADS(2, 2), .head_dim = 100),
+    ROW("long, a window, softcap, sinks", LENGTHS(300, 2200), .batch = 2, HEADS(2, 1), .head_dim = 128,
+        WINDOW(1200, 50), .softcap = 9, .num_sinks = 2),
+
     /* Biases of every shape, and masks. */
     TAGGED("bias", CASE_QUICK, LENGTHS(141, 163), .batch = 2, HEADS(4, 2), .head_dim = 24, BIAS(2, 4, 141)),
     TAGGED("bias, f32", CASE_QUICK | CASE_F32_BIAS, LENGTHS(130, 205), .batch = 2, HEADS(2, 1), .head_dim = 64,
@@ -366,6 +372,16 @@ static const fa_case cases[] = {
     ROW("mask in boxes, wide", LENGTHS(130, 208), HEADS(2, 1), .head_dim = 256, MASK(1, 1, 130), CAUSAL),
     TAGGED("mask of keys in boxes", CASE_QUICK, LENGTHS(230, 400), .batch = 3, HEADS(4, 2), .head_dim = 64,
            MASK(3, 1, 1), WINDOW(90, 15)),
+    /* Of many blocks of keys, some of which are hidden whole, and far from the diagonal. */
+    TAGGED("mask of keys, long", CASE_QUICK, LENGTHS(150, 1030), .batch = 6, .head_dim = 64, MASK(6, 1, 1)),
+    ROW("mask of keys, long, causal", LENGTHS(531, 720), .batch = 4, HEADS(2, 1), .head_dim = 128,
+        MASK(4, 2, 1), CAUSAL),
+    TAGGED("bias of keys, long", CASE_QUICK, LENGTHS(130, 900), .batch = 4, HEADS(2, 1), .head_dim = 128,
+           BIAS(1, 2, 1)),
+    ROW("bias of keys, wide", LENGTHS(70, 401), .batch = 2, HEADS(2, 1), .head_dim = 256, BIAS(2, 1, 1)),
+    TAGGED("alibi, long", CASE_QUICK, LENGTHS(520, 777), HEADS(2, 2), .head_dim = 64, ALIBI(1)),
+    ROW("alibi, long, causal, bias of keys", LENGTHS(590, 590), HEADS(2, 1), .head_dim = 128, ALIBI(1),
+        BIAS(1, 1, 1), CAUSAL),
     STRIDED("bias, everything, strided", CASE_QUICK | CASE_F32_BIAS, LENGTHS(237, 267), .batch = 2, HEADS(4, 2),
             .head_dim = 80, .bands_batch = 2, .num_bands = 3, ALIBI(1), BIAS(1, 4, 237), WINDOW(101, 37),
             .softcap = 4, .scale = -0.6, .num_sinks = 2, .deterministic = 1),
@@ -384,6 +400,12 @@ static const fa_case cases[] = {
     ROW("dropout, bias, sinks", LENGTHS(203, 211), .batch = 2, HEADS(4, 1), .head_dim = 16, BIAS(1, 4, 203),
         DROPOUT(0.4), .num_sinks = 2),
     ROW("dropout, mask of keys", LENGTHS(97, 330), .batch = 2, HEADS(2, 2), .head_dim = 96, MASK(2, 1, 1),
+        DROPOUT(0.1)),
+    TAGGED("dropout, bias of keys", CASE_QUICK, LENGTHS(201, 360), .batch = 3, HEADS(2, 1), .head_dim = 64,
+           BIAS(3, 1, 1), DROPOUT(0.1)),
+    ROW("dropout, alibi, mask of keys", LENGTHS(330, 270), .batch = 2, HEADS(2, 2), .head_dim = 128, ALIBI(1),
+        MASK(2, 1, 1), DROPOUT(0.3)),
+    ROW("dropout, bias in boxes", LENGTHS(201, 272), .batch = 2, HEADS(2, 1), .head_dim = 64, BIAS(1, 2, 201),
         DROPOUT(0.1)),
     ROW("dropout, wide", LENGTHS(130, 141), HEADS(2, 1), .head_dim = 256, DROPOUT(0.1), CAUSAL),
     ROW("dropout, long", LENGTHS(530, 517), HEADS(2, 2), .head_dim = 64, DROPOUT(0.1), CAUSAL),
