@@ -78,7 +78,7 @@ __device__ inline __attribute__((always_inline)) void consume_blocks(
   // Of the steps' head, where there is a program.
   fa_dropout dropout = {};
   HeadSums head_sums;
-  [[maybe_unused]] float slope, addends[2] = {0, 0};  // these of the lane's keys
+  [[maybe_unused]] float slope = 0, addends[2] = {0, 0};  // these of the lane's keys
   int program_head = -1;
   auto start_scores = [&] {
     start_transposed<K_SIDE, Shape::from_shift>(scores, buffers, consumer * 64, steps, score, per_shift);
