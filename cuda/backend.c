@@ -185,12 +185,11 @@ static bool adds_numbers(const fa_problem *p) {
 
 /* What the problem asks of a kernel beyond plain attention. */
 static uint32_t needs_of(const fa_problem *p) {
-  const bool has_bias = is_there(p, FA_TENSOR_BIAS);
   return (sees_all(p) ? 0 : FA_CUDA_NEEDS_WINDOW) | (p->softcap == 0 ? 0 : FA_CUDA_NEEDS_SOFTCAP) |
          (p->num_sinks == 0 ? 0 : FA_CUDA_NEEDS_SINKS) | (p->num_bands == 0 ? 0 : FA_CUDA_NEEDS_BANDS) |
          (is_there(p, FA_TENSOR_ALIBI_SLOPES) ? FA_CUDA_NEEDS_SLOPES : 0) |
-         (has_bias && !has_cells(p) ? FA_CUDA_NEEDS_KEYS : 0) | (has_cells(p) ? FA_CUDA_NEEDS_CELLS : 0) |
-         (p->dropout == 0 ? 0 : FA_CUDA_NEEDS_DROPOUT) |
+         (is_there(p, FA_TENSOR_BIAS) && !has_cells(p) ? FA_CUDA_NEEDS_KEYS : 0) |
+         (has_cells(p) ? FA_CUDA_NEEDS_CELLS : 0) | (p->dropout == 0 ? 0 : FA_CUDA_NEEDS_DROPOUT) |
          (has_single_cells(p) ? FA_CUDA_NEEDS_SINGLE_CELLS : 0) |
          (p->lengths_batch == 0 ? 0 : FA_CUDA_NEEDS_LENGTHS) | (p->max_pages == 0 ? 0 : FA_CUDA_NEEDS_PAGES);
 }
@@ -557,7 +556,7 @@ static void lay_out_program(const fa_plan *plan, const fa_cuda_kernel *kernel, c
 static void lay_out_keys(const fa_problem *p, const fa_cuda_kernel *kernel, fa_arena *workspace,
                          cuda_job *job) {
   const fa_cuda_cells *bias = &job->arguments.program.bias;
-  if (!is_there(p, FA_TENSOR_BIAS) || has_cells(p) || !kernel->mapped) return;
+  if (!(needs_of(p) & FA_CUDA_NEEDS_KEYS) || !kernel->mapped) return;
   const int64_t a_row = fa_divide_up(p->seqlen_k, FA_CUDA_KEYS_BLOCK) + 1;
   const int64_t heads = bias->stride_head ? p->num_heads : 1,
                 rows = heads * (bias->stride_batch ? p->batch : 1);

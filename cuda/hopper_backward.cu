@@ -135,14 +135,13 @@ __device__ inline __attribute__((always_inline)) void consume_blocks(
     if constexpr (Shape::program) {
       ProgramStep it(work, visit, slope, first_column + warp_row);
       if (it.at.head != program_head) enter_head(work, it.at), it.distance.slope = slope;
-      if (a.score.form == FA_CUDA_SCORE_NEGATED)
+      if (a.score.form == FA_CUDA_SCORE_NEGATED)  // as finish_scores does, where there may be a softcap
         for_each_element<1, NT>(scores, [](int, int, float &x) { x = -x; });
       const float of_each =
           add_transposed_terms<Shape::program>(scores[0], a.program, it.distance, it.at, addends);
       if constexpr (Shape::has_cells)
         add_cells<typename Kind::Io, typename Buffers::BiasTile, true>(
-            scores[0], a.program,
-            Shape::has_slopes && a.program.of_heads[FA_CUDA_ALIBI_SLOPES].data ? 1 : a.program.factor,
+            scores[0], a.program, has_slopes<Shape::program>(a.program) ? 1 : a.program.factor,
             buffers.bias(stage), 0, consumer * 64 + warp_row);
       if (!work.heard_see_all(visit, first_column)) mask_transposed_scores<true, 1, NT>(scores, it.band, it.at);
       make_transposed_p_by_program<Kind, Shape::drops>(scores, p_operand, a, dropout, it.at,

@@ -95,7 +95,8 @@ __device__ inline void for_each_bias(uint32_t tile, int row, int column, Visit v
 
 // ---- terms of columns --------------------------------------------------------------------------------------
 
-// A head's addends of keys; those of a column. Behind the last key there are zeros for a block more.
+// A head's addends of keys, from a column on. Behind the last key there are some for a block more, which nobody
+// sees.
 __device__ inline const float *addends_of(const fa_cuda_keys &keys, int batch, int head, int column) {
   return keys.addends + (batch * keys.stride_batch + head * keys.stride_head) * FA_CUDA_KEYS_BLOCK + column;
 }
@@ -107,6 +108,12 @@ __device__ inline uint32_t kinds_of_keys(const fa_cuda_keys &keys, int batch, in
   if (!keys.addends) return FA_CUDA_KEYS_SHOW;
   const uint8_t *kinds = keys.kinds + batch * keys.stride_batch + head * keys.stride_head;
   return kinds[column / FA_CUDA_KEYS_BLOCK] | kinds[(column + COUNT - 1) / FA_CUDA_KEYS_BLOCK];
+}
+
+// Whether a program has slopes, in a kernel that takes this much of one. They multiply products by the factor.
+template <int PROGRAM>
+__device__ inline bool has_slopes(const fa_cuda_program &program) {
+  return PROGRAM & SLOPES && program.of_heads[FA_CUDA_ALIBI_SLOPES].data;
 }
 
 // How what is added to a visit's scores goes by their places: the head's slope, and the distance of column 0
@@ -133,6 +140,18 @@ struct SlopeTerms {
   }
 };
 
+// A visit's products, times factor, with the numbers of their keys.
+template <int NT>
+__device__ inline void add_addends(float (&scores)[NT][4], float factor, uint32_t addends) {
+  forget(addends);  // or ptxas keeps the numbers in registers for hide_keys
+#pragma unroll
+  for (int n = 0; n < NT; n++) {
+    const float2 two = load_shared_pair(addends + (n * 8 + threadIdx.x % 4 * 2) * 4);
+#pragma unroll
+    for (int i = 0; i < 4; i++) scores[n][i] = fmaf(scores[n][i], factor, i % 2 ? two.y : two.x);
+  }
+}
+
 // A visit's products with slopes and addends. Terms of rows are left out: `due` is what all scores of the
 // lane's two rows are due beside. addends: the visit's, in shared memory, if it adds any.
 template <int NT>
@@ -158,26 +177,7 @@ __device__ inline void add_slopes(float (&scores)[NT][4], float (&due)[1][2], fl
         scores[n][i] =
             fmaf(scores[n][i], factor, -distance.slope * fabsf(first + float(i / 2 * 8 - n * 8 - i % 2)));
   }
-  if (!adds) return;
-  forget(addends);
-#pragma unroll
-  for (int n = 0; n < NT; n++) {
-    const float2 two = load_shared_pair(addends + (n * 8 + own_column) * 4);
-#pragma unroll
-    for (int i = 0; i < 4; i++) scores[n][i] += i % 2 ? two.y : two.x;
-  }
-}
-
-// A visit's products, times factor, with the numbers of their keys.
-template <int NT>
-__device__ inline void add_addends(float (&scores)[NT][4], float factor, uint32_t addends) {
-  forget(addends);
-#pragma unroll
-  for (int n = 0; n < NT; n++) {
-    const float2 two = load_shared_pair(addends + (n * 8 + threadIdx.x % 4 * 2) * 4);
-#pragma unroll
-    for (int i = 0; i < 4; i++) scores[n][i] = fmaf(scores[n][i], factor, i % 2 ? two.y : two.x);
-  }
+  if (adds) add_addends(scores, 1, addends);
 }
 
 // Hides the scores of keys whose number is -inf, whatever they are; those of flags are infinite, and bound
@@ -185,7 +185,7 @@ __device__ inline void add_addends(float (&scores)[NT][4], float factor, uint32_
 template <int NT>
 __device__ inline void hide_keys(float (&scores)[NT][4], bool are_flags, uint32_t addends) {
   auto for_each = [&](auto hidden) {
-    forget(addends);  // or ptxas keeps the numbers from before in registers
+    forget(addends);
 #pragma unroll
     for (int n = 0; n < NT; n++) {
       const float2 two = load_shared_pair(addends + (n * 8 + threadIdx.x % 4 * 2) * 4);
@@ -208,8 +208,8 @@ __device__ inline float add_transposed_terms(float (&scores)[NT][4], const fa_cu
   const int lane = threadIdx.x % 32, own_row = lane % 4 * 2, own_column = lane / 4;
   const float factor = program.factor;
   float terms[2] = {addends[0], addends[1]}, of_each = 0;
-  const bool has_slopes = PROGRAM & SLOPES && program.of_heads[FA_CUDA_ALIBI_SLOPES].data;
-  if (has_slopes) {
+  const bool slope_terms = has_slopes<PROGRAM>(program);
+  if (slope_terms) {
     const SlopeTerms slopes(distance, at, NT * 8, 16);
     if (!slopes.apart) {
       const float first = float(distance.of_origin + at.row + own_row - at.column - own_column);
@@ -227,7 +227,7 @@ __device__ inline float add_transposed_terms(float (&scores)[NT][4], const fa_cu
     for (int half = 0; half < 2; half++)
       terms[half] += fmaf(of_each, float(own_row - own_column - half * 8), slopes.of_first);
   }
-  if (!has_slopes && !(PROGRAM & KEYS && program.keys.addends)) return 0;
+  if (!slope_terms && !(PROGRAM & KEYS && program.keys.addends)) return 0;
 #pragma unroll
   for (int n = 0; n < NT; n++)
 #pragma unroll

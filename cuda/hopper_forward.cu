@@ -656,9 +656,9 @@ struct Consumer {
                               float (&due)[1][2]) {
     const uint32_t kinds = ToldVisit::kinds(flags), addends = buffers.keys(stage.stage);
     const bool adds = Shape::has_keys && kinds & FA_CUDA_KEYS_ADD;
-    const bool has_slopes = Shape::has_slopes && a.program.of_heads[FA_CUDA_ALIBI_SLOPES].data;
+    const bool slopes = has_slopes<Shape::program>(a.program);
     const float factor = a.program.factor;
-    if (has_slopes)
+    if (slopes)
       add_slopes(scores[0], due, factor, {slope, visit.distance()},
                  {tile.batch, tile.head, first_row, visit.column()}, adds, addends);
     else if (Shape::has_keys && (adds || (factor != 1 && a.program.keys.addends)))
@@ -666,8 +666,8 @@ struct Consumer {
     if (Shape::has_keys && kinds & FA_CUDA_KEYS_HIDE)
       hide_keys(scores[0], a.program.bias.dtype == FA_DTYPE_U8, addends);
     if constexpr (Shape::has_cells)
-      add_cells<typename Kind::Io, typename Buffers::BiasTile, false>(
-          scores[0], a.program, has_slopes ? 1 : factor, buffers.bias(stage.stage), warp_row, 0);
+      add_cells<typename Kind::Io, typename Buffers::BiasTile, false>(scores[0], a.program, slopes ? 1 : factor,
+                                                                      buffers.bias(stage.stage), warp_row, 0);
   }
 
   // Products of the visit at a stage of k become exponentials, and that is empty; num_columns_of(band, column)

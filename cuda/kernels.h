@@ -103,7 +103,7 @@ typedef struct fa_cuda_program {
   fa_cuda_cells of_heads[FA_CUDA_NUM_HEAD_NUMBERS];
   fa_cuda_cells bias; /* [batch or 1, num_heads or 1, rows or 1, seqlen_k] */
   /* What kernels that read by tensor maps take in its place: keys; or its map, of which a visit's numbers are
-   * so many boxes of 128 bytes of each row. */
+   * so many boxes of 128 bytes of each row, or none. */
   fa_cuda_keys keys;
   int32_t bias_boxes, bias_box_columns;
   fa_cuda_cells dbias;
