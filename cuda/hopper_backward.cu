@@ -160,11 +160,20 @@ __device__ inline __attribute__((always_inline)) void consume_blocks(
     if (IS_LAST) arrive_once(buffers.barrier(V_EMPTY));
     multiply<Kind, Q_STEPS>(dv[0], p_operand, BoxOperand<QTile, false>(buffers.dout(stage)), true);
     if constexpr (Shape::program) {
-      make_transposed_ds_by_program<Kind, Shape::drops>(ds, scores, a, buffers.delta(stage));
+      const bool sums_up = Shape::has_keys && a.program.dbias_step == FA_CUDA_CELLS_ADD_ROWS;
+      ColumnSums<NT> sums;
+      auto make_ds = [&](auto take) {
+        make_transposed_ds_by_program<Kind, Shape::drops>(ds, scores, a, buffers.delta(stage), take);
+      };
+      if (sums.MADE_WITH_DS && sums_up)
+        make_ds([&](int half, float x, float p) { sums.add(half, x, p); });
+      else
+        make_ds([](int, float, float) {});
       if (a.program.dbias.data || a.program.head_sums[FA_CUDA_ALIBI_SLOPES]) {
         const ProgramStep it(work, visit, slope, first_column + warp_row);  // heard again, not kept
         take_gradients<Kind, Shape::program>(ds, scores, a, it.at, it.distance,
                                              SlopeTerms(it.distance, it.at, NT * 8, 16), head_sums);
+        if (sums_up) add_row(sums, ds, scores, a, it.at);
       }
     } else {
       make_transposed_ds<Kind>(ds, slopes_of, buffers.delta(stage));
@@ -255,9 +264,9 @@ const fa_cuda_kernel FA_JOIN(fa_hopper_backward_, FA_KIND)[] = {
     ROW("/d128", false, 128, 64, 1, 2, true),
     ROW("/d64/general", true, 64, 128, 1, 2),
     ROW("/d128/general", true, 128, 64, 1, 2, true),
-    ROW("/d64/terms", true, 64, 64, 1, 0, false, SLOPES | KEYS),
+    ROW("/d64/terms", true, 64, 128, 1, 2, false, SLOPES | KEYS),
     ROW("/d64/cells", true, 64, 64, 1, 0, false, CELLS),
-    ROW("/d64/dropout", true, 64, 64, 1, 0, false, KEYS | DROPOUT),
+    ROW("/d64/dropout", true, 64, 128, 1, 2, false, KEYS | DROPOUT),
     ROW("/d64/program", true, 64, 64, 1, 0, false, WHOLE_PROGRAM),
     ROW("/d128/terms", true, 128, 64, 1, 2, true, SLOPES | KEYS),
     ROW("/d128/cells", true, 128, 64, 1, 0, false, CELLS),

@@ -290,12 +290,14 @@ __device__ inline void make_transposed_p_by_program(float (&scores)[1][NT][4],
   }
 }
 
-// dp becomes ds; p: of make_transposed_p_by_program.
-template <class Kind, bool DROPS, int NT>
+// Of a cell that is hidden 0, whatever its dp is.
+__device__ inline float shown_ds(float ds, float p) { return p == 0 ? 0 : ds; }
+
+// dp becomes ds; p: of make_transposed_p_by_program. take(half, ds, p) hears of every element, of the lane's
+// column of that half.
+template <class Kind, bool DROPS, int NT, class Take>
 __device__ inline void make_transposed_ds_by_program(float (&ds)[1][NT][4], const float (&p)[1][NT][4],
-                                                     const fa_cuda_arguments &a, uint32_t delta) {
-  auto p_of = [&](int n) { return make_float4(p[0][n][0], p[0][n][1], p[0][n][2], p[0][n][3]); };
-  if constexpr (!DROPS) return make_transposed_ds<Kind>(ds, p_of, delta);
+                                                     const fa_cuda_arguments &a, uint32_t delta, Take take) {
   const float kept_factor = a.program.kept_factor;
 #pragma unroll
   for (int n = 0; n < NT; n++) {
@@ -303,16 +305,28 @@ __device__ inline void make_transposed_ds_by_program(float (&ds)[1][NT][4], cons
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       const float own_delta = i % 2 ? row_delta.y : row_delta.x, weight = p[0][n][i];
-      ds[0][n][i] = weight * (weight < 0 ? own_delta : fmaf(ds[0][n][i], kept_factor, -own_delta));
+      const float dp = DROPS ? fmaf(ds[0][n][i], kept_factor, -own_delta) : ds[0][n][i] - own_delta;
+      ds[0][n][i] = weight * (DROPS && weight < 0 ? own_delta : dp);
+      take(i / 2, ds[0][n][i], weight);
     }
   }
 }
 
-// Of a cell that is hidden 0, whatever its dp is.
+// The sums of the lane's two columns, where somebody wants them: made with ds, if p would else have to be kept
+// in more registers than there are, or of ds and p.
 template <int NT>
-__device__ inline float shown_ds(const float (&ds)[1][NT][4], const float (&p)[1][NT][4], int n, int i) {
-  return p[0][n][i] == 0 ? 0 : ds[0][n][i];
-}
+struct ColumnSums {
+  static constexpr bool MADE_WITH_DS = NT > 8;
+  float of[2] = {0, 0};
+
+  __device__ void add(int half, float ds, float p) { of[half] += shown_ds(ds, p); }
+  __device__ void add_all(const float (&ds)[1][NT][4], const float (&p)[1][NT][4]) {
+#pragma unroll
+    for (int n = 0; n < NT; n++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) add(i / 2, ds[0][n][i], p[0][n][i]);
+  }
+};
 
 __device__ inline void put_four(float *to, const float (&x)[4], bool adds) {
   if (adds)
@@ -346,7 +360,9 @@ __device__ inline void put_cells(const float (&ds)[1][NT][4], const float (&p)[1
           // Of a column these are rows i, i + 1, i + 8 and i + 9.
           uint32_t words[4];
 #pragma unroll
-          for (int i = 0; i < 4; i++) words[i] = __float_as_uint(shown_ds(ds, p, n + i / 2, half * 2 + i % 2));
+          for (int i = 0; i < 4; i++)
+            words[i] = __float_as_uint(
+                shown_ds(ds[0][n + i / 2][half * 2 + i % 2], p[0][n + i / 2][half * 2 + i % 2]));
           transpose_quad<4>(words);
           const float x[4] = {__uint_as_float(words[0]), __uint_as_float(words[1]), __uint_as_float(words[2]),
                               __uint_as_float(words[3])};
@@ -359,14 +375,13 @@ __device__ inline void put_cells(const float (&ds)[1][NT][4], const float (&p)[1
 
 // Adds that by a row that all rows share to the sums of the warp's columns.
 template <int NT>
-__device__ inline void add_row(const float (&ds)[1][NT][4], const float (&p)[1][NT][4],
+__device__ inline void add_row(ColumnSums<NT> &sums, const float (&ds)[1][NT][4], const float (&p)[1][NT][4],
                                const fa_cuda_arguments &a, const Place &at) {
   float *to = numbers_of<float>(a.program.dbias, at.batch, at.head);
+  if (!sums.MADE_WITH_DS) sums.add_all(ds, p);
 #pragma unroll
   for (int half = 0; half < 2; half++) {
-    float sum = 0;
-#pragma unroll
-    for (int n = 0; n < NT; n++) sum += shown_ds(ds, p, n, half * 2) + shown_ds(ds, p, n, half * 2 + 1);
+    float sum = sums.of[half];
     sum += __shfl_xor_sync(~0u, sum, 1);
     sum += __shfl_xor_sync(~0u, sum, 2);
     const int column = at.column + half * 8 + threadIdx.x % 32 / 4;
@@ -403,11 +418,9 @@ __device__ inline void take_gradients(const float (&ds)[1][NT][4], const float (
     }
     head_sums.of[FA_CUDA_ALIBI_SLOPES] -= sum;
   }
-  if (!a.program.dbias.data) return;
-  if (PROGRAM & KEYS && a.program.dbias_step == FA_CUDA_CELLS_ADD_ROWS)
-    add_row(ds, p, a, at);
-  else if constexpr (PROGRAM & CELLS)
-    put_cells<typename Kind::Io>(ds, p, a, at);
+  if constexpr (PROGRAM & CELLS)
+    if (a.program.dbias.data && a.program.dbias_step != FA_CUDA_CELLS_ADD_ROWS)
+      put_cells<typename Kind::Io>(ds, p, a, at);
 }
 
 }  // namespace hopper
