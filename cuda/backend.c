@@ -759,37 +759,15 @@ static fa_status plan_cuda(fa_plan *plan, fa_error *error) {
 
 /* ---- running ------------------------------------------------------------------------------------- */
 
-static cudaError_t launch(const void *kernel, dim3 num_blocks, int32_t num_threads, int32_t shared_bytes,
-                          void **arguments, cudaStream_t stream) {
-  if (num_blocks.x == 0 || num_blocks.y == 0) return cudaSuccess;
-  return cudaLaunchKernel(kernel, num_blocks, (dim3){(unsigned)num_threads, 1, 1}, arguments,
-                          (size_t)shared_bytes, stream);
-}
-
-/* The same for a kernel that begins before the one in front of it has ended, and waits for that by itself. */
-static cudaError_t launch_early(const void *kernel, dim3 num_blocks, int32_t num_threads, int32_t shared_bytes,
-                                void **arguments, cudaStream_t stream) {
-  cudaLaunchAttribute early = {.id = cudaLaunchAttributeProgrammaticStreamSerialization,
-                               .val.programmaticStreamSerializationAllowed = 1};
-  const cudaLaunchConfig_t config = {.gridDim = num_blocks,
-                                     .blockDim = {(unsigned)num_threads, 1, 1},
-                                     .dynamicSmemBytes = (size_t)shared_bytes,
-                                     .stream = stream,
-                                     .attrs = &early,
-                                     .numAttrs = 1};
-  if (num_blocks.x == 0 || num_blocks.y == 0) return cudaSuccess;
-  return cudaLaunchKernelExC(&config, kernel, arguments);
-}
-
 static dim3 blocks(int64_t number) { return (dim3){(unsigned)number, 1, 1}; }
 
 /* One block of threads for each of so many pieces of work, or for each multiprocessor. */
 static cudaError_t launch_main(const fa_cuda_kernel *kernel, int64_t number, cuda_job *job,
                                cudaStream_t stream) {
   if (kernel->persistent && number > job->num_multiprocessors) number = job->num_multiprocessors;
-  return (kernel->begins_early ? launch_early : launch)(kernel->main, blocks(number), kernel->num_threads,
-                                                        kernel->shared_bytes,
-                                                        (void *[]){&job->arguments, &job->maps}, stream);
+  return (kernel->begins_early ? fa_cuda_launch_early : fa_cuda_launch)(
+      kernel->main, blocks(number), kernel->num_threads, kernel->shared_bytes,
+      (void *[]){&job->arguments, &job->maps}, stream);
 }
 
 static fa_status launch_splits(fa_cuda_splits *splits, cudaStream_t stream, fa_error *error) {
@@ -800,26 +778,27 @@ static fa_status launch_splits(fa_cuda_splits *splits, cudaStream_t stream, fa_e
     num_scales = fa_max(num_scales, (int64_t)splits->batch * to->num_heads * to->num_scales);
   }
   const void *kernel = fa_cuda_split_kernels[splits->head_dim <= 64 ? 0 : splits->head_dim <= 128 ? 1 : 2];
-  CHECK(launch(kernel, (dim3){(unsigned)num_scales, (unsigned)splits->num_tensors, 1},
-               FA_CUDA_SMALL_KERNEL_THREADS, 0, (void *[]){splits}, stream));
+  CHECK(fa_cuda_launch(kernel, (dim3){(unsigned)num_scales, (unsigned)splits->num_tensors, 1},
+                       FA_CUDA_SMALL_KERNEL_THREADS, 0, (void *[]){splits}, stream));
   return FA_STATUS_OK;
 }
 
 static fa_status launch_keys(fa_cuda_key_reading *keys, cudaStream_t stream, fa_error *error) {
   const char *operation = "launch of the reading of keys";
   const int32_t small = FA_CUDA_SMALL_KERNEL_THREADS;
-  CHECK(launch(fa_cuda_keys_kernel, blocks(fa_divide_up(keys->num_blocks, small / 32)), small, 0,
-               (void *[]){keys}, stream));
+  CHECK(fa_cuda_launch(fa_cuda_keys_kernel, blocks(fa_divide_up(keys->num_blocks, small / 32)), small, 0,
+                       (void *[]){keys}, stream));
   return FA_STATUS_OK;
 }
 
 static fa_status launch_plans(fa_cuda_plans *plans, cudaStream_t stream, fa_error *error) {
   const char *operation = "launch of the plan of bands";
   if (plans->key_lengths)
-    CHECK(launch(fa_cuda_lengths_kernel, blocks(fa_divide_up(plans->bands_batch, FA_CUDA_SMALL_KERNEL_THREADS)),
-                 FA_CUDA_SMALL_KERNEL_THREADS, 0, (void *[]){plans}, stream));
-  CHECK(launch(fa_cuda_plan_kernel, (dim3){(unsigned)plans->bands_batch, (unsigned)plans->num_sides, 1},
-               FA_CUDA_PLAN_THREADS, 0, (void *[]){plans}, stream));
+    CHECK(fa_cuda_launch(fa_cuda_lengths_kernel,
+                         blocks(fa_divide_up(plans->bands_batch, FA_CUDA_SMALL_KERNEL_THREADS)),
+                         FA_CUDA_SMALL_KERNEL_THREADS, 0, (void *[]){plans}, stream));
+  CHECK(fa_cuda_launch(fa_cuda_plan_kernel, (dim3){(unsigned)plans->bands_batch, (unsigned)plans->num_sides, 1},
+                       FA_CUDA_PLAN_THREADS, 0, (void *[]){plans}, stream));
   return FA_STATUS_OK;
 }
 
@@ -843,8 +822,8 @@ static fa_status launch_parts(const fa_cuda_kernel *kernel, cuda_job *job, cudaS
   CHECK(cudaLaunchKernelExC(&config, kernel->main, arguments));
   if (parts->num_parts == 1 || parts->in_cluster) return FA_STATUS_OK;
   operation = "launch of the merge";
-  CHECK((job->merges_early ? launch_early : launch)(kernel->merge, blocks(num_units * kernel->block_q),
-                                                    FA_CUDA_PARTS_THREADS, 0, arguments, stream));
+  CHECK((job->merges_early ? fa_cuda_launch_early : fa_cuda_launch)(
+      kernel->merge, blocks(num_units * kernel->block_q), FA_CUDA_PARTS_THREADS, 0, arguments, stream));
   return FA_STATUS_OK;
 }
 
@@ -866,7 +845,8 @@ static fa_status launch_reductions(cuda_job *job, cudaStream_t stream, fa_error 
     fa_cuda_reduction *r = &job->of_heads[i];
     const int64_t batches = r->to.stride_batch ? r->batch : 1, heads = r->to.stride_head ? r->num_heads : 1;
     if (r->to.data)
-      CHECK(launch(fa_cuda_reduce_heads_kernel, blocks(batches * heads), small, 0, (void *[]){r}, stream));
+      CHECK(fa_cuda_launch(fa_cuda_reduce_heads_kernel, blocks(batches * heads), small, 0, (void *[]){r},
+                           stream));
   }
   fa_cuda_reduction *const of_cells[] = {&job->of_bias, &job->of_columns[0], &job->of_columns[1]};
   for (size_t i = 0; i < sizeof of_cells / sizeof *of_cells; i++) {
@@ -874,7 +854,7 @@ static fa_status launch_reductions(cuda_job *job, cudaStream_t stream, fa_error 
     const int64_t rows = (r->to.stride_batch ? r->batch : 1) * (int64_t)(r->to.stride_head ? r->num_heads : 1) *
                          (r->to.stride_row ? r->num_rows : 1);
     const dim3 grid = {(unsigned)fa_divide_up(r->num_columns, small), (unsigned)fa_min(rows, MOST_BLOCKS_Y), 1};
-    if (r->to.data) CHECK(launch(fa_cuda_reduce_cells_kernel, grid, small, 0, (void *[]){r}, stream));
+    if (r->to.data) CHECK(fa_cuda_launch(fa_cuda_reduce_cells_kernel, grid, small, 0, (void *[]){r}, stream));
   }
   return FA_STATUS_OK;
 }
@@ -887,14 +867,15 @@ static fa_status launch_backward(const fa_cuda_kernel *kernel, cuda_job *job, cu
   const int64_t heads = (int64_t)a->batch * a->num_heads;
   const int32_t lanes = FA_CUDA_STATISTICS_LANES(kernel->bucket);
   const int64_t num_blocks = fa_divide_up(heads * a->padded_rows * lanes, small);
-  CHECK(launch(kernel->statistics, blocks(fa_max(num_blocks, 1)), small, 0, (void *[]){a, &job->dlse}, stream));
+  CHECK(fa_cuda_launch(kernel->statistics, blocks(fa_max(num_blocks, 1)), small, 0, (void *[]){a, &job->dlse},
+                       stream));
   CHECK(launch_main(kernel, (int64_t)a->batch * a->num_kv_heads * a->num_k_blocks * a->num_column_parts, job,
                     stream));
   if (kernel->finish_dq)
-    CHECK(launch(kernel->finish_dq, blocks(heads * a->num_q_blocks), kernel->finish_threads, 0, (void *[]){a},
-                 stream));
-  CHECK(launch(fa_cuda_sink_kernel, blocks((int64_t)a->num_sinks * a->num_heads), small, 0, (void *[]){a},
-               stream));
+    CHECK(fa_cuda_launch(kernel->finish_dq, blocks(heads * a->num_q_blocks), kernel->finish_threads, 0,
+                         (void *[]){a}, stream));
+  CHECK(fa_cuda_launch(fa_cuda_sink_kernel, blocks((int64_t)a->num_sinks * a->num_heads), small, 0,
+                       (void *[]){a}, stream));
   return launch_reductions(job, stream, error);
 }
 

@@ -236,9 +236,12 @@ __device__ inline void add_group(fa_dtype dtype, const Eight<HAS_F32> (&eights)[
 template <int LANES, bool ALIKE, bool HAS_F32>
 __global__ void __launch_bounds__(THREADS, HAS_F32 ? 12 : 14)
     merge_rows(const __grid_constant__ fa_merge m, const __grid_constant__ fa_cuda_merge_tiles tiles) {
-  constexpr int AT_ONCE = 32 / LANES, GROUP = FA_CUDA_MERGE_GROUP, ROWS = AT_ONCE * GROUP;  // of a warp
+  constexpr int GROUP = HAS_F32 ? FA_CUDA_MERGE_F32_GROUP : FA_CUDA_MERGE_GROUP;
+  constexpr int AT_ONCE = 32 / LANES, ROWS = AT_ONCE * GROUP;  // of a warp
   constexpr int SLOTS = 32 / ROWS;
   FA_DYNAMIC_SHARED(sizeof(float), float, shares_of_block);  // [rows of the block, num_parts]
+  let_dependents_start();
+  wait_for_launch_before();
   const int lane = threadIdx.x % 32, first = threadIdx.x / 32 * ROWS;
   float *shares = shares_of_block + first * m.num_parts;
   Row rows[GROUP];
@@ -339,8 +342,11 @@ __global__ void __launch_bounds__(THREADS, 12)
     merge_rows_backward(const __grid_constant__ fa_merge m, const __grid_constant__ fa_cuda_merge_tiles tiles,
                         float *__restrict__ delta_of_rows) {
   constexpr int AT_ONCE = THREADS / LANES;
+  let_dependents_start();
+  wait_for_launch_before();
 #pragma unroll 1
-  for (int first = threadIdx.x / LANES; first < FA_CUDA_MERGE_ROWS(LANES); first += AT_ONCE * PAIR) {
+  for (int first = threadIdx.x / LANES; first < FA_CUDA_MERGE_ROWS(LANES, FA_CUDA_MERGE_GROUP);
+       first += AT_ONCE * PAIR) {
     Row rows[PAIR];
     float lse[PAIR], delta[PAIR];
 #pragma unroll

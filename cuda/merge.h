@@ -9,15 +9,16 @@
 extern "C" {
 #endif
 
-/* num_lanes threads share a row of a head, eight numbers each at a time, and have so many rows: of the
- * gradients in pairs. A block takes FA_CUDA_MERGE_ROWS. */
+/* num_lanes threads share a row of a head, eight numbers each at a time, and have so many rows, fewer where a
+ * part is of f32: of the gradients in pairs. A block takes FA_CUDA_MERGE_ROWS. */
 enum {
   FA_CUDA_MERGE_THREADS = 64,
   FA_CUDA_MERGE_GROUP = 4,
+  FA_CUDA_MERGE_F32_GROUP = 2,
   FA_CUDA_MERGE_PAIR = 2,
   FA_CUDA_MERGE_SINK_THREADS = 1024
 };
-#define FA_CUDA_MERGE_ROWS(num_lanes) (FA_CUDA_MERGE_THREADS / (num_lanes)*FA_CUDA_MERGE_GROUP)
+#define FA_CUDA_MERGE_ROWS(num_lanes, group) (FA_CUDA_MERGE_THREADS / (num_lanes) * (group))
 
 /* Blocks' tiles: 2^log_rows rows, whose lse lie together, of 2^log_heads heads, whose o do. The strides of all
  * o in eights of elements, where they lie alike. A block's y is its batch. */

@@ -12,15 +12,6 @@ static const fa_cuda_merge_kernel *kernel_of(const fa_merge *merge) {
   return kernel;
 }
 
-static fa_status launch(const void *kernel, dim3 num_blocks, int32_t num_threads, size_t shared_bytes,
-                        void **arguments, const fa_execution *execution, fa_error *error) {
-  const char *operation = "launch of the merge";
-  if (num_blocks.x == 0 || num_blocks.y == 0) return FA_STATUS_OK;
-  CHECK(cudaLaunchKernel(kernel, num_blocks, (dim3){(unsigned)num_threads, 1, 1}, arguments, shared_bytes,
-                         execution->stream));
-  return FA_STATUS_OK;
-}
-
 /* The least n for which 2^n is at least x, but not more than most. */
 static int32_t log_of(int64_t x, int32_t most) {
   int32_t n = 0;
@@ -28,10 +19,11 @@ static int32_t log_of(int64_t x, int32_t most) {
   return n;
 }
 
-/* Eight rows, as many as fill a transaction with lse, where there are so many; and else what there is. */
-static fa_cuda_merge_tiles tiles_of(const fa_merge *merge, int32_t num_lanes) {
+/* Of so many rows of heads, eight rows, as many as fill a transaction with lse, where there are so many; and
+ * else what there is. */
+static fa_cuda_merge_tiles tiles_of(const fa_merge *merge, int32_t num_rows) {
   fa_cuda_merge_tiles tiles;
-  const int32_t log_tile = log_of(FA_CUDA_MERGE_ROWS(num_lanes), 30);
+  const int32_t log_tile = log_of(num_rows, 30);
   tiles.log_rows = log_of(merge->seqlen_q, 3);
   tiles.log_heads = log_of(merge->num_heads, log_tile - tiles.log_rows);
   tiles.log_rows = log_tile - tiles.log_heads;
@@ -68,23 +60,25 @@ static bool lie_alike(const fa_merge *merge) {
   return alike && span < 8 * (double)UINT32_MAX;
 }
 
-static fa_status enqueue(fa_merge *merge, bool is_backward, const fa_execution *execution, fa_error *error) {
-  const int32_t threads = FA_CUDA_MERGE_THREADS;
+static fa_status enqueue(fa_merge *merge, bool is_backward, bool begins_early, const fa_execution *execution,
+                         fa_error *error) {
+  const char *operation = "launch of the merge";
   const fa_cuda_merge_kernel *kernel = kernel_of(merge);
-  fa_cuda_merge_tiles tiles = tiles_of(merge, kernel->num_lanes);
+  const bool alike = lie_alike(merge), in_f32 = !is_backward && has_f32(merge);
+  const int32_t group = in_f32 ? FA_CUDA_MERGE_F32_GROUP : FA_CUDA_MERGE_GROUP;
+  const int32_t num_rows = FA_CUDA_MERGE_ROWS(kernel->num_lanes, group);
+  fa_cuda_merge_tiles tiles = tiles_of(merge, num_rows);
   const dim3 num_blocks = {(unsigned)(tiles.num_row_tiles * tiles.num_head_tiles), (unsigned)merge->batch, 1};
-  const size_t shared_bytes =
-      (size_t)(FA_CUDA_MERGE_ROWS(kernel->num_lanes) * merge->num_parts) * sizeof(float);
-  if (!is_backward)
-    return launch(kernel->forward[lie_alike(merge)][has_f32(merge)], num_blocks, threads, shared_bytes,
-                  (void *[]){merge, &tiles}, execution, error);
-  if (!merge->num_sinks) merge->dsink = NULL;
+  if (is_backward && !merge->num_sinks) merge->dsink = NULL;
   void *delta = execution->workspace;
-  fa_status status = launch(kernel->backward[lie_alike(merge)], num_blocks, threads, 0,
-                            (void *[]){merge, &tiles, &delta}, execution, error);
-  if (status || !merge->dsink || merge->sink_per_row) return status;
-  return launch(fa_cuda_merge_sink_kernel, (dim3){(unsigned)(merge->num_sinks * merge->num_heads), 1, 1},
-                FA_CUDA_MERGE_SINK_THREADS, 0, (void *[]){merge, &delta}, execution, error);
+  CHECK((begins_early ? fa_cuda_launch_early : fa_cuda_launch)(
+      is_backward ? kernel->backward[alike] : kernel->forward[alike][in_f32], num_blocks, FA_CUDA_MERGE_THREADS,
+      is_backward ? 0 : num_rows * merge->num_parts * (int32_t)sizeof(float), (void *[]){merge, &tiles, &delta},
+      execution->stream));
+  if (!is_backward || !merge->dsink || merge->sink_per_row) return FA_STATUS_OK;
+  CHECK(fa_cuda_launch(fa_cuda_merge_sink_kernel, (dim3){(unsigned)(merge->num_sinks * merge->num_heads), 1, 1},
+                       FA_CUDA_MERGE_SINK_THREADS, 0, (void *[]){merge, &delta}, execution->stream));
+  return FA_STATUS_OK;
 }
 
 fa_status fa_cuda_merge(const fa_merge *merge, bool is_backward, int32_t index, const fa_execution *execution,
@@ -101,10 +95,13 @@ fa_status fa_cuda_merge(const fa_merge *merge, bool is_backward, int32_t index, 
     return fa_fail(error, FA_STATUS_UNSUPPORTED, "batch", "at most 65535 in a merge on CUDA",
                    FA_TEXT("%lld", (long long)merge->batch));
   fa_merge copy = *merge; /* cudaLaunchKernel takes arguments that are not const */
-  fa_scope scope;
-  fa_status status = enter_device(&scope, index, error);
+  fa_cuda_facts facts;
+  fa_status status = fa_cuda_facts_of(index, &facts, error);
   if (status) return status;
-  status = enqueue(&copy, is_backward, execution, error);
+  fa_scope scope;
+  status = enter_device(&scope, index, error);
+  if (status) return status;
+  status = enqueue(&copy, is_backward, facts.major >= 9, execution, error);
   leave_device(&scope);
   return status;
 }

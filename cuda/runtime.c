@@ -151,3 +151,26 @@ static void forget_devices(void) {
   }
 }
 __attribute__((constructor)) static void watch_forks(void) { pthread_atfork(NULL, NULL, forget_devices); }
+
+/* ---- launches -------------------------------------------------------------------------------------------- */
+
+cudaError_t fa_cuda_launch(const void *kernel, dim3 num_blocks, int32_t num_threads, int32_t shared_bytes,
+                           void **arguments, cudaStream_t stream) {
+  if (num_blocks.x == 0 || num_blocks.y == 0) return cudaSuccess;
+  return cudaLaunchKernel(kernel, num_blocks, (dim3){(unsigned)num_threads, 1, 1}, arguments,
+                          (size_t)shared_bytes, stream);
+}
+
+cudaError_t fa_cuda_launch_early(const void *kernel, dim3 num_blocks, int32_t num_threads, int32_t shared_bytes,
+                                 void **arguments, cudaStream_t stream) {
+  cudaLaunchAttribute early = {.id = cudaLaunchAttributeProgrammaticStreamSerialization,
+                               .val.programmaticStreamSerializationAllowed = 1};
+  const cudaLaunchConfig_t config = {.gridDim = num_blocks,
+                                     .blockDim = {(unsigned)num_threads, 1, 1},
+                                     .dynamicSmemBytes = (size_t)shared_bytes,
+                                     .stream = stream,
+                                     .attrs = &early,
+                                     .numAttrs = 1};
+  if (num_blocks.x == 0 || num_blocks.y == 0) return cudaSuccess;
+  return cudaLaunchKernelExC(&config, kernel, arguments);
+}

@@ -50,6 +50,14 @@ struct fa_cuda_kernel;
 bool fa_cuda_is_ready(const struct fa_cuda_kernel *kernel, int32_t index);
 void fa_cuda_note_ready(const struct fa_cuda_kernel *kernel, int32_t index);
 
+/* Launches a kernel on the current device; none of its blocks is fine. */
+cudaError_t fa_cuda_launch(const void *kernel, dim3 num_blocks, int32_t num_threads, int32_t shared_bytes,
+                           void **arguments, cudaStream_t stream);
+/* From compute capability 9.0 on: the kernel begins before the one in front of it has ended, and waits for that
+ * by itself. */
+cudaError_t fa_cuda_launch_early(const void *kernel, dim3 num_blocks, int32_t num_threads, int32_t shared_bytes,
+                                 void **arguments, cudaStream_t stream);
+
 /* The number of devices; 0, and the runtime's error, where it finds none. */
 int32_t fa_cuda_count_devices(cudaError_t *result);
 
