@@ -14,6 +14,7 @@ __global__ void __launch_bounds__(THREADS) split_rows(const __grid_constant__ fa
   constexpr int ROWS_AT_ONCE = THREADS / LANES, PASSES = FA_CUDA_SCALE_ROWS / ROWS_AT_ONCE;
   const fa_cuda_split &t = a.tensors[blockIdx.y];
   ScaledRows rows;
+  let_dependents_start();
   if (!scaled_rows_at(t.to, a.batch, blockIdx.x, rows)) return;  // another tensor has more
   const int first_row = rows.first_row + threadIdx.x / LANES, d = threadIdx.x % LANES * 8;
 

@@ -222,6 +222,7 @@ struct ColumnWorker {
     int32_t *to_count = nullptr;  // the dq_order of the step before, in order
     for (int steps_left = work.num_steps; steps_left > 0; steps_left--) {
       const uint32_t here = stage_at;
+      forget(k_tile);  // or ptxas keeps addresses in registers across steps
       const Step following = work.next(a, step);
       copy_async_wait_all();
       __syncthreads();  // this step's rows are there, and nobody reads the last step's any more

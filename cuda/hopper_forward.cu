@@ -874,6 +874,10 @@ struct Consumer {
   }
 };
 
+// Where another kernel is in front of it: that of plans, or the one that splits f32.
+template <class Kind, bool GENERAL>
+constexpr bool begins_early = GENERAL || Kind::SCALED;
+
 template <class Kind, class Shape, bool GENERAL>
 __global__ void __launch_bounds__(Shape::num_threads, 1)
     forward(const __grid_constant__ fa_cuda_arguments a, const __grid_constant__ fa_cuda_maps maps) {
@@ -881,7 +885,7 @@ __global__ void __launch_bounds__(Shape::num_threads, 1)
   const ForwardBuffers<Kind, Shape, GENERAL> buffers = {shared_address(shared)};
   if (threadIdx.x == 0) buffers.init_barriers();
   __syncthreads();
-  if constexpr (GENERAL) wait_for_launch_before();
+  if constexpr (begins_early<Kind, GENERAL>) wait_for_launch_before();
   const int warpgroup = uniform(threadIdx.x / WARPGROUP);
   if (warpgroup == 0) {
     give_registers<ForwardRegisters<Shape, GENERAL>::PRODUCER>();
@@ -904,7 +908,7 @@ constexpr fa_cuda_kernel row(const char *name) {
           .takes = (GENERAL ? FA_CUDA_MASK_NEEDS : FA_CUDA_PLAIN_NEEDS) | needs_of_program(Shape::program),
           .mapped = true,
           .persistent = true,
-          .begins_early = GENERAL,
+          .begins_early = begins_early<Kind, GENERAL>,
           .main = address_of_kernel(forward<Kind, Shape, GENERAL>)};
 }
 
