@@ -185,9 +185,11 @@ static bool adds_numbers(const fa_problem *p) {
 
 /* What the problem asks of a kernel beyond plain attention. */
 static uint32_t needs_of(const fa_problem *p) {
-  return (sees_all(p) ? 0 : FA_CUDA_NEEDS_WINDOW) | (p->softcap == 0 ? 0 : FA_CUDA_NEEDS_SOFTCAP) |
+  uint32_t of_each = 0;
+  for (int i = 0; i < FA_CUDA_NUM_HEAD_NUMBERS; i++)
+    of_each |= is_there(p, of_heads[i]) ? (uint32_t)FA_CUDA_NEEDS_OF_HEADS << i : 0;
+  return of_each | (sees_all(p) ? 0 : FA_CUDA_NEEDS_WINDOW) | (p->softcap == 0 ? 0 : FA_CUDA_NEEDS_SOFTCAP) |
          (p->num_sinks == 0 ? 0 : FA_CUDA_NEEDS_SINKS) | (p->num_bands == 0 ? 0 : FA_CUDA_NEEDS_BANDS) |
-         (is_there(p, FA_TENSOR_ALIBI_SLOPES) ? FA_CUDA_NEEDS_SLOPES : 0) |
          (is_there(p, FA_TENSOR_BIAS) && !has_cells(p) ? FA_CUDA_NEEDS_KEYS : 0) |
          (has_cells(p) ? FA_CUDA_NEEDS_CELLS : 0) | (p->dropout == 0 ? 0 : FA_CUDA_NEEDS_DROPOUT) |
          (has_single_cells(p) ? FA_CUDA_NEEDS_SINGLE_CELLS : 0) |
@@ -196,11 +198,15 @@ static uint32_t needs_of(const fa_problem *p) {
 
 /* What stood in the way where kernels fit the head_dim and the device, but none took these needs as well. */
 static fa_status no_kernel_takes(uint32_t needs, const fa_plan *plan, fa_error *error) {
-  const char *const names[] = {"window", "softcap", "num_sinks", "bands",       "alibi_slopes", "bias",
+  const char *const names[] = {"window", "softcap", "num_sinks", "bands",       "bias",
                                "bias",   "dropout", "bias",      "key_lengths", "page_table"};
-  int first = 0;
-  while (!(needs >> first & 1)) first++;
-  return fa_fail(error, FA_STATUS_UNSUPPORTED, names[first],
+  const char *name = NULL;
+  for (int i = 0; !name; i++)
+    if (needs & (uint32_t)FA_CUDA_NEEDS_OF_HEADS << i)
+      name = fa_tensor_name(of_heads[i]);
+    else if (i < (int)(sizeof names / sizeof *names) && needs >> i & 1)
+      name = names[i];
+  return fa_fail(error, FA_STATUS_UNSUPPORTED, name,
                  FA_TEXT("none in the %s on this CUDA device", fa_pass_name(plan->pass)), "some");
 }
 

@@ -270,18 +270,21 @@ enum {
   FA_CUDA_NEEDS_SOFTCAP = 1 << 1,
   FA_CUDA_NEEDS_SINKS = 1 << 2,
   FA_CUDA_NEEDS_BANDS = 1 << 3,
-  FA_CUDA_NEEDS_SLOPES = 1 << 4, /* of a program: slopes; a bias with a number a key, or one a score; dropout */
-  FA_CUDA_NEEDS_KEYS = 1 << 5,
-  FA_CUDA_NEEDS_CELLS = 1 << 6,
-  FA_CUDA_NEEDS_DROPOUT = 1 << 7,
+  FA_CUDA_NEEDS_KEYS = 1 << 4, /* of a program: a bias with a number a key, or one a score; dropout */
+  FA_CUDA_NEEDS_CELLS = 1 << 5,
+  FA_CUDA_NEEDS_DROPOUT = 1 << 6,
   /* Beside q of 16 bits a bias of f32 with a number a score; or gradients of 16 bits by such numbers, of which
    * each is added to only where a band shows it. */
-  FA_CUDA_NEEDS_SINGLE_CELLS = 1 << 8,
-  FA_CUDA_NEEDS_LENGTHS = 1 << 9, /* kernels that take bands take each length as a band */
-  FA_CUDA_NEEDS_PAGES = 1 << 10,  /* only kernels for few rows take these */
-  FA_CUDA_ALL_NEEDS = (1 << 10) - 1,
+  FA_CUDA_NEEDS_SINGLE_CELLS = 1 << 7,
+  FA_CUDA_NEEDS_LENGTHS = 1 << 8, /* kernels that take bands take each length as a band */
+  FA_CUDA_NEEDS_PAGES = 1 << 9,   /* only kernels for few rows take these */
+  /* Of each fa_cuda_head_number the bit so far behind this one: kernels that do not know it decline. */
+  FA_CUDA_NEEDS_OF_HEADS = 1 << 16,
+  FA_CUDA_NEEDS_SLOPES = FA_CUDA_NEEDS_OF_HEADS << FA_CUDA_ALIBI_SLOPES,
+  FA_CUDA_NEEDS_ANY_OF_HEADS = (FA_CUDA_NEEDS_OF_HEADS << FA_CUDA_NUM_HEAD_NUMBERS) - FA_CUDA_NEEDS_OF_HEADS,
   FA_CUDA_PROGRAM_NEEDS =
-      FA_CUDA_NEEDS_SLOPES | FA_CUDA_NEEDS_KEYS | FA_CUDA_NEEDS_CELLS | FA_CUDA_NEEDS_DROPOUT,
+      FA_CUDA_NEEDS_ANY_OF_HEADS | FA_CUDA_NEEDS_KEYS | FA_CUDA_NEEDS_CELLS | FA_CUDA_NEEDS_DROPOUT,
+  FA_CUDA_ALL_NEEDS = FA_CUDA_NEEDS_ANY_OF_HEADS | (FA_CUDA_NEEDS_PAGES - 1),
   FA_CUDA_PLAIN_NEEDS = FA_CUDA_NEEDS_WINDOW | FA_CUDA_NEEDS_SOFTCAP | FA_CUDA_NEEDS_SINKS,
   FA_CUDA_MASK_NEEDS = FA_CUDA_PLAIN_NEEDS | FA_CUDA_NEEDS_BANDS | FA_CUDA_NEEDS_LENGTHS,
 };
