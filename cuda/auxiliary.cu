@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(THREADS) split_rows(const __grid_constant__ fa
                    rows.head * t.to.stride_head + row * t.to.stride_row + d;
 #pragma unroll
     for (int part = 0; part < 2; part++)
-      if (part < a.num_parts) *reinterpret_cast<uint4 *>(to + part * t.to.stride_part) = parts[part];
+      if (part < a.num_parts) __stcs(reinterpret_cast<uint4 *>(to + part * t.to.stride_part), parts[part]);
   }
 }
 
