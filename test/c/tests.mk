@@ -20,13 +20,22 @@ $(BUILD)/test/test_host: $(BUILD)/test/fake_gpu.o
 # Three threads, however small the case and however few the processors.
 TEST_ENVIRONMENT := FLASH_ATTENTION_NUM_THREADS=3
 
-# make test-c ATTENTION="--device cuda --sweep 5000" and the like; see test_attention.c
-.PHONY: test-c-examples test-c test-c-sanitize test-c-isas test-c-attention-cuda test-cuda-sanitize fuzz-bands $(TEST_NAMES:%=test-c-%)
+# make test-c ATTENTION="--device cuda --sweep 5000" and the like; see test_attention.c. It has a process for each type:
+# the oracle, which has one thread, takes most of the time.
+ATTENTION_TYPES ?= bf16 f16 f32 f64
+
+.PHONY: test-c-examples test-c test-c-sanitize test-c-isas test-c-attention-cuda test-cuda-sanitize fuzz-bands $(TEST_NAMES:%=test-c-%) \
+        $(ATTENTION_TYPES:%=test-c-attention-of-%)
 test-c: $(TEST_NAMES:%=test-c-%) test-c-examples test-c-attention-cuda $(if $(filter 1,$(FA_CUDA)),test-cuda-sanitize)
 
-$(TEST_NAMES:%=test-c-%): test-c-%: $(BUILD)/test/test_%
-	@echo "$(<F) $(if $(filter attention,$*),$(ATTENTION))"
-	@$(TEST_ENVIRONMENT) $< $(if $(filter attention,$*),$(ATTENTION))
+$(filter-out test-c-attention,$(TEST_NAMES:%=test-c-%)): test-c-%: $(BUILD)/test/test_%
+	@echo "$(<F)"
+	@$(TEST_ENVIRONMENT) $<
+
+test-c-attention: $(ATTENTION_TYPES:%=test-c-attention-of-%)
+$(ATTENTION_TYPES:%=test-c-attention-of-%): test-c-attention-of-%: $(BUILD)/test/test_attention
+	@echo "$(<F) --dtype $* $(ATTENTION)"
+	@$(TEST_ENVIRONMENT) $< --dtype $* $(ATTENTION)
 
 # The examples, on every kind of device: what they print is known, or why they are skipped.
 $(BUILD)/test/on_device: examples/on_device.c $(LIBRARY) $(FLAGS)
@@ -52,7 +61,7 @@ test-c-addresses:
 
 test-c-races:
 	FLASH_ATTENTION_DISABLE= $(MAKE) --no-print-directory test-c-host test-c-attention SANITIZE=thread FA_CUDA=0 \
-	  BUILD=$(BUILD)/races PRIV=$(BUILD)/races/priv ATTENTION='--quick --dtype f32'
+	  BUILD=$(BUILD)/races PRIV=$(BUILD)/races/priv ATTENTION=--quick ATTENTION_TYPES=f32
 
 # What test_attention does by itself: with the CPU's instruction sets switched off, the best one first; and its table
 # with a GPU's kernels for Hopper switched off. Neither tangents nor merges are computed in bf16.
