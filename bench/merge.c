@@ -1,7 +1,7 @@
 /*
  * What merges of parts, and sinks for any attention, take of the memory's bandwidth: make bench-merge.
  *
- *   bench_merge [cpu | cuda] [GB/s of the memory, as its maker says]
+ *   bench_merge [cpu | cuda] [GB/s of the memory, as its maker says [batch]]
  *
  * Each line is the median of rounds of calls that follow one another on tensors larger than any cache, beside
  * the bytes that have to be moved once.
@@ -13,8 +13,8 @@
 
 #include "../c_src/flash_attention.h"
 
-enum { BATCH = 1, SEQLEN = 16384, HEADS = 32, HEAD_DIM = 128, MOST = 8, ROUNDS = 7 };
-static const int64_t rows = (int64_t)BATCH * SEQLEN * HEADS;
+enum { SEQLEN = 16384, HEADS = 32, HEAD_DIM = 128, MOST = 8, ROUNDS = 7 };
+static int64_t batch = 1, rows;
 
 static fa_device device = {FA_DEVICE_CPU, 0};
 static double peak;
@@ -65,7 +65,7 @@ static void print_line(const char *name, double bytes, double times[ROUNDS]) {
   qsort(times, ROUNDS, sizeof *times, by_size);
   const double rate = bytes / times[ROUNDS / 2] / 1e9;
   printf("| %s | %.0f | %.1f | %.0f |", name, bytes / 1e6, times[ROUNDS / 2] * 1e6, rate);
-  if (peak > 0) printf(" %.0f %% |", 100 * rate / peak);
+  if (peak > 0) printf(" %.1f %% |", 100 * rate / peak);
   printf("\n");
 }
 
@@ -106,11 +106,14 @@ int main(int argc, char **argv) {
   fa_error error;
   if (argc > 1 && strcmp(argv[1], "cuda") == 0) device.kind = FA_DEVICE_CUDA;
   if (argc > 2) peak = atof(argv[2]);
+  if (argc > 3) batch = atoll(argv[3]);
+  rows = batch * SEQLEN * HEADS;
   if (fa_num_devices(device.kind, &error) == 0) return printf("skipped: %s\n", error.message), 0;
   fa_device_info info;
   must(fa_device_get_info(device, &info, &error), &error);
-  printf("%s: o [%d, %d, %d, %d]\n\n| call | MB | us | GB/s |%s\n|---|--:|--:|--:|%s\n", info.name, BATCH,
-         SEQLEN, HEADS, HEAD_DIM, peak > 0 ? " of the memory's |" : "", peak > 0 ? "--:|" : "");
+  printf("%s: o [%lld, %d, %d, %d]\n\n| call | MB | us | GB/s |%s\n|---|--:|--:|--:|%s\n", info.name,
+         (long long)batch, SEQLEN, HEADS, HEAD_DIM, peak > 0 ? " of the memory's |" : "",
+         peak > 0 ? "--:|" : "");
   copy_line();
   fa_part bf16[MOST], f32[2];
   for (int i = 0; i < MOST; i++) bf16[i] = part_new(FA_DTYPE_BF16);
@@ -120,7 +123,7 @@ int main(int argc, char **argv) {
 
   fa_merge m;
   fa_merge_init(&m);
-  m.batch = BATCH, m.seqlen_q = SEQLEN, m.num_heads = HEADS, m.head_dim = HEAD_DIM;
+  m.batch = batch, m.seqlen_q = SEQLEN, m.num_heads = HEADS, m.head_dim = HEAD_DIM;
   for (int i = 0; i < MOST - 1; i++) m.parts[i] = bf16[i];
   m.merged = bf16[MOST - 1];
   for (m.num_parts = 2; m.num_parts < MOST; m.num_parts = 2 * m.num_parts - 1) {

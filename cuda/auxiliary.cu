@@ -71,6 +71,7 @@ __global__ void __launch_bounds__(THREADS) unpack(const __grid_constant__ fa_cud
 
 // A warp takes a block of keys.
 __global__ void __launch_bounds__(THREADS) read_keys(const __grid_constant__ fa_cuda_key_reading a) {
+  let_dependents_start();
   const int64_t block = int64_t(blockIdx.x) * (THREADS / 32) + threadIdx.x / 32;
   if (block >= a.num_blocks) return;
   const int row = block / a.blocks_a_row, heads = a.bias.stride_head ? a.num_heads : 1;
