@@ -231,6 +231,8 @@ fa_tensor_role fa_tensor_role_in(const fa_problem *problem, fa_pass pass, fa_ten
   return is_there(problem, &rows[id]) ? role_of(&rows[id], pass) : FA_ROLE_NONE;
 }
 
+fa_dtype fa_tensor_dtype(const fa_problem *problem, int id) { return dtype_of(problem, &rows[id]); }
+
 fa_shape fa_tensor_shape(const fa_problem *problem, fa_tensor_id id) {
   const struct tensor_row *row = &rows[id];
   fa_shape shape = {.dtype = dtype_of(problem, row), .rank = rank_of(row)};

@@ -77,6 +77,9 @@ typedef struct fa_cell {
   int64_t batch, head, row, column, number;
 } fa_cell;
 
+/* The type of fa_tensor_shape. */
+fa_dtype fa_tensor_dtype(const fa_problem *problem, int id);
+
 /* The index, in contiguous order, of the element that a tensor without head_dim has for a cell; and a cell of
  * an element, 0 along axes that the tensor does not vary along. */
 int64_t fa_element_of(const fa_problem *problem, int id, const fa_cell *cell);

@@ -392,7 +392,7 @@ static void save_lse_bound(const fa_problem *p, const fa_tensor *to, int64_t ind
 
 /* A sum is rounded to its type once, and what it is held against is, too. */
 static void save_sum_bounds(bound_scratch *x, const fa_problem *p, const fa_tensors *t, int id) {
-  const fa_dtype dtype = fa_tensor_shape(p, id).dtype;
+  const fa_dtype dtype = fa_tensor_dtype(p, id);
   const struct unit unit = units[dtype];
   const double least = dtype == FA_DTYPE_F16 ? 2 * unit.least : 0x1p-126;
   for (int64_t i = 0; i < fa_num_elements(p, id); i++) {

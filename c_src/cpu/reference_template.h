@@ -107,7 +107,7 @@ static int64_t T(element_of)(const fa_problem *p, int id, const T(place) * at, i
 
 /* What a tensor without head_dim holds for a place. */
 static REAL T(number_at)(const fa_problem *p, int id, const T(place) * at, int64_t column, int64_t number) {
-  return (REAL)element(fa_tensor_shape(p, id).dtype, fa_tensor_get(at->tensors, id)->data,
+  return (REAL)element(fa_tensor_dtype(p, id), fa_tensor_get(at->tensors, id)->data,
                        T(element_of)(p, id, at, column, number));
 }
 
@@ -131,7 +131,7 @@ typedef struct T(score) {
 static REAL T(input)(const fa_problem *p, int input, const T(place) * at, int64_t column) {
   const fa_tensor_id id = score_inputs[input];
   const REAL number = T(number_at)(p, id, at, column, 0);
-  return fa_tensor_shape(p, id).dtype != FA_DTYPE_U8 ? number : number != 0 ? 0 : -INFINITY;
+  return fa_tensor_dtype(p, id) != FA_DTYPE_U8 ? number : number != 0 ? 0 : -INFINITY;
 }
 
 /* Adds to a score, after the softcap, a number of one of score_inputs, if the problem has it, times factor. */
@@ -285,5 +285,5 @@ static void T(backward)(const fa_problem *p, const fa_tensors *t, void *workspac
   }
   for (int id = 0; id < FA_NUM_TENSORS; id++)
     for (int64_t i = 0; fa_is_sum(p, id) && i < fa_num_elements(p, id); i++)
-      set_element(fa_tensor_shape(p, id).dtype, fa_tensor_get(t, id)->data, i, x.sums[id][i]);
+      set_element(fa_tensor_dtype(p, id), fa_tensor_get(t, id)->data, i, x.sums[id][i]);
 }

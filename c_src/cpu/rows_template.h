@@ -188,7 +188,7 @@ INLINE void T(store_lse)(const fa_cpu_job *job, int64_t i, REAL lse) {
 static REAL T(number_at)(const fa_cpu_job *job, fa_tensor_id id, const fa_cell *cell) {
   REAL number;
   T(load_numbers)
-  (job, id, fa_tensor_shape(job->problem, id).dtype, fa_element_of(job->problem, id, cell), 1, &number);
+  (job, id, fa_tensor_dtype(job->problem, id), fa_element_of(job->problem, id, cell), 1, &number);
   return number;
 }
 
