@@ -16,7 +16,8 @@ $(BUILD)/test/test_%: $(BUILD)/test/test_%.o $(TEST_SHARED) $(OBJECTS)
 # Under a sanitizer the reference takes most of the time of tests that only hold others against it: these have it as it
 # is elsewhere. test_reference and test_tolerance test it, and have it sanitized.
 ORACLE := $(if $(SANITIZE),$(BUILD)/test/oracle.o)
-$(BUILD)/test/oracle.o: SANITIZE_FLAGS :=
+# Private: the file of flags, which it depends on, has those of the others.
+$(BUILD)/test/oracle.o: private SANITIZE_FLAGS :=
 $(BUILD)/test/oracle.o: c_src/cpu/reference.c $(FLAGS) Makefile
 	@mkdir -p $(@D)
 	$(CC) $(FA_CFLAGS) -O3 -MMD -MP -c -o $@ $<

@@ -3,9 +3,10 @@
 HARNESS := $(BUILD)/test/libharness.so
 
 # With the library's objects, as it looks behind the public header.
-$(HARNESS): test/c/harness.c test/c/cases.c test/c/tolerance.c $(wildcard test/c/*.h) $(OBJECTS)
+$(HARNESS): REPLACED := $(if $(ORACLE),$(BUILD)/cpu/reference.o)
+$(HARNESS): test/c/harness.c test/c/cases.c test/c/tolerance.c $(wildcard test/c/*.h) $(OBJECTS) $(ORACLE)
 	@mkdir -p $(@D)
-	$(CC) $(FA_CFLAGS) -fvisibility=default -shared -o $@ $(filter %.c %.o,$^) $(FA_LDFLAGS) $(CUDA_LIBS) -lm
+	$(CC) $(FA_CFLAGS) -fvisibility=default -shared -o $@ $(filter %.c %.o,$(filter-out $(REPLACED),$^)) $(FA_LDFLAGS) $(CUDA_LIBS) -lm
 
 # The sanitizer's runtime must be there first, and the C++ library under it, for Python to load what is built with it.
 XLA_ENVIRONMENT := $(TEST_ENVIRONMENT) $(if $(SANITIZE),ASAN_OPTIONS=detect_leaks=0:detect_odr_violation=0 \
