@@ -1006,8 +1006,8 @@ static fa_status unpack(int32_t index, fa_rows to, fa_rows from, int64_t heads_a
   fa_scope scope;
   fa_status status = enter_device(&scope, index, error);
   if (status) return status;
-  status = check(cudaLaunchKernel(fa_cuda_unpack_kernel, blocks, (dim3){FA_CUDA_SMALL_KERNEL_THREADS, 1, 1},
-                                  (void *[]){&packed}, 0, stream),
+  status = check(fa_cuda_launch(fa_cuda_unpack_kernel, blocks, FA_CUDA_SMALL_KERNEL_THREADS, 0,
+                                (void *[]){&packed}, stream),
                  "unpacking f32", error);
   leave_device(&scope);
   return status;

@@ -280,13 +280,13 @@ fa_status fa_cuda_sum(const fa_sum *sum, int32_t index, void *stream, fa_error *
   const void *kernel = fa_cuda_sum_kernel(sum->dtype, are_in_vectors(sum));
   if (!kernel)
     return fa_fail(error, FA_STATUS_UNSUPPORTED, "part", "f32, bf16 or f16", fa_dtype_name(sum->dtype));
-  fa_sum copy = *sum; /* cudaLaunchKernel takes arguments that are not const */
+  fa_sum copy = *sum; /* launches take arguments that are not const */
   const int64_t turns = (sum->count + 8 * THREADS - 1) / (8 * THREADS);
   fa_scope scope;
   fa_status status = enter_device(&scope, index, error);
   if (status) return status;
-  status = check(cudaLaunchKernel(kernel, (dim3){(unsigned)(turns < MOST_BLOCKS ? turns : MOST_BLOCKS), 1, 1},
-                                  (dim3){THREADS, 1, 1}, (void *[]){&copy}, 0, stream),
+  status = check(fa_cuda_launch(kernel, (dim3){(unsigned)(turns < MOST_BLOCKS ? turns : MOST_BLOCKS), 1, 1},
+                                THREADS, 0, (void *[]){&copy}, stream),
                  "summing", error);
   leave_device(&scope);
   return status;

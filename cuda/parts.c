@@ -94,7 +94,7 @@ fa_status fa_cuda_merge(const fa_merge *merge, bool is_backward, int32_t index, 
   if (merge->batch > 65535)
     return fa_fail(error, FA_STATUS_UNSUPPORTED, "batch", "at most 65535 in a merge on CUDA",
                    FA_TEXT("%lld", (long long)merge->batch));
-  fa_merge copy = *merge; /* cudaLaunchKernel takes arguments that are not const */
+  fa_merge copy = *merge; /* launches take arguments that are not const */
   fa_cuda_facts facts;
   fa_status status = fa_cuda_facts_of(index, &facts, error);
   if (status) return status;
