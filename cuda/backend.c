@@ -252,12 +252,24 @@ static int64_t num_column_parts(const fa_plan *whole, const fa_cuda_kernel *kern
 /* Whether the kernel shares out column blocks. Where a program acts on scores, those of a column block add to
  * sums of its own. */
 static bool shares_column_blocks(const fa_cuda_kernel *kernel) {
-  return kernel->mapped && is_general(kernel) && !(kernel->takes & FA_CUDA_PROGRAM_NEEDS);
+  return kernel->single_column ||
+         (kernel->mapped && is_general(kernel) && !(kernel->takes & FA_CUDA_PROGRAM_NEEDS));
 }
 
 /* Whether column blocks had better be shared out, and a general kernel follows that does. */
 static bool is_left_to_parts(const fa_plan *whole, const fa_cuda_kernel *row) {
-  return whole->pass == FA_PASS_BACKWARD && row->mapped && !is_general(row) && num_column_parts(whole, row) > 1;
+  return whole->pass == FA_PASS_BACKWARD && row->mapped && !is_general(row) && !row->single_column &&
+         num_column_parts(whole, row) > 1;
+}
+
+/* Whether one column block holds all keys, and every row sees some of them. Slices of the problem have this in
+ * common with it. */
+static bool is_single_column(const fa_problem *p, const fa_cuda_kernel *kernel) {
+  if (p->seqlen_q < 1 || p->seqlen_k < 1 || p->seqlen_k > kernel->block_k || p->num_bands > 0 ||
+      p->lengths_batch > 0)
+    return false;
+  const fa_range rows = fa_band_rows(fa_problem_band(p), (fa_range){0, p->seqlen_k});
+  return rows.begin == 0 && rows.end == p->seqlen_q;
 }
 
 /* Whether a kernel's row blocks are as small as they may be: those after it in the table are larger. */
@@ -299,6 +311,7 @@ static fa_status choose_kernel(const fa_plan *plan, int family, const fa_cuda_ke
       if (row->bucket > largest && row->shared_bytes <= device.shared_bytes) largest = row->bucket;
       if (problem->head_dim > row->bucket || row->shared_bytes > device.shared_bytes) continue;
       if (!row_fits(problem, row) || columns_seen(problem) < row->least_columns) continue;
+      if (row->single_column && !is_single_column(problem, row)) continue;
       if (!pays(whole, row)) break;
       if (is_left_to_parts(whole, row)) continue;
       if (needs_of(problem) & ~row->takes) {
@@ -431,14 +444,17 @@ static int32_t backward_heads_at_once(const fa_problem *p, const fa_cuda_kernel 
 }
 
 /* How many heads' dq is summed at a time. Where main makes dq of the sums, as many are as half of the cache
- * holds, but at least the heads that are worked on and twice as many again, so that no column block waits for a
- * sum. */
-static int64_t heads_summed(const fa_problem *p, const fa_cuda_kernel *kernel, const fa_cuda_arguments *a) {
+ * holds, but at least those that are begun alternately and twice as many again, so that no column block waits
+ * for a sum, and all that the multiprocessors have in work where a head has few column blocks. */
+static int64_t heads_summed(const fa_problem *p, const fa_cuda_kernel *kernel, const fa_cuda_arguments *a,
+                            int64_t num_multiprocessors) {
   const int64_t num_heads = p->batch * p->num_heads, heads_per_kv = p->num_heads / p->num_kv_heads;
-  if (kernel->finish_dq) return num_heads;
+  if (kernel->single_column) return 0;
+  if (kernel->finish_dq || a->num_k_blocks == 0) return num_heads;
   const int64_t head_bytes = (int64_t)a->padded_rows * kernel->bucket * 4,
                 cached = (INT64_C(24) << 20) / (head_bytes + 1);
-  const int64_t at_once = 3 * a->heads_at_once * heads_per_kv, wanted = cached > at_once ? cached : at_once;
+  const int64_t begun = 3 * a->heads_at_once, in_work = fa_divide_up(num_multiprocessors, a->num_k_blocks);
+  const int64_t wanted = fa_max(cached, fa_max(begun, in_work) * heads_per_kv);
   return wanted < num_heads ? wanted : num_heads;
 }
 
@@ -698,7 +714,7 @@ static cuda_job lay_out(const fa_plan *plan, const fa_cuda_kernel *kernel, const
     a->dq_order = fa_take(&workspace, rows * a->num_q_blocks, sizeof *a->dq_order);
     if (is_general(kernel) && !kernel->finish_dq)
       a->ended = fa_take(&workspace, rows * a->num_q_blocks, sizeof *a->ended);
-    a->num_sums = (int32_t)(heads_summed(p, kernel, a) * a->num_q_blocks);
+    a->num_sums = (int32_t)(heads_summed(p, kernel, a, job.num_multiprocessors) * a->num_q_blocks);
     a->dq_sum = fa_take(&workspace, (int64_t)a->num_sums * kernel->block_q * kernel->bucket, sizeof *a->dq_sum);
     a->shift = fa_take(&workspace, rows * a->padded_rows, sizeof *a->shift);
     a->delta = fa_take(&workspace, rows * a->padded_rows, sizeof *a->delta);

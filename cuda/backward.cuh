@@ -109,7 +109,10 @@ struct ColumnWork {
 
   // The column block of that number in the order in which they are begun.
   __device__ void find(const fa_cuda_arguments &a, int index) {
-    block = column_block_of(a, index, a.num_k_blocks);
+    find_block(a, column_block_of(a, index, a.num_k_blocks));
+  }
+  __device__ void find_block(const fa_cuda_arguments &a, const ColumnBlock &found) {
+    block = found;
     const Sequence sequence = sequence_of(a, block.batch);
     columns = column_range<Shape>(sequence, block.k_block);
     q_blocks = q_blocks_of<Shape>(sequence, columns);
@@ -139,6 +142,13 @@ struct ColumnWork {
   }
 };
 
+// The steps, of `count`, that a part of a column block has.
+__device__ inline Range steps_of_part(const fa_cuda_arguments &a, int part, int count) {
+  const int each = count / a.num_column_parts, more = count % a.num_column_parts;
+  const int begin = each * part + min(part, more);
+  return {begin, begin + each + (part < more)};
+}
+
 // The same where the problem has bands: a step is a visit in a query head. The columns' own plan says how many
 // there are; the work may be a part of them. Parts follow one another in the order in which they are begun, so
 // that those which add to a row block's dq before others are begun before these.
@@ -163,10 +173,9 @@ struct ColumnWork<Shape, true> {
     plan = plan_at<false>(a, block.batch, block.k_block / a.num_column_parts);
     block.k_block = plan.block;
     columns = column_range<Shape>(sequence_of(a, block.batch), block.k_block);
-    const int steps = plan.num_visits * heads_per_kv(a);
-    const int each = steps / a.num_column_parts, more = steps % a.num_column_parts;
-    steps_before = each * part + min(part, more);
-    num_steps = each + (part < more);
+    const Range steps = steps_of_part(a, part, plan.num_visits * heads_per_kv(a));
+    steps_before = steps.begin;
+    num_steps = steps.end - steps.begin;
   }
 
   __device__ Step first_step(const fa_cuda_arguments &a) const {

@@ -95,8 +95,13 @@ __device__ inline __attribute__((always_inline)) void consume_blocks(
   auto finish_dq = [&](uint32_t step) {
     arrive_once(buffers.barrier(DS_EMPTY, step % 2));
     barrier_wait(buffers.barrier(DQ_SENT), (step + 1) % 2);  // the previous one
+    if constexpr (Shape::single_column) {
+      put_rows<typename Kind::Element, QTile>(buffers.dq(), Dq::row(), dq[0], {a.scale, a.scale},
+                                              Dq::column() / 8);
+    } else {
 #pragma unroll
-    for (int n = 0; n < Dq::NT; n++) store_shared(buffers.dq() + dq_offset<Dq>(0, n) * 4, dq[0][n]);
+      for (int n = 0; n < Dq::NT; n++) store_shared(buffers.dq() + dq_offset<Dq>(0, n) * 4, dq[0][n]);
+    }
     fence_async();
     named_barrier_arrive(DQ_WRITTEN, Shape::num_consumers * WARPGROUP + 32);
   };
@@ -249,7 +254,7 @@ struct BackwardConsumer {
 }  // namespace hopper
 }  // namespace fa
 
-// A shape has a plain kernel, and a general one that takes every problem.
+// A shape has a plain kernel, one for a single column block, and a general one that takes every problem.
 #define ROW(rest, general, ...)                                                                           \
   fa::hopper::row<                                                                                        \
       fa::hopper::BackwardConsumer<fa::kinds::FA_KIND, fa::hopper::BackwardShape<__VA_ARGS__>, general>>( \
@@ -259,7 +264,9 @@ struct BackwardConsumer {
 // The kernels take 219 and 218 KiB of shared memory.
 using namespace fa::hopper;
 const fa_cuda_kernel FA_JOIN(fa_hopper_backward_, FA_KIND)[] = {
-    // bucket, block_q, dq's shares, writers, scores from shift
+    // bucket, block_q, dq's shares, writers, scores from shift, program, single column block
+    ROW("/d64/single", false, 64, 128, 1, 0, false, NO_PROGRAM, true),
+    ROW("/d128/single", false, 128, 64, 1, 0, true, NO_PROGRAM, true),
     ROW("/d64", false, 64, 128, 1, 2),
     ROW("/d128", false, 128, 64, 1, 2, true),
     ROW("/d64/general", true, 64, 128, 1, 2),

@@ -28,9 +28,12 @@ enum { K_SIDE, V_SIDE, NUM_SIDES };
 // the sum in memory into dq; without writers finish_dq does. FROM_SHIFT is about begin_at_shift. Registers are
 // a thread's: on average the block has 168 for each.
 // PROGRAM: what may act on scores; then GENERAL, and without a softcap.
+// SINGLE_COLUMN: for problems whose keys are one column block that every row sees. A step's dq is all that its
+// rows have, and is written by the warp that would send it.
 template <int HEAD_DIM, int BLOCK_Q, int DQ_SHARES, int NUM_WRITERS, bool FROM_SHIFT = false,
-          int PROGRAM = NO_PROGRAM>
+          int PROGRAM = NO_PROGRAM, bool SINGLE_COLUMN = false>
 struct BackwardShape {
+  static constexpr bool single_column = SINGLE_COLUMN;
   static constexpr bool from_shift = FROM_SHIFT, has_slopes = PROGRAM & SLOPES, has_keys = PROGRAM & KEYS,
                         has_cells = PROGRAM & CELLS, drops = PROGRAM & DROPOUT;
   static constexpr int program = PROGRAM;
@@ -46,12 +49,30 @@ struct BackwardShape {
 // Columns of a warpgroup's transposed product: its part of a column block.
 constexpr int PART = 64;
 
+// The only column block of a key/value head, or a part of its steps.
+template <class Shape>
+struct SingleColumnWork : ColumnWork<Shape, false> {
+  int part;
+
+  __device__ static int count(const fa_cuda_arguments &a) {
+    return a.batch * a.num_kv_heads * a.num_column_parts;
+  }
+  __device__ void find(const fa_cuda_arguments &a, int index) {
+    const ColumnBlock block = column_block_of(a, index, a.num_column_parts);
+    part = block.k_block;
+    this->find_block(a, {block.batch, block.kv_head, 0});
+    const Range steps = steps_of_part(a, part, this->num_steps);
+    this->first = this->step_after(a, steps.begin);
+    this->num_steps = steps.end - steps.begin;
+  }
+};
+
 // A column block's work as the warps share it. Without bands every warp finds the steps by itself. With bands
 // the producer finds them, and stores each visit for the consumers, with which of them need not test elements:
 // consumers have hardly any time for questions.
 template <class Shape, bool GENERAL>
-struct Work : ColumnWork<Shape, GENERAL> {
-  static constexpr bool may_be_part = false;
+struct Work : std::conditional_t<Shape::single_column, SingleColumnWork<Shape>, ColumnWork<Shape, GENERAL>> {
+  static constexpr bool may_be_part = Shape::single_column;
   using ConsumerStep = typename ColumnWork<Shape, GENERAL>::Step;
   __device__ ConsumerStep consumers_first() const { return this->first; }
   __device__ ConsumerStep consumers_next(ConsumerStep step) const { return next_step(step, this->q_blocks); }
@@ -161,7 +182,8 @@ struct CommonBuffers {
   }
 };
 
-// All threads of a block call it first, and nothing before it that reads what another kernel wrote.
+// All threads of a block call it first, and nothing before it that reads what another kernel wrote. Where there
+// is a single column block, load_rows alone does.
 template <class Buffers>
 __device__ inline Buffers set_up_buffers(bool in_order) {
   FA_DYNAMIC_SHARED(1024, uint8_t, shared);
@@ -173,7 +195,7 @@ __device__ inline Buffers set_up_buffers(bool in_order) {
     barrier_init_done();
   }
   __syncthreads();
-  wait_for_launch_before();
+  if constexpr (!Buffers::Shape::single_column) wait_for_launch_before();
   return buffers;
 }
 
@@ -252,6 +274,7 @@ __device__ inline void load_rows(const fa_cuda_arguments &a, const fa_cuda_maps 
   for (int part = 0; part < Kind::PARTS; part++)
     load_boxes<QTile>(buffers.rows(side, stage) + part * QTile::BYTES, side == K_SIDE ? maps.q : maps.dout,
                       barrier, row, step.head, batch + part * a.batch);
+  if constexpr (Buffers::Shape::single_column) wait_for_launch_before();  // for shift and delta
   load_bulk(buffers.statistic(side, stage),
             (side == K_SIDE ? a.shift : a.delta) + int64_t(work.position_of(a, step)) * Buffers::Shape::block_q,
             Buffers::ROW_BYTES, barrier);
@@ -293,13 +316,15 @@ __device__ inline void prefetch_columns(const fa_cuda_arguments &a, const fa_cud
 // Takes the next free column block and hands it to the other warps; returns false where there is none. Blocks
 // are taken by number, so one that waits for a lower number waits for a block that runs or has finished. A
 // block is taken only at the last step, as another multiprocessor may be idle; but with bands, where column
-// blocks may be short, when the last step's rows are on their way, so that k and v are ahead, too.
+// blocks may be short, when the last step's rows are on their way, so that k and v are ahead, too. Where there
+// is a single column block, nobody waits for another, and the `count`-th is known.
 template <class Buffers>
-__device__ inline bool take_work(const fa_cuda_arguments &a, const Buffers &buffers,
+__device__ inline bool take_work(const fa_cuda_arguments &a, const Buffers &buffers, int count,
                                  const Ring<Buffers::STAGES> &blocks, uint32_t k_phase,
                                  typename Buffers::Work &work) {
-  if constexpr (!Buffers::general) barrier_wait(buffers.barrier(V_EMPTY), k_phase ^ 1);
-  const int index = atomicAdd(a.tickets, 1);
+  constexpr bool KNOWN = Buffers::Shape::single_column;
+  if constexpr (!Buffers::general && !KNOWN) barrier_wait(buffers.barrier(V_EMPTY), k_phase ^ 1);
+  const int index = KNOWN ? blockIdx.x + count * gridDim.x : atomicAdd(a.tickets, 1);
   barrier_wait(buffers.barrier(BLOCK_EMPTY, blocks.stage), blocks.phase ^ 1);
   store_shared(buffers.block(blocks.stage), uint32_t(index));
   barrier_arrive(buffers.barrier(BLOCK_FULL, blocks.stage));
@@ -312,7 +337,7 @@ __device__ inline void produce(const fa_cuda_arguments &a, const fa_cuda_maps &m
   Ring<Buffers::STAGES> blocks, ring;
   uint32_t k_phase = 0;
   typename Buffers::Work work;
-  for (; take_work(a, buffers, blocks, k_phase, work); blocks.advance()) {
+  for (int count = 0; take_work(a, buffers, count, blocks, k_phase, work); count++, blocks.advance()) {
     if constexpr (Buffers::general)
       if (work.num_steps > 0) prefetch_columns<Buffers>(a, maps, work);
     load_sides<K_SIDE, END>(a, maps, buffers, work, ring, k_phase);
@@ -329,6 +354,31 @@ __device__ inline RowBlock reported_row_block(const fa_cuda_arguments &a, int in
     position = look_at_count<true>(a.ended + index) - 1;
   }
   return row_block_at(a, uniform(position));
+}
+
+// Where there is a single column block, consumers put dq into its buffer as elements, a QTile.
+template <class Buffers>
+__device__ inline void send_whole_dq(const fa_cuda_arguments &a, const fa_cuda_maps &maps,
+                                     const Buffers &buffers) {
+  using Shape = typename Buffers::Shape;
+  const int row = threadIdx.x % 32 * 16;  // of the row block: a lane for every 16 rows
+  typename Buffers::Work work;
+  for (uint32_t blocks = 0; current_work(a, buffers, blocks, work); next_work(buffers, blocks)) {
+    typename Buffers::Work::Step step = work.first_step(a);
+    for (int i = 0; i < work.num_steps; i++, step = work.next(a, step)) {
+      named_barrier_wait(DQ_WRITTEN, Shape::num_consumers * WARPGROUP + 32);
+      if (row < Shape::block_q) {
+        const Sequence sequence = sequence_of(a, work.block.batch);
+        store_boxes<typename Buffers::QTile>(maps.out, buffers.dq(), row,
+                                             sequence.first_row + work.q_block_of(step) * Shape::block_q + row,
+                                             step.head, work.block.batch);
+        bulk_commit();
+        bulk_wait_read<0>();
+      }
+      __syncwarp();
+      if (row == 0) barrier_arrive(buffers.barrier(DQ_SENT));
+    }
+  }
 }
 
 // Reading a count from memory is slow, and so is a fence after additions. So each lane reads the count for one
@@ -555,7 +605,12 @@ __global__ void __launch_bounds__(Consumer::Buffers::Shape::num_threads, 1)
   } else {
     give_registers<Shape::other_registers>();
     if (threadIdx.x == Shape::num_warps * 32) produce<NUM_SIDES>(a, maps, buffers);
-    if (share >= 0 && share < Shape::dq_shares) send_dq(a, buffers, share);
+    if (share >= 0 && share < Shape::dq_shares) {
+      if constexpr (Shape::single_column)
+        send_whole_dq(a, maps, buffers);
+      else
+        send_dq(a, buffers, share);
+    }
     if constexpr (Shape::num_writers > 0)
       if (share >= Shape::dq_shares) write_dq(a, maps, buffers, share - Shape::dq_shares);
   }
@@ -581,10 +636,11 @@ constexpr fa_cuda_kernel row_of_kernel(const char *name, const void *main) {
                         .mapped = true,
                         .persistent = true,
                         .begins_early = true,
+                        .single_column = Shape::single_column,
                         .main = main,
                         .statistics = address_of_kernel(statistics<Kind, Shape>),
                         .finish_threads = Buffers::Dq::NUM_WARPS * 32};
-  if constexpr (Shape::num_writers == 0)
+  if constexpr (Shape::num_writers == 0 && !Shape::single_column)
     row.finish_dq = address_of_kernel(finish_dq<Kind, Shape, typename Buffers::Dq>);
   return row;
 }

@@ -305,6 +305,7 @@ typedef struct fa_cuda_kernel {
   bool mapped;            /* main reads by fa_cuda_maps */
   bool persistent;        /* main has at most one block a multiprocessor, which takes one after the other */
   bool begins_early;      /* main waits by itself for the small kernel in front of it */
+  bool single_column;     /* backward: only for problems with one column block, which every row sees */
   const void *main;       /* one block a q block (forward) or k block (backward) of a head */
   const void *statistics; /* backward, fa_cuda_dlse beside the arguments: delta, shift, and what begins at 0 */
   const void *finish_dq; /* backward: dq_sum to dq; one block of finish_threads a q block. NULL: main does it */
