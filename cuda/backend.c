@@ -418,11 +418,54 @@ static bool adds_in_order(const fa_plan *whole, const fa_cuda_kernel *kernel, in
                                                   3 * num_multiprocessors(whole->device.index));
 }
 
+/* How long the column blocks of a backward take where those of so many heads are begun alternately, over what
+ * they would if all multiprocessors ended together: blocks are taken in that order by whoever is free, and take
+ * their steps and BEGIN_STEPS. Times are counted in what makes TICKS of the even time. */
+enum { BEGIN_STEPS = 3, TICKS = 256, MOST_TICKS = 3 * TICKS };
+static double imbalance(const fa_problem *p, const fa_cuda_kernel *kernel, const fa_cuda_arguments *a,
+                        int64_t num_multiprocessors, int64_t heads_at_once) {
+  const int64_t num_heads = p->batch * p->num_kv_heads, heads_per_kv = p->num_heads / p->num_kv_heads;
+  int64_t sum = 0, free_at[MOST_TICKS + 1] = {num_multiprocessors}, now = 0, last = 0;
+  for (int64_t i = 0; i < a->num_k_blocks; i++)
+    sum += num_row_blocks(p, kernel, i) * heads_per_kv + BEGIN_STEPS;
+  const double even = (double)sum * (double)num_heads / (double)num_multiprocessors;
+  for (int64_t begun = 0; begun < num_heads; begun += heads_at_once)
+    for (int64_t i = 0; i < a->num_k_blocks; i++) {
+      const int64_t steps = num_row_blocks(p, kernel, i) * heads_per_kv + BEGIN_STEPS;
+      const int64_t ticks = (int64_t)((double)steps * TICKS / even + 0.5);
+      for (int64_t left = fa_min(heads_at_once, num_heads - begun); left > 0;) {
+        while (now < MOST_TICKS && free_at[now] == 0) now++;
+        const int64_t end = fa_min(now + ticks, MOST_TICKS), taken = fa_min(left, free_at[now]);
+        if (end == now) return 1; /* blocks too short to tell */
+        free_at[now] -= taken, free_at[end] += taken, left -= taken;
+        last = fa_max(last, end);
+      }
+    }
+  return (double)last / TICKS;
+}
+
 /* How many heads' column blocks the backward begins alternately. Where they add to dq in any order, a few heads
- * do, and with a mask 8 if the cache holds them, because their rows and dq_sum stay there. Where they add in
- * order, a column block waits the less, the more heads lie between it and the one before it: without a mask as
- * many as half of the cache holds, in whole rounds of the multiprocessors; with one, which makes column blocks
- * begin at the same rows, at least 16 or 32. The numbers are measured (cuda_log.md, "Hopper, backward"). */
+ * do, and with a mask 8 if the cache holds them, because their rows and dq_sum stay there. But where a mask
+ * makes column blocks differ and multiprocessors take few each, more heads at once, of which the longest come
+ * first, may let all end together; twice as many cost 3 %. Where they add in order, a column block waits the
+ * less, the more heads lie between it and the one before it: without a mask as many as half of the cache holds,
+ * in whole rounds of the multiprocessors; with one, which makes column blocks begin at the same rows, at least
+ * 16 or 32. The numbers are measured (cuda_log.md, "Hopper, backward"). */
+enum { FEW_BLOCKS = 10, MOST_AT_ONCE = 32 };
+static int64_t balanced_heads_at_once(const fa_problem *p, const fa_cuda_kernel *kernel,
+                                      const fa_cuda_arguments *a, int64_t num_multiprocessors, int64_t wanted) {
+  const int64_t num_heads = p->batch * p->num_kv_heads, num_blocks = num_heads * a->num_k_blocks;
+  if (num_blocks <= num_multiprocessors || num_blocks > FEW_BLOCKS * num_multiprocessors) return wanted;
+  int64_t best = wanted;
+  double least = imbalance(p, kernel, a, num_multiprocessors, wanted), price = 1.03;
+  for (int64_t most = 2 * wanted; most <= MOST_AT_ONCE && best < num_heads; most *= 2, price *= 1.03) {
+    const int64_t even = fa_divide_up(num_heads, fa_divide_up(num_heads, most)); /* in each group */
+    const double time = price * imbalance(p, kernel, a, num_multiprocessors, even);
+    if (time < least) best = even, least = time;
+    if (most >= num_heads) break;
+  }
+  return best;
+}
 static int32_t backward_heads_at_once(const fa_problem *p, const fa_cuda_kernel *kernel,
                                       const fa_cuda_arguments *a, int64_t num_multiprocessors) {
   const int64_t num_heads = p->batch * p->num_kv_heads, heads_per_kv = p->num_heads / p->num_kv_heads;
@@ -430,8 +473,9 @@ static int32_t backward_heads_at_once(const fa_problem *p, const fa_cuda_kernel 
   const int64_t cached = (INT64_C(24) << 20) / (head_bytes + 1);
   int64_t wanted = 4;
   if (!a->in_order) {
-    if (!is_uneven(p)) wanted = 3;
-    if (is_uneven(p) && cached >= 8) wanted = 8;
+    wanted = !is_uneven(p) ? 3 : cached >= 8 ? 8 : 4;
+    if (kernel->persistent && is_uneven(p) && p->num_bands == 0 && p->lengths_batch == 0)
+      wanted = balanced_heads_at_once(p, kernel, a, num_multiprocessors, wanted);
   } else if (kernel->persistent && is_uneven(p)) {
     wanted = kernel->bucket == 64 ? 32 : 16;
     if (kernel->bucket == 64 && cached * 2 / 3 > wanted) wanted = cached * 2 / 3;

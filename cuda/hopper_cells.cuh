@@ -49,20 +49,29 @@ __device__ inline float with_number(float score, float factor, float number) {
   return with_addend(score * factor, number);
 }
 
-// Of a warp's accumulator, whose first element lies at row and column of the tile, what that has for the four
-// elements of each block of 8: visit(n, numbers) is called for each. Rows lie along the accumulator's rows, or,
-// TRANSPOSED, along its columns.
+// Of a warp's accumulator, whose first element lies at row and column of the tile, multiples of 16, what that
+// has for the four elements of each block of 8: visit(n, numbers) is called for each. Rows lie along the
+// accumulator's rows, or, TRANSPOSED, along its columns: then the numbers of a block lie eight rows behind
+// those of the one before, and swizzled like them.
 template <class Tile, class T, bool TRANSPOSED, int NT, class Visit>
 __device__ inline void for_each_bias(uint32_t tile, int row, int column, Visit visit) {
   const int lane = threadIdx.x % 32;
   auto at = [&](int r, int c) { return tile + Tile::template offset<T>(row + r, column + c); };
+  // Where a lane's numbers of block 0 lie in a transposed visit.
+  auto first_at = [&](int r, int c) {
+    uint32_t first = at(r, c);
+    forget(first);  // or ptxas keeps the addresses of all blocks from visit to visit
+    return first;
+  };
+  constexpr int NEXT = 8 * 128;
   if constexpr (sizeof(T) == 2) {
+    const uint32_t first = TRANSPOSED ? first_at(lane / 16 * 8 + lane % 8, lane / 8 % 2 * 8) : 0;
 #pragma unroll
     for (int n = 0; n < NT; n += 2) {
       uint32_t words[4];
       // Matrices 0 and 1 are those of block n.
       if constexpr (TRANSPOSED)
-        load_matrices<true>(words, at(n * 8 + lane / 16 * 8 + lane % 8, lane / 8 % 2 * 8));
+        load_matrices<true>(words, first + n * NEXT);
       else
         load_matrices<false>(words, at(lane % 16, n * 8 + lane / 16 * 8));
 #pragma unroll
@@ -73,20 +82,22 @@ __device__ inline void for_each_bias(uint32_t tile, int row, int column, Visit v
     }
   } else {
     // Where a lane's flags lie in the words that have them.
-    const uint32_t first = 0xff << (TRANSPOSED ? lane / 4 % 4 : lane % 2 * 2) * 8;
+    const uint32_t flag = 0xff << (TRANSPOSED ? lane / 4 % 4 : lane % 2 * 2) * 8;
+    uint32_t first[2] = {};
+    if constexpr (TRANSPOSED)
+      for (int i = 0; i < 2; i++) first[i] = first_at(lane % 4 * 2 + i, lane / 16 * 4);
 #pragma unroll
     for (int n = 0; n < NT; n++) {
       uint32_t words[4];
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         if constexpr (TRANSPOSED)
-          words[i] = load_shared_word(at(n * 8 + lane % 4 * 2 + i % 2, lane / 16 * 4 + i / 2 * 8)) & first;
+          words[i] = load_shared_word(first[i % 2] + n * NEXT + i / 2 * 8) & flag;
         else if (i % 2 == 0)
-          words[i] =
-              load_shared_word(at(lane / 4 + i / 2 * 8, n * 8 + lane % 4 / 2 * 4)) & (first | first << 8);
+          words[i] = load_shared_word(at(lane / 4 + i / 2 * 8, n * 8 + lane % 4 / 2 * 4)) & (flag | flag << 8);
       }
       if constexpr (!TRANSPOSED)
-        for (int i = 0; i < 4; i += 2) words[i + 1] = words[i] & first << 8, words[i] &= first;
+        for (int i = 0; i < 4; i += 2) words[i + 1] = words[i] & flag << 8, words[i] &= flag;
       visit(n, {__uint_as_float(words[0]), __uint_as_float(words[1]), __uint_as_float(words[2]),
                 __uint_as_float(words[3])});
     }
