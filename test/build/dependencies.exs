@@ -69,9 +69,11 @@ defmodule Dependencies do
 
   @doc "What is wrong, one line each, in a source tree and in the objects and the library made from it."
   def violations(root, build, library) do
+    objects = for object <- objects(build), do: {object, defined(object), undefined(object)}
+
     include_violations(root) ++
-      object_violations(build) ++
-      library_violations(root, build, library) ++
+      object_violations(objects) ++
+      library_violations(root, objects, library) ++
       module_violations(root)
   end
 
@@ -123,12 +125,13 @@ defmodule Dependencies do
 
   # ---- what objects link to ------------------------------------------------------------------------
 
-  defp object_violations(build) do
-    owners = for object <- objects(build), symbol <- defined(object), into: %{}, do: {symbol, object}
+  # objects: each with the symbols that it defines, and those that it needs.
+  defp object_violations(objects) do
+    owners = for {object, defined, _} <- objects, symbol <- defined, into: %{}, do: {symbol, object}
 
-    for object <- objects(build),
+    for {object, _, undefined} <- objects,
         object_name(object) != @backend_table,
-        symbol <- undefined(object),
+        symbol <- undefined,
         owner = owners[symbol],
         object_layer(owner) not in @layers[object_layer(object)],
         not through_api?(object, owner) do
@@ -140,24 +143,21 @@ defmodule Dependencies do
   defp through_api?(object, owner),
     do: object_layer(object) in ~w(nif xla) and object_layer(owner) in ~w(core host xla)
 
-  defp library_violations(root, build, library) do
+  defp library_violations(root, objects, library) do
     declared = declared(root)
     exported = nm(["-D", "--defined-only", library])
-    bridges = Enum.filter(objects(build), &(object_layer(&1) in ~w(nif xla)))
+    bridges = Enum.filter(objects, fn {object, _, _} -> object_layer(object) in ~w(nif xla) end)
+    known = Enum.flat_map(bridges, fn {_, defined, _} -> defined end) ++ declared
 
     Enum.map(exported -- declared, &"the library exports #{&1}, which the public header lacks") ++
       Enum.map(declared -- exported, &"the public header declares #{&1}, which is not exported") ++
       for symbol <- nm(["-D", "--undefined-only", library]), symbol =~ ~r/^(enif_|cuda[A-Z]|cu[A-Z])/ do
         "the library needs #{symbol} to load"
       end ++
-      for object <- bridges,
-          "fa_" <> _ = symbol <- undefined(object),
-          symbol not in (own(bridges) ++ declared) do
+      for {object, _, undefined} <- bridges, "fa_" <> _ = symbol <- undefined, symbol not in known do
         "#{object_name(object)}.o uses #{symbol}, which the public header lacks"
       end
   end
-
-  defp own(objects), do: Enum.flat_map(objects, &defined/1)
 
   defp declared(root) do
     header = File.read!(Path.join(root, "c_src/flash_attention.h"))
@@ -184,9 +184,10 @@ defmodule Dependencies do
   defp module_violations(root) do
     for file <- elixir_files(root),
         path = Path.relative_to(file, Path.join(root, "lib")),
+        names = names(file),
         {module, allowed} <- modules(),
         not (path =~ allowed),
-        module in names(file) do
+        module in names do
       "lib/#{path} names #{module}: only files like #{inspect(allowed.source)} may"
     end
   end
