@@ -12,7 +12,7 @@
 
 /* ---- elements -------------------------------------------------------------------------------------- */
 
-double get_element(fa_dtype dtype, const unsigned char *at) {
+inline double get_element(fa_dtype dtype, const unsigned char *at) {
   double f64;
   float f32;
   uint16_t half;
@@ -29,7 +29,7 @@ double get_element(fa_dtype dtype, const unsigned char *at) {
   }
 }
 
-void set_element(fa_dtype dtype, unsigned char *at, double value) {
+inline void set_element(fa_dtype dtype, unsigned char *at, double value) {
   const float f32 = (float)value;
   uint16_t half;
   int32_t s32;
@@ -45,6 +45,40 @@ void set_element(fa_dtype dtype, unsigned char *at, double value) {
   }
 }
 
+#define ALWAYS_INLINE static inline __attribute__((always_inline))
+
+ALWAYS_INLINE void get_each(fa_dtype dtype, size_t element, const unsigned char *from, double *to,
+                            int64_t count) {
+  for (int64_t i = 0; i < count; i++) to[i] = get_element(dtype, from + (size_t)i * element);
+}
+
+ALWAYS_INLINE void set_each(fa_dtype dtype, size_t element, unsigned char *to, const double *from,
+                            int64_t count) {
+  for (int64_t i = 0; i < count; i++) set_element(dtype, to + (size_t)i * element, from[i]);
+}
+
+/* So many elements that lie beside one another, and the other way: a loop for each type of floats, without the
+ * choice among them. */
+static void get_elements(fa_dtype dtype, const unsigned char *from, double *to, int64_t count) {
+  switch (dtype) {
+    case FA_DTYPE_F64: get_each(FA_DTYPE_F64, 8, from, to, count); break;
+    case FA_DTYPE_F32: get_each(FA_DTYPE_F32, 4, from, to, count); break;
+    case FA_DTYPE_BF16: get_each(FA_DTYPE_BF16, 2, from, to, count); break;
+    case FA_DTYPE_F16: get_each(FA_DTYPE_F16, 2, from, to, count); break;
+    default: get_each(dtype, fa_dtype_bytes(dtype), from, to, count); break;
+  }
+}
+
+static void set_elements(fa_dtype dtype, unsigned char *to, const double *from, int64_t count) {
+  switch (dtype) {
+    case FA_DTYPE_F64: set_each(FA_DTYPE_F64, 8, to, from, count); break;
+    case FA_DTYPE_F32: set_each(FA_DTYPE_F32, 4, to, from, count); break;
+    case FA_DTYPE_BF16: set_each(FA_DTYPE_BF16, 2, to, from, count); break;
+    case FA_DTYPE_F16: set_each(FA_DTYPE_F16, 2, to, from, count); break;
+    default: set_each(dtype, fa_dtype_bytes(dtype), to, from, count); break;
+  }
+}
+
 static double round_to_type(fa_dtype dtype, double value) {
   unsigned char cell[8];
   set_element(dtype, cell, value);
@@ -53,12 +87,14 @@ static double round_to_type(fa_dtype dtype, double value) {
 
 /* ---- values ---------------------------------------------------------------------------------------- */
 
+static void end_without_memory(void) {
+  fprintf(stderr, "out of memory\n");
+  exit(2);
+}
+
 static void *allocate(size_t bytes) {
   void *memory = malloc(bytes ? bytes : 1);
-  if (!memory) {
-    fprintf(stderr, "out of memory\n");
-    exit(2);
-  }
+  if (!memory) end_without_memory();
   return memory;
 }
 
@@ -70,9 +106,18 @@ int64_t values_count(const fa_problem *problem, fa_tensor_id id) {
 fa_values values_new(const fa_problem *problem) {
   fa_values values;
   for (int id = 0; id < FA_NUM_TENSORS; id++) {
-    size_t bytes = (size_t)values_count(problem, id) * sizeof(double);
-    values.data[id] = allocate(bytes);
-    memset(values.data[id], 0, bytes);
+    const size_t count = (size_t)values_count(problem, id);
+    values.data[id] = calloc(count ? count : 1, sizeof(double));
+    if (!values.data[id]) end_without_memory();
+  }
+  return values;
+}
+
+fa_values values_copy(const fa_problem *problem, const fa_values *from) {
+  fa_values values;
+  for (int id = 0; id < FA_NUM_TENSORS; id++) {
+    const size_t bytes = (size_t)values_count(problem, id) * sizeof(double);
+    values.data[id] = memcpy(allocate(bytes), from->data[id], bytes);
   }
   return values;
 }
@@ -190,24 +235,55 @@ void values_fill(fa_values *values, const fa_problem *problem, fa_dtype round_to
   }
 }
 
-/* ---- placement: the device's memory ------------------------------------------------------------------- */
+/* ---- memory ------------------------------------------------------------------------------------------- */
 
-/* Memory of the device, aligned to 64 bytes or more and of that size, with a copy of what is at host. */
-static void *place(fa_device device, const void *host, size_t bytes) {
+/* So many bytes of a device, aligned to 64 or more, and of the host. Where the device computes in the host's
+ * memory both are the same, unless they are to be apart. */
+typedef struct fa_bytes {
+  size_t size;
+  unsigned char *host, *device;
+} fa_bytes;
+
+static fa_bytes bytes_new(fa_device device, size_t size, bool apart) {
+  fa_bytes bytes = {.size = size};
   void *memory;
   fa_error error;
-  if (fa_device_alloc(device, bytes, &memory, &error) ||
-      fa_device_copy(device, memory, host, bytes, NULL, &error)) {
+  if (fa_device_alloc(device, size, &memory, &error)) {
     printf("FAILED: %s\n", error.message);
     exit(1);
   }
-  return memory;
+  bytes.device = memory;
+  bytes.host = apart || fa_has_own_memory(device.kind) ? allocate(size) : bytes.device;
+  return bytes;
 }
 
-/* Copies it back to host and releases it. */
-static void fetch(fa_device device, void *host, void *memory, size_t bytes) {
-  fa_device_copy(device, host, memory, bytes, NULL, NULL);
-  fa_device_free(device, memory, NULL);
+static void bytes_free(fa_device device, fa_bytes *bytes) {
+  if (bytes->host != bytes->device) free(bytes->host);
+  fa_device_free(device, bytes->device, NULL);
+}
+
+/* From the host to the device. */
+static void upload(fa_device device, const fa_bytes *bytes) {
+  fa_error error;
+  if (bytes->host == bytes->device) return;
+  if (fa_device_copy(device, bytes->device, bytes->host, bytes->size, NULL, &error)) {
+    printf("FAILED: %s\n", error.message);
+    exit(1);
+  }
+}
+
+static void download(fa_device device, const fa_bytes *bytes) {
+  if (bytes->host != bytes->device) fa_device_copy(device, bytes->host, bytes->device, bytes->size, NULL, NULL);
+}
+
+/* Whether the device still has what the host has. */
+static bool is_untouched(fa_device device, const fa_bytes *bytes) {
+  if (!fa_has_own_memory(device.kind)) return memcmp(bytes->device, bytes->host, bytes->size) == 0;
+  unsigned char *after = allocate(bytes->size);
+  const bool same = fa_device_copy(device, after, bytes->device, bytes->size, NULL, NULL) == FA_STATUS_OK &&
+                    memcmp(after, bytes->host, bytes->size) == 0;
+  free(after);
+  return same;
 }
 
 /* ---- images: a tensor as the device sees it ----------------------------------------------------------- */
@@ -215,14 +291,34 @@ static void fetch(fa_device device, void *host, void *memory, size_t bytes) {
 #define POISON      0xff /* everywhere: a NaN in every type that arithmetic does not give */
 #define GUARD_BYTES 64
 
+static void poison(fa_device device, const fa_bytes *bytes) {
+  memset(bytes->host, POISON, bytes->size);
+  upload(device, bytes);
+}
+
+static bool all_poison(const unsigned char *bytes, size_t size) {
+  return size == 0 || (bytes[0] == POISON && memcmp(bytes, bytes + 1, size - 1) == 0);
+}
+
+/* The index of the first of so many elements that is poison, or their number. */
+static int64_t find_poison(const unsigned char *at, size_t element, int64_t count) {
+  int64_t i = 0;
+  while (i < count && (at[(size_t)i * element] != POISON || !all_poison(at + (size_t)i * element, element)))
+    i++;
+  return i;
+}
+
 /* guard, data, guard. Inputs have no guard behind them, so that the address sanitizer sees a read beyond their
  * end. */
 typedef struct tensor_image {
   fa_tensor_role role;
   fa_shape shape;
   fa_tensor tensor; /* with the strides that the device is told */
-  size_t front, size;
-  unsigned char *host, *device;
+  int64_t count;    /* of elements */
+  int64_t width;    /* so many, from each multiple of it on, lie beside one another */
+  size_t front;
+  fa_bytes bytes;
+  unsigned char *first; /* of an output: the image after the first run, if that is kept */
 } tensor_image;
 
 /* Of what may have strides of its own, heads lie apart and rows within them, with gaps between all of them. */
@@ -250,119 +346,152 @@ static size_t element_at(const tensor_image *image, int64_t index) {
   return image->front + (size_t)offset * fa_dtype_bytes(shape->dtype);
 }
 
-/* So many elements, from each multiple of it on, lie beside one another. */
-static int64_t row_width(const tensor_image *image) { return image->shape.dims[image->shape.rank - 1]; }
-
+/* Where the inputs are, with their values; outputs are poisoned by every run. */
 static tensor_image image_new(const fa_problem *problem, fa_pass pass, fa_tensor_id id, const fa_setup *setup,
                               const double *values) {
   tensor_image image = {.role = fa_tensor_role_in(problem, pass, id),
                         .shape = fa_tensor_shape(problem, id),
-                        .tensor = laid_out(problem, id, setup->layout)};
+                        .tensor = laid_out(problem, id, setup->layout),
+                        .count = values_count(problem, id)};
   if (image.role == FA_ROLE_NONE) return image;
   const size_t element = fa_dtype_bytes(image.shape.dtype);
-  const int64_t count = values_count(problem, id);
+  const bool has_gaps = setup->layout & LAYOUT_STRIDED && fa_is_strided(id);
+  image.width = has_gaps ? image.shape.dims[image.shape.rank - 1] : image.count;
   image.front = GUARD_BYTES + (setup->layout & LAYOUT_ALIGNED ? 0 : element);
-  image.size = count ? element_at(&image, count - 1) + element : image.front;
-  if (image.role == FA_ROLE_OUTPUT) image.size += GUARD_BYTES;
-  image.host = allocate(image.size);
-  memset(image.host, POISON, image.size);
-  const int64_t width = row_width(&image);
-  for (int64_t row = 0; image.role == FA_ROLE_INPUT && row < count; row += width) {
-    unsigned char *at = image.host + element_at(&image, row);
-    for (int64_t i = row; i < row + width; i++, at += element) set_element(image.shape.dtype, at, values[i]);
-  }
-  image.device = place(setup->device, image.host, image.size);
+  size_t size = image.count ? element_at(&image, image.count - 1) + element : image.front;
+  if (image.role == FA_ROLE_OUTPUT) size += GUARD_BYTES;
+  image.bytes = bytes_new(setup->device, size, image.role == FA_ROLE_INPUT);
+  if (image.role == FA_ROLE_OUTPUT) return image;
+  memset(image.bytes.host, POISON, size);
+  for (int64_t row = 0; row < image.count; row += image.width)
+    set_elements(image.shape.dtype, image.bytes.host + element_at(&image, row), values + row, image.width);
+  upload(setup->device, &image.bytes);
   return image;
 }
 
-static bool all_poison(const unsigned char *bytes, size_t size) {
-  return size == 0 || (bytes[0] == POISON && memcmp(bytes, bytes + 1, size - 1) == 0);
+static void image_free(tensor_image *image, fa_device device) {
+  if (image->role != FA_ROLE_NONE) bytes_free(device, &image->bytes);
+  free(image->first);
 }
 
 /* Takes the output's elements out of its image, which must leave nothing but poison. */
-static bool read_output(tensor_image *image, int64_t count, double *values, const char *name, char why[512]) {
+static bool read_output(tensor_image *image, double *values, const char *name, char why[512]) {
   const size_t element = fa_dtype_bytes(image->shape.dtype);
-  const int64_t width = row_width(image);
-  unsigned char *at = image->host;
-  for (int64_t i = 0; i < count; i++, at += element) {
-    if (i % width == 0) at = image->host + element_at(image, i);
-    if (all_poison(at, element)) {
-      snprintf(why, 512, "%s: element %lld of %lld was not written", name, (long long)i, (long long)count);
+  for (int64_t row = 0; row < image->count; row += image->width) {
+    unsigned char *at = image->bytes.host + element_at(image, row);
+    const int64_t missing = find_poison(at, element, image->width);
+    if (missing < image->width) {
+      snprintf(why, 512, "%s: element %lld of %lld was not written", name, (long long)(row + missing),
+               (long long)image->count);
       return false;
     }
-    values[i] = get_element(image->shape.dtype, at);
-    memset(at, POISON, element);
+    get_elements(image->shape.dtype, at, values + row, image->width);
+    memset(at, POISON, (size_t)image->width * element);
   }
-  if (all_poison(image->host, image->size)) return true;
+  if (all_poison(image->bytes.host, image->bytes.size)) return true;
   snprintf(why, 512, "%s: something outside its elements was written", name);
   return false;
 }
 
-static bool image_finish(tensor_image *image, fa_device device, int64_t count, double *values, const char *name,
-                         char why[512]) {
-  bool fine = true;
-  if (image->role == FA_ROLE_OUTPUT) {
-    fetch(device, image->host, image->device, image->size);
-    fine = read_output(image, count, values, name, why);
-  } else if (image->role == FA_ROLE_INPUT) {
-    unsigned char *after = allocate(image->size);
-    fetch(device, after, image->device, image->size);
-    fine = memcmp(after, image->host, image->size) == 0;
-    if (!fine) snprintf(why, 512, "%s: an input was written", name);
-    free(after);
-  }
-  free(image->host);
-  return fine;
-}
-
 /* ---- running ------------------------------------------------------------------------------------------ */
 
-/* fa_run in a workspace between guards. */
-static fa_status run_in_workspace(const fa_setup *setup, const fa_plan *plan, const fa_tensors *tensors,
-                                  bool *guarded, fa_error *error) {
-  const size_t size = GUARD_BYTES + plan->workspace_bytes + GUARD_BYTES;
-  unsigned char *host = allocate(size);
-  memset(host, POISON, size);
-  unsigned char *memory = place(setup->device, host, size);
-  fa_execution execution = {.workspace = memory + GUARD_BYTES,
-                            .workspace_bytes = plan->workspace_bytes,
-                            .num_threads = setup->num_threads};
-  fa_status status = fa_run(plan, tensors, &execution, error);
-  fetch(setup->device, host, memory, size);
-  *guarded = all_poison(host, GUARD_BYTES) && all_poison(host + size - GUARD_BYTES, GUARD_BYTES);
-  free(host);
-  return status;
-}
+struct fa_trial {
+  fa_plan plan;
+  fa_device device;
+  fa_tensors tensors;
+  tensor_image images[FA_NUM_TENSORS];
+  fa_bytes workspace; /* between guards */
+};
 
-fa_outcome run_pass(const fa_setup *setup, const fa_problem *problem, fa_pass pass, fa_values *values,
-                    char why[512]) {
+fa_outcome trial_new(fa_trial **trial, const fa_setup *setup, const fa_problem *problem, fa_pass pass,
+                     const fa_values *values, char why[512]) {
   fa_plan plan;
   fa_error error;
+  *trial = NULL;
   fa_status status = fa_plan_init(&plan, problem, pass, setup->device, &error);
   if (status) {
     snprintf(why, 512, "%s: %s", fa_status_name(status), error.message);
     return status == FA_STATUS_UNSUPPORTED ? OUTCOME_UNSUPPORTED : OUTCOME_BROKEN;
   }
-  tensor_image images[FA_NUM_TENSORS];
-  fa_tensors tensors = {0};
+  fa_trial *t = *trial = allocate(sizeof *t);
+  *t = (fa_trial){.plan = plan, .device = setup->device};
   for (int id = 0; id < FA_NUM_TENSORS; id++) {
-    images[id] = image_new(problem, pass, id, setup, values->data[id]);
-    *fa_tensor_at(&tensors, id) = images[id].tensor;
-    fa_tensor_at(&tensors, id)->data = images[id].device ? images[id].device + images[id].front : NULL;
+    tensor_image *image = &t->images[id];
+    *image = image_new(problem, pass, id, setup, values->data[id]);
+    *fa_tensor_at(&t->tensors, id) = image->tensor;
+    fa_tensor_at(&t->tensors, id)->data = image->bytes.device ? image->bytes.device + image->front : NULL;
   }
-  bool guarded;
-  status = run_in_workspace(setup, &plan, &tensors, &guarded, &error);
-  bool fine = status == FA_STATUS_OK && guarded;
-  if (!guarded) snprintf(why, 512, "something outside the workspace was written");
+  t->workspace = bytes_new(setup->device, GUARD_BYTES + plan.workspace_bytes + GUARD_BYTES, false);
+  return OUTCOME_RAN;
+}
+
+void trial_free(fa_trial *trial) {
+  if (!trial) return;
+  for (int id = 0; id < FA_NUM_TENSORS; id++) image_free(&trial->images[id], trial->device);
+  bytes_free(trial->device, &trial->workspace);
+  free(trial);
+}
+
+fa_outcome trial_run(fa_trial *t, int32_t num_threads, char why[512]) {
+  fa_error error;
+  for (int id = 0; id < FA_NUM_TENSORS; id++)
+    if (t->images[id].role == FA_ROLE_OUTPUT) poison(t->device, &t->images[id].bytes);
+  poison(t->device, &t->workspace);
+  const fa_execution execution = {.workspace = t->workspace.device + GUARD_BYTES,
+                                  .workspace_bytes = t->plan.workspace_bytes,
+                                  .num_threads = num_threads};
+  const fa_status status = fa_run(&t->plan, &t->tensors, &execution, &error);
+  if (status) {
+    snprintf(why, 512, "%s: %s", fa_status_name(status), error.message);
+    return OUTCOME_BROKEN;
+  }
+  download(t->device, &t->workspace);
+  if (!all_poison(t->workspace.host, GUARD_BYTES) ||
+      !all_poison(t->workspace.host + t->workspace.size - GUARD_BYTES, GUARD_BYTES)) {
+    snprintf(why, 512, "something outside the workspace was written");
+    return OUTCOME_BROKEN;
+  }
   for (int id = 0; id < FA_NUM_TENSORS; id++) {
-    char what[512];
-    bool good = image_finish(&images[id], setup->device, values_count(problem, id), values->data[id],
-                             fa_tensor_name(id), what);
-    if (fine && !good) memcpy(why, what, sizeof what);
-    fine = fine && good;
+    const tensor_image *image = &t->images[id];
+    if (image->role == FA_ROLE_OUTPUT) download(t->device, &image->bytes);
+    if (image->role == FA_ROLE_INPUT && !is_untouched(t->device, &image->bytes)) {
+      snprintf(why, 512, "%s: an input was written", fa_tensor_name(id));
+      return OUTCOME_BROKEN;
+    }
   }
-  if (status) snprintf(why, 512, "%s: %s", fa_status_name(status), error.message);
-  return fine ? OUTCOME_RAN : OUTCOME_BROKEN;
+  return OUTCOME_RAN;
+}
+
+void trial_keep(fa_trial *trial) {
+  for (int id = 0; id < FA_NUM_TENSORS; id++) {
+    tensor_image *image = &trial->images[id];
+    if (image->role != FA_ROLE_OUTPUT) continue;
+    if (!image->first) image->first = allocate(image->bytes.size);
+    memcpy(image->first, image->bytes.host, image->bytes.size);
+  }
+}
+
+bool trial_repeats(const fa_trial *trial, fa_tensor_id id) {
+  const tensor_image *image = &trial->images[id];
+  return memcmp(image->first, image->bytes.host, image->bytes.size) == 0;
+}
+
+fa_outcome trial_read(fa_trial *trial, fa_values *values, char why[512]) {
+  for (int id = 0; id < FA_NUM_TENSORS; id++)
+    if (trial->images[id].role == FA_ROLE_OUTPUT &&
+        !read_output(&trial->images[id], values->data[id], fa_tensor_name(id), why))
+      return OUTCOME_BROKEN;
+  return OUTCOME_RAN;
+}
+
+fa_outcome run_pass(const fa_setup *setup, const fa_problem *problem, fa_pass pass, fa_values *values,
+                    char why[512]) {
+  fa_trial *trial;
+  fa_outcome outcome = trial_new(&trial, setup, problem, pass, values, why);
+  if (outcome == OUTCOME_RAN) outcome = trial_run(trial, setup->num_threads, why);
+  if (outcome == OUTCOME_RAN) outcome = trial_read(trial, values, why);
+  trial_free(trial);
+  return outcome;
 }
 
 void must_run(const fa_setup *setup, const fa_problem *problem, fa_pass pass, fa_values *values) {

@@ -16,7 +16,9 @@ typedef struct fa_values {
   double *data[FA_NUM_TENSORS];
 } fa_values;
 
+/* Of zeros, and of what another has. */
 fa_values values_new(const fa_problem *problem);
+fa_values values_copy(const fa_problem *problem, const fa_values *from);
 void values_free(fa_values *values);
 int64_t values_count(const fa_problem *problem, fa_tensor_id id);
 
@@ -39,6 +41,23 @@ typedef enum fa_outcome {
 /* Reads the inputs of the pass from values and writes its outputs there. why says what was wrong. */
 fa_outcome run_pass(const fa_setup *setup, const fa_problem *problem, fa_pass pass, fa_values *values,
                     char why[512]);
+
+/* run_pass in steps, for what runs more than once: a pass whose tensors lie on the device. trial_new reads the
+ * inputs; *trial is NULL unless the outcome is OUTCOME_RAN. */
+typedef struct fa_trial fa_trial;
+fa_outcome trial_new(fa_trial **trial, const fa_setup *setup, const fa_problem *problem, fa_pass pass,
+                     const fa_values *values, char why[512]);
+void trial_free(fa_trial *trial);
+
+/* Every run begins with poison in the outputs and in the workspace, and looks at the workspace's guards and at
+ * the inputs. trial_keep keeps what the last run wrote; trial_repeats says of later ones whether an output is,
+ * what surrounds its elements included, bitwise what was kept. */
+fa_outcome trial_run(fa_trial *trial, int32_t num_threads, char why[512]);
+void trial_keep(fa_trial *trial);
+bool trial_repeats(const fa_trial *trial, fa_tensor_id id);
+
+/* Writes the outputs of the last run to values, once. */
+fa_outcome trial_read(fa_trial *trial, fa_values *values, char why[512]);
 
 /* run_pass for what must work; ends the program where it does not. */
 void must_run(const fa_setup *setup, const fa_problem *problem, fa_pass pass, fa_values *values);

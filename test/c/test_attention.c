@@ -80,40 +80,43 @@ static void compare(const fa_case *c, fa_pass pass, const fa_values *values, con
 }
 
 /* Runs the pass once more; every output must be bitwise what it was. */
-static void check_repeats(const fa_case *c, fa_pass pass, fa_setup setup, const fa_values *values) {
+static void check_repeats(const fa_case *c, fa_pass pass, fa_trial *trial, int32_t num_threads) {
   char why[512];
-  fa_values again = values_new(&c->problem);
-  for (int id = 0; id < FA_NUM_TENSORS; id++)
-    if (fa_tensor_role_in(&c->problem, pass, id) == FA_ROLE_INPUT)
-      memcpy(again.data[id], values->data[id], (size_t)values_count(&c->problem, id) * sizeof(double));
-  fa_outcome outcome = run_pass(&setup, &c->problem, pass, &again, why);
+  fa_outcome outcome = trial_run(trial, num_threads, why);
   CHECK(outcome == OUTCOME_RAN, "%s: %s: %s", case_text, fa_pass_name(pass), why);
   for (int id = 0; id < FA_NUM_TENSORS; id++)
     if (fa_tensor_role_in(&c->problem, pass, id) == FA_ROLE_OUTPUT)
-      CHECK(values_equal(&c->problem, id, &again, values), "%s: %s: a rerun with %d threads differs", case_text,
-            fa_tensor_name(id), setup.num_threads);
-  values_free(&again);
+      CHECK(trial_repeats(trial, id), "%s: %s: a rerun with %d threads differs", case_text, fa_tensor_name(id),
+            num_threads);
+}
+
+/* Runs the pass, and again with other numbers of threads where it promises the same bits. */
+static fa_outcome run_and_repeat(const fa_case *c, fa_pass pass, fa_values *values) {
+  const fa_setup setup = {options.device, c->layout, 1};
+  const bool repeats =
+      pass == FA_PASS_FORWARD || setup.device.kind != FA_DEVICE_CUDA || c->problem.deterministic;
+  char why[512];
+  fa_trial *trial;
+  fa_outcome outcome = trial_new(&trial, &setup, &c->problem, pass, values, why);
+  if (outcome == OUTCOME_UNSUPPORTED) return outcome;
+  if (outcome == OUTCOME_RAN) outcome = trial_run(trial, 1, why);
+  if (outcome == OUTCOME_RAN && repeats) trial_keep(trial);
+  if (outcome == OUTCOME_RAN) outcome = trial_read(trial, values, why);
+  CHECK(outcome == OUTCOME_RAN, "%s: %s: %s", case_text, fa_pass_name(pass), why);
+  for (int32_t num_threads = 1; outcome == OUTCOME_RAN && repeats && num_threads <= 3; num_threads++)
+    check_repeats(c, pass, trial, num_threads);
+  trial_free(trial);
+  return outcome;
 }
 
 /* Both passes with one instruction set. The oracle computes first where it is known that there is something to
  * compare. */
 static void check_passes(const fa_case *c, fa_values *values, fa_tolerance *tolerance, bool *have_tolerance) {
-  char why[512];
-  fa_setup setup = {options.device, c->layout, 1};
   for (fa_pass pass = FA_PASS_FORWARD; pass <= FA_PASS_BACKWARD; pass++) {
-    setup.num_threads = 1;
-    fa_outcome outcome = run_pass(&setup, &c->problem, pass, values, why);
-    if (outcome == OUTCOME_UNSUPPORTED) {
-      num_skipped++;
-      break;
-    }
-    CHECK(outcome == OUTCOME_RAN, "%s: %s: %s", case_text, fa_pass_name(pass), why);
-    if (outcome == OUTCOME_BROKEN) break;
-    const bool repeats =
-        pass == FA_PASS_FORWARD || setup.device.kind != FA_DEVICE_CUDA || c->problem.deterministic;
-    for (setup.num_threads = 1; repeats && setup.num_threads <= 3; setup.num_threads++)
-      check_repeats(c, pass, setup, values);
-    if (!*have_tolerance) *tolerance = tolerance_new(c, options.seed);
+    const fa_outcome outcome = run_and_repeat(c, pass, values);
+    num_skipped += outcome == OUTCOME_UNSUPPORTED;
+    if (outcome != OUTCOME_RAN) break;
+    if (!*have_tolerance) *tolerance = tolerance_of(c, values);
     *have_tolerance = true;
     compare(c, pass, values, tolerance);
   }

@@ -1,7 +1,6 @@
 #include "tolerance.h"
 
 #include <math.h>
-#include <string.h>
 
 bool is_output(const fa_problem *problem, int id) {
   return fa_tensor_role_in(problem, FA_PASS_BOUND, id) == FA_ROLE_OUTPUT;
@@ -12,29 +11,32 @@ static fa_values run_reference(const fa_case *c, const fa_values *inputs, fa_dty
                                size_t num_passes) {
   fa_problem problem = c->problem;
   const fa_setup setup = {.device = {FA_DEVICE_REFERENCE, 0}};
-  fa_values values = values_new(&problem);
-  for (int id = 0; id < FA_NUM_TENSORS; id++)
-    memcpy(values.data[id], inputs->data[id], (size_t)values_count(&problem, id) * sizeof(double));
+  fa_values values = values_copy(&problem, inputs);
   problem.dtype = dtype;
   if (problem.bias_heads > 0 && problem.bias_dtype == c->problem.dtype) problem.bias_dtype = dtype;
   for (size_t i = 0; i < num_passes; i++) must_run(&setup, &problem, passes[i], &values);
   return values;
 }
 
-fa_tolerance tolerance_new(const fa_case *c, uint64_t seed) {
+fa_tolerance tolerance_of(const fa_case *c, const fa_values *inputs) {
   static const fa_pass both[] = {FA_PASS_FORWARD, FA_PASS_BACKWARD}, bound = FA_PASS_BOUND;
   const fa_dtype dtype = c->problem.dtype;
-  fa_values inputs = values_new(&c->problem);
-  values_fill(&inputs, &c->problem, dtype, c->fill, seed);
-  fa_tolerance tolerance = {.exact = run_reference(c, &inputs, FA_DTYPE_F64, both, 2),
-                            .bound = run_reference(c, &inputs, dtype, &bound, 1)};
+  fa_tolerance tolerance = {.exact = run_reference(c, inputs, FA_DTYPE_F64, both, 2),
+                            .bound = run_reference(c, inputs, dtype, &bound, 1)};
   if (dtype != FA_DTYPE_F64) {
-    fa_values naive = run_reference(c, &inputs, dtype, both, 2);
+    fa_values naive = run_reference(c, inputs, dtype, both, 2);
     for (int id = 0; id < FA_NUM_TENSORS; id++)
       if (is_output(&c->problem, id))
         tolerance.naive[id] = values_error(&c->problem, id, &naive, &tolerance.exact);
     values_free(&naive);
   }
+  return tolerance;
+}
+
+fa_tolerance tolerance_new(const fa_case *c, uint64_t seed) {
+  fa_values inputs = values_new(&c->problem);
+  values_fill(&inputs, &c->problem, c->problem.dtype, c->fill, seed);
+  fa_tolerance tolerance = tolerance_of(c, &inputs);
   values_free(&inputs);
   return tolerance;
 }

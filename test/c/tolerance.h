@@ -18,7 +18,8 @@ typedef struct fa_tolerance {
   double naive[FA_NUM_TENSORS]; /* max |naive - exact| */
 } fa_tolerance;
 
-/* Of the case with the inputs that values_fill draws with that seed. */
+/* Of the case with these inputs, and with those that values_fill draws with that seed. */
+fa_tolerance tolerance_of(const fa_case *c, const fa_values *inputs);
 fa_tolerance tolerance_new(const fa_case *c, uint64_t seed);
 void tolerance_free(fa_tolerance *tolerance);
 
