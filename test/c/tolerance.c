@@ -18,18 +18,22 @@ static fa_values run_reference(const fa_case *c, const fa_values *inputs, fa_dty
   return values;
 }
 
+static const fa_pass both[] = {FA_PASS_FORWARD, FA_PASS_BACKWARD};
+
+fa_tolerance tolerance_without_naive(const fa_case *c, const fa_values *inputs) {
+  static const fa_pass bound = FA_PASS_BOUND;
+  return (fa_tolerance){.exact = run_reference(c, inputs, FA_DTYPE_F64, both, 2),
+                        .bound = run_reference(c, inputs, c->problem.dtype, &bound, 1)};
+}
+
 fa_tolerance tolerance_of(const fa_case *c, const fa_values *inputs) {
-  static const fa_pass both[] = {FA_PASS_FORWARD, FA_PASS_BACKWARD}, bound = FA_PASS_BOUND;
-  const fa_dtype dtype = c->problem.dtype;
-  fa_tolerance tolerance = {.exact = run_reference(c, inputs, FA_DTYPE_F64, both, 2),
-                            .bound = run_reference(c, inputs, dtype, &bound, 1)};
-  if (dtype != FA_DTYPE_F64) {
-    fa_values naive = run_reference(c, inputs, dtype, both, 2);
-    for (int id = 0; id < FA_NUM_TENSORS; id++)
-      if (is_output(&c->problem, id))
-        tolerance.naive[id] = values_error(&c->problem, id, &naive, &tolerance.exact);
-    values_free(&naive);
-  }
+  fa_tolerance tolerance = tolerance_without_naive(c, inputs);
+  if (c->problem.dtype == FA_DTYPE_F64) return tolerance;
+  fa_values naive = run_reference(c, inputs, c->problem.dtype, both, 2);
+  for (int id = 0; id < FA_NUM_TENSORS; id++)
+    if (is_output(&c->problem, id))
+      tolerance.naive[id] = values_error(&c->problem, id, &naive, &tolerance.exact);
+  values_free(&naive);
   return tolerance;
 }
 

@@ -21,6 +21,10 @@ typedef struct fa_tolerance {
 /* Of the case with these inputs, and with those that values_fill draws with that seed. */
 fa_tolerance tolerance_of(const fa_case *c, const fa_values *inputs);
 fa_tolerance tolerance_new(const fa_case *c, uint64_t seed);
+
+/* With naive errors of 0: the bound alone has to do. */
+fa_tolerance tolerance_without_naive(const fa_case *c, const fa_values *inputs);
+
 void tolerance_free(fa_tolerance *tolerance);
 
 /* The largest error of that tensor, as a part of what is allowed: what is above 1 is wrong. */

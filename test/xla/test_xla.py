@@ -192,8 +192,13 @@ class Tests:
     # The case table.
 
     def table(self):
+        self.for_all(self.check_case, self.cases())
+
+    @staticmethod
+    def for_all(check, cases):
+        """On all processors: compiling and the C oracle, which take the time, leave Python to others."""
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            list(pool.map(self.check_case, self.cases()))
+            list(pool.map(check, cases))
 
     def cases(self):
         cases = self.harness.cases(self.args.quick)
@@ -241,9 +246,9 @@ class Tests:
         if self.args.platform != "cpu":
             return print("EXCLUDED: slopes, biases, dropout, gradients by lse and sinks of rows, which this platform does not take")
         self.harness.functions.fa_case_in.restype = Case
-        for case in filter(self.has_score_tensors, self.harness.cases(self.args.quick)):
-            for type_name in TYPES:
-                self.check_calls(self.harness.functions.fa_case_in(ctypes.byref(case), c_library.DTYPES[type_name]))
+        cases = filter(self.has_score_tensors, self.harness.cases(self.args.quick))
+        self.for_all(self.check_calls, [self.harness.functions.fa_case_in(ctypes.byref(case), c_library.DTYPES[type_name])
+                                        for case in cases for type_name in TYPES])
 
     def check_calls(self, case):
         p, tolerance = case.problem, self.harness.tolerance(case)
