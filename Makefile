@@ -72,8 +72,9 @@ show = $(if $(V),,@echo "  $(1)"; )
 TARGET   := $(shell { $(CC) -dumpmachine; } 2>/dev/null)
 WARNINGS := -Wall -Wextra -Wpointer-arith -Wstrict-prototypes -Wmissing-prototypes -Wvla
 
+# Sanitizers report functions and lines, which -g1 has. With -g the kernels take half as long again to compile.
 FA_CFLAGS = -std=c11 -D_GNU_SOURCE -fPIC -fvisibility=hidden -fno-math-errno -fno-trapping-math -pthread \
-            $(WARNINGS) $(if $(WERROR),-Werror) $(SANITIZE_FLAGS) $(CFLAGS)
+            $(WARNINGS) $(if $(WERROR),-Werror) $(SANITIZE_FLAGS) $(CFLAGS) $(if $(SANITIZE),-g1)
 SANITIZE_FLAGS := $(if $(SANITIZE),-fsanitize=$(SANITIZE) -fno-sanitize-recover=undefined -fno-omit-frame-pointer)
 
 # A library with threads of its own must not be unmapped under them: nodelete.
