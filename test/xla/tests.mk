@@ -12,10 +12,14 @@ $(HARNESS): test/c/harness.c test/c/cases.c test/c/tolerance.c $(wildcard test/c
 XLA_ENVIRONMENT := $(TEST_ENVIRONMENT) $(if $(SANITIZE),ASAN_OPTIONS=detect_leaks=0:detect_odr_violation=0 \
   LD_PRELOAD='$(foreach library,libasan.so libstdc++.so.6,$(shell $(CC) -print-file-name=$(library)))')
 
-.PHONY: test-xla test-xla-sanitize
-test-xla: $(HARNESS) $(LIBRARY)
+.PHONY: test-xla test-xla-calls test-xla-shards test-xla-sanitize
+test-xla: test-xla-calls $(if $(findstring cuda,$(XLA_ARGS)),,test-xla-shards)
+
+test-xla-calls: $(HARNESS) $(LIBRARY)
 	$(XLA_ENVIRONMENT) $(PYTHON) test/xla/test_xla.py --library $(LIBRARY) --harness $(HARNESS) $(XLA_ARGS)
-	$(if $(findstring cuda,$(XLA_ARGS)),,$(XLA_ENVIRONMENT) $(PYTHON) test/xla/test_shards.py --library $(LIBRARY))
+
+test-xla-shards: $(LIBRARY)
+	$(XLA_ENVIRONMENT) $(PYTHON) test/xla/test_shards.py --library $(LIBRARY)
 
 test-xla-sanitize:
 	UBSAN_OPTIONS=print_stacktrace=1 $(MAKE) --no-print-directory test-xla SANITIZE=address,undefined FA_CUDA=0 \
