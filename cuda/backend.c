@@ -272,6 +272,34 @@ static bool is_single_column(const fa_problem *p, const fa_cuda_kernel *kernel) 
   return rows.begin == 0 && rows.end == p->seqlen_q;
 }
 
+/* Into how many parts a forward splits keys where tiles of TILE_ROWS rows leave multiprocessors idle: such that
+ * these have one each, if that saves more column blocks than the merge takes time for, and if rows see much the
+ * same columns. (cuda_log.md, "Keys in parts".) */
+enum { TILE_ROWS = 128, TILE_COLUMNS = 128, LEAST_BLOCKS_SAVED = 12, LEAST_BLOCKS_A_PART = 4 };
+static int64_t num_key_parts(const fa_plan *whole) {
+  const fa_problem *p = &whole->problem;
+  const int64_t num_tiles = p->batch * p->num_heads * fa_divide_up(p->seqlen_q, TILE_ROWS);
+  const int64_t num_blocks = fa_divide_up(p->seqlen_k, TILE_COLUMNS);
+  if (num_tiles == 0) return 1;
+  const int64_t idle = num_multiprocessors(whole->device.index) / num_tiles;
+  const int64_t parts = fa_min(fa_min(idle, num_blocks / LEAST_BLOCKS_A_PART), FA_MAX_PARTS);
+  if (parts < 2 || num_blocks - fa_divide_up(num_blocks, parts) < LEAST_BLOCKS_SAVED) return 1;
+  const fa_band band = fa_problem_band(p);
+  const fa_range first = fa_band_columns(band, (fa_range){0, 1}),
+                 last = fa_band_columns(band, (fa_range){p->seqlen_q - 1, p->seqlen_q});
+  const int64_t seen_by_all = fa_min(first.end, last.end) - fa_max(first.begin, last.begin);
+  return seen_by_all * 4 >= p->seqlen_k * 3 ? parts : 1;
+}
+
+/* Whether a forward had better split keys, by a kernel that takes it: of rows that fill half of a tile. Fewer
+ * are left to the kernels for few rows. */
+static bool is_for_key_parts(const fa_plan *whole, int capability) {
+  const fa_problem *p = &whole->problem;
+  return whole->pass == FA_PASS_FORWARD && family_serves(HOPPER, whole, capability) &&
+         !kinds[kind_of(p)].scaled && p->head_dim <= 128 && p->seqlen_q > TILE_ROWS / 2 &&
+         !(needs_of(p) & ~(uint32_t)FA_CUDA_PLAIN_NEEDS) && num_key_parts(whole) > 1;
+}
+
 /* Whether a kernel's row blocks are as small as they may be: those after it in the table are larger. */
 static bool row_fits(const fa_problem *p, const fa_cuda_kernel *row) {
   return !row->merge || fa_cuda_packed_rows(p) <= row->block_q || row[1].bucket != row->bucket;
@@ -302,8 +330,10 @@ static fa_status choose_kernel(const fa_plan *plan, int family, const fa_cuda_ke
   if (status) return status;
   int32_t largest = 0;
   uint32_t declined = 0;
+  const int capability = device.major * 10 + device.minor;
+  const bool in_parts = is_for_key_parts(whole, capability);
   for (; family < NUM_FAMILIES; family++) {
-    if (!family_serves(family, whole, device.major * 10 + device.minor)) continue;
+    if (!family_serves(family, whole, capability) || (family == DECODE && in_parts)) continue;
     const fa_cuda_kind kind = kind_of(problem);
     const fa_cuda_kernel *row =
         plan->pass == FA_PASS_FORWARD ? kinds[kind].forward[family] : kinds[kind].backward[family];
@@ -312,6 +342,7 @@ static fa_status choose_kernel(const fa_plan *plan, int family, const fa_cuda_ke
       if (problem->head_dim > row->bucket || row->shared_bytes > device.shared_bytes) continue;
       if (!row_fits(problem, row) || columns_seen(problem) < row->least_columns) continue;
       if (row->single_column && !is_single_column(problem, row)) continue;
+      if (row->in_parts && !in_parts) continue;
       if (!pays(whole, row)) break;
       if (is_left_to_parts(whole, row)) continue;
       if (needs_of(problem) & ~row->takes) {
@@ -670,6 +701,20 @@ static void lay_out_column_parts(const fa_plan *plan, const fa_cuda_kernel *kern
   a->dv = take_column_parts(p, &t->dv, a->num_column_parts, workspace, &job->of_columns[1]);
 }
 
+/* Parts of keys leave o as f32, and lse, which are to be merged, with the sinks. */
+static void lay_out_key_parts(const fa_plan *plan, const fa_cuda_kernel *kernel, fa_arena *workspace,
+                              cuda_job *job) {
+  const fa_problem *p = &plan->problem;
+  fa_cuda_arguments *a = &job->arguments;
+  if (!kernel->in_parts) return;
+  a->num_column_parts = (int32_t)num_key_parts(fa_plan_whole(plan));
+  a->num_sinks = 0;
+  const int64_t row = p->num_heads * p->head_dim, num_rows = a->num_column_parts * p->batch * p->seqlen_q;
+  a->o = (fa_tensor){.stride_batch = p->seqlen_q * row, .stride_row = row, .stride_head = p->head_dim};
+  a->o.data = fa_take(workspace, num_rows * row, sizeof(float));
+  a->lse = fa_take(workspace, num_rows * p->num_heads, sizeof *a->lse);
+}
+
 static void lay_out_bands(const fa_plan *plan, const fa_cuda_kernel *kernel, const fa_tensors *t,
                           fa_arena *workspace, cuda_job *job) {
   const fa_problem *p = &plan->problem;
@@ -766,6 +811,7 @@ static cuda_job lay_out(const fa_plan *plan, const fa_cuda_kernel *kernel, const
   lay_out_keys(p, kernel, &workspace, &job);
   lay_out_bands(plan, kernel, t, &workspace, &job);
   lay_out_column_parts(plan, kernel, t, &workspace, &job);
+  lay_out_key_parts(plan, kernel, &workspace, &job);
   job.splits =
       (fa_cuda_splits){.num_parts = kinds[kind_of(p)].num_parts, .batch = a->batch, .head_dim = a->head_dim};
   a->q = kernel->mapped && !backward ? view(p, t->q, p->seqlen_q, p->num_heads)
@@ -898,7 +944,8 @@ static fa_status launch_forward(const fa_cuda_kernel *kernel, cuda_job *job, cud
   const char *operation = "launch of the forward";
   if (kernel->merge) return launch_parts(kernel, job, stream, error);
   const fa_cuda_arguments *a = &job->arguments;
-  CHECK(launch_main(kernel, (int64_t)a->batch * a->num_heads * a->num_q_blocks, job, stream));
+  CHECK(launch_main(kernel, (int64_t)a->batch * a->num_heads * a->num_q_blocks * a->num_column_parts, job,
+                    stream));
   return FA_STATUS_OK;
 }
 
@@ -995,7 +1042,7 @@ static bool make_maps(const fa_plan *plan, const fa_cuda_kernel *kernel, const f
       !fa_cuda_tensor_map_init(&maps->v, &a->v, element, p->seqlen_k, batches, kernel->block_k))
     return false;
   const fa_cuda_operand out = view(p, backward ? tensors->dq : tensors->o, p->seqlen_q, p->num_heads);
-  const bool maps_out = backward ? !kernel->finish_dq : !scaled;
+  const bool maps_out = backward ? !kernel->finish_dq : !scaled && !kernel->in_parts;
   if (maps_out && !fa_cuda_tensor_map_init(&maps->out, &out, p->dtype, p->seqlen_q, p->batch, 16)) return false;
   if (backward)
     return fa_cuda_tensor_map_init(&maps->q, &a->q, element, p->seqlen_q, batches, kernel->block_q) &&
@@ -1007,6 +1054,31 @@ static bool make_maps(const fa_plan *plan, const fa_cuda_kernel *kernel, const f
   return scaled || q_mapped;
 }
 
+/* A merge of the problem's sizes that ends in its o and lse. */
+static fa_merge merge_of(const fa_problem *p, const fa_tensors *t) {
+  fa_merge merge;
+  fa_merge_init(&merge);
+  merge.batch = p->batch, merge.seqlen_q = p->seqlen_q;
+  merge.num_heads = p->num_heads, merge.head_dim = p->head_dim;
+  merge.merged = (fa_part){t->o, t->lse.data, p->dtype};
+  return merge;
+}
+
+static fa_status merge_key_parts(const fa_plan *plan, const cuda_job *job, const fa_tensors *t,
+                                 const fa_execution *execution, fa_error *error) {
+  const fa_problem *p = &plan->problem;
+  const fa_cuda_arguments *a = &job->arguments;
+  fa_merge merge = merge_of(p, t);
+  merge.num_sinks = p->num_sinks, merge.sink = t->sink.data;
+  merge.num_parts = a->num_column_parts;
+  for (int i = 0; i < merge.num_parts; i++) {
+    const int64_t first_row = i * p->batch * p->seqlen_q * p->num_heads;
+    merge.parts[i] = (fa_part){a->o, a->lse + first_row, FA_DTYPE_F32};
+    merge.parts[i].o.data = (float *)a->o.data + first_row * p->head_dim;
+  }
+  return fa_cuda_merge(&merge, false, plan->device.index, execution, error);
+}
+
 static fa_status run_on_device(const fa_plan *plan, const fa_tensors *tensors, const fa_execution *execution,
                                fa_error *error) {
   const fa_cuda_kernel *kernel = plan->config;
@@ -1016,7 +1088,8 @@ static fa_status run_on_device(const fa_plan *plan, const fa_tensors *tensors, c
     if (status) return status;
     job = lay_out(plan, kernel, tensors, execution->workspace);
   }
-  return enqueue(plan, kernel, execution->workspace, &job, execution->stream, error);
+  fa_status status = enqueue(plan, kernel, execution->workspace, &job, execution->stream, error);
+  return status || !kernel->in_parts ? status : merge_key_parts(plan, &job, tensors, execution, error);
 }
 
 /* Sinks that are rows' own join o and lse when a forward's kernels are done, as a merge of one part; their
@@ -1025,13 +1098,10 @@ static fa_status run_row_sinks(const fa_plan *plan, const fa_tensors *t, const f
                                fa_error *error) {
   const fa_problem *p = &plan->problem;
   const bool backward = plan->pass == FA_PASS_BACKWARD;
-  fa_merge merge;
   if (p->num_row_sinks == 0) return FA_STATUS_OK;
-  fa_merge_init(&merge);
-  merge.batch = p->batch, merge.seqlen_q = p->seqlen_q;
-  merge.num_heads = p->num_heads, merge.head_dim = p->head_dim;
+  fa_merge merge = merge_of(p, t);
   merge.num_sinks = p->num_row_sinks, merge.sink_per_row = 1, merge.sink = t->row_sinks.data;
-  merge.merged = merge.parts[0] = (fa_part){t->o, t->lse.data, p->dtype};
+  merge.parts[0] = merge.merged;
   merge.num_parts = backward ? 0 : 1;
   if (backward) {
     merge.dmerged = (fa_part){t->dout, p->dlse_batch > 0 ? t->dlse.data : NULL, p->dtype};

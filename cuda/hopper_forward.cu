@@ -13,8 +13,11 @@ namespace hopper {
 
 // A row of the table; none of it changes results by more than rounding. Registers are per thread.
 template <int HEAD_DIM, int BLOCK_K, int NUM_CONSUMERS, int Q_STAGES, int CONSUMER_REGISTERS,
-          int PRODUCER_REGISTERS, bool HOLDS_Q = false, int PROGRAM = NO_PROGRAM, bool FOLLOWS = false>
+          int PRODUCER_REGISTERS, bool HOLDS_Q = false, int PROGRAM = NO_PROGRAM, bool FOLLOWS = false,
+          bool IN_PARTS = false>
 struct ForwardShape {
+  // Whether a tile is a part of the column blocks of its rows, whose o and lse are to be merged with others'.
+  static constexpr bool in_parts = IN_PARTS;
   static constexpr int head_dim = HEAD_DIM, block_k = BLOCK_K, num_consumers = NUM_CONSUMERS,
                        q_stages = Q_STAGES;
   static constexpr int block_q = NUM_CONSUMERS * 64, num_threads = (NUM_CONSUMERS + 1) * WARPGROUP;
@@ -60,19 +63,39 @@ struct ForwardTile {
   }
 };
 
+// The column blocks of a part, and the part that a column block is of.
+__device__ inline Range blocks_of_part(const fa_cuda_arguments &a, int part) {
+  return {int(int64_t(a.num_k_blocks) * part / a.num_column_parts),
+          int(int64_t(a.num_k_blocks) * (part + 1) / a.num_column_parts)};
+}
+__device__ inline int part_of_block(const fa_cuda_arguments &a, int block) {
+  return int((int64_t(block + 1) * a.num_column_parts - 1) / a.num_k_blocks);
+}
+// Those of the blocks that lie in a range.
+__device__ inline Blocks blocks_within(const Blocks &blocks, Range range) {
+  const int first = max(blocks.at(blocks.count - 1), range.begin), last = min(blocks.last, range.end - 1);
+  return {last, max(last - first + 1, 0)};
+}
+
 // The tile that is begun as the index-th. It takes as long as a product to find: the producer does, ahead, and
 // tells the consumers.
 template <class Shape, bool GENERAL>
 __device__ inline ForwardTile tile_of(const fa_cuda_arguments &a, uint32_t index, fa_cuda_block_plan &plan) {
   ForwardTile tile;
   RowBlock block;
-  if (!persistent_row_block_of<GENERAL>(a, index, block, plan)) return tile;
+  const uint32_t num_parts = Shape::in_parts ? a.num_column_parts : 1;
+  if (!persistent_row_block_of<GENERAL>(a, index / num_parts, block, plan)) return tile;
   const Sequence sequence = sequence_of(a, block.batch);
   tile.head = block.head, tile.batch = block.batch;
   tile.rows = row_range<Shape>(sequence, block.q_block);
   if constexpr (!GENERAL) {
     tile.k_blocks = k_blocks_of<Shape>(sequence, tile.rows);
-    if (tile.k_blocks.count == 0) tile.k_blocks = {0, 1};
+    Range part = {0, 1};
+    if constexpr (Shape::in_parts) {
+      part = blocks_of_part(a, index % num_parts);
+      tile.k_blocks = blocks_within(tile.k_blocks, part);
+    }
+    if (tile.k_blocks.count == 0) tile.k_blocks = {part.begin, 1};
   }
   return tile;
 }
@@ -426,6 +449,7 @@ struct Consumer {
   using QTile = typename Buffers::QTile;
   using KTile = typename Buffers::KTile;
   static constexpr bool SCALED = Kind::SCALED;
+  static constexpr bool STORES_ITSELF = SCALED || Shape::in_parts;  // or o goes by way of q's rows
   static constexpr int NT = Shape::block_k / 8, DT = Shape::head_dim / 8;
   static constexpr int QK_STEPS = Shape::head_dim / 16, PV_STEPS = Shape::block_k / 16;
   static constexpr int P_EXPONENT = SCALED ? SCALED_EXPONENT - MAX_LAG : 0;
@@ -499,7 +523,8 @@ struct Consumer {
   __device__ Range own_blocks() const {
     const Blocks &all = tile.k_blocks;
     if (row >= tile.rows.end) return {all.count, all.count};
-    const Blocks own = k_blocks_of<Shape>(sequence_of(a, tile.batch), {row, min(row + 64, tile.rows.end)});
+    Blocks own = k_blocks_of<Shape>(sequence_of(a, tile.batch), {row, min(row + 64, tile.rows.end)});
+    if constexpr (Shape::in_parts) own = blocks_within(own, {all.at(all.count - 1), all.last + 1});
     if (own.count == 0) return {all.count - 1, all.count};
     const int before = all.count - 1 - all.place_of(own.at(0));
     return {before, before + own.count};
@@ -769,9 +794,16 @@ struct Consumer {
 
   // ---- the end of a tile
 
+  // The tile's sequence as o and lse have it: the batches of a part follow those of the part before.
+  __device__ Sequence sequence_out() const {
+    Sequence sequence = sequence_of(a, tile.batch);
+    if constexpr (Shape::in_parts) sequence.batch += part_of_block(a, tile.k_blocks.last) * a.batch;
+    return sequence;
+  }
+
   // What to multiply o with; writes lse of the warp's rows.
   __device__ void finish_softmax(float (&scale)[1][2]) {
-    const Sequence sequence = sequence_of(a, tile.batch);
+    const Sequence sequence = sequence_out();
     float lse[1][2];
     softmax.finish(scale, lse, a.score, a.sink + tile.head, a.num_sinks, a.num_heads);
     if constexpr (Shape::program) multiply_kept<1>(scale, a.program);
@@ -791,11 +823,11 @@ struct Consumer {
 
   // Writes o of the warp's rows.
   __device__ void store_o(Stage q, const float (&scale)[1][2]) {
-    const Sequence sequence = sequence_of(a, tile.batch);
-    if constexpr (SCALED) {
-      using Io = typename Kind::Io;
-      store_accumulator<Io, 1, DT>(row_of<Io>(a.o, sequence, tile.head, first_row), a.o.stride_row,
-                                   sequence.num_rows() - first_row, a.head_dim, o, scale);
+    const Sequence sequence = sequence_out();
+    if constexpr (STORES_ITSELF) {
+      using Out = std::conditional_t<Shape::in_parts, float, typename Kind::Io>;
+      store_accumulator<Out, 1, DT>(row_of<Out>(a.o, sequence, tile.head, first_row), a.o.stride_row,
+                                    sequence.num_rows() - first_row, a.head_dim, o, scale);
     } else {  // by way of q's rows: nobody else reads those of this warp
       put_rows<typename Kind::Element, QTile>(q.tile, warp_row, o[0], scale[0]);
       fence_async();
@@ -838,7 +870,7 @@ struct Consumer {
     prepare_q(q);
     set_zero<1, DT>(o);
     const float of_o = go_through_columns(q, own.end);
-    if constexpr (SCALED) barrier_arrive_warp(q.empty);
+    if constexpr (STORES_ITSELF) barrier_arrive_warp(q.empty);
     float scale[1][2];
     finish_columns(scale, of_o);
     store_o(q, scale);
@@ -909,20 +941,23 @@ constexpr fa_cuda_kernel row(const char *name) {
           .mapped = true,
           .persistent = true,
           .begins_early = begins_early<Kind, GENERAL>,
+          .in_parts = Shape::in_parts,
           .main = address_of_kernel(forward<Kind, Shape, GENERAL>)};
 }
 
 }  // namespace hopper
 }  // namespace fa
 
-// A kernel for plain problems, and one that takes bands; and one that takes programs too, whose consumers need
-// registers for what is added. f32's forward leaves programs to the portable kernels, as its backward does,
-// which must round scores as the forward did.
+// A kernel for plain problems, and one that takes bands; one for parts of keys; and one that takes programs
+// too, whose consumers need registers for what is added. f32's forward leaves programs to the portable kernels,
+// as its backward does, which must round scores as the forward did.
 #define KERNEL(general, name, ...) \
   fa::hopper::row<fa::kinds::FA_KIND, fa::hopper::ForwardShape<__VA_ARGS__>, general>(name)
 #define ROW(rest, ...)                                             \
   KERNEL(false, "cuda/sm90/" FA_QUOTE(FA_KIND) rest, __VA_ARGS__), \
       KERNEL(true, "cuda/sm90/" FA_QUOTE(FA_KIND) rest "/general", __VA_ARGS__)
+#define PARTS_ROW(rest, ...) \
+  KERNEL(false, "cuda/sm90/" FA_QUOTE(FA_KIND) rest, __VA_ARGS__, NO_PROGRAM, false, true)
 #define PROGRAM_ROW(rest, program, ...) KERNEL(true, "cuda/sm90/" FA_QUOTE(FA_KIND) rest, __VA_ARGS__, program)
 
 // Registers a consumer's thread needs for its arrays: (block_k * 1.5 + head_dim) / 2, and block_k + head_dim of
@@ -936,6 +971,8 @@ const fa_cuda_kernel FA_JOIN(fa_hopper_forward_, FA_KIND)[] = {
     ROW("/d64", 64, 128, 2, 2, 240, 24),
     ROW("/d128", 128, 64, 2, 1, 240, 24),
 #else
+    PARTS_ROW("/d64/parts", 64, 128, 2, 2, 216, 72, false),
+    PARTS_ROW("/d128/parts", 128, 128, 2, 2, 240, 24, true),
     ROW("/d64", 64, 128, 3, 2, 160, 32),
     PROGRAM_ROW("/d64/terms", SLOPES | KEYS, 64, 128, 3, 2, 160, 32, false),
     PROGRAM_ROW("/d64/cells", CELLS, 64, 128, 2, 2, 216, 72, false),

@@ -157,7 +157,8 @@ typedef struct fa_cuda_arguments {
   int32_t *ended;
   fa_cuda_program program;
   /* So many blocks of threads share the steps of a column block, each a part of them. Where there are several,
-   * dk and dv are f32 workspace, in which the batches of a part follow those of the part before. */
+   * dk and dv are f32 workspace, in which the batches of a part follow those of the part before. Of a forward in
+   * parts: so many split the column blocks of all rows, and o and lse are such workspace. */
   int32_t num_column_parts;
 } fa_cuda_arguments;
 
@@ -306,6 +307,7 @@ typedef struct fa_cuda_kernel {
   bool persistent;        /* main has at most one block a multiprocessor, which takes one after the other */
   bool begins_early;      /* main waits by itself for the small kernel in front of it */
   bool single_column;     /* backward: only for problems with one column block, which every row sees */
+  bool in_parts;          /* forward: keys are split into parts, whose o and lse a merge follows */
   const void *main;       /* one block a q block (forward) or k block (backward) of a head */
   const void *statistics; /* backward, fa_cuda_dlse beside the arguments: delta, shift, and what begins at 0 */
   const void *finish_dq; /* backward: dq_sum to dq; one block of finish_threads a q block. NULL: main does it */

@@ -243,6 +243,13 @@ static const fa_case cases[] = {
     FILLED("few rows: lognormal", FILL_LOGNORMAL, LENGTHS(2, 1300), HEADS(2, 1), .head_dim = 128, CAUSAL),
     STRIDED("few rows: strided", CASE_QUICK, LENGTHS(1, 1201), .batch = 2, HEADS(4, 2), .head_dim = 56),
 
+    /* More rows than those, against more keys than their tiles keep a GPU busy with. */
+    TAGGED("key parts, sinks", CASE_QUICK, LENGTHS(70, 2101), HEADS(2, 1), .head_dim = 64, CAUSAL,
+           .num_sinks = 2),
+    ROW("key parts, d128", LENGTHS(131, 2305), HEADS(2, 1), .head_dim = 128, CAUSAL),
+    ROW("key parts, window", LENGTHS(200, 2201), .head_dim = 72, WINDOW(1900, 3), .softcap = 5),
+    ROW("key parts, d40", LENGTHS(129, 4099), .batch = 2, .head_dim = 40),
+
     /* Few keys and many rows: column blocks that leave most of a GPU idle share their rows out over blocks of
      * threads, and heads of a group with them. */
     TAGGED("few keys", CASE_QUICK, LENGTHS(1601, 77), .head_dim = 64),
