@@ -272,32 +272,17 @@ static bool is_single_column(const fa_problem *p, const fa_cuda_kernel *kernel) 
   return rows.begin == 0 && rows.end == p->seqlen_q;
 }
 
-/* Into how many parts a forward splits keys where tiles of TILE_ROWS rows leave multiprocessors idle: such that
- * these have one each, if that saves more column blocks than the merge takes time for, and if rows see much the
- * same columns. (cuda_log.md, "Keys in parts".) */
-enum { TILE_ROWS = 128, TILE_COLUMNS = 128, LEAST_BLOCKS_SAVED = 12, LEAST_BLOCKS_A_PART = 4 };
+/* Into how many parts a forward in parts splits keys. */
 static int64_t num_key_parts(const fa_plan *whole) {
-  const fa_problem *p = &whole->problem;
-  const int64_t num_tiles = p->batch * p->num_heads * fa_divide_up(p->seqlen_q, TILE_ROWS);
-  const int64_t num_blocks = fa_divide_up(p->seqlen_k, TILE_COLUMNS);
-  if (num_tiles == 0) return 1;
-  const int64_t idle = num_multiprocessors(whole->device.index) / num_tiles;
-  const int64_t parts = fa_min(fa_min(idle, num_blocks / LEAST_BLOCKS_A_PART), FA_MAX_PARTS);
-  if (parts < 2 || num_blocks - fa_divide_up(num_blocks, parts) < LEAST_BLOCKS_SAVED) return 1;
-  const fa_band band = fa_problem_band(p);
-  const fa_range first = fa_band_columns(band, (fa_range){0, 1}),
-                 last = fa_band_columns(band, (fa_range){p->seqlen_q - 1, p->seqlen_q});
-  const int64_t seen_by_all = fa_min(first.end, last.end) - fa_max(first.begin, last.begin);
-  return seen_by_all * 4 >= p->seqlen_k * 3 ? parts : 1;
+  return fa_cuda_key_parts(&whole->problem, num_multiprocessors(whole->device.index));
 }
 
-/* Whether a forward had better split keys, by a kernel that takes it: of rows that fill half of a tile. Fewer
- * are left to the kernels for few rows. */
+/* Whether a forward had better be in parts, by a kernel that takes it. */
 static bool is_for_key_parts(const fa_plan *whole, int capability) {
   const fa_problem *p = &whole->problem;
   return whole->pass == FA_PASS_FORWARD && family_serves(HOPPER, whole, capability) &&
-         !kinds[kind_of(p)].scaled && p->head_dim <= 128 && p->seqlen_q > TILE_ROWS / 2 &&
-         !(needs_of(p) & ~(uint32_t)FA_CUDA_PLAIN_NEEDS) && num_key_parts(whole) > 1;
+         !kinds[kind_of(p)].scaled && p->head_dim <= 128 && !(needs_of(p) & ~(uint32_t)FA_CUDA_PLAIN_NEEDS) &&
+         num_key_parts(whole) > 1;
 }
 
 /* Whether a kernel's row blocks are as small as they may be: those after it in the table are larger. */

@@ -18,6 +18,22 @@ static int64_t num_tiles_of(const fa_problem *p) {
   return p->batch * p->num_heads * fa_divide_up(p->seqlen_q, TILE_ROWS);
 }
 
+/* Of a forward in parts, whose column blocks have TILE_COLUMNS: as many as give each multiprocessor a tile, if
+ * that saves more column blocks than the merge takes time for, and if rows see much the same columns. */
+enum { TILE_COLUMNS = 128, LEAST_BLOCKS_SAVED = 12, LEAST_BLOCKS_A_PART = 4 };
+int64_t fa_cuda_key_parts(const fa_problem *p, int64_t num_multiprocessors) {
+  const int64_t num_tiles = num_tiles_of(p), num_blocks = fa_divide_up(p->seqlen_k, TILE_COLUMNS);
+  if (p->seqlen_q * 2 <= TILE_ROWS || num_tiles == 0) return 1;
+  const int64_t most = fa_min(num_blocks / LEAST_BLOCKS_A_PART, FA_MAX_PARTS);
+  const int64_t parts = fa_min(num_multiprocessors / num_tiles, most);
+  if (parts < 2 || num_blocks - fa_divide_up(num_blocks, parts) < LEAST_BLOCKS_SAVED) return 1;
+  const fa_band band = fa_problem_band(p);
+  const fa_range first = fa_band_columns(band, (fa_range){0, 1}),
+                 last = fa_band_columns(band, (fa_range){p->seqlen_q - 1, p->seqlen_q});
+  const int64_t seen_by_all = fa_min(first.end, last.end) - fa_max(first.begin, last.begin);
+  return seen_by_all * 4 >= p->seqlen_k * 3 ? parts : 1;
+}
+
 /* What a choice of parts is judged by. */
 typedef struct costs {
   double num_units, num_keys, key_bytes; /* keys that the rows of a unit see at most */

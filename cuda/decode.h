@@ -12,6 +12,11 @@
 bool fa_cuda_pays_in_parts(const fa_problem *problem, const fa_cuda_kernel *kernel, int64_t num_multiprocessors,
                            bool can_cluster);
 
+/* Into how many parts a forward had better split keys whose tiles of rows leave multiprocessors idle: 1 where
+ * none would gain, or where so few rows are left to the kernels for few rows. (cuda_log.md, "Keys in parts".)
+ */
+int64_t fa_cuda_key_parts(const fa_problem *problem, int64_t num_multiprocessors);
+
 /* How many packed rows, those of all query heads of a key/value head, the problem has. */
 int64_t fa_cuda_packed_rows(const fa_problem *problem);
 

@@ -157,8 +157,8 @@ typedef struct fa_cuda_arguments {
   int32_t *ended;
   fa_cuda_program program;
   /* So many blocks of threads share the steps of a column block, each a part of them. Where there are several,
-   * dk and dv are f32 workspace, in which the batches of a part follow those of the part before. Of a forward in
-   * parts: so many split the column blocks of all rows, and o and lse are such workspace. */
+   * dk and dv are f32 workspace, in which the batches of a part follow those of the part before. Of a forward
+   * in parts: so many split the column blocks of all rows, and o and lse are such workspace. */
   int32_t num_column_parts;
 } fa_cuda_arguments;
 
