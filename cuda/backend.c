@@ -277,12 +277,14 @@ static int64_t num_key_parts(const fa_plan *whole) {
   return fa_cuda_key_parts(&whole->problem, num_multiprocessors(whole->device.index));
 }
 
-/* Whether a forward had better be in parts, by a kernel that takes it. */
+/* Whether a forward had better be in parts, and a kernel takes it so. */
 static bool is_for_key_parts(const fa_plan *whole, int capability) {
   const fa_problem *p = &whole->problem;
-  return whole->pass == FA_PASS_FORWARD && family_serves(HOPPER, whole, capability) &&
-         !kinds[kind_of(p)].scaled && p->head_dim <= 128 && !(needs_of(p) & ~(uint32_t)FA_CUDA_PLAIN_NEEDS) &&
-         num_key_parts(whole) > 1;
+  if (whole->pass != FA_PASS_FORWARD || !family_serves(HOPPER, whole, capability)) return false;
+  for (const fa_cuda_kernel *row = kinds[kind_of(p)].forward[HOPPER]; row->name; row++)
+    if (row->in_parts && p->head_dim <= row->bucket && !(needs_of(p) & ~row->takes))
+      return num_key_parts(whole) > 1;
+  return false;
 }
 
 /* Whether a kernel's row blocks are as small as they may be: those after it in the table are larger. */
@@ -434,21 +436,20 @@ static bool adds_in_order(const fa_plan *whole, const fa_cuda_kernel *kernel, in
                                                   3 * num_multiprocessors(whole->device.index));
 }
 
-/* How long the column blocks of a backward take where those of so many heads are begun alternately, over what
- * they would if all multiprocessors ended together: blocks are taken in that order by whoever is free, and take
- * their steps and BEGIN_STEPS. Times are counted in what makes TICKS of the even time. */
+/* How long the column blocks of a backward take where those of so many heads are begun alternately, over the
+ * even time, in which they would be done if all multiprocessors ended together: blocks are taken in that order
+ * by whoever is free. Times are in steps, and counted in what makes TICKS of the even time. */
 enum { BEGIN_STEPS = 3, TICKS = 256, MOST_TICKS = 3 * TICKS };
+static int64_t steps_of_column_block(const fa_problem *p, const fa_cuda_kernel *kernel, int64_t k_block) {
+  return num_row_blocks(p, kernel, k_block) * (p->num_heads / p->num_kv_heads) + BEGIN_STEPS;
+}
 static double imbalance(const fa_problem *p, const fa_cuda_kernel *kernel, const fa_cuda_arguments *a,
-                        int64_t num_multiprocessors, int64_t heads_at_once) {
-  const int64_t num_heads = p->batch * p->num_kv_heads, heads_per_kv = p->num_heads / p->num_kv_heads;
-  int64_t sum = 0, free_at[MOST_TICKS + 1] = {num_multiprocessors}, now = 0, last = 0;
-  for (int64_t i = 0; i < a->num_k_blocks; i++)
-    sum += num_row_blocks(p, kernel, i) * heads_per_kv + BEGIN_STEPS;
-  const double even = (double)sum * (double)num_heads / (double)num_multiprocessors;
+                        int64_t num_multiprocessors, int64_t heads_at_once, double even) {
+  const int64_t num_heads = p->batch * p->num_kv_heads;
+  int64_t free_at[MOST_TICKS + 1] = {num_multiprocessors}, now = 0, last = 0;
   for (int64_t begun = 0; begun < num_heads; begun += heads_at_once)
     for (int64_t i = 0; i < a->num_k_blocks; i++) {
-      const int64_t steps = num_row_blocks(p, kernel, i) * heads_per_kv + BEGIN_STEPS;
-      const int64_t ticks = (int64_t)((double)steps * TICKS / even + 0.5);
+      const int64_t ticks = (int64_t)((double)steps_of_column_block(p, kernel, i) * TICKS / even + 0.5);
       for (int64_t left = fa_min(heads_at_once, num_heads - begun); left > 0;) {
         while (now < MOST_TICKS && free_at[now] == 0) now++;
         const int64_t end = fa_min(now + ticks, MOST_TICKS), taken = fa_min(left, free_at[now]);
@@ -460,28 +461,31 @@ static double imbalance(const fa_problem *p, const fa_cuda_kernel *kernel, const
   return (double)last / TICKS;
 }
 
-/* How many heads' column blocks the backward begins alternately. Where they add to dq in any order, a few heads
- * do, and with a mask 8 if the cache holds them, because their rows and dq_sum stay there. But where a mask
- * makes column blocks differ and multiprocessors take few each, more heads at once, of which the longest come
- * first, may let all end together; twice as many cost 3 %. Where they add in order, a column block waits the
- * less, the more heads lie between it and the one before it: without a mask as many as half of the cache holds,
- * in whole rounds of the multiprocessors; with one, which makes column blocks begin at the same rows, at least
- * 16 or 32. The numbers are measured (cuda_log.md, "Hopper, backward"). */
+/* Where multiprocessors take few column blocks each, more heads at once than are wanted otherwise, of which the
+ * longest blocks come first, may let all end together; twice as many cost 3 %. */
 enum { FEW_BLOCKS = 10, MOST_AT_ONCE = 32 };
 static int64_t balanced_heads_at_once(const fa_problem *p, const fa_cuda_kernel *kernel,
                                       const fa_cuda_arguments *a, int64_t num_multiprocessors, int64_t wanted) {
   const int64_t num_heads = p->batch * p->num_kv_heads, num_blocks = num_heads * a->num_k_blocks;
   if (num_blocks <= num_multiprocessors || num_blocks > FEW_BLOCKS * num_multiprocessors) return wanted;
-  int64_t best = wanted;
-  double least = imbalance(p, kernel, a, num_multiprocessors, wanted), price = 1.03;
-  for (int64_t most = 2 * wanted; most <= MOST_AT_ONCE && best < num_heads; most *= 2, price *= 1.03) {
-    const int64_t even = fa_divide_up(num_heads, fa_divide_up(num_heads, most)); /* in each group */
-    const double time = price * imbalance(p, kernel, a, num_multiprocessors, even);
-    if (time < least) best = even, least = time;
-    if (most >= num_heads) break;
+  int64_t sum = 0, best = wanted;
+  for (int64_t i = 0; i < a->num_k_blocks; i++) sum += steps_of_column_block(p, kernel, i);
+  const double even = (double)sum * (double)num_heads / (double)num_multiprocessors;
+  double least = imbalance(p, kernel, a, num_multiprocessors, wanted, even), price = 1.03;
+  for (int64_t most = 2 * wanted; most <= MOST_AT_ONCE && most < 2 * num_heads; most *= 2, price *= 1.03) {
+    const int64_t each = fa_divide_up(num_heads, fa_divide_up(num_heads, most)); /* in each group */
+    const double time = price * imbalance(p, kernel, a, num_multiprocessors, each, even);
+    if (time < least) best = each, least = time;
   }
   return best;
 }
+
+/* How many heads' column blocks the backward begins alternately. Where they add to dq in any order, a few heads
+ * do, and with a mask 8 if the cache holds them, because their rows and dq_sum stay there, or as many as make
+ * multiprocessors end together. Where they add in order, a column block waits the less, the more heads lie
+ * between it and the one before it: without a mask as many as half of the cache holds, in whole rounds of the
+ * multiprocessors; with one, which makes column blocks begin at the same rows, at least 16 or 32. The numbers
+ * are measured (cuda_log.md, "Hopper, backward"). */
 static int32_t backward_heads_at_once(const fa_problem *p, const fa_cuda_kernel *kernel,
                                       const fa_cuda_arguments *a, int64_t num_multiprocessors) {
   const int64_t num_heads = p->batch * p->num_kv_heads, heads_per_kv = p->num_heads / p->num_kv_heads;
