@@ -145,7 +145,8 @@ HOPPER_KINDS_forward  := $(CUDA_KINDS)
 HOPPER_KINDS_backward := bf16 f16
 HOPPER_KINDS_backward_wide := bf16 f16
 HOPPER_KINDS_backward_scaled := f32 f32_as_f16
-HOPPER_PASSES := forward backward backward_wide backward_scaled
+HOPPER_KINDS_decode := bf16 f16
+HOPPER_PASSES := forward backward backward_wide backward_scaled decode
 CUDA_KERNELS  += $(foreach pass,$(HOPPER_PASSES),$(HOPPER_KINDS_$(pass):%=$(BUILD)/cuda/hopper_$(pass)_%.o))
 
 CUDA_HOST     := $(patsubst cuda/%.c,$(BUILD)/cuda/%.o,$(wildcard cuda/*.c))

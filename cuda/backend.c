@@ -58,28 +58,31 @@ static bool can_cluster(int32_t index) {
 
 /* Kernels for few rows; those for one architecture, which read by tensor maps, with further ones for wide
  * heads; and those for all. */
-enum { DECODE, HOPPER, HOPPER_WIDE, PORTABLE, NUM_FAMILIES };
+enum { HOPPER_DECODE, DECODE, HOPPER, HOPPER_WIDE, PORTABLE, NUM_FAMILIES };
 
 static const struct {
   const fa_cuda_kernel *forward[NUM_FAMILIES], *backward[NUM_FAMILIES]; /* NULL: no table */
   int32_t num_parts;
   bool scaled;
 } kinds[FA_CUDA_NUM_KINDS] = {
-    [FA_CUDA_BF16] = {{fa_cuda_decode_bf16, fa_hopper_forward_bf16, NULL, fa_cuda_forward_bf16},
-                      {NULL, fa_hopper_backward_bf16, fa_hopper_backward_wide_bf16, fa_cuda_backward_bf16},
+    [FA_CUDA_BF16] = {{fa_hopper_decode_bf16, fa_cuda_decode_bf16, fa_hopper_forward_bf16, NULL,
+                       fa_cuda_forward_bf16},
+                      {NULL, NULL, fa_hopper_backward_bf16, fa_hopper_backward_wide_bf16,
+                       fa_cuda_backward_bf16},
                       1,
                       false},
-    [FA_CUDA_F16] = {{fa_cuda_decode_f16, fa_hopper_forward_f16, NULL, fa_cuda_forward_f16},
-                     {NULL, fa_hopper_backward_f16, fa_hopper_backward_wide_f16, fa_cuda_backward_f16},
+    [FA_CUDA_F16] = {{fa_hopper_decode_f16, fa_cuda_decode_f16, fa_hopper_forward_f16, NULL,
+                      fa_cuda_forward_f16},
+                     {NULL, NULL, fa_hopper_backward_f16, fa_hopper_backward_wide_f16, fa_cuda_backward_f16},
                      1,
                      false},
-    [FA_CUDA_F32] = {{fa_cuda_decode_f32, fa_hopper_forward_f32, NULL, fa_cuda_forward_f32},
-                     {NULL, fa_hopper_backward_f32, NULL, fa_cuda_backward_f32},
+    [FA_CUDA_F32] = {{NULL, fa_cuda_decode_f32, fa_hopper_forward_f32, NULL, fa_cuda_forward_f32},
+                     {NULL, NULL, fa_hopper_backward_f32, NULL, fa_cuda_backward_f32},
                      2,
                      true},
-    [FA_CUDA_F32_AS_F16] = {{fa_cuda_decode_f32_as_f16, fa_hopper_forward_f32_as_f16, NULL,
+    [FA_CUDA_F32_AS_F16] = {{NULL, fa_cuda_decode_f32_as_f16, fa_hopper_forward_f32_as_f16, NULL,
                              fa_cuda_forward_f32_as_f16},
-                            {NULL, fa_hopper_backward_f32_as_f16, NULL, fa_cuda_backward_f32_as_f16},
+                            {NULL, NULL, fa_hopper_backward_f32_as_f16, NULL, fa_cuda_backward_f32_as_f16},
                             1,
                             true},
 };
@@ -87,6 +90,9 @@ static const struct {
 /* Of column blocks that are shared out, and of their parts: fewer take less time than what sharing them does.
  */
 enum { LEAST_STEPS_SHARED = 12, LEAST_STEPS_A_PART = 4 };
+
+/* A box of a tensor map is swizzled by so many rows. */
+enum { LEAST_BOX_ROWS = 8 };
 
 static fa_cuda_kind kind_of(const fa_problem *problem) {
   switch (problem->dtype) {
@@ -213,8 +219,9 @@ static fa_status no_kernel_takes(uint32_t needs, const fa_plan *plan, fa_error *
 /* Whether a family has kernels for the problem on a device of that compute capability. */
 static bool family_serves(int family, const fa_plan *plan, int capability) {
   const fa_problem *p = &plan->problem;
-  if (family == DECODE) return plan->pass == FA_PASS_FORWARD;
-  return family == PORTABLE || (capability == 90 && !fa_is_disabled("sm90") && can_map(p));
+  const bool decodes = family == HOPPER_DECODE || family == DECODE;
+  if (decodes && plan->pass != FA_PASS_FORWARD) return false;
+  return family == PORTABLE || family == DECODE || (capability == 90 && !fa_is_disabled("sm90") && can_map(p));
 }
 
 /* Whether the kernel goes through bands, and takes programs, if any: one that plain problems run only for its
@@ -287,8 +294,17 @@ static bool is_for_key_parts(const fa_plan *whole, int capability) {
   return false;
 }
 
-/* Whether a kernel's row blocks are as small as they may be: those after it in the table are larger. */
+/* How many keys of a column block a tensor map's box brings, all of which lie on one page. */
+static int32_t box_rows(const fa_problem *p, const fa_cuda_kernel *kernel) {
+  int64_t rows = kernel->block_k;
+  while (p->max_pages > 0 && p->page_size % rows != 0) rows /= 2;
+  return (int32_t)rows;
+}
+
+/* Whether a kernel's row blocks are as small as they may be, those after it in the table being larger; and
+ * whether pages suit its boxes. */
 static bool row_fits(const fa_problem *p, const fa_cuda_kernel *row) {
+  if (row->merge && row->mapped) return box_rows(p, row) >= LEAST_BOX_ROWS;
   return !row->merge || fa_cuda_packed_rows(p) <= row->block_q || row[1].bucket != row->bucket;
 }
 
@@ -320,7 +336,7 @@ static fa_status choose_kernel(const fa_plan *plan, int family, const fa_cuda_ke
   const int capability = device.major * 10 + device.minor;
   const bool in_parts = is_for_key_parts(whole, capability);
   for (; family < NUM_FAMILIES; family++) {
-    if (!family_serves(family, whole, capability) || (family == DECODE && in_parts)) continue;
+    if (!family_serves(family, whole, capability) || (family <= DECODE && in_parts)) continue;
     const fa_cuda_kind kind = kind_of(problem);
     const fa_cuda_kernel *row =
         plan->pass == FA_PASS_FORWARD ? kinds[kind].forward[family] : kinds[kind].backward[family];
@@ -728,6 +744,12 @@ static void lay_out_bands(const fa_plan *plan, const fa_cuda_kernel *kernel, con
                                  a->in_order ? FA_CUDA_BY_NUMBER : FA_CUDA_BY_BAND);
 }
 
+/* So many groups of threads a block of the kernel that merges parts has, one of which takes four columns a
+ * thread. */
+static int32_t merging_groups(const fa_cuda_kernel *kernel) {
+  return FA_CUDA_PARTS_THREADS * 4 / kernel->bucket;
+}
+
 /* What a kernel for few rows is told beside its arguments. Its row blocks are of packed rows. */
 static void lay_out_parts(const fa_plan *plan, const fa_cuda_kernel *kernel, const fa_tensors *t,
                           fa_arena *workspace, cuda_job *job) {
@@ -744,10 +766,15 @@ static void lay_out_parts(const fa_plan *plan, const fa_cuda_kernel *kernel, con
                                      .lengths_batch = (int32_t)p->lengths_batch,
                                      .max_pages = (int32_t)p->max_pages,
                                      .num_pages = (int32_t)p->num_pages,
-                                     .page_size = (int32_t)p->page_size};
+                                     .page_size = (int32_t)p->page_size,
+                                     .box_rows = box_rows(p, kernel)};
+  job->parts.rows_a_unit = (int32_t)fa_min(fa_cuda_packed_rows(p), kernel->block_q);
   if (job->parts.num_parts == 1 || job->parts.in_cluster) return;
+  job->parts.groups_a_row = 1;
+  while (job->parts.groups_a_row < fa_min(job->parts.num_parts, merging_groups(kernel)))
+    job->parts.groups_a_row *= 2;
   const int64_t num_states =
-      p->batch * p->num_kv_heads * a->num_q_blocks * job->parts.num_parts * kernel->block_q;
+      p->batch * p->num_kv_heads * a->num_q_blocks * job->parts.num_parts * job->parts.rows_a_unit;
   job->parts.o = fa_take(workspace, num_states * kernel->bucket, sizeof *job->parts.o);
   job->parts.states = fa_take(workspace, num_states, 2 * sizeof(float));
 }
@@ -844,14 +871,21 @@ static fa_status prepare(fa_plan *plan, const fa_cuda_kernel *kernel, fa_error *
   return status;
 }
 
+/* The kernel for tensors that no tensor map can describe, which only the run sees, in place of one that needs
+ * maps. */
+static fa_status choose_fallback(const fa_plan *plan, const fa_cuda_kernel **kernel, fa_error *error) {
+  return choose_kernel(plan, (*kernel)->merge ? DECODE : PORTABLE, kernel, error);
+}
+
 static fa_status plan_cuda(fa_plan *plan, fa_error *error) {
-  const fa_cuda_kernel *kernel = NULL, *fallback = NULL;
-  fa_status status = choose_kernel(plan, DECODE, &kernel, error);
-  /* Tensors that no tensor map can describe, which only the run sees, fall back to a portable kernel. */
-  if (!status && kernel->mapped) status = choose_kernel(plan, PORTABLE, &fallback, error);
+  const fa_cuda_kernel *kernel = NULL;
+  fa_status status = choose_kernel(plan, 0, &kernel, error);
   plan->workspace_bytes = 0; /* a slice's plan begins as a copy of the whole problem's */
   if (!status) status = prepare(plan, kernel, error);
-  if (!status && fallback) status = prepare(plan, fallback, error);
+  for (const fa_cuda_kernel *fallback = kernel; !status && fallback->mapped;) {
+    status = choose_fallback(plan, &fallback, error);
+    if (!status) status = prepare(plan, fallback, error);
+  }
   if (status) return status;
   plan->kernel = kernel->name;
   plan->config = kernel;
@@ -911,7 +945,7 @@ static fa_status launch_parts(const fa_cuda_kernel *kernel, cuda_job *job, cudaS
   const fa_cuda_arguments *a = &job->arguments;
   const fa_cuda_parts *parts = &job->parts;
   const int64_t num_units = (int64_t)a->batch * a->num_kv_heads * a->num_q_blocks;
-  void *arguments[] = {&job->arguments, &job->parts};
+  void *arguments[] = {&job->arguments, &job->parts, &job->maps};
   cudaLaunchAttribute cluster = {.id = cudaLaunchAttributeClusterDimension,
                                  .val.clusterDim = {(unsigned)parts->num_parts, 1, 1}};
   const cudaLaunchConfig_t config = {.gridDim = blocks(num_units * parts->num_parts),
@@ -922,9 +956,11 @@ static fa_status launch_parts(const fa_cuda_kernel *kernel, cuda_job *job, cudaS
                                      .numAttrs = parts->in_cluster ? 1 : 0};
   CHECK(cudaLaunchKernelExC(&config, kernel->main, arguments));
   if (parts->num_parts == 1 || parts->in_cluster) return FA_STATUS_OK;
+  const int64_t rows_a_block = merging_groups(kernel) / parts->groups_a_row;
   operation = "launch of the merge";
   CHECK((job->merges_early ? fa_cuda_launch_early : fa_cuda_launch)(
-      kernel->merge, blocks(num_units * kernel->block_q), FA_CUDA_PARTS_THREADS, 0, arguments, stream));
+      kernel->merge, blocks(fa_divide_up(num_units * parts->rows_a_unit, rows_a_block)), FA_CUDA_PARTS_THREADS,
+      0, arguments, stream));
   return FA_STATUS_OK;
 }
 
@@ -1017,6 +1053,16 @@ static bool map_bias(const fa_problem *p, const fa_cuda_kernel *kernel, bool bac
   return true;
 }
 
+/* The maps of a kernel for few rows: of pages, where keys lie on these. */
+static bool map_keys(const fa_problem *p, fa_dtype element, cuda_job *job) {
+  const fa_cuda_cache *cache = &job->parts.cache;
+  const int64_t seqlen = p->max_pages ? p->page_size : p->seqlen_k,
+                batch = p->max_pages ? p->num_pages : p->batch;
+  const int32_t rows = cache->box_rows;
+  return fa_cuda_tensor_map_init(&job->maps.k, &job->arguments.k, element, seqlen, batch, rows) &&
+         fa_cuda_tensor_map_init(&job->maps.v, &job->arguments.v, element, seqlen, batch, rows);
+}
+
 /* False where a tensor map cannot describe a tensor. */
 static bool make_maps(const fa_plan *plan, const fa_cuda_kernel *kernel, const fa_tensors *tensors,
                       cuda_job *job) {
@@ -1026,6 +1072,7 @@ static bool make_maps(const fa_plan *plan, const fa_cuda_kernel *kernel, const f
   const bool scaled = kinds[kind_of(p)].scaled, backward = plan->pass == FA_PASS_BACKWARD;
   if (!map_bias(p, kernel, backward, job)) return false;
   const fa_dtype element = scaled ? FA_DTYPE_F16 : p->dtype;
+  if (kernel->merge) return map_keys(p, element, job);
   const int64_t batches = p->batch * job->splits.num_parts;
   if (!fa_cuda_tensor_map_init(&maps->k, &a->k, element, p->seqlen_k, batches, kernel->block_k) ||
       !fa_cuda_tensor_map_init(&maps->v, &a->v, element, p->seqlen_k, batches, kernel->block_k))
@@ -1072,8 +1119,8 @@ static fa_status run_on_device(const fa_plan *plan, const fa_tensors *tensors, c
                                fa_error *error) {
   const fa_cuda_kernel *kernel = plan->config;
   cuda_job job = lay_out(plan, kernel, tensors, execution->workspace);
-  if (kernel->mapped && !make_maps(plan, kernel, tensors, &job)) {
-    fa_status status = choose_kernel(plan, PORTABLE, &kernel, error);
+  while (kernel->mapped && !make_maps(plan, kernel, tensors, &job)) {
+    fa_status status = choose_fallback(plan, &kernel, error);
     if (status) return status;
     job = lay_out(plan, kernel, tensors, execution->workspace);
   }

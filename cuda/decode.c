@@ -59,6 +59,19 @@ static double bytes_a_key(const fa_problem *p) {
   return 2.0 * (double)p->head_dim * (double)fa_dtype_bytes(p->dtype);
 }
 
+/* What one block of threads alone reads in a microsecond: less where rows that share a tile have products of
+ * their own. */
+static double bytes_a_us(const fa_cuda_kernel *kernel) {
+  return kernel->mapped || kernel->block_q <= 16 ? 45e3 : 12.5e3;
+}
+
+/* Of a second kernel that merges parts, which are f32 rows of o: it begins, reads them one after the other,
+ * and each is written before that. */
+static double merge_time(const fa_problem *p, double num_parts) {
+  const double rows = (double)(p->batch * p->seqlen_q * p->num_heads);
+  return 2.3 + 0.08 * num_parts + rows * num_parts * 8 * (double)p->head_dim / 4.5e6;
+}
+
 /* The parts that take the least time, and that time. */
 static fa_cuda_parts best_parts(const fa_problem *p, const fa_cuda_kernel *kernel, int64_t num_multiprocessors,
                                 bool can_cluster, double *least) {
@@ -66,7 +79,7 @@ static fa_cuda_parts best_parts(const fa_problem *p, const fa_cuda_kernel *kerne
   const int64_t units = p->batch * p->num_kv_heads * num_q_blocks;
   const int64_t num_keys = num_keys_of(p, num_q_blocks);
   const int64_t num_slots = num_multiprocessors * kernel->blocks_per_sm;
-  const costs c = {(double)units, (double)num_keys, bytes_a_key(p), kernel->block_q > 16 ? 12.5e3 : 45e3};
+  const costs c = {(double)units, (double)num_keys, bytes_a_key(p), bytes_a_us(kernel)};
   const int64_t most = fa_min(fa_divide_up(num_keys, kernel->block_k), MOST_PARTS);
   fa_cuda_parts best = {.num_parts = 1};
   *least = estimate(&c, 1, (double)num_slots, 0, INFINITY);
@@ -77,10 +90,11 @@ static fa_cuda_parts best_parts(const fa_problem *p, const fa_cuda_kernel *kerne
                                  parts > 8 ? 22e3 : INFINITY);
     if (time < *least) *least = time, best = (fa_cuda_parts){.num_parts = (int32_t)parts, .in_cluster = 1};
   }
-  for (int64_t waves = 1; waves <= 4; waves++) {
-    const int64_t parts = fa_min(waves * num_slots / fa_max(units, 1), most);
+  /* Half of the slots, which are a block for each multiprocessor where two share one, up to all four times. */
+  for (int64_t halves = 1; halves <= 8; halves += halves > 1 ? 2 : 1) {
+    const int64_t parts = fa_min(halves * num_slots / (2 * fa_max(units, 1)), most);
     if (parts < 2) continue;
-    const double time = estimate(&c, (double)parts, (double)num_slots, 3.5, INFINITY);
+    const double time = estimate(&c, (double)parts, (double)num_slots, merge_time(p, (double)parts), INFINITY);
     if (time < *least) *least = time, best = (fa_cuda_parts){.num_parts = (int32_t)parts};
   }
   return best;
@@ -99,19 +113,21 @@ static bool pays_beside_cache(const fa_problem *p, int64_t num_multiprocessors) 
          (num_tiles_of(p) * 3 <= num_multiprocessors && p->seqlen_k >= 4096);
 }
 
-/* What the ordinary kernels were measured at stays theirs, but where their tiles leave two multiprocessors of
- * three idle and the model says that they take half as long again: a tile of one row reads 60 GB/s, one of 128
+/* What the ordinary kernels were measured at stays theirs, but where the model says that they take longer and
+ * heads share keys, which a kernel with maps reads once for few rows; or where their tiles leave two
+ * multiprocessors of three idle and they take half as long again. A tile of one row reads 60 GB/s, one of 128
  * rows less. The products of f32 here are not those of its backward, which must round scores as the forward
  * did. */
 static bool pays_for_plain(const fa_problem *p, const fa_cuda_kernel *kernel, int64_t num_multiprocessors,
                            bool can_cluster) {
   const int64_t num_tiles = num_tiles_of(p);
-  if (p->dtype == FA_DTYPE_F32 || num_tiles * 3 > num_multiprocessors) return false;
+  const bool few = kernel->mapped && p->num_heads > p->num_kv_heads && fa_cuda_packed_rows(p) <= FEW_ROWS;
+  if (p->dtype == FA_DTYPE_F32 || (!few && num_tiles * 3 > num_multiprocessors)) return false;
   const costs ordinary = {(double)num_tiles, (double)num_keys_of(p, fa_divide_up(p->seqlen_q, TILE_ROWS)),
                           bytes_a_key(p), 60e3};
   double least;
   best_parts(p, kernel, num_multiprocessors, can_cluster, &least);
-  return least * 1.5 <= estimate(&ordinary, 1, (double)num_multiprocessors, 0, INFINITY);
+  return least * (few ? 1 : 1.5) <= estimate(&ordinary, 1, (double)num_multiprocessors, 0, INFINITY);
 }
 
 bool fa_cuda_pays_in_parts(const fa_problem *p, const fa_cuda_kernel *kernel, int64_t num_multiprocessors,

@@ -49,28 +49,6 @@ struct DecodeLayout {
   __device__ uint32_t state(int stream, int row) const { return base + stream * STATES_BYTES + row * 8; }
 };
 
-// ---- who works on what -------------------------------------------------------------------------------------
-
-// The packed rows of a unit: row r is row r / group of the sequence, in head r % group of the key/value head's.
-struct Unit {
-  int index, batch, kv_head, first, num_rows, group;
-
-  __device__ int row(int r) const { return (first + r) / group; }
-  __device__ int head(int r) const { return kv_head * group + (first + r) % group; }
-};
-
-template <class Shape>
-__device__ inline Unit unit_at(const fa_cuda_arguments &a, int index) {
-  const int group = heads_per_kv(a), batch_head = index / a.num_q_blocks;
-  const int first = index % a.num_q_blocks * Shape::block_q;
-  return {index,
-          batch_head / a.num_kv_heads,
-          batch_head % a.num_kv_heads,
-          first,
-          min(Shape::block_q, a.window.seqlen_q * group - first),
-          group};
-}
-
 // ---- the pipeline of a stream -----------------------------------------------------------------------------
 
 // Where the keys of a key/value head lie: a page is what a batch is of tensors without pages. A page that is
@@ -231,80 +209,18 @@ struct Stream {
     multiply_scores(scores, q, stage);
     finish_scores<Kind, MT, NT>(scores, a.score, 1);
     if (first < all_see.begin || first + Shape::block_k > all_see.end)
-#pragma unroll
-      for (int m = 0; m < MT; m++)
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-          const int row =
-              unit.row(min(first_row() + m * 16 + half * 8 + int(threadIdx.x) % 32 / 4, unit.num_rows - 1));
-          const Range visible = visible_columns(sequence, {row, row + 1});
-#pragma unroll
-          for (int n = 0; n < NT; n++)
-#pragma unroll
-            for (int i = 0; i < 2; i++) {
-              const int column = first + n * 8 + threadIdx.x % 4 * 2 + i;
-              if (column < visible.begin || column >= min(visible.end, end))
-                scores[m][n][half * 2 + i] = -INFINITY;
-            }
-        }
+      hide_columns<MT, NT>(scores, sequence, unit, first_row(), first, end);
     if (softmax.update(scores, exponent_of_unit<Kind>(a.score))) softmax.rescale_rows(o);
     add_values(scores, stage + Layout::KTile::BYTES);
   }
 
   // Puts its sums where the block merges them.
   __device__ void put(const Layout &layout) const {
-    const int lane = threadIdx.x % 4;
 #pragma unroll
     for (int m = 0; m < MT; m++)
-#pragma unroll
-      for (int half = 0; half < 2; half++) {
-        const int row = first_row() + m * 16 + half * 8 + threadIdx.x % 32 / 4;
-        const float sum = row_sum(softmax.sum[m][half]);
-        if (lane == 0) store_shared(layout.state(index, row), make_float2(softmax.max[m][half], sum));
-        if constexpr (Kind::SCALED) {
-#pragma unroll
-          for (int j = 0; j < DT / 4; j++)
-#pragma unroll
-            for (int i = 0; i < 2; i++) {
-              const float four[4] = {o[m][j * 4][half * 2 + i], o[m][j * 4 + 1][half * 2 + i],
-                                     o[m][j * 4 + 2][half * 2 + i], o[m][j * 4 + 3][half * 2 + i]};
-              store_shared(layout.sum(index, row, j * 32 + lane * 8 + i * 4), four);
-            }
-        } else {
-#pragma unroll
-          for (int n = 0; n < DT; n++)
-            store_shared(layout.sum(index, row, n * 8 + lane * 2),
-                         make_float2(o[m][n][half * 2], o[m][n][half * 2 + 1]));
-        }
-      }
+      put_sums<Kind>(layout, index, first_row() + m * 16, softmax.max[m], softmax.sum[m], o[m]);
   }
 };
-
-// ---- results ----------------------------------------------------------------------------------------------
-
-// Writes four columns of a packed row of o, and lse beside the first.
-template <class Kind>
-__device__ inline void write(const fa_cuda_arguments &a, const Sequence &sequence, const Unit &unit, int r,
-                             int column, const Part &part) {
-  using Io = typename Kind::Io;
-  const int row = unit.row(r), head = unit.head(r);
-  const Finish finish = finish_of<Kind>(a, head, part.max, part.sum);
-  if (column == 0) *lse_at(a, sequence, head, row) = finish.lse;
-  Io *to = row_of<Io>(a.o, sequence, head, row) + column;
-  const float x[4] = {part.o.x, part.o.y, part.o.z, part.o.w};
-#pragma unroll
-  for (int i = 0; i < 4; i++)
-    if (column + i < a.head_dim) store_number(to + i, x[i] * finish.scale);
-}
-
-// Visits the block's share of packed rows, four columns at a time: those of `block` of num_blocks.
-template <class Shape, class Visit>
-__device__ inline void for_each_four(int num_rows, int block, int num_blocks, Visit visit) {
-  constexpr int FOURS = Shape::head_dim / 4;
-  for (int i = block * Shape::num_threads + threadIdx.x; i < num_rows * FOURS;
-       i += num_blocks * Shape::num_threads)
-    visit(i / FOURS, i % FOURS * 4);
-}
 
 // One block of threads for each part of a unit's keys; all parts of a unit are one cluster where d.in_cluster.
 template <class Kind, class Shape>
@@ -317,11 +233,8 @@ __global__ void __launch_bounds__(Shape::num_threads, Shape::blocks_per_sm)
   const int part = blockIdx.x % d.num_parts;
   const Unit unit = unit_at<Shape>(a, blockIdx.x / d.num_parts);
   const Sequence sequence = cached_sequence(a, d.cache, unit.batch);
-  const Range rows = {unit.row(0), unit.row(unit.num_rows - 1) + 1};
-  const Range columns = visible_columns(sequence, rows);
-  // The last row's first column, and the first row's last.
-  const Range all_see = {visible_columns(sequence, {rows.end - 1, rows.end}).begin,
-                         visible_columns(sequence, {rows.begin, rows.begin + 1}).end};
+  const SeenColumns seen = seen_by(sequence, unit);
+  const Range columns = seen.any;
   const int num_tiles = max(columns.end - columns.begin + Shape::block_k - 1, 0) / Shape::block_k;
   const int first_tile = int64_t(num_tiles) * part / d.num_parts;
   const int end_tile = int64_t(num_tiles) * (part + 1) / d.num_parts;
@@ -329,14 +242,7 @@ __global__ void __launch_bounds__(Shape::num_threads, Shape::blocks_per_sm)
   FA_DYNAMIC_SHARED(128, uint8_t, shared);
   const Layout layout = {shared_address(shared)};
   const TileCopy<Io, typename Layout::QTile, Shape::num_threads> copy = {int(threadIdx.x), a.q.num_cols};
-  auto query_at = [&](int r) {
-    return r < unit.num_rows ? rows_of<Io>(a.q, sequence, unit.head(r)) + unit.row(r) * a.q.stride_row
-                             : nullptr;
-  };
-  if (a.q.aligned)
-    copy.start(layout.base, query_at, reinterpret_cast<const Io *>(a.q.data));
-  else
-    copy.finish(layout.base, query_at);
+  copy_queries<Io>(copy, layout.base, a, sequence, unit);
   copy_async_commit();
 
   Stream<Kind, Shape> stream;
@@ -367,78 +273,14 @@ __global__ void __launch_bounds__(Shape::num_threads, Shape::blocks_per_sm)
     stream.sync();  // this tile is there, and the one before is no longer in use
     load(i + AHEAD);
     stream.take(layout.stage(stream.index, i % Shape::stages), a, sequence, unit, q, first_key(i), columns.end,
-                all_see);
+                seen.all);
   }
   copy_async_wait_all();
   __syncthreads();  // all tiles are done
   stream.put(layout);
   __syncthreads();
 
-  const float unit_exponent = exponent_of_unit<Kind>(a.score);
-  auto merge_streams = [&](int r, int column) {
-    return merge(
-        0, Shape::num_streams, 1, unit_exponent, [&](int i) { return load_shared_pair(layout.state(i, r)); },
-        [&](int i) { return load_shared_four(layout.sum(i, r, column)); });
-  };
-  if (d.num_parts == 1) {
-    for_each_four<Shape>(unit.num_rows, 0, 1, [&](int r, int column) {
-      write<Kind>(a, sequence, unit, r, column, merge_streams(r, column));
-    });
-  } else if (!d.in_cluster) {
-    for_each_four<Shape>(unit.num_rows, 0, 1, [&](int r, int column) {
-      const Part merged = merge_streams(r, column);
-      const int64_t place = (int64_t(unit.index) * d.num_parts + part) * Shape::block_q + r;
-      if (column == 0) d.states[place] = make_float2(merged.max, merged.sum);
-      *reinterpret_cast<float4 *>(d.o + place * Shape::head_dim + column) = merged.o;
-    });
-  } else {
-    // The block's sums take the place of its first stream's; each is read by who writes it.
-    for_each_four<Shape>(unit.num_rows, 0, 1, [&](int r, int column) {
-      const Part merged = merge_streams(r, column);
-      store_shared(layout.sum(0, r, column), {merged.o.x, merged.o.y, merged.o.z, merged.o.w});
-      if (column == 0) store_shared(layout.state(Shape::num_streams, r), make_float2(merged.max, merged.sum));
-    });
-    cluster_barrier();
-    for_each_four<Shape>(unit.num_rows, part, d.num_parts, [&](int r, int column) {
-      const uint32_t state = layout.state(Shape::num_streams, r), sum = layout.sum(0, r, column);
-      write<Kind>(a, sequence, unit, r, column,
-                  merge(
-                      0, d.num_parts, 1, unit_exponent,
-                      [&](int i) { return load_cluster_pair(address_in_block(state, i)); },
-                      [&](int i) { return load_cluster_four(address_in_block(sum, i)); }));
-    });
-    cluster_barrier();  // nobody's memory goes before all have read it
-  }
-}
-
-// Merges the parts of a packed row, in one block of threads: groups of these take parts in turn.
-template <class Kind, class Shape>
-__global__ void __launch_bounds__(FA_CUDA_PARTS_THREADS)
-    merge_parts(const __grid_constant__ fa_cuda_arguments a, const __grid_constant__ fa_cuda_parts d) {
-  constexpr int FOURS = Shape::head_dim / 4, GROUPS = FA_CUDA_PARTS_THREADS / FOURS;
-  wait_for_launch_before();
-  const Unit unit = unit_at<Shape>(a, blockIdx.x / Shape::block_q);
-  const int r = blockIdx.x % Shape::block_q, column = threadIdx.x % FOURS * 4, group = threadIdx.x / FOURS;
-  if (r >= unit.num_rows) return;
-  const int64_t first = int64_t(unit.index) * d.num_parts * Shape::block_q + r;
-  const float unit_exponent = exponent_of_unit<Kind>(a.score);
-  const Part mine = merge(
-      group, d.num_parts, GROUPS, unit_exponent,
-      [&](int i) { return d.states[first + int64_t(i) * Shape::block_q]; },
-      [&](int i) {
-        return *reinterpret_cast<const float4 *>(d.o + (first + int64_t(i) * Shape::block_q) * Shape::head_dim +
-                                                 column);
-      });
-  __shared__ float4 sums[GROUPS][FOURS];
-  __shared__ float2 states[GROUPS];
-  sums[group][threadIdx.x % FOURS] = mine.o;
-  if (column == 0) states[group] = make_float2(mine.max, mine.sum);
-  __syncthreads();
-  if (group != 0) return;
-  write<Kind>(a, sequence_of(a, unit.batch), unit, r, column,
-              merge(
-                  0, GROUPS, 1, unit_exponent, [&](int i) { return states[i]; },
-                  [&](int i) { return sums[i][threadIdx.x % FOURS]; }));
+  finish_unit<Kind, Shape>(a, d, layout, sequence, unit, part);
 }
 
 template <class Kind, class Shape>

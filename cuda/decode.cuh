@@ -91,6 +91,75 @@ __device__ inline Sequence cached_sequence(const fa_cuda_arguments &a, const fa_
   return sequence;
 }
 
+// ---- units --------------------------------------------------------------------------------------------------
+
+// The packed rows of a unit: row r is row r / group of the sequence, in head r % group of the key/value head's.
+struct Unit {
+  int index, batch, kv_head, first, num_rows, group;
+
+  __device__ int row(int r) const { return (first + r) / group; }
+  __device__ int head(int r) const { return kv_head * group + (first + r) % group; }
+};
+
+template <class Shape>
+__device__ inline Unit unit_at(const fa_cuda_arguments &a, int index) {
+  const int group = heads_per_kv(a), batch_head = index / a.num_q_blocks;
+  const int first = index % a.num_q_blocks * Shape::block_q;
+  return {index,
+          batch_head / a.num_kv_heads,
+          batch_head % a.num_kv_heads,
+          first,
+          min(Shape::block_q, a.window.seqlen_q * group - first),
+          group};
+}
+
+// The columns that some row of a unit sees, and those that all of them do.
+struct SeenColumns {
+  Range any, all;
+};
+__device__ inline SeenColumns seen_by(const Sequence &sequence, const Unit &unit) {
+  const Range rows = {unit.row(0), unit.row(unit.num_rows - 1) + 1};
+  return {visible_columns(sequence, rows),
+          {visible_columns(sequence, {rows.end - 1, rows.end}).begin,
+           visible_columns(sequence, {rows.begin, rows.begin + 1}).end}};
+}
+
+// Starts the copy of a unit's rows of q; where these lie anywhere, it is done on return.
+template <class Io, class Copy>
+__device__ inline void copy_queries(const Copy &copy, uint32_t tile, const fa_cuda_arguments &a,
+                                    const Sequence &sequence, const Unit &unit) {
+  auto row_at = [&](int r) {
+    return r < unit.num_rows ? rows_of<Io>(a.q, sequence, unit.head(r)) + unit.row(r) * a.q.stride_row
+                             : nullptr;
+  };
+  if (a.q.aligned)
+    copy.start(tile, row_at, reinterpret_cast<const Io *>(a.q.data));
+  else
+    copy.finish(tile, row_at);
+}
+
+// Of a warp's scores, from its unit's row first_row and the column `first` on, those become -inf that a row
+// does not see, and those from column `end` on.
+template <int MT, int NT>
+__device__ inline void hide_columns(Accumulator<MT, NT> &scores, const Sequence &sequence, const Unit &unit,
+                                    int first_row, int first, int end) {
+#pragma unroll
+  for (int m = 0; m < MT; m++)
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const int r = first_row + m * 16 + half * 8 + int(threadIdx.x) % 32 / 4;
+      const int row = unit.row(min(r, unit.num_rows - 1));
+      const Range visible = visible_columns(sequence, {row, row + 1});
+#pragma unroll
+      for (int n = 0; n < NT; n++)
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+          const int column = first + n * 8 + threadIdx.x % 4 * 2 + i;
+          if (column < visible.begin || column >= min(visible.end, end)) scores[m][n][half * 2 + i] = -INFINITY;
+        }
+    }
+}
+
 // An operand of which a product takes some steps of k alone, from FIRST on.
 template <int FIRST, class Operand>
 struct StepsFrom {
@@ -230,22 +299,42 @@ struct Part {
   float4 o = {0, 0, 0, 0};
 };
 
-// Their sum, always in the order of the parts. state_of(part) gives max and sum, o_of(part) the columns. Parts
-// begin, begin + step, ...; unit: exponent_of_unit.
+// What to multiply a part's sums with for a reference that is no smaller; where it sees nothing, -inf - -inf
+// may stand for 0.
+__device__ inline float weight_of(float max, float sum, float reference, float unit) {
+  return max != -INFINITY || sum != 0 ? exp2_fast((max - reference) * unit) : 0;
+}
+
+// Their sum, always in the order of the parts, of which some are read at once. state_of(part) gives max and
+// sum, o_of(part) the columns. Parts begin, begin + step, ...; unit: exponent_of_unit.
 template <class StateOf, class OOf>
 __device__ inline Part merge(int begin, int num_parts, int step, float unit, StateOf state_of, OOf o_of) {
+  constexpr int AT_ONCE = 8;
   Part merged;
-#pragma unroll 4
-  for (int part = begin; part < num_parts; part += step) merged.max = fmaxf(merged.max, state_of(part).x);
-#pragma unroll 4
-  for (int part = begin; part < num_parts; part += step) {
-    const float2 state = state_of(part);
-    const float4 o = o_of(part);
-    const bool sees = state.x != -INFINITY || state.y != 0;  // where not, -inf - -inf may stand for 0
-    const float weight = sees ? exp2_fast((state.x - merged.max) * unit) : 0;
-    merged.sum = fmaf(weight, state.y, merged.sum);
-    merged.o.x = fmaf(weight, o.x, merged.o.x), merged.o.y = fmaf(weight, o.y, merged.o.y);
-    merged.o.z = fmaf(weight, o.z, merged.o.z), merged.o.w = fmaf(weight, o.w, merged.o.w);
+#pragma unroll 1
+  for (int first = begin; first < num_parts; first += AT_ONCE * step) {
+    Part parts[AT_ONCE];
+    float max = merged.max;
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; i++) {
+      if (first + i * step >= num_parts) continue;
+      const float2 state = state_of(first + i * step);
+      parts[i] = {state.x, state.y, o_of(first + i * step)};
+    }
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; i++) max = fmaxf(max, parts[i].max);
+    const float before = weight_of(merged.max, merged.sum, max, unit);
+    merged = {max,
+              merged.sum * before,
+              {merged.o.x * before, merged.o.y * before, merged.o.z * before, merged.o.w * before}};
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; i++) {
+      const Part &part = parts[i];
+      const float weight = weight_of(part.max, part.sum, max, unit);
+      merged.sum = fmaf(weight, part.sum, merged.sum);
+      merged.o.x = fmaf(weight, part.o.x, merged.o.x), merged.o.y = fmaf(weight, part.o.y, merged.o.y);
+      merged.o.z = fmaf(weight, part.o.z, merged.o.z), merged.o.w = fmaf(weight, part.o.w, merged.o.w);
+    }
   }
   return merged;
 }
@@ -264,6 +353,137 @@ __device__ inline Finish finish_of(const fa_cuda_arguments &a, int head, float m
   float total = sum * rescale;
   for (int t = 0; t < a.num_sinks; t++) total += expf(a.sink[int64_t(t) * a.num_heads + head] - lse);
   return {rescale / total, lse + logf(total)};
+}
+
+// ---- results ----------------------------------------------------------------------------------------------
+
+// Puts what a warp has of 16 rows where finish_unit finds it: their references, sums of exponentials, of which
+// each lane has a share, and of o.
+template <class Kind, class Layout, int DT>
+__device__ inline void put_sums(const Layout &layout, int stream, int first_row, const float (&max)[2],
+                                const float (&sum)[2], const float (&o)[DT][4]) {
+  const int lane = threadIdx.x % 4;
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    const int row = first_row + half * 8 + threadIdx.x % 32 / 4;
+    const float whole_sum = row_sum(sum[half]);
+    if (lane == 0) store_shared(layout.state(stream, row), make_float2(max[half], whole_sum));
+    if constexpr (Kind::SCALED) {
+#pragma unroll
+      for (int j = 0; j < DT / 4; j++)
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+          const float four[4] = {o[j * 4][half * 2 + i], o[j * 4 + 1][half * 2 + i], o[j * 4 + 2][half * 2 + i],
+                                 o[j * 4 + 3][half * 2 + i]};
+          store_shared(layout.sum(stream, row, j * 32 + lane * 8 + i * 4), four);
+        }
+    } else {
+#pragma unroll
+      for (int n = 0; n < DT; n++)
+        store_shared(layout.sum(stream, row, n * 8 + lane * 2),
+                     make_float2(o[n][half * 2], o[n][half * 2 + 1]));
+    }
+  }
+}
+
+// Writes four columns of a packed row of o, and lse beside the first.
+template <class Kind>
+__device__ inline void write(const fa_cuda_arguments &a, const Sequence &sequence, const Unit &unit, int r,
+                             int column, const Part &part) {
+  using Io = typename Kind::Io;
+  const int row = unit.row(r), head = unit.head(r);
+  const Finish finish = finish_of<Kind>(a, head, part.max, part.sum);
+  if (column == 0) *lse_at(a, sequence, head, row) = finish.lse;
+  Io *to = row_of<Io>(a.o, sequence, head, row) + column;
+  const float x[4] = {part.o.x, part.o.y, part.o.z, part.o.w};
+#pragma unroll
+  for (int i = 0; i < 4; i++)
+    if (column + i < a.head_dim) store_number(to + i, x[i] * finish.scale);
+}
+
+// Visits the block's share of packed rows, four columns at a time: those of `block` of num_blocks.
+template <class Shape, class Visit>
+__device__ inline void for_each_four(int num_rows, int block, int num_blocks, Visit visit) {
+  constexpr int FOURS = Shape::head_dim / 4;
+  for (int i = block * Shape::num_threads + threadIdx.x; i < num_rows * FOURS;
+       i += num_blocks * Shape::num_threads)
+    visit(i / FOURS, i % FOURS * 4);
+}
+
+// The end of a block of threads: what its streams have put in shared memory merges there, and with the other
+// parts in their cluster, or it is left to merge_parts.
+template <class Kind, class Shape, class Layout>
+__device__ inline void finish_unit(const fa_cuda_arguments &a, const fa_cuda_parts &d, const Layout &layout,
+                                   const Sequence &sequence, const Unit &unit, int part) {
+  const float unit_exponent = exponent_of_unit<Kind>(a.score);
+  auto merge_streams = [&](int r, int column) {
+    return merge(
+        0, Shape::num_streams, 1, unit_exponent, [&](int i) { return load_shared_pair(layout.state(i, r)); },
+        [&](int i) { return load_shared_four(layout.sum(i, r, column)); });
+  };
+  if (d.num_parts == 1) {
+    for_each_four<Shape>(unit.num_rows, 0, 1, [&](int r, int column) {
+      write<Kind>(a, sequence, unit, r, column, merge_streams(r, column));
+    });
+  } else if (!d.in_cluster) {
+    for_each_four<Shape>(unit.num_rows, 0, 1, [&](int r, int column) {
+      const Part merged = merge_streams(r, column);
+      const int64_t place = (int64_t(unit.index) * d.num_parts + part) * d.rows_a_unit + r;
+      if (column == 0) d.states[place] = make_float2(merged.max, merged.sum);
+      *reinterpret_cast<float4 *>(d.o + place * Shape::head_dim + column) = merged.o;
+    });
+  } else {
+    // The block's sums take the place of its first stream's; each is read by who writes it.
+    constexpr int STATES = Shape::num_streams > 1 ? Shape::num_streams : 0;
+    if constexpr (Shape::num_streams > 1)
+      for_each_four<Shape>(unit.num_rows, 0, 1, [&](int r, int column) {
+        const Part merged = merge_streams(r, column);
+        store_shared(layout.sum(0, r, column), {merged.o.x, merged.o.y, merged.o.z, merged.o.w});
+        if (column == 0) store_shared(layout.state(STATES, r), make_float2(merged.max, merged.sum));
+      });
+    cluster_barrier();
+    for_each_four<Shape>(unit.num_rows, part, d.num_parts, [&](int r, int column) {
+      const uint32_t state = layout.state(STATES, r), sum = layout.sum(0, r, column);
+      write<Kind>(a, sequence, unit, r, column,
+                  merge(
+                      0, d.num_parts, 1, unit_exponent,
+                      [&](int i) { return load_cluster_pair(address_in_block(state, i)); },
+                      [&](int i) { return load_cluster_four(address_in_block(sum, i)); }));
+    });
+    cluster_barrier();  // nobody's memory goes before all have read it
+  }
+}
+
+// Merges the parts of packed rows, d.groups_a_row groups of threads those of each, which take parts in turn.
+template <class Kind, class Shape>
+__global__ void __launch_bounds__(FA_CUDA_PARTS_THREADS)
+    merge_parts(const __grid_constant__ fa_cuda_arguments a, const __grid_constant__ fa_cuda_parts d) {
+  constexpr int FOURS = Shape::head_dim / 4, GROUPS = FA_CUDA_PARTS_THREADS / FOURS;
+  wait_for_launch_before();
+  const int group = threadIdx.x / FOURS, number = (blockIdx.x * GROUPS + group) / d.groups_a_row;
+  const int first_group = group / d.groups_a_row * d.groups_a_row, column = threadIdx.x % FOURS * 4;
+  const Unit unit = unit_at<Shape>(a, number / d.rows_a_unit);
+  const int r = number % d.rows_a_unit;
+  const bool is_there = unit.batch < a.batch && r < unit.num_rows;
+  const int64_t first = int64_t(unit.index) * d.num_parts * d.rows_a_unit + r;
+  const float unit_exponent = exponent_of_unit<Kind>(a.score);
+  const Part mine = merge(
+      group - first_group, is_there ? d.num_parts : 0, d.groups_a_row, unit_exponent,
+      [&](int i) { return d.states[first + int64_t(i) * d.rows_a_unit]; },
+      [&](int i) {
+        return *reinterpret_cast<const float4 *>(d.o + (first + int64_t(i) * d.rows_a_unit) * Shape::head_dim +
+                                                 column);
+      });
+  __shared__ float4 sums[GROUPS][FOURS];
+  __shared__ float2 states[GROUPS];
+  sums[group][threadIdx.x % FOURS] = mine.o;
+  if (column == 0) states[group] = make_float2(mine.max, mine.sum);
+  __syncthreads();
+  if (group != first_group || !is_there) return;
+  write<Kind>(a, sequence_of(a, unit.batch), unit, r, column,
+              merge(
+                  0, d.groups_a_row, 1, unit_exponent, [&](int i) { return states[first_group + i]; },
+                  [&](int i) { return sums[first_group + i][threadIdx.x % FOURS]; }));
 }
 
 }  // namespace decode

@@ -207,15 +207,18 @@ typedef struct fa_cuda_cache {
   const int32_t *key_lengths; /* [lengths_batch], or NULL */
   const int32_t *page_table;  /* [batch, max_pages], or NULL: k and v are [batch, seqlen_k, ...] */
   int32_t lengths_batch, max_pages, num_pages, page_size;
+  int32_t box_rows; /* of tensor maps: a column block comes in boxes of so many keys, each on one page */
 } fa_cuda_cache;
 
-/* The second argument of the kernels for few rows: into how many parts the keys of a unit are split, a unit
- * being block_q rows of all query heads of a key/value head, and what the parts leave in the workspace. */
+/* The second argument of the kernels for few rows, whose third are maps of k and v: into how many parts the
+ * keys of a unit are split, a unit being up to block_q rows of all query heads of a key/value head, and what
+ * the parts leave in the workspace. */
 typedef struct fa_cuda_parts {
-  int32_t num_parts;
+  int32_t num_parts, rows_a_unit;
+  int32_t groups_a_row;  /* of the threads of `merge`, so many share a row, up to one for each part */
   int32_t in_cluster;    /* the parts of a unit merge in a cluster of blocks, and need no workspace */
-  float *o;              /* [num_units, num_parts, block_q, bucket], not divided by their sums */
-  struct float2 *states; /* [num_units, num_parts, block_q]: a reference maximum, the sum of exponentials */
+  float *o;              /* [num_units, num_parts, rows_a_unit, bucket], not divided by their sums */
+  struct float2 *states; /* [num_units, num_parts, rows_a_unit]: a reference maximum, the sum of exponentials */
   fa_cuda_cache cache;
 } fa_cuda_parts;
 
@@ -312,7 +315,7 @@ typedef struct fa_cuda_kernel {
   const void *statistics; /* backward, fa_cuda_dlse beside the arguments: delta, shift, and what begins at 0 */
   const void *finish_dq; /* backward: dq_sum to dq; one block of finish_threads a q block. NULL: main does it */
   int32_t finish_threads;
-  const void *merge;     /* of a kernel for few rows: one block of FA_CUDA_PARTS_THREADS a row of a unit */
+  const void *merge;     /* of a kernel for few rows: FA_CUDA_PARTS_THREADS a block */
   int32_t blocks_per_sm; /* of that kernel: blocks that share a multiprocessor */
 } fa_cuda_kernel;
 
@@ -332,6 +335,7 @@ extern const fa_cuda_kernel fa_hopper_forward_f32_as_f16[], fa_hopper_backward_f
 /* The forward of few rows, of every kind. Rows of a bucket are in the order of their block_q. */
 extern const fa_cuda_kernel fa_cuda_decode_bf16[], fa_cuda_decode_f16[], fa_cuda_decode_f32[],
     fa_cuda_decode_f32_as_f16[];
+extern const fa_cuda_kernel fa_hopper_decode_bf16[], fa_hopper_decode_f16[];
 
 /* Kernels that are the same for every kind. */
 enum { FA_CUDA_SMALL_KERNEL_THREADS = 256, FA_CUDA_PLAN_THREADS = 1024, FA_CUDA_PARTS_THREADS = 512 };

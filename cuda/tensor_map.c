@@ -30,6 +30,13 @@ static CUtensorMapDataType type_of(fa_dtype dtype) {
   }
 }
 
+/* How much is brought from memory for a row of a box: 128 bytes, which is what it has, come faster than 256 do,
+ * but where rows are no multiple of that, what follows is another head's, which somebody reads soon.
+ * (cuda_log.md, "Few rows on Hopper".) */
+static CUtensorMapL2promotion promotion_of(int64_t row_bytes) {
+  return row_bytes % 128 ? CU_TENSOR_MAP_L2_PROMOTION_L2_256B : CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
+}
+
 bool fa_cuda_tensor_map_init(CUtensorMap *map, const fa_cuda_operand *operand, fa_dtype dtype, int64_t seqlen,
                              int64_t batch, int32_t box_rows) {
   const PFN_cuTensorMapEncodeTiled_v12000 encode = encoder();
@@ -43,6 +50,7 @@ bool fa_cuda_tensor_map_init(CUtensorMap *map, const fa_cuda_operand *operand, f
                                 (cuuint64_t)operand->stride_batch * bytes};
   const cuuint32_t box[] = {(cuuint32_t)(128 / bytes), (cuuint32_t)box_rows, 1, 1}, steps[] = {1, 1, 1, 1};
   return encode(map, type_of(dtype), 4, (void *)operand->data, dims, strides, box, steps,
-                CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                promotion_of((int64_t)(operand->num_cols * bytes)),
                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }

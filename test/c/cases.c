@@ -289,6 +289,11 @@ static const fa_case cases[] = {
         CAUSAL, .num_sinks = 1),
     ROW("few rows: lengths, many parts", LENGTHS(2, 4203), .batch = 2, .head_dim = 256, KEY_LENGTHS(2),
         WINDOW(3501, 0)),
+    TAGGED("few rows: parts of shared keys", CASE_QUICK, LENGTHS(3, 901), HEADS(8, 1), .head_dim = 128, CAUSAL),
+    TAGGED("few rows: parts, everything", CASE_QUICK, LENGTHS(4, 1205), HEADS(15, 5), .head_dim = 200,
+           WINDOW(1111, 0), .softcap = 6, .scale = -0.5, .num_sinks = 2),
+    ROW("few rows: parts, a short window", LENGTHS(11, 2101), .batch = 2, HEADS(10, 2), .head_dim = 80,
+        WINDOW(333, 0)),
     STRIDED("few rows: lengths, strided", CASE_QUICK, LENGTHS(3, 1201), .batch = 3, HEADS(4, 2), .head_dim = 56,
             KEY_LENGTHS(3), CAUSAL),
 

@@ -117,7 +117,7 @@ inline void store_matrices(uint32_t to, const uint32_t (&r)[4], Site site = Site
 // ---- clusters ------------------------------------------------------------------------------------------
 
 inline uint32_t address_in_block(uint32_t address, uint32_t block) {
-  return address + (block + 1) * emulated::CLUSTER_STEP;
+  return address % emulated::CLUSTER_STEP + (block + 1) * emulated::CLUSTER_STEP;
 }
 inline float4 load_cluster_four(uint32_t from, Site site = Site()) {
   return emulated::load_shared<float4>(from, site);

@@ -9,7 +9,7 @@ CXX := c++
 endif
 EMULATED_BUILD := $(BUILD)/emulated
 EMULATED       ?= --quick --sweep 0 --name band --dtype bf16
-EMULATED_TESTS := $(addprefix $(EMULATED_BUILD)/test/test_,emulated attention slices calls isolation)
+EMULATED_TESTS := $(addprefix $(EMULATED_BUILD)/test/test_,emulated attention slices calls isolation decode)
 
 .PHONY: test-emulated
 ifeq ($(findstring linux,$(TARGET))$(shell command -v $(CXX)),linux)
@@ -20,7 +20,7 @@ test-emulated:
 	@echo "$@: skipped, it finds a thread's shared memory as Linux lays it out"
 else
 EMULATED_RUNS := $(foreach test,attention slices isolation calls,test-emulated-$(test)-80 test-emulated-$(test)-90) \
-                 test-emulated-boxes test-emulated-parts
+                 test-emulated-boxes test-emulated-parts test-emulated-decode
 
 .PHONY: test-emulated-hopper test-emulated-itself emulated-programs $(EMULATED_RUNS)
 test-emulated: test-emulated-hopper test-emulated-itself $(EMULATED_RUNS)
@@ -45,6 +45,11 @@ test-emulated-attention-80 test-emulated-attention-90: test-emulated-attention-%
 test-emulated-boxes: emulated-programs
 	@echo "test_attention --device cuda --quick --sweep 0 --name boxes --dtype bf16, emulated sm_90"
 	@EMULATED_SM=90 $(EMULATED_BUILD)/test/test_attention --device cuda --quick --sweep 0 --name boxes --dtype bf16
+
+# Lengths and pages, which the kernels for few rows take.
+test-emulated-decode: emulated-programs
+	@echo "test_decode, emulated sm_90"
+	@EMULATED_SM=90 $(EMULATED_BUILD)/test/test_decode
 
 # Keys that are split over multiprocessors which would have nothing to do.
 test-emulated-parts: emulated-programs

@@ -604,10 +604,11 @@ uint32_t shared_address_of(const void *pointer, Site site) {
   const Block &block = *current->block;
   const Slot &slot = *slot_of(block);
   const uint8_t *byte = static_cast<const uint8_t *>(pointer);
+  const uint32_t own = block.num_in_cluster > 1 ? CLUSTER_STEP * (block.cluster_rank + 1) : 0;
   if (byte >= block.shared && byte <= block.shared + block.shared_bytes)
-    return SHARED_BEGIN + uint32_t(byte - block.shared);
+    return own + SHARED_BEGIN + uint32_t(byte - block.shared);
   if (byte >= slot.static_shared && byte < slot.static_shared + slot.static_bytes)
-    return STATIC_BEGIN + uint32_t(byte - slot.static_shared);
+    return own + STATIC_BEGIN + uint32_t(byte - slot.static_shared);
   fail(site, "%p is no shared memory of this block", pointer);
 }
 

@@ -31,6 +31,7 @@ typedef enum CUtensorMapSwizzle_enum {
 } CUtensorMapSwizzle;
 typedef enum CUtensorMapL2promotion_enum {
   CU_TENSOR_MAP_L2_PROMOTION_NONE = 0,
+  CU_TENSOR_MAP_L2_PROMOTION_L2_128B = 2,
   CU_TENSOR_MAP_L2_PROMOTION_L2_256B = 3
 } CUtensorMapL2promotion;
 typedef enum CUtensorMapFloatOOBfill_enum { CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE = 0 } CUtensorMapFloatOOBfill;

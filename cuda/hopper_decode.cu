@@ -1,0 +1,342 @@
+// The forward of few rows on Hopper, of 16-bit types: what decode.cu does, but a product takes 64 packed rows
+// at once, so that up to 64 cost what one does, and keys come by tensor map, from pages as from anywhere. Two
+// warps copy tiles of k and of v ahead of the warpgroup that computes; a part takes tiles that lie num_parts
+// apart.
+//
+//     q, o [batch, seqlen_q, num_heads, head_dim]     k, v [batch, seqlen_k, num_kv_heads, head_dim]
+//                                                  or      [num_pages, page_size, num_kv_heads, head_dim]
+//
+// Compiled once for every kind of 16 bits: -DFA_KIND=bf16 and so on.
+#include "decode.cuh"
+#include "hopper.cuh"
+
+namespace fa {
+namespace hopper {
+
+using decode::SeenColumns;
+using decode::Unit;
+
+// A row of the table; none of it changes results by more than rounding.
+template <int HEAD_DIM, int BLOCK_K, int STAGES, int BLOCKS_PER_SM>
+struct DecodeShape {
+  static constexpr int head_dim = HEAD_DIM, block_q = 64, block_k = BLOCK_K, stages = STAGES;
+  static constexpr int num_threads = WARPGROUP + 64, num_streams = 1, blocks_per_sm = BLOCKS_PER_SM;
+};
+
+// Shared memory: q, the stages of k and of v, and for each of these a barrier for being full and one for being
+// empty. In the end the rows' maxima and sums take the place of q, and sums of o what follows.
+template <class Shape>
+struct DecodeBuffers {
+  struct QTile : BoxTile<Shape::block_q, Shape::head_dim> {
+    static constexpr int CHUNKS = Shape::head_dim / 8;
+  };
+  using KTile = BoxTile<Shape::block_k, Shape::head_dim>;
+  static constexpr int STAGES = Shape::stages, K_AT = QTile::BYTES, V_AT = K_AT + STAGES * KTile::BYTES;
+  static constexpr int BARRIERS_AT = V_AT + STAGES * KTile::BYTES, NUM_BARRIERS = 4 * STAGES;
+  static constexpr int BYTES = BARRIERS_AT + NUM_BARRIERS * 8;
+  static_assert(Shape::blocks_per_sm * (BYTES + 1024) <= 228 * 1024, "blocks share a multiprocessor");
+
+  static constexpr int STATES_BYTES = Shape::block_q * sizeof(float2), SUMS_AT = STATES_BYTES;
+  // Rows of sums lie so that those of an accumulator's lanes fill the banks.
+  static constexpr int SUM_STRIDE = Shape::head_dim + 8;
+  static_assert(SUMS_AT + Shape::block_q * SUM_STRIDE * 4 <= BARRIERS_AT, "sums take the place of tiles");
+
+  struct Stage {
+    uint32_t tile, full, empty;
+  };
+  uint32_t base;
+  __device__ Stage stage(uint32_t tile, int barrier) const {
+    return {base + tile, base + BARRIERS_AT + barrier * 16, base + BARRIERS_AT + barrier * 16 + 8};
+  }
+  __device__ Stage k(int i) const { return stage(K_AT + i * KTile::BYTES, i); }
+  __device__ Stage v(int i) const { return stage(V_AT + i * KTile::BYTES, STAGES + i); }
+
+  __device__ void init_barriers() const {
+    for (int i = 0; i < NUM_BARRIERS; i += 2) {
+      barrier_init(base + BARRIERS_AT + i * 8, 1);                         // full: the producer's
+      barrier_init(base + BARRIERS_AT + i * 8 + 8, ARRIVALS_OF_WARP * 4);  // empty: every consuming warp's
+    }
+    barrier_init_done();
+  }
+
+  __device__ uint32_t state(int stream, int row) const { return base + stream * STATES_BYTES + row * 8; }
+  __device__ uint32_t sum(int, int row, int column) const {
+    return base + SUMS_AT + (row * SUM_STRIDE + column) * 4;
+  }
+};
+
+// The tiles of a part, on the grid that begins at column 0.
+template <class Shape>
+struct Share {
+  int first, step, count;  // of the first tile's columns; of the next one's further on
+
+  __device__ Share(Range columns, int part, int num_parts) {
+    const Blocks tiles = blocks_of(columns, Shape::block_k);
+    first = (tiles.last - tiles.count + 1 + part) * Shape::block_k;
+    step = num_parts * Shape::block_k;
+    count = max(tiles.count - part + num_parts - 1, 0) / num_parts;
+  }
+  __device__ int column(int i) const { return first + i * step; }
+};
+
+// A warp that copies k or v. A tile comes in boxes of cache.box_rows, each of which lies on one page.
+template <class Shape>
+struct DecodeProducer {
+  using Buffers = DecodeBuffers<Shape>;
+  using KTile = typename Buffers::KTile;
+
+  const CUtensorMap &map;
+  const fa_cuda_cache &cache;
+  const Buffers buffers;
+  const int batch, kv_head, seqlen_k;
+  const Share<Shape> share;
+  const int boxes, tiles_at_once;  // so many tiles' boxes a warp has a lane for
+  // Of this lane's box: its row and its page, which without pages is the batch, in the map.
+  struct Place {
+    int row, page;
+  };
+
+  __device__ DecodeProducer(const fa_cuda_arguments &a, const fa_cuda_parts &d, const CUtensorMap &map,
+                            const Buffers &buffers, const Unit &unit, const Share<Shape> &share)
+      : map(map),
+        cache(d.cache),
+        buffers(buffers),
+        batch(unit.batch),
+        kv_head(unit.kv_head),
+        seqlen_k(a.window.seqlen_k),
+        share(share),
+        boxes(Shape::block_k / d.cache.box_rows),
+        tiles_at_once(32 / boxes) {}
+
+  // Where this lane's box lies, of those of the tiles from the part's i-th on; nobody asks for those behind the
+  // last one. What the table has is looked at when it is wanted.
+  __device__ Place find(int i) const {
+    const int lane = threadIdx.x % 32, tile = i + lane / boxes;
+    const int column = share.column(tile) + lane % boxes * cache.box_rows;
+    if (!cache.page_table) return {column, batch};
+    if (lane / boxes >= tiles_at_once || tile >= share.count || column >= seqlen_k) return {0, -1};
+    const int number = uint32_t(column) / uint32_t(cache.page_size);
+    return {column - number * cache.page_size,
+            __ldg(cache.page_table + int64_t(batch) * cache.max_pages + number)};
+  }
+
+  // Behind the last page, as behind the last batch, there are zeros.
+  __device__ Place checked(Place place) const {
+    if (cache.page_table && uint32_t(place.page) >= uint32_t(cache.num_pages)) place.page = cache.num_pages;
+    return place;
+  }
+
+  // The boxes' places are those in the lanes from first_lane on.
+  __device__ void load(typename Buffers::Stage to, uint32_t phase, const Place &places, int first_lane) const {
+    const bool issues = threadIdx.x % 32 == 0;
+    barrier_wait(to.empty, phase ^ 1);
+    if (issues) barrier_expect(to.full, KTile::BYTES);
+#pragma unroll 1
+    for (int box = 0; box < boxes; box++) {
+      const int row = __shfl_sync(~0u, places.row, first_lane + box);
+      const int page = __shfl_sync(~0u, places.page, first_lane + box);
+      if (issues)
+#pragma unroll
+        for (int i = 0; i < KTile::BOXES; i++)
+          load_box(to.tile + i * KTile::BOX_BYTES + box * cache.box_rows * 128, map, to.full, i * 64, row,
+                   kv_head, page);
+    }
+  }
+
+  // Pages are looked up long before they are wanted.
+  template <class StageAt>
+  __device__ void produce(StageAt stage_at) const {
+    Place next = find(0), places;
+    Ring<Shape::stages> ring;
+    int at = tiles_at_once;
+#pragma unroll 1
+    for (int i = 0; i < share.count; i++, at++, ring.advance()) {
+      if (at == tiles_at_once) at = 0, places = checked(next), next = find(i + tiles_at_once);
+      load(stage_at(ring.stage), ring.phase, places, at * boxes);
+    }
+  }
+};
+
+// The warpgroup that computes, each warp 16 rows.
+template <class Kind, class Shape>
+struct DecodeConsumer {
+  using Buffers = DecodeBuffers<Shape>;
+  using Stage = typename Buffers::Stage;
+  using QTile = typename Buffers::QTile;
+  using KTile = typename Buffers::KTile;
+  static constexpr int NT = Shape::block_k / 8, DT = Shape::head_dim / 8;
+  static constexpr int QK_STEPS = Shape::head_dim / 16, PV_STEPS = Shape::block_k / 16;
+  static constexpr int BARRIER = 1;
+
+  const fa_cuda_arguments &a;
+  const Buffers buffers;
+  const Sequence &sequence;
+  const Unit &unit;
+  const Share<Shape> &share;
+  const SeenColumns &seen;
+  const int first_row;
+  const bool has_rows;  // a warp without some only takes part in products
+
+  float o[1][DT][4] = {}, scores[1][NT][4];
+  uint32_t p[1][PV_STEPS][4] = {};
+  OnlineSoftmax<Kind, 1> softmax;
+
+  __device__ DecodeConsumer(const fa_cuda_arguments &a, const Buffers &buffers, const Sequence &sequence,
+                            const Unit &unit, const Share<Shape> &share, const SeenColumns &seen)
+      : a(a),
+        buffers(buffers),
+        sequence(sequence),
+        unit(unit),
+        share(share),
+        seen(seen),
+        first_row(uniform(threadIdx.x / 32) * 16),
+        has_rows(first_row < unit.num_rows) {}
+
+  __device__ void load_queries() const {
+    using Io = typename Kind::Io;
+    const decode::TileCopy<Io, QTile, WARPGROUP> copy = {int(threadIdx.x), a.q.num_cols};
+    decode::copy_queries<Io>(copy, buffers.base, a, sequence, unit);
+    copy_async_wait_all();
+    fence_async();
+    named_barrier_wait(BARRIER, WARPGROUP);
+  }
+
+  // In a cluster, addresses of shared memory have the number of their block on top, for which descriptors of
+  // operands have no room.
+  __device__ static uint32_t in_block(uint32_t address) { return address & 0xffffff; }
+
+  __device__ void start_scores(const Ring<Shape::stages> &at) {
+    const Stage k = buffers.k(at.stage);
+    barrier_wait(k.full, at.phase);
+    multiply<Kind, QK_STEPS>(scores[0], BoxOperand<QTile, true>(in_block(buffers.base)),
+                             BoxOperand<KTile, true>(in_block(k.tile)), false);
+  }
+
+  __device__ void start_o(const Ring<Shape::stages> &at, int column) {
+    const Stage v = buffers.v(at.stage);
+    barrier_wait(v.full, at.phase);
+    if (column < seen.any.begin || column + Shape::block_k > min(seen.any.end, a.window.seqlen_k))
+      clear_values(v.tile, seen.any.begin - column, seen.any.end - column);
+    multiply<Kind, PV_STEPS>(o[0], p, BoxOperand<KTile, false>(in_block(v.tile)), true);
+  }
+
+  // Sets to 0 the rows of v that nobody sees, before `begin` and from `end` on: caches hold garbage there.
+  __device__ void clear_values(uint32_t tile, int begin, int end) const {
+    const int chunk = threadIdx.x % 8;
+#pragma unroll 1
+    for (int row = threadIdx.x / 8; row < Shape::block_k; row += WARPGROUP / 8)
+      if (row < begin || row >= end)
+#pragma unroll
+        for (int box = 0; box < KTile::BOXES; box++)
+          store_shared(tile + KTile::offset(row, box * 8 + chunk), make_uint4(0, 0, 0, 0));
+    fence_async();
+    named_barrier_wait(BARRIER, WARPGROUP);
+  }
+
+  // Products become exponentials; true where o is due a rescale_rows.
+  __device__ bool make_exponentials(int column) {
+    if (!has_rows) return false;
+    finish_scores<Kind, 1, NT>(scores, a.score, 1);
+    if (column < seen.all.begin || column + Shape::block_k > seen.all.end)
+      decode::hide_columns<1, NT>(scores, sequence, unit, first_row, column, seen.any.end);
+    return softmax.update(scores, exponent_of_unit<Kind>(a.score));
+  }
+
+  // The scores of a tile are computed beside o's product of the one before, whose exponentials are p.
+  __device__ void consume() {
+    load_queries();
+    if (share.count == 0) return;
+    Ring<Shape::stages> ring;
+    start_scores(ring);
+    wgmma_wait<0>(scores[0]);
+    barrier_arrive_warp(buffers.k(ring.stage).empty);
+    make_exponentials(share.column(0));
+    if (has_rows) convert<Kind>(p, scores);
+#pragma unroll 1
+    for (int i = 1; i < share.count; i++) {
+      Ring<Shape::stages> next = ring;
+      next.advance();
+      start_scores(next);
+      start_o(ring, share.column(i - 1));
+      wgmma_wait<1>(scores[0]);
+      barrier_arrive_warp(buffers.k(next.stage).empty);
+      const bool moved = make_exponentials(share.column(i));
+      wgmma_wait<0>(o[0], p);
+      barrier_arrive_warp(buffers.v(ring.stage).empty);
+      if (moved) softmax.rescale_rows(o);
+      if (has_rows) convert<Kind>(p, scores);
+      ring = next;
+    }
+    start_o(ring, share.column(share.count - 1));
+    wgmma_wait<0>(o[0], p);
+  }
+
+  __device__ void put() const {
+    if (has_rows) decode::put_sums<Kind>(buffers, 0, first_row, softmax.max[0], softmax.sum[0], o[0]);
+  }
+};
+
+// One block of threads for each part of a unit's keys; all parts of a unit are one cluster where d.in_cluster.
+template <class Kind, class Shape>
+__global__ void __launch_bounds__(Shape::num_threads, Shape::blocks_per_sm)
+    attend(const __grid_constant__ fa_cuda_arguments a, const __grid_constant__ fa_cuda_parts d,
+           const __grid_constant__ fa_cuda_maps maps) {
+  using Buffers = DecodeBuffers<Shape>;
+  FA_DYNAMIC_SHARED(1024, uint8_t, shared);
+  const Buffers buffers = {shared_address(shared)};
+  if (threadIdx.x == 0) {
+    prefetch_map(maps.k), prefetch_map(maps.v);
+    buffers.init_barriers();
+  }
+  __syncthreads();
+  let_dependents_start();
+  const int part = blockIdx.x % d.num_parts;
+  const Unit unit = decode::unit_at<Shape>(a, blockIdx.x / d.num_parts);
+  const Sequence sequence = decode::cached_sequence(a, d.cache, unit.batch);
+  const SeenColumns seen = decode::seen_by(sequence, unit);
+  const Share<Shape> share(seen.any, part, d.num_parts);
+  const int warp = uniform(threadIdx.x / 32);
+  if (warp == 4) {
+    DecodeProducer<Shape>(a, d, maps.k, buffers, unit, share).produce([&](int i) { return buffers.k(i); });
+  } else if (warp == 5) {
+    DecodeProducer<Shape>(a, d, maps.v, buffers, unit, share).produce([&](int i) { return buffers.v(i); });
+  } else {
+    DecodeConsumer<Kind, Shape> consumer(a, buffers, sequence, unit, share, seen);
+    consumer.consume();
+    named_barrier_wait(DecodeConsumer<Kind, Shape>::BARRIER, WARPGROUP);  // nobody reads tiles any more
+    consumer.put();
+  }
+  __syncthreads();
+  decode::finish_unit<Kind, Shape>(a, d, buffers, sequence, unit, part);
+}
+
+template <class Kind, class Shape>
+constexpr fa_cuda_kernel row(const char *name) {
+  return {.name = name,
+          .bucket = Shape::head_dim,
+          .block_q = Shape::block_q,
+          .block_k = Shape::block_k,
+          .num_threads = Shape::num_threads,
+          .shared_bytes = DecodeBuffers<Shape>::BYTES,
+          .takes = FA_CUDA_PLAIN_NEEDS | FA_CUDA_NEEDS_LENGTHS | FA_CUDA_NEEDS_PAGES,
+          .mapped = true,
+          .main = address_of_kernel(attend<Kind, Shape>),
+          .merge = address_of_kernel(decode::merge_parts<Kind, Shape>),
+          .blocks_per_sm = Shape::blocks_per_sm};
+}
+
+}  // namespace hopper
+}  // namespace fa
+
+#define ROW(rest, ...)                                                       \
+  fa::hopper::row<fa::kinds::FA_KIND, fa::hopper::DecodeShape<__VA_ARGS__>>( \
+      "cuda/sm90/decode/" FA_QUOTE(FA_KIND) rest)
+
+// Stages are what there is room for: 96 KiB a block where two share a multiprocessor.
+const fa_cuda_kernel FA_JOIN(fa_hopper_decode_, FA_KIND)[] = {
+    // bucket, block_k, stages, blocks per multiprocessor
+    ROW("/d64", 64, 128, 3, 2),
+    ROW("/d128", 128, 64, 3, 2),
+    ROW("/d256", 256, 64, 3, 1),
+    {},
+};
