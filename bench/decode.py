@@ -10,6 +10,7 @@ GB/s: bytes of k and v over that time. Inputs are normal, [batch, seqlen, heads,
 """
 import argparse
 import os
+import random
 import statistics
 
 import torch
@@ -108,7 +109,7 @@ def name_of(case):
 
 
 def microseconds(runs, num_turns):
-    """{name: median}. All take turns, in an order that turns too: what ran before costs some their first microseconds.
+    """{name: median}. All take turns, in another order each time: what ran before costs some their first microseconds.
     The GPU is kept busy first, so that no launch waits for Python."""
     flush = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
     times = {name: [] for name in runs}
@@ -116,9 +117,8 @@ def microseconds(runs, num_turns):
         run()
     torch.cuda.synchronize()
     torch.cuda._sleep(200_000_000)
-    for turn in range(num_turns):
-        first = turn % len(runs)
-        for name, run in [*runs.items()][first:] + [*runs.items()][:first]:
+    for _ in range(num_turns):
+        for name, run in random.sample([*runs.items()], len(runs)):
             events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             flush.zero_()
             events[0].record()
@@ -195,6 +195,7 @@ def main():
     parser.add_argument("--turns", type=int, default=60)
     args = parser.parse_args()
     torch.manual_seed(0)
+    random.seed(0)
     library, page = Library(args.library), Page()
     page.say(f"# Decoding on {torch.cuda.get_device_name()}\n")
     page.say(f"torch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}. " + " ".join(__doc__.split("\n\n")[-1].split()) + "\n")

@@ -284,10 +284,7 @@ __global__ void __launch_bounds__(Shape::num_threads, Shape::blocks_per_sm)
   using Buffers = DecodeBuffers<Shape>;
   FA_DYNAMIC_SHARED(1024, uint8_t, shared);
   const Buffers buffers = {shared_address(shared)};
-  if (threadIdx.x == 0) {
-    prefetch_map(maps.k), prefetch_map(maps.v);
-    buffers.init_barriers();
-  }
+  if (threadIdx.x == 0) buffers.init_barriers();
   __syncthreads();
   let_dependents_start();
   const int part = blockIdx.x % d.num_parts;

@@ -915,11 +915,7 @@ __global__ void __launch_bounds__(Shape::num_threads, 1)
     forward(const __grid_constant__ fa_cuda_arguments a, const __grid_constant__ fa_cuda_maps maps) {
   FA_DYNAMIC_SHARED(1024, uint8_t, shared);
   const ForwardBuffers<Kind, Shape, GENERAL> buffers = {shared_address(shared)};
-  if (threadIdx.x == 0) {
-    if constexpr (!Kind::SCALED) prefetch_map(maps.q);
-    prefetch_map(maps.k), prefetch_map(maps.v);
-    buffers.init_barriers();
-  }
+  if (threadIdx.x == 0) buffers.init_barriers();
   __syncthreads();
   if constexpr (begins_early<Kind, GENERAL>) wait_for_launch_before();
   const int warpgroup = uniform(threadIdx.x / WARPGROUP);

@@ -69,11 +69,6 @@ __device__ inline void give_registers() {
 
 // ---- bulk copies -----------------------------------------------------------------------------------
 
-// Brings the map itself nearer, before it is wanted.
-__device__ inline void prefetch_map(const CUtensorMap &map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
-}
-
 // Starts the copy of a box of a tensor map from (column, row, head, batch) on; what lies outside of the tensor
 // becomes 0. Its bytes arrive at the barrier.
 __device__ inline void load_box(uint32_t to, const CUtensorMap &map, uint32_t barrier, int column, int row,
