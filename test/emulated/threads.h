@@ -164,8 +164,8 @@ void cluster_barrier(Site site = Site());
 // ---- shared memory -------------------------------------------------------------------------------------
 
 // Addresses are those of the block's own dynamic memory, from SHARED_BEGIN on, or of its static memory; and
-// from CLUSTER_STEP * (rank + 1) on of that of the cluster's blocks. In a cluster, shared_address_of gives one of
-// these for the block itself, as a GPU does: too large for an operand's descriptor.
+// from CLUSTER_STEP * (rank + 1) on of that of the cluster's blocks. In a cluster, shared_address_of gives one
+// of these for the block itself, as a GPU does: too large for an operand's descriptor.
 constexpr uint32_t SHARED_BEGIN = 1024, STATIC_BEGIN = 1 << 20, CLUSTER_STEP = 1 << 24;
 
 uint32_t shared_address_of(const void *pointer, Site site = Site());
