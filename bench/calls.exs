@@ -1,14 +1,87 @@
-# What a small call costs on the CPU, and where: microseconds of each step of a forward of f32 [1, 16, 2, 16], by turns; medians
-# and the least. The C library's own steps are those of `build/bench_cpu --calls`.
+# What a small call costs, and where: microseconds of each step of a forward, by turns; medians and the least. On the CPU of f32
+# [1, 16, 2, 16], whose steps in the C library are those of `build/bench_cpu --calls`; on a GPU of bf16 [1, 128, 8, 64], from
+# binaries and from tensors that lie there.
 #
-#     mix run bench/calls.exs
-alias FlashAttention.{Native, Tensor}
+#     mix run bench/calls.exs [cpu | cuda]
+alias FlashAttention.{DeviceMemory, Native, Tensor}
 
 defmodule Bench do
   @turns 4000
 
+  def run(kind) do
+    {device, type, shape} = problem(kind)
+
+    %{name: name, features: features} =
+      Enum.find(FlashAttention.backend_info().devices, &(&1.device in [kind, device])) ||
+        raise "there is no device #{kind}"
+
+    IO.puts("#{Enum.join([name | features], ", ")}, OTP #{System.otp_release()}; #{type} #{inspect(shape)}\n")
+    IO.puts("| call | median, us | least, us |\n|---|---|---|")
+    tensor = Tensor.new(numbers(type, Tuple.product(shape)), type, shape)
+    rows(shared(device, tensor) ++ steps(kind, device, tensor))
+
+    if kind == :cuda,
+      do: IO.puts("\nOf a forward, the kernels take #{microseconds(kernels(device, tensor))} us.")
+  end
+
+  defp problem(:cpu), do: {{:cpu, 0}, :f32, {1, 16, 2, 16}}
+  defp problem(:cuda), do: {{:cuda, 0}, :bf16, {1, 128, 8, 64}}
+
+  defp shared(device, tensor) do
+    [
+      {"an empty function", fn -> :ok end},
+      {"`Native.execute` of nothing: refused, on a dirty scheduler",
+       fn -> Native.execute(:none, %{}, [], device, %{}) end},
+      {"`Native.execute`, a forward", fn -> execute(device, tensor, %{}) end}
+    ]
+  end
+
+  defp steps(:cpu, _device, tensor) do
+    [
+      {"`FlashAttention.forward/4`, causal",
+       fn -> {:ok, _} = FlashAttention.forward(tensor, tensor, tensor, device: :cpu) end},
+      {"`FlashAttention.forward/4`, no options",
+       fn -> {:ok, _} = FlashAttention.forward(tensor, tensor, tensor) end}
+    ]
+  end
+
+  defp steps(:cuda, device, tensor) do
+    {:ok, memory} = Native.upload(device, tensor.data)
+    there = %{tensor | data: DeviceMemory.from_native(memory)}
+    {:ok, o, lse} = FlashAttention.forward_with_states(tensor, tensor, tensor, device: device)
+
+    {:ok, o_there, states} =
+      FlashAttention.forward_with_states(there, there, there, results: :device, keep: :device)
+
+    [
+      {"`Native.execute`, a forward there",
+       fn -> execute(device, %{tensor | data: memory}, %{results: :device}) end},
+      {"`FlashAttention.forward/4`", fn -> {:ok, _} = FlashAttention.forward(tensor, tensor, tensor) end},
+      {"`FlashAttention.forward/4`, of results of other calls",
+       fn -> {:ok, _} = FlashAttention.forward(o, o, o) end},
+      {"`FlashAttention.forward/4`, there",
+       fn -> {:ok, _} = FlashAttention.forward(there, there, there, results: :device) end},
+      {"`FlashAttention.backward/7`",
+       fn -> {:ok, _, _, _} = FlashAttention.backward(tensor, tensor, tensor, tensor, o, lse) end},
+      {"`FlashAttention.backward/3`, there",
+       fn -> {:ok, _, _, _} = FlashAttention.backward(o_there, states, results: :device) end}
+    ]
+  end
+
+  defp execute(device, %{data: data, type: type, shape: shape}, placement) do
+    native = {data, type, shape}
+    {:ok, _, _, measured} = Native.execute(:forward, %{q: native, k: native, v: native}, [], device, placement)
+    measured
+  end
+
+  # In nanoseconds.
+  defp kernels(device, tensor) do
+    runs = for _ <- 1..500, do: execute(device, tensor, %{}).kernel_seconds
+    runs |> Enum.sort() |> Enum.at(250) |> Kernel.*(1.0e9)
+  end
+
   # Each step alone, by turns, in one process.
-  def rows(steps) do
+  defp rows(steps) do
     for _ <- 1..500, {_name, fun} <- steps, do: fun.()
     turns = for _ <- 1..@turns, do: Enum.map(steps, fn {_name, fun} -> nanoseconds(fun) end)
 
@@ -25,26 +98,16 @@ defmodule Bench do
   end
 
   defp microseconds(nanoseconds), do: :erlang.float_to_binary(nanoseconds / 1000, decimals: 1)
+
+  defp numbers(:f32, count), do: for(i <- 1..count, into: <<>>, do: <<:math.sin(i)::float-32-native>>)
+
+  # The upper halves of f32.
+  defp numbers(:bf16, count) do
+    for i <- 1..count, into: <<>> do
+      <<upper::16, _lower::16>> = <<:math.sin(i)::float-32>>
+      <<upper::16-native>>
+    end
+  end
 end
 
-shape = {1, 16, 2, 16}
-data = for(i <- 1..Tuple.product(shape), into: <<>>, do: <<:math.sin(i)::float-32-native>>)
-tensor = Tensor.new(data, :f32, shape)
-native = {data, {:f, 32}, shape}
-tensors = %{q: native, k: native, v: native}
-
-%{devices: [%{name: name, features: features} | _]} = FlashAttention.backend_info()
-IO.puts("#{name}, #{Enum.join(features, " ")}, OTP #{System.otp_release()}; f32 #{inspect(shape)}\n")
-IO.puts("| call | median, us | least, us |\n|---|---|---|")
-
-Bench.rows([
-  {"an empty function", fn -> :ok end},
-  {"`Native.execute` of nothing: refused, on a dirty scheduler",
-   fn -> Native.execute(:none, %{}, [], {:cpu, 0}, %{}) end},
-  {"`Native.execute`, a forward",
-   fn -> {:ok, _, _, _} = Native.execute(:forward, tensors, [], {:cpu, 0}, %{}) end},
-  {"`FlashAttention.forward/4`, causal",
-   fn -> {:ok, _} = FlashAttention.forward(tensor, tensor, tensor, device: :cpu) end},
-  {"`FlashAttention.forward/4`, no options",
-   fn -> {:ok, _} = FlashAttention.forward(tensor, tensor, tensor) end}
-])
+Bench.run(if "cuda" in System.argv(), do: :cuda, else: :cpu)

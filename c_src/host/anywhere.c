@@ -39,6 +39,8 @@ typedef struct host_run {
   tensor_place tensors[FA_NUM_TENSORS];
   size_t pageable_bytes;
   bool on_devices; /* whether the call reads or writes the caller's memory on a device */
+  bool at_once;    /* whether all that is staged fits the ring together (see run_at_once) */
+  void *up, *down; /* the streams that copy: the lane's, or the one that computes */
   fa_slices slices;
   fa_plan plans[FA_MAX_SLICES];
   int32_t *own_bands;    /* of every slice, where some need bands of their own; */
@@ -118,11 +120,18 @@ static bool computes_apart(const host_run *run, const fa_extent *own, int id) {
   return is_output(run, id) && fa_lies_apart(&run->plan->problem, own, id);
 }
 
+/* Whether the only slice is what the caller planned. */
+static bool is_planned(const host_run *run) { return run->slices.count == 1 && run->whole == run->plan; }
+
 static fa_status plan_slice(host_run *run, int number, fa_error *error) {
   const fa_problem *whole = &run->plan->problem;
   const fa_extent *own = &run->slices.at[number].own;
   fa_plan *plan = &run->plans[number];
   *plan = *run->plan;
+  if (is_planned(run)) {
+    run->execution.workspace_bytes = plan->workspace_bytes;
+    return FA_STATUS_OK;
+  }
   plan->whole = run->whole;
   plan->problem = fa_problem_of(whole, own);
   for (int id = 0; id < FA_NUM_TENSORS; id++) {
@@ -198,7 +207,8 @@ static fa_copy copy_of(const host_run *run, int id, const fa_region *region) {
   fa_copy copy = {.device = rows_in(&t->device, region),
                   .host = rows_in(&t->given, region),
                   .row_bytes = region->row_bytes,
-                  .num_rows = region->num_rows};
+                  .num_rows = region->num_rows,
+                  .is_padded = !memory_wanted(run->placement, id)};
   if (t->packs) {
     copy.device = packed_rows(run, id, region);
     copy.row_bytes = packed_bytes(p, region->row_bytes);
@@ -232,7 +242,7 @@ static int list_copies(const host_run *run, int number, fa_tensor_role role, boo
 static fa_status copy_directly(const host_run *run, const fa_copy *copies, int num_copies, bool download,
                                fa_error *error) {
   const fa_memory_ops *memory = run->heap->backend->memory;
-  void *stream = download ? run->lane->down : run->lane->up;
+  void *stream = download ? run->down : run->up;
   fa_status status = FA_STATUS_OK;
   for (const fa_copy *copy = copies; !status && copy < copies + num_copies; copy++)
     status = memory->copy(run->heap->index, download ? copy->host : copy->device,
@@ -291,18 +301,23 @@ static fa_status unpack_slice(const host_run *run, int number, fa_error *error) 
   return status;
 }
 
+/* A stream waits for what another has been given until now. */
+static fa_status wait_for_stream(const host_run *run, void *stream, void *other, void *event, fa_error *error) {
+  const fa_memory_ops *memory = run->heap->backend->memory;
+  if (stream == other) return FA_STATUS_OK;
+  fa_status status = memory->record(run->heap->index, event, other, error);
+  return status ? status : memory->stream_wait(run->heap->index, stream, event, error);
+}
+
 /* The stream that computes waits for the slice's inputs. Nothing is recorded where none is copied directly:
  * that event would stand behind what later slices send through the ring. */
 static fa_status upload_slice(host_run *run, int number, fa_error *error) {
-  const fa_memory_ops *memory = run->heap->backend->memory;
-  const int32_t index = run->heap->index;
   fa_lane *lane = run->lane;
   fa_copy copies[FA_NUM_TENSORS];
   const int num_copies = list_copies(run, number, FA_ROLE_INPUT, false, copies);
   fa_status status = copy_directly(run, copies, num_copies, false, error);
-  if (!status && num_copies) status = memory->record(index, lane->slices[number].uploaded, lane->up, error);
   if (!status && num_copies)
-    status = memory->stream_wait(index, lane->compute, lane->slices[number].uploaded, error);
+    status = wait_for_stream(run, lane->compute, run->up, lane->slices[number].uploaded, error);
   return status ? status : fa_staging_await(lane->staging, number, lane->compute, error);
 }
 
@@ -323,36 +338,39 @@ static fa_status start_slice(host_run *run, int number, fa_error *error) {
 
 static fa_status fetch_slice(host_run *run, int number, fa_error *error) {
   const fa_memory_ops *memory = run->heap->backend->memory;
+  fa_staging *staging = run->lane->staging;
   fa_copy direct[FA_NUM_TENSORS], staged[FA_NUM_TENSORS];
   const int num_direct = list_copies(run, number, FA_ROLE_OUTPUT, false, direct);
   const int num_staged = list_copies(run, number, FA_ROLE_OUTPUT, true, staged);
-  fa_status status =
-      memory->stream_wait(run->heap->index, run->lane->down, run->lane->slices[number].done, error);
+  fa_status status = FA_STATUS_OK;
+  if (run->down != run->lane->compute)
+    status = memory->stream_wait(run->heap->index, run->down, run->lane->slices[number].done, error);
   if (!status && number > 0 && number == run->slices.count - 1)
-    status = memory->record(run->heap->index, run->lane->last, run->lane->down, error);
+    status = memory->record(run->heap->index, run->lane->last, run->down, error);
   if (!status) status = copy_directly(run, direct, num_direct, true, error);
-  return status || !num_staged ? status : fa_staging_download(run->lane->staging, staged, num_staged, error);
+  if (status || !num_staged) return status;
+  return run->at_once ? fa_staging_fetch_at_once(staging, staged, num_staged, run->down, error)
+                      : fa_staging_download(staging, staged, num_staged, error);
 }
 
 /* The call waits for work on the caller's stream that may still use the caller's memory on a device. */
 static fa_status wait_for_caller(host_run *run, fa_error *error) {
-  const fa_memory_ops *memory = run->heap->backend->memory;
-  const int32_t index = run->heap->index;
-  fa_lane *lane = run->lane;
+  const fa_lane *lane = run->lane;
   if (!run->on_devices) return FA_STATUS_OK;
-  fa_status status = memory->record(index, lane->ready, run->placement->stream, error);
-  if (!status) status = memory->stream_wait(index, lane->up, lane->ready, error);
-  return status ? status : memory->stream_wait(index, lane->compute, lane->ready, error);
+  fa_status status = wait_for_stream(run, lane->compute, run->placement->stream, lane->ready, error);
+  return status || run->up == lane->compute
+             ? status
+             : run->heap->backend->memory->stream_wait(run->heap->index, run->up, lane->ready, error);
 }
 
-/* The stream down, which has waited for the last slice, copies what the caller keeps on the device. */
+/* The stream of downloads, which has waited for the last slice, copies what the caller keeps on the device. */
 static fa_status copy_kept(const host_run *run, fa_error *error) {
   fa_status status = FA_STATUS_OK;
   for (const tensor_place *t = run->tensors; !status && t < run->tensors + FA_NUM_TENSORS; t++)
     if (t->kept)
-      status = run->heap->backend->memory->copy(run->heap->index, (fa_rows){t->kept, t->bytes},
-                                                (fa_rows){t->device.data, t->bytes}, t->bytes, 1,
-                                                run->lane->down, error);
+      status =
+          run->heap->backend->memory->copy(run->heap->index, (fa_rows){t->kept, t->bytes},
+                                           (fa_rows){t->device.data, t->bytes}, t->bytes, 1, run->down, error);
   return status;
 }
 
@@ -360,7 +378,7 @@ static fa_status finish(host_run *run, fa_error *error) {
   const fa_memory_ops *memory = run->heap->backend->memory;
   const int32_t index = run->heap->index;
   fa_status status = copy_kept(run, error);
-  if (!status) status = memory->record(index, run->lane->finished, run->lane->down, error);
+  if (!status) status = memory->record(index, run->lane->finished, run->down, error);
   if (!status) status = memory->event_wait(index, run->lane->slices[run->slices.count - 1].done, error);
   for (int i = 0; !status && i < run->slices.count; i++) {
     double seconds = 0;
@@ -406,10 +424,28 @@ static fa_status run_slices_and_stage_results(host_run *run, fa_error *error) {
   return status;
 }
 
+static fa_status run_in_slices(host_run *run, fa_error *error) {
+  fa_status status = (has_staged_results(run) ? run_slices_and_stage_results : run_slices)(run, error);
+  return status ? status : finish(run, error);
+}
+
+/* The calling thread copies few bytes itself, and one stream takes them up, computes and takes results down: to
+ * wake other threads and to have streams wait for each other would take longer than the copies. */
+static fa_status run_at_once(host_run *run, fa_error *error) {
+  fa_staging *staging = run->lane->staging;
+  fa_copy inputs[FA_NUM_TENSORS], results[FA_NUM_TENSORS];
+  const int num_inputs = list_copies(run, 0, FA_ROLE_INPUT, true, inputs);
+  fa_status status = fa_staging_upload_at_once(staging, inputs, num_inputs, run->up, error);
+  if (!status) status = start_slice(run, 0, error);
+  if (!status) status = fetch_slice(run, 0, error);
+  if (!status) status = finish(run, error);
+  if (!status) fa_staging_take_fetched(staging, results, list_copies(run, 0, FA_ROLE_OUTPUT, true, results));
+  return status;
+}
+
 static fa_status run_all(host_run *run, fa_error *error) {
   fa_status status = wait_for_caller(run, error);
-  if (!status) status = (has_staged_results(run) ? run_slices_and_stage_results : run_slices)(run, error);
-  return status ? status : finish(run, error);
+  return status ? status : (run->at_once ? run_at_once : run_in_slices)(run, error);
 }
 
 /* ---- the call ------------------------------------------------------------------------------------------ */
@@ -452,7 +488,22 @@ static void choose_packed(host_run *run) {
   }
 }
 
-/* Takes the device's memory that only the call needs. */
+static bool fits_at_once(const host_run *run, fa_tensor_role role) {
+  fa_copy copies[FA_NUM_TENSORS];
+  return fa_staging_fits_at_once(run->lane->staging, copies, list_copies(run, 0, role, true, copies));
+}
+
+static void choose_streams(host_run *run) {
+  fa_lane *lane = run->lane;
+  run->execution.stream = lane->compute;
+  run->at_once =
+      run->slices.count == 1 && fits_at_once(run, FA_ROLE_INPUT) && fits_at_once(run, FA_ROLE_OUTPUT);
+  run->up = run->at_once ? lane->compute : lane->up;
+  run->down = run->at_once ? lane->compute : lane->down;
+}
+
+/* Takes the device's memory that only the call needs. What goes the same way lies together, so that it can go
+ * as one copy. */
 static void lay_out(host_run *run, fa_arena *arena) {
   run->execution.workspace = fa_take(arena, (int64_t)run->execution.workspace_bytes, 1);
   if (run->own_bands)
@@ -460,9 +511,14 @@ static void lay_out(host_run *run, fa_arena *arena) {
   for (int id = 0; id < FA_NUM_TENSORS; id++) {
     tensor_place *t = &run->tensors[id];
     t->apart = fa_take(arena, (int64_t)t->apart_bytes, 1);
-    if (needs_room(t)) t->device.data = fa_take(arena, (int64_t)t->bytes, 1);
     if (t->packs) t->packed = fa_take(arena, (int64_t)packed_bytes(&run->plan->problem, t->bytes), 1);
   }
+  const fa_tensor_role roles[] = {FA_ROLE_INPUT, FA_ROLE_OUTPUT};
+  for (int i = 0; i < 2; i++)
+    for (int id = 0; id < FA_NUM_TENSORS; id++) {
+      tensor_place *t = &run->tensors[id];
+      if (t->role == roles[i] && needs_room(t)) t->device.data = fa_take(arena, (int64_t)t->bytes, 1);
+    }
 }
 
 static fa_status place_all(host_run *run, fa_error *error) {
@@ -481,8 +537,8 @@ static fa_status run_in_scope(host_run *run, const fa_tensors *given, fa_error *
   if (!status) status = cut(run, error);
   if (!status) status = fa_lane_take(run->heap, run->pageable_bytes, &run->lane, error);
   if (!status) {
-    run->execution.stream = run->lane->compute;
     choose_packed(run);
+    choose_streams(run);
     status = place_all(run, error);
     if (!status) status = run_all(run, error);
     /* After an error, too, the device must be done with the memory below. */

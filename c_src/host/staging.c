@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "../core/arena.h"
 #include "../core/error.h"
 #include "../core/processors.h"
 #include "../core/threads.h"
@@ -30,6 +31,8 @@ enum {
   EARLY_BYTES = 16 << 20,
   /* This is the size of a processor's second-level cache, half of which holds what it read. */
   CACHE_BYTES = 2 << 20,
+  /* The calling thread copies so much before others are awake. */
+  AT_ONCE_BYTES = 384 << 10,
   /* Threads stay awake from a forward to its backward: the bus reads at half the rate what a processor has
    * written that has gone to sleep since. */
   AWAKE_MICROSECONDS = 1000
@@ -391,6 +394,70 @@ fa_status fa_staging_end_uploads(fa_staging *staging, fa_error *error) { return 
 fa_status fa_staging_download(fa_staging *staging, const fa_copy *copies, int num_copies, fa_error *error) {
   fa_status status = begin(staging, copies, num_copies, true, error);
   return status ? status : end(staging, error);
+}
+
+/* ---- few bytes, all of them in the ring at once ------------------------------------------------------- */
+
+/* Copies lie in the ring as parts do in an arena. */
+static size_t room_of(const fa_copy *copy) {
+  return (bytes_of(copy) + FA_ARENA_ALIGNMENT - 1) / FA_ARENA_ALIGNMENT * FA_ARENA_ALIGNMENT;
+}
+
+bool fa_staging_fits_at_once(const fa_staging *staging, const fa_copy *copies, int num_copies) {
+  const size_t ring_bytes = staging->slot_bytes * RING_SLOTS;
+  size_t bytes = 0;
+  for (int i = 0; i < num_copies; i++) bytes += room_of(&copies[i]);
+  return bytes <= (ring_bytes < AT_ONCE_BYTES ? ring_bytes : AT_ONCE_BYTES);
+}
+
+/* Whether two copies lie on the device as they do in the ring. */
+static bool lie_together(const fa_copy *copy, const fa_copy *next) {
+  return copy->is_padded && next->is_padded && copy->num_rows == 1 && next->num_rows == 1 &&
+         copy->device.data + room_of(copy) == next->device.data;
+}
+
+static fa_status send_at_once(fa_staging *staging, const fa_copy *copies, int num_copies, bool download,
+                              void *stream, fa_error *error) {
+  const fa_heap *heap = staging->heap;
+  char *memory = staging->ring[0].memory;
+  fa_status status = FA_STATUS_OK;
+  for (const fa_copy *copy = copies, *next; !status && copy < copies + num_copies; copy = next) {
+    size_t width = copy->row_bytes, room = room_of(copy);
+    for (next = copy + 1; next < copies + num_copies && lie_together(next - 1, next); next++) {
+      width = room + bytes_of(next);
+      room += room_of(next);
+    }
+    const fa_rows here = {memory, width}, there = copy->device;
+    status = heap->backend->memory->copy(heap->index, download ? here : there, download ? there : here, width,
+                                         copy->num_rows, stream, error);
+    memory += room;
+  }
+  return status;
+}
+
+/* Copies between the ring and the host's own memory. */
+static void copy_at_once(const fa_staging *staging, const fa_copy *copies, int num_copies, bool download) {
+  char *memory = staging->ring[0].memory;
+  for (const fa_copy *copy = copies; copy < copies + num_copies; copy++) {
+    const ring_slot slot = {.memory = memory, .copy = copy};
+    copy_share(&slot, download, 0, bytes_of(copy));
+    memory += room_of(copy);
+  }
+}
+
+fa_status fa_staging_upload_at_once(fa_staging *staging, const fa_copy *copies, int num_copies, void *stream,
+                                    fa_error *error) {
+  copy_at_once(staging, copies, num_copies, false);
+  return send_at_once(staging, copies, num_copies, false, stream, error);
+}
+
+fa_status fa_staging_fetch_at_once(fa_staging *staging, const fa_copy *copies, int num_copies, void *stream,
+                                   fa_error *error) {
+  return send_at_once(staging, copies, num_copies, true, stream, error);
+}
+
+void fa_staging_take_fetched(fa_staging *staging, const fa_copy *copies, int num_copies) {
+  copy_at_once(staging, copies, num_copies, true);
 }
 
 void fa_staging_stop(fa_staging *staging) {

@@ -14,6 +14,7 @@ typedef struct fa_copy {
   size_t row_bytes, num_rows;
   int64_t packed_dim; /* 0: rows are copied as they are; else the head_dim of f32 rows that are packed */
   int slice;          /* the slice that needs the copy */
+  bool is_padded;     /* whether the device's memory is an arena's, so that nothing else lies behind it */
 } fa_copy;
 
 typedef struct fa_staging fa_staging;
@@ -39,6 +40,17 @@ fa_status fa_staging_end_uploads(fa_staging *staging, fa_error *error);
 
 /* Copies from the device, and returns when all is there. No uploads may be under way. */
 fa_status fa_staging_download(fa_staging *staging, const fa_copy *copies, int num_copies, fa_error *error);
+
+/* Whether the calling thread alone had better take these copies through the ring, all of them at once. */
+bool fa_staging_fits_at_once(const fa_staging *staging, const fa_copy *copies, int num_copies);
+
+/* Enqueues such copies on the stream, to the device or from it. Later ones take the place of earlier ones in
+ * the ring, so that the stream must be the same. What was fetched is taken from the ring once it is there. */
+fa_status fa_staging_upload_at_once(fa_staging *staging, const fa_copy *copies, int num_copies, void *stream,
+                                    fa_error *error);
+fa_status fa_staging_fetch_at_once(fa_staging *staging, const fa_copy *copies, int num_copies, void *stream,
+                                   fa_error *error);
+void fa_staging_take_fetched(fa_staging *staging, const fa_copy *copies, int num_copies);
 
 /* Abandons uploads that an error kept from being ended. */
 void fa_staging_stop(fa_staging *staging);

@@ -19,7 +19,8 @@ test-xla-calls: $(HARNESS) $(LIBRARY)
 	$(XLA_ENVIRONMENT) $(PYTHON) test/xla/test_xla.py --library $(LIBRARY) --harness $(HARNESS) $(XLA_ARGS)
 
 test-xla-shards: $(LIBRARY)
-	$(XLA_ENVIRONMENT) $(PYTHON) test/xla/test_shards.py --library $(LIBRARY)
+	$(XLA_ENVIRONMENT) $(PYTHON) test/xla/test_shards.py --library $(LIBRARY) \
+	  $(if $(findstring cuda,$(XLA_ARGS)),--platform cuda)
 
 test-xla-sanitize:
 	UBSAN_OPTIONS=print_stacktrace=1 $(MAKE) --no-print-directory test-xla SANITIZE=address,undefined FA_CUDA=0 \
