@@ -17,7 +17,7 @@
 /* Where a tensor of the pass is. One arena has all of the device's memory that only the call needs. */
 typedef struct tensor_place {
   fa_tensor_role role;      /* FA_ROLE_NONE also where the tensor is empty */
-  bool copied;              /* whether the tensor crosses the bus, */
+  bool copied;              /* whether the tensor is copied over the bus, */
   bool staged;              /* whether it does so through pinned memory, */
   bool packs;               /* and whether as packed rows (host/pack.h), which become f32 again on the device */
   size_t bytes, part_bytes; /* of the whole, and of what this device has of it */
@@ -374,11 +374,20 @@ static fa_status copy_kept(const host_run *run, fa_error *error) {
   return status;
 }
 
+/* Whether nothing follows the kernels on the call's only stream. */
+static bool ends_with_kernels(const host_run *run) {
+  if (!run->at_once) return false;
+  for (const tensor_place *t = run->tensors; t < run->tensors + FA_NUM_TENSORS; t++)
+    if (t->kept || (t->role == FA_ROLE_OUTPUT && t->copied)) return false;
+  return true;
+}
+
 static fa_status finish(host_run *run, fa_error *error) {
   const fa_memory_ops *memory = run->heap->backend->memory;
   const int32_t index = run->heap->index;
+  const bool is_over = ends_with_kernels(run);
   fa_status status = copy_kept(run, error);
-  if (!status) status = memory->record(index, run->lane->finished, run->down, error);
+  if (!status && !is_over) status = memory->record(index, run->lane->finished, run->down, error);
   if (!status) status = memory->event_wait(index, run->lane->slices[run->slices.count - 1].done, error);
   for (int i = 0; !status && i < run->slices.count; i++) {
     double seconds = 0;
@@ -388,7 +397,7 @@ static fa_status finish(host_run *run, fa_error *error) {
   /* A long wait ends late. A wait for the results before the last slice's makes that for the last ones short.
    */
   if (!status && run->slices.count > 1) status = memory->event_wait(index, run->lane->last, error);
-  return status ? status : memory->event_wait(index, run->lane->finished, error);
+  return status || is_over ? status : memory->event_wait(index, run->lane->finished, error);
 }
 
 static bool has_staged_results(const host_run *run) {
@@ -488,9 +497,28 @@ static void choose_packed(host_run *run) {
   }
 }
 
+/* Kernels that wrote more would wait for the bus, which a copy engine does not keep them from. */
+enum { MOST_BYTES_IN_PLACE = 512 << 10 };
+
 static bool fits_at_once(const host_run *run, fa_tensor_role role) {
   fa_copy copies[FA_NUM_TENSORS];
   return fa_staging_fits_at_once(run->lane->staging, copies, list_copies(run, 0, role, true, copies));
+}
+
+/* Whether kernels had better write a result to the host's memory by themselves: little of it, which a copy
+ * behind them would only bring there later. A backward may add to its results, which are read for that. */
+static bool is_written_in_place(const host_run *run, int id) {
+  const tensor_place *t = &run->tensors[id];
+  return run->at_once && is_planned(run) && run->plan->pass == FA_PASS_FORWARD && is_output(run, id) &&
+         t->copied && !t->staged && !memory_wanted(run->placement, id) && t->bytes <= MOST_BYTES_IN_PLACE &&
+         (uintptr_t)t->given.data % FA_ARENA_ALIGNMENT == 0 &&
+         fa_pool_holds(&run->heap->pinned->callers, t->given.data, t->bytes);
+}
+
+static void choose_places(host_run *run) {
+  for (int id = 0; id < FA_NUM_TENSORS; id++)
+    if (is_written_in_place(run, id))
+      run->tensors[id].device = run->tensors[id].given, run->tensors[id].copied = false;
 }
 
 static void choose_streams(host_run *run) {
@@ -539,6 +567,7 @@ static fa_status run_in_scope(host_run *run, const fa_tensors *given, fa_error *
   if (!status) {
     choose_packed(run);
     choose_streams(run);
+    choose_places(run);
     status = place_all(run, error);
     if (!status) status = run_all(run, error);
     /* After an error, too, the device must be done with the memory below. */

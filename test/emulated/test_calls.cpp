@@ -229,13 +229,13 @@ int main() {
   test_device({"bf16 backward of the device's tensors", 6, 10}, FA_DTYPE_BF16, FA_PASS_BACKWARD);
   test_device({"f32 forward of the device's tensors", 5, 9}, FA_DTYPE_F32, FA_PASS_FORWARD);
   test_device({"f32 backward of the device's tensors", 7, 11}, FA_DTYPE_F32, FA_PASS_BACKWARD);
-  test_anywhere({"bf16 forward of the device's tensors, host path", 12, 17}, FA_DTYPE_BF16, FA_PASS_FORWARD,
+  test_anywhere({"bf16 forward of the device's tensors, host path", 10, 15}, FA_DTYPE_BF16, FA_PASS_FORWARD,
                 ON_DEVICE);
   test_anywhere({"bf16 forward of ordinary memory", 17, 22}, FA_DTYPE_BF16, FA_PASS_FORWARD, PAGEABLE);
   test_anywhere({"bf16 backward of ordinary memory", 23, 27}, FA_DTYPE_BF16, FA_PASS_BACKWARD, PAGEABLE);
   test_anywhere({"bf16 forward of more ordinary memory", 47, 52}, FA_DTYPE_BF16, FA_PASS_FORWARD, PAGEABLE,
                 2000);
-  test_anywhere({"bf16 forward of pinned memory", 15, 20}, FA_DTYPE_BF16, FA_PASS_FORWARD, PINNED);
+  test_anywhere({"bf16 forward of pinned memory", 11, 16}, FA_DTYPE_BF16, FA_PASS_FORWARD, PINNED);
   test_anywhere({"bf16 backward of pinned memory", 21, 25}, FA_DTYPE_BF16, FA_PASS_BACKWARD, PINNED);
   test_cache({"an append to a cache", 8, 8}, {"bf16 forward of a cache", 19, 21});
   test_devices();
