@@ -3,6 +3,8 @@
 #include <time.h>
 
 #include "../c_src/core/clock.h"
+#include "../c_src/core/integers.h"
+#include "copy.h"
 #include "kernels.h"
 #include "runtime.h"
 
@@ -113,6 +115,18 @@ static fa_status copy(int32_t index, fa_rows to, fa_rows from, size_t row_bytes,
                               stream));
 }
 
+/* Several blocks take turns at a long copy. */
+static fa_status copy_all(int32_t index, const fa_byte_copy *copies, int64_t count, void *stream,
+                          fa_error *error) {
+  enum { BLOCK_BYTES = FA_CUDA_COPY_THREADS * 16, MOST_BLOCKS = 32 };
+  fa_cuda_copies all = {0};
+  int64_t most = 0;
+  for (int64_t i = 0; i < count; i++) all.at[i] = copies[i], most = fa_max(most, (int64_t)copies[i].bytes);
+  const dim3 blocks = {(unsigned)fa_min(fa_divide_up(most, BLOCK_BYTES), MOST_BLOCKS), (unsigned)count, 1};
+  ON_DEVICE(index, "copying rows",
+            fa_cuda_launch(fa_cuda_copy_kernel, blocks, FA_CUDA_COPY_THREADS, 0, (void *[]){&all}, stream));
+}
+
 static fa_status record(int32_t index, void *event, void *stream, fa_error *error) {
   ON_DEVICE(index, "cudaEventRecord", cudaEventRecord(event, stream));
 }
@@ -169,6 +183,7 @@ const fa_memory_ops fa_cuda_memory = {.enter = enter,
                                       .event_new = event_new,
                                       .event_free = event_free,
                                       .copy = copy,
+                                      .copy_all = copy_all,
                                       .record = record,
                                       .stream_wait = stream_wait,
                                       .event_wait = event_wait,

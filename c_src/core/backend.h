@@ -10,6 +10,16 @@ typedef struct fa_rows {
   size_t pitch;
 } fa_rows;
 
+/* Bytes that go to the device's memory. */
+typedef struct fa_byte_copy {
+  void *to;
+  const void *from;
+  size_t bytes;
+  fa_place place; /* of from, where it is one of several copies */
+} fa_byte_copy;
+
+enum { FA_MOST_COPIES = 64 };
+
 /* What a thread had before it entered a device. The words are the backend's. */
 typedef struct fa_scope {
   void *before;
@@ -47,6 +57,10 @@ typedef struct fa_memory_ops {
   /* Enqueues a copy of num_rows rows that begin pitch bytes apart, either way or within the device. */
   fa_status (*copy)(int32_t index, fa_rows to, fa_rows from, size_t row_bytes, size_t num_rows, void *stream,
                     fa_error *error);
+  /* Enqueues up to FA_MOST_COPIES copies as one piece of work, in any order, from the device's memory or from
+   * what host_alloc gave. NULL where there is no such thing. */
+  fa_status (*copy_all)(int32_t index, const fa_byte_copy *copies, int64_t count, void *stream,
+                        fa_error *error);
   fa_status (*record)(int32_t index, void *event, void *stream, fa_error *error);
   fa_status (*stream_wait)(int32_t index, void *stream, void *event, fa_error *error);
   fa_status (*event_wait)(int32_t index, void *event, fa_error *error); /* yields the processor */

@@ -148,40 +148,61 @@ typedef struct copying {
   int64_t count;
 } copying;
 
-static void copy_rows(copying *c, int64_t to_page, int64_t to_row, const char *k, const char *v,
-                      int64_t num_rows) {
+/* Rows that are to be copied, and where they lie. */
+typedef struct source {
+  const char *k, *v;
+  fa_place place_of_k, place_of_v;
+} source;
+
+static source source_at(source from, int64_t bytes) {
+  from.k += bytes, from.v += bytes;
+  return from;
+}
+
+static void copy_rows(copying *c, int64_t to_page, int64_t to_row, source from, int64_t num_rows) {
   const size_t bytes = (size_t)(num_rows * c->cache->row_bytes);
   const int64_t at = (to_page * c->cache->layout.page_size + to_row) * c->cache->row_bytes;
-  c->copies[c->count++] = (fa_byte_copy){c->cache->k + at, k, bytes};
-  c->copies[c->count++] = (fa_byte_copy){c->cache->v + at, v, bytes};
+  c->copies[c->count++] = (fa_byte_copy){c->cache->k + at, from.k, bytes, from.place_of_k};
+  c->copies[c->count++] = (fa_byte_copy){c->cache->v + at, from.v, bytes, from.place_of_v};
 }
 
 /* First the rows that the new ones' first page shares with others, then the new ones, page by page. */
-static void copy_sequence(copying *c, const fa_append *append, const char *k, const char *v) {
+static void copy_sequence(copying *c, const fa_append *append, source new) {
   const fa_cache *cache = c->cache;
   const int64_t page_size = cache->layout.page_size, end = append->first_row + append->num_rows;
-  const int64_t shared = append->copy_from * page_size * cache->row_bytes;
+  const source pages = {cache->k, cache->v, FA_PLACE_DEVICE, FA_PLACE_DEVICE};
   if (append->num_copied_rows > 0)
-    copy_rows(c, append->copy_to, 0, cache->k + shared, cache->v + shared, append->num_copied_rows);
+    copy_rows(c, append->copy_to, 0, source_at(pages, append->copy_from * page_size * cache->row_bytes),
+              append->num_copied_rows);
   for (int64_t row = append->first_row, next; row < end; row = next) {
     next = (row / page_size + 1) * page_size < end ? (row / page_size + 1) * page_size : end;
     const int64_t at = (row - append->first_row) * cache->row_bytes;
-    copy_rows(c, fa_append_page(cache->book, append, row), row % page_size, k + at, v + at, next - row);
+    copy_rows(c, fa_append_page(cache->book, append, row), row % page_size, source_at(new, at), next - row);
   }
 }
 
-static fa_status copy_all(const fa_cache *cache, const fa_append *appends, int64_t count, const char *k,
-                          const char *v, fa_error *error) {
+static fa_status copy_all_here(const fa_cache *cache, const fa_append *appends, int64_t count, const char *k,
+                               const char *v, fa_error *error) {
   int64_t most = 0; /* a sequence's rows begin within a page, and its first page may be copied */
   for (int64_t i = 0; i < count; i++) most += 2 * (appends[i].num_pages + 2);
   copying c = {cache, malloc((size_t)most * sizeof *c.copies), 0};
   if (!c.copies) return fa_fail_message(error, FA_STATUS_OUT_OF_MEMORY, "k", "no memory for a list of copies");
-  for (int64_t i = 0; i < count; i++) {
-    const int64_t at = i * appends[i].num_rows * cache->row_bytes;
-    copy_sequence(&c, &appends[i], k + at, v + at);
-  }
+  const int64_t bytes = appends[0].num_rows * cache->row_bytes; /* of each */
+  const source new = {k, v, fa_memory_locate(cache->device, k, (size_t)(count * bytes)),
+                      fa_memory_locate(cache->device, v, (size_t)(count * bytes))};
+  for (int64_t i = 0; i < count; i++) copy_sequence(&c, &appends[i], source_at(new, i * bytes));
   const fa_status status = fa_copy_bytes(cache->device, c.copies, c.count, NULL, error);
   free(c.copies);
+  return status;
+}
+
+static fa_status copy_all(const fa_cache *cache, const fa_append *appends, int64_t count, const char *k,
+                          const char *v, fa_error *error) {
+  fa_stay stay;
+  fa_status status = fa_stay_begin(cache->device, &stay, error);
+  if (status) return status;
+  status = copy_all_here(cache, appends, count, k, v, error);
+  fa_stay_end(&stay);
   return status;
 }
 

@@ -265,8 +265,8 @@ fa_place fa_memory_locate(fa_device device, const void *memory, size_t bytes) {
   return fa_heap_locate(heap, memory, bytes);
 }
 
-static fa_status copy_in_scope(const fa_heap *heap, const fa_byte_copy *copies, int64_t count, void *stream,
-                               fa_error *error) {
+static fa_status copy_one_by_one(const fa_heap *heap, const fa_byte_copy *copies, int64_t count, void *stream,
+                                 fa_error *error) {
   const fa_memory_ops *memory = heap->backend->memory;
   fa_status status = FA_STATUS_OK;
   for (int64_t i = 0; !status && i < count; i++)
@@ -277,23 +277,83 @@ static fa_status copy_in_scope(const fa_heap *heap, const fa_byte_copy *copies, 
   return status ? status : memory->synchronize(heap->index, stream, error);
 }
 
+/* More bytes are as fast one by one: a driver's call for each of them counts no more. */
+static const size_t most_together_bytes = (size_t)256 << 10;
+
+/* Of a copy's bytes in pinned memory. Each begins at a multiple of 16 bytes. */
+static size_t room_of(const fa_byte_copy *copy) {
+  return copy->place == FA_PLACE_DEVICE ? 0 : (copy->bytes + 15) / 16 * 16;
+}
+
+/* Whether copies had better be made together, and with how much pinned memory. */
+static bool go_together(const fa_heap *heap, const fa_byte_copy *copies, int64_t count, size_t *pinned_bytes) {
+  *pinned_bytes = 1;
+  if (count < 2 || !heap->backend->memory->copy_all) return false;
+  for (int64_t i = 0; i < count && *pinned_bytes <= most_together_bytes; i++) {
+    if (copies[i].place == FA_PLACE_OTHER_DEVICE) return false;
+    *pinned_bytes += room_of(&copies[i]);
+  }
+  return *pinned_bytes <= most_together_bytes;
+}
+
+/* The driver takes some microseconds for each copy, and for all of them once: what comes from the host's memory
+ * goes to pinned memory first, which the device reads by itself. */
+static fa_status copy_together(const fa_heap *heap, char *pinned, const fa_byte_copy *copies, int64_t count,
+                               void *stream, fa_error *error) {
+  const fa_memory_ops *memory = heap->backend->memory;
+  fa_status status = FA_STATUS_OK;
+  fa_byte_copy some[FA_MOST_COPIES];
+  for (int64_t done = 0, next; !status && done < count; done = next) {
+    for (next = done; next < count && next - done < FA_MOST_COPIES; next++) {
+      fa_byte_copy *copy = &some[next - done];
+      *copy = copies[next];
+      if (copy->place == FA_PLACE_DEVICE) continue;
+      copy->from = memcpy(pinned, copy->from, copy->bytes);
+      pinned += room_of(copy);
+    }
+    status = memory->copy_all(heap->index, some, next - done, stream, error);
+  }
+  const fa_status waited = memory->synchronize(heap->index, stream, status ? NULL : error);
+  return status ? status : waited;
+}
+
+static fa_status copy_in_scope(const fa_heap *heap, const fa_byte_copy *copies, int64_t count, void *stream,
+                               fa_error *error) {
+  size_t bytes;
+  void *pinned = NULL;
+  if (!go_together(heap, copies, count, &bytes) || fa_pool_take(&heap->pinned->staging, bytes, &pinned, NULL))
+    return copy_one_by_one(heap, copies, count, stream, error);
+  const fa_status status = copy_together(heap, pinned, copies, count, stream, error);
+  fa_pool_give(&heap->pinned->staging, pinned);
+  return status;
+}
+
+fa_status fa_stay_begin(fa_device device, fa_stay *stay, fa_error *error) {
+  FIND_HEAP(heap);
+  stay->heap = heap;
+  return heap ? heap->backend->memory->enter(heap->index, &stay->scope, error) : FA_STATUS_OK;
+}
+
+void fa_stay_end(const fa_stay *stay) {
+  if (stay->heap) stay->heap->backend->memory->leave(&stay->scope);
+}
+
 fa_status fa_copy_bytes(fa_device device, const fa_byte_copy *copies, int64_t count, void *stream,
                         fa_error *error) {
-  FIND_HEAP(heap);
-  fa_scope scope;
-  for (int64_t i = 0; !heap && i < count; i++)
-    if (copies[i].bytes) memmove(copies[i].to, copies[i].from, copies[i].bytes);
-  if (!heap) return fa_succeed(error);
-  fa_status status = heap->backend->memory->enter(heap->index, &scope, error);
+  fa_stay stay;
+  fa_status status = fa_stay_begin(device, &stay, error);
   if (status) return status;
-  status = copy_in_scope(heap, copies, count, stream, error);
-  heap->backend->memory->leave(&scope);
+  for (int64_t i = 0; !stay.heap && i < count; i++)
+    if (copies[i].bytes) memmove(copies[i].to, copies[i].from, copies[i].bytes);
+  if (stay.heap) status = copy_in_scope(stay.heap, copies, count, stream, error);
+  fa_stay_end(&stay);
   return status ? status : fa_succeed(error);
 }
 
 fa_status fa_device_copy(fa_device device, void *to, const void *from, size_t bytes, void *stream,
                          fa_error *error) {
-  return bytes ? fa_copy_bytes(device, &(fa_byte_copy){to, from, bytes}, 1, stream, error) : fa_succeed(error);
+  return bytes ? fa_copy_bytes(device, &(fa_byte_copy){to, from, bytes, FA_PLACE_HOST}, 1, stream, error)
+               : fa_succeed(error);
 }
 
 fa_status fa_device_synchronize(fa_device device, void *stream, fa_error *error) {

@@ -41,13 +41,16 @@ void fa_heap_trim(fa_heap *heap);
 fa_status fa_workspace_take(fa_device device, size_t bytes, void **workspace, fa_error *error);
 void fa_workspace_give(fa_device device, size_t bytes, void *workspace);
 
-/* Copies as fa_device_copy makes them, one after the other, waited for once. */
-typedef struct fa_byte_copy {
-  void *to;
-  const void *from;
-  size_t bytes;
-} fa_byte_copy;
+/* A device is the calling thread's from one to the other, so that functions called meanwhile find it there;
+ * where its memory is the host's, nothing is to be found. */
+typedef struct fa_stay {
+  const fa_heap *heap;
+  fa_scope scope;
+} fa_stay;
+fa_status fa_stay_begin(fa_device device, fa_stay *stay, fa_error *error);
+void fa_stay_end(const fa_stay *stay);
 
+/* Copies as fa_device_copy makes them, waited for once. No bytes are both written and read. */
 fa_status fa_copy_bytes(fa_device device, const fa_byte_copy *copies, int64_t count, void *stream,
                         fa_error *error);
 

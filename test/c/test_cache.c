@@ -2,6 +2,8 @@
  * Caches: what is refused, what a full one keeps, that attention over a view of sequences is that over the rows
  * which were appended to them, in one step and in many, before and after forks, and that memory goes when the
  * last who uses it does.
+ *
+ *   test_cache [cpu|cuda]
  */
 #include <math.h>
 #include <stdlib.h>
@@ -12,21 +14,23 @@
 #include "check.h"
 #include "random.h"
 
-enum { HEADS = 4, KV_HEADS = 2, HEAD_DIM = 5, ROW = KV_HEADS * HEAD_DIM, MOST_ROWS = 400 };
+enum { HEADS = 4, KV_HEADS = 2, MOST_DIM = 8, MOST_ROW = KV_HEADS * MOST_DIM, MOST_ROWS = 400 };
 
-static const fa_device cpu = {FA_DEVICE_CPU, 0};
+static fa_device device = {FA_DEVICE_CPU, 0};
+static int64_t head_dim = 5; /* or 8, whose rows are multiples of 16 bytes */
+static int64_t row_size(void) { return KV_HEADS * head_dim; }
 
 static int64_t page_bytes(void) {
   fa_memory_info info;
-  fa_memory_get_info(cpu, &info, NULL);
+  fa_memory_get_info(device, &info, NULL);
   return info.page_bytes;
 }
 
 static fa_cache *cache_of(int64_t num_pages, int64_t page_size) {
-  const fa_cache_layout layout = {FA_DTYPE_F32, num_pages, page_size, KV_HEADS, HEAD_DIM};
+  const fa_cache_layout layout = {FA_DTYPE_F32, num_pages, page_size, KV_HEADS, head_dim};
   fa_cache *cache;
   fa_error error;
-  CHECK(!fa_cache_new(cpu, &layout, &cache, &error), "%s", error.message);
+  CHECK(!fa_cache_new(device, &layout, &cache, &error), "%s", error.message);
   return cache;
 }
 
@@ -35,7 +39,7 @@ static fa_cache *cache_of(int64_t num_pages, int64_t page_size) {
 static void refuse(fa_cache_layout layout, const char *message) {
   fa_cache *cache;
   fa_error error;
-  CHECK(fa_cache_new(cpu, &layout, &cache, &error) != FA_STATUS_OK && !cache, "a layout is taken");
+  CHECK(fa_cache_new(device, &layout, &cache, &error) != FA_STATUS_OK && !cache, "a layout is taken");
   CHECK_TEXT(error.message, message);
 }
 
@@ -46,7 +50,7 @@ static void test_refusals(void) {
   refuse((fa_cache_layout){FA_DTYPE_F32, 0, 1, 1, 1}, "num_pages: expected 1 to 2^31 - 1, got 0");
   refuse((fa_cache_layout){FA_DTYPE_F32, INT32_MAX, INT32_MAX, INT64_C(1) << 30, 64},
          "num_pages: more bytes than there are addresses");
-  const float row[ROW] = {0};
+  const float row[MOST_ROW] = {0};
   fa_cache *one = cache_of(1, 4), *other = cache_of(1, 4);
   fa_cache_sequence *sequences[2];
   fa_cache_view view;
@@ -64,8 +68,8 @@ static void test_refusals(void) {
 
 /* Sequences and views keep the cache's memory, a released sequence does not keep its pages. */
 static void test_memory(void) {
-  const int64_t before = page_bytes(), bytes = 2 * 3 * 4 * ROW * (int64_t)sizeof(float);
-  const float rows[12 * ROW] = {0};
+  const int64_t before = page_bytes(), bytes = 2 * 3 * 4 * row_size() * (int64_t)sizeof(float);
+  const float rows[12 * MOST_ROW] = {0};
   fa_cache *cache = cache_of(3, 4);
   fa_cache_sequence *sequence, *empty;
   fa_cache_view view;
@@ -93,7 +97,7 @@ static void test_memory(void) {
 typedef struct known {
   fa_cache_sequence *sequence; /* NULL: none */
   int64_t length;
-  float k[MOST_ROWS * ROW], v[MOST_ROWS * ROW];
+  float k[MOST_ROWS * MOST_ROW], v[MOST_ROWS * MOST_ROW];
 } known;
 
 static void draw(fa_random *random, float *x, int64_t count) {
@@ -105,14 +109,15 @@ static void attend(const fa_problem *p, fa_tensors *t, float *o) {
   fa_error error;
   float lse[HEADS * 8];
   t->o = fa_tensor_contiguous(p, FA_TENSOR_O, o), t->lse = fa_tensor_contiguous(p, FA_TENSOR_LSE, lse);
-  CHECK(!fa_plan_init(&plan, p, FA_PASS_FORWARD, cpu, &error) && !fa_run_anywhere(&plan, t, NULL, NULL, &error),
+  CHECK(!fa_plan_init(&plan, p, FA_PASS_FORWARD, device, &error) &&
+            !fa_run_anywhere(&plan, t, NULL, NULL, &error),
         "%s", error.message);
 }
 
 static fa_problem problem_of(int64_t batch, int64_t seqlen_q, int64_t seqlen_k) {
   fa_problem p;
   fa_problem_init(&p);
-  p.batch = batch, p.seqlen_q = seqlen_q, p.seqlen_k = seqlen_k, p.head_dim = HEAD_DIM;
+  p.batch = batch, p.seqlen_q = seqlen_q, p.seqlen_k = seqlen_k, p.head_dim = head_dim;
   p.num_heads = HEADS, p.num_kv_heads = KV_HEADS, p.window_right = 0;
   return p;
 }
@@ -128,7 +133,7 @@ static void expect(const known *x, float *q, float *o) {
 
 static void check_view(const fa_cache *cache, const known *sequences, int count, fa_random *random) {
   fa_cache_sequence *handles[8];
-  float q[8 * HEADS * HEAD_DIM], o[8 * HEADS * HEAD_DIM], expected[HEADS * HEAD_DIM];
+  float q[8 * HEADS * MOST_DIM], o[8 * HEADS * MOST_DIM], expected[HEADS * MOST_DIM];
   fa_cache_view view;
   fa_error error;
   for (int i = 0; i < count; i++) handles[i] = sequences[i].sequence;
@@ -137,7 +142,7 @@ static void check_view(const fa_cache *cache, const known *sequences, int count,
   fa_problem p = problem_of(count, 1, view.max_pages * layout.page_size);
   p.lengths_batch = count;
   p.num_pages = layout.num_pages, p.page_size = layout.page_size, p.max_pages = view.max_pages;
-  draw(random, q, count * HEADS * HEAD_DIM);
+  draw(random, q, count * HEADS * head_dim);
   fa_tensors t = {.q = fa_tensor_contiguous(&p, FA_TENSOR_Q, q),
                   .k = fa_tensor_contiguous(&p, FA_TENSOR_K, (void *)view.k),
                   .v = fa_tensor_contiguous(&p, FA_TENSOR_V, (void *)view.v),
@@ -147,27 +152,27 @@ static void check_view(const fa_cache *cache, const known *sequences, int count,
   fa_cache_view_end(&view);
   for (int i = 0; i < count; i++) {
     float furthest = 0;
-    expect(&sequences[i], q + i * HEADS * HEAD_DIM, expected);
-    for (int d = 0; d < HEADS * HEAD_DIM; d++)
-      furthest = fmaxf(furthest, fabsf(o[i * HEADS * HEAD_DIM + d] - expected[d]));
+    expect(&sequences[i], q + i * HEADS * head_dim, expected);
+    for (int d = 0; d < HEADS * head_dim; d++)
+      furthest = fmaxf(furthest, fabsf(o[i * HEADS * head_dim + d] - expected[d]));
     CHECK(furthest < 1e-5f, "%d rows: o is off by %g", (int)sequences[i].length, (double)furthest);
   }
 }
 
 static void append(known *sequences, int count, int64_t num_rows, fa_random *random) {
   fa_cache_sequence *handles[8];
-  float *k = malloc((size_t)(count * num_rows + 1) * ROW * sizeof *k),
-        *v = malloc((size_t)(count * num_rows + 1) * ROW * sizeof *v);
+  float *k = malloc((size_t)(count * num_rows + 1) * row_size() * sizeof *k),
+        *v = malloc((size_t)(count * num_rows + 1) * row_size() * sizeof *v);
   fa_error error;
-  draw(random, k, count * num_rows * ROW), draw(random, v, count * num_rows * ROW);
+  draw(random, k, count * num_rows * row_size()), draw(random, v, count * num_rows * row_size());
   for (int i = 0; i < count; i++) handles[i] = sequences[i].sequence;
   const fa_status status = fa_cache_append(handles, count, k, v, num_rows, &error);
   CHECK(!status || status == FA_STATUS_OUT_OF_MEMORY, "%s", error.message);
   for (int i = 0; !status && i < count; i++) {
-    memcpy(sequences[i].k + sequences[i].length * ROW, k + i * num_rows * ROW,
-           (size_t)num_rows * ROW * sizeof *k);
-    memcpy(sequences[i].v + sequences[i].length * ROW, v + i * num_rows * ROW,
-           (size_t)num_rows * ROW * sizeof *v);
+    memcpy(sequences[i].k + sequences[i].length * row_size(), k + i * num_rows * row_size(),
+           (size_t)num_rows * row_size() * sizeof *k);
+    memcpy(sequences[i].v + sequences[i].length * row_size(), v + i * num_rows * row_size(),
+           (size_t)num_rows * row_size() * sizeof *v);
     sequences[i].length += num_rows;
   }
   free(k), free(v);
@@ -204,11 +209,20 @@ static void test_attention(int64_t num_pages, int64_t page_size) {
   fa_cache_free(cache);
 }
 
-int main(void) {
+int main(int argc, char **argv) {
+  fa_error error;
+  if (argc > 1 && strcmp(argv[1], fa_device_kind_name(FA_DEVICE_CUDA)) == 0) device.kind = FA_DEVICE_CUDA;
+  if (fa_num_devices(device.kind, &error) == 0) {
+    printf("skipped: %s\n", error.message);
+    num_skipped++;
+    return report();
+  }
   test_refusals();
-  test_memory();
-  test_attention(400, 1);
-  test_attention(90, 3);
-  test_attention(24, 16);
+  for (; head_dim <= MOST_DIM; head_dim += 3) {
+    test_memory();
+    test_attention(400, 1);
+    test_attention(90, 3);
+    test_attention(24, 16);
+  }
   return report();
 }

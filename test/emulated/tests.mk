@@ -9,7 +9,7 @@ CXX := c++
 endif
 EMULATED_BUILD := $(BUILD)/emulated
 EMULATED       ?= --quick --sweep 0 --name band --dtype bf16
-EMULATED_TESTS := $(addprefix $(EMULATED_BUILD)/test/test_,emulated attention slices calls isolation decode)
+EMULATED_TESTS := $(addprefix $(EMULATED_BUILD)/test/test_,emulated attention slices calls isolation decode cache)
 
 .PHONY: test-emulated
 ifeq ($(findstring linux,$(TARGET))$(shell command -v $(CXX)),linux)
@@ -19,7 +19,7 @@ else ifeq ($(findstring linux,$(TARGET)),)
 test-emulated:
 	@echo "$@: skipped, it finds a thread's shared memory as Linux lays it out"
 else
-EMULATED_RUNS := $(foreach test,attention slices isolation calls,test-emulated-$(test)-80 test-emulated-$(test)-90) \
+EMULATED_RUNS := $(foreach test,attention slices isolation calls cache,test-emulated-$(test)-80 test-emulated-$(test)-90) \
                  test-emulated-boxes test-emulated-parts test-emulated-decode
 
 .PHONY: test-emulated-hopper test-emulated-itself emulated-programs $(EMULATED_RUNS)
@@ -63,6 +63,10 @@ test-emulated-slices-80 test-emulated-slices-90: test-emulated-slices-%: emulate
 test-emulated-isolation-80 test-emulated-isolation-90: test-emulated-isolation-%: emulated-programs
 	@echo "test_isolation cuda nan, emulated sm_$*"
 	@EMULATED_SM=$* $(EMULATED_BUILD)/test/test_isolation cuda nan
+
+test-emulated-cache-80 test-emulated-cache-90: test-emulated-cache-%: emulated-programs
+	@echo "test_cache cuda, emulated sm_$*"
+	@EMULATED_SM=$* $(EMULATED_BUILD)/test/test_cache cuda
 
 test-emulated-calls-80 test-emulated-calls-90: test-emulated-calls-%: emulated-programs
 	@echo "test_calls, emulated sm_$*"
