@@ -79,6 +79,17 @@ __global__ void __launch_bounds__(Shape::num_warps * 32, Shape::blocks_per_sm)
     const uint32_t k_tile = stages + stage;
     stage ^= Layout::STAGE_BYTES;
     if (!visits.done()) load_k_and_v(visits.begin, stages + stage);
+    if constexpr (GENERAL) {
+      // Padding and caches hold garbage, which times 0 may be NaN.
+      const Range seen = seen_of_columns(band, rows, column, Shape::block_k);
+      if (seen.begin > 0 || seen.end < Shape::block_k) {
+#pragma unroll
+        for (int part = 0; part < PARTS; part++)
+          clear_rows<KTile, THREADS>(k_tile + Layout::K_BYTES + part * KTile::BYTES, seen.begin, seen.end,
+                                     threadIdx.x);
+        __syncthreads();
+      }
+    }
 
     const int exponent_k = exponent_of<Kind>(a.k, batch, kv_head, sequence.first_column + column);
     const int exponent_v = exponent_of<Kind>(a.v, batch, kv_head, sequence.first_column + column);

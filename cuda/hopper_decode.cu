@@ -222,13 +222,7 @@ struct DecodeConsumer {
 
   // Sets to 0 the rows of v that nobody sees, before `begin` and from `end` on: caches hold garbage there.
   __device__ void clear_values(uint32_t tile, int begin, int end) const {
-    const int chunk = threadIdx.x % 8;
-#pragma unroll 1
-    for (int row = threadIdx.x / 8; row < Shape::block_k; row += WARPGROUP / 8)
-      if (row < begin || row >= end)
-#pragma unroll
-        for (int box = 0; box < KTile::BOXES; box++)
-          store_shared(tile + KTile::offset(row, box * 8 + chunk), make_uint4(0, 0, 0, 0));
+    clear_rows<KTile, WARPGROUP>(tile, begin, end, threadIdx.x);
     fence_async();
     named_barrier_wait(BARRIER, WARPGROUP);
   }

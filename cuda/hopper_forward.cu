@@ -453,7 +453,8 @@ struct Consumer {
   static constexpr int NT = Shape::block_k / 8, DT = Shape::head_dim / 8;
   static constexpr int QK_STEPS = Shape::head_dim / 16, PV_STEPS = Shape::block_k / 16;
   static constexpr int P_EXPONENT = SCALED ? SCALED_EXPONENT - MAX_LAG : 0;
-  static constexpr int SPLIT_BARRIER = 1 + Shape::num_consumers;
+  static constexpr int SPLIT_BARRIER = 1 + Shape::num_consumers,
+                       CLEAR_BARRIER = SPLIT_BARRIER + Shape::num_consumers;
   static_assert(!SCALED || FA_CUDA_SCALE_ROWS % Shape::block_k == 0, "one scale a block");
 
   const fa_cuda_arguments &a;
@@ -476,6 +477,8 @@ struct Consumer {
   float o[1][DT][4], fresh[1][DT][4], scores[1][NT][4];
   uint32_t p[Kind::PARTS][PV_STEPS][4], q_held[1][QK_STEPS][4];
   OnlineSoftmax<Kind, 1> softmax;
+  // Of the visit whose product is due: whether v has columns that no row of the tile sees.
+  bool has_unseen = false;
   // Of the tile's head, where there is a program.
   fa_dropout dropout;
   float slope;
@@ -695,6 +698,21 @@ struct Consumer {
                                                                       buffers.bias(stage.stage), warp_row, 0);
   }
 
+  // Sets columns of v that no row of the tile sees to 0, in the visit whose product is due: padding and caches
+  // hold garbage there, which times 0 may be NaN. Consumers that share the tile write the same.
+  __device__ void clear_unseen() {
+    if (__builtin_expect(!__any_sync(~0u, has_unseen), 1)) return;
+    const Stage v = buffers.v(ring.stage);
+    const ToldVisit visit = buffers.visit(ring);
+    barrier_wait(v.full, ring.phase);
+    const Range seen = seen_of_columns(visit.band(), tile.rows, visit.column(), Shape::block_k);
+#pragma unroll
+    for (int part = 0; part < Kind::PARTS; part++)
+      clear_rows<KTile, WARPGROUP>(v.tile + part * KTile::BYTES, seen.begin, seen.end, threadIdx.x % WARPGROUP);
+    fence_async();
+    named_barrier_wait(CLEAR_BARRIER + consumer, WARPGROUP);
+  }
+
   // Products of the visit at a stage of k become exponentials, and that is empty; num_columns_of(band, column)
   // is asked only where rows do not see all.
   template <class NumColumnsOf>
@@ -710,9 +728,12 @@ struct Consumer {
       add_program(flags, visit, stage, due);
       barrier_arrive_warp(empty);
     }
+    has_unseen = false;
     if (!__any_sync(~0u, flags & ToldVisit::sees_all(consumer))) {
       const fa_band band = visit.band();
       const int column = visit.column();
+      const Range seen = seen_of_columns(band, tile.rows, column, Shape::block_k);
+      has_unseen = seen.begin > 0 || seen.end < Shape::block_k;
       num_columns = num_columns_of(band, column);
       mask_scores<true, 1, NT>(scores, band, {tile.batch, tile.head, first_row, column}, num_columns);
     }
@@ -765,6 +786,7 @@ struct Consumer {
         Ring<Buffers::STAGES> next = ring;
         next.advance();
         const Stage k = buffers.k(next.stage), v = buffers.v(ring.stage);
+        clear_unseen();
         barrier_wait(k.full, next.phase);
         turns.wait();
         start_scores(q_rows, k);
@@ -784,6 +806,7 @@ struct Consumer {
         of_o = of_next_o;
       }
       const Stage v = buffers.v(ring.stage);
+      clear_unseen();
       barrier_wait(v.full, ring.phase);
       start_o(v);
       finish_o(v, of_o);
@@ -813,6 +836,7 @@ struct Consumer {
   // Multiplies the last column block, and writes lse.
   __device__ void finish_columns(float (&scale)[1][2], float of_o) {
     const Stage v = buffers.v(ring.stage);
+    if constexpr (GENERAL) clear_unseen();
     barrier_wait(v.full, ring.phase);
     start_o(v);
     next_tile.hear(buffers.next_tile(ring.stage));

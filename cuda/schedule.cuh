@@ -114,6 +114,12 @@ __device__ inline Range seen_in_band(const fa_band &band, Range own) {
   return OF_ROWS ? fa_band_columns(band, own) : fa_band_rows(band, own);
 }
 
+// The part of `size` columns from `column` on that some of the rows sees in a band, counted from the first.
+__device__ inline Range seen_of_columns(const fa_band &band, Range rows, int column, int size) {
+  const Range seen = seen_in_band<true>(band, rows);
+  return {max(seen.begin - column, 0), min(seen.end - column, size)};
+}
+
 // The plan of a block: of rows or columns; at its rank in the order in which they are begun, or, where that is
 // by number, at its number.
 template <bool OF_ROWS>

@@ -60,6 +60,16 @@ __device__ inline void load_tile(uint32_t tile, const uint16_t *from, int64_t st
   }
 }
 
+// Makes the rows of a tile 0 that lie before `begin` or from `end` on; `thread` of THREADS calls this.
+template <class T, int THREADS>
+__device__ inline void clear_rows(uint32_t tile, int begin, int end, int thread) {
+  constexpr int CHUNKS = T::COLS / 8;
+#pragma unroll 1
+  for (int i = thread; i < T::ROWS * CHUNKS; i += THREADS)
+    if (i / CHUNKS < begin || i / CHUNKS >= end)
+      store_shared(tile + T::offset(i / CHUNKS, i % CHUNKS), make_uint4(0, 0, 0, 0));
+}
+
 // ---- operands of a product -------------------------------------------------------------------------
 
 // One operand of a product is read from a tile as fragments of 16 by 16. Its two axes are `own` (the rows of a
