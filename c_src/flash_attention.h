@@ -85,8 +85,8 @@
  * dq, and whatever the row's q, dout, o and lse hold does not reach the column's dk and dv. So packed batches
  * and caches may hold garbage where nobody looks. A row that so sees nothing gives o = 0 and zero gradients;
  * its lse is -inf, or log(sum exp(sink)) where there are sinks. It never gives NaN. Everything else that is not
- * finite spreads as IEEE arithmetic says. On CUDA this holds of o and lse alone so far, and there of k, and of v
- * in columns that bands or key_lengths hide from all rows: padding, and what lies behind the keys of a cache.
+ * finite spreads as IEEE arithmetic says. On CUDA this holds of o and lse alone so far, and there of k, and of
+ * v in columns that bands or key_lengths hide from all rows: padding, and what lies behind the keys of a cache.
  * Any other v, q, dout, o or lse that is not finite, and in the backward k too, may reach all results of the
  * blocks of rows and columns, up to 192 of them, that it lies beside.
  *

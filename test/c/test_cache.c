@@ -210,8 +210,9 @@ static void test_attention(int64_t num_pages, int64_t page_size) {
 }
 
 static void test_device(void) {
+  head_dim = 5;
   test_refusals();
-  for (head_dim = 5; head_dim <= MOST_DIM; head_dim += 3) {
+  for (; head_dim <= MOST_DIM; head_dim += 3) {
     test_memory();
     test_attention(400, 1);
     test_attention(90, 3);
