@@ -447,9 +447,24 @@ static fa_status enter(int32_t index, fa_scope *scope, fa_error *error) {
 
 static void leave(const fa_scope *scope) { (void)scope; }
 
-static const fa_memory_ops memory = {enter,     leave,  alloc,       release,     available, host_alloc,
-                                     host_free, locate, stream_new,  stream_free, event_new, event_free,
-                                     copy,      record, stream_wait, event_wait,  elapsed,   synchronize};
+static const fa_memory_ops memory = {.enter = enter,
+                                     .leave = leave,
+                                     .alloc = alloc,
+                                     .free = release,
+                                     .available = available,
+                                     .host_alloc = host_alloc,
+                                     .host_free = host_free,
+                                     .locate = locate,
+                                     .stream_new = stream_new,
+                                     .stream_free = stream_free,
+                                     .event_new = event_new,
+                                     .event_free = event_free,
+                                     .copy = copy,
+                                     .record = record,
+                                     .stream_wait = stream_wait,
+                                     .event_wait = event_wait,
+                                     .elapsed = elapsed,
+                                     .synchronize = synchronize};
 
 const fa_backend fake_gpu = {.kind = FA_DEVICE_CUDA,
                              .num_devices = num_devices,
