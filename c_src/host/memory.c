@@ -282,7 +282,7 @@ static const size_t most_together_bytes = (size_t)256 << 10;
 
 /* Of a copy's bytes in pinned memory. Each begins at a multiple of 16 bytes. */
 static size_t room_of(const fa_byte_copy *copy) {
-  return copy->place == FA_PLACE_DEVICE ? 0 : (copy->bytes + 15) / 16 * 16;
+  return copy->place == FA_PLACE_DEVICE ? 0 : (size_t)fa_round_up((int64_t)copy->bytes, 16);
 }
 
 /* Whether copies had better be made together, and with how much pinned memory. */

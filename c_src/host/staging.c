@@ -8,6 +8,7 @@
 
 #include "../core/arena.h"
 #include "../core/error.h"
+#include "../core/integers.h"
 #include "../core/processors.h"
 #include "../core/threads.h"
 #include "pack.h"
@@ -400,7 +401,7 @@ fa_status fa_staging_download(fa_staging *staging, const fa_copy *copies, int nu
 
 /* Copies lie in the ring as parts do in an arena. */
 static size_t room_of(const fa_copy *copy) {
-  return (bytes_of(copy) + FA_ARENA_ALIGNMENT - 1) / FA_ARENA_ALIGNMENT * FA_ARENA_ALIGNMENT;
+  return (size_t)fa_round_up((int64_t)bytes_of(copy), FA_ARENA_ALIGNMENT);
 }
 
 bool fa_staging_fits_at_once(const fa_staging *staging, const fa_copy *copies, int num_copies) {

@@ -405,7 +405,7 @@ int main(int argc, char **argv) {
     test_nan_rows(device);
     test_padding(device);
     if (argc > 2) continue;
-    /* See the header: CUDA keeps this promise of scores alone. `test_isolation cuda` shows what is missing. */
+    /* See the header: CUDA keeps a part of this promise. `test_isolation cuda` shows what is missing. */
     if (kinds[i] == FA_DEVICE_CUDA && argc == 1) {
       printf("EXCLUDED: cuda: its kernels let what a row does not see reach other rows of its tile\n");
       num_skipped++;
