@@ -150,7 +150,7 @@ HOPPER_PASSES := forward backward backward_wide backward_scaled decode
 CUDA_KERNELS  += $(foreach pass,$(HOPPER_PASSES),$(HOPPER_KINDS_$(pass):%=$(BUILD)/cuda/hopper_$(pass)_%.o))
 
 CUDA_HOST     := $(patsubst cuda/%.c,$(BUILD)/cuda/%.o,$(wildcard cuda/*.c))
-CUDA_SMALL    := $(patsubst %,$(BUILD)/cuda/%.o,auxiliary copy plan merge sum)
+CUDA_SMALL    := $(patsubst %,$(BUILD)/cuda/%.o,auxiliary copy isolation merge plan sum)
 OBJECTS       += $(CUDA_HOST) $(CUDA_SMALL) $(CUDA_KERNELS) $(EMULATOR)
 $(BUILD)/core/backends.o: EXTRA_CFLAGS := -DFA_CUDA
 endif

@@ -69,8 +69,8 @@
  * gradient is then summed over that axis, as all gradients are over the axes that they do not have.
  *
  * keep is 1 without dropout, and otherwise 0 or 1 / (1 - rate), where rate is dropout rounded to a multiple of
- * 2^-16. lse is that of all scores. What is dropped depends on dropout_seed, b, h, i and j alone, whatever
- * computes it:
+ * 2^-16. lse is that of all scores. keep * x is 0 where keep is, whatever x is. What is dropped depends on
+ * dropout_seed, b, h, i and j alone, whatever computes it:
  *
  *     words(x, key, n) are n rounds of Philox2x32 (Salmon et al. 2011) on the words x[0], x[1] of 32 bits:
  *         x[0], x[1] = high(x[0] * 0xD256D193) ^ key ^ x[1], low(x[0] * 0xD256D193);  key = key + 0x9E3779B9
@@ -85,10 +85,10 @@
  * dq, and whatever the row's q, dout, o and lse hold does not reach the column's dk and dv. So packed batches
  * and caches may hold garbage where nobody looks. A row that so sees nothing gives o = 0 and zero gradients;
  * its lse is -inf, or log(sum exp(sink)) where there are sinks. It never gives NaN. Everything else that is not
- * finite spreads as IEEE arithmetic says. On CUDA this holds of o and lse alone so far, and there of k, and of
- * v in columns that bands or key_lengths hide from all rows: padding, and what lies behind the keys of a cache.
- * Any other v, q, dout, o or lse that is not finite, and in the backward k too, may reach all results of the
- * blocks of rows and columns, up to 192 of them, that it lies beside.
+ * finite spreads as IEEE arithmetic says. On CUDA results that such numbers meet in a block of rows and columns
+ * are made again one by one, which is slow; but a forward whose padding holds garbage takes no longer. It does
+ * not look, in gradients, at infinite k of which all scores are -inf, and at no infinite q and k of bf16 and
+ * f16 where neither mask nor bias hides anything: these may give NaN.
  *
  * What lse can hold. lse is all that the backward knows of a row's softmax, and in f32 it is rounded by up to
  * |lse| * 2^-24: every p of the row is off by that factor, alike for all its columns, and with p dv, dq and dk.

@@ -115,16 +115,20 @@ __device__ inline double block_sum(int64_t count, Term term) {
   return sums[0];
 }
 
-// dsink = -sum over batch and rows of exp(sink - lse) * delta.
-__global__ void __launch_bounds__(THREADS) sink_gradient(const __grid_constant__ fa_cuda_arguments a) {
+// dsink = -sum over batch and rows of exp(sink - lse) * delta; of a row that sees nothing o is 0, whatever it
+// and dout hold.
+__global__ void __launch_bounds__(THREADS)
+    sink_gradient(const __grid_constant__ fa_cuda_arguments a, const __grid_constant__ fa_cuda_dlse dlse) {
   const int head = blockIdx.x % a.num_heads;
   const float sink = a.sink[blockIdx.x];
   const double sum = block_sum(int64_t(a.batch) * a.padded_rows, [&](int64_t i) -> float {
     const int batch = i / a.padded_rows, row = i % a.padded_rows;
     const Sequence sequence = sequence_of(a, batch);
     if (row >= sequence.num_rows()) return 0;
-    const float lse = *lse_at(a, sequence, head, row);
-    return lse == -INFINITY ? 0 : expf(sink - lse) * a.delta[padded_index_of(a, {batch, head, row})];
+    const float *lse = lse_at(a, sequence, head, row);
+    float delta = a.delta[padded_index_of(a, {batch, head, row})];
+    if (isnan(delta) && !sees_any(a, batch, row)) delta = -dlse_at(a, dlse, lse, batch);
+    return *lse == -INFINITY || delta == 0 ? 0 : expf(sink - *lse) * delta;
   });
   if (threadIdx.x == 0) a.dsink[blockIdx.x] = static_cast<float>(-sum);
 }

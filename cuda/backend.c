@@ -4,6 +4,7 @@
 
 #include <float.h>
 #include <math.h>
+#include <stdatomic.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -89,7 +90,7 @@ static const struct {
 
 /* Of column blocks that are shared out, and of their parts: fewer take less time than what sharing them does.
  */
-enum { LEAST_STEPS_SHARED = 12, LEAST_STEPS_A_PART = 4 };
+enum { LEAST_STEPS_SHARED = 12, LEAST_STEPS_A_PART = 4, LEAST_STEPS_A_PART_IN_BANDS = 48 };
 
 /* A box of a tensor map is swizzled by so many rows. */
 enum { LEAST_BOX_ROWS = 8 };
@@ -238,21 +239,25 @@ static int64_t num_row_blocks(const fa_problem *p, const fa_cuda_kernel *kernel,
 /* How many blocks of threads share the steps of a column block in a backward: where multiprocessors are idle
  * for most of the time that the longest column block takes, as many as give each of them one, with at least a
  * few steps; and where column blocks differ, some for each, so that all end together. What bands show nobody
- * knows here. (cuda_log.md, "Hopper, backward".) */
+ * knows here, and a column block may have all steps there are or none: with few blocks a multiprocessor these
+ * are shared, too, if what parts cost, about ten steps each, is little beside them. (cuda_log.md, "Hopper,
+ * backward".) */
 static int64_t num_column_parts(const fa_plan *whole, const fa_cuda_kernel *kernel) {
   const fa_problem *p = &whole->problem;
   const int64_t num_slots = num_multiprocessors(whole->device.index);
   const int64_t num_k_blocks = fa_divide_up(p->seqlen_k, kernel->block_k);
   const int64_t num_heads = p->batch * p->num_kv_heads, num_blocks = num_heads * num_k_blocks;
-  if (num_blocks == 0 || num_blocks > num_slots || p->num_bands > 0) return 1;
+  const bool has_bands = p->num_bands > 0;
+  if (num_blocks == 0 || num_blocks > (has_bands ? 4 : 1) * num_slots) return 1;
   int64_t most = 0, sum = 0;
   for (int64_t i = 0; i < num_k_blocks; i++) {
     const int64_t count = num_row_blocks(p, kernel, i);
     most = fa_max(most, count), sum += count;
   }
   const int64_t num_steps = p->num_heads / p->num_kv_heads * most;
-  if (num_steps < LEAST_STEPS_SHARED || num_heads * sum * 5 > num_slots * most * 3) return 1;
   const int64_t wanted = (is_uneven(p) ? 4 : 1) * num_slots / num_blocks;
+  if (has_bands) return fa_max(fa_min(fa_max(wanted, 2), num_steps / LEAST_STEPS_A_PART_IN_BANDS), 1);
+  if (num_steps < LEAST_STEPS_SHARED || num_heads * sum * 5 > num_slots * most * 3) return 1;
   return fa_max(fa_min(wanted, num_steps / LEAST_STEPS_A_PART), 1);
 }
 
@@ -372,10 +377,12 @@ typedef struct cuda_job {
   fa_cuda_key_reading keys; /* of a kernel that reads by maps */
   fa_cuda_reduction of_heads[FA_CUDA_NUM_HEAD_NUMBERS], of_bias;
   fa_cuda_reduction of_columns[2]; /* dk and dv of parts of column blocks */
-  fa_cuda_maps maps;               /* of a kernel that reads by them */
-  fa_cuda_parts parts;             /* of a kernel for few rows */
+  fa_cuda_gradients gradients;
+  bool looks_at_columns; /* of a backward: there may be some that no row sees */
+  fa_cuda_maps maps;     /* of a kernel that reads by them */
+  fa_cuda_parts parts;   /* of a kernel for few rows */
   int32_t num_multiprocessors;
-  bool merges_early;        /* the merge of parts may be launched before they are done */
+  bool launches_early;      /* a kernel may be launched before the one in front of it is done */
   size_t zeroed_bytes;      /* at the workspace's beginning */
   size_t zeroed_bias_bytes; /* of dbias */
   size_t workspace_bytes;
@@ -590,7 +597,7 @@ static fa_cuda_cells take_sums(fa_arena *workspace, fa_cuda_reduction *reduction
 static void lay_out_bias_gradient(const fa_problem *p, const fa_cuda_kernel *kernel, const fa_tensors *t,
                                   fa_arena *workspace, cuda_job *job) {
   fa_cuda_program *program = &job->arguments.program;
-  const fa_cuda_cells dbias = cells_of(p, FA_TENSOR_DBIAS, t);
+  const fa_cuda_cells dbias = job->gradients.dbias = cells_of(p, FA_TENSOR_DBIAS, t);
   const bool is_shared =
       (p->batch > 1 && dbias.stride_batch == 0) || (p->num_heads > 1 && dbias.stride_head == 0);
   const bool is_of_rows = dbias.stride_row == 0,
@@ -621,7 +628,8 @@ static void lay_out_head_gradients(const fa_problem *p, const fa_cuda_kernel *ke
   for (int i = 0; i < FA_CUDA_NUM_HEAD_NUMBERS; i++) {
     const int gradient = fa_tensor_gradient(of_heads[i]);
     if (!fa_is_sum(p, gradient)) continue;
-    job->of_heads[i] = (fa_cuda_reduction){.to = cells_of(p, gradient, t),
+    job->gradients.of_heads[i] = cells_of(p, gradient, t);
+    job->of_heads[i] = (fa_cuda_reduction){.to = job->gradients.of_heads[i],
                                            .num_parts = 1,
                                            .batch = (int32_t)p->batch,
                                            .num_heads = (int32_t)p->num_heads,
@@ -757,10 +765,9 @@ static void lay_out_parts(const fa_plan *plan, const fa_cuda_kernel *kernel, con
   fa_cuda_arguments *a = &job->arguments;
   if (!kernel->merge) return;
   a->num_q_blocks = (int32_t)fa_divide_up(fa_cuda_packed_rows(p), kernel->block_q);
-  job->merges_early = can_cluster(plan->device.index);
   const fa_plan *whole = fa_plan_whole(plan);
   job->parts = fa_cuda_choose_parts(&whole->problem, kernel, num_multiprocessors(whole->device.index),
-                                    job->merges_early);
+                                    job->launches_early);
   job->parts.cache = (fa_cuda_cache){.key_lengths = p->lengths_batch ? t->key_lengths.data : NULL,
                                      .page_table = p->max_pages ? t->page_table.data : NULL,
                                      .lengths_batch = (int32_t)p->lengths_batch,
@@ -779,12 +786,33 @@ static void lay_out_parts(const fa_plan *plan, const fa_cuda_kernel *kernel, con
   job->parts.states = fa_take(workspace, num_states, 2 * sizeof(float));
 }
 
+/* Whether some row may not see some column: masks hide cells, and so does -inf in a bias; and parts of infinite
+ * f32 are NaN. A single row sees nothing beside what others see. */
+static bool hides_cells(const fa_problem *p, bool backward) {
+  return is_there(p, FA_TENSOR_BIAS) || kinds[kind_of(p)].scaled ||
+         (is_uneven(p) && (backward || p->seqlen_q > 1));
+}
+
+/* Whether there may be columns that no row sees. */
+static bool leaves_columns(const fa_problem *p) {
+  const fa_range seen = fa_band_columns(fa_problem_band(p), (fa_range){0, p->seqlen_q});
+  return p->num_bands > 0 || p->lengths_batch > 0 || is_there(p, FA_TENSOR_BIAS) || seen.begin > 0 ||
+         seen.end < p->seqlen_k;
+}
+
+/* Calls have numbers; 0 is that of none. */
+static int32_t number_of_call(void) {
+  static atomic_int last;
+  return atomic_fetch_add_explicit(&last, 1, memory_order_relaxed) + 1;
+}
+
 /* The one place that knows the workspace: called with NULL to size it, and again to run. */
 static cuda_job lay_out(const fa_plan *plan, const fa_cuda_kernel *kernel, const fa_tensors *t, void *base) {
   const fa_problem *p = &plan->problem;
   const bool backward = plan->pass == FA_PASS_BACKWARD;
   const int64_t rows = p->batch * p->num_heads;
-  cuda_job job = {.num_multiprocessors = num_multiprocessors(plan->device.index)};
+  cuda_job job = {.num_multiprocessors = num_multiprocessors(plan->device.index),
+                  .launches_early = can_cluster(plan->device.index)};
   fa_arena workspace = {base, 0};
   fa_cuda_arguments *a = &job.arguments;
   a->window = (fa_cuda_window){(int32_t)p->seqlen_q, (int32_t)p->seqlen_k, (int32_t)p->window_left,
@@ -800,7 +828,9 @@ static cuda_job lay_out(const fa_plan *plan, const fa_cuda_kernel *kernel, const
   a->num_k_blocks = (int32_t)fa_divide_up(p->seqlen_k, kernel->block_k);
   a->in_order = backward && adds_in_order(fa_plan_whole(plan), kernel, a->num_k_blocks);
   a->padded_rows = a->num_q_blocks * kernel->block_q;
-  a->o = t->o, a->dq = t->dq, a->dk = t->dk, a->dv = t->dv, a->dout_rows = t->dout;
+  a->o = t->o, a->dq = t->dq, a->dk = t->dk, a->dv = t->dv;
+  job.gradients.dk = t->dk, job.gradients.dv = t->dv;
+  a->q_rows = t->q, a->k_rows = t->k, a->v_rows = t->v, a->dout_rows = t->dout;
   a->lse = t->lse.data, a->sink = t->sink.data, a->dsink = t->dsink.data;
   if (p->dlse_batch > 0) job.dlse.data = t->dlse.data;
   if (p->dlse_batch == 1) job.dlse.batch_repeats = p->num_heads * p->seqlen_q;
@@ -824,6 +854,8 @@ static cuda_job lay_out(const fa_plan *plan, const fa_cuda_kernel *kernel, const
     a->shift = fa_take(&workspace, rows * a->padded_rows, sizeof *a->shift);
     a->delta = fa_take(&workspace, rows * a->padded_rows, sizeof *a->delta);
   }
+  if (hides_cells(p, backward)) a->suspect = fa_take(&workspace, 1, sizeof *a->suspect);
+  job.looks_at_columns = backward && leaves_columns(p) && !kernel->finish_dq;
   lay_out_keys(p, kernel, &workspace, &job);
   lay_out_bands(plan, kernel, t, &workspace, &job);
   lay_out_column_parts(plan, kernel, t, &workspace, &job);
@@ -905,6 +937,12 @@ static cudaError_t launch_main(const fa_cuda_kernel *kernel, int64_t number, cud
       (void *[]){&job->arguments, &job->maps}, stream);
 }
 
+/* The number of a type in the tables of small kernels. */
+static int number_of_type(fa_dtype dtype) { return dtype == FA_DTYPE_F32 ? 0 : dtype == FA_DTYPE_BF16 ? 1 : 2; }
+
+/* Blocks of the kernel that looks at columns, which waits for memory. */
+enum { LOOKS_A_MULTIPROCESSOR = 4 };
+
 static fa_status launch_splits(fa_cuda_splits *splits, cudaStream_t stream, fa_error *error) {
   const char *operation = "launch of the f32 split";
   int64_t num_scales = 0; /* of the tensor that has most */
@@ -958,7 +996,7 @@ static fa_status launch_parts(const fa_cuda_kernel *kernel, cuda_job *job, cudaS
   if (parts->num_parts == 1 || parts->in_cluster) return FA_STATUS_OK;
   const int64_t rows_a_block = merging_groups(kernel) / parts->groups_a_row;
   operation = "launch of the merge";
-  CHECK((job->merges_early ? fa_cuda_launch_early : fa_cuda_launch)(
+  CHECK((job->launches_early ? fa_cuda_launch_early : fa_cuda_launch)(
       kernel->merge, blocks(fa_divide_up(num_units * parts->rows_a_unit, rows_a_block)), FA_CUDA_PARTS_THREADS,
       0, arguments, stream));
   return FA_STATUS_OK;
@@ -997,14 +1035,34 @@ static fa_status launch_reductions(cuda_job *job, cudaStream_t stream, fa_error 
   return FA_STATUS_OK;
 }
 
-static fa_status launch_backward(const fa_cuda_kernel *kernel, cuda_job *job, cudaStream_t stream,
-                                 fa_error *error) {
+/* Where there is a suspicion, what is NaN is looked at. */
+static fa_status launch_mending(const fa_plan *plan, const fa_cuda_kernel *kernel, cuda_job *job,
+                                cudaStream_t stream, fa_error *error) {
+  const char *operation = "launch of the mending of NaN";
+  const int i = number_of_type(plan->problem.dtype);
+  const bool backward = plan->pass == FA_PASS_BACKWARD;
+  const void *mend = backward        ? fa_cuda_mend_kernels[i]
+                     : kernel->merge ? fa_cuda_mend_few_kernels[i]
+                                     : fa_cuda_mend_forward_kernels[i];
+  void *beside = backward ? (void *)&job->gradients : (void *)&job->parts.cache;
+  if (!job->arguments.suspect || kernel->mends) return FA_STATUS_OK;
+  CHECK((job->launches_early ? fa_cuda_launch_early : fa_cuda_launch)(
+      mend, blocks(job->num_multiprocessors), FA_CUDA_SMALL_KERNEL_THREADS, 0,
+      (void *[]){&job->arguments, beside}, stream));
+  return FA_STATUS_OK;
+}
+
+static fa_status launch_backward(const fa_cuda_kernel *kernel, fa_dtype dtype, cuda_job *job,
+                                 cudaStream_t stream, fa_error *error) {
   const char *operation = "launch of the backward";
   fa_cuda_arguments *a = &job->arguments;
   const int32_t small = FA_CUDA_SMALL_KERNEL_THREADS;
   const int64_t heads = (int64_t)a->batch * a->num_heads;
   const int32_t lanes = FA_CUDA_STATISTICS_LANES(kernel->bucket);
   const int64_t num_blocks = fa_divide_up(heads * a->padded_rows * lanes, small);
+  if (job->looks_at_columns)
+    CHECK(fa_cuda_launch(fa_cuda_look_kernels[number_of_type(dtype)], blocks(job->num_multiprocessors), small,
+                         0, (void *[]){a}, stream));
   CHECK(fa_cuda_launch(kernel->statistics, blocks(fa_max(num_blocks, 1)), small, 0, (void *[]){a, &job->dlse},
                        stream));
   CHECK(launch_main(kernel, (int64_t)a->batch * a->num_kv_heads * a->num_k_blocks * a->num_column_parts, job,
@@ -1013,7 +1071,7 @@ static fa_status launch_backward(const fa_cuda_kernel *kernel, cuda_job *job, cu
     CHECK(fa_cuda_launch(kernel->finish_dq, blocks(heads * a->num_q_blocks), kernel->finish_threads, 0,
                          (void *[]){a}, stream));
   CHECK(fa_cuda_launch(fa_cuda_sink_kernel, blocks((int64_t)a->num_sinks * a->num_heads), small, 0,
-                       (void *[]){a}, stream));
+                       (void *[]){a, &job->dlse}, stream));
   return launch_reductions(job, stream, error);
 }
 
@@ -1027,7 +1085,9 @@ static fa_status enqueue(const fa_plan *plan, const fa_cuda_kernel *kernel, void
   if (!status) status = launch_keys(&job->keys, stream, error);
   if (!status) status = launch_plans(&job->plans, stream, error);
   if (status) return status;
-  return (plan->pass == FA_PASS_FORWARD ? launch_forward : launch_backward)(kernel, job, stream, error);
+  status = plan->pass == FA_PASS_FORWARD ? launch_forward(kernel, job, stream, error)
+                                         : launch_backward(kernel, plan->problem.dtype, job, stream, error);
+  return status ? status : launch_mending(plan, kernel, job, stream, error);
 }
 
 /* The map of a bias with a number for each score, for a program's kernel; false where no map can describe it.
@@ -1124,6 +1184,7 @@ static fa_status run_on_device(const fa_plan *plan, const fa_tensors *tensors, c
     if (status) return status;
     job = lay_out(plan, kernel, tensors, execution->workspace);
   }
+  job.arguments.call = number_of_call();
   fa_status status = enqueue(plan, kernel, execution->workspace, &job, execution->stream, error);
   return status || !kernel->in_parts ? status : merge_key_parts(plan, &job, tensors, execution, error);
 }

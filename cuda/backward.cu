@@ -63,7 +63,8 @@ __device__ inline void store_tile(uint32_t tile, int row, int column, const Accu
       }
 }
 
-// The bits of the largest magnitude in an accumulator, and of all that threads of the block have.
+// The bits of the largest magnitude in an accumulator, finite or not, and of all that threads of the block
+// have.
 template <int MT, int NT>
 __device__ inline uint32_t largest_bits(Accumulator<MT, NT> &acc) {
   uint32_t largest = 0;
@@ -148,6 +149,21 @@ struct ColumnWorker {
     }
   }
 
+  // The exponent by which ds is scaled: by what is finite of it.
+  __device__ int exponent_of_largest(float (&ds)[Scores::MT][Scores::NT][4]) const {
+    constexpr uint32_t INFINITE = 0x7f800000;
+    uint32_t largest = block_max<Shape::num_warps>(largest_bits<Scores::MT, Scores::NT>(ds), words());
+    if (largest >= INFINITE) {
+      uint32_t bits = 0;
+      for_each_element<Scores::MT, Scores::NT>(ds, [&](int, int, float &x) {
+        if (isfinite(x)) bits = max(bits, __float_as_uint(fabsf(x)));
+      });
+      __syncthreads();  // all have read
+      largest = block_max<Shape::num_warps>(bits, words());
+    }
+    return scaling_exponent(largest);
+  }
+
   // Writes p and ds of a step, whose rows lie at stage_at, to shared memory.
   __device__ void put_p_and_ds(const Step &step, uint32_t stage_at, int exponent_q, int exponent_dout) {
     const uint32_t q_tile = k_tile + stage_at, dout_tile = q_tile + Layout::Q_BYTES;
@@ -176,10 +192,7 @@ struct ColumnWorker {
           p, a, visit.band, visit.rows, {columns.begin, columns.begin + Shape::block_k}, at);
       make_p_and_ds<Kind, Scores::MT, Scores::NT>(p, ds, a.score, shift + Scores::row(), delta + Scores::row());
     }
-    exponent_ds = 0;
-    if constexpr (Kind::SCALED)
-      exponent_ds =
-          scaling_exponent(block_max<Shape::num_warps>(largest_bits<Scores::MT, Scores::NT>(ds), words()));
+    exponent_ds = Kind::SCALED ? exponent_of_largest(ds) : 0;
     store_tile<Kind, PTile, Scores::MT, Scores::NT>(p_tile(), Scores::row(), Scores::column(), p,
                                                     power_of_two(P_EXPONENT));
     store_tile<Kind, PTile, Scores::MT, Scores::NT>(ds_tile(), Scores::row(), Scores::column(), ds,

@@ -1,8 +1,7 @@
 // What the backward kernels share: dq summed in memory, and the small kernels before and after the main one.
 #pragma once
 
-#include "operand.cuh"
-#include "scores.cuh"
+#include "isolation.cuh"
 
 namespace fa {
 
@@ -241,6 +240,7 @@ __global__ void __launch_bounds__(Dq::NUM_WARPS * 32) finish_dq(const __grid_con
     }
   store_dq(Dq(), row_of<Io>(a.dq, sequence, mine.head, rows.begin), a.dq.stride_row, rows.end - rows.begin,
            a.head_dim, dq, a.scale);
+  note_nan(a, dq);
 }
 
 // ---- delta = dot(o, dout) - dlse, and shift ------------------------------------------------------
@@ -279,14 +279,22 @@ __global__ void __launch_bounds__(FA_CUDA_SMALL_KERNEL_THREADS)
 #pragma unroll
     for (int i = lane; i < FOURS; i += LANES) dq_sum[i] = make_float4(0, 0, 0, 0);
   }
+  const float *lse_of_row = lse_at(a, sequence, mine.head, mine.row);
+  const float lse = inside ? *lse_of_row : -INFINITY;
+  if (a.suspect && inside && (lse == -INFINITY || sum == 0)) {  // of a row that sees nothing, q shows nowhere
+    float q[8];
+    load_eight(q, row_of<const Io>(a.q_rows, sequence, mine.head, mine.row) + lane * 8, a.head_dim - lane * 8);
+#pragma unroll
+    for (int i = 0; i < 8; i++)
+      if (!isfinite(q[i])) note_suspect(a);
+  }
   if (lane != 0) return;
   if (index % Shape::block_q == 0) {
     a.dq_order[index / Shape::block_q] = summed;
     if (a.ended) a.ended[index / Shape::block_q] = 0;
   }
-  const float *lse_of_row = lse_at(a, sequence, mine.head, mine.row);
-  const float lse = inside ? *lse_of_row : -INFINITY;
-  if (inside && dlse.data) sum -= dlse.data[lse_of_row - a.lse - mine.batch * dlse.batch_repeats];
+  if (inside && dlse.data) sum -= dlse_at(a, dlse, lse_of_row, mine.batch);
+  if (a.suspect && inside && (!isfinite(sum) || !(lse < INFINITY))) note_suspect(a);
   a.delta[index] = sum;
   a.shift[index] = lse == -INFINITY ? INFINITY : row_shift<Kind>(lse);
 }

@@ -2,7 +2,7 @@
 // numbers on tensor cores without a scaled copy of them, and the merge of parts.
 #pragma once
 
-#include "operand.cuh"
+#include "isolation.cuh"
 #include "softmax.cuh"
 
 namespace fa {
@@ -90,6 +90,48 @@ __device__ inline Sequence cached_sequence(const fa_cuda_arguments &a, const fa_
     sequence.band = fa_band_to_length(sequence.band, cache.key_lengths[cache.lengths_batch > 1 ? batch : 0]);
   return sequence;
 }
+
+// Where the keys of a key/value head lie: a page is what a batch is of tensors without pages. A page that is
+// not there has none.
+template <class Io>
+struct KeyRows {
+  const Io *data;
+  int64_t stride_row, stride_page;
+  const int32_t *pages;
+  int num_pages, page_size;
+
+  __device__ KeyRows(const fa_cuda_operand &operand, const fa_cuda_cache &cache, const Sequence &s, int kv_head)
+      : data(reinterpret_cast<const Io *>(operand.data) + kv_head * operand.stride_head +
+             s.first_column * operand.stride_row),
+        stride_row(operand.stride_row),
+        stride_page(operand.stride_batch),
+        pages(nullptr),
+        num_pages(cache.num_pages),
+        page_size(cache.page_size) {
+    if (cache.page_table)
+      pages = cache.page_table + int64_t(s.batch) * cache.max_pages;
+    else
+      data += s.batch * operand.stride_batch;
+  }
+  __device__ const Io *at(int key) const { return data + key * stride_row; }
+
+  // Whether a tile of so many keys, which begins with this one, lies on one page.
+  __device__ bool holds_tiles(int num_keys, int first) const {
+    return page_size % num_keys == 0 && first % num_keys == 0;
+  }
+
+  // Where a key of a page lies in elements from data on; negative where its page is not there.
+  __device__ int64_t place(int page, int row) const {
+    return uint32_t(page) < uint32_t(num_pages) ? page * stride_page + row * stride_row : -1;
+  }
+  // Where a key lies; NULL where its page is not there.
+  __device__ const Io *row(int key) const {
+    if (!pages) return at(key);
+    const int64_t at =
+        place(__ldg(pages + uint32_t(key) / uint32_t(page_size)), uint32_t(key) % uint32_t(page_size));
+    return at < 0 ? nullptr : data + at;
+  }
+};
 
 // ---- units --------------------------------------------------------------------------------------------------
 
@@ -399,6 +441,7 @@ __device__ inline void write(const fa_cuda_arguments &a, const Sequence &sequenc
 #pragma unroll
   for (int i = 0; i < 4; i++)
     if (column + i < a.head_dim) store_number(to + i, x[i] * finish.scale);
+  if (a.suspect && isnan(fmaf(x[0], x[1], x[2] * x[3]))) note_suspect(a);
 }
 
 // Visits the block's share of packed rows, four columns at a time: those of `block` of num_blocks.

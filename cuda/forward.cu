@@ -2,7 +2,7 @@
 // over the column blocks that these rows see, and keeps o and the softmax's state in registers.
 //
 // Compiled once for every kind: -DFA_KIND=bf16 and so on.
-#include "operand.cuh"
+#include "isolation.cuh"
 #include "softmax.cuh"
 
 namespace fa {
@@ -131,6 +131,7 @@ __global__ void __launch_bounds__(Shape::num_warps * 32, Shape::blocks_per_sm)
   using Io = typename Kind::Io;
   store_accumulator<Io, MT, DT>(row_of<Io>(a.o, sequence, head, row), a.o.stride_row, rows.end - row,
                                 a.head_dim, o, scale);
+  note_nan(a, o);
 }
 
 template <class Kind, class Shape, bool GENERAL>

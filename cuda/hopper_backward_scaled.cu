@@ -46,19 +46,27 @@ struct BackwardBuffers : CommonBuffers<Kind, Shape, GENERAL> {
 // A hardware barrier after DQ_WRITTEN of each share, where the warps of a consumer meet.
 constexpr int CONSUMER_MEETS = DQ_WRITTEN + 2;
 
-// The exponent by which a consumer scales its ds.
+// The exponent by which a consumer scales its ds: by what is finite of it.
 template <int NT>
 __device__ inline int exponent_of_largest(const float (&ds)[1][NT][4], uint32_t words, int consumer) {
-  float largest = 0;
+  auto largest_of = [&](auto magnitude) {
+    float largest = 0;
 #pragma unroll
-  for (int n = 0; n < NT; n++)
+    for (int n = 0; n < NT; n++)
 #pragma unroll
-    for (int i = 0; i < 4; i++) largest = fmaxf(largest, fabsf(ds[0][n][i]));
-  const uint32_t bits = __reduce_max_sync(~0u, __float_as_uint(largest));
-  if (threadIdx.x % 32 == 0) store_shared(words + threadIdx.x / 32 % 4 * 4, bits);
-  named_barrier_wait(CONSUMER_MEETS + consumer, WARPGROUP);
-  const float4 all = load_shared_four(words);
-  return scaling_exponent(__float_as_uint(fmaxf(fmaxf(all.x, all.y), fmaxf(all.z, all.w))));
+      for (int i = 0; i < 4; i++) largest = fmaxf(largest, magnitude(ds[0][n][i]));
+    const uint32_t bits = __reduce_max_sync(~0u, __float_as_uint(largest));
+    if (threadIdx.x % 32 == 0) store_shared(words + threadIdx.x / 32 % 4 * 4, bits);
+    named_barrier_wait(CONSUMER_MEETS + consumer, WARPGROUP);
+    const float4 all = load_shared_four(words);
+    return fmaxf(fmaxf(all.x, all.y), fmaxf(all.z, all.w));
+  };
+  float largest = largest_of([](float x) { return fabsf(x); });
+  if (__builtin_expect(largest == INFINITY, 0)) {
+    named_barrier_wait(CONSUMER_MEETS + consumer, WARPGROUP);  // all have read
+    largest = largest_of([](float x) { return isfinite(x) ? fabsf(x) : 0; });
+  }
+  return scaling_exponent(__float_as_uint(largest));
 }
 
 template <class Kind, class Shape, bool GENERAL>

@@ -128,10 +128,10 @@ typedef struct fa_cuda_arguments {
   int32_t heads_at_once; /* blocks of so many heads are begun alternately */
   float scale;
   fa_cuda_operand q, k, v, dout;
-  fa_tensor o, dq, dk, dv; /* o is an input of the backward */
-  fa_tensor dout_rows;     /* dout as the caller gave it */
-  float *lse;              /* [batch, num_heads, seqlen_q] */
-  const float *sink;       /* [num_sinks, num_heads] */
+  fa_tensor o, dq, dk, dv;                     /* o is an input of the backward */
+  fa_tensor q_rows, k_rows, v_rows, dout_rows; /* as the caller gave them */
+  float *lse;                                  /* [batch, num_heads, seqlen_q] */
+  const float *sink;                           /* [num_sinks, num_heads] */
   float *dsink;
   /* Workspace of the backward. shift is what row_shift makes of lse, or +inf for a row that is not there or
    * sees nothing, so that its exponentials are 0. */
@@ -145,6 +145,11 @@ typedef struct fa_cuda_arguments {
    * row blocks have ended. Forward: how many tiles, after everybody's first; or NULL: each takes those that lie
    * a grid apart. */
   int32_t *tickets;
+  /* Becomes `call` where numbers that are not finite may have met hidden cells, and the kernel behind main is
+   * to look at what came out. Calls have numbers of their own, so that nobody need make it something else
+   * before; if it is the call's by chance, that kernel looks in vain. */
+  int32_t *suspect; /* NULL: every row sees every column */
+  int32_t call;
   /* Of kernels that take bands, which window bounds. The plans lie in the order in which their blocks are
    * begun, or ended: see fa_cuda_plan_order. */
   const int32_t *bands; /* [bands_batch, num_bands, 6], or NULL: the only one is the whole problem */
@@ -168,6 +173,12 @@ typedef struct fa_cuda_dlse {
   const float *data;
   int64_t batch_repeats;
 } fa_cuda_dlse;
+
+/* The second argument of the kernel that mends gradients: those that are sums, as the caller gets them. */
+typedef struct fa_cuda_gradients {
+  fa_tensor dk, dv;
+  fa_cuda_cells dbias, of_heads[FA_CUDA_NUM_HEAD_NUMBERS]; /* data NULL: there are none */
+} fa_cuda_gradients;
 
 /* The order of the plans of a side's blocks. */
 typedef enum fa_cuda_plan_order {
@@ -310,6 +321,7 @@ typedef struct fa_cuda_kernel {
   bool persistent;        /* main has at most one block a multiprocessor, which takes one after the other */
   bool begins_early;      /* main waits by itself for the small kernel in front of it */
   bool single_column;     /* backward: only for problems with one column block, which every row sees */
+  bool mends;             /* forward: main itself makes again what is NaN beside hidden cells */
   bool in_parts;          /* forward: keys are split into parts, whose o and lse a merge follows */
   const void *main;       /* one block a q block (forward) or k block (backward) of a head */
   const void *statistics; /* backward, fa_cuda_dlse beside the arguments: delta, shift, and what begins at 0 */
@@ -345,11 +357,18 @@ extern const void *const fa_cuda_plan_kernel;     /* fa_cuda_plans; FA_CUDA_PLAN
                                                     batch of bands, its y a side */
 extern const void *const fa_cuda_lengths_kernel;  /* fa_cuda_plans; writes bands of key_lengths, a thread a
                                                     batch */
-extern const void *const fa_cuda_sink_kernel;     /* fa_cuda_arguments; a block a sink and head: writes dsink */
-extern const void *const fa_cuda_reduce_heads_kernel; /* fa_cuda_reduction; a block a number */
-extern const void *const fa_cuda_reduce_cells_kernel; /* fa_cuda_reduction; a thread a column, a block's
-                                                          y a row of these */
-extern const void *const fa_cuda_keys_kernel;         /* fa_cuda_key_reading; a warp a block of keys */
+extern const void *const fa_cuda_sink_kernel;     /* fa_cuda_arguments, fa_cuda_dlse; a block a sink
+                                                          and head: writes dsink */
+extern const void
+    *const fa_cuda_look_kernels[]; /* fa_cuda_arguments; of f32, bf16, f16: in front of a backward */
+extern const void *const fa_cuda_mend_few_kernels[];     /* fa_cuda_arguments, fa_cuda_cache */
+extern const void *const fa_cuda_mend_forward_kernels[]; /* fa_cuda_arguments */
+extern const void *const fa_cuda_mend_kernels[];         /* fa_cuda_arguments, fa_cuda_gradients; of f32,
+                                                                bf16, f16: see isolation.cu */
+extern const void *const fa_cuda_reduce_heads_kernel;    /* fa_cuda_reduction; a block a number */
+extern const void *const fa_cuda_reduce_cells_kernel;    /* fa_cuda_reduction; a thread a column, a block's
+                                                             y a row of these */
+extern const void *const fa_cuda_keys_kernel;            /* fa_cuda_key_reading; a warp a block of keys */
 extern const void *const fa_cuda_unpack_kernel; /* fa_cuda_packed; a warp a row of a head, a block's y a row of
                                                   these */
 

@@ -35,6 +35,12 @@ __device__ inline float *lse_at(const fa_cuda_arguments &a, const Sequence &s, i
   return a.lse + (int64_t(s.batch) * a.num_heads + head) * a.window.seqlen_q + s.first_row + row;
 }
 
+// The gradient by the lse at an address, one of a batch's.
+__device__ inline float dlse_at(const fa_cuda_arguments &a, const fa_cuda_dlse &dlse, const float *lse,
+                                int batch) {
+  return dlse.data ? dlse.data[lse - a.lse - batch * dlse.batch_repeats] : 0;
+}
+
 // ---- blocks ----------------------------------------------------------------------------------------------
 
 // The blocks of rows or columns that a kernel visits, from the last to the first: with a causal mask, those
@@ -77,6 +83,12 @@ __device__ inline Blocks q_blocks_of(const Sequence &s, Range columns) {
   return blocks_of(visible_rows(s, columns), Shape::block_q);
 }
 
+// The column blocks of a part of a forward in parts.
+__device__ inline Range blocks_of_part(const fa_cuda_arguments &a, int part) {
+  return {int(int64_t(a.num_k_blocks) * part / a.num_column_parts),
+          int(int64_t(a.num_k_blocks) * (part + 1) / a.num_column_parts)};
+}
+
 // ---- bands and visits ---------------------------------------------------------------------------------------
 //
 // Where a problem has bands, or a program that acts on its scores, kernels are compiled GENERAL. A block of
@@ -112,6 +124,16 @@ __device__ inline Range seen_in_band(const fa_band &band, Range own) {
   own = overlap(own, OF_ROWS ? Range{band.q_begin, band.q_end} : Range{band.k_begin, band.k_end});
   if (own.begin >= own.end) return {0, 0};
   return OF_ROWS ? fa_band_columns(band, own) : fa_band_rows(band, own);
+}
+
+// Whether the bands show a row something.
+__device__ inline bool sees_any(const fa_cuda_arguments &a, int batch, int row) {
+  const int num_bands = a.bands ? a.num_bands : 1;
+  for (int number = 0; number < num_bands; number++) {
+    const Range seen = seen_in_band<true>(band_at(a, batch, number), {row, row + 1});
+    if (seen.begin < seen.end) return true;
+  }
+  return false;
 }
 
 // The part of `size` columns from `column` on that some of the rows sees in a band, counted from the first.

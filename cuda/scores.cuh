@@ -347,28 +347,4 @@ __device__ inline void make_transposed_ds(float (&ds)[1][NT][4], SlopesOf slopes
   }
 }
 
-// ---- a single cell -----------------------------------------------------------------------------------------
-
-// The same program for one cell and in natural units, from its product of unscaled operands; -inf where the row
-// does not see the column. It is as exact as SCALED kinds are, whatever the kernel beside it.
-__device__ inline float score_of_cell(const fa_cuda_arguments &a, const Place &at, float product) {
-  const Sequence s = sequence_of(a, at.batch);
-  const Range visible = visible_columns(s, {at.row, at.row + 1});
-  if (at.column < visible.begin || at.column >= visible.end) return -INFINITY;
-  using Kind = kinds::f32;
-  if (a.score.form == FA_CUDA_SCORE_SOFTCAP)
-    return finish_score<Kind, FA_CUDA_SCORE_SOFTCAP>(product, a.score, 1);
-  if (a.score.form == FA_CUDA_SCORE_NEGATED)
-    return finish_score<Kind, FA_CUDA_SCORE_NEGATED>(product, a.score, 1);
-  return finish_score<Kind, FA_CUDA_SCORE_PLAIN>(product, a.score, 1);
-}
-
-// The probability of a cell's score, and its slope; a row whose lse is -inf has none.
-__device__ inline Probability probability_of_cell(const fa_cuda_arguments &a, float score, float lse) {
-  if (score == -INFINITY || lse == -INFINITY) return {0, 0};
-  const float p = expf(score - lse);
-  if (a.score.form != FA_CUDA_SCORE_SOFTCAP) return {p, p};
-  return {p, p * softcap_slope(score, per_softcap<kinds::f32>(a.score))};
-}
-
 }  // namespace fa

@@ -170,6 +170,8 @@ static REAL T(keep)(const fa_problem *p, const T(place) * at, int64_t column) {
   const fa_dropout dropout = fa_dropout_in(p, at->tensors, at->sequence, at->head);
   return fa_dropout_keeps(dropout, p->origin.row + at->row, column) ? 1 / (1 - (REAL)p->dropout) : 0;
 }
+/* keep * x: 0 of what is dropped, whatever x is. */
+static REAL T(kept)(REAL keep, REAL x) { return keep == 0 ? 0 : keep * x; }
 
 /* ---- forward ------------------------------------------------------------------------------------------- */
 
@@ -189,7 +191,7 @@ static REAL T(forward_row)(T(scratch) * x, const fa_problem *p, const T(place) *
   T(fill_zero)(x->o, d);
   for (int64_t j = 0; j < num_columns; j++)
     if (x->s[j] != -INFINITY) T(add_scaled)
-  (x->o, stored(p->dtype, exp(x->s[j] - maximum) / sum * T(keep)(p, at, j)), x->v + j * d, d);
+  (x->o, stored(p->dtype, T(kept)(T(keep)(p, at, j), exp(x->s[j] - maximum) / sum)), x->v + j * d, d);
   return maximum + log(sum);
 }
 
@@ -235,10 +237,10 @@ static void T(backward_row)(T(scratch) * x, const fa_problem *p, REAL lse, const
     const T(score) score = T(score_of)(p, at, j, x->q, k);
     if (!score.is_seen) continue;
     const REAL weight = stored(p->dtype, exp(score.s - lse)), keep = T(keep)(p, at, j);
-    const REAL dweight = stored(p->dtype, T(dot)(x->dout, v, d) * keep);
+    const REAL dweight = stored(p->dtype, T(kept)(keep, T(dot)(x->dout, v, d)));
     const REAL ds = weight * (dweight - delta);
     const REAL dproduct = stored(p->dtype, ds * score.slope);
-    T(add_scaled)(x->dv + j * d, stored(p->dtype, weight * keep), x->dout, d);
+    T(add_scaled)(x->dv + j * d, stored(p->dtype, T(kept)(keep, weight)), x->dout, d);
     T(add_scaled)(x->dq, dproduct, k, d);
     T(add_scaled)(x->dk + j * d, dproduct, x->q, d);
     for (int n = 0; n < NUM_SCORE_INPUTS; n++)

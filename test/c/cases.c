@@ -208,6 +208,9 @@ static const fa_case cases[] = {
             .num_sinks = 2, .deterministic = 1),
     ROW("bands, long", LENGTHS(701, 733), HEADS(2, 1), .head_dim = 64, BANDS(6), CAUSAL),
     ROW("bands, d128", LENGTHS(530, 517), HEADS(2, 1), .head_dim = 128, BANDS(6)),
+    ROW("bands, shared columns", LENGTHS(790, 260), HEADS(16, 1), .head_dim = 64, BANDS(5)),
+    ROW("bands, shared columns, d128", LENGTHS(530, 270), .batch = 2, HEADS(32, 2), .head_dim = 128,
+        .bands_batch = 2, .num_bands = 3, CAUSAL),
     ROW("bands, d256", LENGTHS(333, 410), .head_dim = 256, BANDS(7), .num_sinks = 1),
     /* More row blocks than a GPU has multiprocessors. */
     ROW("bands, very many heads", LENGTHS(300, 250), .batch = 2, HEADS(72, 36), .head_dim = 16,

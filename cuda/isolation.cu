@@ -1,0 +1,248 @@
+// The kernel behind a backward: where some of its gradients are NaN, it makes those again that are, from
+// visible cells alone (see isolation.cuh).
+#include "decode.cuh"
+
+namespace fa {
+
+constexpr int THREADS = FA_CUDA_SMALL_KERNEL_THREADS, HEAD_DIM = 256;
+
+// Calls visit(batch, head, i) for the rows of a tensor [batch, num_rows, num_heads, head_dim], one a warp.
+template <class Visit>
+__device__ inline void for_each_row_of(int batch, int num_heads, int num_rows, Visit visit) {
+  const int64_t count = int64_t(batch) * num_heads * num_rows;
+  for (int64_t i = (int64_t(blockIdx.x) * THREADS + threadIdx.x) / 32; i < count;
+       i += gridDim.x * (THREADS / 32))
+    visit(int(i / num_rows / num_heads), int(i / num_rows % num_heads), int(i % num_rows));
+}
+
+// Numbers that are not finite are noticed by what depends on them: those of a row in lse or delta, or in q
+// where it sees nothing, and those of a column in the o and lse of rows that see it. Here are columns that none
+// may see: whether a band or, of a head, the bias hides one from all.
+__device__ inline bool bands_show(const fa_cuda_arguments &a, int batch, int column) {
+  const int num_bands = a.bands ? a.num_bands : 1;
+  for (int number = 0; number < num_bands; number++) {
+    const Range rows = seen_in_band<false>(band_at(a, batch, number), {column, column + 1});
+    if (rows.begin < rows.end) return true;
+  }
+  return false;
+}
+template <class Io>
+__device__ inline bool bias_shows(const fa_cuda_arguments &a, int batch, int kv_head, int column) {
+  const fa_cuda_cells &bias = a.program.bias;
+  if (!bias.data) return true;
+  bool shows = true;
+  const int group = bias.stride_head ? heads_per_kv(a) : 1;
+  with_type<Io>(bias.dtype, [&](auto type) {
+    for (int head = kv_head * group; head < (kv_head + 1) * group; head++)
+      shows &= static_cast<float>(numbers_of<const decltype(type)>(bias, batch, head)[column]) != -INFINITY;
+  });
+  return shows;
+}
+
+// Whether a band shows all of a warp's columns something; lanes ask bands.
+__device__ inline bool one_band_shows(const fa_cuda_arguments &a, int batch, Range columns) {
+  const int num_bands = a.bands ? a.num_bands : 1;
+  bool shows = false;
+  for (int number = threadIdx.x % 32; number < num_bands; number += 32) {
+    const fa_band band = band_at(a, batch, number);
+    const Range first = seen_in_band<false>(band, {columns.begin, columns.begin + 1}),
+                last = seen_in_band<false>(band, {columns.end - 1, columns.end});
+    shows |= first.begin < first.end && last.begin < last.end;
+  }
+  return __any_sync(~0u, shows);
+}
+
+// A warp takes 32 columns of a head: a lane asks of each, and the warp looks at those that nobody may see.
+template <class Io>
+__global__ void __launch_bounds__(THREADS) look_at_columns(const __grid_constant__ fa_cuda_arguments a) {
+  const int blocks = (a.window.seqlen_k + 31) / 32, lane = threadIdx.x % 32;
+  const int64_t count = int64_t(a.batch) * a.num_kv_heads * blocks;
+  for (int64_t i = (int64_t(blockIdx.x) * THREADS + threadIdx.x) / 32; i < count;
+       i += gridDim.x * (THREADS / 32)) {
+    const int batch = i / blocks / a.num_kv_heads, kv_head = i / blocks % a.num_kv_heads,
+              first = i % blocks * 32;
+    const int column = first + lane, end = min(first + 32, a.window.seqlen_k);
+    const bool all_shown = one_band_shows(a, batch, {first, end});  // all lanes ask
+    bool shown = all_shown || column >= end || bands_show(a, batch, column);
+    if (column < end) shown = shown && bias_shows<Io>(a, batch, kv_head, column);
+    const uint32_t unseen = __ballot_sync(~0u, !shown);
+    if (!unseen) continue;
+    const Sequence s = sequence_of(a, batch);
+    const int lanes = FA_CUDA_STATISTICS_LANES(a.head_dim), d = lane % lanes * 8;  // that share a column
+    float sum = 0;
+    uint32_t left = unseen;
+    auto leave = [&](int count) {
+      for (int i = 0; i < count; i++) left &= left - 1;
+    };
+    for (leave(lane / lanes); left; leave(32 / lanes)) {
+      const int hidden = first + __ffs(left) - 1;
+      float k[8], v[8];
+      load_eight(k, column_of<const Io>(a.k_rows, s, kv_head, hidden) + d, a.head_dim - d);
+      load_eight(v, column_of<const Io>(a.v_rows, s, kv_head, hidden) + d, a.head_dim - d);
+#pragma unroll
+      for (int j = 0; j < 8; j++) sum += (k[j] + v[j]) * 0;
+    }
+    if (isnan(sum)) note_suspect(a);
+  }
+}
+
+template <class Kind>
+__global__ void __launch_bounds__(THREADS) mend_forward(const __grid_constant__ fa_cuda_arguments a) {
+  wait_for_launch_before();
+  if (*a.suspect != a.call) return;
+  for_each_row_of(a.batch, a.num_heads, a.window.seqlen_q, [&](int batch, int head, int row) {
+    mend_rows<Kind, typename Kind::Io, HEAD_DIM>(
+        a, {batch, batch, head, {row, row + 1}, {0, sequence_of(a, batch).num_columns()}});
+  });
+}
+
+// The same of few rows, whose keys may lie on pages.
+template <class Kind>
+__global__ void __launch_bounds__(THREADS)
+    mend_few(const __grid_constant__ fa_cuda_arguments a, const __grid_constant__ fa_cuda_cache cache) {
+  using Io = typename Kind::Io;
+  wait_for_launch_before();
+  if (*a.suspect != a.call) return;
+  for_each_row_of(a.batch, a.num_heads, a.window.seqlen_q, [&](int batch, int head, int row) {
+    const Sequence s = decode::cached_sequence(a, cache, batch);
+    const decode::KeyRows<Io> k(a.k, cache, s, kv_head_of(a, head)), v(a.v, cache, s, kv_head_of(a, head));
+    auto mended = row_of_o<Kind, HEAD_DIM>(
+        a, {batch, head, row, 0}, {0, s.num_columns()}, row_of<const Io>(a.q_rows, s, head, row),
+        [&](auto visit) { visit(s.band); }, [&](int column) { return k.row(column); },
+        [&](int column) { return v.row(column); });
+    mended.mend(row_of<Io>(a.o, s, head, row), lse_at(a, s, head, row));
+  });
+}
+
+template <class Io>
+__device__ inline void mend_dq(const fa_cuda_arguments &a, Place at) {
+  const Sequence s = sequence_of(a, at.batch);
+  Io *to = row_of<Io>(a.dq, s, at.head, at.row);
+  if (!row_has_nan(to, a.head_dim)) return;
+  RowSum<HEAD_DIM> dq(a.head_dim);
+  for_each_band(a, at.batch, [&](const fa_band &band) {
+    CellGradient cell;
+    for_each_there(
+        seen_in_band<true>(band, {at.row, at.row + 1}),
+        [&](int column) {
+          at.column = column;
+          return gradient_of_cell<Io>(a, band, at, cell);
+        },
+        [&](int column, int lane) {
+          dq.add(__shfl_sync(~0u, cell.of_product, lane),
+                 column_of<const Io>(a.k_rows, s, kv_head_of(a, at.head), column));
+        },
+        [&] { return dq.is_lost(); });
+  });
+  dq.store(to, a.scale);
+}
+
+template <class Io>
+__device__ inline void mend_dk_and_dv(const fa_cuda_arguments &a, const fa_cuda_gradients &g, int batch,
+                                      int kv_head, int column) {
+  const Sequence s = sequence_of(a, batch);
+  Io *to_dk = column_of<Io>(g.dk, s, kv_head, column), *to_dv = column_of<Io>(g.dv, s, kv_head, column);
+  if (!row_has_nan(to_dk, a.head_dim) && !row_has_nan(to_dv, a.head_dim)) return;
+  RowSum<HEAD_DIM> dk(a.head_dim), dv(a.head_dim);
+  for (int head = kv_head * heads_per_kv(a); head < (kv_head + 1) * heads_per_kv(a); head++)
+    for_each_band(a, batch, [&](const fa_band &band) {
+      CellGradient cell;
+      for_each_there(
+          seen_in_band<false>(band, {column, column + 1}),
+          [&](int row) {
+            return gradient_of_cell<Io>(a, band, {batch, head, row, column}, cell);
+          },
+          [&](int row, int lane) {
+            dk.add(__shfl_sync(~0u, cell.of_product, lane), row_of<const Io>(a.q_rows, s, head, row));
+            dv.add(__shfl_sync(~0u, cell.p, lane), row_of<const Io>(a.dout_rows, s, head, row));
+          },
+          [&] { return dk.is_lost() && dv.is_lost(); });
+    });
+  dk.store(to_dk, a.scale);
+  dv.store(to_dv, 1);
+}
+
+// A number that is the gradient by all scores along some axes: term(gradient of a score, distance) of each that
+// is visible, by a warp. Scores of these ranges; a lane takes rows.
+template <class Io, class Term>
+__device__ inline float sum_of_cells(const fa_cuda_arguments &a, Range batches, Range heads, Range rows,
+                                     Range columns, Term term) {
+  float sum = 0;
+  for (int batch = batches.begin; batch < batches.end; batch++)
+    for (int head = heads.begin; head < heads.end; head++)
+      for (int first = rows.begin; first < rows.end; first += 32) {
+        const int row = first + threadIdx.x % 32;
+        for (int number = 0; number < (a.bands ? a.num_bands : 1) && row < rows.end; number++) {
+          const fa_band band = band_at(a, batch, number);
+          const Range seen = overlap(seen_in_band<true>(band, {row, row + 1}), columns);
+          for (int column = seen.begin; column < seen.end && !isnan(sum); column++) {
+            CellGradient cell;
+            if (gradient_of_cell<Io>(a, band, {batch, head, row, column}, cell))
+              sum += term(cell.of_score, float(fa_band_distance(band, row, column)));
+          }
+        }
+        if (__any_sync(~0u, isnan(sum))) return NAN;
+      }
+  return warp_sum(sum);
+}
+
+// All along an axis that the numbers do not vary along, or the one.
+__device__ inline Range along(int64_t stride, int i, int count) {
+  return stride ? Range{i, i + 1} : Range{0, count};
+}
+
+// Mends the numbers of a tensor of cells, or of heads (num_columns 0).
+template <class Io, class Term>
+__device__ inline void mend_numbers(const fa_cuda_arguments &a, const fa_cuda_cells &to, int num_columns,
+                                    Term term) {
+  if (!to.data) return;
+  const int heads = to.stride_head ? a.num_heads : 1, rows = to.stride_row ? a.window.seqlen_q : 1;
+  for_each_row_of(to.stride_batch ? a.batch : 1, heads, rows, [&](int batch, int head, int row) {
+    auto mend = [&](auto type) {
+      auto *numbers = numbers_of<decltype(type)>(to, batch, head, row);
+      for (int i = 0; i < max(num_columns, 1); i++) {
+        if (!isnan(static_cast<float>(numbers[i]))) continue;
+        const Range columns = num_columns > 0 ? Range{i, i + 1} : Range{0, a.window.seqlen_k};
+        const float sum = sum_of_cells<Io>(a, along(to.stride_batch, batch, a.batch),
+                                           along(to.stride_head, head, a.num_heads),
+                                           along(to.stride_row, row, a.window.seqlen_q), columns, term);
+        if (threadIdx.x % 32 == 0) store_number(numbers + i, sum);
+      }
+    };
+    if (to.dtype == FA_DTYPE_F32)
+      mend(float());
+    else
+      mend(Io());
+  });
+}
+
+template <class Io>
+__global__ void __launch_bounds__(THREADS)
+    mend_gradients(const __grid_constant__ fa_cuda_arguments a, const __grid_constant__ fa_cuda_gradients g) {
+  wait_for_launch_before();
+  if (*a.suspect != a.call) return;
+  for_each_row_of(a.batch, a.num_heads, a.window.seqlen_q, [&](int batch, int head, int row) {
+    mend_dq<Io>(a, {batch, head, row, 0});
+  });
+  for_each_row_of(a.batch, a.num_kv_heads, a.window.seqlen_k, [&](int batch, int kv_head, int column) {
+    mend_dk_and_dv<Io>(a, g, batch, kv_head, column);
+  });
+  mend_numbers<Io>(a, g.dbias, a.window.seqlen_k, [](float of_score, float) { return of_score; });
+  mend_numbers<Io>(a, g.of_heads[FA_CUDA_ALIBI_SLOPES], 0,
+                   [](float of_score, float distance) { return -of_score * distance; });
+}
+
+}  // namespace fa
+
+const void *const fa_cuda_look_kernels[] = {fa::address_of_kernel(fa::look_at_columns<float>),
+                                            fa::address_of_kernel(fa::look_at_columns<__nv_bfloat16>),
+                                            fa::address_of_kernel(fa::look_at_columns<__half>)};
+const void *const fa_cuda_mend_forward_kernels[] = {fa::address_of_kernel(fa::mend_forward<fa::kinds::f32>),
+                                                    fa::address_of_kernel(fa::mend_forward<fa::kinds::bf16>),
+                                                    fa::address_of_kernel(fa::mend_forward<fa::kinds::f16>)};
+const void *const fa_cuda_mend_few_kernels[] = {fa::address_of_kernel(fa::mend_few<fa::kinds::f32>),
+                                                fa::address_of_kernel(fa::mend_few<fa::kinds::bf16>),
+                                                fa::address_of_kernel(fa::mend_few<fa::kinds::f16>)};
+const void *const fa_cuda_mend_kernels[] = {fa::address_of_kernel(fa::mend_gradients<float>),
+                                            fa::address_of_kernel(fa::mend_gradients<__nv_bfloat16>),
+                                            fa::address_of_kernel(fa::mend_gradients<__half>)};
