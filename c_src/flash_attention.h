@@ -87,8 +87,8 @@
  * its lse is -inf, or log(sum exp(sink)) where there are sinks. It never gives NaN. Everything else that is not
  * finite spreads as IEEE arithmetic says. On CUDA results that such numbers meet in a block of rows and columns
  * are made again one by one, which is slow; but a forward whose padding holds garbage takes no longer. It does
- * not look, in gradients, at infinite k of which all scores are -inf, and at no infinite q and k of bf16 and
- * f16 where neither mask nor bias hides anything: these may give NaN.
+ * not look, in gradients, at infinite k of which all scores are -inf, and at no infinite q and k where neither
+ * mask nor bias hides anything: these may give NaN.
  *
  * What lse can hold. lse is all that the backward knows of a row's softmax, and in f32 it is rounded by up to
  * |lse| * 2^-24: every p of the row is off by that factor, alike for all its columns, and with p dv, dq and dk.

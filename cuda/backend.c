@@ -786,11 +786,10 @@ static void lay_out_parts(const fa_plan *plan, const fa_cuda_kernel *kernel, con
   job->parts.states = fa_take(workspace, num_states, 2 * sizeof(float));
 }
 
-/* Whether some row may not see some column: masks hide cells, and so does -inf in a bias; and parts of infinite
- * f32 are NaN. A single row sees nothing beside what others see. */
+/* Whether some row may not see some column: masks hide cells, and so does -inf in a bias. A single row sees
+ * nothing beside what others see. */
 static bool hides_cells(const fa_problem *p, bool backward) {
-  return is_there(p, FA_TENSOR_BIAS) || kinds[kind_of(p)].scaled ||
-         (is_uneven(p) && (backward || p->seqlen_q > 1));
+  return is_there(p, FA_TENSOR_BIAS) || (is_uneven(p) && (backward || p->seqlen_q > 1));
 }
 
 /* Whether there may be columns that no row sees. */

@@ -118,7 +118,7 @@ static void plant(const fa_problem *p, fa_values *x, fa_tensor_id id, fa_random 
 /* Whether neither mask nor bias may hide a cell. */
 static bool sees_all(const fa_problem *p) {
   return p->window_left == FA_UNBOUNDED && p->window_right == FA_UNBOUNDED && !p->num_bands &&
-         !p->lengths_batch && !p->bias_batch && p->dtype != FA_DTYPE_F32;
+         !p->lengths_batch && !p->bias_batch;
 }
 
 /* ---- what must come out ------------------------------------------------------------------------------- */
