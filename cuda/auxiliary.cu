@@ -127,7 +127,7 @@ __global__ void __launch_bounds__(THREADS)
     if (row >= sequence.num_rows()) return 0;
     const float *lse = lse_at(a, sequence, head, row);
     float delta = a.delta[padded_index_of(a, {batch, head, row})];
-    if (isnan(delta) && !sees_any(a, batch, row)) delta = -dlse_at(a, dlse, lse, batch);
+    if (isnan(delta) && !bands_show<true>(a, batch, row)) delta = -dlse_at(a, dlse, lse, batch);
     return *lse == -INFINITY || delta == 0 ? 0 : expf(sink - *lse) * delta;
   });
   if (threadIdx.x == 0) a.dsink[blockIdx.x] = static_cast<float>(-sum);

@@ -936,12 +936,6 @@ static cudaError_t launch_main(const fa_cuda_kernel *kernel, int64_t number, cud
       (void *[]){&job->arguments, &job->maps}, stream);
 }
 
-/* The number of a type in the tables of small kernels. */
-static int number_of_type(fa_dtype dtype) { return dtype == FA_DTYPE_F32 ? 0 : dtype == FA_DTYPE_BF16 ? 1 : 2; }
-
-/* Blocks of the kernel that looks at columns, which waits for memory. */
-enum { LOOKS_A_MULTIPROCESSOR = 4 };
-
 static fa_status launch_splits(fa_cuda_splits *splits, cudaStream_t stream, fa_error *error) {
   const char *operation = "launch of the f32 split";
   int64_t num_scales = 0; /* of the tensor that has most */
@@ -971,6 +965,15 @@ static fa_status launch_plans(fa_cuda_plans *plans, cudaStream_t stream, fa_erro
                          FA_CUDA_SMALL_KERNEL_THREADS, 0, (void *[]){plans}, stream));
   CHECK(fa_cuda_launch(fa_cuda_plan_kernel, (dim3){(unsigned)plans->bands_batch, (unsigned)plans->num_sides, 1},
                        FA_CUDA_PLAN_THREADS, 0, (void *[]){plans}, stream));
+  return FA_STATUS_OK;
+}
+
+/* Behind the plans, which may write the bands that say who sees a column. */
+static fa_status launch_look(const fa_plan *plan, cuda_job *job, cudaStream_t stream, fa_error *error) {
+  const char *operation = "launch of the look at columns";
+  if (job->looks_at_columns)
+    CHECK(fa_cuda_launch(fa_cuda_look_kernels[kind_of(&plan->problem)], blocks(job->num_multiprocessors),
+                         FA_CUDA_SMALL_KERNEL_THREADS, 0, (void *[]){&job->arguments}, stream));
   return FA_STATUS_OK;
 }
 
@@ -1038,11 +1041,11 @@ static fa_status launch_reductions(cuda_job *job, cudaStream_t stream, fa_error 
 static fa_status launch_mending(const fa_plan *plan, const fa_cuda_kernel *kernel, cuda_job *job,
                                 cudaStream_t stream, fa_error *error) {
   const char *operation = "launch of the mending of NaN";
-  const int i = number_of_type(plan->problem.dtype);
+  const fa_cuda_kind kind = kind_of(&plan->problem);
   const bool backward = plan->pass == FA_PASS_BACKWARD;
-  const void *mend = backward        ? fa_cuda_mend_kernels[i]
-                     : kernel->merge ? fa_cuda_mend_few_kernels[i]
-                                     : fa_cuda_mend_forward_kernels[i];
+  const void *mend = backward        ? fa_cuda_mend_kernels[kind]
+                     : kernel->merge ? fa_cuda_mend_few_kernels[kind]
+                                     : fa_cuda_mend_forward_kernels[kind];
   void *beside = backward ? (void *)&job->gradients : (void *)&job->parts.cache;
   if (!job->arguments.suspect || kernel->mends) return FA_STATUS_OK;
   CHECK((job->launches_early ? fa_cuda_launch_early : fa_cuda_launch)(
@@ -1051,17 +1054,14 @@ static fa_status launch_mending(const fa_plan *plan, const fa_cuda_kernel *kerne
   return FA_STATUS_OK;
 }
 
-static fa_status launch_backward(const fa_cuda_kernel *kernel, fa_dtype dtype, cuda_job *job,
-                                 cudaStream_t stream, fa_error *error) {
+static fa_status launch_backward(const fa_cuda_kernel *kernel, cuda_job *job, cudaStream_t stream,
+                                 fa_error *error) {
   const char *operation = "launch of the backward";
   fa_cuda_arguments *a = &job->arguments;
   const int32_t small = FA_CUDA_SMALL_KERNEL_THREADS;
   const int64_t heads = (int64_t)a->batch * a->num_heads;
   const int32_t lanes = FA_CUDA_STATISTICS_LANES(kernel->bucket);
   const int64_t num_blocks = fa_divide_up(heads * a->padded_rows * lanes, small);
-  if (job->looks_at_columns)
-    CHECK(fa_cuda_launch(fa_cuda_look_kernels[number_of_type(dtype)], blocks(job->num_multiprocessors), small,
-                         0, (void *[]){a}, stream));
   CHECK(fa_cuda_launch(kernel->statistics, blocks(fa_max(num_blocks, 1)), small, 0, (void *[]){a, &job->dlse},
                        stream));
   CHECK(launch_main(kernel, (int64_t)a->batch * a->num_kv_heads * a->num_k_blocks * a->num_column_parts, job,
@@ -1083,9 +1083,10 @@ static fa_status enqueue(const fa_plan *plan, const fa_cuda_kernel *kernel, void
   fa_status status = launch_splits(&job->splits, stream, error);
   if (!status) status = launch_keys(&job->keys, stream, error);
   if (!status) status = launch_plans(&job->plans, stream, error);
+  if (!status) status = launch_look(plan, job, stream, error);
   if (status) return status;
   status = plan->pass == FA_PASS_FORWARD ? launch_forward(kernel, job, stream, error)
-                                         : launch_backward(kernel, plan->problem.dtype, job, stream, error);
+                                         : launch_backward(kernel, job, stream, error);
   return status ? status : launch_mending(plan, kernel, job, stream, error);
 }
 

@@ -293,7 +293,7 @@ __global__ void __launch_bounds__(FA_CUDA_SMALL_KERNEL_THREADS)
     a.dq_order[index / Shape::block_q] = summed;
     if (a.ended) a.ended[index / Shape::block_q] = 0;
   }
-  if (inside && dlse.data) sum -= dlse_at(a, dlse, lse_of_row, mine.batch);
+  if (inside) sum -= dlse_at(a, dlse, lse_of_row, mine.batch);
   if (a.suspect && inside && (!isfinite(sum) || !(lse < INFINITY))) note_suspect(a);
   a.delta[index] = sum;
   a.shift[index] = lse == -INFINITY ? INFINITY : row_shift<Kind>(lse);

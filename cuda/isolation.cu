@@ -1,5 +1,5 @@
-// The kernel behind a backward: where some of its gradients are NaN, it makes those again that are, from
-// visible cells alone (see isolation.cuh).
+// The small kernels beside passes whose rows do not all see the same: the one in front of a backward looks for
+// a suspicion, and those behind a pass, where there is one, make what is NaN again (see isolation.cuh).
 #include "decode.cuh"
 
 namespace fa {
@@ -15,17 +15,12 @@ __device__ inline void for_each_row_of(int batch, int num_heads, int num_rows, V
     visit(int(i / num_rows / num_heads), int(i / num_rows % num_heads), int(i % num_rows));
 }
 
+// ---- in front of a backward --------------------------------------------------------------------------------
+
 // Numbers that are not finite are noticed by what depends on them: those of a row in lse or delta, or in q
-// where it sees nothing, and those of a column in the o and lse of rows that see it. Here are columns that none
-// may see: whether a band or, of a head, the bias hides one from all.
-__device__ inline bool bands_show(const fa_cuda_arguments &a, int batch, int column) {
-  const int num_bands = a.bands ? a.num_bands : 1;
-  for (int number = 0; number < num_bands; number++) {
-    const Range rows = seen_in_band<false>(band_at(a, batch, number), {column, column + 1});
-    if (rows.begin < rows.end) return true;
-  }
-  return false;
-}
+// where it sees nothing, and those of a column in the o and lse of rows that see it. Columns that none may see
+// show in dq, where finish_dq looks at that, and here for other kernels, whose bias, if any, is one of keys.
+
 template <class Io>
 __device__ inline bool bias_shows(const fa_cuda_arguments &a, int batch, int kv_head, int column) {
   const fa_cuda_cells &bias = a.program.bias;
@@ -41,9 +36,8 @@ __device__ inline bool bias_shows(const fa_cuda_arguments &a, int batch, int kv_
 
 // Whether a band shows all of a warp's columns something; lanes ask bands.
 __device__ inline bool one_band_shows(const fa_cuda_arguments &a, int batch, Range columns) {
-  const int num_bands = a.bands ? a.num_bands : 1;
   bool shows = false;
-  for (int number = threadIdx.x % 32; number < num_bands; number += 32) {
+  for (int number = threadIdx.x % 32; number < num_bands_of(a); number += 32) {
     const fa_band band = band_at(a, batch, number);
     const Range first = seen_in_band<false>(band, {columns.begin, columns.begin + 1}),
                 last = seen_in_band<false>(band, {columns.end - 1, columns.end});
@@ -53,24 +47,19 @@ __device__ inline bool one_band_shows(const fa_cuda_arguments &a, int batch, Ran
 }
 
 // A warp takes 32 columns of a head: a lane asks of each, and the warp looks at those that nobody may see.
-template <class Io>
+template <class Kind>
 __global__ void __launch_bounds__(THREADS) look_at_columns(const __grid_constant__ fa_cuda_arguments a) {
+  using Io = typename Kind::Io;
   const int blocks = (a.window.seqlen_k + 31) / 32, lane = threadIdx.x % 32;
-  const int64_t count = int64_t(a.batch) * a.num_kv_heads * blocks;
-  for (int64_t i = (int64_t(blockIdx.x) * THREADS + threadIdx.x) / 32; i < count;
-       i += gridDim.x * (THREADS / 32)) {
-    const int batch = i / blocks / a.num_kv_heads, kv_head = i / blocks % a.num_kv_heads,
-              first = i % blocks * 32;
-    const int column = first + lane, end = min(first + 32, a.window.seqlen_k);
+  for_each_row_of(a.batch, a.num_kv_heads, blocks, [&](int batch, int kv_head, int block) {
+    const int first = block * 32, column = first + lane, end = min(first + 32, a.window.seqlen_k);
     const bool all_shown = one_band_shows(a, batch, {first, end});  // all lanes ask
-    bool shown = all_shown || column >= end || bands_show(a, batch, column);
-    if (column < end) shown = shown && bias_shows<Io>(a, batch, kv_head, column);
-    const uint32_t unseen = __ballot_sync(~0u, !shown);
-    if (!unseen) continue;
+    const bool unseen = column < end && !((all_shown || bands_show<false>(a, batch, column)) &&
+                                          bias_shows<Io>(a, batch, kv_head, column));
     const Sequence s = sequence_of(a, batch);
     const int lanes = FA_CUDA_STATISTICS_LANES(a.head_dim), d = lane % lanes * 8;  // that share a column
     float sum = 0;
-    uint32_t left = unseen;
+    uint32_t left = __ballot_sync(~0u, unseen);
     auto leave = [&](int count) {
       for (int i = 0; i < count; i++) left &= left - 1;
     };
@@ -83,13 +72,20 @@ __global__ void __launch_bounds__(THREADS) look_at_columns(const __grid_constant
       for (int j = 0; j < 8; j++) sum += (k[j] + v[j]) * 0;
     }
     if (isnan(sum)) note_suspect(a);
-  }
+  });
+}
+
+// ---- behind a pass -----------------------------------------------------------------------------------------
+
+// Whether that pass has noted a suspicion.
+__device__ inline bool is_suspect(const fa_cuda_arguments &a) {
+  wait_for_launch_before();
+  return *a.suspect == a.call;
 }
 
 template <class Kind>
 __global__ void __launch_bounds__(THREADS) mend_forward(const __grid_constant__ fa_cuda_arguments a) {
-  wait_for_launch_before();
-  if (*a.suspect != a.call) return;
+  if (!is_suspect(a)) return;
   for_each_row_of(a.batch, a.num_heads, a.window.seqlen_q, [&](int batch, int head, int row) {
     mend_rows<Kind, typename Kind::Io, HEAD_DIM>(
         a, {batch, batch, head, {row, row + 1}, {0, sequence_of(a, batch).num_columns()}});
@@ -101,8 +97,7 @@ template <class Kind>
 __global__ void __launch_bounds__(THREADS)
     mend_few(const __grid_constant__ fa_cuda_arguments a, const __grid_constant__ fa_cuda_cache cache) {
   using Io = typename Kind::Io;
-  wait_for_launch_before();
-  if (*a.suspect != a.call) return;
+  if (!is_suspect(a)) return;
   for_each_row_of(a.batch, a.num_heads, a.window.seqlen_q, [&](int batch, int head, int row) {
     const Sequence s = decode::cached_sequence(a, cache, batch);
     const decode::KeyRows<Io> k(a.k, cache, s, kv_head_of(a, head)), v(a.v, cache, s, kv_head_of(a, head));
@@ -172,7 +167,7 @@ __device__ inline float sum_of_cells(const fa_cuda_arguments &a, Range batches, 
     for (int head = heads.begin; head < heads.end; head++)
       for (int first = rows.begin; first < rows.end; first += 32) {
         const int row = first + threadIdx.x % 32;
-        for (int number = 0; number < (a.bands ? a.num_bands : 1) && row < rows.end; number++) {
+        for (int number = 0; number < num_bands_of(a) && row < rows.end; number++) {
           const fa_band band = band_at(a, batch, number);
           const Range seen = overlap(seen_in_band<true>(band, {row, row + 1}), columns);
           for (int column = seen.begin; column < seen.end && !isnan(sum); column++) {
@@ -216,11 +211,11 @@ __device__ inline void mend_numbers(const fa_cuda_arguments &a, const fa_cuda_ce
   });
 }
 
-template <class Io>
+template <class Kind>
 __global__ void __launch_bounds__(THREADS)
     mend_gradients(const __grid_constant__ fa_cuda_arguments a, const __grid_constant__ fa_cuda_gradients g) {
-  wait_for_launch_before();
-  if (*a.suspect != a.call) return;
+  using Io = typename Kind::Io;
+  if (!is_suspect(a)) return;
   for_each_row_of(a.batch, a.num_heads, a.window.seqlen_q, [&](int batch, int head, int row) {
     mend_dq<Io>(a, {batch, head, row, 0});
   });
@@ -234,15 +229,12 @@ __global__ void __launch_bounds__(THREADS)
 
 }  // namespace fa
 
-const void *const fa_cuda_look_kernels[] = {fa::address_of_kernel(fa::look_at_columns<float>),
-                                            fa::address_of_kernel(fa::look_at_columns<__nv_bfloat16>),
-                                            fa::address_of_kernel(fa::look_at_columns<__half>)};
-const void *const fa_cuda_mend_forward_kernels[] = {fa::address_of_kernel(fa::mend_forward<fa::kinds::f32>),
-                                                    fa::address_of_kernel(fa::mend_forward<fa::kinds::bf16>),
-                                                    fa::address_of_kernel(fa::mend_forward<fa::kinds::f16>)};
-const void *const fa_cuda_mend_few_kernels[] = {fa::address_of_kernel(fa::mend_few<fa::kinds::f32>),
-                                                fa::address_of_kernel(fa::mend_few<fa::kinds::bf16>),
-                                                fa::address_of_kernel(fa::mend_few<fa::kinds::f16>)};
-const void *const fa_cuda_mend_kernels[] = {fa::address_of_kernel(fa::mend_gradients<float>),
-                                            fa::address_of_kernel(fa::mend_gradients<__nv_bfloat16>),
-                                            fa::address_of_kernel(fa::mend_gradients<__half>)};
+#define OF_KINDS(kernel)                                                                                     \
+  {                                                                                                          \
+    fa::address_of_kernel(fa::kernel<fa::kinds::bf16>), fa::address_of_kernel(fa::kernel<fa::kinds::f16>),   \
+        fa::address_of_kernel(fa::kernel<fa::kinds::f32>), fa::address_of_kernel(fa::kernel<fa::kinds::f32>) \
+  }
+const void *const fa_cuda_look_kernels[FA_CUDA_NUM_KINDS] = OF_KINDS(look_at_columns);
+const void *const fa_cuda_mend_forward_kernels[FA_CUDA_NUM_KINDS] = OF_KINDS(mend_forward);
+const void *const fa_cuda_mend_few_kernels[FA_CUDA_NUM_KINDS] = OF_KINDS(mend_few);
+const void *const fa_cuda_mend_kernels[FA_CUDA_NUM_KINDS] = OF_KINDS(mend_gradients);

@@ -31,10 +31,10 @@ __device__ inline float sum_of_products(const float (&acc)[MT][NT][4]) {
   return sums[0] + sums[1] + (sums[2] + sums[3]);
 }
 __device__ inline void note_suspect(const fa_cuda_arguments &a) { *a.suspect = a.call; }
-// By a warp: notes that its o has a NaN.
+// By a warp: notes that its results have a NaN.
 template <int MT, int NT>
-__device__ inline void note_nan(const fa_cuda_arguments &a, const float (&o)[MT][NT][4]) {
-  if (a.suspect && __any_sync(~0u, isnan(sum_of_products(o)))) note_suspect(a);
+__device__ inline void note_nan(const fa_cuda_arguments &a, const float (&results)[MT][NT][4]) {
+  if (a.suspect && __any_sync(~0u, isnan(sum_of_products(results)))) note_suspect(a);
 }
 
 // ---- a cell ------------------------------------------------------------------------------------------------
@@ -156,7 +156,7 @@ __device__ inline bool row_has_nan(const Io *row, int head_dim) {
 }
 
 // What lanes vote on is the same for a whole warp to ptxas, too. A vote or a shuffle where lanes might have
-// parted makes it keep apart what all kernels that call it hold for a warp, at 3 % of the forward's speed.
+// parted makes it keep for each lane what a kernel that calls this holds for the warp.
 __device__ inline bool all_say(bool it_is_so) { return __all_sync(~0u, it_is_so); }
 
 // Goes through a range 32 at a time: a lane asks make(i) whether the i-th is there, and all lanes take(i, lane)
@@ -178,9 +178,8 @@ __device__ inline void for_each_there(Range range, Make make, Take take, IsLost 
 // Calls visit with each of the bands that the kernel goes through.
 template <class Visit>
 __device__ inline void for_each_band(const fa_cuda_arguments &a, int batch, Visit visit) {
-  const int num_bands = a.bands ? a.num_bands : 1;
 #pragma unroll 1
-  for (int number = 0; all_say(number < num_bands); number++) visit(band_at(a, batch, number));
+  for (int number = 0; all_say(number < num_bands_of(a)); number++) visit(band_at(a, batch, number));
 }
 
 // A row of o as it is made again: from those of `columns` that the bands show it. for_bands(visit) calls visit

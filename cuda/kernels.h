@@ -359,16 +359,16 @@ extern const void *const fa_cuda_lengths_kernel;  /* fa_cuda_plans; writes bands
                                                     batch */
 extern const void *const fa_cuda_sink_kernel;     /* fa_cuda_arguments, fa_cuda_dlse; a block a sink
                                                           and head: writes dsink */
+/* Of each kind: see isolation.cu. */
 extern const void
-    *const fa_cuda_look_kernels[]; /* fa_cuda_arguments; of f32, bf16, f16: in front of a backward */
-extern const void *const fa_cuda_mend_few_kernels[];     /* fa_cuda_arguments, fa_cuda_cache */
-extern const void *const fa_cuda_mend_forward_kernels[]; /* fa_cuda_arguments */
-extern const void *const fa_cuda_mend_kernels[];         /* fa_cuda_arguments, fa_cuda_gradients; of f32,
-                                                                bf16, f16: see isolation.cu */
-extern const void *const fa_cuda_reduce_heads_kernel;    /* fa_cuda_reduction; a block a number */
-extern const void *const fa_cuda_reduce_cells_kernel;    /* fa_cuda_reduction; a thread a column, a block's
-                                                             y a row of these */
-extern const void *const fa_cuda_keys_kernel;            /* fa_cuda_key_reading; a warp a block of keys */
+    *const fa_cuda_look_kernels[FA_CUDA_NUM_KINDS]; /* fa_cuda_arguments; in front of a backward */
+extern const void *const fa_cuda_mend_forward_kernels[FA_CUDA_NUM_KINDS]; /* fa_cuda_arguments */
+extern const void *const fa_cuda_mend_few_kernels[FA_CUDA_NUM_KINDS];     /* fa_cuda_arguments, fa_cuda_cache */
+extern const void *const fa_cuda_mend_kernels[FA_CUDA_NUM_KINDS]; /* fa_cuda_arguments, fa_cuda_gradients */
+extern const void *const fa_cuda_reduce_heads_kernel;             /* fa_cuda_reduction; a block a number */
+extern const void *const fa_cuda_reduce_cells_kernel; /* fa_cuda_reduction; a thread a column, a block's
+                                                          y a row of these */
+extern const void *const fa_cuda_keys_kernel;         /* fa_cuda_key_reading; a warp a block of keys */
 extern const void *const fa_cuda_unpack_kernel; /* fa_cuda_packed; a warp a row of a head, a block's y a row of
                                                   these */
 

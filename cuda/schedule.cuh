@@ -126,11 +126,12 @@ __device__ inline Range seen_in_band(const fa_band &band, Range own) {
   return OF_ROWS ? fa_band_columns(band, own) : fa_band_rows(band, own);
 }
 
-// Whether the bands show a row something.
-__device__ inline bool sees_any(const fa_cuda_arguments &a, int batch, int row) {
-  const int num_bands = a.bands ? a.num_bands : 1;
-  for (int number = 0; number < num_bands; number++) {
-    const Range seen = seen_in_band<true>(band_at(a, batch, number), {row, row + 1});
+// How many bands a kernel goes through, and whether one of them shows a row or column something.
+__device__ inline int num_bands_of(const fa_cuda_arguments &a) { return a.bands ? a.num_bands : 1; }
+template <bool OF_ROWS>
+__device__ inline bool bands_show(const fa_cuda_arguments &a, int batch, int i) {
+  for (int number = 0; number < num_bands_of(a); number++) {
+    const Range seen = seen_in_band<OF_ROWS>(band_at(a, batch, number), {i, i + 1});
     if (seen.begin < seen.end) return true;
   }
   return false;

@@ -139,16 +139,6 @@ inline T atomicCAS(T *at, std::common_type_t<T> expected, std::common_type_t<T> 
 // ---- barriers, and what the lanes of a warp tell each other -------------------------------------------
 
 inline void __syncthreads(emulated::Site site = emulated::Site()) { emulated::barrier_wait(0, 0, site); }
-inline int __syncthreads_or(int x, emulated::Site site = emulated::Site()) {
-  __shared__ int any;
-  any = 0;
-  __syncthreads(site);
-  if (x) any = 1;
-  __syncthreads(site);
-  const int result = any;
-  __syncthreads(site);  // before the next call's 0
-  return result;
-}
 
 inline void __syncwarp(unsigned mask = ~0u, emulated::Site site = emulated::Site()) {
   int nothing = 0;
