@@ -313,11 +313,11 @@ static bool row_fits(const fa_problem *p, const fa_cuda_kernel *row) {
   return !row->merge || fa_cuda_packed_rows(p) <= row->block_q || row[1].bucket != row->bucket;
 }
 
-/* How many columns a row sees, about, where there are no bands. */
+/* How many columns a row sees, about. What bands say is not known here: they share the columns out. */
 static int64_t columns_seen(const fa_problem *p) {
   const int64_t half = p->seqlen_k / 2, left = fa_min(p->window_left, half),
                 right = fa_min(p->window_right, half);
-  return left + right;
+  return (left + right) / fa_max(p->num_bands, 1);
 }
 
 /* Whether a kernel that fits is worth its family. */

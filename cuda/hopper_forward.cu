@@ -24,7 +24,8 @@ struct ForwardShape {
   static constexpr int consumer_registers = CONSUMER_REGISTERS, producer_registers = PRODUCER_REGISTERS;
   static constexpr bool holds_q = HOLDS_Q;  // a consumer's rows of it, in registers
   // Whether exponentials are made against the last reference, and once more where that turns out to be too low.
-  static constexpr bool follows = FOLLOWS;
+  // Where problems are short it is no gain, so that there are rows with it and without.
+  static constexpr bool follows = FOLLOWS || PROGRAM == CELLS;
   static constexpr int program = PROGRAM;  // what may act on scores; then GENERAL
   // Whether it makes again what is NaN itself. That more code is there costs others 3 % of their speed.
   static constexpr bool mends = IN_PARTS || (HEAD_DIM >= 128 && sizeof(typename kinds::FA_KIND::Io) == 2);
@@ -663,6 +664,9 @@ struct Consumer {
   __device__ bool is_mine(uint32_t flags) const {
     return __any_sync(~0u, flags & ToldVisit::sees_any(consumer));
   }
+  __device__ bool sees_all(uint32_t flags) const {
+    return __any_sync(~0u, flags & ToldVisit::sees_all(consumer));
+  }
   __device__ bool is_last(uint32_t flags) const { return __any_sync(~0u, flags & ToldVisit::LAST); }
 
   // The flags of the visit at a stage of k, when that is full.
@@ -731,7 +735,7 @@ struct Consumer {
       barrier_arrive_warp(empty);
     }
     has_unseen = false;
-    if (!__any_sync(~0u, flags & ToldVisit::sees_all(consumer))) {
+    if (!sees_all(flags)) {
       const fa_band band = visit.band();
       const int column = visit.column();
       const Range seen = seen_of_columns(band, tile.rows, column, Shape::block_k);
@@ -754,8 +758,9 @@ struct Consumer {
   __device__ bool go_through_visits(Stage q, float &of_o) {
     const BoxOperand<QTile, true> q_rows(q.tile, consumer * 64);
     uint32_t told = next_visit(ring), flags = told;
-    bool turn = false;   // all take one for each visit but the first
-    bool begun = false;  // o is no longer 0
+    bool turn = false;     // all take one for each visit but the first
+    bool begun = false;    // o is no longer 0
+    bool settled = false;  // every row has seen something, so that exponentials may follow
     for (;;) {
 #pragma unroll 1
       while (!is_mine(flags)) {
@@ -780,6 +785,7 @@ struct Consumer {
       });
       if (moved && begun) softmax.rescale_rows(o);
       begun = true;
+      if constexpr (Shape::follows) settled |= sees_all(flags);
       convert<Kind>(p, scores, 1 << P_EXPONENT);
       for (;;) {
         if (is_last(told)) return true;
@@ -799,10 +805,29 @@ struct Consumer {
         of_scores = unscaling(exponent_q, a.k, buffers.visit(next));
         const float of_next_o = unscaling(P_EXPONENT, a.v, buffers.visit(next));
         wgmma_wait<1>(scores[0]);
-        const bool moved =
-            make_exponentials(flags, next, of_scores, [](const fa_band &, int) { return int(Shape::block_k); });
-        finish_o(v, of_o);
-        if (moved) softmax.rescale_rows(o);
+        if (Shape::follows && settled && sees_all(flags)) {
+          auto make_own_scores = [&] {
+            finish_scores<Kind, 1, NT>(scores, a.score, of_scores);
+            [[maybe_unused]] float due[1][2];
+            if constexpr (Shape::program) add_program(flags, buffers.visit(next), next, due);
+          };
+          make_own_scores();
+          has_unseen = false;
+          const bool follows = softmax.follow(scores, unit);
+          finish_o(v, of_o);
+          if (__builtin_expect(!follows, 0)) {
+            start_again(q, k);
+            make_own_scores();
+            if (softmax.update(scores, unit)) softmax.rescale_rows(o);
+          }
+          barrier_arrive_warp(k.empty);
+        } else {
+          const bool moved = make_exponentials(flags, next, of_scores,
+                                               [](const fa_band &, int) { return int(Shape::block_k); });
+          finish_o(v, of_o);
+          if (moved) softmax.rescale_rows(o);
+          if constexpr (Shape::follows) settled |= sees_all(flags);
+        }
         convert<Kind>(p, scores, 1 << P_EXPONENT);
         ring = next;
         of_o = of_next_o;
@@ -980,7 +1005,7 @@ constexpr fa_cuda_kernel row(const char *name) {
           .block_k = Shape::block_k,
           .num_threads = Shape::num_threads,
           .shared_bytes = ForwardBuffers<Kind, Shape, GENERAL>::BYTES,
-          .least_columns = Shape::follows ? 1024 : 0,
+          .least_columns = Shape::follows && !Shape::program ? 1024 : 0,
           .takes = (GENERAL ? FA_CUDA_MASK_NEEDS : FA_CUDA_PLAIN_NEEDS) | needs_of_program(Shape::program),
           .mapped = true,
           .persistent = true,
@@ -1023,7 +1048,7 @@ const fa_cuda_kernel FA_JOIN(fa_hopper_forward_, FA_KIND)[] = {
     PROGRAM_ROW("/d64/cells", CELLS, 64, 128, 2, 2, 216, 72, false),
     PROGRAM_ROW("/d64/dropout", KEYS | DROPOUT, 64, 128, 2, 2, 216, 72, false),
     PROGRAM_ROW("/d64/program", WHOLE_PROGRAM, 64, 128, 2, 2, 216, 72, false),
-    KERNEL(false, "cuda/sm90/" FA_QUOTE(FA_KIND) "/d128/long", 128, 128, 2, 2, 240, 24, true, NO_PROGRAM, true),
+    ROW("/d128/long", 128, 128, 2, 2, 240, 24, true, NO_PROGRAM, true),
     ROW("/d128", 128, 128, 2, 2, 240, 24, true),
     PROGRAM_ROW("/d128/terms", SLOPES | KEYS, 128, 128, 2, 2, 232, 40, false),
     PROGRAM_ROW("/d128/cells", CELLS, 128, 128, 2, 1, 232, 40, false),
