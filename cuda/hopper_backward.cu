@@ -84,11 +84,11 @@ __device__ inline __attribute__((always_inline)) void consume_blocks(
     start_transposed<K_SIDE, Shape::from_shift>(scores, buffers, consumer * 64, steps, score, per_shift);
   };
   auto start_dp = [&] { start_transposed<V_SIDE>(ds, buffers, consumer * 64, steps); };
+  // Of all rows, hence of both consumers.
+  auto wait_for_ds = [&](uint32_t step) { barrier_wait(buffers.barrier(DS_FULL, step % 2), step / 2 % 2); };
   auto start_dq = [&](uint32_t step) {
-    const int stage = step % 2;
-    barrier_wait(buffers.barrier(DS_FULL, stage), step / 2 % 2);
     multiply<Kind, K_STEPS>(
-        dq[0], BoxOperand<DsTile, true>(buffers.ds(stage), Dq::ACROSS == 1 ? consumer * 64 : 0),
+        dq[0], BoxOperand<DsTile, true>(buffers.ds(step % 2), Dq::ACROSS == 1 ? consumer * 64 : 0),
         BoxOperand<KTile, false>(buffers.k(), Dq::ACROSS == 1 ? 0 : consumer * Dq::WARP_COLUMNS), false);
   };
   auto slopes_of = [&](int n) { return four_of(scores[0][n]); };
@@ -102,7 +102,6 @@ __device__ inline __attribute__((always_inline)) void consume_blocks(
 #pragma unroll
       for (int n = 0; n < Dq::NT; n++) store_shared(buffers.dq() + dq_offset<Dq>(0, n) * 4, dq[0][n]);
     }
-    fence_async();
     named_barrier_arrive(DQ_WRITTEN, Shape::num_consumers * WARPGROUP + 32);
   };
 
@@ -123,6 +122,13 @@ __device__ inline __attribute__((always_inline)) void consume_blocks(
       const float *own = addends_of(a.program.keys, at.batch, at.head, at.column) + threadIdx.x % 32 / 4;
       for (int half = 0; half < 2; half++) addends[half] = own[half * 8] == INFINITY ? 0 : own[half * 8];
     }
+  };
+
+  // Whether the step's columns are seen by all of its rows, where somebody tells; heard while products run.
+  [[maybe_unused]] bool see_all = false;
+  auto hear = [&](const Work &work) {
+    if constexpr (GENERAL)
+      see_all = work.heard_see_all(buffers.visit(steps), work.columns.begin + consumer * 64);
   };
 
   // A step begins with its scores computed and its dp running, and ends with those of the next step. dq lags a
@@ -148,19 +154,21 @@ __device__ inline __attribute__((always_inline)) void consume_blocks(
         add_cells<typename Kind::Io, typename Buffers::BiasTile, true>(
             scores[0], a.program, has_slopes<Shape::program>(a.program) ? 1 : a.program.factor,
             buffers.bias(stage), 0, consumer * 64 + warp_row);
-      if (!work.heard_see_all(visit, first_column)) mask_transposed_scores<true, 1, NT>(scores, it.band, it.at);
+      if (!see_all) mask_transposed_scores<true, 1, NT>(scores, it.band, it.at);
       make_transposed_p_by_program<Kind, Shape::drops>(scores, p_operand, a, dropout, it.at,
                                                        buffers.shift(stage), of_each,
                                                        Shape::from_shift && begin_at_shift(score));
     } else {
       if constexpr (GENERAL)
-        make_told_scores<Kind>(scores, a, work, visit, first_column, warp_row);
+        make_told_scores<Kind>(scores, a, work, visit, see_all, first_column + warp_row);
       else
         make_scores_in_band<Kind, true, false, 1, NT>(
             scores, a, visit.band, visit.rows, {first_column, first_column + 64},
             {work.block.batch, visit.head, visit.rows.begin, first_column + warp_row});
       make_transposed_p<Kind, Shape::from_shift>(scores, p_operand, a.score, buffers.shift(stage));
     }
+    if constexpr (Shape::keeps_pace && !IS_FIRST)
+      if (!alone) wait_for_ds(steps - 1);
     wgmma_wait<0>(ds[0]);
     if (IS_LAST) arrive_once(buffers.barrier(V_EMPTY));
     multiply<Kind, Q_STEPS>(dv[0], p_operand, BoxOperand<QTile, false>(buffers.dout(stage)), true);
@@ -192,7 +200,10 @@ __device__ inline __attribute__((always_inline)) void consume_blocks(
     fence_async();
     arrive_once(buffers.barrier(DS_FULL, stage));
 
-    if constexpr (!IS_FIRST) start_dq(steps - !alone);
+    if constexpr (!IS_FIRST) {
+      if (!Shape::keeps_pace || alone) wait_for_ds(steps - !alone);
+      start_dq(steps - !alone);
+    }
     steps++;
     if constexpr (!IS_LAST) start_scores();
     wgmma_wait<!IS_LAST>(dk[0], dq[0], ds_operand);
@@ -200,8 +211,10 @@ __device__ inline __attribute__((always_inline)) void consume_blocks(
     if (!IS_FIRST && !alone) finish_dq(steps - 2);
     if constexpr (!IS_LAST) {
       start_dp();
+      hear(work);
       wgmma_wait<1>(scores[0]);
     } else {
+      wait_for_ds(steps - 1);
       start_dq(steps - 1);
       wgmma_wait<0>(dq[0]);
       arrive_once(buffers.barrier(K_EMPTY));
@@ -219,6 +232,7 @@ __device__ inline __attribute__((always_inline)) void consume_blocks(
       start_scores();
       barrier_wait(buffers.barrier(V_FULL), busy_blocks % 2);
       start_dp();
+      hear(work);
       wgmma_wait<1>(scores[0]);
       busy_blocks++;
       Step step = work.consumers_first();

@@ -40,8 +40,12 @@ struct BackwardShape {
   static constexpr int head_dim = HEAD_DIM, block_q = BLOCK_Q, num_consumers = 2, block_k = num_consumers * 64;
   static constexpr int num_warps = num_consumers * 4, dq_warps = block_q / 16;  // see DqShare
   static constexpr int dq_shares = DQ_SHARES, num_writers = NUM_WRITERS;
-  static constexpr int num_threads = (num_consumers + 1) * WARPGROUP;
+  static constexpr int num_threads = (num_consumers + 1) * WARPGROUP, num_finders = 1;
+  static constexpr int steps_found = has_cells ? 8 : 32;  // at a time, by one of num_finders: see load_sides
   static constexpr int consumer_registers = 240, other_registers = 24;
+  // Whether a consumer waits for the other's ds before it needs that. One that may be a whole step ahead ends
+  // up there, and does at any time what the other does. Where steps are short it pays.
+  static constexpr bool keeps_pace = head_dim == 64 && block_q == 128;
 };
 
 // ---- the work ------------------------------------------------------------------------------------------
@@ -67,9 +71,14 @@ struct SingleColumnWork : ColumnWork<Shape, false> {
   }
 };
 
+// The rows of a step: their head, the first one, counted from the sequence's, and the row block's position.
+struct StepRows {
+  int head, row, position;
+};
+
 // A column block's work as the warps share it. Without bands every warp finds the steps by itself. With bands
-// the producer finds them, and stores each visit for the consumers, with which of them need not test elements:
-// consumers have hardly any time for questions.
+// the producer finds them, and tells the consumers of each, and which of them need not test elements: consumers
+// have hardly any time for questions.
 template <class Shape, bool GENERAL>
 struct Work : std::conditional_t<Shape::single_column, SingleColumnWork<Shape>, ColumnWork<Shape, GENERAL>> {
   static constexpr bool may_be_part = Shape::single_column;
@@ -79,6 +88,9 @@ struct Work : std::conditional_t<Shape::single_column, SingleColumnWork<Shape>, 
   __device__ Visit consumers_visit(const fa_cuda_arguments &a, ConsumerStep step, uint32_t) const {
     return this->visit_of(a, step);
   }
+  __device__ StepRows rows_of(const fa_cuda_arguments &a, ConsumerStep step) const {
+    return {step.head, this->q_block_of(step) * Shape::block_q, this->position_of(a, step)};
+  }
 };
 template <class Shape>
 struct Work<Shape, true> : ColumnWork<Shape, true> {
@@ -86,21 +98,27 @@ struct Work<Shape, true> : ColumnWork<Shape, true> {
   struct ConsumerStep {};
   __device__ ConsumerStep consumers_first() const { return {}; }
   __device__ ConsumerStep consumers_next(ConsumerStep) const { return {}; }
-  // This is where tell_visit has put what the visit is.
+  // This is where tell_step has put what the visit is.
   __device__ uint32_t consumers_visit(const fa_cuda_arguments &, ConsumerStep, uint32_t told) const {
     return told;
   }
   __device__ Visit heard_visit(uint32_t told) const {
-    const int4 x = load_shared_words(told), y = load_shared_words(told + 16);
-    return {{x.x, x.y, x.z, x.w, y.x, y.y}, y.z, {y.w, y.w + Shape::block_q}};
+    const int4 x = load_shared_words(told), y = load_shared_words(told + 16), z = load_shared_words(told + 32);
+    return {{x.x, x.y, x.z, x.w, y.x, y.y}, z.x, {z.y, z.y + Shape::block_q}};
+  }
+  __device__ static StepRows heard_rows(uint32_t told) {
+    const int4 z = load_shared_words(told + 32);
+    return {z.x, z.y, z.z};
   }
   // Whether the columns from `column` on, a consumer's, are seen by all rows.
   __device__ bool heard_see_all(uint32_t told, int column) const {
-    return load_shared_word(told + 32) >> (column - this->columns.begin) / PART & 1;
+    return load_shared_word(told + 44) >> (column - this->columns.begin) / PART & 1;
   }
-  // Puts down a bit for each part whose columns are seen by all rows, and, where somebody looks at them, the
-  // band, the head and the first row.
-  __device__ void tell_visit(const fa_cuda_arguments &a, const Visit &visit, uint32_t to) const {
+  // Puts down a step's rows, a bit for each part whose columns are seen by all of them, and, where somebody
+  // looks at it, the band.
+  __device__ void tell_step(const fa_cuda_arguments &a, const typename ColumnWork<Shape, true>::Step &step,
+                            uint32_t to) const {
+    const Visit visit = this->visit_of(a, step);
     constexpr uint32_t ALL = (1 << Shape::block_k / PART) - 1;
     const fa_band &band = visit.band;
     const int first = this->columns.begin;
@@ -114,9 +132,9 @@ struct Work<Shape, true> : ColumnWork<Shape, true> {
     }
     if (Shape::program || see_all != ALL) {
       store_shared(to, make_uint4(band.q_begin, band.q_end, band.k_begin, band.k_end));
-      store_shared(to + 16, make_uint4(band.left, band.right, visit.head, visit.rows.begin));
+      store_shared(to + 16, make_uint4(band.left, band.right, 0, 0));
     }
-    store_shared(to + 32, see_all);
+    store_shared(to + 32, make_uint4(visit.head, visit.rows.begin, this->position_of(a, step), see_all));
   }
 };
 
@@ -124,8 +142,7 @@ struct Work<Shape, true> : ColumnWork<Shape, true> {
 
 // Shared memory of every kernel: k and v; two stages of q, dout, shift and delta; for SCALED kinds the
 // exponents of the powers of two that scale k, v, q and dout; barriers; the numbers of two column blocks; for
-// GENERAL kernels the visits of four steps, as the producer stores each before its stage of q is empty, when it
-// has time. What the kernel's own Buffers add begins at OWN_AT.
+// GENERAL kernels visits as load_sides tells of them. What the kernel's own Buffers add begins at OWN_AT.
 template <class Kind_, class Shape_, bool GENERAL, int NUM_BARRIERS = NUM_BARRIER_KINDS>
 struct CommonBuffers {
   using Kind = Kind_;
@@ -145,9 +162,11 @@ struct CommonBuffers {
   static constexpr int EXPONENTS_AT = STATISTICS_AT + NUM_SIDES * STAGES * ROW_BYTES;
   static constexpr int BARRIERS_AT = EXPONENTS_AT + DQ_SENT * STAGES * 4;
   static constexpr int BLOCKS_AT = BARRIERS_AT + NUM_BARRIERS * STAGES * 8;
-  static constexpr int VISITS_AT = BLOCKS_AT + STAGES * 4, VISIT_BYTES = GENERAL ? 48 : 0;
-  static constexpr int VISITS = 2 * STAGES;
-  static constexpr int OWN_AT = (VISITS_AT + VISITS * VISIT_BYTES + 1023) / 1024 * 1024;
+  static constexpr int VISITS_AT = BLOCKS_AT + STAGES * 4, VISIT_BYTES = 48;
+  // Steps found at a time, for which f32 leaves little room, and those and others before them that still run.
+  static constexpr int FOUND = Kind::SCALED ? 8 : Shape::steps_found, VISITS = 2 * FOUND;
+  static constexpr int OWN_AT =
+      (VISITS_AT + GENERAL * Shape::num_finders * VISITS * VISIT_BYTES + 1023) / 1024 * 1024;
   static_assert(VISITS_AT % 16 == 0, "a visit is read as vectors");
 
   uint32_t base;
@@ -168,7 +187,9 @@ struct CommonBuffers {
     return base + EXPONENTS_AT + (full * STAGES + stage) * 4;
   }
   __device__ uint32_t block(int stage) const { return base + BLOCKS_AT + stage * 4; }
-  __device__ uint32_t visit(uint32_t step) const { return base + VISITS_AT + step % VISITS * VISIT_BYTES; }
+  __device__ uint32_t visit(uint32_t step, int finder = 0) const {
+    return base + VISITS_AT + (finder * VISITS + step % VISITS) * VISIT_BYTES;
+  }
   __device__ uint32_t barrier(int kind, int stage = 0) const {
     return base + BARRIERS_AT + (kind * STAGES + stage) * 8;
   }
@@ -230,9 +251,10 @@ __device__ inline void next_work(const Buffers &buffers, uint32_t &count) {
   count++;
 }
 
-// ---- the producer: one thread, or one for each side ------------------------------------------------------
+// ---- the producer: a warp, or one for each side -----------------------------------------------------------
 
-// load_columns starts the copy of k or v; load_rows waits for an empty stage and starts that of q or dout.
+// load_columns starts the copy of k or v; load_rows waits for an empty stage and starts that of q or dout. A
+// warp calls them, and one of its threads copies.
 template <class Buffers>
 __device__ inline void load_columns(const fa_cuda_arguments &a, const fa_cuda_maps &maps,
                                     const Buffers &buffers, const typename Buffers::Work &work, int side) {
@@ -241,6 +263,7 @@ __device__ inline void load_columns(const fa_cuda_arguments &a, const fa_cuda_ma
   const ColumnBlock &block = work.block;
   const int column = sequence_of(a, block.batch).first_column + work.columns.begin;
   const uint32_t barrier = buffers.barrier(K_FULL + side);
+  if (threadIdx.x % 32 != 0) return;
   if constexpr (Kind::SCALED)
     store_shared(buffers.exponent(K_FULL + side),
                  exponent_of<Kind>(side == K_SIDE ? a.k : a.v, block.batch, block.kv_head, column));
@@ -250,17 +273,18 @@ __device__ inline void load_columns(const fa_cuda_arguments &a, const fa_cuda_ma
     load_boxes<KTile>(buffers.columns(side) + part * KTile::BYTES, side == K_SIDE ? maps.k : maps.v, barrier,
                       column, block.kv_head, block.batch + part * a.batch);
 }
+
 template <class Buffers>
 __device__ inline void load_rows(const fa_cuda_arguments &a, const fa_cuda_maps &maps, const Buffers &buffers,
-                                 const typename Buffers::Work &work, const typename Buffers::Work::Step &step,
-                                 const Ring<Buffers::STAGES> &ring, int side) {
+                                 const StepRows &rows, int batch, int column, uint32_t step, int side) {
   using Kind = typename Buffers::Kind;
   using QTile = typename Buffers::QTile;
-  const int batch = work.block.batch, stage = ring.stage;
-  const int row = sequence_of(a, batch).first_row + work.q_block_of(step) * Buffers::Shape::block_q;
+  const int stage = step % Buffers::STAGES;
+  const int row = sequence_of(a, batch).first_row + rows.row;
   const uint32_t barrier = buffers.barrier(Q_FULL + side, stage);
-  const int exponent = exponent_of<Kind>(side == K_SIDE ? a.q : a.dout, batch, step.head, row);
-  barrier_wait(buffers.barrier(Q_EMPTY + side, stage), ring.phase ^ 1);
+  const int exponent = exponent_of<Kind>(side == K_SIDE ? a.q : a.dout, batch, rows.head, row);
+  barrier_wait(buffers.barrier(Q_EMPTY + side, stage), step / Buffers::STAGES % 2 ^ 1);
+  if (threadIdx.x % 32 != 0) return;
   if constexpr (Kind::SCALED) store_shared(buffers.exponent(Q_FULL + side, stage), exponent);
   int bias_bytes = 0;
   if constexpr (Buffers::Shape::has_cells)
@@ -268,37 +292,16 @@ __device__ inline void load_rows(const fa_cuda_arguments &a, const fa_cuda_maps 
   barrier_expect(barrier, Buffers::Q_BYTES + Buffers::ROW_BYTES + bias_bytes);
   if constexpr (Buffers::Shape::has_cells)
     if (bias_bytes > 0)
-      Buffers::BiasTile::load(buffers.bias(stage), a.program, maps.bias, barrier, batch, step.head, row,
-                              work.columns.begin);
+      Buffers::BiasTile::load(buffers.bias(stage), a.program, maps.bias, barrier, batch, rows.head, row,
+                              column);
 #pragma unroll
   for (int part = 0; part < Kind::PARTS; part++)
     load_boxes<QTile>(buffers.rows(side, stage) + part * QTile::BYTES, side == K_SIDE ? maps.q : maps.dout,
-                      barrier, row, step.head, batch + part * a.batch);
+                      barrier, row, rows.head, batch + part * a.batch);
   if constexpr (Buffers::Shape::single_column) wait_for_launch_before();  // for shift and delta
   load_bulk(buffers.statistic(side, stage),
-            (side == K_SIDE ? a.shift : a.delta) + int64_t(work.position_of(a, step)) * Buffers::Shape::block_q,
+            (side == K_SIDE ? a.shift : a.delta) + int64_t(rows.position) * Buffers::Shape::block_q,
             Buffers::ROW_BYTES, barrier);
-}
-
-// Copies the sides from BEGIN to END of a column block.
-template <int BEGIN, int END, class Buffers>
-__device__ inline void load_sides(const fa_cuda_arguments &a, const fa_cuda_maps &maps, const Buffers &buffers,
-                                  const typename Buffers::Work &work, Ring<Buffers::STAGES> &ring,
-                                  uint32_t &k_phase) {
-  typename Buffers::Work::Step step = work.first_step(a);
-  for (int i = 0; i < work.num_steps; i++, step = work.next(a, step), ring.advance()) {
-    if constexpr (Buffers::general && BEGIN == K_SIDE)
-      work.tell_visit(a, work.visit_of(a, step), buffers.visit(ring.phase * Buffers::STAGES + ring.stage));
-#pragma unroll
-    for (int side = BEGIN; side < END; side++) {
-      if (i == 0) {
-        barrier_wait(buffers.barrier(K_EMPTY + side), k_phase ^ 1);
-        load_columns(a, maps, buffers, work, side);
-      }
-      load_rows(a, maps, buffers, work, step, ring, side);
-    }
-  }
-  if (work.num_steps > 0) k_phase ^= 1;
 }
 
 // Brings a column block's k and v to the cache.
@@ -313,35 +316,97 @@ __device__ inline void prefetch_columns(const fa_cuda_arguments &a, const fa_cud
   }
 }
 
+// Copies the sides from BEGIN to END of the column block of that number. steps: how many have been copied
+// before.
+template <int BEGIN, int END, class Buffers>
+__device__ inline void load_sides(const fa_cuda_arguments &a, const fa_cuda_maps &maps, const Buffers &buffers,
+                                  int index, uint32_t &steps, uint32_t &k_phase) {
+  using Work = typename Buffers::Work;
+  auto load_own_columns = [&](const Work &work, int side) {
+    barrier_wait(buffers.barrier(K_EMPTY + side), k_phase ^ 1);
+    load_columns(a, maps, buffers, work, side);
+  };
+  if constexpr (!Buffers::general) {
+    Work work;
+    find_work(a, index, work);
+    typename Work::Step step = work.first_step(a);
+    for (int i = 0; i < work.num_steps; i++, steps++, step = work.next(a, step)) {
+      const StepRows rows = work.rows_of(a, step);
+#pragma unroll
+      for (int side = BEGIN; side < END; side++) {
+        if (i == 0) load_own_columns(work, side);
+        load_rows(a, maps, buffers, rows, work.block.batch, work.columns.begin, steps, side);
+      }
+    }
+    if (work.num_steps > 0) k_phase ^= 1;
+  } else {
+    // Each lane finds one of the next steps and tells of it: one at a time would take longer than consumers can
+    // wait. The column block is found again for every FOUND steps, as registers do not hold it meanwhile.
+    constexpr int FINDER = BEGIN == K_SIDE ? 0 : 1;
+    const int lane = threadIdx.x % 32;
+    int num_steps = 0;
+#pragma unroll 1
+    for (int first = 0; first == 0 || first < num_steps; first += Buffers::FOUND) {
+      int batch, column;
+      {
+        Work work;
+        find_work(a, index, work);
+        num_steps = uniform(work.num_steps);
+        if (num_steps == 0) return;
+        batch = uniform(work.block.batch), column = uniform(work.columns.begin);
+        if (first == 0 && BEGIN == K_SIDE && lane == 0) prefetch_columns<Buffers>(a, maps, work);
+        if (lane < min(num_steps - first, Buffers::FOUND))
+          work.tell_step(a, work.step_after(a, first + lane), buffers.visit(steps + lane, FINDER));
+        __syncwarp();
+        if (first == 0) {
+          const StepRows rows = Work::heard_rows(buffers.visit(steps, FINDER));
+#pragma unroll
+          for (int side = BEGIN; side < END; side++) {
+            load_own_columns(work, side);
+            load_rows(a, maps, buffers, rows, batch, column, steps, side);
+          }
+          k_phase ^= 1, steps++;
+        }
+      }
+      const int count = min(num_steps - first, Buffers::FOUND);
+#pragma unroll 1
+      for (int turn = first == 0; turn < count; turn++, steps++) {
+        const StepRows rows = Work::heard_rows(buffers.visit(steps, FINDER));
+#pragma unroll
+        for (int side = BEGIN; side < END; side++)
+          load_rows(a, maps, buffers, rows, batch, column, steps, side);
+      }
+    }
+  }
+}
+
 // Takes the next free column block and hands it to the other warps; returns false where there is none. Blocks
 // are taken by number, so one that waits for a lower number waits for a block that runs or has finished. A
 // block is taken only at the last step, as another multiprocessor may be idle; but with bands, where column
 // blocks may be short, when the last step's rows are on their way, so that k and v are ahead, too. Where there
 // is a single column block, nobody waits for another, and the `count`-th is known.
 template <class Buffers>
-__device__ inline bool take_work(const fa_cuda_arguments &a, const Buffers &buffers, int count,
-                                 const Ring<Buffers::STAGES> &blocks, uint32_t k_phase,
-                                 typename Buffers::Work &work) {
+__device__ inline bool take_work(const fa_cuda_arguments &a, const Buffers &buffers, uint32_t count,
+                                 uint32_t k_phase, int &index) {
   constexpr bool KNOWN = Buffers::Shape::single_column;
-  if constexpr (!Buffers::general && !KNOWN) barrier_wait(buffers.barrier(V_EMPTY), k_phase ^ 1);
-  const int index = KNOWN ? blockIdx.x + count * gridDim.x : atomicAdd(a.tickets, 1);
-  barrier_wait(buffers.barrier(BLOCK_EMPTY, blocks.stage), blocks.phase ^ 1);
-  store_shared(buffers.block(blocks.stage), uint32_t(index));
-  barrier_arrive(buffers.barrier(BLOCK_FULL, blocks.stage));
-  return find_work(a, index, work);
+  if (threadIdx.x % 32 == 0) {
+    if constexpr (!Buffers::general && !KNOWN) barrier_wait(buffers.barrier(V_EMPTY), k_phase ^ 1);
+    index = KNOWN ? blockIdx.x + count * gridDim.x : atomicAdd(a.tickets, 1);
+    barrier_wait(buffers.barrier(BLOCK_EMPTY, count % 2), count / 2 % 2 ^ 1);
+    store_shared(buffers.block(count % 2), uint32_t(index));
+    barrier_arrive(buffers.barrier(BLOCK_FULL, count % 2));
+  }
+  index = uniform(index);
+  return index < Buffers::Work::count(a);
 }
 
 // Takes column blocks until none is left, and copies the sides up to END.
 template <int END, class Buffers>
 __device__ inline void produce(const fa_cuda_arguments &a, const fa_cuda_maps &maps, const Buffers &buffers) {
-  Ring<Buffers::STAGES> blocks, ring;
-  uint32_t k_phase = 0;
-  typename Buffers::Work work;
-  for (int count = 0; take_work(a, buffers, count, blocks, k_phase, work); count++, blocks.advance()) {
-    if constexpr (Buffers::general)
-      if (work.num_steps > 0) prefetch_columns<Buffers>(a, maps, work);
-    load_sides<K_SIDE, END>(a, maps, buffers, work, ring, k_phase);
-  }
+  uint32_t steps = 0, k_phase = 0;
+  int index = 0;
+  for (uint32_t count = 0; take_work(a, buffers, count, k_phase, index); count++)
+    load_sides<K_SIDE, END>(a, maps, buffers, index, steps, k_phase);
 }
 
 // ---- dq to memory: one warp for each share -----------------------------------------------------------
@@ -367,6 +432,7 @@ __device__ inline void send_whole_dq(const fa_cuda_arguments &a, const fa_cuda_m
     typename Buffers::Work::Step step = work.first_step(a);
     for (int i = 0; i < work.num_steps; i++, step = work.next(a, step)) {
       named_barrier_wait(DQ_WRITTEN, Shape::num_consumers * WARPGROUP + 32);
+      fence_async();
       if (row < Shape::block_q) {
         const Sequence sequence = sequence_of(a, work.block.batch);
         store_boxes<typename Buffers::QTile>(maps.out, buffers.dq(), row,
@@ -412,6 +478,7 @@ __device__ inline void send_dq(const fa_cuda_arguments &a, const Buffers &buffer
         }
         named_barrier_wait(DQ_WRITTEN + share, THREADS);
         if (lane == step) {
+          fence_async();
           add_bulk(sum, buffers.dq(share), Buffers::DQ_BYTES);
           bulk_commit();
           bulk_wait_read<0>();
@@ -525,16 +592,16 @@ __device__ inline void store_transposed(uint32_t tile, int row, int column, cons
   for (int k = 0; k < KT; k++) store_matrices<true>(to + k * 16 * 128, operand[k]);
 }
 
-// Turns a warp's products k q^T, whose columns begin with column + warp_row, into scores. told: where
-// tell_visit has put the visit.
+// Turns a warp's products k q^T, whose columns begin with `column`, into scores. told: where tell_step has put
+// the visit.
 template <class Kind, class Work, int NT>
 __device__ inline void make_told_scores(float (&scores)[1][NT][4], const fa_cuda_arguments &a, const Work &work,
-                                        uint32_t told, int column, int warp_row, float unscale = 1) {
+                                        uint32_t told, bool see_all, int column, float unscale = 1) {
   finish_scores<Kind, 1, NT>(scores, a.score, unscale);
-  if (work.heard_see_all(told, column)) return;
-  const int4 x = load_shared_words(told), y = load_shared_words(told + 16);
-  mask_transposed_scores<true, 1, NT>(scores, {x.x, x.y, x.z, x.w, y.x, y.y},
-                                      {work.block.batch, y.z, y.w, column + warp_row});
+  if (see_all) return;
+  const Visit visit = work.heard_visit(told);
+  mask_transposed_scores<true, 1, NT>(scores, visit.band,
+                                      {work.block.batch, visit.head, visit.rows.begin, column});
 }
 
 // Waits for a row block and starts a consumer's transposed product with it: dp = v dout^T, or the scores k q^T,
@@ -604,7 +671,7 @@ __global__ void __launch_bounds__(Consumer::Buffers::Shape::num_threads, 1)
     Consumer(a, buffers, warp / 4).consume();
   } else {
     give_registers<Shape::other_registers>();
-    if (threadIdx.x == Shape::num_warps * 32) produce<NUM_SIDES>(a, maps, buffers);
+    if (warp == Shape::num_warps) produce<NUM_SIDES>(a, maps, buffers);
     if (share >= 0 && share < Shape::dq_shares) {
       if constexpr (Shape::single_column)
         send_whole_dq(a, maps, buffers);
@@ -623,6 +690,7 @@ template <class Buffers>
 constexpr fa_cuda_kernel row_of_kernel(const char *name, const void *main) {
   using Kind = typename Buffers::Kind;
   using Shape = typename Buffers::Shape;
+  static_assert(Buffers::BYTES <= 227 << 10, "a multiprocessor has no more for a block");
   fa_cuda_kernel row = {.name = name,
                         .bucket = Shape::head_dim,
                         .block_q = Shape::block_q,

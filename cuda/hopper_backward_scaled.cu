@@ -187,7 +187,8 @@ struct BackwardConsumer {
     const int first_column = work.columns.begin + consumer * 64, stage = steps % 2;
     forget(buffers.base);  // or ptxas keeps every address of this step in a register
     if constexpr (GENERAL)
-      make_told_scores<Kind>(scores, a, work, visit, first_column, warp_row,
+      make_told_scores<Kind>(scores, a, work, visit, work.heard_see_all(visit, first_column),
+                             first_column + warp_row,
                              power_of_two(-exponent(Q_FULL, stage) - exponent(K_FULL)));
     else
       make_scores_in_band<Kind, true, false, 1, NT>(

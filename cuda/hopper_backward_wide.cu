@@ -25,7 +25,7 @@ struct WideShape {
   static constexpr int num_warps = 4, dq_warps = 4;          // of DQ_GROUP, which comes first (see DqShare)
   static constexpr int dq_columns = 64, num_writers = 0;     // dq_columns: of one product
   static constexpr int sum_shares = HEAD_DIM > 192 ? 2 : 1;  // of dk's and dv's columns, a product each
-  static constexpr int num_threads = NUM_GROUPS * WARPGROUP;
+  static constexpr int num_threads = NUM_GROUPS * WARPGROUP, num_finders = 2, steps_found = 8;
   static constexpr int dq_registers = 72, main_registers = 192, producer_registers = 56;
 };
 
@@ -53,7 +53,7 @@ struct WideBuffers : CommonBuffers<Kind, Shape, GENERAL, NUM_WIDE_BARRIER_KINDS>
       case K_EMPTY:
       case Q_EMPTY:
       case DOUT_EMPTY: return ARRIVALS_OF_WARP * 8;
-      case BLOCK_EMPTY: return ARRIVALS_OF_WARP * 12 + (in_order ? 3 : 1);
+      case BLOCK_EMPTY: return ARRIVALS_OF_WARP * 13 + (in_order ? 2 : 0);
       case DQ_PLACE: return 2;
       default: return kind < K_EMPTY ? 1 : ARRIVALS_OF_WARP * 4;
     }
@@ -128,7 +128,7 @@ __device__ inline void consume_scores(const fa_cuda_arguments &a, WideBuffers<Ki
     const int column = work.columns.begin, stage = steps % 2;
     forget(buffers.base);  // or ptxas keeps every address of this step in a register
     if constexpr (GENERAL)
-      make_told_scores<Kind>(scores, a, work, visit, column, warp_row);
+      make_told_scores<Kind>(scores, a, work, visit, work.heard_see_all(visit, column), column + warp_row);
     else
       make_scores_in_band<Kind, true, false, 1, NT>(
           scores, a, visit.band, visit.rows, {column, column + Shape::block_k},
@@ -256,17 +256,17 @@ __device__ inline void consume_dq(const fa_cuda_arguments &a, WideBuffers<Kind, 
   }
 }
 
-// ---- the other warps: one thread each ------------------------------------------------------------------
+// ---- the other warps ------------------------------------------------------------------
 
 // Copies v and dout of the column blocks that the thread which copies k and q takes.
 template <class Buffers>
 __device__ inline void produce_dout(const fa_cuda_arguments &a, const fa_cuda_maps &maps,
                                     const Buffers &buffers) {
-  Ring<Buffers::STAGES> ring;
-  uint32_t v_phase = 0;
+  uint32_t steps = 0, v_phase = 0;
   typename Buffers::Work work;
-  for (uint32_t blocks = 0; current_work(a, buffers, blocks, work); next_work<true>(buffers, blocks))
-    load_sides<V_SIDE, NUM_SIDES>(a, maps, buffers, work, ring, v_phase);
+  for (uint32_t blocks = 0; current_work(a, buffers, blocks, work); next_work(buffers, blocks))
+    load_sides<V_SIDE, NUM_SIDES>(a, maps, buffers, uniform(load_shared_word(buffers.block(blocks % 2))), steps,
+                                  v_phase);
 }
 
 // Where the order of additions to dq is fixed, one thread waits for each place ahead of the warps that add, and
@@ -312,9 +312,9 @@ __global__ void __launch_bounds__(Buffers::Shape::num_threads, 1)
   const int group = uniform(threadIdx.x / WARPGROUP);
   if (group == PRODUCER_GROUP) {
     give_registers<Shape::producer_registers>();
-    const int thread = threadIdx.x % WARPGROUP;
-    if (thread == 0) produce<V_SIDE>(a, maps, buffers);
-    if (thread == 32) produce_dout(a, maps, buffers);
+    const int thread = threadIdx.x % WARPGROUP, warp = uniform(thread / 32);
+    if (warp == 0) produce<V_SIDE>(a, maps, buffers);
+    if (warp == 1) produce_dout(a, maps, buffers);
     if (thread == 64 && a.in_order) await_places(a, buffers);
     if (thread == 96 && a.in_order) count_additions(a, buffers);
   } else if (group == DQ_GROUP) {
