@@ -190,6 +190,11 @@ static bool adds_numbers(const fa_problem *p) {
   return adds;
 }
 
+/* See FA_CUDA_NEEDS_EXTREMES. The fast tanh errs by 2e-7 of the softcap; a score of 2^26 by 4. */
+static bool is_extreme(const fa_problem *p) {
+  return !kinds[kind_of(p)].scaled && (p->softcap > 0x1p12 || (p->softcap == 0 && fabs(p->scale) > 0x1p16));
+}
+
 /* What the problem asks of a kernel beyond plain attention. */
 static uint32_t needs_of(const fa_problem *p) {
   uint32_t of_each = 0;
@@ -200,13 +205,14 @@ static uint32_t needs_of(const fa_problem *p) {
          (is_there(p, FA_TENSOR_BIAS) && !has_cells(p) ? FA_CUDA_NEEDS_KEYS : 0) |
          (has_cells(p) ? FA_CUDA_NEEDS_CELLS : 0) | (p->dropout == 0 ? 0 : FA_CUDA_NEEDS_DROPOUT) |
          (has_single_cells(p) ? FA_CUDA_NEEDS_SINGLE_CELLS : 0) |
-         (p->lengths_batch == 0 ? 0 : FA_CUDA_NEEDS_LENGTHS) | (p->max_pages == 0 ? 0 : FA_CUDA_NEEDS_PAGES);
+         (p->lengths_batch == 0 ? 0 : FA_CUDA_NEEDS_LENGTHS) | (p->max_pages == 0 ? 0 : FA_CUDA_NEEDS_PAGES) |
+         (is_extreme(p) ? FA_CUDA_NEEDS_EXTREMES : 0);
 }
 
 /* What stood in the way where kernels fit the head_dim and the device, but none took these needs as well. */
 static fa_status no_kernel_takes(uint32_t needs, const fa_plan *plan, fa_error *error) {
-  const char *const names[] = {"window", "softcap", "num_sinks", "bands",       "bias",
-                               "bias",   "dropout", "bias",      "key_lengths", "page_table"};
+  const char *const names[] = {"window",  "softcap", "num_sinks",   "bands",      "bias", "bias",
+                               "dropout", "bias",    "key_lengths", "page_table", "scale"};
   const char *name = NULL;
   for (int i = 0; !name; i++)
     if (needs & (uint32_t)FA_CUDA_NEEDS_OF_HEADS << i)
@@ -426,7 +432,7 @@ static fa_cuda_operand operand(const fa_problem *p, const fa_cuda_kernel *kernel
 }
 
 /* The nearest finite f32, and none that is so small that its reciprocal is not: an infinite factor makes NaN of
- * a product that is 0. */
+ * a product that is 0, and one that is 0 of a score that is -inf. */
 static float finite_f32(double x) { return (float)fmin(fmax(x, -FLT_MAX), FLT_MAX); }
 static float positive_f32(double x) { return finite_f32(fmax(x, FLT_MIN)); }
 
@@ -434,7 +440,7 @@ static fa_cuda_score score_of(const fa_problem *p) {
   if (p->softcap != 0)
     return (fa_cuda_score){FA_CUDA_SCORE_SOFTCAP, finite_f32(p->scale / p->softcap), positive_f32(p->softcap)};
   return (fa_cuda_score){p->scale < 0 ? FA_CUDA_SCORE_NEGATED : FA_CUDA_SCORE_PLAIN, 0,
-                         finite_f32(fabs(p->scale))};
+                         positive_f32(fabs(p->scale))};
 }
 
 /* How many heads' row blocks a persistent forward begins alternately: one head's where row blocks are of one

@@ -4,6 +4,7 @@
 // or, for bitwise repeatable results, one column block after the other.
 //
 // Compiled once for every kind: -DFA_KIND=bf16 and so on.
+#define FA_TAKES_EXTREMES 1
 #include "backward.cuh"
 
 namespace fa {

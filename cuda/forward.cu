@@ -2,6 +2,7 @@
 // over the column blocks that these rows see, and keeps o and the softmax's state in registers.
 //
 // Compiled once for every kind: -DFA_KIND=bf16 and so on.
+#define FA_TAKES_EXTREMES 1
 #include "isolation.cuh"
 #include "softmax.cuh"
 

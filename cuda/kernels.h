@@ -293,13 +293,15 @@ enum {
   FA_CUDA_NEEDS_SINGLE_CELLS = 1 << 7,
   FA_CUDA_NEEDS_LENGTHS = 1 << 8, /* kernels that take bands take each length as a band */
   FA_CUDA_NEEDS_PAGES = 1 << 9,   /* only kernels for few rows take these */
+  /* Of 16-bit types: a scale or softcap with which f32's rounding of a score is an exponent. */
+  FA_CUDA_NEEDS_EXTREMES = 1 << 10,
   /* Of each fa_cuda_head_number the bit so far behind this one: kernels that do not know it decline. */
   FA_CUDA_NEEDS_OF_HEADS = 1 << 16,
   FA_CUDA_NEEDS_SLOPES = FA_CUDA_NEEDS_OF_HEADS << FA_CUDA_ALIBI_SLOPES,
   FA_CUDA_NEEDS_ANY_OF_HEADS = (FA_CUDA_NEEDS_OF_HEADS << FA_CUDA_NUM_HEAD_NUMBERS) - FA_CUDA_NEEDS_OF_HEADS,
   FA_CUDA_PROGRAM_NEEDS =
       FA_CUDA_NEEDS_ANY_OF_HEADS | FA_CUDA_NEEDS_KEYS | FA_CUDA_NEEDS_CELLS | FA_CUDA_NEEDS_DROPOUT,
-  FA_CUDA_ALL_NEEDS = FA_CUDA_NEEDS_ANY_OF_HEADS | (FA_CUDA_NEEDS_PAGES - 1),
+  FA_CUDA_ALL_NEEDS = FA_CUDA_NEEDS_ANY_OF_HEADS | (FA_CUDA_NEEDS_PAGES - 1) | FA_CUDA_NEEDS_EXTREMES,
   FA_CUDA_PLAIN_NEEDS = FA_CUDA_NEEDS_WINDOW | FA_CUDA_NEEDS_SOFTCAP | FA_CUDA_NEEDS_SINKS,
   FA_CUDA_MASK_NEEDS = FA_CUDA_PLAIN_NEEDS | FA_CUDA_NEEDS_BANDS | FA_CUDA_NEEDS_LENGTHS,
 };

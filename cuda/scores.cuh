@@ -11,6 +11,13 @@ namespace fa {
 
 constexpr float LOG2_E = 1.44269504088896340736f;
 
+// Whether the kernels of a file take FA_CUDA_NEEDS_EXTREMES. It says so before it includes anything.
+#ifdef FA_TAKES_EXTREMES
+constexpr bool TAKES_EXTREMES = true;
+#else
+constexpr bool TAKES_EXTREMES = false;
+#endif
+
 // ---- forms of a score, and exponentials ----------------------------------------------------------------
 
 // What scores are in registers. For 16-bit kinds f(q·k): the factor is then part of the one multiply-add before
@@ -23,10 +30,13 @@ __device__ inline float exponent_of_unit(const fa_cuda_score &score) {
   return Kind::SCALED ? LOG2_E : score.factor * LOG2_E;
 }
 
-// What lse is as an argument of exponential.
+// What lse is as an argument of exponential. Where it is so large that errors of rounding are exponents above
+// 8, it lies above all of them, so that no probability is infinite.
 template <class Kind>
 __device__ inline float row_shift(float lse) {
-  return Kind::SCALED ? lse : lse * LOG2_E;
+  if (Kind::SCALED) return lse;
+  const float shift = lse * LOG2_E;
+  return fabsf(shift) > 0x1p24f ? fmaf(fabsf(shift), 0x1p-21f, shift) : shift;
 }
 
 // exp(score - lse); unit is exponent_of_unit.
@@ -50,11 +60,13 @@ __device__ inline float exp_of(float x) {
   return Kind::SCALED ? expf(x) : exp2_fast(x * LOG2_E);
 }
 
-// tanh; for 16-bit kinds to 2e-7 of 1, far below their own rounding, without tanhf's branches.
+// tanh; for 16-bit kinds to 2e-7 of 1, far below their own rounding, without tanhf's branches. Where a softcap
+// may be so large that all are near 0, by its series there.
 template <class Kind>
 __device__ inline float softcap_tanh(float x) {
   if constexpr (Kind::SCALED) return tanhf(x);
-  return 1 - __fdividef(2, 1 + exp2_fast(2 * LOG2_E * x));
+  const float y = 1 - __fdividef(2, 1 + exp2_fast(2 * LOG2_E * x));
+  return TAKES_EXTREMES && fabsf(x) < 0.03f ? fmaf(x * x, x * (-1.0f / 3), x) : y;
 }
 
 // The derivative of the softcap, from a score; per_cap: from a score to its tanh. An invisible score is -inf.

@@ -144,6 +144,9 @@ struct OnlineSoftmax {
   }
 
   __device__ void move_reference(int m, int half, float largest, float unit) {
+    // Where rounding its product with unit leaves exponents above 4, the reference lies above them.
+    if (TAKES_EXTREMES && !Kind::SCALED && fabsf(largest * unit) > 0x1p26f && fabsf(largest) < INFINITY)
+      largest = fmaf(fabsf(largest), 0x1p-23f, largest);
     largest = fmaxf(largest, max[m][half]);
     rescale[m][half] = largest == -INFINITY ? 1 : exp2_fast((max[m][half] - largest) * unit);
     max[m][half] = largest;

@@ -1,18 +1,19 @@
 /*
- * Numbers at the edge of what types hold, on the CPU and in the reference: finite inputs never give NaN,
- * whatever scale, softcap and sinks are, and lse carries the rounding error that flash_attention.h admits, and
- * no more.
+ * Numbers at the edge of what types hold, on the CPU, in the reference and on the GPU: finite inputs never give
+ * NaN, whatever scale, softcap and sinks are, and lse carries the rounding error that flash_attention.h admits,
+ * and no more.
+ *
+ *   test_extremes [cpu | reference | cuda]
  */
 #include <float.h>
 #include <math.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "check.h"
 #include "harness.h"
 
 static const fa_setup oracle = {.device = {FA_DEVICE_REFERENCE, 0}};
-static const fa_device devices[] = {{FA_DEVICE_CPU, 0}, {FA_DEVICE_REFERENCE, 0}};
-enum { NUM_DEVICES = sizeof devices / sizeof *devices };
 
 /* ---- options and sinks -------------------------------------------------------------------------------- */
 
@@ -58,15 +59,16 @@ static void check_numbers(const fa_problem *p, fa_tensor_id id, const fa_values 
     worst = x == y ? worst : fmax(worst, fabs(x - y));
   }
   CHECK(nans == 0, "%s, %s: %ld NaN in %s", text, device, nans, fa_tensor_name(id));
-  CHECK(steep || worst <= (p->dtype == FA_DTYPE_F64 ? 1e-6 : 1e-4) * size, "%s, %s: error %g in %s of size %g",
-        text, device, worst, fa_tensor_name(id), size);
+  const double allowed = p->dtype == FA_DTYPE_F64 ? 1e-6 : p->dtype == FA_DTYPE_F32 ? 1e-4 : 0x1p-6;
+  CHECK(steep || worst <= allowed * size, "%s, %s: error %g in %s of size %g", text, device, worst,
+        fa_tensor_name(id), size);
 }
 
-/* Causal with more queries than keys: the first rows see the sinks alone. */
-static fa_problem problem_of(const struct extreme *e, fa_dtype dtype) {
+/* Causal with more queries than keys: the first rows see the sinks alone. Or few rows. */
+static fa_problem problem_of(const struct extreme *e, fa_dtype dtype, int64_t seqlen_q) {
   fa_problem p;
   fa_problem_init(&p);
-  p.dtype = dtype, p.batch = 1, p.seqlen_q = 70, p.seqlen_k = 61, p.num_heads = 2, p.num_kv_heads = 1;
+  p.dtype = dtype, p.batch = 1, p.seqlen_q = seqlen_q, p.seqlen_k = 61, p.num_heads = 2, p.num_kv_heads = 1;
   p.head_dim = 20, p.window_right = 0;
   p.scale = e->scale, p.softcap = e->softcap, p.num_sinks = isnan(e->sinks[0]) ? 0 : 2;
   return p;
@@ -80,9 +82,9 @@ static fa_values inputs_of(const struct extreme *e, const fa_problem *p, fa_dtyp
   return x;
 }
 
-static void test_extreme(const struct extreme *e, fa_dtype dtype, fa_device device) {
+static void test_extreme(const struct extreme *e, fa_dtype dtype, int64_t seqlen_q, fa_device device) {
   const fa_setup setup = {.device = device, .num_threads = 2};
-  const fa_problem p = problem_of(e, dtype), exact = problem_of(e, FA_DTYPE_F64);
+  const fa_problem p = problem_of(e, dtype, seqlen_q), exact = problem_of(e, FA_DTYPE_F64, seqlen_q);
   fa_error error;
   const fa_status refused = fa_problem_validate(&p, &error);
   if (refused) {
@@ -183,15 +185,25 @@ static void test_subnormal(fa_device device, int64_t head_dim) {
   values_free(&expected);
 }
 
-int main(void) {
-  for (int i = 0; i < NUM_DEVICES; i++) {
-    for (size_t e = 0; e < sizeof extremes / sizeof *extremes; e++) {
-      test_extreme(&extremes[e], FA_DTYPE_F32, devices[i]);
-      test_extreme(&extremes[e], FA_DTYPE_F64, devices[i]);
+int main(int argc, char **argv) {
+  static const fa_device_kind kinds[] = {FA_DEVICE_CPU, FA_DEVICE_REFERENCE, FA_DEVICE_CUDA};
+  for (size_t i = 0; i < sizeof kinds / sizeof *kinds; i++) {
+    const fa_device device = {kinds[i], 0};
+    const bool is_cuda = kinds[i] == FA_DEVICE_CUDA;
+    if (argc > 1 && strcmp(argv[1], fa_device_kind_name(kinds[i])) != 0) continue;
+    if (is_cuda && fa_num_devices(kinds[i], NULL) == 0) {
+      num_skipped++;
+      continue;
     }
-    test_ties(devices[i]);
-    test_subnormal(devices[i], 33);
-    test_subnormal(devices[i], 64);
+    for (size_t e = 0; e < sizeof extremes / sizeof *extremes; e++)
+      for (int64_t seqlen_q = 70; seqlen_q > 0; seqlen_q -= 68) {
+        test_extreme(&extremes[e], FA_DTYPE_F32, seqlen_q, device);
+        test_extreme(&extremes[e], is_cuda ? FA_DTYPE_BF16 : FA_DTYPE_F64, seqlen_q, device);
+        if (is_cuda) test_extreme(&extremes[e], FA_DTYPE_F16, seqlen_q, device);
+      }
+    test_ties(device);
+    test_subnormal(device, 33);
+    test_subnormal(device, 64);
   }
   return report();
 }

@@ -9,7 +9,7 @@ CXX := c++
 endif
 EMULATED_BUILD := $(BUILD)/emulated
 EMULATED       ?= --quick --sweep 0 --name band --dtype bf16
-EMULATED_TESTS := $(addprefix $(EMULATED_BUILD)/test/test_,emulated attention slices calls isolation decode cache)
+EMULATED_TESTS := $(addprefix $(EMULATED_BUILD)/test/test_,emulated attention slices calls isolation extremes decode cache)
 
 .PHONY: test-emulated
 ifeq ($(findstring linux,$(TARGET))$(shell command -v $(CXX)),linux)
@@ -19,7 +19,7 @@ else ifeq ($(findstring linux,$(TARGET)),)
 test-emulated:
 	@echo "$@: skipped, it finds a thread's shared memory as Linux lays it out"
 else
-EMULATED_RUNS := $(foreach test,attention slices isolation calls cache,test-emulated-$(test)-80 test-emulated-$(test)-90) \
+EMULATED_RUNS := $(foreach test,attention slices isolation extremes calls cache,test-emulated-$(test)-80 test-emulated-$(test)-90) \
                  test-emulated-boxes test-emulated-parts test-emulated-decode
 
 .PHONY: test-emulated-hopper test-emulated-itself emulated-programs $(EMULATED_RUNS)
@@ -61,8 +61,12 @@ test-emulated-slices-80 test-emulated-slices-90: test-emulated-slices-%: emulate
 	@EMULATED_SM=$* $(EMULATED_BUILD)/test/test_slices cuda
 
 test-emulated-isolation-80 test-emulated-isolation-90: test-emulated-isolation-%: emulated-programs
-	@echo "test_isolation cuda nan, emulated sm_$*"
-	@EMULATED_SM=$* $(EMULATED_BUILD)/test/test_isolation cuda nan
+	@echo "test_isolation cuda, emulated sm_$*"
+	@EMULATED_SM=$* $(EMULATED_BUILD)/test/test_isolation cuda
+
+test-emulated-extremes-80 test-emulated-extremes-90: test-emulated-extremes-%: emulated-programs
+	@echo "test_extremes cuda, emulated sm_$*"
+	@EMULATED_SM=$* $(EMULATED_BUILD)/test/test_extremes cuda
 
 test-emulated-cache-80 test-emulated-cache-90: test-emulated-cache-%: emulated-programs
 	@echo "test_cache cuda, emulated sm_$*"
