@@ -256,9 +256,9 @@ __device__ inline void consume_dq(const fa_cuda_arguments &a, WideBuffers<Kind, 
   }
 }
 
-// ---- the other warps ------------------------------------------------------------------
+// ---- the other warps ------------------------------------------------------------------------------------
 
-// Copies v and dout of the column blocks that the thread which copies k and q takes.
+// Copies v and dout of the column blocks that the warp which copies k and q takes.
 template <class Buffers>
 __device__ inline void produce_dout(const fa_cuda_arguments &a, const fa_cuda_maps &maps,
                                     const Buffers &buffers) {
