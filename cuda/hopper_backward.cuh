@@ -328,7 +328,7 @@ __device__ inline void load_sides(const fa_cuda_arguments &a, const fa_cuda_maps
   };
   if constexpr (!Buffers::general) {
     Work work;
-    find_work(a, index, work);
+    if (!find_work(a, index, work)) return;
     typename Work::Step step = work.first_step(a);
     for (int i = 0; i < work.num_steps; i++, steps++, step = work.next(a, step)) {
       const StepRows rows = work.rows_of(a, step);
@@ -350,7 +350,7 @@ __device__ inline void load_sides(const fa_cuda_arguments &a, const fa_cuda_maps
       int batch, column;
       {
         Work work;
-        find_work(a, index, work);
+        if (!find_work(a, index, work)) return;
         num_steps = uniform(work.num_steps);
         if (num_steps == 0) return;
         batch = uniform(work.block.batch), column = uniform(work.columns.begin);
