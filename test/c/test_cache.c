@@ -12,6 +12,7 @@
 #include "../../c_src/flash_attention.h"
 #include "../../c_src/core/integers.h"
 #include "check.h"
+#include "devices.h"
 #include "random.h"
 
 enum { HEADS = 4, KV_HEADS = 2, MOST_DIM = 8, MOST_ROW = KV_HEADS * MOST_DIM, MOST_ROWS = 400 };
@@ -209,7 +210,8 @@ static void test_attention(int64_t num_pages, int64_t page_size) {
   fa_cache_free(cache);
 }
 
-static void test_device(void) {
+static void test_device(fa_device tested) {
+  device = tested;
   head_dim = 5;
   test_refusals();
   for (; head_dim <= MOST_DIM; head_dim += 3) {
@@ -222,13 +224,6 @@ static void test_device(void) {
 
 int main(int argc, char **argv) {
   static const fa_device_kind kinds[] = {FA_DEVICE_CPU, FA_DEVICE_CUDA};
-  for (size_t i = 0; i < sizeof kinds / sizeof *kinds; i++) {
-    device.kind = kinds[i];
-    if (argc > 1 && strcmp(argv[1], fa_device_kind_name(device.kind)) != 0) continue;
-    if (fa_num_devices(device.kind, NULL) > 0)
-      test_device();
-    else
-      num_skipped++;
-  }
+  test_devices(argc, argv, kinds, sizeof kinds / sizeof *kinds, test_device);
   return report();
 }

@@ -8,9 +8,9 @@
 #include <float.h>
 #include <math.h>
 #include <stdlib.h>
-#include <string.h>
 
 #include "check.h"
+#include "devices.h"
 #include "harness.h"
 
 static const fa_setup oracle = {.device = {FA_DEVICE_REFERENCE, 0}};
@@ -185,25 +185,21 @@ static void test_subnormal(fa_device device, int64_t head_dim) {
   values_free(&expected);
 }
 
+static void test_device(fa_device device) {
+  const bool is_cuda = device.kind == FA_DEVICE_CUDA;
+  for (size_t e = 0; e < sizeof extremes / sizeof *extremes; e++)
+    for (int64_t seqlen_q = 70; seqlen_q > 0; seqlen_q -= 68) {
+      test_extreme(&extremes[e], FA_DTYPE_F32, seqlen_q, device);
+      test_extreme(&extremes[e], is_cuda ? FA_DTYPE_BF16 : FA_DTYPE_F64, seqlen_q, device);
+      if (is_cuda) test_extreme(&extremes[e], FA_DTYPE_F16, seqlen_q, device);
+    }
+  test_ties(device);
+  test_subnormal(device, 33);
+  test_subnormal(device, 64);
+}
+
 int main(int argc, char **argv) {
   static const fa_device_kind kinds[] = {FA_DEVICE_CPU, FA_DEVICE_REFERENCE, FA_DEVICE_CUDA};
-  for (size_t i = 0; i < sizeof kinds / sizeof *kinds; i++) {
-    const fa_device device = {kinds[i], 0};
-    const bool is_cuda = kinds[i] == FA_DEVICE_CUDA;
-    if (argc > 1 && strcmp(argv[1], fa_device_kind_name(kinds[i])) != 0) continue;
-    if (is_cuda && fa_num_devices(kinds[i], NULL) == 0) {
-      num_skipped++;
-      continue;
-    }
-    for (size_t e = 0; e < sizeof extremes / sizeof *extremes; e++)
-      for (int64_t seqlen_q = 70; seqlen_q > 0; seqlen_q -= 68) {
-        test_extreme(&extremes[e], FA_DTYPE_F32, seqlen_q, device);
-        test_extreme(&extremes[e], is_cuda ? FA_DTYPE_BF16 : FA_DTYPE_F64, seqlen_q, device);
-        if (is_cuda) test_extreme(&extremes[e], FA_DTYPE_F16, seqlen_q, device);
-      }
-    test_ties(device);
-    test_subnormal(device, 33);
-    test_subnormal(device, 64);
-  }
+  test_devices(argc, argv, kinds, sizeof kinds / sizeof *kinds, test_device);
   return report();
 }

@@ -3,12 +3,13 @@
  * finite are put into every input, and each device must spread them exactly as far as the f64 oracle does,
  * which visits visible columns alone.
  *
- *   test_isolation [cpu|cuda [nan]]
+ *   test_isolation [cpu | cuda]
  */
 #include <math.h>
 #include <stdlib.h>
 
 #include "check.h"
+#include "devices.h"
 #include "harness.h"
 #include "random.h"
 
@@ -434,21 +435,16 @@ static void test_nan_rows(fa_device device) {
   CHECK(num_nan_rows > 1000, "%ld rows are NaN", num_nan_rows);
 }
 
+static void test_device(fa_device device) {
+  test_nan_rows(device);
+  test_padding(device);
+  test_planted(device);
+  test_infinite_rows(device);
+}
+
 int main(int argc, char **argv) {
   static const fa_device_kind kinds[] = {FA_DEVICE_CPU, FA_DEVICE_CUDA};
   setvbuf(stdout, NULL, _IOLBF, 0);
-  for (size_t i = 0; i < sizeof kinds / sizeof *kinds; i++) {
-    const fa_device device = {kinds[i], 0};
-    if (argc > 1 && strcmp(argv[1], fa_device_kind_name(kinds[i])) != 0) continue;
-    if (fa_num_devices(kinds[i], NULL) == 0) {
-      num_skipped++;
-      continue;
-    }
-    test_nan_rows(device);
-    test_padding(device);
-    if (argc > 2) continue;
-    test_planted(device);
-    test_infinite_rows(device);
-  }
+  test_devices(argc, argv, kinds, sizeof kinds / sizeof *kinds, test_device);
   return report();
 }

@@ -13,6 +13,7 @@
 #include "../../c_src/core/tensors.h"
 #include "../../c_src/host/slices.h"
 #include "check.h"
+#include "devices.h"
 #include "harness.h"
 
 /* ---- problems ----------------------------------------------------------------------------------------------
@@ -402,12 +403,6 @@ int main(int argc, char **argv) {
   static const fa_device_kind kinds[] = {FA_DEVICE_CPU, FA_DEVICE_CUDA};
   setvbuf(stdout, NULL, _IOLBF, 0);
   setenv("EMULATED_DEVICES", "3", 0);
-  for (size_t i = 0; i < sizeof kinds / sizeof *kinds; i++) {
-    if (argc > 1 && strcmp(argv[1], fa_device_kind_name(kinds[i])) != 0) continue;
-    if (fa_num_devices(kinds[i], NULL) == 0)
-      num_skipped++;
-    else
-      test_device((fa_device){kinds[i], 0});
-  }
+  test_devices(argc, argv, kinds, sizeof kinds / sizeof *kinds, test_device);
   return report();
 }
