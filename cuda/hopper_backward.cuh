@@ -41,7 +41,8 @@ struct BackwardShape {
   static constexpr int num_warps = num_consumers * 4, dq_warps = block_q / 16;  // see DqShare
   static constexpr int dq_shares = DQ_SHARES, num_writers = NUM_WRITERS;
   static constexpr int num_threads = (num_consumers + 1) * WARPGROUP, num_finders = 1;
-  static constexpr int steps_found = has_cells ? 8 : 32;  // at a time, by one of num_finders: see load_sides
+  static constexpr int steps_found =
+      has_cells ? 8 : 32;  // at a time, by one of num_finders: see load_told_sides
   static constexpr int consumer_registers = 240, other_registers = 24;
   // Whether a consumer waits for the other's ds before it needs that. One that may be a whole step ahead ends
   // up there, and does at any time what the other does. Where steps are short it pays.
@@ -142,7 +143,7 @@ struct Work<Shape, true> : ColumnWork<Shape, true> {
 
 // Shared memory of every kernel: k and v; two stages of q, dout, shift and delta; for SCALED kinds the
 // exponents of the powers of two that scale k, v, q and dout; barriers; the numbers of two column blocks; for
-// GENERAL kernels visits as load_sides tells of them. What the kernel's own Buffers add begins at OWN_AT.
+// GENERAL kernels visits as load_told_sides tells of them. What the kernel's own Buffers add begins at OWN_AT.
 template <class Kind_, class Shape_, bool GENERAL, int NUM_BARRIERS = NUM_BARRIER_KINDS>
 struct CommonBuffers {
   using Kind = Kind_;
@@ -253,16 +254,18 @@ __device__ inline void next_work(const Buffers &buffers, uint32_t &count) {
 
 // ---- the producer: a warp, or one for each side -----------------------------------------------------------
 
-// load_columns starts the copy of k or v; load_rows waits for an empty stage and starts that of q or dout. A
-// warp calls them, and one of its threads copies.
+// load_columns waits until nobody reads k or v and starts the copy of these; load_rows waits for an empty stage
+// and starts that of q or dout. A warp calls them, and one of its threads copies.
 template <class Buffers>
 __device__ inline void load_columns(const fa_cuda_arguments &a, const fa_cuda_maps &maps,
-                                    const Buffers &buffers, const typename Buffers::Work &work, int side) {
+                                    const Buffers &buffers, const typename Buffers::Work &work,
+                                    uint32_t k_phase, int side) {
   using Kind = typename Buffers::Kind;
   using KTile = typename Buffers::KTile;
   const ColumnBlock &block = work.block;
   const int column = sequence_of(a, block.batch).first_column + work.columns.begin;
   const uint32_t barrier = buffers.barrier(K_FULL + side);
+  barrier_wait(buffers.barrier(K_EMPTY + side), k_phase ^ 1);
   if (threadIdx.x % 32 != 0) return;
   if constexpr (Kind::SCALED)
     store_shared(buffers.exponent(K_FULL + side),
@@ -319,65 +322,72 @@ __device__ inline void prefetch_columns(const fa_cuda_arguments &a, const fa_cud
 // Copies the sides from BEGIN to END of the column block of that number. steps: how many have been copied
 // before.
 template <int BEGIN, int END, class Buffers>
-__device__ inline void load_sides(const fa_cuda_arguments &a, const fa_cuda_maps &maps, const Buffers &buffers,
-                                  int index, uint32_t &steps, uint32_t &k_phase) {
-  using Work = typename Buffers::Work;
-  auto load_own_columns = [&](const Work &work, int side) {
-    barrier_wait(buffers.barrier(K_EMPTY + side), k_phase ^ 1);
-    load_columns(a, maps, buffers, work, side);
-  };
-  if constexpr (!Buffers::general) {
-    Work work;
-    if (!find_work(a, index, work)) return;
-    typename Work::Step step = work.first_step(a);
-    for (int i = 0; i < work.num_steps; i++, steps++, step = work.next(a, step)) {
-      const StepRows rows = work.rows_of(a, step);
+__device__ inline void load_plain_sides(const fa_cuda_arguments &a, const fa_cuda_maps &maps,
+                                        const Buffers &buffers, int index, uint32_t &steps, uint32_t &k_phase) {
+  typename Buffers::Work work;
+  if (!find_work(a, index, work)) return;
+  typename Buffers::Work::Step step = work.first_step(a);
+  for (int i = 0; i < work.num_steps; i++, steps++, step = work.next(a, step)) {
+    const StepRows rows = work.rows_of(a, step);
 #pragma unroll
-      for (int side = BEGIN; side < END; side++) {
-        if (i == 0) load_own_columns(work, side);
-        load_rows(a, maps, buffers, rows, work.block.batch, work.columns.begin, steps, side);
-      }
-    }
-    if (work.num_steps > 0) k_phase ^= 1;
-  } else {
-    // Each lane finds one of the next steps and tells of it: one at a time would take longer than consumers can
-    // wait. The column block is found again for every FOUND steps, as registers do not hold it meanwhile.
-    constexpr int FINDER = BEGIN == K_SIDE ? 0 : 1;
-    const int lane = threadIdx.x % 32;
-    int num_steps = 0;
-#pragma unroll 1
-    for (int first = 0; first == 0 || first < num_steps; first += Buffers::FOUND) {
-      int batch, column;
-      {
-        Work work;
-        if (!find_work(a, index, work)) return;
-        num_steps = uniform(work.num_steps);
-        if (num_steps == 0) return;
-        batch = uniform(work.block.batch), column = uniform(work.columns.begin);
-        if (first == 0 && BEGIN == K_SIDE && lane == 0) prefetch_columns<Buffers>(a, maps, work);
-        if (lane < min(num_steps - first, Buffers::FOUND))
-          work.tell_step(a, work.step_after(a, first + lane), buffers.visit(steps + lane, FINDER));
-        __syncwarp();
-        if (first == 0) {
-          const StepRows rows = Work::heard_rows(buffers.visit(steps, FINDER));
-#pragma unroll
-          for (int side = BEGIN; side < END; side++) {
-            load_own_columns(work, side);
-            load_rows(a, maps, buffers, rows, batch, column, steps, side);
-          }
-          k_phase ^= 1, steps++;
-        }
-      }
-      const int count = min(num_steps - first, Buffers::FOUND);
-#pragma unroll 1
-      for (int turn = first == 0; turn < count; turn++, steps++) {
-        const StepRows rows = Work::heard_rows(buffers.visit(steps, FINDER));
-#pragma unroll
-        for (int side = BEGIN; side < END; side++)
-          load_rows(a, maps, buffers, rows, batch, column, steps, side);
-      }
+    for (int side = BEGIN; side < END; side++) {
+      if (i == 0) load_columns(a, maps, buffers, work, k_phase, side);
+      load_rows(a, maps, buffers, rows, work.block.batch, work.columns.begin, steps, side);
     }
   }
+  if (work.num_steps > 0) k_phase ^= 1;
+}
+
+// The same with bands. Each lane finds one of the next steps and tells of it: one at a time would take longer
+// than consumers can wait. The column block is found again for every FOUND steps, as registers do not hold it
+// meanwhile.
+template <int BEGIN, int END, class Buffers>
+__device__ inline void load_told_sides(const fa_cuda_arguments &a, const fa_cuda_maps &maps,
+                                       const Buffers &buffers, int index, uint32_t &steps, uint32_t &k_phase) {
+  using Work = typename Buffers::Work;
+  constexpr int FINDER = BEGIN == K_SIDE ? 0 : 1;
+  const int lane = threadIdx.x % 32;
+  int num_steps = 0;
+#pragma unroll 1
+  for (int first = 0; first == 0 || first < num_steps; first += Buffers::FOUND) {
+    int batch, column;
+    {
+      Work work;
+      if (!find_work(a, index, work)) return;
+      num_steps = uniform(work.num_steps);
+      if (num_steps == 0) return;
+      batch = uniform(work.block.batch), column = uniform(work.columns.begin);
+      if (first == 0 && BEGIN == K_SIDE && lane == 0) prefetch_columns<Buffers>(a, maps, work);
+      if (lane < min(num_steps - first, Buffers::FOUND))
+        work.tell_step(a, work.step_after(a, first + lane), buffers.visit(steps + lane, FINDER));
+      __syncwarp();
+      if (first == 0) {
+        const StepRows rows = Work::heard_rows(buffers.visit(steps, FINDER));
+#pragma unroll
+        for (int side = BEGIN; side < END; side++) {
+          load_columns(a, maps, buffers, work, k_phase, side);
+          load_rows(a, maps, buffers, rows, batch, column, steps, side);
+        }
+        k_phase ^= 1, steps++;
+      }
+    }
+    const int count = min(num_steps - first, Buffers::FOUND);
+#pragma unroll 1
+    for (int turn = first == 0; turn < count; turn++, steps++) {
+      const StepRows rows = Work::heard_rows(buffers.visit(steps, FINDER));
+#pragma unroll
+      for (int side = BEGIN; side < END; side++) load_rows(a, maps, buffers, rows, batch, column, steps, side);
+    }
+  }
+}
+
+template <int BEGIN, int END, class Buffers>
+__device__ inline void load_sides(const fa_cuda_arguments &a, const fa_cuda_maps &maps, const Buffers &buffers,
+                                  int index, uint32_t &steps, uint32_t &k_phase) {
+  if constexpr (Buffers::general)
+    load_told_sides<BEGIN, END>(a, maps, buffers, index, steps, k_phase);
+  else
+    load_plain_sides<BEGIN, END>(a, maps, buffers, index, steps, k_phase);
 }
 
 // Takes the next free column block and hands it to the other warps; returns false where there is none. Blocks
@@ -410,6 +420,9 @@ __device__ inline void produce(const fa_cuda_arguments &a, const fa_cuda_maps &m
 }
 
 // ---- dq to memory: one warp for each share -----------------------------------------------------------
+//
+// What consumers have stored is this warp's to see behind the barrier that it meets them at, and here it is
+// made visible to bulk copies: consumers would stand at that fence for a tenth of a step.
 
 // By a warp: waits for the report of the index-th row block that has all of its dq, and returns that.
 __device__ inline RowBlock reported_row_block(const fa_cuda_arguments &a, int index) {
