@@ -50,8 +50,9 @@
  * A bias is of q's type or f32. One of u8 is a mask: where it is 0 the score is -inf, and where it is anything
  * else nothing is added. Where a bias is -inf the score is -inf whatever q and k hold. What a bias holds in
  * cells that are not visible is not looked at, and dbias is 0 there and wherever the score is -inf. Tiles that
- * a bias hides whole may not be computed. dbias is summed in f32 (f64 where dtype is f64), then rounded to its
- * type.
+ * a bias hides whole may not be computed. Finite numbers that are large hide as well, but for a row that sees
+ * no others; on CUDA those of 16-bit q in a bias with seqlen_q of 1 count as at most 2^20. dbias is summed in
+ * f32 (f64 where dtype is f64), then rounded to its type.
  *
  * Where there are key_lengths, the keys of a batch end there: in all formulas its seqlen_k is its length, so
  * that the last row of q stands beside the last key that there is. So a cache grows from step to step while
@@ -86,9 +87,9 @@
  * and caches may hold garbage where nobody looks. A row that so sees nothing gives o = 0 and zero gradients;
  * its lse is -inf, or log(sum exp(sink)) where there are sinks. It never gives NaN. Everything else that is not
  * finite spreads as IEEE arithmetic says. On CUDA results that such numbers meet in a block of rows and columns
- * are made again one by one, which is slow; but a forward whose padding holds garbage takes no longer. It does
- * not look, in gradients, at infinite k of which all scores are -inf, and at no infinite q and k where neither
- * mask nor bias hides anything: these may give NaN.
+ * are made again one by one, which is slow; but a forward whose padding, as bands and lengths say it, holds
+ * garbage takes no longer. It does not look, in gradients, at infinite k of which all scores are -inf, and at
+ * no infinite q and k where neither mask nor bias hides anything: these may give NaN.
  *
  * What lse can hold. lse is all that the backward knows of a row's softmax, and in f32 it is rounded by up to
  * |lse| * 2^-24: every p of the row is off by that factor, alike for all its columns, and with p dv, dq and dk.

@@ -2,6 +2,7 @@
 // rows or heads.
 #include "cells.cuh"
 #include "operand.cuh"
+#include "terms.cuh"
 
 namespace fa {
 
@@ -69,6 +70,20 @@ __global__ void __launch_bounds__(THREADS) unpack(const __grid_constant__ fa_cud
 
 // ---- a bias that all rows share ---------------------------------------------------------------------------
 
+// Puts down the number of a key as a part of q·k.
+template <class Element>
+__device__ inline void put_term(const fa_cuda_key_reading &a, int64_t key, float number) {
+  const TermParts<Element> parts(number * a.per_scale);
+  reinterpret_cast<uint4 *>(a.to.terms)[key] =
+      make_uint4(pack(Element(), parts.of[0], parts.of[1]), pack(Element(), parts.of[2], 0), 0, 0);
+}
+
+// Numbers that are finite are read as at most 2^20: no score comes near, and one that is far beyond, as masks
+// are made of, has a rounding error that its exponential would be made of.
+__device__ inline float bounded_number(float number) {
+  return isfinite(number) ? fminf(fmaxf(number, -0x1p20f), 0x1p20f) : number;
+}
+
 // A warp takes a block of keys.
 __global__ void __launch_bounds__(THREADS) read_keys(const __grid_constant__ fa_cuda_key_reading a) {
   let_dependents_start();
@@ -81,9 +96,14 @@ __global__ void __launch_bounds__(THREADS) read_keys(const __grid_constant__ fa_
     const auto *numbers = numbers_of<const decltype(type)>(a.bias, row / heads, row % heads);
     for (int i = 0; i < FA_CUDA_KEYS_BLOCK; i += 32) {
       const bool is_there = first + i < a.seqlen_k;
-      const float addend = is_there ? static_cast<float>(numbers[first + i]) : 0;
-      a.to.addends[block * FA_CUDA_KEYS_BLOCK + threadIdx.x % 32 + i] =
-          is_flag<decltype(type)> && addend == 0 ? INFINITY : addend;
+      const float addend = is_there ? bounded_number(static_cast<float>(numbers[first + i])) : 0;
+      const int64_t key = block * FA_CUDA_KEYS_BLOCK + threadIdx.x % 32 + i;
+      if (a.to.addends)
+        a.to.addends[key] = is_flag<decltype(type)> && addend == 0 ? INFINITY : addend;
+      else if (a.of_f16)
+        put_term<__half>(a, key, addend);
+      else
+        put_term<__nv_bfloat16>(a, key, addend);
       shows |= is_there && addend != -INFINITY;
       hides |= addend == -INFINITY;
       adds |= addend != 0 && addend != -INFINITY;

@@ -195,6 +195,12 @@ static bool is_extreme(const fa_problem *p) {
   return !kinds[kind_of(p)].scaled && (p->softcap > 0x1p12 || (p->softcap == 0 && fabs(p->scale) > 0x1p16));
 }
 
+/* See FA_CUDA_NEEDS_LATE_TERMS. What a number is over the scale, f16's parts have to hold: at most 2^30. */
+static bool has_late_terms(const fa_problem *p) {
+  return is_there(p, FA_TENSOR_BIAS) && !has_cells(p) &&
+         (p->softcap != 0 || !(fabs(p->scale) >= 0x1p-10 && fabs(p->scale) <= 0x1p10));
+}
+
 /* What the problem asks of a kernel beyond plain attention. */
 static uint32_t needs_of(const fa_problem *p) {
   uint32_t of_each = 0;
@@ -206,13 +212,14 @@ static uint32_t needs_of(const fa_problem *p) {
          (has_cells(p) ? FA_CUDA_NEEDS_CELLS : 0) | (p->dropout == 0 ? 0 : FA_CUDA_NEEDS_DROPOUT) |
          (has_single_cells(p) ? FA_CUDA_NEEDS_SINGLE_CELLS : 0) |
          (p->lengths_batch == 0 ? 0 : FA_CUDA_NEEDS_LENGTHS) | (p->max_pages == 0 ? 0 : FA_CUDA_NEEDS_PAGES) |
-         (is_extreme(p) ? FA_CUDA_NEEDS_EXTREMES : 0);
+         (is_extreme(p) ? FA_CUDA_NEEDS_EXTREMES : 0) | (has_late_terms(p) ? FA_CUDA_NEEDS_LATE_TERMS : 0) |
+         (fa_is_sum(p, FA_TENSOR_DBIAS) && !has_cells(p) ? FA_CUDA_NEEDS_KEY_SUMS : 0);
 }
 
 /* What stood in the way where kernels fit the head_dim and the device, but none took these needs as well. */
 static fa_status no_kernel_takes(uint32_t needs, const fa_plan *plan, fa_error *error) {
-  const char *const names[] = {"window",  "softcap", "num_sinks",   "bands",      "bias", "bias",
-                               "dropout", "bias",    "key_lengths", "page_table", "scale"};
+  const char *const names[] = {"window", "softcap",     "num_sinks",  "bands", "bias",  "bias", "dropout",
+                               "bias",   "key_lengths", "page_table", "scale", "scale", "bias"};
   const char *name = NULL;
   for (int i = 0; !name; i++)
     if (needs & (uint32_t)FA_CUDA_NEEDS_OF_HEADS << i)
@@ -661,7 +668,8 @@ static void lay_out_program(const fa_plan *plan, const fa_cuda_kernel *kernel, c
                                  .first_row = p->origin.row};
   for (int i = 0; i < FA_CUDA_NUM_HEAD_NUMBERS; i++)
     if (is_there(p, of_heads[i])) a->program.of_heads[i] = cells_of(p, of_heads[i], t);
-  if (adds_numbers(p) && !kinds[kind_of(p)].scaled) a->program.factor = a->score.factor, a->score.factor = 1;
+  if (adds_numbers(p) && !kinds[kind_of(p)].scaled && !kernel->folds)
+    a->program.factor = a->score.factor, a->score.factor = 1;
   if (is_there(p, FA_TENSOR_BIAS)) a->program.bias = cells_of(p, FA_TENSOR_BIAS, t);
   if (plan->pass != FA_PASS_BACKWARD) return;
   if (fa_is_sum(p, FA_TENSOR_DBIAS)) lay_out_bias_gradient(p, kernel, t, workspace, job);
@@ -678,11 +686,17 @@ static void lay_out_keys(const fa_problem *p, const fa_cuda_kernel *kernel, fa_a
                 rows = heads * (bias->stride_batch ? p->batch : 1);
   fa_cuda_keys keys = {.stride_head = bias->stride_head ? a_row : 0,
                        .stride_batch = bias->stride_batch ? heads * a_row : 0};
-  keys.addends = fa_take(workspace, rows * a_row * FA_CUDA_KEYS_BLOCK, sizeof *keys.addends);
+  const int64_t num_keys = rows * a_row * FA_CUDA_KEYS_BLOCK;
+  if (kernel->folds)
+    keys.terms = fa_take(workspace, num_keys * FA_CUDA_TERM_WORDS, sizeof *keys.terms);
+  else
+    keys.addends = fa_take(workspace, num_keys, sizeof *keys.addends);
   keys.kinds = fa_take(workspace, rows * a_row, sizeof *keys.kinds);
   job->arguments.program.keys = keys;
   job->keys = (fa_cuda_key_reading){.bias = *bias,
                                     .to = keys,
+                                    .per_scale = (float)(1 / p->scale),
+                                    .of_f16 = p->dtype == FA_DTYPE_F16,
                                     .seqlen_k = (int32_t)p->seqlen_k,
                                     .num_heads = (int32_t)p->num_heads,
                                     .blocks_a_row = (int32_t)a_row,
@@ -974,12 +988,18 @@ static fa_status launch_plans(fa_cuda_plans *plans, cudaStream_t stream, fa_erro
   return FA_STATUS_OK;
 }
 
-/* Behind the plans, which may write the bands that say who sees a column. */
+/* Behind the plans, which may write the bands that say who sees a column. So many blocks share a
+ * multiprocessor. */
+enum { LOOKING_BLOCKS = 8 };
 static fa_status launch_look(const fa_plan *plan, cuda_job *job, cudaStream_t stream, fa_error *error) {
   const char *operation = "launch of the look at columns";
-  if (job->looks_at_columns)
-    CHECK(fa_cuda_launch(fa_cuda_look_kernels[kind_of(&plan->problem)], blocks(job->num_multiprocessors),
-                         FA_CUDA_SMALL_KERNEL_THREADS, 0, (void *[]){&job->arguments}, stream));
+  const fa_problem *p = &plan->problem;
+  if (!job->looks_at_columns) return FA_STATUS_OK;
+  const int64_t num_warps = p->batch * p->num_kv_heads * fa_divide_up(p->seqlen_k, 32);
+  const int64_t num_blocks = fa_divide_up(num_warps, FA_CUDA_SMALL_KERNEL_THREADS / 32);
+  CHECK(fa_cuda_launch(fa_cuda_look_kernels[kind_of(p)],
+                       blocks(fa_min(num_blocks, LOOKING_BLOCKS * (int64_t)job->num_multiprocessors)),
+                       FA_CUDA_SMALL_KERNEL_THREADS, 0, (void *[]){&job->arguments}, stream));
   return FA_STATUS_OK;
 }
 

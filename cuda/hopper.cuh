@@ -122,6 +122,18 @@ struct BoxOperand {
   }
 };
 
+// An operand of a single step of k, whose halves lie apart: of each, 8 elements of a row are 16 bytes, and rows
+// follow one another.
+struct HalvesOperand {
+  static constexpr bool K_IN_ROW = true;
+  static constexpr uint32_t ROW_BYTES = 16, HIGH = 8 * ROW_BYTES / 16;
+  uint32_t low;
+
+  // second: where the half of k from 8 on begins, not before the first.
+  __device__ HalvesOperand(uint32_t first, uint32_t second) : low(first >> 4 | (second - first) >> 4 << 16) {}
+  __device__ uint64_t descriptor() const { return uint64_t(HIGH) << 32 | low; }
+};
+
 // Waits until at most PENDING groups, the last ones, still run; the registers are those of the groups that are
 // done, accumulators and left operands: until here nothing may touch them.
 template <int PENDING, class... Registers>
@@ -146,12 +158,19 @@ struct Never {
   __device__ operator bool() const { return never; }
 };
 
-// Starts c = (add ? c : 0) + left * right over KT steps of k, and commits it as a group. Of two parts the small
+struct NothingMore {
+  __device__ void operator()() const {}
+};
+
+// Starts c = (add ? c : 0) + left * right over KT steps of k, then what `more` starts, and commits that as a
+// group. Of two parts the small
 // products (high * low, low * high) come first: each addition cuts off what is below the accumulator's last
 // bit, and while that is small, so is what is lost. TRANSPOSED: low * high before high * low, so that the
 // transposed product comes out the same to the bit.
-template <class Kind, int KT, bool TRANSPOSED = false, int NT, class Left, class Right, class Add>
-__device__ inline void multiply(float (&c)[NT][4], const Left &left, const Right &right, Add add) {
+template <class Kind, int KT, bool TRANSPOSED = false, int NT, class Left, class Right, class Add,
+          class More = NothingMore>
+__device__ inline void multiply(float (&c)[NT][4], const Left &left, const Right &right, Add add,
+                                More more = More()) {
   using Element = typename Kind::Element;
   auto step = [&](int left_part, int right_part, int k, bool add) {
     if constexpr (std::is_class_v<Left>)
@@ -172,6 +191,7 @@ __device__ inline void multiply(float (&c)[NT][4], const Left &left, const Right
   }
 #pragma unroll
   for (int k = 0; k < KT; k++) step(0, 0, k, add || k > 0 || Kind::PARTS == 2);
+  more();
   wgmma_commit();
 }
 

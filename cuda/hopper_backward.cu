@@ -81,7 +81,12 @@ __device__ inline __attribute__((always_inline)) void consume_blocks(
   [[maybe_unused]] float slope = 0, addends[2] = {0, 0};  // these of the lane's keys
   int program_head = -1;
   auto start_scores = [&] {
-    start_transposed<K_SIDE, Shape::from_shift>(scores, buffers, consumer * 64, steps, score, per_shift);
+    start_transposed<K_SIDE, Shape::from_shift>(scores, buffers, consumer * 64, steps, score, per_shift, [&] {
+      if constexpr (Shape::folds)
+        wgmma<typename Kind::Element, true, true>(
+            scores[0], buffers.left_of_terms(steps % 2, consumer * PART).descriptor(),
+            buffers.terms().descriptor(), true);
+    });
   };
   auto start_dp = [&] { start_transposed<V_SIDE>(ds, buffers, consumer * 64, steps); };
   // Of all rows, hence of both consumers.
@@ -143,7 +148,10 @@ __device__ inline __attribute__((always_inline)) void consume_blocks(
     const int first_column = work.columns.begin + consumer * 64;
     const int stage = steps % 2;
     forget(buffers.base);  // or ptxas keeps every address of this step in a register
-    if constexpr (Shape::program) {
+    if constexpr (Shape::folds) {
+      make_told_scores<Kind>(scores, a, work, visit, see_all, first_column + warp_row);
+      make_transposed_p<Kind, Shape::from_shift>(scores, p_operand, score, buffers.shift(stage));
+    } else if constexpr (Shape::program) {
       ProgramStep it(work, visit, slope, first_column + warp_row);
       if (it.at.head != program_head) enter_head(work, it.at), it.distance.slope = slope;
       if (a.score.form == FA_CUDA_SCORE_NEGATED)  // as finish_scores does, where there may be a softcap
@@ -172,7 +180,7 @@ __device__ inline __attribute__((always_inline)) void consume_blocks(
     wgmma_wait<0>(ds[0]);
     if (IS_LAST) arrive_once(buffers.barrier(V_EMPTY));
     multiply<Kind, Q_STEPS>(dv[0], p_operand, BoxOperand<QTile, false>(buffers.dout(stage)), true);
-    if constexpr (Shape::program) {
+    if constexpr (Shape::program && Shape::sums_keys) {
       const bool sums_up = Shape::has_keys && a.program.dbias_step == FA_CUDA_CELLS_ADD_ROWS;
       ColumnSums<NT> sums;
       auto make_ds = [&](auto take) {
@@ -223,7 +231,7 @@ __device__ inline __attribute__((always_inline)) void consume_blocks(
   };
 
   Work work;
-  for (; current_work(a, buffers, blocks, work); next_work(buffers, blocks)) {
+  for (; consumers_work(a, buffers, blocks, work); next_work(buffers, blocks)) {
     program_head = -1;
     set_zero<1, DT>(dk);
     set_zero<1, DT>(dv);
@@ -247,7 +255,7 @@ __device__ inline __attribute__((always_inline)) void consume_blocks(
         }
       }
       do_step(work, step, std::false_type(), std::true_type(), alone);
-      if constexpr (Shape::program) leave_head(work);
+      if constexpr (Shape::program && !Shape::folds) leave_head(work);
     }
     store_dk_and_dv(a, buffers, blocks, work, consumer * 64 + warp_row, dk, dv);
   }
@@ -285,10 +293,12 @@ const fa_cuda_kernel FA_JOIN(fa_hopper_backward_, FA_KIND)[] = {
     ROW("/d128", false, 128, 64, 1, 2, true),
     ROW("/d64/general", true, 64, 128, 1, 2),
     ROW("/d128/general", true, 128, 64, 1, 2, true),
+    ROW("/d64/keys", true, 64, 128, 1, 2, false, KEYS),
     ROW("/d64/terms", true, 64, 128, 1, 2, false, SLOPES | KEYS),
     ROW("/d64/cells", true, 64, 64, 1, 0, false, CELLS),
     ROW("/d64/dropout", true, 64, 128, 1, 2, false, KEYS | DROPOUT),
     ROW("/d64/program", true, 64, 64, 1, 0, false, WHOLE_PROGRAM),
+    ROW("/d128/keys", true, 128, 64, 1, 2, true, KEYS),
     ROW("/d128/terms", true, 128, 64, 1, 2, true, SLOPES | KEYS),
     ROW("/d128/cells", true, 128, 64, 1, 0, false, CELLS),
     ROW("/d128/dropout", true, 128, 64, 1, 2, true, KEYS | DROPOUT),

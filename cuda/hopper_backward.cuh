@@ -36,13 +36,20 @@ struct BackwardShape {
   static constexpr bool single_column = SINGLE_COLUMN;
   static constexpr bool from_shift = FROM_SHIFT, has_slopes = PROGRAM & SLOPES, has_keys = PROGRAM & KEYS,
                         has_cells = PROGRAM & CELLS, drops = PROGRAM & DROPOUT;
+  static constexpr bool folds = folds_keys(PROGRAM);
+  // Whether consumers are told what they need of a column block, where there are bands, or find it by
+  // themselves. At 128 it makes no difference to them, and the producer has less time.
+  static constexpr bool tells_work = HEAD_DIM == 64;
+  // Whether it gives the gradient by numbers a key. At 64, that the code is there costs a tenth.
+  static constexpr bool sums_keys = !folds || HEAD_DIM > 64;
   static constexpr int program = PROGRAM;
   static constexpr int head_dim = HEAD_DIM, block_q = BLOCK_Q, num_consumers = 2, block_k = num_consumers * 64;
   static constexpr int num_warps = num_consumers * 4, dq_warps = block_q / 16;  // see DqShare
   static constexpr int dq_shares = DQ_SHARES, num_writers = NUM_WRITERS;
   static constexpr int num_threads = (num_consumers + 1) * WARPGROUP, num_finders = 1;
-  static constexpr int steps_found =
-      has_cells ? 8 : 32;  // at a time, by one of num_finders: see load_told_sides
+  // At a time, by one of num_finders: see load_told_sides. What else is in shared memory leaves no room for
+  // more.
+  static constexpr int steps_found = has_cells ? 8 : folds ? 16 : 32;
   static constexpr int consumer_registers = 240, other_registers = 24;
   // Whether a consumer waits for the other's ds before it needs that. One that may be a whole step ahead ends
   // up there, and does at any time what the other does. Where steps are short it pays.
@@ -96,6 +103,19 @@ struct Work : std::conditional_t<Shape::single_column, SingleColumnWork<Shape>, 
 template <class Shape>
 struct Work<Shape, true> : ColumnWork<Shape, true> {
   static constexpr bool may_be_part = !Shape::program;
+  // What consumers use of it. To find that takes divisions and reads of plans, for which a consumer stands
+  // idle.
+  static constexpr int BYTES = 32;
+  __device__ void tell(uint32_t to) const {
+    store_shared(to, make_uint4(this->block.batch, this->block.kv_head, this->block.k_block, this->part));
+    store_shared(to + 16, make_uint4(this->columns.begin, this->columns.end, this->num_steps, 0));
+  }
+  __device__ void hear(uint32_t from) {
+    const int4 x = load_shared_words(from), y = load_shared_words(from + 16);
+    this->block = {x.x, x.y, x.z}, this->part = x.w;
+    this->columns = {y.x, y.y}, this->num_steps = y.z;
+  }
+
   struct ConsumerStep {};
   __device__ ConsumerStep consumers_first() const { return {}; }
   __device__ ConsumerStep consumers_next(ConsumerStep) const { return {}; }
@@ -163,12 +183,20 @@ struct CommonBuffers {
   static constexpr int EXPONENTS_AT = STATISTICS_AT + NUM_SIDES * STAGES * ROW_BYTES;
   static constexpr int BARRIERS_AT = EXPONENTS_AT + DQ_SENT * STAGES * 4;
   static constexpr int BLOCKS_AT = BARRIERS_AT + NUM_BARRIERS * STAGES * 8;
-  static constexpr int VISITS_AT = BLOCKS_AT + STAGES * 4, VISIT_BYTES = 48;
+  static constexpr bool TELLS_WORK = GENERAL && Shape::tells_work;
+  static constexpr int WORK_AT = BLOCKS_AT + STAGES * 4, WORK_BYTES = TELLS_WORK ? 32 : 0;
+  static constexpr int VISITS_AT = WORK_AT + STAGES * WORK_BYTES, VISIT_BYTES = 48;
   // Steps found at a time, for which f32 leaves little room, and those and others before them that still run.
   static constexpr int FOUND = Kind::SCALED ? 8 : Shape::steps_found, VISITS = 2 * FOUND;
+  // Of folded terms the right operand, and of the left one the zeros, and with each stage of q the numbers.
+  static constexpr int TERMS_AT = VISITS_AT + GENERAL * Shape::num_finders * VISITS * VISIT_BYTES,
+                       TERMS_BYTES = Shape::folds ? Shape::block_q * HalvesOperand::ROW_BYTES : 0;
+  static constexpr int KEYS_AT = TERMS_AT + TERMS_BYTES,
+                       KEYS_BYTES = Shape::folds ? Shape::block_k * HalvesOperand::ROW_BYTES : 0,
+                       ZEROS_AT = KEYS_AT + STAGES * KEYS_BYTES;
   static constexpr int OWN_AT =
-      (VISITS_AT + GENERAL * Shape::num_finders * VISITS * VISIT_BYTES + 1023) / 1024 * 1024;
-  static_assert(VISITS_AT % 16 == 0, "a visit is read as vectors");
+      (ZEROS_AT + (Shape::folds ? PART * HalvesOperand::ROW_BYTES : 0) + 1023) / 1024 * 1024;
+  static_assert(WORK_AT % 16 == 0 && VISITS_AT % 16 == 0, "work and visits are read as vectors");
 
   uint32_t base;
   __device__ uint32_t columns(int side) const { return base + side * K_BYTES; }
@@ -188,6 +216,7 @@ struct CommonBuffers {
     return base + EXPONENTS_AT + (full * STAGES + stage) * 4;
   }
   __device__ uint32_t block(int stage) const { return base + BLOCKS_AT + stage * 4; }
+  __device__ uint32_t work(int stage) const { return base + WORK_AT + stage * WORK_BYTES; }
   __device__ uint32_t visit(uint32_t step, int finder = 0) const {
     return base + VISITS_AT + (finder * VISITS + step % VISITS) * VISIT_BYTES;
   }
@@ -195,6 +224,18 @@ struct CommonBuffers {
     return base + BARRIERS_AT + (kind * STAGES + stage) * 8;
   }
   __device__ uint32_t own(int at) const { return base + OWN_AT + at; }
+  __device__ HalvesOperand terms() const { return {base + TERMS_AT, base + TERMS_AT}; }
+  __device__ uint32_t keys(int stage) const { return base + KEYS_AT + stage * KEYS_BYTES; }
+  __device__ HalvesOperand left_of_terms(int stage, int first_column) const {
+    return {keys(stage) + first_column * HalvesOperand::ROW_BYTES, base + ZEROS_AT};
+  }
+  // By all threads.
+  __device__ void init_terms() const {
+    const int row = threadIdx.x, at = row * HalvesOperand::ROW_BYTES;
+    if (row < Shape::block_q) store_shared(base + TERMS_AT + at, row_of_factors<typename Kind::Element>());
+    if (Shape::folds && row < PART) store_shared(base + ZEROS_AT + at, make_uint4(0, 0, 0, 0));
+    fence_async();
+  }
 
   // The number of arrivals that complete a barrier.
   static constexpr int NUM_KINDS = NUM_BARRIERS;
@@ -216,6 +257,7 @@ __device__ inline Buffers set_up_buffers(bool in_order) {
         barrier_init(buffers.barrier(kind, stage), Buffers::arrivals(kind, in_order));
     barrier_init_done();
   }
+  if constexpr (Buffers::Shape::folds) buffers.init_terms();
   __syncthreads();
   if constexpr (!Buffers::Shape::single_column) wait_for_launch_before();
   return buffers;
@@ -244,6 +286,19 @@ __device__ inline bool current_work(const fa_cuda_arguments &a, const Buffers &b
                                     typename Buffers::Work &work) {
   barrier_wait(buffers.barrier(BLOCK_FULL, count % 2), count / 2 % 2);
   return find_work(a, load_shared_word(buffers.block(count % 2)), work);
+}
+// The same for consumers, who may be told what they need of it.
+template <class Buffers>
+__device__ inline bool consumers_work(const fa_cuda_arguments &a, const Buffers &buffers, uint32_t count,
+                                      typename Buffers::Work &work) {
+  if constexpr (Buffers::TELLS_WORK) {
+    barrier_wait(buffers.barrier(BLOCK_FULL, count % 2), count / 2 % 2);
+    if (int(load_shared_word(buffers.block(count % 2))) >= Buffers::Work::count(a)) return false;
+    work.hear(buffers.work(count % 2));
+    return true;
+  } else {
+    return current_work(a, buffers, count, work);
+  }
 }
 template <bool ALONE = false, class Buffers>
 __device__ inline void next_work(const Buffers &buffers, uint32_t &count) {
@@ -292,7 +347,10 @@ __device__ inline void load_rows(const fa_cuda_arguments &a, const fa_cuda_maps 
   int bias_bytes = 0;
   if constexpr (Buffers::Shape::has_cells)
     if (side == K_SIDE) bias_bytes = Buffers::BiasTile::bytes(a.program);
-  barrier_expect(barrier, Buffers::Q_BYTES + Buffers::ROW_BYTES + bias_bytes);
+  const int keys_bytes = side == K_SIDE ? Buffers::KEYS_BYTES : 0;
+  barrier_expect(barrier, Buffers::Q_BYTES + Buffers::ROW_BYTES + bias_bytes + keys_bytes);
+  if (keys_bytes > 0)
+    load_bulk(buffers.keys(stage), terms_of(a.program.keys, batch, rows.head, column), keys_bytes, barrier);
   if constexpr (Buffers::Shape::has_cells)
     if (bias_bytes > 0)
       Buffers::BiasTile::load(buffers.bias(stage), a.program, maps.bias, barrier, batch, rows.head, row,
@@ -399,14 +457,25 @@ template <class Buffers>
 __device__ inline bool take_work(const fa_cuda_arguments &a, const Buffers &buffers, uint32_t count,
                                  uint32_t k_phase, int &index) {
   constexpr bool KNOWN = Buffers::Shape::single_column;
+  auto hand_over = [&] {
+    store_shared(buffers.block(count % 2), uint32_t(index));
+    barrier_arrive(buffers.barrier(BLOCK_FULL, count % 2));
+  };
   if (threadIdx.x % 32 == 0) {
     if constexpr (!Buffers::general && !KNOWN) barrier_wait(buffers.barrier(V_EMPTY), k_phase ^ 1);
     index = KNOWN ? blockIdx.x + count * gridDim.x : atomicAdd(a.tickets, 1);
     barrier_wait(buffers.barrier(BLOCK_EMPTY, count % 2), count / 2 % 2 ^ 1);
-    store_shared(buffers.block(count % 2), uint32_t(index));
-    barrier_arrive(buffers.barrier(BLOCK_FULL, count % 2));
+    if constexpr (!Buffers::TELLS_WORK) hand_over();
   }
   index = uniform(index);
+  if constexpr (Buffers::TELLS_WORK) {
+    typename Buffers::Work work;
+    const bool is_there = find_work(a, index, work);
+    if (threadIdx.x % 32 == 0) {
+      if (is_there) work.tell(buffers.work(count % 2));
+      hand_over();
+    }
+  }
   return index < Buffers::Work::count(a);
 }
 
@@ -617,19 +686,25 @@ __device__ inline void make_told_scores(float (&scores)[1][NT][4], const fa_cuda
                                       {work.block.batch, visit.head, visit.rows.begin, column});
 }
 
+template <class Buffers>
+__device__ inline void wait_for_rows(const Buffers &buffers, uint32_t step, int side) {
+  barrier_wait(buffers.barrier(Q_FULL + side, step % 2), step / 2 % 2);
+}
+
 // Waits for a row block and starts a consumer's transposed product with it: dp = v dout^T, or the scores k q^T,
-// which are rounded as the forward's are and may begin at the shift.
-template <int SIDE, bool FROM_SHIFT = false, class Buffers, int NT>
+// which are rounded as the forward's are and may begin at the shift; then what `more` starts.
+template <int SIDE, bool FROM_SHIFT = false, class Buffers, int NT, class More = NothingMore>
 __device__ inline void start_transposed(float (&product)[1][NT][4], const Buffers &buffers, int first_column,
-                                        uint32_t step, const fa_cuda_score &score = {}, float per_shift = 0) {
+                                        uint32_t step, const fa_cuda_score &score = {}, float per_shift = 0,
+                                        More more = More()) {
   using Kind = typename Buffers::Kind;
-  barrier_wait(buffers.barrier(Q_FULL + SIDE, step % 2), step / 2 % 2);
+  wait_for_rows(buffers, step, SIDE);
   if constexpr (FROM_SHIFT)
     set_to_shift(product, score, Buffers::general ? per_shift : per_shift_of<Kind>(score),
                  buffers.shift(step % 2));
   multiply<Kind, Buffers::Shape::head_dim / 16, SIDE == K_SIDE>(
       product[0], BoxOperand<typename Buffers::KTile, true>(buffers.columns(SIDE), first_column),
-      BoxOperand<typename Buffers::QTile, true>(buffers.rows(SIDE, step % 2)), FROM_SHIFT);
+      BoxOperand<typename Buffers::QTile, true>(buffers.rows(SIDE, step % 2)), FROM_SHIFT, more);
 }
 
 __device__ inline float4 four_of(const float (&x)[4]) { return make_float4(x[0], x[1], x[2], x[3]); }
@@ -660,7 +735,7 @@ __device__ inline void store_dk_and_dv(const fa_cuda_arguments &a, const Buffers
                                        typename Buffers::Work &work, int column, const float (&dk)[1][DT][4],
                                        const float (&dv)[1][DT][4]) {
   using Kind = typename Buffers::Kind;
-  current_work(a, buffers, blocks, work);
+  consumers_work(a, buffers, blocks, work);
   store_columns<Kind>(a, work, a.dv, column, 0, dv, Buffers::Shape::program ? a.program.kept_factor : 1);
   store_columns<Kind>(a, work, a.dk, column, 0, dk, a.scale);
 }
@@ -712,12 +787,13 @@ constexpr fa_cuda_kernel row_of_kernel(const char *name, const void *main) {
                         .shared_bytes = Buffers::BYTES,
                         .takes = ((Buffers::general ? FA_CUDA_MASK_NEEDS : FA_CUDA_PLAIN_NEEDS) &
                                   ~(Shape::program ? FA_CUDA_NEEDS_SOFTCAP : 0)) |
-                                 needs_of_program(Shape::program),
+                                 takes_of_program(Shape::program, Shape::sums_keys),
                         .row_warps = 1,
                         .mapped = true,
                         .persistent = true,
                         .begins_early = true,
                         .single_column = Shape::single_column,
+                        .folds = Shape::folds,
                         .main = main,
                         .statistics = address_of_kernel(statistics<Kind, Shape>),
                         .finish_threads = Buffers::Dq::NUM_WARPS * 32};

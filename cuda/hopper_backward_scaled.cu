@@ -241,7 +241,7 @@ struct BackwardConsumer {
 
   __device__ void consume() {
     Work work;
-    for (; current_work(a, buffers, blocks, work); next_work(buffers, blocks)) {
+    for (; consumers_work(a, buffers, blocks, work); next_work(buffers, blocks)) {
       set_zero<1, DT>(dk);
       set_zero<1, DT>(dv);
       if (work.num_steps > 0) go_through_rows(work);

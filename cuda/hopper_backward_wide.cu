@@ -21,7 +21,8 @@ template <int HEAD_DIM>
 struct WideShape {
   static constexpr int head_dim = HEAD_DIM, block_q = 64, block_k = 64;
   static constexpr int program = NO_PROGRAM;
-  static constexpr bool has_cells = false, single_column = false;
+  static constexpr bool has_cells = false, folds = false, sums_keys = true, tells_work = false,
+                        single_column = false;
   static constexpr int num_warps = 4, dq_warps = 4;          // of DQ_GROUP, which comes first (see DqShare)
   static constexpr int dq_columns = 64, num_writers = 0;     // dq_columns: of one product
   static constexpr int sum_shares = HEAD_DIM > 192 ? 2 : 1;  // of dk's and dv's columns, a product each

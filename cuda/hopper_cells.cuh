@@ -1,11 +1,13 @@
-// A program's work on scores in Hopper's kernels. A bias that all rows share, a number a key, comes as f32 from
-// the keys kernel, and with slopes makes terms of columns, which cost an addition each. One with a number for
-// each score comes in tiles, in the stage of k (forward) or of q (backward), which only some kernels have room
-// for; one that no tensor map can describe is left to the portable kernels, and so is one of f32.
+// A program's work on scores in Hopper's kernels. A bias that all rows share, a number a key, comes from the
+// keys kernel, and with slopes makes terms of columns. Kernels that have nothing else to add fold these: they
+// make them a part of the product q·k. In others they come as f32 and cost an addition each. A bias with a
+// number for each score comes in tiles, in the stage of k (forward) or of q (backward), which only some kernels
+// have room for; one that no tensor map can describe is left to the portable kernels, and so is one of f32.
 #pragma once
 
 #include "hopper.cuh"
 #include "scores.cuh"
+#include "terms.cuh"
 
 namespace fa {
 namespace hopper {
@@ -16,6 +18,18 @@ enum Program { NO_PROGRAM = 0, SLOPES = 1, KEYS = 2, CELLS = 4, DROPOUT = 8, WHO
 constexpr uint32_t needs_of_program(int program) {
   return (program & SLOPES ? FA_CUDA_NEEDS_SLOPES : 0) | (program & KEYS ? FA_CUDA_NEEDS_KEYS : 0) |
          (program & CELLS ? FA_CUDA_NEEDS_CELLS : 0) | (program & DROPOUT ? FA_CUDA_NEEDS_DROPOUT : 0);
+}
+
+// Whether a kernel makes numbers a key parts of q·k: terms. Beside other things that act on scores they come
+// late.
+constexpr bool folds_keys(int program) { return program == KEYS; }
+
+// The needs that a kernel takes with that much of a program. sums_keys: of a backward, whether it gives the
+// gradient by numbers a key.
+constexpr uint32_t takes_of_program(int program, bool sums_keys = true) {
+  const bool is_late = program && !folds_keys(program);
+  return needs_of_program(program) | (is_late ? FA_CUDA_NEEDS_LATE_TERMS : 0) |
+         (program && sums_keys ? FA_CUDA_NEEDS_KEY_SUMS : 0);
 }
 
 // ---- the bias of a visit in shared memory -------------------------------------------------------------------
@@ -106,20 +120,34 @@ __device__ inline void for_each_bias(uint32_t tile, int row, int column, Visit v
 
 // ---- terms of columns --------------------------------------------------------------------------------------
 
-// A head's addends of keys, from a column on. Behind the last key there are some for a block more, which nobody
-// sees.
+// A head's addends of keys, or the words of their terms, from a column on. Behind the last key there are some
+// for a block more, which nobody sees.
+__device__ inline int64_t place_of_key(const fa_cuda_keys &keys, int batch, int head, int column) {
+  return (batch * keys.stride_batch + head * keys.stride_head) * FA_CUDA_KEYS_BLOCK + column;
+}
 __device__ inline const float *addends_of(const fa_cuda_keys &keys, int batch, int head, int column) {
-  return keys.addends + (batch * keys.stride_batch + head * keys.stride_head) * FA_CUDA_KEYS_BLOCK + column;
+  return keys.addends + place_of_key(keys, batch, head, column);
+}
+__device__ inline const uint32_t *terms_of(const fa_cuda_keys &keys, int batch, int head, int column) {
+  return keys.terms + place_of_key(keys, batch, head, column) * FA_CUDA_TERM_WORDS;
 }
 
-// What so many keys from a column on, wherever that is, ask for: FA_CUDA_KEYS_ADD and so on.
-template <int COUNT>
-__device__ inline uint32_t kinds_of_keys(const fa_cuda_keys &keys, int batch, int head, int column) {
-  static_assert(COUNT <= FA_CUDA_KEYS_BLOCK, "they lie in two blocks at most");
-  if (!keys.addends) return FA_CUDA_KEYS_SHOW;
-  const uint8_t *kinds = keys.kinds + batch * keys.stride_batch + head * keys.stride_head;
-  return kinds[column / FA_CUDA_KEYS_BLOCK] | kinds[(column + COUNT - 1) / FA_CUDA_KEYS_BLOCK];
-}
+// What a head's keys ask for, FA_CUDA_KEYS_ADD and so on: of so many from a column on, wherever that is.
+struct KindsOfKeys {
+  const uint8_t *of_blocks;
+
+  __device__ KindsOfKeys(const fa_cuda_keys &keys, int batch, int head)
+      : of_blocks(keys.kinds ? keys.kinds + batch * keys.stride_batch + head * keys.stride_head : nullptr) {}
+  template <int COUNT>
+  __device__ uint32_t of(int column) const {
+    static_assert(COUNT <= FA_CUDA_KEYS_BLOCK, "they lie in two blocks at most");
+    if (!of_blocks) return FA_CUDA_KEYS_SHOW;
+    const int first = column / FA_CUDA_KEYS_BLOCK, last = (column + COUNT - 1) / FA_CUDA_KEYS_BLOCK;
+    uint32_t kinds = of_blocks[first];
+    if (last > first) kinds |= of_blocks[last];
+    return kinds;
+  }
+};
 
 // Whether a program has slopes, in a kernel that takes this much of one. They multiply products by the factor.
 template <int PROGRAM>
@@ -144,7 +172,7 @@ struct SlopeTerms {
   __device__ SlopeTerms(const Distance &distance, const Place &at, int rows, int columns) {
     const int first = distance.of_origin + at.row - at.column;
     const bool before = first >= columns - 1, after = first + rows - 1 <= 0;
-    apart = before || after || distance.slope == 0;
+    apart = before || after;
     sign = before ? 1 : -1;
     of_each = apart ? -distance.slope * sign : 0;
     of_first = of_each * float(first);
@@ -190,6 +218,36 @@ __device__ inline void add_slopes(float (&scores)[NT][4], float (&due)[1][2], fl
   }
   if (adds) add_addends(scores, 1, addends);
 }
+
+// ---- folded terms -------------------------------------------------------------------------------------------
+//
+// They are one step of k: of the operand that has keys, a row of the first half is the parts of a key's number,
+// and comes with the stage of k or of q; of the other operand all rows are the factors of parts. What stands in
+// the second halves is 0 on one side, and finite on the other.
+//   the key's number, 0 * 5 | anything * 8
+//   factors of parts, 0 * 5 | 0 * 8
+
+template <class Element>
+__device__ inline uint4 row_of_factors() {
+  return make_uint4(pack(Element(), term_factor<Element>(0), term_factor<Element>(1)),
+                    pack(Element(), term_factor<Element>(2), 0), 0, 0);
+}
+
+// Adds terms to products that have been made without; numbers: the columns', in shared memory.
+template <class Element, int NT>
+__device__ inline void add_terms(float (&products)[NT][4], uint32_t numbers) {
+#pragma unroll
+  for (int n = 0; n < NT; n++)
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const int column = n * 8 + threadIdx.x % 4 * 2 + i;
+      const int4 four = load_shared_words(numbers + column * HalvesOperand::ROW_BYTES);
+      const float number = number_of_parts<Element>(make_uint2(four.x, four.y));
+      products[n][i] += number, products[n][2 + i] += number;
+    }
+}
+
+// ---- terms that are added ----------------------------------------------------------------------------------
 
 // Hides the scores of keys whose number is -inf, whatever they are; those of flags are infinite, and bound
 // them.

@@ -29,6 +29,7 @@ struct ForwardShape {
   static constexpr int program = PROGRAM;  // what may act on scores; then GENERAL
   // Whether it makes again what is NaN itself. That more code is there costs others 3 % of their speed.
   static constexpr bool mends = IN_PARTS || (HEAD_DIM >= 128 && sizeof(typename kinds::FA_KIND::Io) == 2);
+  static constexpr bool folds = folds_keys(PROGRAM);
   static constexpr bool has_slopes = PROGRAM & SLOPES, has_keys = PROGRAM & KEYS, has_cells = PROGRAM & CELLS,
                         drops = PROGRAM & DROPOUT;
 };
@@ -149,16 +150,14 @@ struct ToldVisit {
 // instruction.
 template <class Shape>
 struct Teller {
-  const fa_cuda_keys &keys;
-  const int batch, head;
+  const KindsOfKeys keys;
   Range whole = {0, 0};  // the columns that all rows of the tile see in a band
   int number = -1;       // of that band
   uint32_t all = 0;      // the flags of a visit that is seen by all consumers that have rows
   uint32_t flags;        // of the visit that is told next
 
   template <class Visits>
-  __device__ Teller(const fa_cuda_keys &keys, int batch, int head, Visits &visits)
-      : keys(keys), batch(batch), head(head) {
+  __device__ Teller(const fa_cuda_keys &keys, int batch, int head, Visits &visits) : keys(keys, batch, head) {
 #pragma unroll
     for (int consumer = 0; consumer < Shape::num_consumers; consumer++)
       if (visits.own.begin + consumer * 64 < visits.own.end)
@@ -192,7 +191,7 @@ struct Teller {
     uint32_t kinds = 0;
     if constexpr (Shape::has_keys)
       for (; !visits.done(); visits.advance()) {
-        kinds = kinds_of_keys<Shape::block_k>(keys, batch, head, visits.begin);
+        kinds = keys.of<Shape::block_k>(visits.begin);
         if (kinds & FA_CUDA_KEYS_SHOW) break;
       }
     return visits.done() ? 0 : flags_of(visits) | kinds << ToldVisit::KINDS_AT;
@@ -241,8 +240,13 @@ struct ForwardBuffers {
   using BiasTile = hopper::BiasTile<Shape::block_q, Shape::block_k>;
   static constexpr int BIAS_AT = V_AT + STAGES * K_BYTES, BIAS_BYTES = Shape::has_cells ? BiasTile::BYTES : 0;
   static constexpr int KEYS_AT = BIAS_AT + STAGES * BIAS_BYTES,
-                       KEYS_BYTES = Shape::has_keys ? Shape::block_k * 4 : 0;
-  static constexpr int BARRIERS_AT = KEYS_AT + STAGES * KEYS_BYTES, NUM_BARRIERS = 2 * (Q_STAGES + 2 * STAGES);
+                       KEY_BYTES = Shape::folds ? HalvesOperand::ROW_BYTES : 4,
+                       KEYS_BYTES = Shape::has_keys ? Shape::block_k * KEY_BYTES : 0;
+  // Of folded terms the left operand, and what keys have in common.
+  static constexpr int LEFT_AT = KEYS_AT + STAGES * KEYS_BYTES, LEFT_HALF = 64 * HalvesOperand::ROW_BYTES,
+                       ZEROS_AT = LEFT_AT + (Shape::folds ? 2 * LEFT_HALF : 0);
+  static constexpr int BARRIERS_AT = ZEROS_AT + (Shape::folds ? KEYS_BYTES : 0),
+                       NUM_BARRIERS = 2 * (Q_STAGES + 2 * STAGES);
   static constexpr int NEXT_AT = BARRIERS_AT + NUM_BARRIERS * 8,
                        VISITS_AT = NEXT_AT + STAGES * ForwardTile::WORDS * 4, NUM_VISITS = 2 * STAGES,
                        BYTES = VISITS_AT + (GENERAL ? NUM_VISITS * ToldVisit::BYTES : 0);
@@ -259,11 +263,25 @@ struct ForwardBuffers {
   __device__ Stage v(int i) const { return stage(V_AT + i * K_BYTES, Q_STAGES + STAGES + i); }
   __device__ uint32_t bias(int i) const { return base + BIAS_AT + i * BIAS_BYTES; }
   __device__ uint32_t keys(int i) const { return base + KEYS_AT + i * KEYS_BYTES; }
+  __device__ HalvesOperand terms(int i) const { return {keys(i), base + ZEROS_AT}; }
+  __device__ HalvesOperand left_of_terms() const { return {base + LEFT_AT, base + LEFT_AT + LEFT_HALF}; }
   __device__ uint32_t next_tile(int i) const { return base + NEXT_AT + i * ForwardTile::WORDS * 4; }
 
   // Of what the ring has at a stage of k.
   __device__ ToldVisit visit(const Ring<STAGES> &at) const {
     return {base + VISITS_AT + (at.phase * STAGES + at.stage) * ToldVisit::BYTES};
+  }
+
+  // By all threads: what of terms is the same in all visits.
+  __device__ void init_terms() const {
+    const int row = threadIdx.x, at = row * HalvesOperand::ROW_BYTES;
+    const uint4 zeros = make_uint4(0, 0, 0, 0);
+    if (row < Shape::block_k) store_shared(base + ZEROS_AT + at, zeros);
+    if (row < 64) {
+      store_shared(base + LEFT_AT + at, row_of_factors<typename Kind::Element>());
+      store_shared(base + LEFT_AT + LEFT_HALF + at, zeros);
+    }
+    fence_async();
   }
 
   __device__ void init_barriers() const {
@@ -324,13 +342,18 @@ struct Producer {
                                fa_cuda_block_plan &next_plan) {
     const auto k = buffers.k(ring.stage), v = buffers.v(ring.stage);
     barrier_wait(k.empty, ring.phase ^ 1);
-    const bool adds_keys = Shape::has_keys && a.program.keys.addends;
+    const bool adds_keys = Shape::has_keys && a.program.keys.kinds;
     int more_bytes = adds_keys ? Buffers::KEYS_BYTES : 0;
     if constexpr (Shape::has_cells) more_bytes += Buffers::BiasTile::bytes(a.program);
     load(k, maps.k, column, kv_head, tile.batch, more_bytes);
-    if (adds_keys)
-      load_bulk(buffers.keys(ring.stage), addends_of(a.program.keys, tile.batch, tile.head, column),
-                Buffers::KEYS_BYTES, k.full);
+    if (adds_keys) {
+      const void *numbers;
+      if constexpr (Shape::folds)
+        numbers = terms_of(a.program.keys, tile.batch, tile.head, column);
+      else
+        numbers = addends_of(a.program.keys, tile.batch, tile.head, column);
+      load_bulk(buffers.keys(ring.stage), numbers, Buffers::KEYS_BYTES, k.full);
+    }
     if constexpr (Shape::has_cells)
       Buffers::BiasTile::load(buffers.bias(ring.stage), a.program, maps.bias, k.full, tile.batch, tile.head,
                               tile.rows.begin, column);
@@ -479,7 +502,8 @@ struct Consumer {
   // additions, into o: over a long sum, what the tensor cores cut off would add up.
   float o[1][DT][4], fresh[1][DT][4], scores[1][NT][4];
   uint32_t p[Kind::PARTS][PV_STEPS][4], q_held[1][QK_STEPS][4];
-  OnlineSoftmax<Kind, 1> softmax;
+  using Softmax = OnlineSoftmax<Kind, 1, Shape::has_cells>;
+  Softmax softmax;
   // Of the visit whose product is due: whether v has columns that no row of the tile sees.
   bool has_unseen = false;
   // Of the tile's head, where there is a program.
@@ -536,12 +560,19 @@ struct Consumer {
     return {before, before + own.count};
   }
 
-  __device__ void start_scores(const BoxOperand<QTile, true> &q_rows, Stage k) {
+  // stage: that of k.
+  __device__ void start_scores(const BoxOperand<QTile, true> &q_rows, Stage k,
+                               [[maybe_unused]] uint32_t stage) {
     const BoxOperand<KTile, true> columns(k.tile);
+    auto fold = [&] {
+      if constexpr (Shape::folds)
+        wgmma<typename Kind::Element, true, true>(scores[0], buffers.left_of_terms().descriptor(),
+                                                  buffers.terms(stage).descriptor(), true);
+    };
     if constexpr (Shape::holds_q)
-      multiply<Kind, QK_STEPS>(scores[0], q_held, columns, false);
+      multiply<Kind, QK_STEPS>(scores[0], q_held, columns, false, fold);
     else
-      multiply<Kind, QK_STEPS>(scores[0], q_rows, columns, false);
+      multiply<Kind, QK_STEPS>(scores[0], q_rows, columns, false, fold);
   }
 
   __device__ void start_o(Stage v) {
@@ -576,7 +607,7 @@ struct Consumer {
   }
 
   // A visit's products once more, by the warp alone, where exponentials turned out to be too large.
-  __device__ void start_again(Stage q, Stage k) {
+  __device__ void start_again(Stage q, Stage k, [[maybe_unused]] uint32_t numbers) {
     uint32_t lane = threadIdx.x % 32;
     forget(lane);  // or what follows from it is kept in registers from the kernel's beginning on
     set_zero<1, NT>(scores);
@@ -593,6 +624,7 @@ struct Consumer {
         mma(typename Kind::Element(), scores[0][n + 1], rows, columns[2], columns[3]);
       }
     }
+    if constexpr (Shape::folds) add_terms<typename Kind::Element>(scores[0], numbers);
   }
 
   // Makes this warp's rows of q ready, where they are not so as the producer brought them.
@@ -615,7 +647,7 @@ struct Consumer {
     int column = tile.k_blocks.at(visited) * Shape::block_k;
     float of_scores = unscaling(exponent_q, a.k, column), of_o = unscaling(P_EXPONENT, a.v, column);
     barrier_wait(buffers.k(ring.stage).full, ring.phase);
-    start_scores(q_rows, buffers.k(ring.stage));
+    start_scores(q_rows, buffers.k(ring.stage), ring.stage);
     release_stored();
     wgmma_wait<0>(scores[0]);
     barrier_arrive_warp(buffers.k(ring.stage).empty);
@@ -632,7 +664,7 @@ struct Consumer {
       const float of_next_o = unscaling(P_EXPONENT, a.v, column);
       barrier_wait(k.full, next.phase);
       turns.wait();
-      start_scores(q_rows, k);
+      start_scores(q_rows, k, next.stage);
       barrier_wait(v.full, ring.phase);
       start_o(v);
       turns.pass();
@@ -642,7 +674,7 @@ struct Consumer {
         const bool follows = softmax.follow(scores, unit);
         finish_o(v, of_o);
         if (__builtin_expect(!follows, 0)) {
-          start_again(q, k);
+          start_again(q, k, buffers.keys(next.stage));
           if (make_exponentials(column, of_scores)) softmax.rescale_rows(o);
         }
         barrier_arrive_warp(k.empty);
@@ -727,10 +759,10 @@ struct Consumer {
     const ToldVisit visit = buffers.visit(stage);
     const uint32_t empty = buffers.k(stage.stage).empty;
     int num_columns = Shape::block_k;
-    if constexpr (!Shape::program) barrier_arrive_warp(empty);
+    if constexpr (!Shape::program || Shape::folds) barrier_arrive_warp(empty);
     finish_scores<Kind, 1, NT>(scores, a.score, unscale);
     [[maybe_unused]] float due[1][2] = {};
-    if constexpr (Shape::program) {
+    if constexpr (Shape::program && !Shape::folds) {
       add_program(flags, visit, stage, due);
       barrier_arrive_warp(empty);
     }
@@ -774,7 +806,7 @@ struct Consumer {
       float of_scores = unscaling(exponent_q, a.k, buffers.visit(ring));
       of_o = unscaling(P_EXPONENT, a.v, buffers.visit(ring));
       if (turn) turns.wait();
-      start_scores(q_rows, buffers.k(ring.stage));
+      start_scores(q_rows, buffers.k(ring.stage), ring.stage);
       if (turn) turns.pass();
       turn = true;
       release_stored();
@@ -797,7 +829,7 @@ struct Consumer {
         clear_unseen();
         barrier_wait(k.full, next.phase);
         turns.wait();
-        start_scores(q_rows, k);
+        start_scores(q_rows, k, next.stage);
         barrier_wait(v.full, ring.phase);
         start_o(v);
         turns.pass();
@@ -810,14 +842,14 @@ struct Consumer {
           auto make_own_scores = [&] {
             finish_scores<Kind, 1, NT>(scores, a.score, of_scores);
             [[maybe_unused]] float due[1][2];
-            if constexpr (Shape::program) add_program(flags, buffers.visit(next), next, due);
+            if constexpr (Shape::program && !Shape::folds) add_program(flags, buffers.visit(next), next, due);
           };
           make_own_scores();
           has_unseen = false;
           const bool follows = softmax.follow(scores, unit);
           finish_o(v, of_o);
           if (__builtin_expect(!follows, 0)) {
-            start_again(q, k);
+            start_again(q, k, buffers.keys(next.stage));
             make_own_scores();
             if (softmax.update(scores, unit)) softmax.rescale_rows(o);
           }
@@ -907,7 +939,7 @@ struct Consumer {
       const Range part = blocks_of_part(a, part_of_block(a, tile.k_blocks.last));
       columns = {part.begin * Shape::block_k, min(part.end * Shape::block_k, columns.end)};
     }
-    mend_rows<Kind, Out, Shape::head_dim>(
+    mend_rows<Kind, Out, Shape::head_dim, Shape::folds>(
         a, {tile.batch, sequence.batch, tile.head, {first_row, first_row + 16}, columns});
   }
 
@@ -915,7 +947,7 @@ struct Consumer {
     row = tile.rows.begin + consumer * 64, first_row = tile.rows.begin + warp_row;
     kv_head = kv_head_of(a, tile.head);
     visited = 0, exponent_q = 0;
-    softmax = OnlineSoftmax<Kind, 1>();
+    softmax = Softmax();
     if constexpr (Shape::has_slopes)
       slope = number_of_head(a.program, FA_CUDA_ALIBI_SLOPES, {tile.batch, tile.head, 0, 0}, 0);
     if (drops()) dropout = dropout_of(a.program, tile.batch, tile.head);
@@ -986,6 +1018,7 @@ __global__ void __launch_bounds__(Shape::num_threads, 1)
   FA_DYNAMIC_SHARED(1024, uint8_t, shared);
   const ForwardBuffers<Kind, Shape, GENERAL> buffers = {shared_address(shared)};
   if (threadIdx.x == 0) buffers.init_barriers();
+  if constexpr (Shape::folds) buffers.init_terms();
   __syncthreads();
   if constexpr (begins_early<Kind, GENERAL>) wait_for_launch_before();
   const int warpgroup = uniform(threadIdx.x / WARPGROUP);
@@ -1007,11 +1040,12 @@ constexpr fa_cuda_kernel row(const char *name) {
           .num_threads = Shape::num_threads,
           .shared_bytes = ForwardBuffers<Kind, Shape, GENERAL>::BYTES,
           .least_columns = Shape::follows && !Shape::program ? 1024 : 0,
-          .takes = (GENERAL ? FA_CUDA_MASK_NEEDS : FA_CUDA_PLAIN_NEEDS) | needs_of_program(Shape::program),
+          .takes = (GENERAL ? FA_CUDA_MASK_NEEDS : FA_CUDA_PLAIN_NEEDS) | takes_of_program(Shape::program),
           .mapped = true,
           .persistent = true,
           .begins_early = begins_early<Kind, GENERAL>,
           .mends = Shape::mends,
+          .folds = Shape::folds,
           .in_parts = Shape::in_parts,
           .main = address_of_kernel(forward<Kind, Shape, GENERAL>)};
 }
@@ -1029,6 +1063,7 @@ constexpr fa_cuda_kernel row(const char *name) {
       KERNEL(true, "cuda/sm90/" FA_QUOTE(FA_KIND) rest "/general", __VA_ARGS__)
 #define PARTS_ROW(rest, ...) \
   KERNEL(false, "cuda/sm90/" FA_QUOTE(FA_KIND) rest, __VA_ARGS__, NO_PROGRAM, false, true)
+#define KEYS_ROW(rest, ...)             KERNEL(true, "cuda/sm90/" FA_QUOTE(FA_KIND) rest, __VA_ARGS__)
 #define PROGRAM_ROW(rest, program, ...) KERNEL(true, "cuda/sm90/" FA_QUOTE(FA_KIND) rest, __VA_ARGS__, program)
 
 // Registers a consumer's thread needs for its arrays: (block_k * 1.5 + head_dim) / 2, and block_k + head_dim of
@@ -1045,12 +1080,14 @@ const fa_cuda_kernel FA_JOIN(fa_hopper_forward_, FA_KIND)[] = {
     PARTS_ROW("/d64/parts", 64, 128, 2, 2, 216, 72, false),
     PARTS_ROW("/d128/parts", 128, 128, 2, 2, 240, 24, true),
     ROW("/d64", 64, 128, 3, 2, 160, 32),
+    KEYS_ROW("/d64/keys", 64, 128, 3, 2, 160, 32, false, KEYS),
     PROGRAM_ROW("/d64/terms", SLOPES | KEYS, 64, 128, 3, 2, 160, 32, false),
     PROGRAM_ROW("/d64/cells", CELLS, 64, 128, 2, 2, 216, 72, false),
     PROGRAM_ROW("/d64/dropout", KEYS | DROPOUT, 64, 128, 2, 2, 216, 72, false),
     PROGRAM_ROW("/d64/program", WHOLE_PROGRAM, 64, 128, 2, 2, 216, 72, false),
     ROW("/d128/long", 128, 128, 2, 2, 240, 24, true, NO_PROGRAM, true),
     ROW("/d128", 128, 128, 2, 2, 240, 24, true),
+    KEYS_ROW("/d128/keys", 128, 128, 2, 2, 240, 24, true, KEYS, true),
     PROGRAM_ROW("/d128/terms", SLOPES | KEYS, 128, 128, 2, 2, 232, 40, false),
     PROGRAM_ROW("/d128/cells", CELLS, 128, 128, 2, 1, 232, 40, false),
     PROGRAM_ROW("/d128/dropout", KEYS | DROPOUT, 128, 128, 2, 2, 232, 40, false),

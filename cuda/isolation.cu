@@ -87,7 +87,7 @@ template <class Kind>
 __global__ void __launch_bounds__(THREADS) mend_forward(const __grid_constant__ fa_cuda_arguments a) {
   if (!is_suspect(a)) return;
   for_each_row_of(a.batch, a.num_heads, a.window.seqlen_q, [&](int batch, int head, int row) {
-    mend_rows<Kind, typename Kind::Io, HEAD_DIM>(
+    mend_rows<Kind, typename Kind::Io, HEAD_DIM, true>(
         a, {batch, batch, head, {row, row + 1}, {0, sequence_of(a, batch).num_columns()}});
   });
 }
@@ -105,7 +105,7 @@ __global__ void __launch_bounds__(THREADS)
         a, {batch, head, row, 0}, {0, s.num_columns()}, row_of<const Io>(a.q_rows, s, head, row),
         [&](auto visit) { visit(s.band); }, [&](int column) { return k.row(column); },
         [&](int column) { return v.row(column); });
-    mended.mend(row_of<Io>(a.o, s, head, row), lse_at(a, s, head, row));
+    mended.template mend<false>(row_of<Io>(a.o, s, head, row), lse_at(a, s, head, row));
   });
 }
 

@@ -249,13 +249,14 @@ struct RowOfO {
   }
 
   // By a warp that sees what was written of o and lse: makes both again where o has a NaN that need not be its
-  // own. A NaN that is shows in lse; but of SCALED kinds infinite operands, whose parts are NaN, do so too.
-  template <class Out>
+  // own. A NaN that is shows in lse; but of SCALED kinds infinite operands, whose parts are NaN, do so too, and
+  // where terms may be folded (FOLDS), hidden keys.
+  template <bool FOLDS, class Out>
   __device__ void mend(Out *to, float *lse) {
     if (!row_has_nan(to, a.head_dim)) return;
     float reference = *lse;
     const bool was_right = all_say(reference < INFINITY);
-    if (!was_right && Kind::SCALED) reference = largest();
+    if (!was_right && (Kind::SCALED || (FOLDS && a.program.keys.terms))) reference = largest();
     if (!all_say(reference < INFINITY)) return;
     const float lse_again = store(to, reference);
     if (!was_right && threadIdx.x % 32 == 0) *lse = lse_again;
@@ -275,7 +276,7 @@ struct RowsToMend {
   int batch, batch_out, head;
   Range rows, columns;
 };
-template <class Kind, class Out, int HEAD_DIM>
+template <class Kind, class Out, int HEAD_DIM, bool FOLDS>
 __device__ __noinline__ void mend_rows(const fa_cuda_arguments &a, const RowsToMend &mine) {
   using Io = typename Kind::Io;
   const Sequence s = sequence_of(a, mine.batch), out = sequence_of(a, mine.batch_out);
@@ -286,7 +287,7 @@ __device__ __noinline__ void mend_rows(const fa_cuda_arguments &a, const RowsToM
         [&](auto visit) { for_each_band(a, mine.batch, visit); },
         [&](int column) { return column_of<const Io>(a.k_rows, s, kv_head, column); },
         [&](int column) { return column_of<const Io>(a.v_rows, s, kv_head, column); });
-    mended.mend(row_of<Out>(a.o, out, head, row), lse_at(a, out, head, row));
+    mended.template mend<FOLDS>(row_of<Out>(a.o, out, head, row), lse_at(a, out, head, row));
   }
 }
 

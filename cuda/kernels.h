@@ -44,7 +44,7 @@ typedef struct fa_cuda_block_plan {
 
 /* How a product q·k becomes a score: factor * f(q·k), factor > 0, where f is one of these. Where a program acts
  * on scores, these are in registers what they are, for every kind: then factor is 1 for the kinds whose scores
- * it would be due, and the program's has its place, if the program adds numbers. */
+ * it would be due, and the program's has its place, if the program adds numbers that are not folded. */
 typedef enum fa_cuda_score_form {
   FA_CUDA_SCORE_PLAIN,   /* x */
   FA_CUDA_SCORE_NEGATED, /* -x: the scale is negative */
@@ -67,17 +67,19 @@ typedef struct fa_cuda_cells {
 } fa_cuda_cells;
 
 /* A bias that all rows share, as kernels that read by tensor maps have it: a number a key, which the keys
- * kernel makes f32. Blocks of FA_CUDA_KEYS_BLOCK follow one another, with one more behind the last key. Strides
- * count blocks. */
+ * kernel makes f32 or, for kernels that fold terms, parts of a product. Blocks of FA_CUDA_KEYS_BLOCK follow one
+ * another, with one more behind the last key. Strides count blocks. */
 enum { FA_CUDA_KEYS_BLOCK = 128 };
 enum {
   FA_CUDA_KEYS_SHOW = 1, /* some of the block's keys are visible */
   FA_CUDA_KEYS_ADD = 2,  /* to some of these a number other than 0 is added */
   FA_CUDA_KEYS_HIDE = 4, /* some are hidden: their number is -inf */
 };
+enum { FA_CUDA_TERM_WORDS = 4 };
 typedef struct fa_cuda_keys {
-  float *addends; /* of flags +inf and -inf; NULL: there is no such bias */
-  uint8_t *kinds; /* of each block, the sum of the above */
+  float *addends;  /* of flags +inf and -inf; NULL: there is no such bias, or it is folded */
+  uint32_t *terms; /* FA_CUDA_TERM_WORDS a key, see terms.cuh: the parts of what it adds to q·k; or NULL */
+  uint8_t *kinds;  /* of each block, the sum of the above; NULL: there is no such bias */
   int64_t stride_batch, stride_head;
 } fa_cuda_keys;
 
@@ -257,6 +259,8 @@ typedef struct fa_cuda_reduction {
 typedef struct fa_cuda_key_reading {
   fa_cuda_cells bias;
   fa_cuda_keys to;
+  float per_scale; /* of terms: what a number is multiplied with to be one of q·k */
+  int32_t of_f16;  /* of terms: their elements are f16, or bf16 */
   int32_t seqlen_k, num_heads, blocks_a_row;
   int64_t num_blocks; /* in all rows: of batches and heads that the bias tells apart */
 } fa_cuda_key_reading;
@@ -295,13 +299,17 @@ enum {
   FA_CUDA_NEEDS_PAGES = 1 << 9,   /* only kernels for few rows take these */
   /* Of 16-bit types: a scale or softcap with which f32's rounding of a score is an exponent. */
   FA_CUDA_NEEDS_EXTREMES = 1 << 10,
+  /* Numbers a key that cannot be parts of q·k: behind a softcap, or a scale far from 1. */
+  FA_CUDA_NEEDS_LATE_TERMS = 1 << 11,
+  FA_CUDA_NEEDS_KEY_SUMS = 1 << 12, /* of a backward: the gradient by numbers a key */
   /* Of each fa_cuda_head_number the bit so far behind this one: kernels that do not know it decline. */
   FA_CUDA_NEEDS_OF_HEADS = 1 << 16,
   FA_CUDA_NEEDS_SLOPES = FA_CUDA_NEEDS_OF_HEADS << FA_CUDA_ALIBI_SLOPES,
   FA_CUDA_NEEDS_ANY_OF_HEADS = (FA_CUDA_NEEDS_OF_HEADS << FA_CUDA_NUM_HEAD_NUMBERS) - FA_CUDA_NEEDS_OF_HEADS,
   FA_CUDA_PROGRAM_NEEDS =
       FA_CUDA_NEEDS_ANY_OF_HEADS | FA_CUDA_NEEDS_KEYS | FA_CUDA_NEEDS_CELLS | FA_CUDA_NEEDS_DROPOUT,
-  FA_CUDA_ALL_NEEDS = FA_CUDA_NEEDS_ANY_OF_HEADS | (FA_CUDA_NEEDS_PAGES - 1) | FA_CUDA_NEEDS_EXTREMES,
+  FA_CUDA_ALL_NEEDS = FA_CUDA_NEEDS_ANY_OF_HEADS | (FA_CUDA_NEEDS_PAGES - 1) | FA_CUDA_NEEDS_EXTREMES |
+                      FA_CUDA_NEEDS_LATE_TERMS | FA_CUDA_NEEDS_KEY_SUMS,
   FA_CUDA_PLAIN_NEEDS = FA_CUDA_NEEDS_WINDOW | FA_CUDA_NEEDS_SOFTCAP | FA_CUDA_NEEDS_SINKS,
   FA_CUDA_MASK_NEEDS = FA_CUDA_PLAIN_NEEDS | FA_CUDA_NEEDS_BANDS | FA_CUDA_NEEDS_LENGTHS,
 };
@@ -324,6 +332,7 @@ typedef struct fa_cuda_kernel {
   bool begins_early;      /* main waits by itself for the small kernel in front of it */
   bool single_column;     /* backward: only for problems with one column block, which every row sees */
   bool mends;             /* forward: main itself makes again what is NaN beside hidden cells */
+  bool folds;             /* main makes numbers a key parts of q·k: fa_cuda_keys.terms */
   bool in_parts;          /* forward: keys are split into parts, whose o and lse a merge follows */
   const void *main;       /* one block a q block (forward) or k block (backward) of a head */
   const void *statistics; /* backward, fa_cuda_dlse beside the arguments: delta, shift, and what begins at 0 */

@@ -28,7 +28,9 @@ constexpr float MOST_ADDED = 1024;
 // What all scores of a lane's rows are due beside what they are: nothing.
 struct NothingDue {};
 
-template <class Kind, int MT>
+// LARGE: scores may be so large that a reference's product with their unit is rounded by exponents that matter,
+// as masks of large numbers make them. Such a row's are compared with the reference first.
+template <class Kind, int MT, bool LARGE = TAKES_EXTREMES && !Kind::SCALED>
 struct OnlineSoftmax {
   float max[MT][2], sum[MT][2];
   float rescale[MT][2];  // o is to be multiplied with it after an update that moved the reference
@@ -62,7 +64,7 @@ struct OnlineSoftmax {
               for (int i = 0; i < 2; i++) visit(m, half, scores[m][n][half * 2 + i]);
     };
     float largest[MT][2], shift[MT][2];
-    bool lags = false;
+    bool lags = false, large = false;
 #pragma unroll
     for (int m = 0; m < MT; m++)
 #pragma unroll
@@ -89,7 +91,21 @@ struct OnlineSoftmax {
         const float reference = max[m][half] == -INFINITY ? 0 : max[m][half];  // -inf - -inf would be NaN
         shift[m][half] = Kind::SCALED ? reference : reference * unit;
         if constexpr (SOME_DUE) shift[m][half] = fmaf(-due[m][half], unit, shift[m][half]);
+        large |= is_large(shift[m][half]);
       }
+    if (LARGE && __builtin_expect(__any_sync(~0u, large), 0)) {
+      for_each_visible([&](int m, int half, float &x) {
+        if (is_large(shift[m][half])) x -= max[m][half];
+      });
+#pragma unroll
+      for (int m = 0; m < MT; m++)
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+          if (is_large(shift[m][half])) {
+            shift[m][half] = 0;
+            if constexpr (SOME_DUE) shift[m][half] = -due[m][half] * unit;
+          }
+    }
     for_each_visible([&](int m, int half, float &x) {
       x = exponential<Kind>(x, unit, shift[m][half]);
       sum[m][half] += x;
@@ -105,6 +121,8 @@ struct OnlineSoftmax {
       for (int half = 0; half < 2; half++) forget(sum[m][half]);
     return lags;
   }
+
+  __device__ static bool is_large(float shift) { return fabsf(shift) > 0x1p24f; }
 
   // The same against the references as they are, without a look for the largest score, which its exponential
   // gives away: false where one is too large, or the first that a row sees. Then nothing has changed but the
@@ -136,6 +154,7 @@ struct OnlineSoftmax {
       for (int half = 0; half < 2; half++) {
         forget(added[m][half]);
         follows &= !(added[m][half] > MOST_ADDED);
+        if (LARGE) follows &= !(is_large(shift[m][half]) && max[m][half] > -INFINITY);
       }
     if (__builtin_expect(!__all_sync(~0u, follows), 0)) return false;
 #pragma unroll
@@ -144,9 +163,6 @@ struct OnlineSoftmax {
   }
 
   __device__ void move_reference(int m, int half, float largest, float unit) {
-    // Where rounding its product with unit leaves exponents above 4, the reference lies above them.
-    if (TAKES_EXTREMES && !Kind::SCALED && fabsf(largest * unit) > 0x1p26f && fabsf(largest) < INFINITY)
-      largest = fmaf(fabsf(largest), 0x1p-23f, largest);
     largest = fmaxf(largest, max[m][half]);
     rescale[m][half] = largest == -INFINITY ? 1 : exp2_fast((max[m][half] - largest) * unit);
     max[m][half] = largest;

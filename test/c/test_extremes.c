@@ -185,6 +185,32 @@ static void test_subnormal(fa_device device, int64_t head_dim) {
   values_free(&expected);
 }
 
+/* ---- masks of large numbers ------------------------------------------------------------------------------ */
+
+/* A bias of the largest f32, negative, hides keys as -inf does, but for rows that see no others: these weigh
+ * all of them alike. */
+static void test_large_mask(fa_device device, fa_dtype dtype, int64_t head_dim, int64_t bias_rows) {
+  fa_problem p;
+  fa_problem_init(&p);
+  p.dtype = dtype, p.batch = 2, p.seqlen_q = 70, p.seqlen_k = 300, p.num_heads = 2, p.num_kv_heads = 1;
+  p.head_dim = head_dim, p.bias_dtype = FA_DTYPE_F32, p.bias_batch = 2, p.bias_heads = 1,
+  p.bias_rows = bias_rows;
+  fa_problem exact = p;
+  exact.dtype = FA_DTYPE_F64;
+  const fa_setup setup = {.device = device, .num_threads = 2};
+  fa_values got = values_new(&p), expected = values_new(&p);
+  values_fill(&got, &p, dtype, FILL_NORMAL, 5);
+  values_fill(&expected, &p, dtype, FILL_NORMAL, 5);
+  for (int64_t i = 0; i < values_count(&p, FA_TENSOR_BIAS); i++)
+    if (i >= p.bias_rows * p.seqlen_k || i % p.seqlen_k >= 150)
+      got.data[FA_TENSOR_BIAS][i] = expected.data[FA_TENSOR_BIAS][i] = -FLT_MAX;
+  must_run(&setup, &p, FA_PASS_FORWARD, &got);
+  must_run(&oracle, &exact, FA_PASS_FORWARD, &expected);
+  check_numbers(&p, FA_TENSOR_O, &got, &expected, false, fa_device_kind_name(device.kind));
+  values_free(&got);
+  values_free(&expected);
+}
+
 static void test_device(fa_device device) {
   const bool is_cuda = device.kind == FA_DEVICE_CUDA;
   for (size_t e = 0; e < sizeof extremes / sizeof *extremes; e++)
@@ -192,6 +218,12 @@ static void test_device(fa_device device) {
       test_extreme(&extremes[e], FA_DTYPE_F32, seqlen_q, device);
       test_extreme(&extremes[e], is_cuda ? FA_DTYPE_BF16 : FA_DTYPE_F64, seqlen_q, device);
       if (is_cuda) test_extreme(&extremes[e], FA_DTYPE_F16, seqlen_q, device);
+    }
+  for (int64_t head_dim = 64; head_dim <= 256; head_dim *= 2)
+    for (int64_t rows = 1; rows <= 70; rows += 69) {
+      test_large_mask(device, FA_DTYPE_F32, head_dim, rows);
+      if (is_cuda) test_large_mask(device, FA_DTYPE_BF16, head_dim, rows);
+      if (is_cuda) test_large_mask(device, FA_DTYPE_F16, head_dim, rows);
     }
   test_ties(device);
   test_subnormal(device, 33);
