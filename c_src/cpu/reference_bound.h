@@ -81,15 +81,20 @@ static error error_of_term(int64_t n, double u) {
 
 static error error_of_sum(int64_t n, double u) { return (error){0, error_of_term(n, u).square}; }
 
-/* dot(x, y) */
-static error error_of_dot(const double *x, const double *y, int64_t length, double u) {
+/* A dot product and its error, dot(x, y). */
+typedef struct dot_product {
+  double sum;
+  error e;
+} dot_product;
+
+static dot_product bound_dot(const double *x, const double *y, int64_t length, double u) {
   double sum = 0, size = 0, square = 0;
   for (int64_t c = 0; c < length; c++) {
     const double term = x[c] * y[c];
     sum += term, size += fabs(term), square += term * term;
   }
   const error e = error_of_term(length, u);
-  return (error){e.most * size, e.square * (square + sum * sum)};
+  return (dot_product){sum, {e.most * size, e.square * (square + sum * sum)}};
 }
 
 /* x(s, origin) where s errs by e; exp overflows where it says nothing, and no p is over 1. */
@@ -107,6 +112,7 @@ typedef struct bound_scratch {
   double (*by)[NUM_SCORE_INPUTS]; /* [seqlen_k]: of scores */
   double *sum_p_slope_k;          /* [head_dim] */
   error *o, *own_o, *dq;          /* [head_dim] */
+  dot_product *dp;                /* [seqlen_k]: before it is multiplied with keep */
   error *s, *dk, *dv;             /* [seqlen_k], [seqlen_k, head_dim] */
   error *sums[FA_NUM_TENSORS];    /* as exact.sums */
 } bound_scratch;
@@ -122,6 +128,7 @@ static bound_scratch lay_out_bound(fa_arena *arena, const fa_problem *p) {
   x.o = fa_take(arena, d, sizeof(error));
   x.own_o = fa_take(arena, d, sizeof(error));
   x.dq = fa_take(arena, d, sizeof(error));
+  x.dp = fa_take(arena, p->seqlen_k, sizeof *x.dp);
   x.s = fa_take(arena, p->seqlen_k, sizeof(error));
   x.dk = fa_take(arena, p->seqlen_k * d, sizeof(error));
   x.dv = fa_take(arena, p->seqlen_k * d, sizeof(error));
@@ -170,7 +177,7 @@ static void bound_scores(bound_scratch *x, bound_row *row) {
     x->slope[j] = score.slope;
     memcpy(x->by[j], score.by, sizeof score.by);
     x->keep[j] = keep_f64(p, &row->at, j);
-    x->s[j] = scaled(error_of_dot(x->exact.q, k, p->head_dim, u), x->slope[j] * p->scale);
+    x->s[j] = scaled(bound_dot(x->exact.q, k, p->head_dim, u).e, x->slope[j] * p->scale);
     add_error(&x->s[j], rounding(8 * u * (fabs(score.product) + fabs(score.capped) + p->softcap)));
     if (score.added != 0) add_error(&x->s[j], rounding(8 * u * (score.added + fabs(score.s))));
     row->maximum = fmax(row->maximum, score.s);
@@ -225,17 +232,17 @@ static void bound_forward(bound_scratch *x, bound_row *row) {
   for (int64_t c = 0; c < d; c++) add_error(&x->o[c], x->own_o[c]);
 }
 
-/* own_o: the part of o's error that has nothing to do with p. */
-static error error_of_delta(const bound_scratch *x, const bound_row *row, double dot, double delta) {
+/* dot: of o and dout. own_o: the part of o's error that has nothing to do with p. */
+static error error_of_delta(const bound_scratch *x, const bound_row *row, dot_product dot, double delta) {
   const int64_t d = row->problem->head_dim;
   const double u = row->unit.arithmetic;
-  error e = error_of_dot(x->exact.o, x->exact.dout, d, u);
+  error e = dot.e;
   for (int64_t c = 0; c < d; c++) add_error(&e, scaled(x->own_o[c], x->exact.dout[c]));
   for (int64_t j = 0; j < row->at.sequence->seqlen_k; j++) {
     if (!is_seen(x, j)) continue;
-    const double dp = x->keep[j] * dot_f64(x->exact.dout, x->exact.v + j * d, d), weight = x->p[j];
+    const double dp = x->keep[j] * x->dp[j].sum, weight = x->p[j];
     const error e_p = error_of_exponential(weight, x->exact.s[j], x->s[j], row->maximum, u);
-    add_error(&e, scaled(e_p, weight * (dp - dot)));
+    add_error(&e, scaled(e_p, weight * (dp - dot.sum)));
     add_error(&e, rounding((row->unit.stored * weight + row->unit.least) * dp));
   }
   if (row->problem->dlse_batch > 0) add_error(&e, rounding(u * delta));
@@ -245,7 +252,7 @@ static error error_of_delta(const bound_scratch *x, const bound_row *row, double
 /* Adds a term that errs by e to a gradient without head_dim, of which an element has so many terms. */
 static void add_to_sum(bound_scratch *x, const bound_row *row, int id, int64_t column, int64_t number,
                        double term, error e, int64_t num_terms) {
-  if (!fa_is_sum(row->problem, id)) return;
+  if (!x->exact.sums[id]) return;
   const int64_t i = element_of_f64(row->problem, id, &row->at, column, number);
   add_error(&e, scaled(error_of_term(num_terms, row->unit.arithmetic), term));
   x->exact.sums[id][i] += term;
@@ -267,6 +274,7 @@ static void bound_sums(bound_scratch *x, bound_row *row, int64_t j, double ds, e
   const double u = row->unit.arithmetic;
   add_error(&e_ds, rounding(4 * u * ds + row->unit.least * (1 + fabs(ds))));
   for (int n = 0; n < NUM_SCORE_INPUTS; n++) {
+    if (!row->at.has_input[n]) continue;
     const int gradient = fa_tensor_gradient(score_inputs[n]);
     const double by = x->by[j][n];
     error e = e_ds;
@@ -281,6 +289,7 @@ static void bound_sums(bound_scratch *x, bound_row *row, int64_t j, double ds, e
 
 static void bound_row_sums(bound_scratch *x, const bound_row *row, error e_delta) {
   for (int n = 0; n < NUM_SCORE_INPUTS; n++) {
+    if (!row->at.has_input[n]) continue;
     const int gradient = fa_tensor_gradient(score_inputs[n]);
     if (fa_varies_along(row->problem, gradient, FA_AXIS_SEQLEN_K)) continue;
     error e = scaled(row->e_lse, row->sum_ds[n]);
@@ -295,14 +304,14 @@ static void bound_column(bound_scratch *x, bound_row *row, int64_t j, double del
   const struct unit unit = row->unit;
   const int64_t d = p->head_dim,
                 rows_per_column = row->at.sequence->seqlen_q * (p->num_heads / p->num_kv_heads);
-  const double *k = x->exact.k + j * d, *v = x->exact.v + j * d, *q = x->exact.q, *dout = x->exact.dout;
+  const double *k = x->exact.k + j * d, *q = x->exact.q, *dout = x->exact.dout;
   const double u = unit.arithmetic, weight = x->p[j], slope = x->slope[j];
-  const double keep = x->keep[j], dp = keep * dot_f64(dout, v, d), ds = weight * (dp - delta), dx = slope * ds;
+  const double keep = x->keep[j], dp = keep * x->dp[j].sum, ds = weight * (dp - delta), dx = slope * ds;
   const error in_row = error_of_term(row->num_columns, u), in_column = error_of_term(rows_per_column, u);
   const error e_p = error_of_exponential(weight, x->exact.s[j], x->s[j], row->lse, u);
 
   error e_ds = scaled(e_p, ds);
-  add_error(&e_ds, scaled(error_of_dot(dout, v, d, u), weight * keep));
+  add_error(&e_ds, scaled(x->dp[j].e, weight * keep));
   if (p->dropout != 0) add_error(&e_ds, rounding(2 * u * weight * dp));
   add_error(&e_ds, rounding(weight * u * (fabs(dp) + fabs(delta))));
   error e_dx = scaled(e_ds, slope);
@@ -337,13 +346,17 @@ static void bound_column(bound_scratch *x, bound_row *row, int64_t j, double del
 
 static void bound_backward(bound_scratch *x, bound_row *row) {
   const fa_problem *p = row->problem;
-  const double u = row->unit.arithmetic, dot = dot_f64(x->exact.o, x->exact.dout, p->head_dim);
-  const double delta = dot - row->dlse;
+  const int64_t d = p->head_dim;
+  const double u = row->unit.arithmetic, *dout = x->exact.dout;
+  for (int64_t j = 0; j < row->at.sequence->seqlen_k; j++)
+    if (is_seen(x, j)) x->dp[j] = bound_dot(dout, x->exact.v + j * d, d, u);
+  const dot_product dot = bound_dot(x->exact.o, dout, d, u);
+  const double delta = dot.sum - row->dlse;
   const error e_delta = error_of_delta(x, row, dot, delta);
   for (int64_t j = 0; j < row->at.sequence->seqlen_k; j++)
     if (is_seen(x, j)) bound_column(x, row, j, delta, e_delta);
   bound_row_sums(x, row, e_delta);
-  for (int64_t c = 0; c < p->head_dim; c++) {
+  for (int64_t c = 0; c < d; c++) {
     add_error(&x->dq[c], scaled(row->e_lse, x->exact.dq[c]));
     add_error(&x->dq[c], scaled(e_delta, x->sum_p_slope_k[c]));
   }
@@ -441,7 +454,7 @@ static void bound(const fa_problem *p, const fa_tensors *t, void *workspace) {
       fill_zero_f64(x.exact.dv, num_columns * d), clear_errors(x.dv, num_columns * d);
       for (int64_t h = kv * heads_per_kv; h < (kv + 1) * heads_per_kv; h++)
         for (int64_t i = 0; i < sequence.seqlen_q; i++)
-          bound_one_row(&x, p, &exact, (place_f64){&sequence, t, h, i});
+          bound_one_row(&x, p, &exact, place_of_f64(p, t, &sequence, h, i));
       for (int64_t j = 0; j < num_columns; j++) {
         add_own_errors(x.dk + j * d, x.exact.dk + j * d, p, p->scale, sequence.seqlen_q * heads_per_kv);
         add_own_errors(x.dv + j * d, x.exact.dv + j * d, p, 1, sequence.seqlen_q * heads_per_kv);

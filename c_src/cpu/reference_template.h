@@ -12,7 +12,7 @@ typedef struct T(scratch) {
   REAL *k, *v, *dk, *dv;      /* [seqlen_k, head_dim] */
   REAL *q, *o, *dout, *dq;    /* [head_dim] */
   REAL *s;                    /* [seqlen_k] */
-  REAL *sums[FA_NUM_TENSORS]; /* of gradients without head_dim: as the tensor */
+  REAL *sums[FA_NUM_TENSORS]; /* of gradients without head_dim: as the tensor; NULL of the others */
 } T(scratch);
 
 static T(scratch) T(lay_out)(fa_arena *arena, const fa_problem *p) {
@@ -28,7 +28,7 @@ static T(scratch) T(lay_out)(fa_arena *arena, const fa_problem *p) {
   x.dq = fa_take(arena, p->head_dim, sizeof(REAL));
   x.s = fa_take(arena, p->seqlen_k, sizeof(REAL));
   for (int id = 0; id < FA_NUM_TENSORS; id++)
-    x.sums[id] = fa_take(arena, fa_is_sum(p, id) ? fa_num_elements(p, id) : 0, sizeof(REAL));
+    x.sums[id] = fa_is_sum(p, id) ? fa_take(arena, fa_num_elements(p, id), sizeof(REAL)) : NULL;
   return x;
 }
 
@@ -99,7 +99,15 @@ typedef struct T(place) {
   const fa_sequence *sequence;
   const fa_tensors *tensors;
   int64_t head, row;
+  bool has_input[NUM_SCORE_INPUTS];
 } T(place);
+
+static T(place) T(place_of)(const fa_problem *p, const fa_tensors *t, const fa_sequence *sequence, int64_t head,
+                            int64_t row) {
+  T(place) at = {.sequence = sequence, .tensors = t, .head = head, .row = row};
+  for (int n = 0; n < NUM_SCORE_INPUTS; n++) at.has_input[n] = has_score_input(p, n);
+  return at;
+}
 
 static int64_t T(element_of)(const fa_problem *p, int id, const T(place) * at, int64_t column, int64_t number) {
   return fa_element_of(p, id, &(fa_cell){at->sequence->batch, at->head, at->row, column, number});
@@ -137,7 +145,7 @@ static REAL T(input)(const fa_problem *p, int input, const T(place) * at, int64_
 /* Adds to a score, after the softcap, a number of one of score_inputs, if the problem has it, times factor. */
 static void T(add)(const fa_problem *p, const T(place) * at, int64_t column, T(score) * x, int input,
                    REAL factor) {
-  if (!has_score_input(p, input)) return;
+  if (!at->has_input[input]) return;
   const REAL addend = T(input)(p, input, at, column) * factor;
   x->s = addend == -INFINITY ? addend : stored(p->dtype, x->s + addend);
   x->added += fabs(addend);
@@ -203,9 +211,9 @@ static void T(forward)(const fa_problem *p, const fa_tensors *t, void *workspace
     for (int64_t h = 0; h < p->num_heads; h++) {
       if (h % heads_per_kv == 0) T(load_keys)(&x, p, t, &sequence, h / heads_per_kv);
       for (int64_t i = 0; i < sequence.seqlen_q; i++) {
+        const T(place) at = T(place_of)(p, t, &sequence, h, i);
         T(load)(x.q, p, &t->q, &sequence, i, h);
-        ((REAL *)t->lse.data)[fa_first_stat(&sequence, h) + i] =
-            T(forward_row)(&x, p, &(T(place)){&sequence, t, h, i});
+        ((REAL *)t->lse.data)[fa_first_stat(&sequence, h) + i] = T(forward_row)(&x, p, &at);
         T(save)(&t->o, p, &sequence, i, h, 1, x.o);
       }
     }
@@ -217,7 +225,7 @@ static void T(forward)(const fa_problem *p, const fa_tensors *t, void *workspace
 /* Adds to the gradient by what a tensor without head_dim holds for a place. */
 static void T(add_to_sum)(T(scratch) * x, const fa_problem *p, int id, const T(place) * at, int64_t column,
                           int64_t number, REAL value) {
-  if (fa_is_sum(p, id)) x->sums[id][T(element_of)(p, id, at, column, number)] += value;
+  if (x->sums[id]) x->sums[id][T(element_of)(p, id, at, column, number)] += value;
 }
 
 /* dlse of one row; 0 where there is none, and where lse is -inf, which nothing changes. */
@@ -244,7 +252,8 @@ static void T(backward_row)(T(scratch) * x, const fa_problem *p, REAL lse, const
     T(add_scaled)(x->dq, dproduct, k, d);
     T(add_scaled)(x->dk + j * d, dproduct, x->q, d);
     for (int n = 0; n < NUM_SCORE_INPUTS; n++)
-      T(add_to_sum)(x, p, fa_tensor_gradient(score_inputs[n]), at, j, 0, ds * score.by[n]);
+      if (at->has_input[n])
+        T(add_to_sum)(x, p, fa_tensor_gradient(score_inputs[n]), at, j, 0, ds * score.by[n]);
     sees_any = true;
   }
   /* Of a row that sees nothing o is 0 whatever the sinks are, but lse is theirs. */
@@ -271,11 +280,12 @@ static void T(backward)(const fa_problem *p, const fa_tensors *t, void *workspac
       T(fill_zero)(x.dv, sequence.seqlen_k * p->head_dim);
       for (int64_t h = kv * heads_per_kv; h < (kv + 1) * heads_per_kv; h++) {
         for (int64_t i = 0; i < sequence.seqlen_q; i++) {
+          const T(place) at = T(place_of)(p, t, &sequence, h, i);
           const REAL lse = ((const REAL *)t->lse.data)[fa_first_stat(&sequence, h) + i];
           T(load)(x.q, p, &t->q, &sequence, i, h);
           T(load)(x.o, p, &t->o, &sequence, i, h);
           T(load)(x.dout, p, &t->dout, &sequence, i, h);
-          T(backward_row)(&x, p, lse, &(T(place)){&sequence, t, h, i});
+          T(backward_row)(&x, p, lse, &at);
           T(save)(&t->dq, p, &sequence, i, h, scale, x.dq);
         }
       }
