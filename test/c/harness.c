@@ -203,36 +203,52 @@ static void fill_lengths(double *data, const fa_problem *problem, fa_random *ran
   }
 }
 
-static bool is_input_alone(const fa_problem *problem, int id) {
-  bool is_input = false;
-  for (int pass = 0; pass < FA_NUM_PASSES; pass++) {
-    if (fa_tensor_role_in(problem, pass, id) == FA_ROLE_OUTPUT) return false;
-    is_input |= fa_tensor_role_in(problem, pass, id) == FA_ROLE_INPUT;
+static bool is_input(const fa_problem *problem, int id, fa_pass pass) {
+  return fa_tensor_role_in(problem, pass, id) == FA_ROLE_INPUT;
+}
+
+/* Of any of the passes. */
+static bool is_computed(const fa_problem *problem, int id) {
+  for (int pass = 0; pass < FA_NUM_PASSES; pass++)
+    if (fa_tensor_role_in(problem, pass, id) == FA_ROLE_OUTPUT) return true;
+  return false;
+}
+
+/* Each tensor has a stream of its own: what others are drawn changes nothing. */
+static void fill_tensor(fa_values *values, const fa_problem *problem, int id, fa_dtype round_to, fa_fill fill,
+                        uint64_t seed) {
+  double *const data = values->data[id];
+  const int64_t count = values_count(problem, id);
+  fa_random random = random_stream(seed, id);
+  if (id == FA_TENSOR_BANDS) {
+    fill_bands(data, problem, &random);
+  } else if (id == FA_TENSOR_DROPOUT_SEED) {
+    for (int64_t i = 0; i < count; i++) data[i] = (double)random_integer(&random, 0, UINT32_MAX);
+  } else if (id == FA_TENSOR_BIAS) {
+    fill_bias(data, problem, &random);
+  } else if (id == FA_TENSOR_KEY_LENGTHS) {
+    fill_lengths(data, problem, &random);
+  } else if (fa_axis_of(id, FA_AXIS_HEAD_DIM) < 0) {
+    const double size = size_on_grid(id);
+    fill_grid(data, count, size, size * (fa_tensor_tangent(id) < 0 ? 0x1p-6 : 0x1p-10), &random);
+  } else {
+    fill_rows(data, count, problem->head_dim, amplitude(id, round_to, fill), fill, &random);
+    for (int64_t j = 0; j < count; j++) data[j] = round_to_type(round_to, data[j]);
   }
-  return is_input;
 }
 
 void values_fill(fa_values *values, const fa_problem *problem, fa_dtype round_to, fa_fill fill, uint64_t seed) {
-  for (int id = 0; id < FA_NUM_TENSORS; id++) {
-    if (!is_input_alone(problem, id)) continue;
-    const int64_t count = values_count(problem, id);
-    fa_random random = random_stream(seed, id);
-    if (id == FA_TENSOR_BANDS) {
-      fill_bands(values->data[id], problem, &random);
-    } else if (id == FA_TENSOR_DROPOUT_SEED) {
-      for (int64_t i = 0; i < count; i++) values->data[id][i] = (double)random_integer(&random, 0, UINT32_MAX);
-    } else if (id == FA_TENSOR_BIAS) {
-      fill_bias(values->data[id], problem, &random);
-    } else if (id == FA_TENSOR_KEY_LENGTHS) {
-      fill_lengths(values->data[id], problem, &random);
-    } else if (fa_axis_of(id, FA_AXIS_HEAD_DIM) < 0) {
-      const double size = size_on_grid(id);
-      fill_grid(values->data[id], count, size, size * (fa_tensor_tangent(id) < 0 ? 0x1p-6 : 0x1p-10), &random);
-    } else {
-      fill_rows(values->data[id], count, problem->head_dim, amplitude(id, round_to, fill), fill, &random);
-      for (int64_t j = 0; j < count; j++) values->data[id][j] = round_to_type(round_to, values->data[id][j]);
-    }
-  }
+  for (int id = 0; id < FA_NUM_TENSORS; id++)
+    if ((is_input(problem, id, FA_PASS_FORWARD) || is_input(problem, id, FA_PASS_BACKWARD)) &&
+        !is_computed(problem, id))
+      fill_tensor(values, problem, id, round_to, fill, seed);
+}
+
+void values_fill_tangents(fa_values *values, const fa_problem *problem, fa_dtype round_to, fa_fill fill,
+                          uint64_t seed) {
+  for (int id = 0; id < FA_NUM_TENSORS; id++)
+    if (is_input(problem, id, FA_PASS_TANGENT) && !is_input(problem, id, FA_PASS_FORWARD))
+      fill_tensor(values, problem, id, round_to, fill, seed);
 }
 
 /* ---- memory ------------------------------------------------------------------------------------------- */

@@ -22,9 +22,12 @@ fa_values values_copy(const fa_problem *problem, const fa_values *from);
 void values_free(fa_values *values);
 int64_t values_count(const fa_problem *problem, fa_tensor_id id);
 
-/* Draws q, k, v, sink, dout and the tangents, and rounds them to what tensors of type round_to hold. Sinks
- * and their tangents also lie on a coarse grid, so that f32 can hold sink + step * tangent exactly. */
+/* Draws q, k, v, sink, dout and so on, and rounds them to what tensors of type round_to hold; or their
+ * tangents. Sinks and their tangents also lie on a coarse grid, so that f32 can hold sink + step * tangent
+ * exactly. */
 void values_fill(fa_values *values, const fa_problem *problem, fa_dtype round_to, fa_fill fill, uint64_t seed);
+void values_fill_tangents(fa_values *values, const fa_problem *problem, fa_dtype round_to, fa_fill fill,
+                          uint64_t seed);
 
 typedef struct fa_setup {
   fa_device device;

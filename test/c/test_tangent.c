@@ -95,6 +95,7 @@ static void test_case(const fa_case *c) {
   char why[512];
   fa_values x = values_new(&c->problem);
   values_fill(&x, &c->problem, FA_DTYPE_F64, c->fill, seed);
+  values_fill_tangents(&x, &c->problem, FA_DTYPE_F64, c->fill, seed);
   const fa_outcome outcome = run_pass(&setup, &c->problem, FA_PASS_TANGENT, &x, why);
   CHECK(outcome == OUTCOME_RAN, "%s: %s", c->name, why);
   if (outcome == OUTCOME_RAN) {
