@@ -1,4 +1,4 @@
-// The arithmetic of the emulation's products, which takes most of its time.
+// What takes most of the emulation's time: its products' operands, and their arithmetic.
 #include <array>
 
 #include "hopper_product.h"
@@ -21,6 +21,41 @@ void convert(float *to, const uint16_t *from, uint32_t count, bool is_f16) {
 }
 
 }  // namespace
+
+// Eight elements lie together: of k, or of the other axis.
+std::vector<uint16_t> ProductOperand::read() const {
+  std::vector<uint16_t> x(num_rows * 16);
+  uint16_t *to = x.data();
+  if (in_registers) {
+    for (uint32_t lane = 0; lane < 32; lane++) memcpy(to + lane * 8, registers[lane], 16);
+    return x;
+  }
+  const Descriptor descriptor(bits);
+  if (!descriptor.known)
+    fail(Site(), "wgmma: a descriptor has bits that are not emulated: %#llx", (long long)bits);
+  for (uint32_t row = 0; row < num_rows; row += k_in_row ? 1 : 8)
+    for (uint32_t k = 0; k < 16; k += k_in_row ? 8 : 1, to += 8)
+      memcpy(to, shared_at(descriptor.address_of(k_in_row, first_row + row, k), 16, 16), 16);
+  return x;
+}
+
+std::vector<uint16_t> ProductOperand::arrange(const std::vector<uint16_t> &x) const {
+  std::vector<uint16_t> arranged(num_rows * 16);
+  uint16_t *to = arranged.data();
+  if (in_registers) {
+    for (uint32_t i = 0; i < x.size(); i++) {
+      const Cell cell = operand_cell(i / 8, i % 8);
+      to[cell.column * num_rows + cell.row] = x[i];
+    }
+    return arranged;
+  }
+  for (uint32_t k = 0; k < 16; k++, to += num_rows)
+    if (k_in_row)
+      for (uint32_t row = 0; row < num_rows; row++) to[row] = x[row * 16 + k];
+    else
+      for (uint32_t row = 0; row < num_rows; row += 8) memcpy(to + row, &x[row * 16 + k * 8], 16);
+  return arranged;
+}
 
 // Built for what most processors have, too; nobody needs the same bits everywhere.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)

@@ -25,30 +25,10 @@ struct ProductOperand {
     return in_registers == other.in_registers && k_in_row == other.k_in_row && bits == other.bits &&
            first_row == other.first_row && num_rows == other.num_rows;
   }
-  // Its elements [16, num_rows]: those of a step of k lie together.
-  std::vector<uint16_t> read() const {
-    std::vector<uint16_t> x(num_rows * 16);
-    if (in_registers) {
-      for (uint32_t lane = 0; lane < 32; lane++)
-        for (uint32_t i = 0; i < 8; i++) {
-          const Cell cell = operand_cell(lane, i);
-          x[cell.column * num_rows + cell.row] = uint16_t(registers[lane][i / 2] >> i % 2 * 16);
-        }
-      return x;
-    }
-    const Descriptor descriptor(bits);
-    if (!descriptor.known)
-      fail(Site(), "wgmma: a descriptor has bits that are not emulated: %#llx", (long long)bits);
-    // Eight elements lie together: of k, or of the other axis.
-    for (uint32_t row = 0; row < num_rows; row += k_in_row ? 1 : 8)
-      for (uint32_t k = 0; k < 16; k += k_in_row ? 8 : 1) {
-        uint16_t eight[8];
-        memcpy(eight, shared_at(descriptor.address_of(k_in_row, first_row + row, k), 16, 16), 16);
-        for (uint32_t i = 0; i < 8; i++)
-          x[k_in_row ? (k + i) * num_rows + row : k * num_rows + row + i] = eight[i];
-      }
-    return x;
-  }
+  // Its elements as they lie: eight of a chunk of shared memory, or of a lane, beside one another.
+  std::vector<uint16_t> read() const;
+  // The same as [16, num_rows]: those of a step of k lie together.
+  std::vector<uint16_t> arrange(const std::vector<uint16_t> &x) const;
 };
 
 // The registers of a warp that products add to.
@@ -100,7 +80,8 @@ struct GroupProduct {
     const std::vector<uint16_t> left_now = left.read(), right_now = right.read();
     if (left_now != left_then) fail(Site(), "wgmma: the left operand changed before the program waited");
     if (right_now != right_then) fail(Site(), "wgmma: the right operand changed before the program waited");
-    multiply_tile(sum->tile.data(), left_now.data(), right_now.data(), right.num_rows, is_f16, adds);
+    multiply_tile(sum->tile.data(), left.arrange(left_now).data(), right.arrange(right_now).data(),
+                  right.num_rows, is_f16, adds);
   }
 };
 
@@ -116,7 +97,8 @@ struct WarpProducts {
   } lanes[32];
 
   // By a lane; the last one's registers and shared memory are those that the product may read from now on.
-  void start(uint32_t lane, float *c, ProductOperand left, ProductOperand right, bool is_f16, bool adds) {
+  void start(uint32_t lane, float *c, const ProductOperand &left, const ProductOperand &right, bool is_f16,
+             bool adds) {
     Lane &mine = lanes[lane];
     if (!mine.fenced) fail(Site(), "wgmma without wgmma.fence since the program waited for products");
     if (right.num_rows % 8 || right.num_rows < 8 || right.num_rows > 256)
