@@ -11,6 +11,8 @@ NVCC         := $(CXX)
 CUDA_CFLAGS  := $(EMULATED_FLAGS) -O1 -g1 -include language.h -x c++
 CUDA_ARCHS   :=
 HOPPER_ARCH  :=
+# Nothing waits for the CPU's kernels here either.
+KERNELS_LEVEL := -O1
 CUDA_INCLUDE := test/emulated/include
 CUDA_LIBS    := -lstdc++
 

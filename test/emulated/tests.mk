@@ -19,8 +19,10 @@ else ifeq ($(findstring linux,$(TARGET)),)
 test-emulated:
 	@echo "$@: skipped, it finds a thread's shared memory as Linux lays it out"
 else
-EMULATED_RUNS := $(foreach test,attention slices isolation extremes calls cache,test-emulated-$(test)-80 test-emulated-$(test)-90) \
-                 test-emulated-boxes test-emulated-parts test-emulated-decode
+# The longest first.
+EMULATED_RUNS := $(foreach test,isolation slices,test-emulated-$(test)-80 test-emulated-$(test)-90) \
+                 test-emulated-parts test-emulated-boxes test-emulated-decode \
+                 $(foreach test,cache attention extremes calls,test-emulated-$(test)-80 test-emulated-$(test)-90)
 
 .PHONY: test-emulated-hopper test-emulated-itself emulated-programs $(EMULATED_RUNS)
 test-emulated: test-emulated-hopper test-emulated-itself $(EMULATED_RUNS)
