@@ -1,7 +1,7 @@
 # The C tests: one program a file, each ending in "N passed, N failed, N skipped".
 
-# The longest first: make begins with it, and has the others beside it.
-TEST_NAMES  := attention slices core bands cache decode dropout half merge pages reference tangent tolerance isolation extremes cells cuda host
+# The longest first: make begins with them, and has the others beside them.
+TEST_NAMES  := tolerance attention tangent isolation host merge slices core bands cache decode dropout half pages reference extremes cells cuda
 TEST_SHARED := $(BUILD)/test/harness.o $(BUILD)/test/cases.o $(BUILD)/test/tolerance.o
 
 $(BUILD)/test/%.o: test/c/%.c $(FLAGS) Makefile
@@ -22,7 +22,7 @@ $(BUILD)/test/oracle.o: c_src/cpu/reference.c $(FLAGS) Makefile
 	@mkdir -p $(@D)
 	$(CC) $(FA_CFLAGS) -O3 -MMD -MP -c -o $@ $<
 
-ORACLE_TESTS := $(BUILD)/test/test_attention $(BUILD)/test/test_tangent
+ORACLE_TESTS := $(BUILD)/test/test_attention $(BUILD)/test/test_tangent $(BUILD)/test/test_isolation
 $(ORACLE_TESTS): $(ORACLE)
 $(ORACLE_TESTS): REPLACED := $(if $(ORACLE),$(BUILD)/cpu/reference.o)
 
