@@ -213,13 +213,15 @@ static uint32_t needs_of(const fa_problem *p) {
          (has_single_cells(p) ? FA_CUDA_NEEDS_SINGLE_CELLS : 0) |
          (p->lengths_batch == 0 ? 0 : FA_CUDA_NEEDS_LENGTHS) | (p->max_pages == 0 ? 0 : FA_CUDA_NEEDS_PAGES) |
          (is_extreme(p) ? FA_CUDA_NEEDS_EXTREMES : 0) | (has_late_terms(p) ? FA_CUDA_NEEDS_LATE_TERMS : 0) |
-         (fa_is_sum(p, FA_TENSOR_DBIAS) && !has_cells(p) ? FA_CUDA_NEEDS_KEY_SUMS : 0);
+         (fa_is_sum(p, FA_TENSOR_DBIAS) && !has_cells(p) ? FA_CUDA_NEEDS_KEY_SUMS : 0) |
+         (is_there(p, FA_TENSOR_BIAS) && !has_cells(p) && p->bias_dtype == FA_DTYPE_U8 ? FA_CUDA_NEEDS_KEY_FLAGS
+                                                                                       : 0);
 }
 
 /* What stood in the way where kernels fit the head_dim and the device, but none took these needs as well. */
 static fa_status no_kernel_takes(uint32_t needs, const fa_plan *plan, fa_error *error) {
   const char *const names[] = {"window", "softcap",     "num_sinks",  "bands", "bias",  "bias", "dropout",
-                               "bias",   "key_lengths", "page_table", "scale", "scale", "bias"};
+                               "bias",   "key_lengths", "page_table", "scale", "scale", "bias", "bias"};
   const char *name = NULL;
   for (int i = 0; !name; i++)
     if (needs & (uint32_t)FA_CUDA_NEEDS_OF_HEADS << i)

@@ -233,7 +233,7 @@ struct CommonBuffers {
   __device__ void init_terms() const {
     const int row = threadIdx.x, at = row * HalvesOperand::ROW_BYTES;
     if (row < Shape::block_q) store_shared(base + TERMS_AT + at, row_of_factors<typename Kind::Element>());
-    if (Shape::folds && row < PART) store_shared(base + ZEROS_AT + at, make_uint4(0, 0, 0, 0));
+    if (row < PART) store_shared(base + ZEROS_AT + at, make_uint4(0, 0, 0, 0));
     fence_async();
   }
 

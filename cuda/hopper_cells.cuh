@@ -25,11 +25,11 @@ constexpr uint32_t needs_of_program(int program) {
 constexpr bool folds_keys(int program) { return program == KEYS; }
 
 // The needs that a kernel takes with that much of a program. sums_keys: of a backward, whether it gives the
-// gradient by numbers a key.
-constexpr uint32_t takes_of_program(int program, bool sums_keys = true) {
-  const bool is_late = program && !folds_keys(program);
-  return needs_of_program(program) | (is_late ? FA_CUDA_NEEDS_LATE_TERMS : 0) |
-         (program && sums_keys ? FA_CUDA_NEEDS_KEY_SUMS : 0);
+// gradient by numbers a key; skips_keys: of a forward, whether it leaves out blocks of keys that are hidden.
+constexpr uint32_t takes_of_program(int program, bool sums_keys = true, bool skips_keys = true) {
+  if (program == NO_PROGRAM) return 0;
+  return needs_of_program(program) | (folds_keys(program) ? 0 : FA_CUDA_NEEDS_LATE_TERMS) |
+         (sums_keys ? FA_CUDA_NEEDS_KEY_SUMS : 0) | (skips_keys ? FA_CUDA_NEEDS_KEY_FLAGS : 0);
 }
 
 // ---- the bias of a visit in shared memory -------------------------------------------------------------------

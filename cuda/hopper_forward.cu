@@ -1040,7 +1040,8 @@ constexpr fa_cuda_kernel row(const char *name) {
           .num_threads = Shape::num_threads,
           .shared_bytes = ForwardBuffers<Kind, Shape, GENERAL>::BYTES,
           .least_columns = Shape::follows && !Shape::program ? 1024 : 0,
-          .takes = (GENERAL ? FA_CUDA_MASK_NEEDS : FA_CUDA_PLAIN_NEEDS) | takes_of_program(Shape::program),
+          .takes = (GENERAL ? FA_CUDA_MASK_NEEDS : FA_CUDA_PLAIN_NEEDS) |
+                   takes_of_program(Shape::program, true, GENERAL),
           .mapped = true,
           .persistent = true,
           .begins_early = begins_early<Kind, GENERAL>,
@@ -1063,7 +1064,6 @@ constexpr fa_cuda_kernel row(const char *name) {
       KERNEL(true, "cuda/sm90/" FA_QUOTE(FA_KIND) rest "/general", __VA_ARGS__)
 #define PARTS_ROW(rest, ...) \
   KERNEL(false, "cuda/sm90/" FA_QUOTE(FA_KIND) rest, __VA_ARGS__, NO_PROGRAM, false, true)
-#define KEYS_ROW(rest, ...)             KERNEL(true, "cuda/sm90/" FA_QUOTE(FA_KIND) rest, __VA_ARGS__)
 #define PROGRAM_ROW(rest, program, ...) KERNEL(true, "cuda/sm90/" FA_QUOTE(FA_KIND) rest, __VA_ARGS__, program)
 
 // Registers a consumer's thread needs for its arrays: (block_k * 1.5 + head_dim) / 2, and block_k + head_dim of
@@ -1080,14 +1080,14 @@ const fa_cuda_kernel FA_JOIN(fa_hopper_forward_, FA_KIND)[] = {
     PARTS_ROW("/d64/parts", 64, 128, 2, 2, 216, 72, false),
     PARTS_ROW("/d128/parts", 128, 128, 2, 2, 240, 24, true),
     ROW("/d64", 64, 128, 3, 2, 160, 32),
-    KEYS_ROW("/d64/keys", 64, 128, 3, 2, 160, 32, false, KEYS),
+    ROW("/d64/keys", 64, 128, 3, 2, 160, 32, false, KEYS),
     PROGRAM_ROW("/d64/terms", SLOPES | KEYS, 64, 128, 3, 2, 160, 32, false),
     PROGRAM_ROW("/d64/cells", CELLS, 64, 128, 2, 2, 216, 72, false),
     PROGRAM_ROW("/d64/dropout", KEYS | DROPOUT, 64, 128, 2, 2, 216, 72, false),
     PROGRAM_ROW("/d64/program", WHOLE_PROGRAM, 64, 128, 2, 2, 216, 72, false),
     ROW("/d128/long", 128, 128, 2, 2, 240, 24, true, NO_PROGRAM, true),
     ROW("/d128", 128, 128, 2, 2, 240, 24, true),
-    KEYS_ROW("/d128/keys", 128, 128, 2, 2, 240, 24, true, KEYS, true),
+    ROW("/d128/keys", 128, 128, 2, 2, 240, 24, true, KEYS, true),
     PROGRAM_ROW("/d128/terms", SLOPES | KEYS, 128, 128, 2, 2, 232, 40, false),
     PROGRAM_ROW("/d128/cells", CELLS, 128, 128, 2, 1, 232, 40, false),
     PROGRAM_ROW("/d128/dropout", KEYS | DROPOUT, 128, 128, 2, 2, 232, 40, false),

@@ -301,7 +301,8 @@ enum {
   FA_CUDA_NEEDS_EXTREMES = 1 << 10,
   /* Numbers a key that cannot be parts of q·k: behind a softcap, or a scale far from 1. */
   FA_CUDA_NEEDS_LATE_TERMS = 1 << 11,
-  FA_CUDA_NEEDS_KEY_SUMS = 1 << 12, /* of a backward: the gradient by numbers a key */
+  FA_CUDA_NEEDS_KEY_SUMS = 1 << 12,  /* of a backward: the gradient by numbers a key */
+  FA_CUDA_NEEDS_KEY_FLAGS = 1 << 13, /* of a forward: a mask of keys, which may hide whole blocks */
   /* Of each fa_cuda_head_number the bit so far behind this one: kernels that do not know it decline. */
   FA_CUDA_NEEDS_OF_HEADS = 1 << 16,
   FA_CUDA_NEEDS_SLOPES = FA_CUDA_NEEDS_OF_HEADS << FA_CUDA_ALIBI_SLOPES,
@@ -309,7 +310,7 @@ enum {
   FA_CUDA_PROGRAM_NEEDS =
       FA_CUDA_NEEDS_ANY_OF_HEADS | FA_CUDA_NEEDS_KEYS | FA_CUDA_NEEDS_CELLS | FA_CUDA_NEEDS_DROPOUT,
   FA_CUDA_ALL_NEEDS = FA_CUDA_NEEDS_ANY_OF_HEADS | (FA_CUDA_NEEDS_PAGES - 1) | FA_CUDA_NEEDS_EXTREMES |
-                      FA_CUDA_NEEDS_LATE_TERMS | FA_CUDA_NEEDS_KEY_SUMS,
+                      FA_CUDA_NEEDS_LATE_TERMS | FA_CUDA_NEEDS_KEY_SUMS | FA_CUDA_NEEDS_KEY_FLAGS,
   FA_CUDA_PLAIN_NEEDS = FA_CUDA_NEEDS_WINDOW | FA_CUDA_NEEDS_SOFTCAP | FA_CUDA_NEEDS_SINKS,
   FA_CUDA_MASK_NEEDS = FA_CUDA_PLAIN_NEEDS | FA_CUDA_NEEDS_BANDS | FA_CUDA_NEEDS_LENGTHS,
 };
