@@ -177,6 +177,9 @@ static bool has_cells(const fa_problem *p) {
   return is_there(p, FA_TENSOR_BIAS) && stride_along(p, FA_TENSOR_BIAS, FA_AXIS_SEQLEN_Q) != 0;
 }
 
+/* Whether it has one for each key, which all rows share. */
+static bool has_keys(const fa_problem *p) { return is_there(p, FA_TENSOR_BIAS) && !has_cells(p); }
+
 /* See FA_CUDA_NEEDS_SINGLE_CELLS. A forward does what its backward does. */
 static bool has_single_cells(const fa_problem *p) {
   if (!has_cells(p) || p->dtype == FA_DTYPE_F32) return false;
@@ -197,8 +200,7 @@ static bool is_extreme(const fa_problem *p) {
 
 /* See FA_CUDA_NEEDS_LATE_TERMS. What a number is over the scale, f16's parts have to hold: at most 2^30. */
 static bool has_late_terms(const fa_problem *p) {
-  return is_there(p, FA_TENSOR_BIAS) && !has_cells(p) &&
-         (p->softcap != 0 || !(fabs(p->scale) >= 0x1p-10 && fabs(p->scale) <= 0x1p10));
+  return has_keys(p) && (p->softcap != 0 || !(fabs(p->scale) >= 0x1p-10 && fabs(p->scale) <= 0x1p10));
 }
 
 /* What the problem asks of a kernel beyond plain attention. */
@@ -208,14 +210,13 @@ static uint32_t needs_of(const fa_problem *p) {
     of_each |= is_there(p, of_heads[i]) ? (uint32_t)FA_CUDA_NEEDS_OF_HEADS << i : 0;
   return of_each | (sees_all(p) ? 0 : FA_CUDA_NEEDS_WINDOW) | (p->softcap == 0 ? 0 : FA_CUDA_NEEDS_SOFTCAP) |
          (p->num_sinks == 0 ? 0 : FA_CUDA_NEEDS_SINKS) | (p->num_bands == 0 ? 0 : FA_CUDA_NEEDS_BANDS) |
-         (is_there(p, FA_TENSOR_BIAS) && !has_cells(p) ? FA_CUDA_NEEDS_KEYS : 0) |
-         (has_cells(p) ? FA_CUDA_NEEDS_CELLS : 0) | (p->dropout == 0 ? 0 : FA_CUDA_NEEDS_DROPOUT) |
+         (has_keys(p) ? FA_CUDA_NEEDS_KEYS : 0) | (has_cells(p) ? FA_CUDA_NEEDS_CELLS : 0) |
+         (p->dropout == 0 ? 0 : FA_CUDA_NEEDS_DROPOUT) |
          (has_single_cells(p) ? FA_CUDA_NEEDS_SINGLE_CELLS : 0) |
          (p->lengths_batch == 0 ? 0 : FA_CUDA_NEEDS_LENGTHS) | (p->max_pages == 0 ? 0 : FA_CUDA_NEEDS_PAGES) |
          (is_extreme(p) ? FA_CUDA_NEEDS_EXTREMES : 0) | (has_late_terms(p) ? FA_CUDA_NEEDS_LATE_TERMS : 0) |
-         (fa_is_sum(p, FA_TENSOR_DBIAS) && !has_cells(p) ? FA_CUDA_NEEDS_KEY_SUMS : 0) |
-         (is_there(p, FA_TENSOR_BIAS) && !has_cells(p) && p->bias_dtype == FA_DTYPE_U8 ? FA_CUDA_NEEDS_KEY_FLAGS
-                                                                                       : 0);
+         (has_keys(p) && fa_is_sum(p, FA_TENSOR_DBIAS) ? FA_CUDA_NEEDS_KEY_SUMS : 0) |
+         (has_keys(p) && p->bias_dtype == FA_DTYPE_U8 ? FA_CUDA_NEEDS_KEY_FLAGS : 0);
 }
 
 /* What stood in the way where kernels fit the head_dim and the device, but none took these needs as well. */
@@ -990,9 +991,8 @@ static fa_status launch_plans(fa_cuda_plans *plans, cudaStream_t stream, fa_erro
   return FA_STATUS_OK;
 }
 
-/* Behind the plans, which may write the bands that say who sees a column. So many blocks share a
- * multiprocessor. */
-enum { LOOKING_BLOCKS = 8 };
+/* Behind the plans, which may write the bands that say who sees a column. */
+enum { LOOKING_BLOCKS = 8 }; /* a multiprocessor, at most: each waits for memory */
 static fa_status launch_look(const fa_plan *plan, cuda_job *job, cudaStream_t stream, fa_error *error) {
   const char *operation = "launch of the look at columns";
   const fa_problem *p = &plan->problem;

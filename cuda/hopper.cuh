@@ -125,7 +125,6 @@ struct BoxOperand {
 // An operand of a single step of k, whose halves lie apart: of each, 8 elements of a row are 16 bytes, and rows
 // follow one another.
 struct HalvesOperand {
-  static constexpr bool K_IN_ROW = true;
   static constexpr uint32_t ROW_BYTES = 16, HIGH = 8 * ROW_BYTES / 16;
   uint32_t low;
 
@@ -163,10 +162,9 @@ struct NothingMore {
 };
 
 // Starts c = (add ? c : 0) + left * right over KT steps of k, then what `more` starts, and commits that as a
-// group. Of two parts the small
-// products (high * low, low * high) come first: each addition cuts off what is below the accumulator's last
-// bit, and while that is small, so is what is lost. TRANSPOSED: low * high before high * low, so that the
-// transposed product comes out the same to the bit.
+// group. Of two parts the small products (high * low, low * high) come first: each addition cuts off what is
+// below the accumulator's last bit, and while that is small, so is what is lost. TRANSPOSED: low * high before
+// high * low, so that the transposed product comes out the same to the bit.
 template <class Kind, int KT, bool TRANSPOSED = false, int NT, class Left, class Right, class Add,
           class More = NothingMore>
 __device__ inline void multiply(float (&c)[NT][4], const Left &left, const Right &right, Add add,
@@ -193,6 +191,13 @@ __device__ inline void multiply(float (&c)[NT][4], const Left &left, const Right
   for (int k = 0; k < KT; k++) step(0, 0, k, add || k > 0 || Kind::PARTS == 2);
   more();
   wgmma_commit();
+}
+
+// Starts c += left * right over one more step, within a group that multiply() commits.
+template <class Element, int NT>
+__device__ inline void multiply_one_more(float (&c)[NT][4], const HalvesOperand &left,
+                                         const HalvesOperand &right) {
+  wgmma<Element, true, true>(c, left.descriptor(), right.descriptor(), true);
 }
 
 }  // namespace hopper

@@ -83,9 +83,8 @@ __device__ inline __attribute__((always_inline)) void consume_blocks(
   auto start_scores = [&] {
     start_transposed<K_SIDE, Shape::from_shift>(scores, buffers, consumer * 64, steps, score, per_shift, [&] {
       if constexpr (Shape::folds)
-        wgmma<typename Kind::Element, true, true>(
-            scores[0], buffers.left_of_terms(steps % 2, consumer * PART).descriptor(),
-            buffers.terms().descriptor(), true);
+        multiply_one_more<typename Kind::Element>(scores[0], buffers.left_of_terms(steps % 2, consumer * PART),
+                                                  buffers.terms());
     });
   };
   auto start_dp = [&] { start_transposed<V_SIDE>(ds, buffers, consumer * 64, steps); };

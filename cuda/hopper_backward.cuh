@@ -103,9 +103,8 @@ struct Work : std::conditional_t<Shape::single_column, SingleColumnWork<Shape>, 
 template <class Shape>
 struct Work<Shape, true> : ColumnWork<Shape, true> {
   static constexpr bool may_be_part = !Shape::program;
-  // What consumers use of it. To find that takes divisions and reads of plans, for which a consumer stands
-  // idle.
-  static constexpr int BYTES = 32;
+  // What consumers use of it, WORK_BYTES. To find that takes divisions and reads of plans, for which a consumer
+  // stands idle.
   __device__ void tell(uint32_t to) const {
     store_shared(to, make_uint4(this->block.batch, this->block.kv_head, this->block.k_block, this->part));
     store_shared(to + 16, make_uint4(this->columns.begin, this->columns.end, this->num_steps, 0));
@@ -686,11 +685,6 @@ __device__ inline void make_told_scores(float (&scores)[1][NT][4], const fa_cuda
                                       {work.block.batch, visit.head, visit.rows.begin, column});
 }
 
-template <class Buffers>
-__device__ inline void wait_for_rows(const Buffers &buffers, uint32_t step, int side) {
-  barrier_wait(buffers.barrier(Q_FULL + side, step % 2), step / 2 % 2);
-}
-
 // Waits for a row block and starts a consumer's transposed product with it: dp = v dout^T, or the scores k q^T,
 // which are rounded as the forward's are and may begin at the shift; then what `more` starts.
 template <int SIDE, bool FROM_SHIFT = false, class Buffers, int NT, class More = NothingMore>
@@ -698,7 +692,7 @@ __device__ inline void start_transposed(float (&product)[1][NT][4], const Buffer
                                         uint32_t step, const fa_cuda_score &score = {}, float per_shift = 0,
                                         More more = More()) {
   using Kind = typename Buffers::Kind;
-  wait_for_rows(buffers, step, SIDE);
+  barrier_wait(buffers.barrier(Q_FULL + SIDE, step % 2), step / 2 % 2);
   if constexpr (FROM_SHIFT)
     set_to_shift(product, score, Buffers::general ? per_shift : per_shift_of<Kind>(score),
                  buffers.shift(step % 2));

@@ -1,8 +1,8 @@
 // A program's work on scores in Hopper's kernels. A bias that all rows share, a number a key, comes from the
-// keys kernel, and with slopes makes terms of columns. Kernels that have nothing else to add fold these: they
-// make them a part of the product q·k. In others they come as f32 and cost an addition each. A bias with a
-// number for each score comes in tiles, in the stage of k (forward) or of q (backward), which only some kernels
-// have room for; one that no tensor map can describe is left to the portable kernels, and so is one of f32.
+// keys kernel. Kernels that have nothing else to add fold it: they make it a part of the product q·k. In others
+// it comes as f32, and with slopes makes terms of columns, which cost an addition each. A bias with a number
+// for each score comes in tiles, in the stage of k (forward) or of q (backward), which only some kernels have
+// room for; one that no tensor map can describe is left to the portable kernels, and so is one of f32.
 #pragma once
 
 #include "hopper.cuh"

@@ -26,7 +26,7 @@ struct ForwardShape {
   // Whether exponentials are made against the last reference, and once more where that turns out to be too low.
   // Where problems are short it is no gain, so that there are rows with it and without.
   static constexpr bool follows = FOLLOWS || PROGRAM == CELLS;
-  static constexpr int program = PROGRAM;  // what may act on scores; then GENERAL
+  static constexpr int program = PROGRAM;  // what may act on scores; then GENERAL, but for what is folded
   // Whether it makes again what is NaN itself. That more code is there costs others 3 % of their speed.
   static constexpr bool mends = IN_PARTS || (HEAD_DIM >= 128 && sizeof(typename kinds::FA_KIND::Io) == 2);
   static constexpr bool folds = folds_keys(PROGRAM);
@@ -566,8 +566,7 @@ struct Consumer {
     const BoxOperand<KTile, true> columns(k.tile);
     auto fold = [&] {
       if constexpr (Shape::folds)
-        wgmma<typename Kind::Element, true, true>(scores[0], buffers.left_of_terms().descriptor(),
-                                                  buffers.terms(stage).descriptor(), true);
+        multiply_one_more<typename Kind::Element>(scores[0], buffers.left_of_terms(), buffers.terms(stage));
     };
     if constexpr (Shape::holds_q)
       multiply<Kind, QK_STEPS>(scores[0], q_held, columns, false, fold);
