@@ -51,8 +51,8 @@
  * else nothing is added. Where a bias is -inf the score is -inf whatever q and k hold. What a bias holds in
  * cells that are not visible is not looked at, and dbias is 0 there and wherever the score is -inf. Tiles that
  * a bias hides whole may not be computed. Finite numbers that are large hide as well, but for a row that sees
- * no others; on CUDA those of 16-bit q in a bias with seqlen_q of 1 count as at most 2^20. dbias is summed in
- * f32 (f64 where dtype is f64), then rounded to its type.
+ * no others; on CUDA, beside 16-bit q, those of a bias with seqlen_q of 1 count as at most 2^20, and slopes as
+ * at most 2^23 times the scale. dbias is summed in f32 (f64 where dtype is f64), then rounded to its type.
  *
  * Where there are key_lengths, the keys of a batch end there: in all formulas its seqlen_k is its length, so
  * that the last row of q stands beside the last key that there is. So a cache grows from step to step while
@@ -237,6 +237,7 @@ typedef struct fa_problem {
   int32_t precision;                 /* fa_precision; f32 only */
   int32_t deterministic;             /* 1: the backward is bitwise repeatable */
   int32_t constant_bias;             /* 1: the backward gives no dbias */
+  int32_t constant_alibi_slopes;     /* 1: nor dalibi_slopes */
   /* Where this problem lies in the one that the caller asked about, of which fa_run_anywhere runs slices: its
    * first batch, head and row there, by which dropout counts: on CUDA a multiple of 16 rows. Zeros for callers.
    */

@@ -20,6 +20,7 @@ defmodule FlashAttentionTest do
     {{2, 10, 6, 4, 2, 3}, [sink: 1]},
     {{1, 15, 15, 2, 2, 8}, [sink: 3, softcap: 2, window: {2, 0}]},
     {{2, 9, 13, 4, 2, 5}, [alibi_slopes: 1]},
+    {{1, 9, 10, 2, 1, 4}, [alibi_slopes: 1, constant_alibi_slopes: true]},
     {{2, 12, 7, 2, 2, 3}, [alibi_slopes: 2, sink: 1, softcap: 1.5, causal: false]},
     {{2, 7, 11, 4, 2, 5}, [bias: {nil, {1, 4, 7, 11}}]},
     {{2, 9, 9, 2, 1, 3}, [bias: {:f32, {2, 1, 1, 9}}, softcap: 2, causal: false, alibi_slopes: 1]},
@@ -60,7 +61,7 @@ defmodule FlashAttentionTest do
     optional =
       for name <- [:sink, :alibi_slopes, :bias],
           tensor = opts[name],
-          tensor.type != {:u, 8} and not (name == :bias and opts[:constant_bias] == true),
+          tensor.type != {:u, 8} and opts[:"constant_#{name}"] != true,
           do: {:"d#{name}", tensor}
 
     assert Enum.sort(Map.keys(grads)) == Enum.sort([:dk, :dq, :dv] ++ Keyword.keys(optional))

@@ -25,6 +25,8 @@ static const fa_option options[] = {
      "Whether the backward must be bitwise repeatable."},
     {"constant_bias", FA_OPTION_CHOICE, offsetof(fa_problem, constant_bias), 0, 1, 0, booleans,
      "Whether the backward leaves dbias out."},
+    {"constant_alibi_slopes", FA_OPTION_CHOICE, offsetof(fa_problem, constant_alibi_slopes), 0, 1, 0, booleans,
+     "Whether the backward leaves dalibi_slopes out."},
 };
 
 const fa_option *fa_options(size_t *num_options) {

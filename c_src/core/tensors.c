@@ -39,14 +39,14 @@ const fa_axis_row fa_axes[FA_NUM_AXES] = {
 #define STAT       (1u << 31) /* f32, or f64 where q is f64 */
 #define TYPE(name) (1u << FA_DTYPE_##name)
 
-#define QUERY_SHAPE     {FA_AXIS_BATCH, FA_AXIS_SEQLEN_Q, FA_AXIS_NUM_HEADS, FA_AXIS_HEAD_DIM}, AS_Q
-#define KEY_SHAPE       {FA_AXIS_BATCH, FA_AXIS_SEQLEN_K, FA_AXIS_NUM_KV_HEADS, FA_AXIS_HEAD_DIM}, AS_Q
-#define ROW_SHAPE       {FA_AXIS_BATCH, FA_AXIS_NUM_HEADS, FA_AXIS_SEQLEN_Q}, STAT
-#define DLSE_SHAPE      {FA_AXIS_DLSE_BATCH, FA_AXIS_NUM_HEADS, FA_AXIS_SEQLEN_Q}, STAT
-#define SINK_SHAPE      {FA_AXIS_NUM_SINKS, FA_AXIS_NUM_HEADS}, TYPE(F32)
-#define OWN_SINKS       {FA_AXIS_BATCH, FA_AXIS_SEQLEN_Q, FA_AXIS_NUM_ROW_SINKS, FA_AXIS_NUM_HEADS}, TYPE(F32)
-#define BAND_SHAPE      {FA_AXIS_BANDS_BATCH, FA_AXIS_NUM_BANDS, FA_AXIS_BAND_WORDS}, TYPE(S32)
-#define PER_HEAD(batch) {batch, FA_AXIS_NUM_HEADS}, TYPE(F32)
+#define QUERY_SHAPE  {FA_AXIS_BATCH, FA_AXIS_SEQLEN_Q, FA_AXIS_NUM_HEADS, FA_AXIS_HEAD_DIM}, AS_Q
+#define KEY_SHAPE    {FA_AXIS_BATCH, FA_AXIS_SEQLEN_K, FA_AXIS_NUM_KV_HEADS, FA_AXIS_HEAD_DIM}, AS_Q
+#define ROW_SHAPE    {FA_AXIS_BATCH, FA_AXIS_NUM_HEADS, FA_AXIS_SEQLEN_Q}, STAT
+#define DLSE_SHAPE   {FA_AXIS_DLSE_BATCH, FA_AXIS_NUM_HEADS, FA_AXIS_SEQLEN_Q}, STAT
+#define SINK_SHAPE   {FA_AXIS_NUM_SINKS, FA_AXIS_NUM_HEADS}, TYPE(F32)
+#define OWN_SINKS    {FA_AXIS_BATCH, FA_AXIS_SEQLEN_Q, FA_AXIS_NUM_ROW_SINKS, FA_AXIS_NUM_HEADS}, TYPE(F32)
+#define BAND_SHAPE   {FA_AXIS_BANDS_BATCH, FA_AXIS_NUM_BANDS, FA_AXIS_BAND_WORDS}, TYPE(S32)
+#define SLOPES_SHAPE {FA_AXIS_ALIBI_BATCH, FA_AXIS_NUM_HEADS}, TYPE(F32)
 #define BIAS_SHAPE \
   {FA_AXIS_BIAS_BATCH, FA_AXIS_BIAS_HEADS, FA_AXIS_BIAS_ROWS, FA_AXIS_SEQLEN_K}, AS_Q | TYPE(F32) | TYPE(U8)
 #define LENGTHS_SHAPE {FA_AXIS_LENGTHS_BATCH}, TYPE(S32)
@@ -55,6 +55,7 @@ const fa_axis_row fa_axes[FA_NUM_AXES] = {
 #define IF_BANDS      .only_if = FA_AXIS_NUM_BANDS
 #define IF_SEED       .only_if = FA_AXIS_SEED_WORDS
 #define IF_BIAS       .only_if = FA_AXIS_BIAS_HEADS, .dtype_offset = offsetof(fa_problem, bias_dtype)
+#define IF_SLOPES     .only_if = FA_AXIS_ALIBI_BATCH
 #define IF_DLSE       .only_if = FA_AXIS_DLSE_BATCH
 #define IF_LENGTHS    .only_if = FA_AXIS_LENGTHS_BATCH
 #define IF_PAGES      .only_if = FA_AXIS_MAX_PAGES
@@ -91,7 +92,7 @@ static const struct tensor_row {
     DIFFERENTIATED(SINK, sink, FA_AXIS_NUM_SINKS, SINK_SHAPE),
     DIFFERENTIATED(ROW_SINKS, row_sinks, FA_AXIS_NUM_ROW_SINKS, OWN_SINKS),
     ROW(BANDS, bands, BAND_SHAPE, {IN, IN, IN}, IF_BANDS, .check = fa_bands_check),
-    DIFFERENTIATED(ALIBI_SLOPES, alibi_slopes, FA_AXIS_ALIBI_BATCH, PER_HEAD(FA_AXIS_ALIBI_BATCH)),
+    ROW(ALIBI_SLOPES, alibi_slopes, SLOPES_SHAPE, {IN, IN, IN}, IF_SLOPES, DERIVATIVES(ALIBI_SLOPES)),
     ROW(BIAS, bias, BIAS_SHAPE, {IN, IN, IN}, IF_BIAS, DERIVATIVES(BIAS)),
     ROW(DROPOUT_SEED, dropout_seed, {FA_AXIS_SEED_WORDS}, TYPE(U32), {IN, IN, IN}, IF_SEED),
     ROW(KEY_LENGTHS, key_lengths, LENGTHS_SHAPE, {IN, IN, IN}, IF_LENGTHS, .check = fa_key_lengths_check),
@@ -103,10 +104,13 @@ static const struct tensor_row {
     ROW(DQ, dq, QUERY_SHAPE, {0, OUT, 0}),
     ROW(DK, dk, KEY_SHAPE, {0, OUT, 0}),
     ROW(DV, dv, KEY_SHAPE, {0, OUT, 0}),
+    ROW(DALIBI_SLOPES, dalibi_slopes, SLOPES_SHAPE, {0, OUT, 0}, IF_SLOPES,
+        .unless = offsetof(fa_problem, constant_alibi_slopes)),
     ROW(DBIAS, dbias, BIAS_SHAPE, {0, OUT, 0}, IF_BIAS, .unless = offsetof(fa_problem, constant_bias)),
     ROW(TANGENT_Q, tangent_q, QUERY_SHAPE, {0, 0, IN}),
     ROW(TANGENT_K, tangent_k, KEY_SHAPE, {0, 0, IN}),
     ROW(TANGENT_V, tangent_v, KEY_SHAPE, {0, 0, IN}),
+    ROW(TANGENT_ALIBI_SLOPES, tangent_alibi_slopes, SLOPES_SHAPE, {0, 0, IN}, IF_SLOPES),
     ROW(TANGENT_BIAS, tangent_bias, BIAS_SHAPE, {0, 0, IN}, IF_BIAS),
     ROW(O_TANGENT, o_tangent, QUERY_SHAPE, {0, 0, OUT}),
     ROW(LSE_TANGENT, lse_tangent, ROW_SHAPE, {0, 0, OUT}),

@@ -92,7 +92,8 @@ static int64_t T(num_cell_sums)(const fa_problem *problem) {
 
 static bool T(sums_cells)(const fa_problem *problem) {
   bool is_needed = false;
-  for (int n = 0; n < NUM_HEAD_NUMBERS; n++) is_needed |= has_head_number(problem, n);
+  for (int n = 0; n < NUM_HEAD_NUMBERS; n++)
+    is_needed |= fa_is_sum(problem, fa_tensor_gradient(head_numbers[n].id));
   return is_needed;
 }
 

@@ -62,7 +62,7 @@ defmodule FlashAttention.Options do
       doc:
         "ALiBi's slopes `[batch or 1, num_heads]`, f32: a score loses its head's slope times the distance of its column " <>
           "from the one beside its row, `abs(i + seqlen_k - seqlen_q - j)` (in a mask, within each band). With it, the " <>
-          "backward returns `%{alibi_slopes: dalibi_slopes}` too."
+          "backward returns `%{alibi_slopes: dalibi_slopes}` too, unless with `constant_alibi_slopes`."
     ],
     bias: [
       type: :tensor,
@@ -128,6 +128,12 @@ defmodule FlashAttention.Options do
       type: :boolean,
       default: false,
       doc: "Whether the backward leaves out the gradient by a `bias`."
+    ],
+    constant_alibi_slopes: [
+      type: :boolean,
+      default: false,
+      doc:
+        "Whether the backward leaves out the gradient by `alibi_slopes`, which takes time and most models do not train."
     ],
     keep: [
       type: {:in, [:device]},
@@ -375,7 +381,8 @@ defmodule FlashAttention.Options do
       dropout: values.dropout,
       precision: values.precision,
       deterministic: values.deterministic,
-      constant_bias: values.constant_bias
+      constant_bias: values.constant_bias,
+      constant_alibi_slopes: values.constant_alibi_slopes
     ]
   end
 

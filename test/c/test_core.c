@@ -170,8 +170,9 @@ static void test_overflow(void) {
 /* ---- options ---------------------------------------------------------------------------------------- */
 
 static void test_option_table(void) {
-  static const char *const names[] = {"scale",   "window_left", "window_right",  "softcap",
-                                      "dropout", "precision",   "deterministic", "constant_bias"};
+  static const char *const names[] = {"scale",         "window_left",   "window_right",
+                                      "softcap",       "dropout",       "precision",
+                                      "deterministic", "constant_bias", "constant_alibi_slopes"};
   const size_t num_names = sizeof names / sizeof *names;
   size_t num_options;
   const fa_option *options = fa_options(&num_options);
@@ -493,6 +494,10 @@ static void test_elements(void) {
   const fa_cell first = fa_cell_of(&p, FA_TENSOR_ALIBI_SLOPES, 2), stat = fa_cell_of(&p, FA_TENSOR_LSE, 34);
   CHECK(first.batch == 0 && first.head == 2, "the cell of slopes that broadcast");
   CHECK(stat.batch == 1 && stat.head == 2 && stat.row == 4 && stat.column == 0, "the cell of lse");
+  p.constant_alibi_slopes = 1;
+  CHECK(fa_tensor_role_in(&p, FA_PASS_BACKWARD, FA_TENSOR_DALIBI_SLOPES) == FA_ROLE_NONE,
+        "dalibi_slopes of constants");
+  p.constant_alibi_slopes = 0;
   CHECK(fa_is_sum(&p, FA_TENSOR_DSINK) && fa_is_sum(&p, FA_TENSOR_DALIBI_SLOPES) &&
             !fa_is_sum(&p, FA_TENSOR_DQ) && !fa_is_sum(&p, FA_TENSOR_LSE),
         "sums");

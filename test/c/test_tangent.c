@@ -112,7 +112,7 @@ int main(void) {
   for (size_t i = 0; i < num_cases; i++) {
     if (cases[i].tags & CASE_SPEED) continue;
     fa_case c = fa_case_in(&cases[i], FA_DTYPE_F64);
-    c.problem.constant_bias = 0; /* every gradient is asked for */
+    c.problem.constant_bias = c.problem.constant_alibi_slopes = 0; /* every gradient is asked for */
     test_case(&c);
   }
   return report();

@@ -175,7 +175,8 @@ defmodule FlashAttention.EXLATest do
              "dropout" => "0 : i64",
              "precision" => ~s("highest"),
              "deterministic" => ~s("false"),
-             "constant_bias" => ~s("false")
+             "constant_bias" => ~s("false"),
+             "constant_alibi_slopes" => ~s("false")
            }
 
     # One axis, or XLA would lay them out as it likes.

@@ -252,7 +252,7 @@ class Tests:
 
     def check_calls(self, case):
         p, tolerance = case.problem, self.harness.tolerance(case)
-        options = {name: getattr(p, name) for name in ("dropout", "constant_bias") if getattr(p, name)}
+        options = {name: getattr(p, name) for name in ("dropout", "constant_bias", "constant_alibi_slopes") if getattr(p, name)}
         done = {}
         for which in ("forward", "backward"):
             inputs, outputs = (self.library.tensors(which, p, role) for role in ("input", "output"))

@@ -131,8 +131,9 @@ if FlashAttention.Defn.supported?() do
     defp zero?(_cotangent), do: false
 
     # Whole numbers are not computed with.
+    @constant [bias: :constant_bias, alibi_slopes: :constant_alibi_slopes]
     defp has_gradient?(name, %{type: {class, _bits}}, opts),
-      do: class not in [:s, :u] and not (name == :bias and opts[:constant_bias] == true)
+      do: class not in [:s, :u] and opts[@constant[name]] != true
 
     # A gradient is linear in dout and dlse, and what these add to it is the derivative of o and lse along the direction
     # in which the gradient's input moves. In the inputs it is not, and their gradient is not there: should it be asked

@@ -549,7 +549,8 @@ if FlashAttention.Defn.supported?() do
                 |> Nx.multiply(product)
             end
 
-          [alibi_slopes: product]
+          # Slopes whose gradient is wanted are a bias: see alibi/1.
+          [alibi_slopes: product, constant_alibi_slopes: true]
       end
     end
 
