@@ -71,11 +71,16 @@ __global__ void __launch_bounds__(THREADS) unpack(const __grid_constant__ fa_cud
 // ---- a bias that all rows share ---------------------------------------------------------------------------
 
 // Puts down the number of a key as a part of q·k.
-template <class Element>
 __device__ inline void put_term(const fa_cuda_key_reading &a, int64_t key, float number) {
-  const TermParts<Element> parts(number * a.per_scale);
-  reinterpret_cast<uint4 *>(a.to.terms)[key] =
-      make_uint4(pack(Element(), parts.of[0], parts.of[1]), pack(Element(), parts.of[2], 0), 0, 0);
+  auto put = [&](auto element) {
+    const TermParts<decltype(element)> parts(number * a.per_scale);
+    reinterpret_cast<uint4 *>(a.to.terms)[key] =
+        make_uint4(pack(element, parts.of[0], parts.of[1]), pack(element, parts.of[2], 0), 0, 0);
+  };
+  if (a.of_f16)
+    put(__half());
+  else
+    put(__nv_bfloat16());
 }
 
 // Numbers that are finite are read as at most 2^20: no score comes near, and one that is far beyond, as masks
@@ -84,12 +89,21 @@ __device__ inline float bounded_number(float number) {
   return isfinite(number) ? fminf(fmaxf(number, -0x1p20f), 0x1p20f) : number;
 }
 
+// The terms of one of a head's two blocks, by a warp.
+__device__ inline void read_slope(const fa_cuda_key_reading &a, int64_t block, int batch, int head) {
+  const float slope = bounded_slope(*numbers_of<const float>(a.bias, batch, head), fabsf(1 / a.per_scale)) *
+                      (block % 2 ? -1 : 1);
+  for (int key = threadIdx.x % 32; key < FA_CUDA_KEYS_BLOCK; key += 32)
+    put_term(a, block * FA_CUDA_KEYS_BLOCK + key, slope * float(key));
+}
+
 // A warp takes a block of keys.
 __global__ void __launch_bounds__(THREADS) read_keys(const __grid_constant__ fa_cuda_key_reading a) {
   let_dependents_start();
   const int64_t block = int64_t(blockIdx.x) * (THREADS / 32) + threadIdx.x / 32;
   if (block >= a.num_blocks) return;
   const int row = block / a.blocks_a_row, heads = a.bias.stride_head ? a.num_heads : 1;
+  if (a.of_slopes) return read_slope(a, block, row / heads, row % heads);
   const int first = block % a.blocks_a_row * FA_CUDA_KEYS_BLOCK + threadIdx.x % 32;
   bool shows = false, adds = false, hides = false;
   auto read = [&](auto type) {
@@ -100,10 +114,8 @@ __global__ void __launch_bounds__(THREADS) read_keys(const __grid_constant__ fa_
       const int64_t key = block * FA_CUDA_KEYS_BLOCK + threadIdx.x % 32 + i;
       if (a.to.addends)
         a.to.addends[key] = is_flag<decltype(type)> && addend == 0 ? INFINITY : addend;
-      else if (a.of_f16)
-        put_term<__half>(a, key, addend);
       else
-        put_term<__nv_bfloat16>(a, key, addend);
+        put_term(a, key, addend);
       shows |= is_there && addend != -INFINITY;
       hides |= addend == -INFINITY;
       adds |= addend != 0 && addend != -INFINITY;

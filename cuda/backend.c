@@ -198,9 +198,12 @@ static bool is_extreme(const fa_problem *p) {
   return !kinds[kind_of(p)].scaled && (p->softcap > 0x1p12 || (p->softcap == 0 && fabs(p->scale) > 0x1p16));
 }
 
+static bool has_slopes(const fa_problem *p) { return is_there(p, FA_TENSOR_ALIBI_SLOPES); }
+
 /* See FA_CUDA_NEEDS_LATE_TERMS. What a number is over the scale, f16's parts have to hold: at most 2^30. */
 static bool has_late_terms(const fa_problem *p) {
-  return has_keys(p) && (p->softcap != 0 || !(fabs(p->scale) >= 0x1p-10 && fabs(p->scale) <= 0x1p10));
+  return (has_keys(p) || has_slopes(p)) &&
+         (p->softcap != 0 || !(fabs(p->scale) >= 0x1p-10 && fabs(p->scale) <= 0x1p10));
 }
 
 /* What the problem asks of a kernel beyond plain attention. */
@@ -215,14 +218,16 @@ static uint32_t needs_of(const fa_problem *p) {
          (has_single_cells(p) ? FA_CUDA_NEEDS_SINGLE_CELLS : 0) |
          (p->lengths_batch == 0 ? 0 : FA_CUDA_NEEDS_LENGTHS) | (p->max_pages == 0 ? 0 : FA_CUDA_NEEDS_PAGES) |
          (is_extreme(p) ? FA_CUDA_NEEDS_EXTREMES : 0) | (has_late_terms(p) ? FA_CUDA_NEEDS_LATE_TERMS : 0) |
-         (has_keys(p) && fa_is_sum(p, FA_TENSOR_DBIAS) ? FA_CUDA_NEEDS_KEY_SUMS : 0) |
-         (has_keys(p) && p->bias_dtype == FA_DTYPE_U8 ? FA_CUDA_NEEDS_KEY_FLAGS : 0);
+         (fa_is_sum(p, FA_TENSOR_DBIAS) || fa_is_sum(p, FA_TENSOR_DALIBI_SLOPES) ? FA_CUDA_NEEDS_SUMS : 0) |
+         (has_keys(p) && p->bias_dtype == FA_DTYPE_U8 ? FA_CUDA_NEEDS_KEY_FLAGS : 0) |
+         (has_slopes(p) && p->window_right > 0 && !sees_all(p) ? FA_CUDA_NEEDS_SLOPES_BEHIND : 0);
 }
 
 /* What stood in the way where kernels fit the head_dim and the device, but none took these needs as well. */
 static fa_status no_kernel_takes(uint32_t needs, const fa_plan *plan, fa_error *error) {
-  const char *const names[] = {"window", "softcap",     "num_sinks",  "bands", "bias",  "bias", "dropout",
-                               "bias",   "key_lengths", "page_table", "scale", "scale", "bias", "bias"};
+  const char *const names[] = {"window", "softcap", "num_sinks", "bands",       "bias",
+                               "bias",   "dropout", "bias",      "key_lengths", "page_table",
+                               "scale",  "scale",   "bias",      "bias",        "alibi_slopes"};
   const char *name = NULL;
   for (int i = 0; !name; i++)
     if (needs & (uint32_t)FA_CUDA_NEEDS_OF_HEADS << i)
@@ -679,24 +684,27 @@ static void lay_out_program(const fa_plan *plan, const fa_cuda_kernel *kernel, c
   lay_out_head_gradients(p, kernel, t, workspace, job);
 }
 
-/* A bias that all rows share is made what kernels that read by maps take. */
+/* A bias that all rows share, or slopes, are made what kernels that read by maps take. */
 static void lay_out_keys(const fa_problem *p, const fa_cuda_kernel *kernel, fa_arena *workspace,
                          cuda_job *job) {
-  const fa_cuda_cells *bias = &job->arguments.program.bias;
-  if (!(needs_of(p) & FA_CUDA_NEEDS_KEYS) || !kernel->mapped) return;
-  const int64_t a_row = fa_divide_up(p->seqlen_k, FA_CUDA_KEYS_BLOCK) + 1;
-  const int64_t heads = bias->stride_head ? p->num_heads : 1,
-                rows = heads * (bias->stride_batch ? p->batch : 1);
-  fa_cuda_keys keys = {.stride_head = bias->stride_head ? a_row : 0,
-                       .stride_batch = bias->stride_batch ? heads * a_row : 0};
+  fa_cuda_program *program = &job->arguments.program;
+  const bool of_slopes = kernel->folds && has_slopes(p);
+  if (!kernel->mapped || !(has_keys(p) || of_slopes)) return;
+  const fa_cuda_cells *from = of_slopes ? &program->of_heads[FA_CUDA_ALIBI_SLOPES] : &program->bias;
+  const int64_t a_row = of_slopes ? 2 : fa_divide_up(p->seqlen_k, FA_CUDA_KEYS_BLOCK) + 1;
+  const int64_t heads = from->stride_head ? p->num_heads : 1,
+                rows = heads * (from->stride_batch ? p->batch : 1);
+  fa_cuda_keys keys = {.stride_head = from->stride_head ? a_row : 0,
+                       .stride_batch = from->stride_batch ? heads * a_row : 0};
   const int64_t num_keys = rows * a_row * FA_CUDA_KEYS_BLOCK;
   if (kernel->folds)
     keys.terms = fa_take(workspace, num_keys * FA_CUDA_TERM_WORDS, sizeof *keys.terms);
   else
     keys.addends = fa_take(workspace, num_keys, sizeof *keys.addends);
-  keys.kinds = fa_take(workspace, rows * a_row, sizeof *keys.kinds);
-  job->arguments.program.keys = keys;
-  job->keys = (fa_cuda_key_reading){.bias = *bias,
+  if (!of_slopes) keys.kinds = fa_take(workspace, rows * a_row, sizeof *keys.kinds);
+  program->keys = keys;
+  job->keys = (fa_cuda_key_reading){.bias = *from,
+                                    .of_slopes = of_slopes,
                                     .to = keys,
                                     .per_scale = (float)(1 / p->scale),
                                     .of_f16 = p->dtype == FA_DTYPE_F16,
@@ -874,6 +882,8 @@ static cuda_job lay_out(const fa_plan *plan, const fa_cuda_kernel *kernel, const
     a->num_sums = (int32_t)(heads_summed(p, kernel, a, job.num_multiprocessors) * a->num_q_blocks);
     a->dq_sum = fa_take(&workspace, (int64_t)a->num_sums * kernel->block_q * kernel->bucket, sizeof *a->dq_sum);
     a->shift = fa_take(&workspace, rows * a->padded_rows, sizeof *a->shift);
+    if (kernel->folds && has_slopes(p))
+      a->shift_behind = fa_take(&workspace, rows * a->padded_rows, sizeof *a->shift_behind);
     a->delta = fa_take(&workspace, rows * a->padded_rows, sizeof *a->delta);
   }
   if (hides_cells(p, backward)) a->suspect = fa_take(&workspace, 1, sizeof *a->suspect);

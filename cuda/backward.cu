@@ -15,6 +15,7 @@ namespace fa {
 template <int HEAD_DIM, int BLOCK_Q, int BLOCK_K, int NUM_WARPS, int BLOCKS_PER_SM, int STAGES, int SCORE_WARPS,
           int DKV_WARPS, int DQ_WARPS>
 struct BackwardShape {
+  static constexpr bool folds_slopes = false;
   static constexpr int head_dim = HEAD_DIM, block_q = BLOCK_Q, block_k = BLOCK_K, num_warps = NUM_WARPS;
   static constexpr int blocks_per_sm = BLOCKS_PER_SM;
   static constexpr int stages = STAGES, score_warps = SCORE_WARPS, dkv_warps = DKV_WARPS, dq_warps = DQ_WARPS;
@@ -190,7 +191,7 @@ struct ColumnWorker {
           threadIdx.x / 32 % Shape::score_warps, block.k_block * Shape::num_warps + threadIdx.x / 32);
     } else {
       make_scores_in_band<Kind, false, GENERAL, Scores::MT, Scores::NT>(
-          p, a, visit.band, visit.rows, {columns.begin, columns.begin + Shape::block_k}, at);
+          p, a, a.score, visit.band, visit.rows, {columns.begin, columns.begin + Shape::block_k}, at);
       make_p_and_ds<Kind, Scores::MT, Scores::NT>(p, ds, a.score, shift + Scores::row(), delta + Scores::row());
     }
     exponent_ds = Kind::SCALED ? exponent_of_largest(ds) : 0;

@@ -296,7 +296,13 @@ __global__ void __launch_bounds__(FA_CUDA_SMALL_KERNEL_THREADS)
   if (inside) sum -= dlse_at(a, dlse, lse_of_row, mine.batch);
   if (a.suspect && inside && (!isfinite(sum) || !(lse < INFINITY))) note_suspect(a);
   a.delta[index] = sum;
-  a.shift[index] = lse == -INFINITY ? INFINITY : row_shift<Kind>(lse);
+  const float shift = lse == -INFINITY ? INFINITY : row_shift<Kind>(lse);
+  float of_slope = 0;
+  if constexpr (Shape::folds_slopes) {
+    of_slope = slope_of_head(a, mine.batch, mine.head) * LOG2_E * float(index % Shape::block_q);
+    a.shift_behind[index] = shift - of_slope;
+  }
+  a.shift[index] = shift + of_slope;
 }
 
 }  // namespace fa

@@ -8,6 +8,7 @@
 
 #include "../c_src/core/dropout.h"
 #include "schedule.cuh"
+#include "terms.cuh"
 #include "tile.cuh"
 
 namespace fa {
@@ -96,6 +97,11 @@ __device__ inline float number_of_head(const fa_cuda_program &program, fa_cuda_h
                                        float otherwise) {
   const fa_cuda_cells &cells = program.of_heads[id];
   return cells.data ? *numbers_of<const float>(cells, at.batch, at.head) : otherwise;
+}
+
+// A head's slope where it is folded.
+__device__ inline float slope_of_head(const fa_cuda_arguments &a, int batch, int head) {
+  return bounded_slope(number_of_head(a.program, FA_CUDA_ALIBI_SLOPES, {batch, head, 0, 0}, 0), a.score.factor);
 }
 
 // A score with what is added to it, which hides it where it is -inf, whatever it is.

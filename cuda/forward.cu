@@ -99,7 +99,8 @@ __global__ void __launch_bounds__(Shape::num_warps * 32, Shape::blocks_per_sm)
     multiply<Kind, Shape::head_dim / 16, NT>(scores, TileOperand<QTile, true, true>(q_tile, warp_row),
                                              TileOperand<KTile, false, true>(k_tile, 0),
                                              power_of_two(-exponent_q - exponent_k));
-    make_scores_in_band<Kind, false, GENERAL, MT, NT>(scores, a, band, rows, {column, column + Shape::block_k},
+    make_scores_in_band<Kind, false, GENERAL, MT, NT>(scores, a, a.score, band, rows,
+                                                      {column, column + Shape::block_k},
                                                       {batch, head, rows.begin + warp_row, column});
     if (softmax.update(scores, unit)) softmax.rescale_rows(o);
     if constexpr (GENERAL)

@@ -71,8 +71,9 @@ __device__ inline __attribute__((always_inline)) void consume_blocks(
 
   // Stages and phases follow from these counts: of column blocks, of those that have steps, and of steps.
   uint32_t blocks = 0, busy_blocks = 0, steps = 0;
-  fa_cuda_score score = a.score;  // with all that multiplies a product
-  if constexpr (Shape::program) score.factor *= a.program.factor;
+  // Without a softcap's code the kernel of slopes spills less; that of keys at 64 would be 2 % slower.
+  fa_cuda_score score = Shape::folds_slopes ? without_softcap(a.score) : a.score;
+  if constexpr (Shape::program) score.factor *= a.program.factor;  // with all that multiplies a product
   float per_shift = GENERAL && Shape::from_shift ? per_shift_of<Kind>(score) : 0;
   if constexpr (GENERAL) forget(per_shift);  // or ptxas divides in every step
   // Of the steps' head, where there is a program.
@@ -111,7 +112,7 @@ __device__ inline __attribute__((always_inline)) void consume_blocks(
 
   // Adds what the steps of a head gave to the warp's sums.
   auto leave_head = [&](const Work &work) {
-    if (program_head >= 0)
+    if (Shape::sums && program_head >= 0)
       head_sums.add(a, work.block.batch, program_head,
                     work.block.k_block * (Shape::num_threads / 32) + threadIdx.x / 32);
     head_sums = HeadSums();
@@ -129,10 +130,17 @@ __device__ inline __attribute__((always_inline)) void consume_blocks(
   };
 
   // Whether the step's columns are seen by all of its rows, where somebody tells; heard while products run.
-  [[maybe_unused]] bool see_all = false;
+  [[maybe_unused]] bool see_all = false, crossed = false;
+  [[maybe_unused]] ShiftDue due = {};
   auto hear = [&](const Work &work) {
-    if constexpr (GENERAL)
-      see_all = work.heard_see_all(buffers.visit(steps), work.columns.begin + consumer * 64);
+    if constexpr (GENERAL) {
+      const uint32_t flags = work.heard_flags(buffers.visit(steps), work.columns.begin + consumer * 64);
+      see_all = Work::see_all(flags);
+      if constexpr (Shape::folds_slopes) {
+        crossed = Work::are_crossed(flags);
+        if constexpr (!Shape::from_shift) due = Work::heard_due(buffers.visit(steps));
+      }
+    }
   };
 
   // A step begins with its scores computed and its dp running, and ends with those of the next step. dq lags a
@@ -148,8 +156,17 @@ __device__ inline __attribute__((always_inline)) void consume_blocks(
     const int stage = steps % 2;
     forget(buffers.base);  // or ptxas keeps every address of this step in a register
     if constexpr (Shape::folds) {
-      make_told_scores<Kind>(scores, a, work, visit, see_all, first_column + warp_row);
-      make_transposed_p<Kind, Shape::from_shift>(scores, p_operand, score, buffers.shift(stage));
+      make_told_scores<Kind>(scores, score, work, visit, see_all, first_column + warp_row);
+      if constexpr (Shape::folds_slopes) {
+        if (crossed) {
+          const ProgramStep it(work, visit, 0, first_column + warp_row);
+          add_behind(scores[0], Work::heard_slope(visit) / exponent_of_unit<Kind>(score),
+                     it.distance.of_origin + it.at.row - it.at.column);
+        }
+        make_transposed_p<Kind, Shape::from_shift>(scores, p_operand, score, buffers.shift(stage), 1, due);
+      } else {
+        make_transposed_p<Kind, Shape::from_shift>(scores, p_operand, score, buffers.shift(stage));
+      }
     } else if constexpr (Shape::program) {
       ProgramStep it(work, visit, slope, first_column + warp_row);
       if (it.at.head != program_head) enter_head(work, it.at), it.distance.slope = slope;
@@ -167,10 +184,10 @@ __device__ inline __attribute__((always_inline)) void consume_blocks(
                                                        Shape::from_shift && begin_at_shift(score));
     } else {
       if constexpr (GENERAL)
-        make_told_scores<Kind>(scores, a, work, visit, see_all, first_column + warp_row);
+        make_told_scores<Kind>(scores, a.score, work, visit, see_all, first_column + warp_row);
       else
         make_scores_in_band<Kind, true, false, 1, NT>(
-            scores, a, visit.band, visit.rows, {first_column, first_column + 64},
+            scores, a, a.score, visit.band, visit.rows, {first_column, first_column + 64},
             {work.block.batch, visit.head, visit.rows.begin, first_column + warp_row});
       make_transposed_p<Kind, Shape::from_shift>(scores, p_operand, a.score, buffers.shift(stage));
     }
@@ -179,9 +196,10 @@ __device__ inline __attribute__((always_inline)) void consume_blocks(
     wgmma_wait<0>(ds[0]);
     if (IS_LAST) arrive_once(buffers.barrier(V_EMPTY));
     multiply<Kind, Q_STEPS>(dv[0], p_operand, BoxOperand<QTile, false>(buffers.dout(stage)), true);
-    if constexpr (Shape::program && Shape::sums_keys) {
-      const bool sums_up = Shape::has_keys && a.program.dbias_step == FA_CUDA_CELLS_ADD_ROWS;
-      ColumnSums<NT> sums;
+    [[maybe_unused]] const bool sums_up =
+        Shape::sums && Shape::has_keys && a.program.dbias_step == FA_CUDA_CELLS_ADD_ROWS;
+    [[maybe_unused]] ColumnSums<NT> sums;
+    if constexpr (Shape::program && (!Shape::folds || (Shape::has_keys && Shape::sums))) {
       auto make_ds = [&](auto take) {
         make_transposed_ds_by_program<Kind, Shape::drops>(ds, scores, a, buffers.delta(stage), take);
       };
@@ -189,15 +207,17 @@ __device__ inline __attribute__((always_inline)) void consume_blocks(
         make_ds([&](int half, float x, float p) { sums.add(half, x, p); });
       else
         make_ds([](int, float, float) {});
+    } else {
+      make_transposed_ds<Kind>(ds, slopes_of, buffers.delta(stage));
+    }
+    if constexpr (Shape::program && Shape::sums)
       if (a.program.dbias.data || a.program.head_sums[FA_CUDA_ALIBI_SLOPES]) {
         const ProgramStep it(work, visit, slope, first_column + warp_row);  // heard again, not kept
+        if (Shape::folds_slopes && it.at.head != program_head) leave_head(work), program_head = it.at.head;
         take_gradients<Kind, Shape::program>(ds, scores, a, it.at, it.distance,
                                              SlopeTerms(it.distance, it.at, NT * 8, 16), head_sums);
         if (sums_up) add_row(sums, ds, scores, a, it.at);
       }
-    } else {
-      make_transposed_ds<Kind>(ds, slopes_of, buffers.delta(stage));
-    }
     convert<Kind>(ds_operand, ds);
     multiply<Kind, Q_STEPS>(dk[0], ds_operand, BoxOperand<QTile, false>(buffers.q(stage)), true);
     wgmma_wait<1>(dv[0], p_operand);
@@ -254,7 +274,7 @@ __device__ inline __attribute__((always_inline)) void consume_blocks(
         }
       }
       do_step(work, step, std::false_type(), std::true_type(), alone);
-      if constexpr (Shape::program && !Shape::folds) leave_head(work);
+      if constexpr (Shape::program && Shape::sums && (!Shape::folds || Shape::folds_slopes)) leave_head(work);
     }
     store_dk_and_dv(a, buffers, blocks, work, consumer * 64 + warp_row, dk, dv);
   }
@@ -292,15 +312,21 @@ const fa_cuda_kernel FA_JOIN(fa_hopper_backward_, FA_KIND)[] = {
     ROW("/d128", false, 128, 64, 1, 2, true),
     ROW("/d64/general", true, 64, 128, 1, 2),
     ROW("/d128/general", true, 128, 64, 1, 2, true),
-    ROW("/d64/keys", true, 64, 128, 1, 2, false, KEYS),
+    ROW("/d64/keys", true, 64, 128, 1, 2, false, KEYS, false, false),
+    ROW("/d64/slopes", true, 64, 128, 1, 2, false, SLOPES, false, false),
+    ROW("/d64/slopes/sums", true, 64, 128, 1, 2, false, SLOPES),
     ROW("/d64/terms", true, 64, 128, 1, 2, false, SLOPES | KEYS),
-    ROW("/d64/cells", true, 64, 64, 1, 0, false, CELLS),
+    ROW("/d64/cells", true, 64, 64, 1, 0, false, CELLS, false, false),
+    ROW("/d64/cells/sums", true, 64, 64, 1, 0, false, CELLS),
     ROW("/d64/dropout", true, 64, 128, 1, 2, false, KEYS | DROPOUT),
     ROW("/d64/program", true, 64, 64, 1, 0, false, WHOLE_PROGRAM),
     ROW("/d128/keys", true, 128, 64, 1, 2, true, KEYS),
+    ROW("/d128/slopes", true, 128, 64, 1, 2, true, SLOPES, false, false),
+    ROW("/d128/slopes/sums", true, 128, 64, 1, 2, true, SLOPES),
     ROW("/d128/terms", true, 128, 64, 1, 2, true, SLOPES | KEYS),
-    ROW("/d128/cells", true, 128, 64, 1, 0, false, CELLS),
-    ROW("/d128/dropout", true, 128, 64, 1, 2, true, KEYS | DROPOUT),
+    ROW("/d128/cells", true, 128, 64, 1, 0, false, CELLS, false, false),
+    ROW("/d128/cells/sums", true, 128, 64, 1, 0, false, CELLS),
+    ROW("/d128/dropout", true, 128, 64, 1, 2, true, KEYS | DROPOUT, false, false),
     ROW("/d128/program", true, 128, 64, 1, 0, false, WHOLE_PROGRAM),
     {},
 };

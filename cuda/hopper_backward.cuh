@@ -28,20 +28,21 @@ enum { K_SIDE, V_SIDE, NUM_SIDES };
 // the sum in memory into dq; without writers finish_dq does. FROM_SHIFT is about begin_at_shift. Registers are
 // a thread's: on average the block has 168 for each.
 // PROGRAM: what may act on scores; then GENERAL, and without a softcap.
+// SUMS: whether it gives the gradients by what the program adds. That the code for these is there costs others,
+// which never run it, 5 to 10 %; but dropout at head_dim 64 spills less with it.
 // SINGLE_COLUMN: for problems whose keys are one column block that every row sees. A step's dq is all that its
 // rows have, and is written by the warp that would send it.
 template <int HEAD_DIM, int BLOCK_Q, int DQ_SHARES, int NUM_WRITERS, bool FROM_SHIFT = false,
-          int PROGRAM = NO_PROGRAM, bool SINGLE_COLUMN = false>
+          int PROGRAM = NO_PROGRAM, bool SINGLE_COLUMN = false, bool SUMS = true>
 struct BackwardShape {
   static constexpr bool single_column = SINGLE_COLUMN;
   static constexpr bool from_shift = FROM_SHIFT, has_slopes = PROGRAM & SLOPES, has_keys = PROGRAM & KEYS,
                         has_cells = PROGRAM & CELLS, drops = PROGRAM & DROPOUT;
-  static constexpr bool folds = folds_keys(PROGRAM);
+  static constexpr bool folds = folds_terms(PROGRAM), folds_slopes = folds && has_slopes;
   // Whether consumers are told what they need of a column block, where there are bands, or find it by
   // themselves. At 128 it makes no difference to them, and the producer has less time.
   static constexpr bool tells_work = HEAD_DIM == 64;
-  // Whether it gives the gradient by numbers a key. At 64, that the code is there costs a tenth.
-  static constexpr bool sums_keys = !folds || HEAD_DIM > 64;
+  static constexpr bool sums = SUMS;
   static constexpr int program = PROGRAM;
   static constexpr int head_dim = HEAD_DIM, block_q = BLOCK_Q, num_consumers = 2, block_k = num_consumers * 64;
   static constexpr int num_warps = num_consumers * 4, dq_warps = block_q / 16;  // see DqShare
@@ -79,9 +80,11 @@ struct SingleColumnWork : ColumnWork<Shape, false> {
   }
 };
 
-// The rows of a step: their head, the first one, counted from the sequence's, and the row block's position.
+// The rows of a step: their head, the first one, counted from the sequence's, and the row block's position. Of
+// slopes also whether they lie behind them, see lie_behind.
 struct StepRows {
   int head, row, position;
+  bool behind = false;
 };
 
 // A column block's work as the warps share it. Without bands every warp finds the steps by itself. With bands
@@ -128,33 +131,54 @@ struct Work<Shape, true> : ColumnWork<Shape, true> {
   }
   __device__ static StepRows heard_rows(uint32_t told) {
     const int4 z = load_shared_words(told + 32);
-    return {z.x, z.y, z.z};
+    return {z.x, z.y, z.z, (z.w & BEHIND) != 0};
   }
-  // Whether the columns from `column` on, a consumer's, are seen by all rows.
-  __device__ bool heard_see_all(uint32_t told, int column) const {
-    return load_shared_word(told + 44) >> (column - this->columns.begin) / PART & 1;
+  // What is told of a step in one word: for each part whether its columns are seen by all rows; of slopes
+  // whether they lie behind these, and for each part whether some of them lie behind a row that sees them, and
+  // others may not.
+  static constexpr int PARTS = Shape::block_k / PART, CROSSED_AT = PARTS + 1;
+  static constexpr uint32_t ALL = (1 << PARTS) - 1, BEHIND = 1 << PARTS;
+  // Of a consumer's columns, from `column` on.
+  __device__ uint32_t heard_flags(uint32_t told, int column) const {
+    return load_shared_word(told + 44) >> (column - this->columns.begin) / PART;
   }
+  __device__ static bool see_all(uint32_t flags) { return flags & 1; }
+  __device__ static bool are_crossed(uint32_t flags) { return flags >> CROSSED_AT & 1; }
+  // What a slope makes all shifts due, and itself, negative where columns lie behind, in their units.
+  __device__ static ShiftDue heard_due(uint32_t told) { return {load_shared_pair(told + SLOPE_AT).x}; }
+  __device__ static float heard_slope(uint32_t told) { return load_shared_pair(told + SLOPE_AT).y; }
+  static constexpr int SLOPE_AT = 24;
   // Puts down a step's rows, a bit for each part whose columns are seen by all of them, and, where somebody
   // looks at it, the band.
   __device__ void tell_step(const fa_cuda_arguments &a, const typename ColumnWork<Shape, true>::Step &step,
                             uint32_t to) const {
     const Visit visit = this->visit_of(a, step);
-    constexpr uint32_t ALL = (1 << Shape::block_k / PART) - 1;
     const fa_band &band = visit.band;
     const int first = this->columns.begin;
-    uint32_t see_all = ALL;
+    uint32_t flags = ALL;
     if (!see_all_in_band<true>(a, band, visit.rows, {first, first + Shape::block_k})) {
-      see_all = 0;
+      flags = 0;
 #pragma unroll 1
       for (int column = 0; column < Shape::block_k; column += PART)
-        see_all |= see_all_in_band<true>(a, band, visit.rows, {first + column, first + column + PART})
-                   << column / PART;
+        flags |= see_all_in_band<true>(a, band, visit.rows, {first + column, first + column + PART})
+                 << column / PART;
     }
-    if (Shape::program || see_all != ALL) {
+    float slope = 0, due = 0;
+    if constexpr (Shape::folds_slopes) {
+      const int distance = band.k_end - band.q_end;
+      const bool behind = lie_behind(distance, visit.rows, first);
+      slope = slope_of_head(a, this->block.batch, visit.head) * (behind ? -LOG2_E : LOG2_E);
+      due = slope * float(distance + visit.rows.begin - first);
+      if (behind) flags |= BEHIND;
+#pragma unroll 1
+      for (int part = 0; part < PARTS && !behind && band.right > 0; part++)
+        if (distance + visit.rows.begin < first + (part + 1) * PART - 1) flags |= 1 << (CROSSED_AT + part);
+    }
+    if (Shape::program || flags != ALL) {
       store_shared(to, make_uint4(band.q_begin, band.q_end, band.k_begin, band.k_end));
-      store_shared(to + 16, make_uint4(band.left, band.right, 0, 0));
+      store_shared(to + 16, make_uint4(band.left, band.right, __float_as_uint(due), __float_as_uint(slope)));
     }
-    store_shared(to + 32, make_uint4(visit.head, visit.rows.begin, this->position_of(a, step), see_all));
+    store_shared(to + 32, make_uint4(visit.head, visit.rows.begin, this->position_of(a, step), flags));
   }
 };
 
@@ -349,7 +373,10 @@ __device__ inline void load_rows(const fa_cuda_arguments &a, const fa_cuda_maps 
   const int keys_bytes = side == K_SIDE ? Buffers::KEYS_BYTES : 0;
   barrier_expect(barrier, Buffers::Q_BYTES + Buffers::ROW_BYTES + bias_bytes + keys_bytes);
   if (keys_bytes > 0)
-    load_bulk(buffers.keys(stage), terms_of(a.program.keys, batch, rows.head, column), keys_bytes, barrier);
+    load_bulk(buffers.keys(stage),
+              Buffers::Shape::folds_slopes ? terms_of_slope(a.program.keys, batch, rows.head, rows.behind)
+                                           : terms_of(a.program.keys, batch, rows.head, column),
+              keys_bytes, barrier);
   if constexpr (Buffers::Shape::has_cells)
     if (bias_bytes > 0)
       Buffers::BiasTile::load(buffers.bias(stage), a.program, maps.bias, barrier, batch, rows.head, row,
@@ -360,7 +387,10 @@ __device__ inline void load_rows(const fa_cuda_arguments &a, const fa_cuda_maps 
                       barrier, row, rows.head, batch + part * a.batch);
   if constexpr (Buffers::Shape::single_column) wait_for_launch_before();  // for shift and delta
   load_bulk(buffers.statistic(side, stage),
-            (side == K_SIDE ? a.shift : a.delta) + int64_t(rows.position) * Buffers::Shape::block_q,
+            (side != K_SIDE                                ? a.delta
+             : Buffers::Shape::folds_slopes && rows.behind ? a.shift_behind
+                                                           : a.shift) +
+                int64_t(rows.position) * Buffers::Shape::block_q,
             Buffers::ROW_BYTES, barrier);
 }
 
@@ -676,9 +706,9 @@ __device__ inline void store_transposed(uint32_t tile, int row, int column, cons
 // Turns a warp's products k q^T, whose columns begin with `column`, into scores. told: where tell_step has put
 // the visit.
 template <class Kind, class Work, int NT>
-__device__ inline void make_told_scores(float (&scores)[1][NT][4], const fa_cuda_arguments &a, const Work &work,
+__device__ inline void make_told_scores(float (&scores)[1][NT][4], const fa_cuda_score &score, const Work &work,
                                         uint32_t told, bool see_all, int column, float unscale = 1) {
-  finish_scores<Kind, 1, NT>(scores, a.score, unscale);
+  finish_scores<Kind, 1, NT>(scores, score, unscale);
   if (see_all) return;
   const Visit visit = work.heard_visit(told);
   mask_transposed_scores<true, 1, NT>(scores, visit.band,
@@ -691,12 +721,20 @@ template <int SIDE, bool FROM_SHIFT = false, class Buffers, int NT, class More =
 __device__ inline void start_transposed(float (&product)[1][NT][4], const Buffers &buffers, int first_column,
                                         uint32_t step, const fa_cuda_score &score = {}, float per_shift = 0,
                                         More more = More()) {
+  using Shape = typename Buffers::Shape;
   using Kind = typename Buffers::Kind;
   barrier_wait(buffers.barrier(Q_FULL + SIDE, step % 2), step / 2 % 2);
-  if constexpr (FROM_SHIFT)
-    set_to_shift(product, score, Buffers::general ? per_shift : per_shift_of<Kind>(score),
-                 buffers.shift(step % 2));
-  multiply<Kind, Buffers::Shape::head_dim / 16, SIDE == K_SIDE>(
+  if constexpr (FROM_SHIFT) {
+    auto set = [&](auto due) {
+      set_to_shift(product, score, Buffers::general ? per_shift : per_shift_of<Kind>(score),
+                   buffers.shift(step % 2), due);
+    };
+    if constexpr (Shape::folds_slopes)
+      set(Buffers::Work::heard_due(buffers.visit(step)));
+    else
+      set(NoShiftDue());
+  }
+  multiply<Kind, Shape::head_dim / 16, SIDE == K_SIDE>(
       product[0], BoxOperand<typename Buffers::KTile, true>(buffers.columns(SIDE), first_column),
       BoxOperand<typename Buffers::QTile, true>(buffers.rows(SIDE, step % 2)), FROM_SHIFT, more);
 }
@@ -781,7 +819,7 @@ constexpr fa_cuda_kernel row_of_kernel(const char *name, const void *main) {
                         .shared_bytes = Buffers::BYTES,
                         .takes = ((Buffers::general ? FA_CUDA_MASK_NEEDS : FA_CUDA_PLAIN_NEEDS) &
                                   ~(Shape::program ? FA_CUDA_NEEDS_SOFTCAP : 0)) |
-                                 takes_of_program(Shape::program, Shape::sums_keys),
+                                 takes_of_program(Shape::program, Shape::sums),
                         .row_warps = 1,
                         .mapped = true,
                         .persistent = true,

@@ -187,12 +187,12 @@ struct BackwardConsumer {
     const int first_column = work.columns.begin + consumer * 64, stage = steps % 2;
     forget(buffers.base);  // or ptxas keeps every address of this step in a register
     if constexpr (GENERAL)
-      make_told_scores<Kind>(scores, a, work, visit, work.heard_see_all(visit, first_column),
+      make_told_scores<Kind>(scores, a.score, work, visit, Work::see_all(work.heard_flags(visit, first_column)),
                              first_column + warp_row,
                              power_of_two(-exponent(Q_FULL, stage) - exponent(K_FULL)));
     else
       make_scores_in_band<Kind, true, false, 1, NT>(
-          scores, a, visit.band, visit.rows, {first_column, first_column + 64},
+          scores, a, a.score, visit.band, visit.rows, {first_column, first_column + 64},
           {work.block.batch, visit.head, visit.rows.begin, first_column + warp_row},
           power_of_two(-exponent(Q_FULL, stage) - exponent(K_FULL)));
     if (!is_first) hand_over_dq();  // of the previous step, when the fence waits for nothing

@@ -21,7 +21,7 @@ template <int HEAD_DIM>
 struct WideShape {
   static constexpr int head_dim = HEAD_DIM, block_q = 64, block_k = 64;
   static constexpr int program = NO_PROGRAM;
-  static constexpr bool has_cells = false, folds = false, sums_keys = true, tells_work = false,
+  static constexpr bool has_cells = false, folds = false, folds_slopes = false, sums = true, tells_work = false,
                         single_column = false;
   static constexpr int num_warps = 4, dq_warps = 4;          // of DQ_GROUP, which comes first (see DqShare)
   static constexpr int dq_columns = 64, num_writers = 0;     // dq_columns: of one product
@@ -129,13 +129,14 @@ __device__ inline void consume_scores(const fa_cuda_arguments &a, WideBuffers<Ki
     const int column = work.columns.begin, stage = steps % 2;
     forget(buffers.base);  // or ptxas keeps every address of this step in a register
     if constexpr (GENERAL)
-      make_told_scores<Kind>(scores, a, work, visit, work.heard_see_all(visit, column), column + warp_row);
+      make_told_scores<Kind>(scores, a.score, work, visit, Work::see_all(work.heard_flags(visit, column)),
+                             column + warp_row);
     else
       make_scores_in_band<Kind, true, false, 1, NT>(
-          scores, a, visit.band, visit.rows, {column, column + Shape::block_k},
+          scores, a, a.score, visit.band, visit.rows, {column, column + Shape::block_k},
           {work.block.batch, visit.head, visit.rows.begin, column + warp_row});
     barrier_wait(buffers.barrier(P_EMPTY), steps % 2 ^ 1);
-    make_transposed_p<Kind>(scores, a.score, buffers.shift(stage),
+    make_transposed_p<Kind>(scores, a.score, buffers.shift(stage), NoShiftDue(),
                             [&](int n, const float(&p)[4], const float(&slopes)[4]) {
                               store_shared(buffers.p(n), slopes);
 #pragma unroll

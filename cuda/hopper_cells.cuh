@@ -1,8 +1,9 @@
 // A program's work on scores in Hopper's kernels. A bias that all rows share, a number a key, comes from the
-// keys kernel. Kernels that have nothing else to add fold it: they make it a part of the product q·k. In others
-// it comes as f32, and with slopes makes terms of columns, which cost an addition each. A bias with a number
-// for each score comes in tiles, in the stage of k (forward) or of q (backward), which only some kernels have
-// room for; one that no tensor map can describe is left to the portable kernels, and so is one of f32.
+// keys kernel. Kernels that have nothing else to add fold it: they make it a part of the product q·k, and
+// others do so with slopes. In the rest it comes as f32, and with slopes makes terms of columns, which cost an
+// addition each. A bias with a number for each score comes in tiles, in the stage of k (forward) or of q
+// (backward), which only some kernels have room for; one that no tensor map can describe is left to the
+// portable kernels, and so is one of f32.
 #pragma once
 
 #include "hopper.cuh"
@@ -20,16 +21,18 @@ constexpr uint32_t needs_of_program(int program) {
          (program & CELLS ? FA_CUDA_NEEDS_CELLS : 0) | (program & DROPOUT ? FA_CUDA_NEEDS_DROPOUT : 0);
 }
 
-// Whether a kernel makes numbers a key parts of q·k: terms. Beside other things that act on scores they come
-// late.
-constexpr bool folds_keys(int program) { return program == KEYS; }
+// Whether a kernel makes numbers a key, or slopes, parts of q·k: terms. Beside other things that act on scores
+// they come late.
+constexpr bool folds_terms(int program) { return program == KEYS || program == SLOPES; }
 
-// The needs that a kernel takes with that much of a program. sums_keys: of a backward, whether it gives the
-// gradient by numbers a key; skips_keys: of a forward, whether it leaves out blocks of keys that are hidden.
-constexpr uint32_t takes_of_program(int program, bool sums_keys = true, bool skips_keys = true) {
+// The needs that a kernel takes with that much of a program. sums: of a backward, whether it gives the
+// gradients by what is added; goes_through_visits: of a forward, which so leaves out blocks of keys that are
+// hidden, and asks of each whether slopes make its scores rise.
+constexpr uint32_t takes_of_program(int program, bool sums = true, bool goes_through_visits = true) {
   if (program == NO_PROGRAM) return 0;
-  return needs_of_program(program) | (folds_keys(program) ? 0 : FA_CUDA_NEEDS_LATE_TERMS) |
-         (sums_keys ? FA_CUDA_NEEDS_KEY_SUMS : 0) | (skips_keys ? FA_CUDA_NEEDS_KEY_FLAGS : 0);
+  return needs_of_program(program) | (folds_terms(program) ? 0 : FA_CUDA_NEEDS_LATE_TERMS) |
+         (sums ? FA_CUDA_NEEDS_SUMS : 0) |
+         (goes_through_visits ? FA_CUDA_NEEDS_KEY_FLAGS | FA_CUDA_NEEDS_SLOPES_BEHIND : 0);
 }
 
 // ---- the bias of a visit in shared memory -------------------------------------------------------------------
@@ -131,6 +134,10 @@ __device__ inline const float *addends_of(const fa_cuda_keys &keys, int batch, i
 __device__ inline const uint32_t *terms_of(const fa_cuda_keys &keys, int batch, int head, int column) {
   return keys.terms + place_of_key(keys, batch, head, column) * FA_CUDA_TERM_WORDS;
 }
+// Those of slopes, of a block of columns on one side or the other of the rows: see lie_behind.
+__device__ inline const uint32_t *terms_of_slope(const fa_cuda_keys &keys, int batch, int head, bool behind) {
+  return terms_of(keys, batch, head, behind ? FA_CUDA_KEYS_BLOCK : 0);
+}
 
 // What a head's keys ask for, FA_CUDA_KEYS_ADD and so on: of so many from a column on, wherever that is.
 struct KindsOfKeys {
@@ -228,21 +235,64 @@ __device__ inline void add_slopes(float (&scores)[NT][4], float (&due)[1][2], fl
 //   factors of parts, 0 * 5 | 0 * 8
 
 template <class Element>
-__device__ inline uint4 row_of_factors() {
-  return make_uint4(pack(Element(), term_factor<Element>(0), term_factor<Element>(1)),
-                    pack(Element(), term_factor<Element>(2), 0), 0, 0);
+__device__ inline uint4 row_of_factors(float sign = 1) {
+  return make_uint4(pack(Element(), sign * term_factor<Element>(0), sign * term_factor<Element>(1)),
+                    pack(Element(), sign * term_factor<Element>(2), 0), 0, 0);
 }
 
-// Adds terms to products that have been made without; numbers: the columns', in shared memory.
+// Of slopes the key's number is the slope times its place in the visit, or the negative of that where all
+// columns lie behind the place beside each row. What is then still due to a score is a term of its row, and,
+// where it lies behind that place and not all of the visit does, twice its distance times the slope. A forward
+// has factors of either sign, for each consumer's own rows, a backward keys' numbers.
+__device__ inline bool lie_behind(int distance_of_origin, Range rows, int first_column) {
+  return distance_of_origin + rows.end - 1 <= first_column;
+}
+
+// Finishes the scores of a visit with a head's slope, in units of scores: `due` becomes what all of the lane's
+// two rows are due beside. distance: of the warp's first row from the first column; behind: whether all columns
+// lie there; sees_behind: whether a row may see such.
+template <int NT>
+__device__ inline void finish_folded_slopes(float (&scores)[NT][4], float (&due)[1][2], float slope,
+                                            int distance, bool behind, bool sees_behind) {
+  const int lane = threadIdx.x % 32;
+  const float of_each = behind ? slope : -slope, own = float(distance + lane / 4);
+  due[0][0] = of_each * own, due[0][1] = of_each * (own + 8);
+  if (behind || !sees_behind || distance >= NT * 8 - 1) return;
+#pragma unroll
+  for (int begin = 0; begin < NT; begin += TILES_A_TEST)
+    if (distance < (begin + TILES_A_TEST) * 8 - 1)
+#pragma unroll
+      for (int n = begin; n < begin + TILES_A_TEST; n++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          const float x = own - float(lane % 4 * 2) + float(i / 2 * 8 - n * 8 - i % 2);
+          scores[n][i] = fmaf(2 * slope, fminf(x, 0), scores[n][i]);
+        }
+}
+
+// Of a transposed visit: what is due to scores of columns that lie behind the place beside a row. distance: of
+// the warp's first row from its first column.
+template <int NT>
+__device__ inline void add_behind(float (&scores)[NT][4], float slope, int distance) {
+  const float first = float(distance + int(threadIdx.x) % 4 * 2 - int(threadIdx.x) % 32 / 4);
+#pragma unroll
+  for (int n = 0; n < NT; n++)
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+      scores[n][i] = fmaf(2 * slope, fminf(first + float(n * 8 + i % 2 - i / 2 * 8), 0), scores[n][i]);
+}
+
+// Adds terms, or their negative, to products that have been made without; numbers: the columns', in shared
+// memory.
 template <class Element, int NT>
-__device__ inline void add_terms(float (&products)[NT][4], uint32_t numbers) {
+__device__ inline void add_terms(float (&products)[NT][4], uint32_t numbers, bool negative = false) {
 #pragma unroll
   for (int n = 0; n < NT; n++)
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       const int column = n * 8 + threadIdx.x % 4 * 2 + i;
       const int4 four = load_shared_words(numbers + column * HalvesOperand::ROW_BYTES);
-      const float number = number_of_parts<Element>(make_uint2(four.x, four.y));
+      const float size = number_of_parts<Element>(make_uint2(four.x, four.y)), number = negative ? -size : size;
       products[n][i] += number, products[n][2 + i] += number;
     }
 }

@@ -29,9 +29,9 @@ struct ForwardShape {
   static constexpr int program = PROGRAM;  // what may act on scores; then GENERAL, but for what is folded
   // Whether it makes again what is NaN itself. That more code is there costs others 3 % of their speed.
   static constexpr bool mends = IN_PARTS || (HEAD_DIM >= 128 && sizeof(typename kinds::FA_KIND::Io) == 2);
-  static constexpr bool folds = folds_keys(PROGRAM);
+  static constexpr bool folds = folds_terms(PROGRAM);
   static constexpr bool has_slopes = PROGRAM & SLOPES, has_keys = PROGRAM & KEYS, has_cells = PROGRAM & CELLS,
-                        drops = PROGRAM & DROPOUT;
+                        drops = PROGRAM & DROPOUT, folds_slopes = folds && has_slopes;
 };
 
 // Of the registers that a block of threads begins with, the same number for each thread, more than the row says
@@ -66,6 +66,23 @@ struct ForwardTile {
     for_each_word([&](int i, int &word) { word = uniform(load_shared_word(from + i * 4)); });
   }
 };
+
+// Those of a tile's rows that a consumer has, whose first one this is.
+__device__ inline Range rows_of_consumer(Range rows, int first) { return {first, min(first + 64, rows.end)}; }
+
+// The column block of a tile that is visited after `i` others, where there are no bands. With slopes the first
+// is that beside the tile's last row, and those behind it follow the others: so scores fall, and references
+// stay.
+template <class Shape>
+__device__ inline int block_at(const fa_cuda_arguments &a, const ForwardTile &tile, int i) {
+  const Blocks &blocks = tile.k_blocks;
+  if constexpr (Shape::folds_slopes) {
+    const int beside = (a.window.seqlen_k - a.window.seqlen_q + tile.rows.end - 1) / Shape::block_k;
+    i += blocks.last - max(blocks.last - blocks.count + 1, min(blocks.last, beside));
+    if (i >= blocks.count) i -= blocks.count;
+  }
+  return blocks.at(i);
+}
 
 // The part that a column block is of.
 __device__ inline int part_of_block(const fa_cuda_arguments &a, int block) {
@@ -119,6 +136,8 @@ struct ToldVisit {
   static constexpr int KINDS_AT = 8;
   static constexpr uint32_t SEEN = (1 << KINDS_AT) - 1;
   __device__ static uint32_t kinds(uint32_t flags) { return flags >> KINDS_AT & SEEN; }
+  // In the place of kinds where slopes are folded: whether all columns lie behind a consumer's rows.
+  __device__ static constexpr uint32_t lie_behind(int consumer) { return 1 << (KINDS_AT + consumer); }
   __device__ static constexpr uint32_t sees_any(int consumer) { return 2 << consumer * 2; }
   __device__ static constexpr uint32_t sees_all(int consumer) { return 4 << consumer * 2; }
 
@@ -194,7 +213,14 @@ struct Teller {
         kinds = keys.of<Shape::block_k>(visits.begin);
         if (kinds & FA_CUDA_KEYS_SHOW) break;
       }
-    return visits.done() ? 0 : flags_of(visits) | kinds << ToldVisit::KINDS_AT;
+    if (visits.done()) return 0;
+    if constexpr (Shape::folds_slopes)
+#pragma unroll
+      for (int consumer = 0; consumer < Shape::num_consumers; consumer++)
+        if (hopper::lie_behind(visits.band.k_end - visits.band.q_end,
+                               rows_of_consumer(visits.own, visits.own.begin + consumer * 64), visits.begin))
+          kinds |= 1 << consumer;
+    return flags_of(visits) | kinds << ToldVisit::KINDS_AT;
   }
   template <class Visits>
   __device__ uint32_t flags_of(const Visits &visits) {
@@ -211,7 +237,7 @@ struct Teller {
     uint32_t some = 0;
 #pragma unroll 1
     for (int consumer = 0; consumer < Shape::num_consumers; consumer++) {
-      const Range own = {rows.begin + consumer * 64, min(rows.begin + consumer * 64 + 64, rows.end)};
+      const Range own = rows_of_consumer(rows, rows.begin + consumer * 64);
       const Range seen = overlap(seen_in_band<true>(band, own), columns);
       if (seen.begin >= seen.end) continue;
       some |= ToldVisit::sees_any(consumer);
@@ -241,10 +267,11 @@ struct ForwardBuffers {
   static constexpr int BIAS_AT = V_AT + STAGES * K_BYTES, BIAS_BYTES = Shape::has_cells ? BiasTile::BYTES : 0;
   static constexpr int KEYS_AT = BIAS_AT + STAGES * BIAS_BYTES,
                        KEY_BYTES = Shape::folds ? HalvesOperand::ROW_BYTES : 4,
-                       KEYS_BYTES = Shape::has_keys ? Shape::block_k * KEY_BYTES : 0;
+                       KEYS_BYTES = Shape::has_keys || Shape::folds ? Shape::block_k * KEY_BYTES : 0;
   // Of folded terms the left operand, and what keys have in common.
   static constexpr int LEFT_AT = KEYS_AT + STAGES * KEYS_BYTES, LEFT_HALF = 64 * HalvesOperand::ROW_BYTES,
-                       ZEROS_AT = LEFT_AT + (Shape::folds ? 2 * LEFT_HALF : 0);
+                       NUM_LEFTS = Shape::folds_slopes ? 2 : 1,  // with either sign
+      ZEROS_AT = LEFT_AT + (Shape::folds ? (NUM_LEFTS + 1) * LEFT_HALF : 0);
   static constexpr int BARRIERS_AT = ZEROS_AT + (Shape::folds ? KEYS_BYTES : 0),
                        NUM_BARRIERS = 2 * (Q_STAGES + 2 * STAGES);
   static constexpr int NEXT_AT = BARRIERS_AT + NUM_BARRIERS * 8,
@@ -264,7 +291,9 @@ struct ForwardBuffers {
   __device__ uint32_t bias(int i) const { return base + BIAS_AT + i * BIAS_BYTES; }
   __device__ uint32_t keys(int i) const { return base + KEYS_AT + i * KEYS_BYTES; }
   __device__ HalvesOperand terms(int i) const { return {keys(i), base + ZEROS_AT}; }
-  __device__ HalvesOperand left_of_terms() const { return {base + LEFT_AT, base + LEFT_AT + LEFT_HALF}; }
+  __device__ HalvesOperand left_of_terms(int i) const {
+    return {base + LEFT_AT + i * LEFT_HALF, base + LEFT_AT + NUM_LEFTS * LEFT_HALF};
+  }
   __device__ uint32_t next_tile(int i) const { return base + NEXT_AT + i * ForwardTile::WORDS * 4; }
 
   // Of what the ring has at a stage of k.
@@ -278,8 +307,9 @@ struct ForwardBuffers {
     const uint4 zeros = make_uint4(0, 0, 0, 0);
     if (row < Shape::block_k) store_shared(base + ZEROS_AT + at, zeros);
     if (row < 64) {
-      store_shared(base + LEFT_AT + at, row_of_factors<typename Kind::Element>());
-      store_shared(base + LEFT_AT + LEFT_HALF + at, zeros);
+      for (int i = 0; i < NUM_LEFTS; i++)
+        store_shared(base + LEFT_AT + i * LEFT_HALF + at, row_of_factors<typename Kind::Element>(1 - 2 * i));
+      store_shared(base + LEFT_AT + NUM_LEFTS * LEFT_HALF + at, zeros);
     }
     fence_async();
   }
@@ -342,13 +372,15 @@ struct Producer {
                                fa_cuda_block_plan &next_plan) {
     const auto k = buffers.k(ring.stage), v = buffers.v(ring.stage);
     barrier_wait(k.empty, ring.phase ^ 1);
-    const bool adds_keys = Shape::has_keys && a.program.keys.kinds;
+    const bool adds_keys = Shape::folds || (Shape::has_keys && a.program.keys.kinds);
     int more_bytes = adds_keys ? Buffers::KEYS_BYTES : 0;
     if constexpr (Shape::has_cells) more_bytes += Buffers::BiasTile::bytes(a.program);
     load(k, maps.k, column, kv_head, tile.batch, more_bytes);
     if (adds_keys) {
       const void *numbers;
-      if constexpr (Shape::folds)
+      if constexpr (Shape::folds_slopes)
+        numbers = terms_of_slope(a.program.keys, tile.batch, tile.head, false);
+      else if constexpr (Shape::folds)
         numbers = terms_of(a.program.keys, tile.batch, tile.head, column);
       else
         numbers = addends_of(a.program.keys, tile.batch, tile.head, column);
@@ -369,7 +401,7 @@ struct Producer {
     const int first_column = sequence_of(a, tile.batch).first_column, kv_head = kv_head_of(a, tile.head);
     for (int i = 0, left = tile.k_blocks.count - 1; left >= 0; i++, left--) {
       if (left == min(1, tile.k_blocks.count - 1)) take_next();
-      load_columns(tile, kv_head, first_column + tile.k_blocks.at(i) * Shape::block_k, left == 0, next,
+      load_columns(tile, kv_head, first_column + block_at<Shape>(a, tile, i) * Shape::block_k, left == 0, next,
                    next_plan);
     }
   }
@@ -560,13 +592,14 @@ struct Consumer {
     return {before, before + own.count};
   }
 
-  // stage: that of k.
-  __device__ void start_scores(const BoxOperand<QTile, true> &q_rows, Stage k,
-                               [[maybe_unused]] uint32_t stage) {
+  // stage: that of k; behind: whether all of its columns lie behind the consumer's rows, for slopes.
+  __device__ void start_scores(const BoxOperand<QTile, true> &q_rows, Stage k, [[maybe_unused]] uint32_t stage,
+                               [[maybe_unused]] bool behind) {
     const BoxOperand<KTile, true> columns(k.tile);
     auto fold = [&] {
       if constexpr (Shape::folds)
-        multiply_one_more<typename Kind::Element>(scores[0], buffers.left_of_terms(), buffers.terms(stage));
+        multiply_one_more<typename Kind::Element>(scores[0], buffers.left_of_terms(behind),
+                                                  buffers.terms(stage));
     };
     if constexpr (Shape::holds_q)
       multiply<Kind, QK_STEPS>(scores[0], q_held, columns, false, fold);
@@ -595,18 +628,35 @@ struct Consumer {
     }
   }
 
+  __device__ fa_cuda_score form() const { return Shape::folds ? without_softcap(a.score) : a.score; }
   __device__ void make_scores_of(int column, float unscale, int num_columns = Shape::block_k) {
-    make_scores<Kind, false, 1, NT>(scores, a, {row, row + 64}, {column, column + Shape::block_k},
+    make_scores<Kind, false, 1, NT>(scores, a, form(), {row, row + 64}, {column, column + Shape::block_k},
                                     {tile.batch, tile.head, first_row, column}, unscale, num_columns);
   }
+  // What scores are due beside slopes' terms: see terms.
+  using Due = std::conditional_t<Shape::has_slopes, float[1][2], NothingDue>;
+  // distance: of column 0 from the place beside row 0.
+  __device__ void finish_slopes([[maybe_unused]] int distance, [[maybe_unused]] int column,
+                                [[maybe_unused]] bool behind, [[maybe_unused]] Due &due) {
+    if constexpr (Shape::folds_slopes)
+      finish_folded_slopes(scores[0], due, slope, distance + first_row - column, behind, a.window.right > 0);
+  }
+  __device__ int plain_distance() const { return a.window.seqlen_k - a.window.seqlen_q; }
+  __device__ bool lie_behind(int column) const {
+    return Shape::folds_slopes &&
+           hopper::lie_behind(plain_distance(), rows_of_consumer(tile.rows, row), column);
+  }
   // Products become exponentials; true where o is due a rescale_rows.
-  __device__ bool make_exponentials(int column, float unscale, int num_columns = Shape::block_k) {
+  __device__ bool make_exponentials(int column, bool behind, float unscale, int num_columns = Shape::block_k) {
     make_scores_of(column, unscale, num_columns);
-    return softmax.update(scores, unit, num_columns);
+    [[maybe_unused]] Due due;
+    finish_slopes(plain_distance(), column, behind, due);
+    return softmax.update(scores, unit, num_columns, due);
   }
 
   // A visit's products once more, by the warp alone, where exponentials turned out to be too large.
-  __device__ void start_again(Stage q, Stage k, [[maybe_unused]] uint32_t numbers) {
+  __device__ void start_again(Stage q, Stage k, [[maybe_unused]] uint32_t numbers,
+                              [[maybe_unused]] bool behind) {
     uint32_t lane = threadIdx.x % 32;
     forget(lane);  // or what follows from it is kept in registers from the kernel's beginning on
     set_zero<1, NT>(scores);
@@ -623,7 +673,7 @@ struct Consumer {
         mma(typename Kind::Element(), scores[0][n + 1], rows, columns[2], columns[3]);
       }
     }
-    if constexpr (Shape::folds) add_terms<typename Kind::Element>(scores[0], numbers);
+    if constexpr (Shape::folds) add_terms<typename Kind::Element>(scores[0], numbers, behind);
   }
 
   // Makes this warp's rows of q ready, where they are not so as the producer brought them.
@@ -643,43 +693,47 @@ struct Consumer {
   // one before, whose exponentials are p. Leaves o's last product due; returns what to multiply that with.
   __device__ float go_through_columns(Stage q, int end) {
     const BoxOperand<QTile, true> q_rows(q.tile, consumer * 64);
-    int column = tile.k_blocks.at(visited) * Shape::block_k;
+    int column = block_at<Shape>(a, tile, visited) * Shape::block_k;
     float of_scores = unscaling(exponent_q, a.k, column), of_o = unscaling(P_EXPONENT, a.v, column);
     barrier_wait(buffers.k(ring.stage).full, ring.phase);
-    start_scores(q_rows, buffers.k(ring.stage), ring.stage);
+    bool behind = lie_behind(column);
+    start_scores(q_rows, buffers.k(ring.stage), ring.stage, behind);
     release_stored();
     wgmma_wait<0>(scores[0]);
     barrier_arrive_warp(buffers.k(ring.stage).empty);
     // In the first column block the warp's rows may see no more than the first columns.
     const Range seen = visible_columns(sequence_of(a, tile.batch), {first_row, first_row + 16});
-    make_exponentials(column, of_scores, seen.end - column);
+    make_exponentials(column, behind, of_scores, seen.end - column);
     convert<Kind>(p, scores, 1 << P_EXPONENT);
     for (visited++; __any_sync(~0u, visited < end); visited++) {
       Ring<Buffers::STAGES> next = ring;
       next.advance();
       const Stage k = buffers.k(next.stage), v = buffers.v(ring.stage);
-      column = tile.k_blocks.at(visited) * Shape::block_k;
+      column = block_at<Shape>(a, tile, visited) * Shape::block_k;
       of_scores = unscaling(exponent_q, a.k, column);
       const float of_next_o = unscaling(P_EXPONENT, a.v, column);
+      behind = lie_behind(column);
       barrier_wait(k.full, next.phase);
       turns.wait();
-      start_scores(q_rows, k, next.stage);
+      start_scores(q_rows, k, next.stage, behind);
       barrier_wait(v.full, ring.phase);
       start_o(v);
       turns.pass();
       wgmma_wait<1>(scores[0]);
       if constexpr (Shape::follows) {
         make_scores_of(column, of_scores);
-        const bool follows = softmax.follow(scores, unit);
+        [[maybe_unused]] Due due;
+        finish_slopes(plain_distance(), column, behind, due);
+        const bool follows = softmax.follow(scores, unit, due);
         finish_o(v, of_o);
         if (__builtin_expect(!follows, 0)) {
-          start_again(q, k, buffers.keys(next.stage));
-          if (make_exponentials(column, of_scores)) softmax.rescale_rows(o);
+          start_again(q, k, buffers.keys(next.stage), behind);
+          if (make_exponentials(column, behind, of_scores)) softmax.rescale_rows(o);
         }
         barrier_arrive_warp(k.empty);
       } else {
         barrier_arrive_warp(k.empty);
-        const bool moved = make_exponentials(column, of_scores);
+        const bool moved = make_exponentials(column, behind, of_scores);
         finish_o(v, of_o);
         if (moved) softmax.rescale_rows(o);
       }
@@ -699,6 +753,16 @@ struct Consumer {
     return __any_sync(~0u, flags & ToldVisit::sees_all(consumer));
   }
   __device__ bool is_last(uint32_t flags) const { return __any_sync(~0u, flags & ToldVisit::LAST); }
+
+  // Whether all columns lie behind the consumer's rows. Slopes make scores rise there from visit to visit, so
+  // that exponentials against the reference as it is would not do.
+  __device__ bool lie_behind_by(uint32_t flags) const {
+    return Shape::folds_slopes && __any_sync(~0u, flags & ToldVisit::lie_behind(consumer));
+  }
+  __device__ void finish_slopes(uint32_t flags, [[maybe_unused]] const ToldVisit &visit, Due &due) {
+    if constexpr (Shape::folds_slopes)
+      finish_slopes(visit.distance(), visit.column(), lie_behind_by(flags), due);
+  }
 
   // The flags of the visit at a stage of k, when that is full.
   __device__ uint32_t next_visit(const Ring<Buffers::STAGES> &at) {
@@ -759,8 +823,9 @@ struct Consumer {
     const uint32_t empty = buffers.k(stage.stage).empty;
     int num_columns = Shape::block_k;
     if constexpr (!Shape::program || Shape::folds) barrier_arrive_warp(empty);
-    finish_scores<Kind, 1, NT>(scores, a.score, unscale);
+    finish_scores<Kind, 1, NT>(scores, form(), unscale);
     [[maybe_unused]] float due[1][2] = {};
+    if constexpr (Shape::folds_slopes) finish_slopes(flags, visit, due);
     if constexpr (Shape::program && !Shape::folds) {
       add_program(flags, visit, stage, due);
       barrier_arrive_warp(empty);
@@ -805,7 +870,7 @@ struct Consumer {
       float of_scores = unscaling(exponent_q, a.k, buffers.visit(ring));
       of_o = unscaling(P_EXPONENT, a.v, buffers.visit(ring));
       if (turn) turns.wait();
-      start_scores(q_rows, buffers.k(ring.stage), ring.stage);
+      start_scores(q_rows, buffers.k(ring.stage), ring.stage, lie_behind_by(flags));
       if (turn) turns.pass();
       turn = true;
       release_stored();
@@ -828,7 +893,7 @@ struct Consumer {
         clear_unseen();
         barrier_wait(k.full, next.phase);
         turns.wait();
-        start_scores(q_rows, k, next.stage);
+        start_scores(q_rows, k, next.stage, lie_behind_by(flags));
         barrier_wait(v.full, ring.phase);
         start_o(v);
         turns.pass();
@@ -836,21 +901,23 @@ struct Consumer {
         of_scores = unscaling(exponent_q, a.k, buffers.visit(next));
         const float of_next_o = unscaling(P_EXPONENT, a.v, buffers.visit(next));
         wgmma_wait<1>(scores[0]);
-        if (Shape::follows && settled && sees_all(flags)) {
+        if (Shape::follows && settled && sees_all(flags) && !lie_behind_by(flags)) {
           // As make_exponentials has it, less what that asks: a function for both is 3 % slower.
+          [[maybe_unused]] Due due;
           auto make_own_scores = [&] {
-            finish_scores<Kind, 1, NT>(scores, a.score, of_scores);
-            [[maybe_unused]] float due[1][2];
-            if constexpr (Shape::program && !Shape::folds) add_program(flags, buffers.visit(next), next, due);
+            finish_scores<Kind, 1, NT>(scores, form(), of_scores);
+            if constexpr (Shape::folds_slopes) finish_slopes(flags, buffers.visit(next), due);
+            [[maybe_unused]] float none[1][2];
+            if constexpr (Shape::program && !Shape::folds) add_program(flags, buffers.visit(next), next, none);
           };
           make_own_scores();
           has_unseen = false;
-          const bool follows = softmax.follow(scores, unit);
+          const bool follows = softmax.follow(scores, unit, due);
           finish_o(v, of_o);
           if (__builtin_expect(!follows, 0)) {
-            start_again(q, k, buffers.keys(next.stage));
+            start_again(q, k, buffers.keys(next.stage), false);
             make_own_scores();
-            if (softmax.update(scores, unit)) softmax.rescale_rows(o);
+            if (softmax.update(scores, unit, Shape::block_k, due)) softmax.rescale_rows(o);
           }
           barrier_arrive_warp(k.empty);
         } else {
@@ -947,7 +1014,9 @@ struct Consumer {
     kv_head = kv_head_of(a, tile.head);
     visited = 0, exponent_q = 0;
     softmax = Softmax();
-    if constexpr (Shape::has_slopes)
+    if constexpr (Shape::folds_slopes)
+      slope = slope_of_head(a, tile.batch, tile.head) / a.score.factor;
+    else if constexpr (Shape::has_slopes)
       slope = number_of_head(a.program, FA_CUDA_ALIBI_SLOPES, {tile.batch, tile.head, 0, 0}, 0);
     if (drops()) dropout = dropout_of(a.program, tile.batch, tile.head);
     barrier_wait(q.full, q_ring.phase);
@@ -1080,6 +1149,7 @@ const fa_cuda_kernel FA_JOIN(fa_hopper_forward_, FA_KIND)[] = {
     PARTS_ROW("/d128/parts", 128, 128, 2, 2, 240, 24, true),
     ROW("/d64", 64, 128, 3, 2, 160, 32),
     ROW("/d64/keys", 64, 128, 3, 2, 160, 32, false, KEYS),
+    ROW("/d64/slopes", 64, 128, 3, 2, 160, 32, false, SLOPES),
     PROGRAM_ROW("/d64/terms", SLOPES | KEYS, 64, 128, 3, 2, 160, 32, false),
     PROGRAM_ROW("/d64/cells", CELLS, 64, 128, 2, 2, 216, 72, false),
     PROGRAM_ROW("/d64/dropout", KEYS | DROPOUT, 64, 128, 2, 2, 216, 72, false),
@@ -1087,6 +1157,7 @@ const fa_cuda_kernel FA_JOIN(fa_hopper_forward_, FA_KIND)[] = {
     ROW("/d128/long", 128, 128, 2, 2, 240, 24, true, NO_PROGRAM, true),
     ROW("/d128", 128, 128, 2, 2, 240, 24, true),
     ROW("/d128/keys", 128, 128, 2, 2, 240, 24, true, KEYS, true),
+    ROW("/d128/slopes", 128, 128, 2, 2, 240, 24, true, SLOPES, true),
     PROGRAM_ROW("/d128/terms", SLOPES | KEYS, 128, 128, 2, 2, 232, 40, false),
     PROGRAM_ROW("/d128/cells", CELLS, 128, 128, 2, 1, 232, 40, false),
     PROGRAM_ROW("/d128/dropout", KEYS | DROPOUT, 128, 128, 2, 2, 232, 40, false),

@@ -68,7 +68,9 @@ typedef struct fa_cuda_cells {
 
 /* A bias that all rows share, as kernels that read by tensor maps have it: a number a key, which the keys
  * kernel makes f32 or, for kernels that fold terms, parts of a product. Blocks of FA_CUDA_KEYS_BLOCK follow one
- * another, with one more behind the last key. Strides count blocks. */
+ * another, with one more behind the last key. Strides count blocks.
+ * Of slopes that are folded there are two blocks a head: the slope times a key's place in its block, and the
+ * negative of that. */
 enum { FA_CUDA_KEYS_BLOCK = 128 };
 enum {
   FA_CUDA_KEYS_SHOW = 1, /* some of the block's keys are visible */
@@ -79,7 +81,7 @@ enum { FA_CUDA_TERM_WORDS = 4 };
 typedef struct fa_cuda_keys {
   float *addends;  /* of flags +inf and -inf; NULL: there is no such bias, or it is folded */
   uint32_t *terms; /* FA_CUDA_TERM_WORDS a key, see terms.cuh: the parts of what it adds to q·k; or NULL */
-  uint8_t *kinds;  /* of each block, the sum of the above; NULL: there is no such bias */
+  uint8_t *kinds;  /* of each block, the sum of the above; NULL: there is no such bias, or it is slopes */
   int64_t stride_batch, stride_head;
 } fa_cuda_keys;
 
@@ -167,6 +169,9 @@ typedef struct fa_cuda_arguments {
    * dk and dv are f32 workspace, in which the batches of a part follow those of the part before. Of a forward
    * in parts: so many split the column blocks of all rows, and o and lse are such workspace. */
   int32_t num_column_parts;
+  /* Of a backward that folds slopes: shift has the slope's part of each row in its row block, and this the same
+   * for columns behind the rows. */
+  float *shift_behind;
 } fa_cuda_arguments;
 
 /* The gradient by lse, as lse, for the kernel of a backward that makes delta; NULL: none. Batches are
@@ -255,14 +260,15 @@ typedef struct fa_cuda_reduction {
   int32_t num_parts, batch, num_heads, num_rows, num_columns;
 } fa_cuda_reduction;
 
-/* The keys kernel's argument: makes `to` of a bias that all rows share. */
+/* The keys kernel's argument: makes `to` of a bias that all rows share, or of slopes. */
 typedef struct fa_cuda_key_reading {
-  fa_cuda_cells bias;
+  fa_cuda_cells bias; /* or slopes */
+  int32_t of_slopes;
   fa_cuda_keys to;
   float per_scale; /* of terms: what a number is multiplied with to be one of q·k */
   int32_t of_f16;  /* of terms: their elements are f16, or bf16 */
   int32_t seqlen_k, num_heads, blocks_a_row;
-  int64_t num_blocks; /* in all rows: of batches and heads that the bias tells apart */
+  int64_t num_blocks; /* in all rows: of batches and heads that these tell apart */
 } fa_cuda_key_reading;
 
 /* The unpack kernel's argument: [num_rows, heads_a_row] rows of heads, pitches in bytes. */
@@ -299,10 +305,12 @@ enum {
   FA_CUDA_NEEDS_PAGES = 1 << 9,   /* only kernels for few rows take these */
   /* Of 16-bit types: a scale or softcap with which f32's rounding of a score is an exponent. */
   FA_CUDA_NEEDS_EXTREMES = 1 << 10,
-  /* Numbers a key that cannot be parts of q·k: behind a softcap, or a scale far from 1. */
+  /* Numbers a key, or slopes, that cannot be parts of q·k: behind a softcap, or a scale far from 1. */
   FA_CUDA_NEEDS_LATE_TERMS = 1 << 11,
-  FA_CUDA_NEEDS_KEY_SUMS = 1 << 12,  /* of a backward: the gradient by numbers a key */
+  FA_CUDA_NEEDS_SUMS = 1 << 12,      /* of a backward: gradients by what a program adds */
   FA_CUDA_NEEDS_KEY_FLAGS = 1 << 13, /* of a forward: a mask of keys, which may hide whole blocks */
+  /* Of a forward: slopes where some rows see a part of the columns behind the place beside them. */
+  FA_CUDA_NEEDS_SLOPES_BEHIND = 1 << 14,
   /* Of each fa_cuda_head_number the bit so far behind this one: kernels that do not know it decline. */
   FA_CUDA_NEEDS_OF_HEADS = 1 << 16,
   FA_CUDA_NEEDS_SLOPES = FA_CUDA_NEEDS_OF_HEADS << FA_CUDA_ALIBI_SLOPES,
@@ -310,7 +318,8 @@ enum {
   FA_CUDA_PROGRAM_NEEDS =
       FA_CUDA_NEEDS_ANY_OF_HEADS | FA_CUDA_NEEDS_KEYS | FA_CUDA_NEEDS_CELLS | FA_CUDA_NEEDS_DROPOUT,
   FA_CUDA_ALL_NEEDS = FA_CUDA_NEEDS_ANY_OF_HEADS | (FA_CUDA_NEEDS_PAGES - 1) | FA_CUDA_NEEDS_EXTREMES |
-                      FA_CUDA_NEEDS_LATE_TERMS | FA_CUDA_NEEDS_KEY_SUMS | FA_CUDA_NEEDS_KEY_FLAGS,
+                      FA_CUDA_NEEDS_LATE_TERMS | FA_CUDA_NEEDS_SUMS | FA_CUDA_NEEDS_KEY_FLAGS |
+                      FA_CUDA_NEEDS_SLOPES_BEHIND,
   FA_CUDA_PLAIN_NEEDS = FA_CUDA_NEEDS_WINDOW | FA_CUDA_NEEDS_SOFTCAP | FA_CUDA_NEEDS_SINKS,
   FA_CUDA_MASK_NEEDS = FA_CUDA_PLAIN_NEEDS | FA_CUDA_NEEDS_BANDS | FA_CUDA_NEEDS_LENGTHS,
 };
@@ -333,7 +342,7 @@ typedef struct fa_cuda_kernel {
   bool begins_early;      /* main waits by itself for the small kernel in front of it */
   bool single_column;     /* backward: only for problems with one column block, which every row sees */
   bool mends;             /* forward: main itself makes again what is NaN beside hidden cells */
-  bool folds;             /* main makes numbers a key parts of q·k: fa_cuda_keys.terms */
+  bool folds;             /* main makes numbers a key, or slopes, parts of q·k: fa_cuda_keys.terms */
   bool in_parts;          /* forward: keys are split into parts, whose o and lse a merge follows */
   const void *main;       /* one block a q block (forward) or k block (backward) of a head */
   const void *statistics; /* backward, fa_cuda_dlse beside the arguments: delta, shift, and what begins at 0 */

@@ -80,6 +80,12 @@ __device__ inline float per_softcap(const fa_cuda_score &score) {
 
 // ---- from products to scores -----------------------------------------------------------------------------
 
+// The form of scores in kernels that take no softcap, which ptxas does not know.
+__device__ inline fa_cuda_score without_softcap(fa_cuda_score score) {
+  if (score.form != FA_CUDA_SCORE_NEGATED) score.form = FA_CUDA_SCORE_PLAIN;
+  return score;
+}
+
 // unscale is what to multiply products of scaled operands with, a power of two.
 template <class Kind, fa_cuda_score_form FORM>
 __device__ inline float finish_score(float x, const fa_cuda_score &score, float unscale) {
@@ -154,9 +160,10 @@ __device__ inline bool see_all_in_band(const fa_cuda_arguments &a, const fa_band
 // accumulator's columns, and there is no program. None of the warp's rows sees columns from num_columns on.
 template <class Kind, bool TRANSPOSED, bool GENERAL, int MT, int NT>
 __device__ inline void make_scores_in_band(Accumulator<MT, NT> &scores, const fa_cuda_arguments &a,
-                                           const fa_band &band, Range rows, Range columns, const Place &at,
-                                           float unscale = 1, int num_columns = NT * 8) {
-  finish_scores<Kind, MT, NT>(scores, a.score, unscale);
+                                           const fa_cuda_score &score, const fa_band &band, Range rows,
+                                           Range columns, const Place &at, float unscale = 1,
+                                           int num_columns = NT * 8) {
+  finish_scores<Kind, MT, NT>(scores, score, unscale);
   if constexpr (GENERAL && !TRANSPOSED)
     if (a.program.is_there) add_to_scores<typename Kind::Io>(scores, a, band, at);
   if (see_all_in_band<GENERAL>(a, band, rows, columns)) return;
@@ -167,11 +174,11 @@ __device__ inline void make_scores_in_band(Accumulator<MT, NT> &scores, const fa
 }
 // The same where there are no bands.
 template <class Kind, bool TRANSPOSED, int MT, int NT>
-__device__ inline void make_scores(Accumulator<MT, NT> &scores, const fa_cuda_arguments &a, Range rows,
-                                   Range columns, const Place &at, float unscale = 1,
-                                   int num_columns = NT * 8) {
-  make_scores_in_band<Kind, TRANSPOSED, false, MT, NT>(scores, a, whole_band(a), rows, columns, at, unscale,
-                                                       num_columns);
+__device__ inline void make_scores(Accumulator<MT, NT> &scores, const fa_cuda_arguments &a,
+                                   const fa_cuda_score &score, Range rows, Range columns, const Place &at,
+                                   float unscale = 1, int num_columns = NT * 8) {
+  make_scores_in_band<Kind, TRANSPOSED, false, MT, NT>(scores, a, score, whole_band(a), rows, columns, at,
+                                                       unscale, num_columns);
 }
 
 // ---- from scores to probabilities, and from dp to ds -------------------------------------------------------
@@ -286,24 +293,39 @@ __device__ inline float per_shift_of(const fa_cuda_score &score) {
   return (score.form == FA_CUDA_SCORE_NEGATED ? 1 : -1) / exponent_of_unit<Kind>(score);
 }
 
+// What all shifts of a step are due: nothing, or a number.
+struct NoShiftDue {
+  __device__ float2 shifts(float2 of_rows) const { return of_rows; }
+  __device__ float2 products(float2 of_rows, float per_shift) const {
+    return {of_rows.x * per_shift, of_rows.y * per_shift};
+  }
+};
+struct ShiftDue {
+  float due;
+  __device__ float2 shifts(float2 of_rows) const { return {of_rows.x + due, of_rows.y + due}; }
+  __device__ float2 products(float2 of_rows, float per_shift) const {
+    const float own = due * per_shift;
+    return {fmaf(of_rows.x, per_shift, own), fmaf(of_rows.y, per_shift, own)};
+  }
+};
+
 // What a transposed product begins at; shift: in shared memory, of the accumulator's rows.
-template <int NT>
+template <int NT, class Due = NoShiftDue>
 __device__ inline void set_to_shift(float (&product)[1][NT][4], const fa_cuda_score &score, float per_shift,
-                                    uint32_t shift) {
+                                    uint32_t shift, const Due &due = Due()) {
 #pragma unroll
   for (int n = 0; n < NT; n++) {
-    const float2 of_rows = load_shared_pair(shift + (n * 8 + threadIdx.x % 4 * 2) * 4);
+    const float2 of_rows = due.products(load_shared_pair(shift + (n * 8 + threadIdx.x % 4 * 2) * 4), per_shift);
 #pragma unroll
-    for (int i = 0; i < 4; i++)
-      product[0][n][i] = begin_at_shift(score) ? (i % 2 ? of_rows.y : of_rows.x) * per_shift : 0;
+    for (int i = 0; i < 4; i++) product[0][n][i] = begin_at_shift(score) ? (i % 2 ? of_rows.y : of_rows.x) : 0;
   }
 }
 
 // Transposed scores become probabilities: take(n, p, slopes) gets them column block by column block of the
 // accumulator. shift: in shared memory. FROM_SHIFT: the scores may have begun at the shift.
-template <class Kind, bool FROM_SHIFT = false, int NT, class Take>
+template <class Kind, bool FROM_SHIFT = false, int NT, class Due, class Take>
 __device__ inline void make_transposed_p(const float (&scores)[1][NT][4], const fa_cuda_score &score,
-                                         uint32_t shift, Take take) {
+                                         uint32_t shift, const Due &due, Take take) {
   const float unit = exponent_of_unit<Kind>(score);
   const float per_cap = FROM_SHIFT && score.form != FA_CUDA_SCORE_SOFTCAP ? 0 : per_softcap<Kind>(score);
   auto take_all = [&](auto softcap) {
@@ -311,7 +333,7 @@ __device__ inline void make_transposed_p(const float (&scores)[1][NT][4], const 
 #pragma unroll
     for (int n = 0; n < NT; n++) {
       float2 row_shift = {0, 0};
-      if (!SHIFTED) row_shift = load_shared_pair(shift + (n * 8 + threadIdx.x % 4 * 2) * 4);
+      if (!SHIFTED) row_shift = due.shifts(load_shared_pair(shift + (n * 8 + threadIdx.x % 4 * 2) * 4));
       float p[4], slopes[4];
 #pragma unroll
       for (int i = 0; i < 4; i++) {
@@ -328,11 +350,12 @@ __device__ inline void make_transposed_p(const float (&scores)[1][NT][4], const 
     take_all(std::false_type());
 }
 // The same: p becomes an operand times scale; the slopes take the scores' place.
-template <class Kind, bool FROM_SHIFT = false, int NT>
+template <class Kind, bool FROM_SHIFT = false, int NT, class Due = NoShiftDue>
 __device__ inline void make_transposed_p(float (&scores)[1][NT][4], uint32_t (&operand)[Kind::PARTS][NT / 2][4],
-                                         const fa_cuda_score &score, uint32_t shift, float scale = 1) {
+                                         const fa_cuda_score &score, uint32_t shift, float scale = 1,
+                                         const Due &due = Due()) {
   make_transposed_p<Kind, FROM_SHIFT>(
-      scores, score, shift, [&](int n, const float(&p)[4], const float(&slopes)[4]) {
+      scores, score, shift, due, [&](int n, const float(&p)[4], const float(&slopes)[4]) {
 #pragma unroll
         for (int half = 0; half < 2; half++)
           convert_pair<Kind>(operand, n, half, p[half * 2], p[half * 2 + 1], scale);

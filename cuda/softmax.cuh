@@ -127,8 +127,8 @@ struct OnlineSoftmax {
   // The same against the references as they are, without a look for the largest score, which its exponential
   // gives away: false where one is too large, or the first that a row sees. Then nothing has changed but the
   // scores, which are lost.
-  template <int NT>
-  __device__ bool follow(Accumulator<MT, NT> &scores, float unit) {
+  template <int NT, class Due = NothingDue>
+  __device__ bool follow(Accumulator<MT, NT> &scores, float unit, const Due &due = NothingDue()) {
     float shift[MT][2], added[MT][2];
 #pragma unroll
     for (int m = 0; m < MT; m++)
@@ -136,6 +136,8 @@ struct OnlineSoftmax {
       for (int half = 0; half < 2; half++) {
         // With this one whatever is seen has an infinite exponential.
         shift[m][half] = max[m][half] == -INFINITY ? -1e30f : max[m][half] * unit;
+        if constexpr (!std::is_same<Due, NothingDue>::value)
+          shift[m][half] = fmaf(-due[m][half], unit, shift[m][half]);
         added[m][half] = 0;
       }
 #pragma unroll

@@ -31,6 +31,13 @@ struct TermParts {
   }
 };
 
+// A head's slope, where its products with distances are terms: no larger than f16's parts can hold them, over a
+// scale of that size.
+__device__ inline float bounded_slope(float slope, float scale) {
+  const float most = 0x1p23f * scale;
+  return isfinite(slope) ? fminf(fmaxf(slope, -most), most) : slope;
+}
+
 // The number whose parts are the first three elements of these words.
 template <class Element>
 __device__ inline float number_of_parts(uint2 words) {

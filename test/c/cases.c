@@ -30,6 +30,7 @@
 #define CAUSAL         .window_right = 0
 #define BANDS(n)       .bands_batch = 1, .num_bands = n
 #define ALIBI(b)       .alibi_batch = b
+#define CONSTANT(b)    ALIBI(b), .constant_alibi_slopes = 1
 #define BIAS(b, h, s)  .bias_batch = b, .bias_heads = h, .bias_rows = s
 #define DROPOUT(r)     .dropout = r, .num_seed_words = 2
 #define DLSE(b)        .dlse_batch = b
@@ -328,6 +329,8 @@ static const fa_case cases[] = {
         .num_bands = 5, ALIBI(2)),
     ROW("alibi, softcap, sinks, hidden rows", LENGTHS(230, 97), HEADS(2, 2), .head_dim = 128, ALIBI(1), CAUSAL,
         .softcap = 5, .num_sinks = 2),
+    TAGGED("alibi, constant", CASE_QUICK, LENGTHS(19, 37), HEADS(2, 1), .head_dim = 8, CONSTANT(1),
+           .num_sinks = 1),
     TAGGED("alibi, no keys", CASE_QUICK, LENGTHS(5, 0), ALIBI(1)),
     TAGGED("alibi, no batch", CASE_QUICK, LENGTHS(3, 4), .batch = 0, ALIBI(1)),
     FILLED("alibi, large", FILL_LARGE, LENGTHS(75, 101), .head_dim = 64, ALIBI(1)),
@@ -402,6 +405,24 @@ static const fa_case cases[] = {
            BIAS(1, 2, 1), .scale = -0.3, CAUSAL),
     ROW("alibi, negative scale", LENGTHS(300, 410), HEADS(4, 2), .head_dim = 128, ALIBI(1), .scale = -0.2,
         WINDOW(200, 170)),
+    /* With visits to the left of the diagonal, to its right, and on it. */
+    TAGGED("alibi, constant, long", CASE_QUICK, LENGTHS(520, 777), .batch = 2, HEADS(4, 2), .head_dim = 64,
+           CONSTANT(2)),
+    TAGGED("alibi, constant, long, causal", CASE_QUICK, LENGTHS(523, 1161), HEADS(3, 1), .head_dim = 128,
+           CONSTANT(1), CAUSAL),
+    ROW("alibi, constant, long", LENGTHS(777, 520), .batch = 2, HEADS(2, 1), .head_dim = 128, CONSTANT(1),
+        .num_sinks = 1),
+    ROW("alibi, constant, long, causal", LENGTHS(803, 699), HEADS(2, 2), .head_dim = 56, CONSTANT(1), CAUSAL,
+        .deterministic = 1),
+    ROW("alibi, constant, a window", LENGTHS(611, 800), HEADS(2, 1), .head_dim = 128, CONSTANT(1),
+        WINDOW(300, 140), .scale = -0.3),
+    TAGGED("alibi, constant, bands", CASE_QUICK, LENGTHS(459, 611), .batch = 2, HEADS(4, 2), .head_dim = 64,
+           .bands_batch = 2, .num_bands = 5, CONSTANT(2)),
+    ROW("alibi, constant, bands", LENGTHS(659, 511), .batch = 2, HEADS(4, 1), .head_dim = 128, .bands_batch = 1,
+        .num_bands = 4, CONSTANT(1), .num_sinks = 1),
+    ROW("alibi, constant, lengths", LENGTHS(241, 563), .batch = 2, HEADS(3, 1), .head_dim = 128, CONSTANT(2),
+        KEY_LENGTHS(2), CAUSAL),
+    FILLED("alibi, constant, large", FILL_LARGE, LENGTHS(275, 301), .head_dim = 64, CONSTANT(1)),
     TAGGED("mask of keys, alibi", CASE_QUICK, LENGTHS(205, 333), .batch = 2, HEADS(4, 2), .head_dim = 64,
            MASK(2, 1, 1), ALIBI(2), .num_sinks = 1),
     FILLED("bias of keys, large", FILL_LARGE, LENGTHS(175, 301), HEADS(2, 2), .head_dim = 128, BIAS(1, 1, 1)),
@@ -578,7 +599,10 @@ fa_case fa_case_random(uint64_t seed, uint64_t index) {
     p->num_bands = random_integer(random, 1, 12);
     p->bands_batch = random_uniform(random) < 0.5 ? 1 : p->batch;
   }
-  if (random_uniform(random) < 0.2) p->alibi_batch = random_uniform(random) < 0.5 ? 1 : p->batch;
+  if (random_uniform(random) < 0.2) {
+    p->alibi_batch = random_uniform(random) < 0.5 ? 1 : p->batch;
+    p->constant_alibi_slopes = random_uniform(random) < 0.5;
+  }
   if (random_uniform(random) < 0.2) {
     static const fa_dtype types[] = {FA_DTYPE_F32, FA_DTYPE_U8};
     const int64_t kind = random_integer(random, 0, 2);

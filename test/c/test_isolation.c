@@ -26,7 +26,7 @@ typedef struct sizes {
   unsigned has;
 } sizes;
 
-enum { WITH_BIAS = 1, WITH_ALIBI = 2, WITH_DROPOUT = 4, WITH_KEY_LENGTHS = 8, WITH_CELLS = 16 };
+enum { WITH_BIAS = 1, WITH_ALIBI = 2, WITH_DROPOUT = 4, WITH_KEY_LENGTHS = 8, WITH_CELLS = 16, WITH_CONSTANTS = 32 };
 
 #define ANY FA_UNBOUNDED
 
@@ -67,6 +67,8 @@ static const sizes table[] = {
     {1, 130, 150, 2, 1, 128, ANY, ANY, 0, 0, 0, WITH_BIAS | WITH_CELLS},
     {1, 140, 130, 2, 2, 64, ANY, ANY, 1, 0, 0, WITH_BIAS | WITH_CELLS},
     {1, 135, 140, 2, 1, 128, ANY, 0, 0, 0, 0, WITH_ALIBI},
+    {1, 135, 140, 2, 1, 128, ANY, 0, 0, 0, 0, WITH_ALIBI | WITH_CONSTANTS},
+    {1, 140, 130, 2, 1, 64, ANY, ANY, 1, 0, 0, WITH_ALIBI | WITH_CONSTANTS},
     {1, 140, 140, 2, 1, 64, ANY, 0, 0, 0, 3, WITH_DROPOUT},
     {1, 90, 140, 2, 1, 128, 50, 0, 1, 6, 0, WITH_BIAS | WITH_ALIBI | WITH_DROPOUT},
     {1, 90, 100, 2, 1, 200, ANY, 0, 0, 0, 0, WITH_BIAS | WITH_CELLS | WITH_ALIBI},
@@ -84,6 +86,7 @@ static fa_problem problem_of(const sizes *of, fa_dtype dtype) {
   if (of->has & WITH_BIAS) p.bias_batch = p.bias_rows = 1, p.bias_heads = p.num_heads, p.bias_dtype = dtype;
   if (of->has & WITH_CELLS) p.bias_rows = p.seqlen_q;
   if (of->has & WITH_ALIBI) p.alibi_batch = 1;
+  if (of->has & WITH_CONSTANTS) p.constant_alibi_slopes = 1;
   if (of->has & WITH_DROPOUT) p.dropout = 0.25, p.num_seed_words = 2;
   return p;
 }
