@@ -26,7 +26,14 @@ typedef struct sizes {
   unsigned has;
 } sizes;
 
-enum { WITH_BIAS = 1, WITH_ALIBI = 2, WITH_DROPOUT = 4, WITH_KEY_LENGTHS = 8, WITH_CELLS = 16, WITH_CONSTANTS = 32 };
+enum {
+  WITH_BIAS = 1,
+  WITH_ALIBI = 2,
+  WITH_DROPOUT = 4,
+  WITH_KEY_LENGTHS = 8,
+  WITH_CELLS = 16,
+  WITH_CONSTANTS = 32
+};
 
 #define ANY FA_UNBOUNDED
 
