@@ -268,10 +268,10 @@ struct ForwardBuffers {
   static constexpr int KEYS_AT = BIAS_AT + STAGES * BIAS_BYTES,
                        KEY_BYTES = Shape::folds ? HalvesOperand::ROW_BYTES : 4,
                        KEYS_BYTES = Shape::has_keys || Shape::folds ? Shape::block_k * KEY_BYTES : 0;
-  // Of folded terms the left operand, and what keys have in common.
-  static constexpr int LEFT_AT = KEYS_AT + STAGES * KEYS_BYTES, LEFT_HALF = 64 * HalvesOperand::ROW_BYTES,
-                       NUM_LEFTS = Shape::folds_slopes ? 2 : 1,  // with either sign
-      ZEROS_AT = LEFT_AT + (Shape::folds ? (NUM_LEFTS + 1) * LEFT_HALF : 0);
+  // Of folded terms the left operand, of slopes with either sign, and what keys have in common.
+  static constexpr int LEFT_AT = KEYS_AT + STAGES * KEYS_BYTES, LEFT_HALF = 64 * HalvesOperand::ROW_BYTES;
+  static constexpr int NUM_LEFTS = Shape::folds_slopes ? 2 : 1,
+                       ZEROS_AT = LEFT_AT + (Shape::folds ? (NUM_LEFTS + 1) * LEFT_HALF : 0);
   static constexpr int BARRIERS_AT = ZEROS_AT + (Shape::folds ? KEYS_BYTES : 0),
                        NUM_BARRIERS = 2 * (Q_STAGES + 2 * STAGES);
   static constexpr int NEXT_AT = BARRIERS_AT + NUM_BARRIERS * 8,
@@ -633,7 +633,7 @@ struct Consumer {
     make_scores<Kind, false, 1, NT>(scores, a, form(), {row, row + 64}, {column, column + Shape::block_k},
                                     {tile.batch, tile.head, first_row, column}, unscale, num_columns);
   }
-  // What scores are due beside slopes' terms: see terms.
+  // What scores are due beside the terms of slopes: see lie_behind.
   using Due = std::conditional_t<Shape::has_slopes, float[1][2], NothingDue>;
   // distance: of column 0 from the place beside row 0.
   __device__ void finish_slopes([[maybe_unused]] int distance, [[maybe_unused]] int column,
