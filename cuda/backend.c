@@ -180,6 +180,11 @@ static bool has_cells(const fa_problem *p) {
 /* Whether it has one for each key, which all rows share. */
 static bool has_keys(const fa_problem *p) { return is_there(p, FA_TENSOR_BIAS) && !has_cells(p); }
 
+static bool has_slopes(const fa_problem *p) { return is_there(p, FA_TENSOR_ALIBI_SLOPES); }
+static bool folds_slopes(const fa_problem *p, const fa_cuda_kernel *kernel) {
+  return kernel->folds && has_slopes(p);
+}
+
 /* See FA_CUDA_NEEDS_SINGLE_CELLS. A forward does what its backward does. */
 static bool has_single_cells(const fa_problem *p) {
   if (!has_cells(p) || p->dtype == FA_DTYPE_F32) return false;
@@ -197,8 +202,6 @@ static bool adds_numbers(const fa_problem *p) {
 static bool is_extreme(const fa_problem *p) {
   return !kinds[kind_of(p)].scaled && (p->softcap > 0x1p12 || (p->softcap == 0 && fabs(p->scale) > 0x1p16));
 }
-
-static bool has_slopes(const fa_problem *p) { return is_there(p, FA_TENSOR_ALIBI_SLOPES); }
 
 /* See FA_CUDA_NEEDS_LATE_TERMS. What a number is over the scale, f16's parts have to hold: at most 2^30. */
 static bool has_late_terms(const fa_problem *p) {
@@ -688,7 +691,7 @@ static void lay_out_program(const fa_plan *plan, const fa_cuda_kernel *kernel, c
 static void lay_out_keys(const fa_problem *p, const fa_cuda_kernel *kernel, fa_arena *workspace,
                          cuda_job *job) {
   fa_cuda_program *program = &job->arguments.program;
-  const bool of_slopes = kernel->folds && has_slopes(p);
+  const bool of_slopes = folds_slopes(p, kernel);
   if (!kernel->mapped || !(has_keys(p) || of_slopes)) return;
   const fa_cuda_cells *from = of_slopes ? &program->of_heads[FA_CUDA_ALIBI_SLOPES] : &program->bias;
   const int64_t a_row = of_slopes ? 2 : fa_divide_up(p->seqlen_k, FA_CUDA_KEYS_BLOCK) + 1;
@@ -882,7 +885,7 @@ static cuda_job lay_out(const fa_plan *plan, const fa_cuda_kernel *kernel, const
     a->num_sums = (int32_t)(heads_summed(p, kernel, a, job.num_multiprocessors) * a->num_q_blocks);
     a->dq_sum = fa_take(&workspace, (int64_t)a->num_sums * kernel->block_q * kernel->bucket, sizeof *a->dq_sum);
     a->shift = fa_take(&workspace, rows * a->padded_rows, sizeof *a->shift);
-    if (kernel->folds && has_slopes(p))
+    if (folds_slopes(p, kernel))
       a->shift_behind = fa_take(&workspace, rows * a->padded_rows, sizeof *a->shift_behind);
     a->delta = fa_take(&workspace, rows * a->padded_rows, sizeof *a->delta);
   }

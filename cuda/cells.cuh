@@ -83,12 +83,15 @@ __device__ inline void add_number(T *to, float x) {
 
 // ---- what is added to scores -------------------------------------------------------------------------------
 
+// Of column 0 from the place beside row 0, in a band.
+__device__ inline int distance_of_origin(const fa_band &band) { return band.k_end - band.q_end; }
+
 // Distances of a row's cells from the column beside it, in a band.
 struct Distances {
   float from_first;  // of an accumulator's columns
 
   __device__ Distances(const fa_band &band, int row, int column)
-      : from_first(float(row + band.k_end - band.q_end - column)) {}
+      : from_first(float(row + distance_of_origin(band) - column)) {}
   __device__ float at(int column) const { return fabsf(from_first - float(column)); }
 };
 

@@ -45,7 +45,7 @@ struct ProgramStep {
     const Visit heard = work.heard_visit(told);
     band = heard.band;
     at = {work.block.batch, heard.head, heard.rows.begin, column};
-    distance = {slope, band.k_end - band.q_end};
+    distance = {slope, distance_of_origin(band)};
   }
 };
 
@@ -131,15 +131,13 @@ __device__ inline __attribute__((always_inline)) void consume_blocks(
 
   // Whether the step's columns are seen by all of its rows, where somebody tells; heard while products run.
   [[maybe_unused]] bool see_all = false, crossed = false;
-  [[maybe_unused]] ShiftDue due = {};
+  [[maybe_unused]] typename Work::Due due = {};
   auto hear = [&](const Work &work) {
     if constexpr (GENERAL) {
       const uint32_t flags = work.heard_flags(buffers.visit(steps), work.columns.begin + consumer * 64);
       see_all = Work::see_all(flags);
-      if constexpr (Shape::folds_slopes) {
-        crossed = Work::are_crossed(flags);
-        if constexpr (!Shape::from_shift) due = Work::heard_due(buffers.visit(steps));
-      }
+      if constexpr (Shape::folds_slopes) crossed = Work::are_crossed(flags);
+      if constexpr (!Shape::from_shift) due = Work::heard_due(buffers.visit(steps));
     }
   };
 
@@ -157,16 +155,13 @@ __device__ inline __attribute__((always_inline)) void consume_blocks(
     forget(buffers.base);  // or ptxas keeps every address of this step in a register
     if constexpr (Shape::folds) {
       make_told_scores<Kind>(scores, score, work, visit, see_all, first_column + warp_row);
-      if constexpr (Shape::folds_slopes) {
+      if constexpr (Shape::folds_slopes)
         if (crossed) {
           const ProgramStep it(work, visit, 0, first_column + warp_row);
           add_behind(scores[0], Work::heard_slope(visit) / exponent_of_unit<Kind>(score),
                      it.distance.of_origin + it.at.row - it.at.column);
         }
-        make_transposed_p<Kind, Shape::from_shift>(scores, p_operand, score, buffers.shift(stage), 1, due);
-      } else {
-        make_transposed_p<Kind, Shape::from_shift>(scores, p_operand, score, buffers.shift(stage));
-      }
+      make_transposed_p<Kind, Shape::from_shift>(scores, p_operand, score, buffers.shift(stage), 1, due);
     } else if constexpr (Shape::program) {
       ProgramStep it(work, visit, slope, first_column + warp_row);
       if (it.at.head != program_head) enter_head(work, it.at), it.distance.slope = slope;

@@ -93,6 +93,8 @@ struct StepRows {
 template <class Shape, bool GENERAL>
 struct Work : std::conditional_t<Shape::single_column, SingleColumnWork<Shape>, ColumnWork<Shape, GENERAL>> {
   static constexpr bool may_be_part = Shape::single_column;
+  using Due = NoShiftDue;
+  __device__ static Due heard_due(uint32_t) { return {}; }
   using ConsumerStep = typename ColumnWork<Shape, GENERAL>::Step;
   __device__ ConsumerStep consumers_first() const { return this->first; }
   __device__ ConsumerStep consumers_next(ConsumerStep step) const { return next_step(step, this->q_blocks); }
@@ -145,7 +147,13 @@ struct Work<Shape, true> : ColumnWork<Shape, true> {
   __device__ static bool see_all(uint32_t flags) { return flags & 1; }
   __device__ static bool are_crossed(uint32_t flags) { return flags >> CROSSED_AT & 1; }
   // What a slope makes all shifts due, and itself, negative where columns lie behind, in their units.
-  __device__ static ShiftDue heard_due(uint32_t told) { return {load_shared_pair(told + SLOPE_AT).x}; }
+  using Due = std::conditional_t<Shape::folds_slopes, ShiftDue, NoShiftDue>;
+  __device__ static Due heard_due([[maybe_unused]] uint32_t told) {
+    if constexpr (Shape::folds_slopes)
+      return {load_shared_pair(told + SLOPE_AT).x};
+    else
+      return {};
+  }
   __device__ static float heard_slope(uint32_t told) { return load_shared_pair(told + SLOPE_AT).y; }
   static constexpr int SLOPE_AT = 24;
   // Puts down a step's rows, a bit for each part whose columns are seen by all of them, and, where somebody
@@ -165,7 +173,7 @@ struct Work<Shape, true> : ColumnWork<Shape, true> {
     }
     float slope = 0, due = 0;
     if constexpr (Shape::folds_slopes) {
-      const int distance = band.k_end - band.q_end;
+      const int distance = distance_of_origin(band);
       const bool behind = lie_behind(distance, visit.rows, first);
       slope = slope_of_head(a, this->block.batch, visit.head) * (behind ? -LOG2_E : LOG2_E);
       due = slope * float(distance + visit.rows.begin - first);
@@ -721,20 +729,12 @@ template <int SIDE, bool FROM_SHIFT = false, class Buffers, int NT, class More =
 __device__ inline void start_transposed(float (&product)[1][NT][4], const Buffers &buffers, int first_column,
                                         uint32_t step, const fa_cuda_score &score = {}, float per_shift = 0,
                                         More more = More()) {
-  using Shape = typename Buffers::Shape;
   using Kind = typename Buffers::Kind;
   barrier_wait(buffers.barrier(Q_FULL + SIDE, step % 2), step / 2 % 2);
-  if constexpr (FROM_SHIFT) {
-    auto set = [&](auto due) {
-      set_to_shift(product, score, Buffers::general ? per_shift : per_shift_of<Kind>(score),
-                   buffers.shift(step % 2), due);
-    };
-    if constexpr (Shape::folds_slopes)
-      set(Buffers::Work::heard_due(buffers.visit(step)));
-    else
-      set(NoShiftDue());
-  }
-  multiply<Kind, Shape::head_dim / 16, SIDE == K_SIDE>(
+  if constexpr (FROM_SHIFT)
+    set_to_shift(product, score, Buffers::general ? per_shift : per_shift_of<Kind>(score),
+                 buffers.shift(step % 2), Buffers::Work::heard_due(buffers.visit(step)));
+  multiply<Kind, Buffers::Shape::head_dim / 16, SIDE == K_SIDE>(
       product[0], BoxOperand<typename Buffers::KTile, true>(buffers.columns(SIDE), first_column),
       BoxOperand<typename Buffers::QTile, true>(buffers.rows(SIDE, step % 2)), FROM_SHIFT, more);
 }

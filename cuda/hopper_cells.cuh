@@ -248,6 +248,11 @@ __device__ inline bool lie_behind(int distance_of_origin, Range rows, int first_
   return distance_of_origin + rows.end - 1 <= first_column;
 }
 
+// A score of a visit that the diagonal crosses; distance: of its row from its column, negative behind.
+__device__ inline float with_crossing(float score, float slope, float distance) {
+  return fmaf(2 * slope, fminf(distance, 0), score);
+}
+
 // Finishes the scores of a visit with a head's slope, in units of scores: `due` becomes what all of the lane's
 // two rows are due beside. distance: of the warp's first row from the first column; behind: whether all columns
 // lie there; sees_behind: whether a row may see such.
@@ -266,7 +271,7 @@ __device__ inline void finish_folded_slopes(float (&scores)[NT][4], float (&due)
 #pragma unroll
         for (int i = 0; i < 4; i++) {
           const float x = own - float(lane % 4 * 2) + float(i / 2 * 8 - n * 8 - i % 2);
-          scores[n][i] = fmaf(2 * slope, fminf(x, 0), scores[n][i]);
+          scores[n][i] = with_crossing(scores[n][i], slope, x);
         }
 }
 
@@ -279,7 +284,7 @@ __device__ inline void add_behind(float (&scores)[NT][4], float slope, int dista
   for (int n = 0; n < NT; n++)
 #pragma unroll
     for (int i = 0; i < 4; i++)
-      scores[n][i] = fmaf(2 * slope, fminf(first + float(n * 8 + i % 2 - i / 2 * 8), 0), scores[n][i]);
+      scores[n][i] = with_crossing(scores[n][i], slope, first + float(n * 8 + i % 2 - i / 2 * 8));
 }
 
 // Adds terms, or their negative, to products that have been made without; numbers: the columns', in shared

@@ -70,6 +70,11 @@ struct ForwardTile {
 // Those of a tile's rows that a consumer has, whose first one this is.
 __device__ inline Range rows_of_consumer(Range rows, int first) { return {first, min(first + 64, rows.end)}; }
 
+// The distance of the origin where there are no bands. That of the whole band gives other instructions.
+__device__ inline int plain_distance(const fa_cuda_arguments &a) {
+  return a.window.seqlen_k - a.window.seqlen_q;
+}
+
 // The column block of a tile that is visited after `i` others, where there are no bands. With slopes the first
 // is that beside the tile's last row, and those behind it follow the others: so scores fall, and references
 // stay.
@@ -77,7 +82,7 @@ template <class Shape>
 __device__ inline int block_at(const fa_cuda_arguments &a, const ForwardTile &tile, int i) {
   const Blocks &blocks = tile.k_blocks;
   if constexpr (Shape::folds_slopes) {
-    const int beside = (a.window.seqlen_k - a.window.seqlen_q + tile.rows.end - 1) / Shape::block_k;
+    const int beside = (plain_distance(a) + tile.rows.end - 1) / Shape::block_k;
     i += blocks.last - max(blocks.last - blocks.count + 1, min(blocks.last, beside));
     if (i >= blocks.count) i -= blocks.count;
   }
@@ -137,7 +142,7 @@ struct ToldVisit {
   static constexpr uint32_t SEEN = (1 << KINDS_AT) - 1;
   __device__ static uint32_t kinds(uint32_t flags) { return flags >> KINDS_AT & SEEN; }
   // In the place of kinds where slopes are folded: whether all columns lie behind a consumer's rows.
-  __device__ static constexpr uint32_t lie_behind(int consumer) { return 1 << (KINDS_AT + consumer); }
+  __device__ static constexpr uint32_t behind(int consumer) { return 1 << (KINDS_AT + consumer); }
   __device__ static constexpr uint32_t sees_any(int consumer) { return 2 << consumer * 2; }
   __device__ static constexpr uint32_t sees_all(int consumer) { return 4 << consumer * 2; }
 
@@ -149,9 +154,9 @@ struct ToldVisit {
 #pragma unroll
     for (int i = 0; i < 6; i++) store_shared(at + BAND_AT + i * 4, uint32_t(words[i]));
   }
-  // Of column 0 from the place beside row 0.
+  // See distance_of_origin.
   __device__ void tell_distance(const fa_band &band) const {
-    store_shared(at + DISTANCE_AT, uint32_t(band.k_end - band.q_end));
+    store_shared(at + DISTANCE_AT, uint32_t(distance_of_origin(band)));
   }
   __device__ int distance() const { return load_shared_word(at + DISTANCE_AT); }
   __device__ uint32_t flags() const { return uniform(load_shared_word(at)); }
@@ -217,8 +222,8 @@ struct Teller {
     if constexpr (Shape::folds_slopes)
 #pragma unroll
       for (int consumer = 0; consumer < Shape::num_consumers; consumer++)
-        if (hopper::lie_behind(visits.band.k_end - visits.band.q_end,
-                               rows_of_consumer(visits.own, visits.own.begin + consumer * 64), visits.begin))
+        if (lie_behind(distance_of_origin(visits.band),
+                       rows_of_consumer(visits.own, visits.own.begin + consumer * 64), visits.begin))
           kinds |= 1 << consumer;
     return flags_of(visits) | kinds << ToldVisit::KINDS_AT;
   }
@@ -635,22 +640,20 @@ struct Consumer {
   }
   // What scores are due beside the terms of slopes: see lie_behind.
   using Due = std::conditional_t<Shape::has_slopes, float[1][2], NothingDue>;
-  // distance: of column 0 from the place beside row 0.
+  // distance: that of the origin.
   __device__ void finish_slopes([[maybe_unused]] int distance, [[maybe_unused]] int column,
                                 [[maybe_unused]] bool behind, [[maybe_unused]] Due &due) {
     if constexpr (Shape::folds_slopes)
       finish_folded_slopes(scores[0], due, slope, distance + first_row - column, behind, a.window.right > 0);
   }
-  __device__ int plain_distance() const { return a.window.seqlen_k - a.window.seqlen_q; }
-  __device__ bool lie_behind(int column) const {
-    return Shape::folds_slopes &&
-           hopper::lie_behind(plain_distance(), rows_of_consumer(tile.rows, row), column);
+  __device__ bool is_behind(int column) const {
+    return Shape::folds_slopes && lie_behind(plain_distance(a), rows_of_consumer(tile.rows, row), column);
   }
   // Products become exponentials; true where o is due a rescale_rows.
   __device__ bool make_exponentials(int column, bool behind, float unscale, int num_columns = Shape::block_k) {
     make_scores_of(column, unscale, num_columns);
     [[maybe_unused]] Due due;
-    finish_slopes(plain_distance(), column, behind, due);
+    finish_slopes(plain_distance(a), column, behind, due);
     return softmax.update(scores, unit, num_columns, due);
   }
 
@@ -696,7 +699,7 @@ struct Consumer {
     int column = block_at<Shape>(a, tile, visited) * Shape::block_k;
     float of_scores = unscaling(exponent_q, a.k, column), of_o = unscaling(P_EXPONENT, a.v, column);
     barrier_wait(buffers.k(ring.stage).full, ring.phase);
-    bool behind = lie_behind(column);
+    bool behind = is_behind(column);
     start_scores(q_rows, buffers.k(ring.stage), ring.stage, behind);
     release_stored();
     wgmma_wait<0>(scores[0]);
@@ -712,7 +715,7 @@ struct Consumer {
       column = block_at<Shape>(a, tile, visited) * Shape::block_k;
       of_scores = unscaling(exponent_q, a.k, column);
       const float of_next_o = unscaling(P_EXPONENT, a.v, column);
-      behind = lie_behind(column);
+      behind = is_behind(column);
       barrier_wait(k.full, next.phase);
       turns.wait();
       start_scores(q_rows, k, next.stage, behind);
@@ -723,7 +726,7 @@ struct Consumer {
       if constexpr (Shape::follows) {
         make_scores_of(column, of_scores);
         [[maybe_unused]] Due due;
-        finish_slopes(plain_distance(), column, behind, due);
+        finish_slopes(plain_distance(a), column, behind, due);
         const bool follows = softmax.follow(scores, unit, due);
         finish_o(v, of_o);
         if (__builtin_expect(!follows, 0)) {
@@ -756,12 +759,12 @@ struct Consumer {
 
   // Whether all columns lie behind the consumer's rows. Slopes make scores rise there from visit to visit, so
   // that exponentials against the reference as it is would not do.
-  __device__ bool lie_behind_by(uint32_t flags) const {
-    return Shape::folds_slopes && __any_sync(~0u, flags & ToldVisit::lie_behind(consumer));
+  __device__ bool is_told_behind(uint32_t flags) const {
+    return Shape::folds_slopes && __any_sync(~0u, flags & ToldVisit::behind(consumer));
   }
   __device__ void finish_slopes(uint32_t flags, [[maybe_unused]] const ToldVisit &visit, Due &due) {
     if constexpr (Shape::folds_slopes)
-      finish_slopes(visit.distance(), visit.column(), lie_behind_by(flags), due);
+      finish_slopes(visit.distance(), visit.column(), is_told_behind(flags), due);
   }
 
   // The flags of the visit at a stage of k, when that is full.
@@ -870,7 +873,7 @@ struct Consumer {
       float of_scores = unscaling(exponent_q, a.k, buffers.visit(ring));
       of_o = unscaling(P_EXPONENT, a.v, buffers.visit(ring));
       if (turn) turns.wait();
-      start_scores(q_rows, buffers.k(ring.stage), ring.stage, lie_behind_by(flags));
+      start_scores(q_rows, buffers.k(ring.stage), ring.stage, is_told_behind(flags));
       if (turn) turns.pass();
       turn = true;
       release_stored();
@@ -893,7 +896,7 @@ struct Consumer {
         clear_unseen();
         barrier_wait(k.full, next.phase);
         turns.wait();
-        start_scores(q_rows, k, next.stage, lie_behind_by(flags));
+        start_scores(q_rows, k, next.stage, is_told_behind(flags));
         barrier_wait(v.full, ring.phase);
         start_o(v);
         turns.pass();
@@ -901,12 +904,12 @@ struct Consumer {
         of_scores = unscaling(exponent_q, a.k, buffers.visit(next));
         const float of_next_o = unscaling(P_EXPONENT, a.v, buffers.visit(next));
         wgmma_wait<1>(scores[0]);
-        if (Shape::follows && settled && sees_all(flags) && !lie_behind_by(flags)) {
+        if (Shape::follows && settled && sees_all(flags) && !is_told_behind(flags)) {
           // As make_exponentials has it, less what that asks: a function for both is 3 % slower.
           [[maybe_unused]] Due due;
           auto make_own_scores = [&] {
             finish_scores<Kind, 1, NT>(scores, form(), of_scores);
-            if constexpr (Shape::folds_slopes) finish_slopes(flags, buffers.visit(next), due);
+            finish_slopes(flags, buffers.visit(next), due);
             [[maybe_unused]] float none[1][2];
             if constexpr (Shape::program && !Shape::folds) add_program(flags, buffers.visit(next), next, none);
           };
