@@ -223,14 +223,15 @@ static uint32_t needs_of(const fa_problem *p) {
          (is_extreme(p) ? FA_CUDA_NEEDS_EXTREMES : 0) | (has_late_terms(p) ? FA_CUDA_NEEDS_LATE_TERMS : 0) |
          (fa_is_sum(p, FA_TENSOR_DBIAS) || fa_is_sum(p, FA_TENSOR_DALIBI_SLOPES) ? FA_CUDA_NEEDS_SUMS : 0) |
          (has_keys(p) && p->bias_dtype == FA_DTYPE_U8 ? FA_CUDA_NEEDS_KEY_FLAGS : 0) |
-         (has_slopes(p) && p->window_right > 0 && !sees_all(p) ? FA_CUDA_NEEDS_SLOPES_BEHIND : 0);
+         (has_slopes(p) && p->window_right > 0 && !sees_all(p) ? FA_CUDA_NEEDS_SLOPES_BEHIND : 0) |
+         (p->scale < FA_CUDA_LEAST_SCALE ? FA_CUDA_NEEDS_OTHER_SCALES : 0);
 }
 
 /* What stood in the way where kernels fit the head_dim and the device, but none took these needs as well. */
 static fa_status no_kernel_takes(uint32_t needs, const fa_plan *plan, fa_error *error) {
-  const char *const names[] = {"window", "softcap", "num_sinks", "bands",       "bias",
-                               "bias",   "dropout", "bias",      "key_lengths", "page_table",
-                               "scale",  "scale",   "bias",      "bias",        "alibi_slopes"};
+  const char *const names[] = {"window",  "softcap", "num_sinks",    "bands",      "bias",  "bias",
+                               "dropout", "bias",    "key_lengths",  "page_table", "scale", "scale",
+                               "bias",    "bias",    "alibi_slopes", "scale"};
   const char *name = NULL;
   for (int i = 0; !name; i++)
     if (needs & (uint32_t)FA_CUDA_NEEDS_OF_HEADS << i)

@@ -64,6 +64,12 @@ __device__ inline __attribute__((always_inline)) void consume_blocks(
   constexpr int NT = Shape::block_q / 8, DT = Shape::head_dim / 8;
   constexpr int Q_STEPS = Shape::block_q / 16, K_STEPS = Shape::block_k / 16;
   static_assert(Dq::MT == 1, "one product of a warpgroup");
+  // Whether ds is stored before dv is waited for: at head_dim 64 too many registers would be in use.
+  constexpr bool HURRIES_DS = Shape::head_dim == 128 && !GENERAL;
+  // Whether hidden scores begin at -inf, which is seen to while other products run: not where what is added
+  // comes later, and beside slopes it is no gain.
+  constexpr bool HIDES_EARLY =
+      GENERAL && Shape::beginning == AT_SHIFT && (!Shape::program || (Shape::folds && Shape::has_keys));
 
   const int warp_row = threadIdx.x / 32 % 4 * 16;
   float dk[1][DT][4], dv[1][DT][4], scores[1][NT][4], ds[1][NT][4], dq[1][Dq::NT][4];
@@ -72,8 +78,12 @@ __device__ inline __attribute__((always_inline)) void consume_blocks(
   // Stages and phases follow from these counts: of column blocks, of those that have steps, and of steps.
   uint32_t blocks = 0, busy_blocks = 0, steps = 0;
   // Without a softcap's code the kernel of slopes spills less; that of keys at 64 would be 2 % slower.
-  fa_cuda_score score = Shape::folds_slopes ? without_softcap(a.score) : a.score;
-  if constexpr (Shape::program) score.factor *= a.program.factor;  // with all that multiplies a product
+  fa_cuda_score known = !Shape::forms         ? without_forms(a.score)
+                        : Shape::folds_slopes ? without_softcap(a.score)
+                                              : a.score;
+  if constexpr (Shape::program) known.factor *= a.program.factor;  // with all that multiplies a product
+  // Not a copy where nothing more is known: ptxas orders that otherwise, at head_dim 64 worse.
+  const fa_cuda_score &score = Shape::program || !Shape::forms ? known : a.score;
   float per_shift = GENERAL && Shape::from_shift ? per_shift_of<Kind>(score) : 0;
   if constexpr (GENERAL) forget(per_shift);  // or ptxas divides in every step
   // Of the steps' head, where there is a program.
@@ -81,12 +91,22 @@ __device__ inline __attribute__((always_inline)) void consume_blocks(
   HeadSums head_sums;
   [[maybe_unused]] float slope = 0, addends[2] = {0, 0};  // these of the lane's keys
   int program_head = -1;
-  auto start_scores = [&] {
-    start_transposed<K_SIDE, Shape::from_shift>(scores, buffers, consumer * 64, steps, score, per_shift, [&] {
-      if constexpr (Shape::folds)
-        multiply_one_more<typename Kind::Element>(scores[0], buffers.left_of_terms(steps % 2, consumer * PART),
-                                                  buffers.terms());
-    });
+  auto start_scores = [&](const Work &work) {
+    start_transposed<K_SIDE, Shape::beginning>(
+        scores, buffers, consumer * 64, steps, score, per_shift,
+        [&] {
+          if constexpr (Shape::folds)
+            multiply_one_more<typename Kind::Element>(
+                scores[0], buffers.left_of_terms(steps % 2, consumer * PART), buffers.terms());
+        },
+        [&] {
+          if constexpr (HIDES_EARLY) {
+            const uint32_t told = buffers.visit(steps);
+            const int column = work.columns.begin + consumer * 64;
+            if (!Work::see_all(work.heard_flags(told, column)))
+              hide_told(scores, work, told, column + warp_row);
+          }
+        });
   };
   auto start_dp = [&] { start_transposed<V_SIDE>(ds, buffers, consumer * 64, steps); };
   // Of all rows, hence of both consumers.
@@ -154,18 +174,19 @@ __device__ inline __attribute__((always_inline)) void consume_blocks(
     const int stage = steps % 2;
     forget(buffers.base);  // or ptxas keeps every address of this step in a register
     if constexpr (Shape::folds) {
-      make_told_scores<Kind>(scores, score, work, visit, see_all, first_column + warp_row);
+      make_told_scores<Kind>(scores, score, work, visit, HIDES_EARLY || see_all, first_column + warp_row);
       if constexpr (Shape::folds_slopes)
         if (crossed) {
           const ProgramStep it(work, visit, 0, first_column + warp_row);
           add_behind(scores[0], Work::heard_slope(visit) / exponent_of_unit<Kind>(score),
                      it.distance.of_origin + it.at.row - it.at.column);
         }
-      make_transposed_p<Kind, Shape::from_shift>(scores, p_operand, score, buffers.shift(stage), 1, due);
+      make_transposed_p<Kind, Shape::beginning>(scores, p_operand, score, buffers.shift(stage), 1, due);
     } else if constexpr (Shape::program) {
       ProgramStep it(work, visit, slope, first_column + warp_row);
       if (it.at.head != program_head) enter_head(work, it.at), it.distance.slope = slope;
-      if (a.score.form == FA_CUDA_SCORE_NEGATED)  // as finish_scores does, where there may be a softcap
+      // As finish_scores does, where there may be a softcap.
+      if (Shape::forms && a.score.form == FA_CUDA_SCORE_NEGATED)
         for_each_element<1, NT>(scores, [](int, int, float &x) { x = -x; });
       const float of_each =
           add_transposed_terms<Shape::program>(scores[0], a.program, it.distance, it.at, addends);
@@ -176,15 +197,15 @@ __device__ inline __attribute__((always_inline)) void consume_blocks(
       if (!see_all) mask_transposed_scores<true, 1, NT>(scores, it.band, it.at);
       make_transposed_p_by_program<Kind, Shape::drops>(scores, p_operand, a, dropout, it.at,
                                                        buffers.shift(stage), of_each,
-                                                       Shape::from_shift && begin_at_shift(score));
+                                                       begin_at_shift<Shape::beginning>(score));
     } else {
       if constexpr (GENERAL)
-        make_told_scores<Kind>(scores, a.score, work, visit, see_all, first_column + warp_row);
+        make_told_scores<Kind>(scores, score, work, visit, HIDES_EARLY || see_all, first_column + warp_row);
       else
         make_scores_in_band<Kind, true, false, 1, NT>(
-            scores, a, a.score, visit.band, visit.rows, {first_column, first_column + 64},
+            scores, a, score, visit.band, visit.rows, {first_column, first_column + 64},
             {work.block.batch, visit.head, visit.rows.begin, first_column + warp_row});
-      make_transposed_p<Kind, Shape::from_shift>(scores, p_operand, a.score, buffers.shift(stage));
+      make_transposed_p<Kind, Shape::beginning>(scores, p_operand, score, buffers.shift(stage));
     }
     if constexpr (Shape::keeps_pace && !IS_FIRST)
       if (!alone) wait_for_ds(steps - 1);
@@ -215,19 +236,23 @@ __device__ inline __attribute__((always_inline)) void consume_blocks(
       }
     convert<Kind>(ds_operand, ds);
     multiply<Kind, Q_STEPS>(dk[0], ds_operand, BoxOperand<QTile, false>(buffers.q(stage)), true);
-    wgmma_wait<1>(dv[0], p_operand);
-    arrive_once(buffers.barrier(DOUT_EMPTY, stage));
+    auto finish_dv = [&] {
+      wgmma_wait<1>(dv[0], p_operand);
+      arrive_once(buffers.barrier(DOUT_EMPTY, stage));
+    };
+    if (!HURRIES_DS) finish_dv();
     barrier_wait(buffers.barrier(DS_EMPTY, stage), steps / 2 % 2 ^ 1);
     store_transposed<DsTile>(buffers.ds(stage), consumer * 64 + warp_row, 0, ds_operand[0]);
     fence_async();
     arrive_once(buffers.barrier(DS_FULL, stage));
+    if (HURRIES_DS) finish_dv();
 
     if constexpr (!IS_FIRST) {
       if (!Shape::keeps_pace || alone) wait_for_ds(steps - !alone);
       start_dq(steps - !alone);
     }
     steps++;
-    if constexpr (!IS_LAST) start_scores();
+    if constexpr (!IS_LAST) start_scores(work);
     wgmma_wait<!IS_LAST>(dk[0], dq[0], ds_operand);
     arrive_once(buffers.barrier(Q_EMPTY, stage));
     if (!IS_FIRST && !alone) finish_dq(steps - 2);
@@ -251,7 +276,7 @@ __device__ inline __attribute__((always_inline)) void consume_blocks(
     set_zero<1, DT>(dv);
     if (work.num_steps > 0) {
       barrier_wait(buffers.barrier(K_FULL), busy_blocks % 2);
-      start_scores();
+      start_scores(work);
       barrier_wait(buffers.barrier(V_FULL), busy_blocks % 2);
       start_dp();
       hear(work);
@@ -300,28 +325,31 @@ struct BackwardConsumer {
 // The kernels take up to 227 KiB of shared memory, which is all there is.
 using namespace fa::hopper;
 const fa_cuda_kernel FA_JOIN(fa_hopper_backward_, FA_KIND)[] = {
-    // bucket, block_q, dq's shares, writers, scores from shift, program, single column block
-    ROW("/d64/single", false, 64, 128, 1, 0, false, NO_PROGRAM, true),
-    ROW("/d128/single", false, 128, 64, 1, 0, true, NO_PROGRAM, true),
-    ROW("/d64", false, 64, 128, 1, 2),
-    ROW("/d128", false, 128, 64, 1, 2, true),
-    ROW("/d64/general", true, 64, 128, 1, 2),
-    ROW("/d128/general", true, 128, 64, 1, 2, true),
-    ROW("/d64/keys", true, 64, 128, 1, 2, false, KEYS, false, false),
-    ROW("/d64/slopes", true, 64, 128, 1, 2, false, SLOPES, false, false),
-    ROW("/d64/slopes/sums", true, 64, 128, 1, 2, false, SLOPES),
-    ROW("/d64/terms", true, 64, 128, 1, 2, false, SLOPES | KEYS),
-    ROW("/d64/cells", true, 64, 64, 1, 0, false, CELLS, false, false),
-    ROW("/d64/cells/sums", true, 64, 64, 1, 0, false, CELLS),
-    ROW("/d64/dropout", true, 64, 128, 1, 2, false, KEYS | DROPOUT),
-    ROW("/d64/program", true, 64, 64, 1, 0, false, WHOLE_PROGRAM),
-    ROW("/d128/keys", true, 128, 64, 1, 2, true, KEYS),
-    ROW("/d128/slopes", true, 128, 64, 1, 2, true, SLOPES, false, false),
-    ROW("/d128/slopes/sums", true, 128, 64, 1, 2, true, SLOPES),
-    ROW("/d128/terms", true, 128, 64, 1, 2, true, SLOPES | KEYS),
-    ROW("/d128/cells", true, 128, 64, 1, 0, false, CELLS, false, false),
-    ROW("/d128/cells/sums", true, 128, 64, 1, 0, false, CELLS),
-    ROW("/d128/dropout", true, 128, 64, 1, 2, true, KEYS | DROPOUT, false, false),
-    ROW("/d128/program", true, 128, 64, 1, 0, false, WHOLE_PROGRAM),
+    // bucket, block_q, dq's shares, writers, traits, program
+    ROW("/d64/single", false, 64, 128, 1, 0, SINGLE_COLUMN | FORMS),
+    ROW("/d128/single", false, 128, 64, 1, 0, SINGLE_COLUMN | FROM_SHIFT | FORMS),
+    ROW("/d64", false, 64, 128, 1, 2, FORMS),
+    ROW("/d128", false, 128, 64, 1, 2, FROM_SHIFT),
+    ROW("/d128/forms", false, 128, 64, 1, 2, FROM_SHIFT | FORMS),
+    ROW("/d64/general", true, 64, 128, 1, 2, 0),
+    ROW("/d64/general/forms", true, 64, 128, 1, 2, FORMS),
+    ROW("/d128/general", true, 128, 64, 1, 2, FROM_SHIFT),
+    ROW("/d128/general/forms", true, 128, 64, 1, 2, FROM_SHIFT | FORMS),
+    ROW("/d64/keys", true, 64, 128, 1, 2, FORMS, KEYS),
+    ROW("/d64/slopes", true, 64, 128, 1, 2, FORMS, SLOPES),
+    ROW("/d64/slopes/sums", true, 64, 128, 1, 2, SUMS, SLOPES),
+    ROW("/d64/terms", true, 64, 128, 1, 2, SUMS, SLOPES | KEYS),
+    ROW("/d64/cells", true, 64, 64, 1, 0, 0, CELLS),
+    ROW("/d64/cells/sums", true, 64, 64, 1, 0, FORMS | SUMS, CELLS),
+    ROW("/d64/dropout", true, 64, 128, 1, 2, SUMS, KEYS | DROPOUT),
+    ROW("/d64/program", true, 64, 64, 1, 0, FORMS | SUMS, WHOLE_PROGRAM),
+    ROW("/d128/keys", true, 128, 64, 1, 2, FROM_SHIFT | SUMS, KEYS),
+    ROW("/d128/slopes", true, 128, 64, 1, 2, FROM_SHIFT | FORMS, SLOPES),
+    ROW("/d128/slopes/sums", true, 128, 64, 1, 2, FROM_SHIFT | FORMS | SUMS, SLOPES),
+    ROW("/d128/terms", true, 128, 64, 1, 2, FROM_SHIFT | FORMS | SUMS, SLOPES | KEYS),
+    ROW("/d128/cells", true, 128, 64, 1, 0, FORMS, CELLS),
+    ROW("/d128/cells/sums", true, 128, 64, 1, 0, FORMS | SUMS, CELLS),
+    ROW("/d128/dropout", true, 128, 64, 1, 2, FROM_SHIFT, KEYS | DROPOUT),
+    ROW("/d128/program", true, 128, 64, 1, 0, FORMS | SUMS, WHOLE_PROGRAM),
     {},
 };

@@ -23,26 +23,32 @@ enum { K_SIDE, V_SIDE, NUM_SIDES };
 
 // ---- shape and shared memory ---------------------------------------------------------------------------
 
-// A row of the table; it changes results by rounding alone. The consumers' warps come first, then the
-// producer's, one warp to send each share of dq (a sum over some of the columns), and the writers, which turn
-// the sum in memory into dq; without writers finish_dq does. FROM_SHIFT is about begin_at_shift. Registers are
-// a thread's: on average the block has 168 for each.
-// PROGRAM: what may act on scores; then GENERAL, and without a softcap.
-// SUMS: whether it gives the gradients by what the program adds. That the code for these is there costs others,
-// which never run it, 5 to 10 %; but dropout at head_dim 64 spills less with it.
+// What a kernel has code for, or does. Code that others never run costs them 2 to 10 %: it is where ptxas ends
+// a block of instructions that it orders. (But at head_dim 64 some are faster with it.)
+// FORMS: takes scores of any form. SUMS: gives the gradients by what a program adds.
+// FROM_SHIFT: scores begin at the shift.
 // SINGLE_COLUMN: for problems whose keys are one column block that every row sees. A step's dq is all that its
 // rows have, and is written by the warp that would send it.
-template <int HEAD_DIM, int BLOCK_Q, int DQ_SHARES, int NUM_WRITERS, bool FROM_SHIFT = false,
-          int PROGRAM = NO_PROGRAM, bool SINGLE_COLUMN = false, bool SUMS = true>
+enum BackwardTraits { FORMS = 1, SUMS = 2, FROM_SHIFT = 4, SINGLE_COLUMN = 8 };
+
+// A row of the table; it changes results by rounding alone. The consumers' warps come first, then the
+// producer's, one warp to send each share of dq (a sum over some of the columns), and the writers, which turn
+// the sum in memory into dq; without writers finish_dq does. Registers are a thread's: on average the block has
+// 168 for each.
+// PROGRAM: what may act on scores; then GENERAL, and without a softcap.
+template <int HEAD_DIM, int BLOCK_Q, int DQ_SHARES, int NUM_WRITERS, int TRAITS, int PROGRAM = NO_PROGRAM>
 struct BackwardShape {
-  static constexpr bool single_column = SINGLE_COLUMN;
-  static constexpr bool from_shift = FROM_SHIFT, has_slopes = PROGRAM & SLOPES, has_keys = PROGRAM & KEYS,
-                        has_cells = PROGRAM & CELLS, drops = PROGRAM & DROPOUT;
+  static constexpr bool single_column = TRAITS & SINGLE_COLUMN;
+  static constexpr bool forms = TRAITS & FORMS, sums = TRAITS & SUMS;
+  static constexpr Beginning beginning = !(TRAITS & FROM_SHIFT) ? AT_ZERO
+                                         : forms                ? AT_SHIFT_IF_FINITE
+                                                                : AT_SHIFT;
+  static constexpr bool from_shift = beginning != AT_ZERO, has_slopes = PROGRAM & SLOPES,
+                        has_keys = PROGRAM & KEYS, has_cells = PROGRAM & CELLS, drops = PROGRAM & DROPOUT;
   static constexpr bool folds = folds_terms(PROGRAM), folds_slopes = folds && has_slopes;
   // Whether consumers are told what they need of a column block, where there are bands, or find it by
   // themselves. At 128 it makes no difference to them, and the producer has less time.
   static constexpr bool tells_work = HEAD_DIM == 64;
-  static constexpr bool sums = SUMS;
   static constexpr int program = PROGRAM;
   static constexpr int head_dim = HEAD_DIM, block_q = BLOCK_Q, num_consumers = 2, block_k = num_consumers * 64;
   static constexpr int num_warps = num_consumers * 4, dq_warps = block_q / 16;  // see DqShare
@@ -711,29 +717,37 @@ __device__ inline void store_transposed(uint32_t tile, int row, int column, cons
   for (int k = 0; k < KT; k++) store_matrices<true>(to + k * 16 * 128, operand[k]);
 }
 
-// Turns a warp's products k q^T, whose columns begin with `column`, into scores. told: where tell_step has put
+// Hides a warp's scores, whose columns begin with `column`, where the band does. told: where tell_step has put
 // the visit.
-template <class Kind, class Work, int NT>
-__device__ inline void make_told_scores(float (&scores)[1][NT][4], const fa_cuda_score &score, const Work &work,
-                                        uint32_t told, bool see_all, int column, float unscale = 1) {
-  finish_scores<Kind, 1, NT>(scores, score, unscale);
-  if (see_all) return;
+template <class Work, int NT>
+__device__ inline void hide_told(float (&scores)[1][NT][4], const Work &work, uint32_t told, int column) {
   const Visit visit = work.heard_visit(told);
   mask_transposed_scores<true, 1, NT>(scores, visit.band,
                                       {work.block.batch, visit.head, visit.rows.begin, column});
 }
 
+// Turns a warp's products k q^T, whose columns begin with `column`, into scores.
+template <class Kind, class Work, int NT>
+__device__ inline void make_told_scores(float (&scores)[1][NT][4], const fa_cuda_score &score, const Work &work,
+                                        uint32_t told, bool see_all, int column, float unscale = 1) {
+  finish_scores<Kind, 1, NT>(scores, score, unscale);
+  if (!see_all) hide_told(scores, work, told, column);
+}
+
 // Waits for a row block and starts a consumer's transposed product with it: dp = v dout^T, or the scores k q^T,
-// which are rounded as the forward's are and may begin at the shift; then what `more` starts.
-template <int SIDE, bool FROM_SHIFT = false, class Buffers, int NT, class More = NothingMore>
+// which are rounded as the forward's are and may begin at the shift, after `begin`; then what `more` starts.
+template <int SIDE, Beginning BEGINNING = AT_ZERO, class Buffers, int NT, class More = NothingMore,
+          class Begin = NothingMore>
 __device__ inline void start_transposed(float (&product)[1][NT][4], const Buffers &buffers, int first_column,
                                         uint32_t step, const fa_cuda_score &score = {}, float per_shift = 0,
-                                        More more = More()) {
+                                        More more = More(), Begin begin = Begin()) {
   using Kind = typename Buffers::Kind;
   barrier_wait(buffers.barrier(Q_FULL + SIDE, step % 2), step / 2 % 2);
+  constexpr bool FROM_SHIFT = BEGINNING != AT_ZERO;
   if constexpr (FROM_SHIFT)
-    set_to_shift(product, score, Buffers::general ? per_shift : per_shift_of<Kind>(score),
-                 buffers.shift(step % 2), Buffers::Work::heard_due(buffers.visit(step)));
+    set_to_shift<BEGINNING>(product, score, Buffers::general ? per_shift : per_shift_of<Kind>(score),
+                            buffers.shift(step % 2), Buffers::Work::heard_due(buffers.visit(step)));
+  begin();
   multiply<Kind, Buffers::Shape::head_dim / 16, SIDE == K_SIDE>(
       product[0], BoxOperand<typename Buffers::KTile, true>(buffers.columns(SIDE), first_column),
       BoxOperand<typename Buffers::QTile, true>(buffers.rows(SIDE, step % 2)), FROM_SHIFT, more);
@@ -818,7 +832,9 @@ constexpr fa_cuda_kernel row_of_kernel(const char *name, const void *main) {
                         .num_threads = Shape::num_threads,
                         .shared_bytes = Buffers::BYTES,
                         .takes = ((Buffers::general ? FA_CUDA_MASK_NEEDS : FA_CUDA_PLAIN_NEEDS) &
-                                  ~(Shape::program ? FA_CUDA_NEEDS_SOFTCAP : 0)) |
+                                  ~(!Shape::forms    ? FA_CUDA_FORM_NEEDS
+                                    : Shape::program ? FA_CUDA_NEEDS_SOFTCAP
+                                                     : 0)) |
                                  takes_of_program(Shape::program, Shape::sums),
                         .row_warps = 1,
                         .mapped = true,

@@ -185,18 +185,19 @@ struct BackwardConsumer {
   __device__ void do_step(const Work &work, Step step, bool is_first) {
     const auto visit = work.consumers_visit(a, step, buffers.visit(steps));
     const int first_column = work.columns.begin + consumer * 64, stage = steps % 2;
+    decltype(auto) score = known_score<Shape::forms>(a.score);
     forget(buffers.base);  // or ptxas keeps every address of this step in a register
     if constexpr (GENERAL)
-      make_told_scores<Kind>(scores, a.score, work, visit, Work::see_all(work.heard_flags(visit, first_column)),
+      make_told_scores<Kind>(scores, score, work, visit, Work::see_all(work.heard_flags(visit, first_column)),
                              first_column + warp_row,
                              power_of_two(-exponent(Q_FULL, stage) - exponent(K_FULL)));
     else
       make_scores_in_band<Kind, true, false, 1, NT>(
-          scores, a, a.score, visit.band, visit.rows, {first_column, first_column + 64},
+          scores, a, score, visit.band, visit.rows, {first_column, first_column + 64},
           {work.block.batch, visit.head, visit.rows.begin, first_column + warp_row},
           power_of_two(-exponent(Q_FULL, stage) - exponent(K_FULL)));
     if (!is_first) hand_over_dq();  // of the previous step, when the fence waits for nothing
-    make_transposed_p<Kind>(scores, p_operand, a.score, buffers.shift(stage), 1 << P_EXPONENT);
+    make_transposed_p<Kind>(scores, p_operand, score, buffers.shift(stage), 1 << P_EXPONENT);
     wgmma_wait<0>(ds[0]);
 #pragma unroll
     for (int i = 0; i < Dq::MT; i++) start_chunk(i, stage);
@@ -261,11 +262,14 @@ struct BackwardConsumer {
 
 // A consumer's thread needs head_dim registers (dk, dv), 32 for the fresh product, and block_q times 1 (scores,
 // dp) and 0.5 a part (p or ds) for its arrays. Two parts take 162 and 225 KiB of shared memory.
+using namespace fa::hopper;
 const fa_cuda_kernel FA_JOIN(fa_hopper_backward_, FA_KIND)[] = {
-    // bucket, block_q, dq's shares, writers
-    ROW("/d64", false, 64, 64, 2, 0),
-    ROW("/d128", false, 128, 32, 2, 0),
-    ROW("/d64/general", true, 64, 64, 2, 0),
-    ROW("/d128/general", true, 128, 32, 2, 0),
+    // bucket, block_q, dq's shares, writers, traits
+    ROW("/d64", false, 64, 64, 2, 0, 0),
+    ROW("/d64/forms", false, 64, 64, 2, 0, FORMS),
+    ROW("/d128", false, 128, 32, 2, 0, 0),
+    ROW("/d128/forms", false, 128, 32, 2, 0, FORMS),
+    ROW("/d64/general", true, 64, 64, 2, 0, FORMS),
+    ROW("/d128/general", true, 128, 32, 2, 0, FORMS),
     {},
 };

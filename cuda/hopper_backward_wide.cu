@@ -17,12 +17,12 @@ namespace hopper {
 // The warpgroups, in order. The registers of their threads add up to 512, which is what the block has.
 enum { DQ_GROUP, SCORES_GROUP, DS_GROUP, PRODUCER_GROUP, NUM_GROUPS };
 
-template <int HEAD_DIM>
+template <int HEAD_DIM, int TRAITS>
 struct WideShape {
   static constexpr int head_dim = HEAD_DIM, block_q = 64, block_k = 64;
   static constexpr int program = NO_PROGRAM;
-  static constexpr bool has_cells = false, folds = false, folds_slopes = false, sums = true, tells_work = false,
-                        single_column = false;
+  static constexpr bool forms = TRAITS & FORMS, sums = true, has_cells = false, folds = false,
+                        folds_slopes = false, tells_work = false, single_column = false;
   static constexpr int num_warps = 4, dq_warps = 4;          // of DQ_GROUP, which comes first (see DqShare)
   static constexpr int dq_columns = 64, num_writers = 0;     // dq_columns: of one product
   static constexpr int sum_shares = HEAD_DIM > 192 ? 2 : 1;  // of dk's and dv's columns, a product each
@@ -116,6 +116,7 @@ __device__ inline void consume_scores(const fa_cuda_arguments &a, WideBuffers<Ki
   float dv[SHARES][1][DT][4], scores[1][NT][4];
   uint32_t p_operand[1][Q_STEPS][4];
 
+  decltype(auto) score = known_score<Shape::forms>(a.score);
   uint32_t steps = 0;
   auto make_products = [&] {
     start_transposed<K_SIDE>(scores, buffers, 0, steps);
@@ -129,14 +130,14 @@ __device__ inline void consume_scores(const fa_cuda_arguments &a, WideBuffers<Ki
     const int column = work.columns.begin, stage = steps % 2;
     forget(buffers.base);  // or ptxas keeps every address of this step in a register
     if constexpr (GENERAL)
-      make_told_scores<Kind>(scores, a.score, work, visit, Work::see_all(work.heard_flags(visit, column)),
+      make_told_scores<Kind>(scores, score, work, visit, Work::see_all(work.heard_flags(visit, column)),
                              column + warp_row);
     else
       make_scores_in_band<Kind, true, false, 1, NT>(
-          scores, a, a.score, visit.band, visit.rows, {column, column + Shape::block_k},
+          scores, a, score, visit.band, visit.rows, {column, column + Shape::block_k},
           {work.block.batch, visit.head, visit.rows.begin, column + warp_row});
     barrier_wait(buffers.barrier(P_EMPTY), steps % 2 ^ 1);
-    make_transposed_p<Kind>(scores, a.score, buffers.shift(stage), NoShiftDue(),
+    make_transposed_p<Kind>(scores, score, buffers.shift(stage), NoShiftDue(),
                             [&](int n, const float(&p)[4], const float(&slopes)[4]) {
                               store_shared(buffers.p(n), slopes);
 #pragma unroll
@@ -331,23 +332,26 @@ __global__ void __launch_bounds__(Buffers::Shape::num_threads, 1)
   }
 }
 
-template <int HEAD_DIM, bool GENERAL>
-using BuffersOf = WideBuffers<kinds::FA_KIND, WideShape<HEAD_DIM>, GENERAL>;
-template <int HEAD_DIM, bool GENERAL>
-constexpr auto backward_of = backward_wide<BuffersOf<HEAD_DIM, GENERAL>>;
+template <bool GENERAL, class Shape>
+constexpr auto row_of_shape(const char *name) {
+  using Buffers = WideBuffers<kinds::FA_KIND, Shape, GENERAL>;
+  return row_of_kernel<Buffers>(name, address_of_kernel(backward_wide<Buffers>));
+}
 
 }  // namespace hopper
 }  // namespace fa
 
-#define KERNEL(head_dim, general, name)                                \
-  fa::hopper::row_of_kernel<fa::hopper::BuffersOf<head_dim, general>>( \
-      name, fa::address_of_kernel(fa::hopper::backward_of<head_dim, general>))
-#define ROW(rest, head_dim)                                     \
-  KERNEL(head_dim, false, "cuda/sm90/" FA_QUOTE(FA_KIND) rest), \
-      KERNEL(head_dim, true, "cuda/sm90/" FA_QUOTE(FA_KIND) rest "/general")
+#define ROW(rest, general, ...) \
+  fa::hopper::row_of_shape<general, fa::hopper::WideShape<__VA_ARGS__>>("cuda/sm90/" FA_QUOTE(FA_KIND) rest)
 
+using namespace fa::hopper;
 const fa_cuda_kernel FA_JOIN(fa_hopper_backward_wide_, FA_KIND)[] = {
-    ROW("/d192", 192),
-    ROW("/d256", 256),
+    // bucket, traits
+    ROW("/d192", false, 192, 0),
+    ROW("/d192/forms", false, 192, FORMS),
+    ROW("/d192/general", true, 192, FORMS),
+    ROW("/d256", false, 256, 0),
+    ROW("/d256/forms", false, 256, FORMS),
+    ROW("/d256/general", true, 256, FORMS),
     {},
 };

@@ -11,24 +11,30 @@
 namespace fa {
 namespace hopper {
 
+// What a kernel has code for, or does.
+// FORMS: takes scores of any form; without that code those with bands or slopes are 1 to 3 % faster.
+// HOLDS_Q: a consumer's rows of q are in its registers.
+// FOLLOWS: exponentials are made against the last reference, and once more where that turns out to be too low.
+// Where problems are short it is no gain, so that there are rows with it and without.
+// WAITS_LATE: o's product is waited for behind the exponentials that are made beside it, not before: 1 or 2 %
+// in some kernels, and a loss of 1 to 8 % in others. IN_PARTS: a tile is a part of the column blocks of its
+// rows, whose o and lse are to be merged with others'.
+enum ForwardTraits { FORMS = 1, HOLDS_Q = 2, FOLLOWS = 4, WAITS_LATE = 8, IN_PARTS = 16 };
+
 // A row of the table; none of it changes results by more than rounding. Registers are per thread.
 template <int HEAD_DIM, int BLOCK_K, int NUM_CONSUMERS, int Q_STAGES, int CONSUMER_REGISTERS,
-          int PRODUCER_REGISTERS, bool HOLDS_Q = false, int PROGRAM = NO_PROGRAM, bool FOLLOWS = false,
-          bool IN_PARTS = false>
+          int PRODUCER_REGISTERS, int TRAITS, int PROGRAM = NO_PROGRAM>
 struct ForwardShape {
-  // Whether a tile is a part of the column blocks of its rows, whose o and lse are to be merged with others'.
-  static constexpr bool in_parts = IN_PARTS;
+  static constexpr bool forms = TRAITS & FORMS, holds_q = TRAITS & HOLDS_Q, waits_late = TRAITS & WAITS_LATE,
+                        in_parts = TRAITS & IN_PARTS;
   static constexpr int head_dim = HEAD_DIM, block_k = BLOCK_K, num_consumers = NUM_CONSUMERS,
                        q_stages = Q_STAGES;
   static constexpr int block_q = NUM_CONSUMERS * 64, num_threads = (NUM_CONSUMERS + 1) * WARPGROUP;
   static constexpr int consumer_registers = CONSUMER_REGISTERS, producer_registers = PRODUCER_REGISTERS;
-  static constexpr bool holds_q = HOLDS_Q;  // a consumer's rows of it, in registers
-  // Whether exponentials are made against the last reference, and once more where that turns out to be too low.
-  // Where problems are short it is no gain, so that there are rows with it and without.
-  static constexpr bool follows = FOLLOWS || PROGRAM == CELLS;
+  static constexpr bool follows = TRAITS & FOLLOWS || PROGRAM == CELLS;
   static constexpr int program = PROGRAM;  // what may act on scores; then GENERAL, but for what is folded
   // Whether it makes again what is NaN itself. That more code is there costs others 3 % of their speed.
-  static constexpr bool mends = IN_PARTS || (HEAD_DIM >= 128 && sizeof(typename kinds::FA_KIND::Io) == 2);
+  static constexpr bool mends = in_parts || (HEAD_DIM >= 128 && sizeof(typename kinds::FA_KIND::Io) == 2);
   static constexpr bool folds = folds_terms(PROGRAM);
   static constexpr bool has_slopes = PROGRAM & SLOPES, has_keys = PROGRAM & KEYS, has_cells = PROGRAM & CELLS,
                         drops = PROGRAM & DROPOUT, folds_slopes = folds && has_slopes;
@@ -633,7 +639,15 @@ struct Consumer {
     }
   }
 
-  __device__ fa_cuda_score form() const { return Shape::folds ? without_softcap(a.score) : a.score; }
+  // The same beside exponentials that the softmax has added up.
+  __device__ void finish_o_beside(Stage v, float unscale) {
+    if constexpr (Shape::waits_late) wait_no_sooner(softmax.sum[0][0] + softmax.sum[0][1]);
+    finish_o(v, unscale);
+  }
+
+  __device__ fa_cuda_score form() const {
+    return !Shape::forms ? without_forms(a.score) : Shape::folds ? without_softcap(a.score) : a.score;
+  }
   __device__ void make_scores_of(int column, float unscale, int num_columns = Shape::block_k) {
     make_scores<Kind, false, 1, NT>(scores, a, form(), {row, row + 64}, {column, column + Shape::block_k},
                                     {tile.batch, tile.head, first_row, column}, unscale, num_columns);
@@ -728,7 +742,7 @@ struct Consumer {
         [[maybe_unused]] Due due;
         finish_slopes(plain_distance(a), column, behind, due);
         const bool follows = softmax.follow(scores, unit, due);
-        finish_o(v, of_o);
+        finish_o_beside(v, of_o);
         if (__builtin_expect(!follows, 0)) {
           start_again(q, k, buffers.keys(next.stage), behind);
           if (make_exponentials(column, behind, of_scores)) softmax.rescale_rows(o);
@@ -737,7 +751,7 @@ struct Consumer {
       } else {
         barrier_arrive_warp(k.empty);
         const bool moved = make_exponentials(column, behind, of_scores);
-        finish_o(v, of_o);
+        finish_o_beside(v, of_o);
         if (moved) softmax.rescale_rows(o);
       }
       convert<Kind>(p, scores, 1 << P_EXPONENT);
@@ -916,7 +930,7 @@ struct Consumer {
           make_own_scores();
           has_unseen = false;
           const bool follows = softmax.follow(scores, unit, due);
-          finish_o(v, of_o);
+          finish_o_beside(v, of_o);
           if (__builtin_expect(!follows, 0)) {
             start_again(q, k, buffers.keys(next.stage), false);
             make_own_scores();
@@ -926,7 +940,7 @@ struct Consumer {
         } else {
           const bool moved = make_exponentials(flags, next, of_scores,
                                                [](const fa_band &, int) { return int(Shape::block_k); });
-          finish_o(v, of_o);
+          finish_o_beside(v, of_o);
           if (moved) softmax.rescale_rows(o);
           if constexpr (Shape::follows) settled |= sees_all(flags);
         }
@@ -1111,7 +1125,8 @@ constexpr fa_cuda_kernel row(const char *name) {
           .num_threads = Shape::num_threads,
           .shared_bytes = ForwardBuffers<Kind, Shape, GENERAL>::BYTES,
           .least_columns = Shape::follows && !Shape::program ? 1024 : 0,
-          .takes = (GENERAL ? FA_CUDA_MASK_NEEDS : FA_CUDA_PLAIN_NEEDS) |
+          .takes = ((GENERAL ? FA_CUDA_MASK_NEEDS : FA_CUDA_PLAIN_NEEDS) &
+                    ~(Shape::forms ? 0 : FA_CUDA_FORM_NEEDS)) |
                    takes_of_program(Shape::program, true, GENERAL),
           .mapped = true,
           .persistent = true,
@@ -1125,17 +1140,12 @@ constexpr fa_cuda_kernel row(const char *name) {
 }  // namespace hopper
 }  // namespace fa
 
-// A kernel for plain problems, and one that takes bands; one for parts of keys; and one that takes programs
-// too, whose consumers need registers for what is added. f32's forward leaves programs to the portable kernels,
-// as its backward does, which must round scores as the forward did.
-#define KERNEL(general, name, ...) \
-  fa::hopper::row<fa::kinds::FA_KIND, fa::hopper::ForwardShape<__VA_ARGS__>, general>(name)
-#define ROW(rest, ...)                                             \
-  KERNEL(false, "cuda/sm90/" FA_QUOTE(FA_KIND) rest, __VA_ARGS__), \
-      KERNEL(true, "cuda/sm90/" FA_QUOTE(FA_KIND) rest "/general", __VA_ARGS__)
-#define PARTS_ROW(rest, ...) \
-  KERNEL(false, "cuda/sm90/" FA_QUOTE(FA_KIND) rest, __VA_ARGS__, NO_PROGRAM, false, true)
-#define PROGRAM_ROW(rest, program, ...) KERNEL(true, "cuda/sm90/" FA_QUOTE(FA_KIND) rest, __VA_ARGS__, program)
+// Kernels for plain problems, and general ones that take bands; some for parts of keys; and some that take
+// programs too, whose consumers need registers for what is added. f32's forward leaves programs to the portable
+// kernels, as its backward does, which must round scores as the forward did.
+#define ROW(rest, general, ...)                                                        \
+  fa::hopper::row<fa::kinds::FA_KIND, fa::hopper::ForwardShape<__VA_ARGS__>, general>( \
+      "cuda/sm90/" FA_QUOTE(FA_KIND) rest)
 
 // Registers a consumer's thread needs for its arrays: (block_k * 1.5 + head_dim) / 2, and block_k + head_dim of
 // f32 in two parts. Three consumers at 64, which use each column block for 192 rows; from 192 on, and of f32,
@@ -1143,31 +1153,47 @@ constexpr fa_cuda_kernel row(const char *name) {
 // from shared memory, a fifth.
 using namespace fa::hopper;
 const fa_cuda_kernel FA_JOIN(fa_hopper_forward_, FA_KIND)[] = {
-// bucket, block_k, consumers, stages of q, their registers, the producer's, whether they hold q
+// bucket, block_k, consumers, stages of q, their registers, the producer's, traits, program
 #if FA_KIND_SCALED
-    ROW("/d64", 64, 128, 2, 2, 240, 24),
-    ROW("/d128", 128, 64, 2, 1, 240, 24),
+    ROW("/d64", false, 64, 128, 2, 2, 240, 24, 0),
+    ROW("/d64/forms", false, 64, 128, 2, 2, 240, 24, FORMS),
+    ROW("/d64/general", true, 64, 128, 2, 2, 240, 24, FORMS),
+    ROW("/d128", false, 128, 64, 2, 1, 240, 24, FORMS),
+    ROW("/d128/general", true, 128, 64, 2, 1, 240, 24, FORMS),
 #else
-    PARTS_ROW("/d64/parts", 64, 128, 2, 2, 216, 72, false),
-    PARTS_ROW("/d128/parts", 128, 128, 2, 2, 240, 24, true),
-    ROW("/d64", 64, 128, 3, 2, 160, 32),
-    ROW("/d64/keys", 64, 128, 3, 2, 160, 32, false, KEYS),
-    ROW("/d64/slopes", 64, 128, 3, 2, 160, 32, false, SLOPES),
-    PROGRAM_ROW("/d64/terms", SLOPES | KEYS, 64, 128, 3, 2, 160, 32, false),
-    PROGRAM_ROW("/d64/cells", CELLS, 64, 128, 2, 2, 216, 72, false),
-    PROGRAM_ROW("/d64/dropout", KEYS | DROPOUT, 64, 128, 2, 2, 216, 72, false),
-    PROGRAM_ROW("/d64/program", WHOLE_PROGRAM, 64, 128, 2, 2, 216, 72, false),
-    ROW("/d128/long", 128, 128, 2, 2, 240, 24, true, NO_PROGRAM, true),
-    ROW("/d128", 128, 128, 2, 2, 240, 24, true),
-    ROW("/d128/keys", 128, 128, 2, 2, 240, 24, true, KEYS, true),
-    ROW("/d128/slopes", 128, 128, 2, 2, 240, 24, true, SLOPES, true),
-    PROGRAM_ROW("/d128/terms", SLOPES | KEYS, 128, 128, 2, 2, 232, 40, false),
-    PROGRAM_ROW("/d128/cells", CELLS, 128, 128, 2, 1, 232, 40, false),
-    PROGRAM_ROW("/d128/dropout", KEYS | DROPOUT, 128, 128, 2, 2, 232, 40, false),
-    PROGRAM_ROW("/d128/program", WHOLE_PROGRAM, 128, 128, 2, 1, 232, 40, false),
-    ROW("/d192", 192, 112, 2, 1, 240, 24),
-    ROW("/d256", 256, 80, 2, 1, 240, 24),
-    PROGRAM_ROW("/d256/program", WHOLE_PROGRAM, 256, 64, 2, 1, 240, 24, false),
+    ROW("/d64/parts", false, 64, 128, 2, 2, 216, 72, FORMS | IN_PARTS),
+    ROW("/d128/parts", false, 128, 128, 2, 2, 240, 24, FORMS | HOLDS_Q | IN_PARTS),
+    ROW("/d64", false, 64, 128, 3, 2, 160, 32, FORMS),
+    ROW("/d64/general", true, 64, 128, 3, 2, 160, 32, 0),
+    ROW("/d64/general/forms", true, 64, 128, 3, 2, 160, 32, FORMS),
+    ROW("/d64/keys", false, 64, 128, 3, 2, 160, 32, FORMS, KEYS),
+    ROW("/d64/keys/general", true, 64, 128, 3, 2, 160, 32, 0, KEYS),
+    ROW("/d64/slopes", false, 64, 128, 3, 2, 160, 32, 0, SLOPES),
+    ROW("/d64/slopes/general", true, 64, 128, 3, 2, 160, 32, FORMS, SLOPES),
+    ROW("/d64/terms", true, 64, 128, 3, 2, 160, 32, FORMS, SLOPES | KEYS),
+    ROW("/d64/cells", true, 64, 128, 2, 2, 216, 72, FORMS, CELLS),
+    ROW("/d64/dropout", true, 64, 128, 2, 2, 216, 72, FORMS | WAITS_LATE, KEYS | DROPOUT),
+    ROW("/d64/program", true, 64, 128, 2, 2, 216, 72, FORMS, WHOLE_PROGRAM),
+    ROW("/d128/long", false, 128, 128, 2, 2, 240, 24, FORMS | HOLDS_Q | FOLLOWS | WAITS_LATE),
+    ROW("/d128", false, 128, 128, 2, 2, 240, 24, HOLDS_Q),
+    ROW("/d128/forms", false, 128, 128, 2, 2, 240, 24, FORMS | HOLDS_Q),
+    ROW("/d128/long/general", true, 128, 128, 2, 2, 240, 24, HOLDS_Q | FOLLOWS),
+    ROW("/d128/general", true, 128, 128, 2, 2, 240, 24, HOLDS_Q),
+    ROW("/d128/general/forms", true, 128, 128, 2, 2, 240, 24, FORMS | HOLDS_Q),
+    ROW("/d128/keys", false, 128, 128, 2, 2, 240, 24, FORMS | HOLDS_Q | FOLLOWS, KEYS),
+    ROW("/d128/keys/general", true, 128, 128, 2, 2, 240, 24, HOLDS_Q | FOLLOWS, KEYS),
+    ROW("/d128/slopes", false, 128, 128, 2, 2, 240, 24, HOLDS_Q | FOLLOWS, SLOPES),
+    ROW("/d128/slopes/general", true, 128, 128, 2, 2, 240, 24, FORMS | HOLDS_Q | FOLLOWS, SLOPES),
+    ROW("/d128/terms", true, 128, 128, 2, 2, 232, 40, FORMS, SLOPES | KEYS),
+    ROW("/d128/cells", true, 128, 128, 2, 1, 232, 40, FORMS, CELLS),
+    ROW("/d128/dropout", true, 128, 128, 2, 2, 232, 40, FORMS, KEYS | DROPOUT),
+    ROW("/d128/program", true, 128, 128, 2, 1, 232, 40, FORMS, WHOLE_PROGRAM),
+    ROW("/d192", false, 192, 112, 2, 1, 240, 24, 0),
+    ROW("/d192/forms", false, 192, 112, 2, 1, 240, 24, FORMS),
+    ROW("/d192/general", true, 192, 112, 2, 1, 240, 24, FORMS),
+    ROW("/d256", false, 256, 80, 2, 1, 240, 24, FORMS),
+    ROW("/d256/general", true, 256, 80, 2, 1, 240, 24, FORMS),
+    ROW("/d256/program", true, 256, 64, 2, 1, 240, 24, FORMS, WHOLE_PROGRAM),
 #endif
     {},
 };

@@ -190,6 +190,12 @@ FA_WGMMA(256, FA_SIXTY ", " FA_TEN(6) ", " FA_TEN(7) ", " FA_TEN(8) ", " FA_TEN(
 __device__ inline void wgmma_start() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ inline void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
+// ptxas moves a wait for products up to where its block of instructions begins. Behind this it waits when the
+// number is there, which is not negative.
+__device__ inline void wait_no_sooner(float number) {
+  while (__any_sync(~0u, number < 0)) asm volatile("nanosleep.u32 1;" ::: "memory");
+}
+
 template <int PENDING>
 __device__ inline void wgmma_wait_group() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");

@@ -51,6 +51,9 @@ typedef enum fa_cuda_score_form {
   FA_CUDA_SCORE_SOFTCAP, /* tanh(inner * x) */
 } fa_cuda_score_form;
 
+/* From here on a scale's reciprocal times a shift is finite. */
+#define FA_CUDA_LEAST_SCALE 1e-30f
+
 typedef struct fa_cuda_score {
   fa_cuda_score_form form;
   float inner, factor;
@@ -311,6 +314,7 @@ enum {
   FA_CUDA_NEEDS_KEY_FLAGS = 1 << 13, /* of a forward: a mask of keys, which may hide whole blocks */
   /* Of a forward: slopes where some rows see a part of the columns behind the place beside them. */
   FA_CUDA_NEEDS_SLOPES_BEHIND = 1 << 14,
+  FA_CUDA_NEEDS_OTHER_SCALES = 1 << 15, /* one below FA_CUDA_LEAST_SCALE, thus negative ones too */
   /* Of each fa_cuda_head_number the bit so far behind this one: kernels that do not know it decline. */
   FA_CUDA_NEEDS_OF_HEADS = 1 << 16,
   FA_CUDA_NEEDS_SLOPES = FA_CUDA_NEEDS_OF_HEADS << FA_CUDA_ALIBI_SLOPES,
@@ -319,8 +323,10 @@ enum {
       FA_CUDA_NEEDS_ANY_OF_HEADS | FA_CUDA_NEEDS_KEYS | FA_CUDA_NEEDS_CELLS | FA_CUDA_NEEDS_DROPOUT,
   FA_CUDA_ALL_NEEDS = FA_CUDA_NEEDS_ANY_OF_HEADS | (FA_CUDA_NEEDS_PAGES - 1) | FA_CUDA_NEEDS_EXTREMES |
                       FA_CUDA_NEEDS_LATE_TERMS | FA_CUDA_NEEDS_SUMS | FA_CUDA_NEEDS_KEY_FLAGS |
-                      FA_CUDA_NEEDS_SLOPES_BEHIND,
-  FA_CUDA_PLAIN_NEEDS = FA_CUDA_NEEDS_WINDOW | FA_CUDA_NEEDS_SOFTCAP | FA_CUDA_NEEDS_SINKS,
+                      FA_CUDA_NEEDS_SLOPES_BEHIND | FA_CUDA_NEEDS_OTHER_SCALES,
+  /* What gives scores another form than the usual one. */
+  FA_CUDA_FORM_NEEDS = FA_CUDA_NEEDS_SOFTCAP | FA_CUDA_NEEDS_OTHER_SCALES,
+  FA_CUDA_PLAIN_NEEDS = FA_CUDA_NEEDS_WINDOW | FA_CUDA_FORM_NEEDS | FA_CUDA_NEEDS_SINKS,
   FA_CUDA_MASK_NEEDS = FA_CUDA_PLAIN_NEEDS | FA_CUDA_NEEDS_BANDS | FA_CUDA_NEEDS_LENGTHS,
 };
 

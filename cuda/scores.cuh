@@ -80,10 +80,23 @@ __device__ inline float per_softcap(const fa_cuda_score &score) {
 
 // ---- from products to scores -----------------------------------------------------------------------------
 
-// The form of scores in kernels that take no softcap, which ptxas does not know.
+// The form of scores in kernels that take no softcap, or the usual form alone, which ptxas does not know.
 __device__ inline fa_cuda_score without_softcap(fa_cuda_score score) {
   if (score.form != FA_CUDA_SCORE_NEGATED) score.form = FA_CUDA_SCORE_PLAIN;
   return score;
+}
+__device__ inline fa_cuda_score without_forms(fa_cuda_score score) {
+  score.form = FA_CUDA_SCORE_PLAIN;
+  return score;
+}
+// The same where a kernel takes no other FORMS; else it is the score itself, no copy, which ptxas would order
+// otherwise.
+template <bool FORMS>
+__device__ inline decltype(auto) known_score(const fa_cuda_score &score) {
+  if constexpr (FORMS)
+    return (score);
+  else
+    return without_forms(score);
 }
 
 // unscale is what to multiply products of scaled operands with, a power of two.
@@ -280,11 +293,14 @@ __device__ inline void make_p_and_ds_by_program(Accumulator<MT, NT> &p, Accumula
   head_sums.add(a, at.batch, at.head, head_slot);
 }
 
-// Whether transposed scores begin at what makes -shift of them instead of at 0, so that nothing is to be read
-// between their product and the exponentials: not where a tanh comes between, nor where a scale near 0 would
-// make it infinite.
+// Where transposed scores begin: at 0, or at what makes -shift of them, so that nothing is to be read between
+// their product and the exponentials; or there unless a tanh comes between, or a scale near 0 would make it
+// infinite.
+enum Beginning { AT_ZERO, AT_SHIFT, AT_SHIFT_IF_FINITE };
+template <Beginning BEGINNING>
 __device__ inline bool begin_at_shift(const fa_cuda_score &score) {
-  return score.form != FA_CUDA_SCORE_SOFTCAP && score.factor > 1e-30f;
+  return BEGINNING == AT_SHIFT || (BEGINNING == AT_SHIFT_IF_FINITE && score.form != FA_CUDA_SCORE_SOFTCAP &&
+                                   score.factor >= FA_CUDA_LEAST_SCALE);
 }
 
 // What a shift is multiplied with where a transposed product begins at it.
@@ -310,26 +326,28 @@ struct ShiftDue {
 };
 
 // What a transposed product begins at; shift: in shared memory, of the accumulator's rows.
-template <int NT, class Due = NoShiftDue>
+template <Beginning BEGINNING, int NT, class Due = NoShiftDue>
 __device__ inline void set_to_shift(float (&product)[1][NT][4], const fa_cuda_score &score, float per_shift,
                                     uint32_t shift, const Due &due = Due()) {
 #pragma unroll
   for (int n = 0; n < NT; n++) {
     const float2 of_rows = due.products(load_shared_pair(shift + (n * 8 + threadIdx.x % 4 * 2) * 4), per_shift);
 #pragma unroll
-    for (int i = 0; i < 4; i++) product[0][n][i] = begin_at_shift(score) ? (i % 2 ? of_rows.y : of_rows.x) : 0;
+    for (int i = 0; i < 4; i++)
+      product[0][n][i] = begin_at_shift<BEGINNING>(score) ? (i % 2 ? of_rows.y : of_rows.x) : 0;
   }
 }
 
 // Transposed scores become probabilities: take(n, p, slopes) gets them column block by column block of the
-// accumulator. shift: in shared memory. FROM_SHIFT: the scores may have begun at the shift.
-template <class Kind, bool FROM_SHIFT = false, int NT, class Due, class Take>
+// accumulator. shift: in shared memory.
+template <class Kind, Beginning BEGINNING = AT_ZERO, int NT, class Due, class Take>
 __device__ inline void make_transposed_p(const float (&scores)[1][NT][4], const fa_cuda_score &score,
                                          uint32_t shift, const Due &due, Take take) {
   const float unit = exponent_of_unit<Kind>(score);
-  const float per_cap = FROM_SHIFT && score.form != FA_CUDA_SCORE_SOFTCAP ? 0 : per_softcap<Kind>(score);
+  const bool is_capped = score.form == FA_CUDA_SCORE_SOFTCAP;
+  const float per_cap = BEGINNING != AT_ZERO && !is_capped ? 0 : per_softcap<Kind>(score);
   auto take_all = [&](auto softcap) {
-    constexpr bool SOFTCAP = decltype(softcap)::value, SHIFTED = FROM_SHIFT && !SOFTCAP;
+    constexpr bool SOFTCAP = decltype(softcap)::value, SHIFTED = BEGINNING != AT_ZERO && !SOFTCAP;
 #pragma unroll
     for (int n = 0; n < NT; n++) {
       float2 row_shift = {0, 0};
@@ -344,17 +362,17 @@ __device__ inline void make_transposed_p(const float (&scores)[1][NT][4], const 
       take(n, p, slopes);
     }
   };
-  if (FROM_SHIFT ? !begin_at_shift(score) : score.form == FA_CUDA_SCORE_SOFTCAP)
+  if (BEGINNING == AT_ZERO ? is_capped : !begin_at_shift<BEGINNING>(score))
     take_all(std::true_type());
   else
     take_all(std::false_type());
 }
 // The same: p becomes an operand times scale; the slopes take the scores' place.
-template <class Kind, bool FROM_SHIFT = false, int NT, class Due = NoShiftDue>
+template <class Kind, Beginning BEGINNING = AT_ZERO, int NT, class Due = NoShiftDue>
 __device__ inline void make_transposed_p(float (&scores)[1][NT][4], uint32_t (&operand)[Kind::PARTS][NT / 2][4],
                                          const fa_cuda_score &score, uint32_t shift, float scale = 1,
                                          const Due &due = Due()) {
-  make_transposed_p<Kind, FROM_SHIFT>(
+  make_transposed_p<Kind, BEGINNING>(
       scores, score, shift, due, [&](int n, const float(&p)[4], const float(&slopes)[4]) {
 #pragma unroll
         for (int half = 0; half < 2; half++)

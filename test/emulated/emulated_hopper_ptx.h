@@ -90,6 +90,7 @@ inline void wgmma(float (&c)[NT][4], const uint32_t (&a)[4], uint64_t b, bool ad
 }
 inline void wgmma_start() { emulated::products_of_warp().fence(emulated::thread_in_block() % 32); }
 inline void wgmma_commit() { emulated::products_of_warp().commit(emulated::thread_in_block() % 32); }
+inline void wait_no_sooner(float) {}
 template <int PENDING>
 inline void wgmma_wait_group(emulated::Site site = emulated::Site()) {
   emulated::products_of_warp().wait(emulated::thread_in_block() % 32, PENDING, site);
