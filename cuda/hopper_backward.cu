@@ -209,6 +209,8 @@ __device__ inline __attribute__((always_inline)) void consume_blocks(
     }
     if constexpr (Shape::keeps_pace && !IS_FIRST)
       if (!alone) wait_for_ds(steps - 1);
+    auto wait_to_store = [&] { barrier_wait(buffers.barrier(DS_EMPTY, stage), steps / 2 % 2 ^ 1); };
+    if (Shape::asks_early) wait_to_store();
     wgmma_wait<0>(ds[0]);
     if (IS_LAST) arrive_once(buffers.barrier(V_EMPTY));
     multiply<Kind, Q_STEPS>(dv[0], p_operand, BoxOperand<QTile, false>(buffers.dout(stage)), true);
@@ -241,7 +243,7 @@ __device__ inline __attribute__((always_inline)) void consume_blocks(
       arrive_once(buffers.barrier(DOUT_EMPTY, stage));
     };
     if (!HURRIES_DS) finish_dv();
-    barrier_wait(buffers.barrier(DS_EMPTY, stage), steps / 2 % 2 ^ 1);
+    if (!Shape::asks_early) wait_to_store();
     store_transposed<DsTile>(buffers.ds(stage), consumer * 64 + warp_row, 0, ds_operand[0]);
     fence_async();
     arrive_once(buffers.barrier(DS_FULL, stage));
@@ -338,16 +340,16 @@ const fa_cuda_kernel FA_JOIN(fa_hopper_backward_, FA_KIND)[] = {
     ROW("/d64/keys", true, 64, 128, 1, 2, FORMS, KEYS),
     ROW("/d64/slopes", true, 64, 128, 1, 2, FORMS, SLOPES),
     ROW("/d64/slopes/sums", true, 64, 128, 1, 2, SUMS, SLOPES),
-    ROW("/d64/terms", true, 64, 128, 1, 2, SUMS, SLOPES | KEYS),
-    ROW("/d64/cells", true, 64, 64, 1, 0, 0, CELLS),
+    ROW("/d64/terms", true, 64, 128, 1, 2, SUMS | ASKS_EARLY, SLOPES | KEYS),
+    ROW("/d64/cells", true, 64, 64, 1, 0, ASKS_EARLY, CELLS),
     ROW("/d64/cells/sums", true, 64, 64, 1, 0, FORMS | SUMS, CELLS),
-    ROW("/d64/dropout", true, 64, 128, 1, 2, SUMS, KEYS | DROPOUT),
+    ROW("/d64/dropout", true, 64, 128, 1, 2, SUMS | ASKS_EARLY, KEYS | DROPOUT),
     ROW("/d64/program", true, 64, 64, 1, 0, FORMS | SUMS, WHOLE_PROGRAM),
-    ROW("/d128/keys", true, 128, 64, 1, 2, FROM_SHIFT | SUMS, KEYS),
+    ROW("/d128/keys", true, 128, 64, 1, 2, FROM_SHIFT | SUMS | ASKS_EARLY, KEYS),
     ROW("/d128/slopes", true, 128, 64, 1, 2, FROM_SHIFT | FORMS, SLOPES),
     ROW("/d128/slopes/sums", true, 128, 64, 1, 2, FROM_SHIFT | FORMS | SUMS, SLOPES),
     ROW("/d128/terms", true, 128, 64, 1, 2, FROM_SHIFT | FORMS | SUMS, SLOPES | KEYS),
-    ROW("/d128/cells", true, 128, 64, 1, 0, FORMS, CELLS),
+    ROW("/d128/cells", true, 128, 64, 1, 0, ASKS_EARLY, CELLS),
     ROW("/d128/cells/sums", true, 128, 64, 1, 0, FORMS | SUMS, CELLS),
     ROW("/d128/dropout", true, 128, 64, 1, 2, FROM_SHIFT, KEYS | DROPOUT),
     ROW("/d128/program", true, 128, 64, 1, 0, FORMS | SUMS, WHOLE_PROGRAM),

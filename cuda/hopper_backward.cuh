@@ -29,7 +29,9 @@ enum { K_SIDE, V_SIDE, NUM_SIDES };
 // FROM_SHIFT: scores begin at the shift.
 // SINGLE_COLUMN: for problems whose keys are one column block that every row sees. A step's dq is all that its
 // rows have, and is written by the warp that would send it.
-enum BackwardTraits { FORMS = 1, SUMS = 2, FROM_SHIFT = 4, SINGLE_COLUMN = 8 };
+// ASKS_EARLY: whether ds may be stored is asked between the exponentials and the wait for dp, which ptxas would
+// else move to before them. It is 1 to 5 % in some kernels, and a loss in others.
+enum BackwardTraits { FORMS = 1, SUMS = 2, FROM_SHIFT = 4, SINGLE_COLUMN = 8, ASKS_EARLY = 16 };
 
 // A row of the table; it changes results by rounding alone. The consumers' warps come first, then the
 // producer's, one warp to send each share of dq (a sum over some of the columns), and the writers, which turn
@@ -39,7 +41,7 @@ enum BackwardTraits { FORMS = 1, SUMS = 2, FROM_SHIFT = 4, SINGLE_COLUMN = 8 };
 template <int HEAD_DIM, int BLOCK_Q, int DQ_SHARES, int NUM_WRITERS, int TRAITS, int PROGRAM = NO_PROGRAM>
 struct BackwardShape {
   static constexpr bool single_column = TRAITS & SINGLE_COLUMN;
-  static constexpr bool forms = TRAITS & FORMS, sums = TRAITS & SUMS;
+  static constexpr bool forms = TRAITS & FORMS, sums = TRAITS & SUMS, asks_early = TRAITS & ASKS_EARLY;
   static constexpr Beginning beginning = !(TRAITS & FROM_SHIFT) ? AT_ZERO
                                          : forms                ? AT_SHIFT_IF_FINITE
                                                                 : AT_SHIFT;
