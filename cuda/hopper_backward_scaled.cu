@@ -170,10 +170,12 @@ struct BackwardConsumer {
     return int(load_shared_word(buffers.exponent(full, stage)));
   }
 
-  // Writes ds, scaled by 2^exponent_ds, as an operand, and to shared memory when the dq there has been sent.
+  // Until the dq of the step before has been sent from where ds goes.
+  __device__ void wait_to_store() const { barrier_wait(buffers.barrier(DQ_SENT, consumer), (steps + 1) % 2); }
+  // Writes ds, scaled by 2^exponent_ds, as an operand, and to shared memory.
   __device__ void put_ds(int exponent_ds) {
     convert<Kind>(ds_operand, ds, power_of_two(exponent_ds));
-    barrier_wait(buffers.barrier(DQ_SENT, consumer), (steps + 1) % 2);  // of the step before
+    if (!Shape::asks_early) wait_to_store();
 #pragma unroll
     for (int part = 0; part < Kind::PARTS; part++)
       store_transposed<DsTile>(buffers.dq(consumer) + part * DsTile::BYTES, warp_row, 0, ds_operand[part]);
@@ -198,6 +200,7 @@ struct BackwardConsumer {
           power_of_two(-exponent(Q_FULL, stage) - exponent(K_FULL)));
     if (!is_first) hand_over_dq();  // of the previous step, when the fence waits for nothing
     make_transposed_p<Kind>(scores, p_operand, score, buffers.shift(stage), 1 << P_EXPONENT);
+    if (Shape::asks_early) wait_to_store();
     wgmma_wait<0>(ds[0]);
 #pragma unroll
     for (int i = 0; i < Dq::MT; i++) start_chunk(i, stage);
@@ -265,7 +268,7 @@ struct BackwardConsumer {
 using namespace fa::hopper;
 const fa_cuda_kernel FA_JOIN(fa_hopper_backward_, FA_KIND)[] = {
     // bucket, block_q, dq's shares, writers, traits
-    ROW("/d64", false, 64, 64, 2, 0, 0),
+    ROW("/d64", false, 64, 64, 2, 0, ASKS_EARLY),
     ROW("/d64/forms", false, 64, 64, 2, 0, FORMS),
     ROW("/d128", false, 128, 32, 2, 0, 0),
     ROW("/d128/forms", false, 128, 32, 2, 0, FORMS),

@@ -734,21 +734,23 @@ static void test_dead_device(void) {
 }
 
 /* Column blocks that leave most of a GPU idle are shared out by general kernels for Hopper; those that fill it
- * are not, nor those that few rows see. */
+ * are not, nor those that few rows see. A single column block that all rows see has a kernel of its own. */
 static void test_few_keys(void) {
   fa_problem few_keys = problem_of(FA_DTYPE_BF16, 1, 4096, 1, 64);
-  few_keys.seqlen_k = 100, few_keys.window_right = FA_UNBOUNDED;
-  fa_problem many_blocks = few_keys, few_rows = few_keys, hidden_rows = few_keys;
+  few_keys.seqlen_k = 100, few_keys.window_right = 3900; /* from row 96 on */
+  fa_problem many_blocks = few_keys, few_rows = few_keys, hidden_rows = few_keys, single = few_keys;
   many_blocks.num_heads = many_blocks.num_kv_heads = 1 << 14;
-  few_rows.seqlen_q = 200;
+  few_rows.seqlen_q = 200, few_rows.window_right = 50;
   hidden_rows.window_right = 0;
-  const fa_problem *const problems[] = {&few_keys, &many_blocks, &few_rows, &hidden_rows};
-  for (size_t i = 0; i < sizeof problems / sizeof *problems; i++) {
+  single.window_right = FA_UNBOUNDED;
+  const fa_problem *const problems[] = {&few_keys, &many_blocks, &few_rows, &hidden_rows, &single};
+  for (int i = 0; i < (int)(sizeof problems / sizeof *problems); i++) {
     fa_plan plan;
     fa_error error;
     must(fa_plan_init(&plan, problems[i], FA_PASS_BACKWARD, cuda, &error), &error);
-    const bool is_general = strstr(plan.kernel, "/general") != NULL;
-    if (strstr(plan.kernel, "sm90")) CHECK(is_general == (i == 0), "problem %d: %s", (int)i, plan.kernel);
+    if (!strstr(plan.kernel, "sm90")) continue;
+    CHECK((strstr(plan.kernel, "/general") != NULL) == (i == 0), "problem %d: %s", i, plan.kernel);
+    CHECK((strstr(plan.kernel, "/single") != NULL) == (i == 4), "problem %d: %s", i, plan.kernel);
   }
 }
 
