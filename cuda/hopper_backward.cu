@@ -328,8 +328,10 @@ struct BackwardConsumer {
 using namespace fa::hopper;
 const fa_cuda_kernel FA_JOIN(fa_hopper_backward_, FA_KIND)[] = {
     // bucket, block_q, dq's shares, writers, traits, program
-    ROW("/d64/single", false, 64, 128, 1, 0, SINGLE_COLUMN | FORMS),
-    ROW("/d128/single", false, 128, 64, 1, 0, SINGLE_COLUMN | FROM_SHIFT | FORMS),
+    ROW("/d64/single", false, 64, 128, 1, 0, SINGLE_COLUMN | ASKS_EARLY),
+    ROW("/d64/single/forms", false, 64, 128, 1, 0, SINGLE_COLUMN | FORMS),
+    ROW("/d128/single", false, 128, 64, 1, 0, SINGLE_COLUMN | FROM_SHIFT | ASKS_EARLY),
+    ROW("/d128/single/forms", false, 128, 64, 1, 0, SINGLE_COLUMN | FROM_SHIFT | FORMS),
     ROW("/d64", false, 64, 128, 1, 2, FORMS),
     ROW("/d128", false, 128, 64, 1, 2, FROM_SHIFT),
     ROW("/d128/forms", false, 128, 64, 1, 2, FROM_SHIFT | FORMS),
