@@ -754,6 +754,28 @@ static void test_few_keys(void) {
   }
 }
 
+/* Kernels for Hopper without code for other forms of scores leave these to others, which plain problems do not
+ * get. */
+static void test_forms(void) {
+  fa_problem plain = problem_of(FA_DTYPE_BF16, 1, 2048, 64, 128);
+  plain.scale = 2e-30;
+  fa_problem negative = plain, near_zero = plain, capped = plain;
+  negative.scale = -1, near_zero.scale = 1e-31, capped.softcap = 30;
+  const fa_problem *const problems[] = {&plain, &negative, &near_zero, &capped};
+  for (int i = 0; i < (int)(sizeof problems / sizeof *problems); i++)
+    for (int bands = 0; bands < 2; bands++)
+      for (int pass = FA_PASS_FORWARD; pass <= FA_PASS_BACKWARD; pass++) {
+        fa_problem problem = *problems[i];
+        problem.num_bands = bands, problem.bands_batch = bands;
+        fa_plan plan;
+        fa_error error;
+        must(fa_plan_init(&plan, &problem, (fa_pass)pass, cuda, &error), &error);
+        if (strstr(plan.kernel, "sm90"))
+          CHECK((strstr(plan.kernel, "/forms") != NULL) == (i > 0), "problem %d, %d bands: %s", i, bands,
+                plan.kernel);
+      }
+}
+
 int main(int argc, char **argv) {
   const bool quick = argc > 1 && strcmp(argv[1], "--quick") == 0;
   setvbuf(stdout, NULL, _IOLBF, 0);
@@ -768,6 +790,7 @@ int main(int argc, char **argv) {
   test_origins();
   test_long_plan();
   test_few_keys();
+  test_forms();
   test_places();
   test_order();
   test_repeats_of_table();
