@@ -77,13 +77,11 @@ __device__ inline __attribute__((always_inline)) void consume_blocks(
 
   // Stages and phases follow from these counts: of column blocks, of those that have steps, and of steps.
   uint32_t blocks = 0, busy_blocks = 0, steps = 0;
-  // Without a softcap's code the kernel of slopes spills less; that of keys at 64 would be 2 % slower.
-  fa_cuda_score known = !Shape::forms         ? without_forms(a.score)
-                        : Shape::folds_slopes ? without_softcap(a.score)
-                                              : a.score;
+  // Told that there is no softcap the kernel of slopes spills less; that of keys at 64 would be 2 % slower.
+  constexpr Forms KNOWN = Shape::forms == NO_SOFTCAP && !Shape::folds_slopes ? ANY_FORM : Shape::forms;
+  fa_cuda_score known = KNOWN == ANY_FORM ? a.score : fa_cuda_score(known_score<KNOWN>(a.score));
   if constexpr (Shape::program) known.factor *= a.program.factor;  // with all that multiplies a product
-  // Not a copy where nothing more is known: ptxas orders that otherwise, at head_dim 64 worse.
-  const fa_cuda_score &score = Shape::program || !Shape::forms ? known : a.score;
+  const fa_cuda_score &score = Shape::program || KNOWN != ANY_FORM ? known : a.score;  // see known_score
   float per_shift = GENERAL && Shape::from_shift ? per_shift_of<Kind>(score) : 0;
   if constexpr (GENERAL) forget(per_shift);  // or ptxas divides in every step
   // Of the steps' head, where there is a program.
@@ -186,7 +184,7 @@ __device__ inline __attribute__((always_inline)) void consume_blocks(
       ProgramStep it(work, visit, slope, first_column + warp_row);
       if (it.at.head != program_head) enter_head(work, it.at), it.distance.slope = slope;
       // As finish_scores does, where there may be a softcap.
-      if (Shape::forms && a.score.form == FA_CUDA_SCORE_NEGATED)
+      if (Shape::forms != USUAL_FORM && a.score.form == FA_CUDA_SCORE_NEGATED)
         for_each_element<1, NT>(scores, [](int, int, float &x) { x = -x; });
       const float of_each =
           add_transposed_terms<Shape::program>(scores[0], a.program, it.distance, it.at, addends);

@@ -25,26 +25,26 @@ enum { K_SIDE, V_SIDE, NUM_SIDES };
 
 // What a kernel has code for, or does. Code that others never run costs them 2 to 10 %: it is where ptxas ends
 // a block of instructions that it orders. (But at head_dim 64 some are faster with it.)
-// FORMS: takes scores of any form. SUMS: gives the gradients by what a program adds.
-// FROM_SHIFT: scores begin at the shift.
-// SINGLE_COLUMN: for problems whose keys are one column block that every row sees. A step's dq is all that its
-// rows have, and is written by the warp that would send it.
-// ASKS_EARLY: whether ds may be stored is asked between the exponentials and the wait for dp, which ptxas would
-// else move to before them. It is 1 to 5 % in some kernels, and a loss in others.
+// FORMS: takes scores of other forms, a softcap only without a program. SUMS: gives the gradients by what a
+// program adds. FROM_SHIFT: scores begin at the shift. SINGLE_COLUMN: for problems whose keys are one column
+// block that every row sees. A step's dq is all that its rows have, and is written by the warp that would send
+// it. ASKS_EARLY: whether ds may be stored is asked between the exponentials and the wait for dp, which ptxas
+// would else move to before them. It is 1 to 5 % in some kernels, and a loss in others.
 enum BackwardTraits { FORMS = 1, SUMS = 2, FROM_SHIFT = 4, SINGLE_COLUMN = 8, ASKS_EARLY = 16 };
 
 // A row of the table; it changes results by rounding alone. The consumers' warps come first, then the
 // producer's, one warp to send each share of dq (a sum over some of the columns), and the writers, which turn
 // the sum in memory into dq; without writers finish_dq does. Registers are a thread's: on average the block has
 // 168 for each.
-// PROGRAM: what may act on scores; then GENERAL, and without a softcap.
+// PROGRAM: what may act on scores; then GENERAL.
 template <int HEAD_DIM, int BLOCK_Q, int DQ_SHARES, int NUM_WRITERS, int TRAITS, int PROGRAM = NO_PROGRAM>
 struct BackwardShape {
   static constexpr bool single_column = TRAITS & SINGLE_COLUMN;
-  static constexpr bool forms = TRAITS & FORMS, sums = TRAITS & SUMS, asks_early = TRAITS & ASKS_EARLY;
+  static constexpr bool sums = TRAITS & SUMS, asks_early = TRAITS & ASKS_EARLY;
+  static constexpr Forms forms = !(TRAITS & FORMS) ? USUAL_FORM : PROGRAM ? NO_SOFTCAP : ANY_FORM;
   static constexpr Beginning beginning = !(TRAITS & FROM_SHIFT) ? AT_ZERO
-                                         : forms                ? AT_SHIFT_IF_FINITE
-                                                                : AT_SHIFT;
+                                         : forms == USUAL_FORM  ? AT_SHIFT
+                                                                : AT_SHIFT_IF_FINITE;
   static constexpr bool from_shift = beginning != AT_ZERO, has_slopes = PROGRAM & SLOPES,
                         has_keys = PROGRAM & KEYS, has_cells = PROGRAM & CELLS, drops = PROGRAM & DROPOUT;
   static constexpr bool folds = folds_terms(PROGRAM), folds_slopes = folds && has_slopes;
@@ -737,7 +737,8 @@ __device__ inline void make_told_scores(float (&scores)[1][NT][4], const fa_cuda
 }
 
 // Waits for a row block and starts a consumer's transposed product with it: dp = v dout^T, or the scores k q^T,
-// which are rounded as the forward's are and may begin at the shift, after `begin`; then what `more` starts.
+// which are rounded as the forward's are and may begin at the shift, or at what `begin` makes of that; then
+// what `more` starts.
 template <int SIDE, Beginning BEGINNING = AT_ZERO, class Buffers, int NT, class More = NothingMore,
           class Begin = NothingMore>
 __device__ inline void start_transposed(float (&product)[1][NT][4], const Buffers &buffers, int first_column,
@@ -827,26 +828,23 @@ constexpr fa_cuda_kernel row_of_kernel(const char *name, const void *main) {
   using Kind = typename Buffers::Kind;
   using Shape = typename Buffers::Shape;
   static_assert(Buffers::BYTES <= 227 << 10, "a multiprocessor has no more for a block");
-  fa_cuda_kernel row = {.name = name,
-                        .bucket = Shape::head_dim,
-                        .block_q = Shape::block_q,
-                        .block_k = Shape::block_k,
-                        .num_threads = Shape::num_threads,
-                        .shared_bytes = Buffers::BYTES,
-                        .takes = ((Buffers::general ? FA_CUDA_MASK_NEEDS : FA_CUDA_PLAIN_NEEDS) &
-                                  ~(!Shape::forms    ? FA_CUDA_FORM_NEEDS
-                                    : Shape::program ? FA_CUDA_NEEDS_SOFTCAP
-                                                     : 0)) |
-                                 takes_of_program(Shape::program, Shape::sums),
-                        .row_warps = 1,
-                        .mapped = true,
-                        .persistent = true,
-                        .begins_early = true,
-                        .single_column = Shape::single_column,
-                        .folds = Shape::folds,
-                        .main = main,
-                        .statistics = address_of_kernel(statistics<Kind, Shape>),
-                        .finish_threads = Buffers::Dq::NUM_WARPS * 32};
+  fa_cuda_kernel row = {
+      .name = name,
+      .bucket = Shape::head_dim,
+      .block_q = Shape::block_q,
+      .block_k = Shape::block_k,
+      .num_threads = Shape::num_threads,
+      .shared_bytes = Buffers::BYTES,
+      .takes = takes_of_forms(Buffers::general, Shape::forms) | takes_of_program(Shape::program, Shape::sums),
+      .row_warps = 1,
+      .mapped = true,
+      .persistent = true,
+      .begins_early = true,
+      .single_column = Shape::single_column,
+      .folds = Shape::folds,
+      .main = main,
+      .statistics = address_of_kernel(statistics<Kind, Shape>),
+      .finish_threads = Buffers::Dq::NUM_WARPS * 32};
   if constexpr (Shape::num_writers == 0 && !Shape::single_column)
     row.finish_dq = address_of_kernel(finish_dq<Kind, Shape, typename Buffers::Dq>);
   return row;

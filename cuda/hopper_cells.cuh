@@ -35,6 +35,14 @@ constexpr uint32_t takes_of_program(int program, bool sums = true, bool goes_thr
          (goes_through_visits ? FA_CUDA_NEEDS_KEY_FLAGS | FA_CUDA_NEEDS_SLOPES_BEHIND : 0);
 }
 
+// The needs beside a program that a kernel takes.
+constexpr uint32_t takes_of_forms(bool general, Forms forms) {
+  const uint32_t declined = forms == USUAL_FORM   ? FA_CUDA_FORM_NEEDS
+                            : forms == NO_SOFTCAP ? FA_CUDA_NEEDS_SOFTCAP
+                                                  : 0;
+  return (general ? FA_CUDA_MASK_NEEDS : FA_CUDA_PLAIN_NEEDS) & ~declined;
+}
+
 // ---- the bias of a visit in shared memory -------------------------------------------------------------------
 
 // Numbers of ROWS rows and COLS columns, as boxes of 128 bytes of each row, which lie as those of BoxTile.

@@ -25,7 +25,7 @@ enum ForwardTraits { FORMS = 1, HOLDS_Q = 2, FOLLOWS = 4, WAITS_LATE = 8, IN_PAR
 template <int HEAD_DIM, int BLOCK_K, int NUM_CONSUMERS, int Q_STAGES, int CONSUMER_REGISTERS,
           int PRODUCER_REGISTERS, int TRAITS, int PROGRAM = NO_PROGRAM>
 struct ForwardShape {
-  static constexpr bool forms = TRAITS & FORMS, holds_q = TRAITS & HOLDS_Q, waits_late = TRAITS & WAITS_LATE,
+  static constexpr bool holds_q = TRAITS & HOLDS_Q, waits_late = TRAITS & WAITS_LATE,
                         in_parts = TRAITS & IN_PARTS;
   static constexpr int head_dim = HEAD_DIM, block_k = BLOCK_K, num_consumers = NUM_CONSUMERS,
                        q_stages = Q_STAGES;
@@ -36,6 +36,7 @@ struct ForwardShape {
   // Whether it makes again what is NaN itself. That more code is there costs others 3 % of their speed.
   static constexpr bool mends = in_parts || (HEAD_DIM >= 128 && sizeof(typename kinds::FA_KIND::Io) == 2);
   static constexpr bool folds = folds_terms(PROGRAM);
+  static constexpr Forms forms = !(TRAITS & FORMS) ? USUAL_FORM : folds ? NO_SOFTCAP : ANY_FORM;
   static constexpr bool has_slopes = PROGRAM & SLOPES, has_keys = PROGRAM & KEYS, has_cells = PROGRAM & CELLS,
                         drops = PROGRAM & DROPOUT, folds_slopes = folds && has_slopes;
 };
@@ -645,8 +646,9 @@ struct Consumer {
     finish_o(v, unscale);
   }
 
+  // Where nothing is known, a copy of a.score: by way of known_score ptxas would order it otherwise.
   __device__ fa_cuda_score form() const {
-    return !Shape::forms ? without_forms(a.score) : Shape::folds ? without_softcap(a.score) : a.score;
+    return Shape::forms == ANY_FORM ? a.score : fa_cuda_score(known_score<Shape::forms>(a.score));
   }
   __device__ void make_scores_of(int column, float unscale, int num_columns = Shape::block_k) {
     make_scores<Kind, false, 1, NT>(scores, a, form(), {row, row + 64}, {column, column + Shape::block_k},
@@ -1125,9 +1127,7 @@ constexpr fa_cuda_kernel row(const char *name) {
           .num_threads = Shape::num_threads,
           .shared_bytes = ForwardBuffers<Kind, Shape, GENERAL>::BYTES,
           .least_columns = Shape::follows && !Shape::program ? 1024 : 0,
-          .takes = ((GENERAL ? FA_CUDA_MASK_NEEDS : FA_CUDA_PLAIN_NEEDS) &
-                    ~(Shape::forms ? 0 : FA_CUDA_FORM_NEEDS)) |
-                   takes_of_program(Shape::program, true, GENERAL),
+          .takes = takes_of_forms(GENERAL, Shape::forms) | takes_of_program(Shape::program, true, GENERAL),
           .mapped = true,
           .persistent = true,
           .begins_early = begins_early<Kind, GENERAL>,

@@ -80,23 +80,20 @@ __device__ inline float per_softcap(const fa_cuda_score &score) {
 
 // ---- from products to scores -----------------------------------------------------------------------------
 
-// The form of scores in kernels that take no softcap, or the usual form alone, which ptxas does not know.
-__device__ inline fa_cuda_score without_softcap(fa_cuda_score score) {
-  if (score.form != FA_CUDA_SCORE_NEGATED) score.form = FA_CUDA_SCORE_PLAIN;
-  return score;
-}
-__device__ inline fa_cuda_score without_forms(fa_cuda_score score) {
-  score.form = FA_CUDA_SCORE_PLAIN;
-  return score;
-}
-// The same where a kernel takes no other FORMS; else it is the score itself, no copy, which ptxas would order
-// otherwise.
-template <bool FORMS>
+// The forms of scores that a kernel takes.
+enum Forms { USUAL_FORM, NO_SOFTCAP, ANY_FORM };
+
+// A score with what is thereby known of its form, which ptxas does not know. Where nothing is, it is the score
+// itself and no copy, which ptxas would order otherwise.
+template <Forms FORMS>
 __device__ inline decltype(auto) known_score(const fa_cuda_score &score) {
-  if constexpr (FORMS)
+  if constexpr (FORMS == ANY_FORM) {
     return (score);
-  else
-    return without_forms(score);
+  } else {
+    fa_cuda_score known = score;
+    if (FORMS == USUAL_FORM || score.form != FA_CUDA_SCORE_NEGATED) known.form = FA_CUDA_SCORE_PLAIN;
+    return known;
+  }
 }
 
 // unscale is what to multiply products of scaled operands with, a power of two.
