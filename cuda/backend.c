@@ -91,6 +91,7 @@ static const struct {
 /* Of column blocks that are shared out, and of their parts: fewer take less time than what sharing them does.
  */
 enum { LEAST_STEPS_SHARED = 12, LEAST_STEPS_A_PART = 4, LEAST_STEPS_A_PART_IN_BANDS = 48 };
+enum { HEAD_PARTS_A_SLOT = 3, LEAST_STEPS_A_HEAD_PART = 32, HEADS_IN_CACHE_BYTES = 200 << 20 };
 
 /* A box of a tensor map is swizzled by so many rows. */
 enum { LEAST_BOX_ROWS = 8 };
@@ -286,17 +287,40 @@ static int64_t num_column_parts(const fa_plan *whole, const fa_cuda_kernel *kern
   return fa_max(fa_min(wanted, num_steps / LEAST_STEPS_A_PART), 1);
 }
 
-/* Whether the kernel shares out column blocks. Where a program acts on scores, those of a column block add to
- * sums of its own. */
-static bool shares_column_blocks(const fa_cuda_kernel *kernel) {
+/* How many blocks of threads share the query heads of a column block, in a plain kernel that can. What they
+ * leave costs time, too, so this pays where there are few column blocks: if they are of different lengths or
+ * there is more than one for a multiprocessor, and what all heads read and sum does not stay in cache, as each
+ * block goes through the heads at its own pace. (cuda_log.md, "Heads that share keys".) */
+static int64_t num_head_parts(const fa_plan *whole, const fa_cuda_kernel *kernel) {
+  const fa_problem *p = &whole->problem;
+  const int64_t group = p->num_heads / p->num_kv_heads, num_slots = num_multiprocessors(whole->device.index);
+  const int64_t num_k_blocks = fa_divide_up(p->seqlen_k, kernel->block_k),
+                num_blocks = p->batch * p->num_kv_heads * num_k_blocks;
+  const int64_t bytes = p->batch * p->num_heads * p->seqlen_q * p->head_dim * 8; /* q, dout, and dq's sum */
+  const bool spills = bytes > HEADS_IN_CACHE_BYTES, waits = num_blocks <= num_slots;
+  if (!kernel->splits_heads || num_blocks == 0 || !(is_uneven(p) ? spills || waits : spills && !waits))
+    return 1;
+  int64_t num_steps = 0, parts = 1; /* of all column blocks of a group */
+  for (int64_t i = 0; i < num_k_blocks; i++) num_steps += num_row_blocks(p, kernel, i) * group;
+  for (int64_t n = 2; n <= group && parts * num_blocks < HEAD_PARTS_A_SLOT * num_slots; n++)
+    if (group % n == 0 && num_steps >= n * num_k_blocks * LEAST_STEPS_A_HEAD_PART) parts = n;
+  return parts;
+}
+
+/* Whether column blocks are shared out by steps, or by heads. Where a program acts on scores, those of a column
+ * block add to sums of its own. */
+static bool shares_steps(const fa_cuda_kernel *kernel) {
   return kernel->single_column ||
          (kernel->mapped && is_general(kernel) && !(kernel->takes & FA_CUDA_PROGRAM_NEEDS));
+}
+static int64_t num_parts_of(const fa_plan *whole, const fa_cuda_kernel *kernel) {
+  return shares_steps(kernel) ? num_column_parts(whole, kernel) : num_head_parts(whole, kernel);
 }
 
 /* Whether column blocks had better be shared out, and a general kernel follows that does. */
 static bool is_left_to_parts(const fa_plan *whole, const fa_cuda_kernel *row) {
   return whole->pass == FA_PASS_BACKWARD && row->mapped && !is_general(row) && !row->single_column &&
-         num_column_parts(whole, row) > 1;
+         num_head_parts(whole, row) == 1 && num_column_parts(whole, row) > 1;
 }
 
 /* Whether one column block holds all keys, and every row sees some of them. Slices of the problem have this in
@@ -488,16 +512,24 @@ static bool adds_in_order(const fa_plan *whole, const fa_cuda_kernel *kernel, in
  * even time, in which they would be done if all multiprocessors ended together: blocks are taken in that order
  * by whoever is free. Times are in steps, and counted in what makes TICKS of the even time. */
 enum { BEGIN_STEPS = 3, TICKS = 256, MOST_TICKS = 3 * TICKS };
-static int64_t steps_of_column_block(const fa_problem *p, const fa_cuda_kernel *kernel, int64_t k_block) {
-  return num_row_blocks(p, kernel, k_block) * (p->num_heads / p->num_kv_heads) + BEGIN_STEPS;
+/* Query heads that share keys, or parts of them: so many groups, of so many heads. */
+static int64_t num_groups(const fa_problem *p, const fa_cuda_kernel *kernel, const fa_cuda_arguments *a) {
+  return p->batch * p->num_kv_heads * (kernel->splits_heads ? a->num_column_parts : 1);
+}
+static int64_t heads_a_group(const fa_problem *p, const fa_cuda_kernel *kernel, const fa_cuda_arguments *a) {
+  return p->num_heads / p->num_kv_heads / (kernel->splits_heads ? a->num_column_parts : 1);
+}
+static int64_t steps_of_column_block(const fa_problem *p, const fa_cuda_kernel *kernel,
+                                     const fa_cuda_arguments *a, int64_t k_block) {
+  return num_row_blocks(p, kernel, k_block) * heads_a_group(p, kernel, a) + BEGIN_STEPS;
 }
 static double imbalance(const fa_problem *p, const fa_cuda_kernel *kernel, const fa_cuda_arguments *a,
                         int64_t num_multiprocessors, int64_t heads_at_once, double even) {
-  const int64_t num_heads = p->batch * p->num_kv_heads;
+  const int64_t num_heads = num_groups(p, kernel, a);
   int64_t free_at[MOST_TICKS + 1] = {num_multiprocessors}, now = 0, last = 0;
   for (int64_t begun = 0; begun < num_heads; begun += heads_at_once)
     for (int64_t i = 0; i < a->num_k_blocks; i++) {
-      const int64_t ticks = (int64_t)((double)steps_of_column_block(p, kernel, i) * TICKS / even + 0.5);
+      const int64_t ticks = (int64_t)((double)steps_of_column_block(p, kernel, a, i) * TICKS / even + 0.5);
       for (int64_t left = fa_min(heads_at_once, num_heads - begun); left > 0;) {
         while (now < MOST_TICKS && free_at[now] == 0) now++;
         const int64_t end = fa_min(now + ticks, MOST_TICKS), taken = fa_min(left, free_at[now]);
@@ -514,10 +546,10 @@ static double imbalance(const fa_problem *p, const fa_cuda_kernel *kernel, const
 enum { FEW_BLOCKS = 10, MOST_AT_ONCE = 32 };
 static int64_t balanced_heads_at_once(const fa_problem *p, const fa_cuda_kernel *kernel,
                                       const fa_cuda_arguments *a, int64_t num_multiprocessors, int64_t wanted) {
-  const int64_t num_heads = p->batch * p->num_kv_heads, num_blocks = num_heads * a->num_k_blocks;
+  const int64_t num_heads = num_groups(p, kernel, a), num_blocks = num_heads * a->num_k_blocks;
   if (num_blocks <= num_multiprocessors || num_blocks > FEW_BLOCKS * num_multiprocessors) return wanted;
   int64_t sum = 0, best = wanted;
-  for (int64_t i = 0; i < a->num_k_blocks; i++) sum += steps_of_column_block(p, kernel, i);
+  for (int64_t i = 0; i < a->num_k_blocks; i++) sum += steps_of_column_block(p, kernel, a, i);
   const double even = (double)sum * (double)num_heads / (double)num_multiprocessors;
   double least = imbalance(p, kernel, a, num_multiprocessors, wanted, even), price = 1.03;
   for (int64_t most = 2 * wanted; most <= MOST_AT_ONCE && most < 2 * num_heads; most *= 2, price *= 1.03) {
@@ -536,8 +568,8 @@ static int64_t balanced_heads_at_once(const fa_problem *p, const fa_cuda_kernel 
  * are measured (cuda_log.md, "Hopper, backward"). */
 static int32_t backward_heads_at_once(const fa_problem *p, const fa_cuda_kernel *kernel,
                                       const fa_cuda_arguments *a, int64_t num_multiprocessors) {
-  const int64_t num_heads = p->batch * p->num_kv_heads, heads_per_kv = p->num_heads / p->num_kv_heads;
-  const int64_t head_bytes = p->seqlen_q * heads_per_kv * p->head_dim * 8;
+  const int64_t num_heads = num_groups(p, kernel, a);
+  const int64_t head_bytes = p->seqlen_q * heads_a_group(p, kernel, a) * p->head_dim * 8;
   const int64_t cached = (INT64_C(24) << 20) / (head_bytes + 1);
   int64_t wanted = 4;
   if (!a->in_order) {
@@ -560,14 +592,27 @@ static int32_t backward_heads_at_once(const fa_problem *p, const fa_cuda_kernel 
  * for a sum, and all that the multiprocessors have in work where a head has few column blocks. */
 static int64_t heads_summed(const fa_problem *p, const fa_cuda_kernel *kernel, const fa_cuda_arguments *a,
                             int64_t num_multiprocessors) {
-  const int64_t num_heads = p->batch * p->num_heads, heads_per_kv = p->num_heads / p->num_kv_heads;
+  const int64_t num_heads = p->batch * p->num_heads;
   if (kernel->single_column) return 0;
   if (kernel->finish_dq || a->num_k_blocks == 0) return num_heads;
   const int64_t head_bytes = (int64_t)a->padded_rows * kernel->bucket * 4,
-                cached = (INT64_C(24) << 20) / (head_bytes + 1);
+                cached = (INT64_C(16) << 20) / (head_bytes + 1);
   const int64_t begun = 3 * a->heads_at_once, in_work = fa_divide_up(num_multiprocessors, a->num_k_blocks);
-  const int64_t wanted = fa_max(cached, fa_max(begun, in_work) * heads_per_kv);
+  const int64_t wanted = fa_max(cached, fa_max(begun, in_work) * heads_a_group(p, kernel, a));
   return wanted < num_heads ? wanted : num_heads;
+}
+
+/* See heads_together: all heads of a group, or those of a part of its column blocks, where these differ in
+ * length and rows are seen by few of them, which are then at the same rows at any time, so that rows stay in
+ * cache. Where many are, their sums hinder each other. A program keeps what it knows of a head. */
+enum { ROWS_OF_SHORT_BAND = 2048 };
+static int32_t backward_heads_together(const fa_problem *p, const fa_cuda_arguments *a) {
+  const int64_t group = p->num_heads / p->num_kv_heads;
+  const bool has_short_bands = p->num_bands * ROWS_OF_SHORT_BAND >= p->seqlen_q;
+  if (!has_short_bands || !is_uneven(p) || a->program.is_there) return 1;
+  int64_t together = fa_max(group / a->num_column_parts, 1);
+  while (group % together != 0) together--;
+  return (int32_t)together;
 }
 
 /* Takes the plans of one side's blocks; where these are to be ordered, with room for as many more meanwhile. */
@@ -737,14 +782,10 @@ static fa_tensor take_column_parts(const fa_problem *p, const fa_tensor *gradien
   return (fa_tensor){.data = sums, .stride_batch = batch, .stride_row = p->head_dim, .stride_head = head};
 }
 
-static void lay_out_column_parts(const fa_plan *plan, const fa_cuda_kernel *kernel, const fa_tensors *t,
-                                 fa_arena *workspace, cuda_job *job) {
+static void lay_out_column_parts(const fa_plan *plan, const fa_tensors *t, fa_arena *workspace, cuda_job *job) {
   const fa_problem *p = &plan->problem;
   fa_cuda_arguments *a = &job->arguments;
-  a->num_column_parts = 1;
-  if (plan->pass != FA_PASS_BACKWARD || !shares_column_blocks(kernel)) return;
-  a->num_column_parts = (int32_t)num_column_parts(fa_plan_whole(plan), kernel);
-  if (a->num_column_parts == 1) return;
+  if (plan->pass != FA_PASS_BACKWARD || a->num_column_parts == 1) return;
   a->dk = take_column_parts(p, &t->dk, a->num_column_parts, workspace, &job->of_columns[0]);
   a->dv = take_column_parts(p, &t->dv, a->num_column_parts, workspace, &job->of_columns[1]);
 }
@@ -861,6 +902,7 @@ static cuda_job lay_out(const fa_plan *plan, const fa_cuda_kernel *kernel, const
   a->num_q_blocks = (int32_t)fa_divide_up(p->seqlen_q, kernel->block_q);
   a->num_k_blocks = (int32_t)fa_divide_up(p->seqlen_k, kernel->block_k);
   a->in_order = backward && adds_in_order(fa_plan_whole(plan), kernel, a->num_k_blocks);
+  a->num_column_parts = backward ? (int32_t)num_parts_of(fa_plan_whole(plan), kernel) : 1;
   a->padded_rows = a->num_q_blocks * kernel->block_q;
   a->o = t->o, a->dq = t->dq, a->dk = t->dk, a->dv = t->dv;
   job.gradients.dk = t->dk, job.gradients.dv = t->dv;
@@ -894,7 +936,8 @@ static cuda_job lay_out(const fa_plan *plan, const fa_cuda_kernel *kernel, const
   job.looks_at_columns = backward && leaves_columns(p) && !kernel->finish_dq;
   lay_out_keys(p, kernel, &workspace, &job);
   lay_out_bands(plan, kernel, t, &workspace, &job);
-  lay_out_column_parts(plan, kernel, t, &workspace, &job);
+  lay_out_column_parts(plan, t, &workspace, &job);
+  if (backward) a->heads_together = backward_heads_together(p, a);
   lay_out_key_parts(plan, kernel, &workspace, &job);
   job.splits =
       (fa_cuda_splits){.num_parts = kinds[kind_of(p)].num_parts, .batch = a->batch, .head_dim = a->head_dim};
@@ -1182,9 +1225,15 @@ static bool make_maps(const fa_plan *plan, const fa_cuda_kernel *kernel, const f
   const fa_cuda_operand out = view(p, backward ? tensors->dq : tensors->o, p->seqlen_q, p->num_heads);
   const bool maps_out = backward ? !kernel->finish_dq : !scaled && !kernel->in_parts;
   if (maps_out && !fa_cuda_tensor_map_init(&maps->out, &out, p->dtype, p->seqlen_q, p->batch, 16)) return false;
-  if (backward)
+  if (backward) {
+    const fa_cuda_operand dk = view(p, tensors->dk, p->seqlen_k, p->num_kv_heads),
+                          dv = view(p, tensors->dv, p->seqlen_k, p->num_kv_heads);
+    a->maps_columns = !scaled && a->num_column_parts == 1 &&
+                      fa_cuda_tensor_map_init(&maps->dk, &dk, p->dtype, p->seqlen_k, p->batch, 16) &&
+                      fa_cuda_tensor_map_init(&maps->dv, &dv, p->dtype, p->seqlen_k, p->batch, 16);
     return fa_cuda_tensor_map_init(&maps->q, &a->q, element, p->seqlen_q, batches, kernel->block_q) &&
            fa_cuda_tensor_map_init(&maps->dout, &a->dout, element, p->seqlen_q, batches, kernel->block_q);
+  }
   const bool q_mapped =
       fa_cuda_tensor_map_init(&maps->q, &a->q, p->dtype, p->seqlen_q, p->batch, kernel->block_q);
   if (scaled)

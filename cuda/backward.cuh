@@ -94,29 +94,39 @@ struct Visit {
   Range rows;
 };
 
-// A column block and its steps, each a row block of a query head, one head after the other.
+// A column block and its steps, each a row block of a query head, one head after the other: of all heads that
+// share the keys, or of a part of these.
 template <class Shape, bool GENERAL>
 struct ColumnWork {
   using Step = fa::Step;
   ColumnBlock block;
+  int part;
   Range columns;
   Blocks q_blocks;
   Step first;
   int num_steps;
 
-  __device__ static int count(const fa_cuda_arguments &a) { return a.batch * a.num_kv_heads * a.num_k_blocks; }
+  // Into how many parts the query heads that share keys are shared out.
+  __device__ static int num_parts(const fa_cuda_arguments &a) {
+    return Shape::splits_heads ? a.num_column_parts : 1;
+  }
+  __device__ static int count(const fa_cuda_arguments &a) {
+    return a.batch * a.num_kv_heads * num_parts(a) * a.num_k_blocks;
+  }
 
   // The column block of that number in the order in which they are begun.
   __device__ void find(const fa_cuda_arguments &a, int index) {
-    find_block(a, column_block_of(a, index, a.num_k_blocks));
+    find_block(a, column_block_of(a, index, a.num_k_blocks, num_parts(a)));
   }
   __device__ void find_block(const fa_cuda_arguments &a, const ColumnBlock &found) {
-    block = found;
+    const int parts = num_parts(a), num_heads = a.num_heads / (a.num_kv_heads * parts);
+    block = found, part = 0;
+    first = {block.kv_head * num_heads, 0};
+    if (parts > 1) part = block.kv_head % parts, block.kv_head /= parts;
     const Sequence sequence = sequence_of(a, block.batch);
     columns = column_range<Shape>(sequence, block.k_block);
     q_blocks = q_blocks_of<Shape>(sequence, columns);
-    first = {block.kv_head * heads_per_kv(a), 0};
-    num_steps = q_blocks.count * heads_per_kv(a);
+    num_steps = q_blocks.count * num_heads;
   }
 
   __device__ Step first_step(const fa_cuda_arguments &) const { return first; }
@@ -148,9 +158,10 @@ __device__ inline Range steps_of_part(const fa_cuda_arguments &a, int part, int 
   return {begin, begin + each + (part < more)};
 }
 
-// The same where the problem has bands: a step is a visit in a query head. The columns' own plan says how many
-// there are; the work may be a part of them. Parts follow one another in the order in which they are begun, so
-// that those which add to a row block's dq before others are begun before these.
+// The same where the problem has bands: a step is a visit in a query head, and heads_together heads make all
+// visits before others do, which may be another part's. The columns' own plan says how many there are; the work
+// may be a part of them. Parts follow one another in the order in which they are begun, so that those which add
+// to a row block's dq before others are begun before these.
 template <class Shape>
 struct ColumnWork<Shape, true> {
   struct Step {
@@ -167,7 +178,7 @@ struct ColumnWork<Shape, true> {
   }
 
   __device__ void find(const fa_cuda_arguments &a, int index) {
-    block = column_block_of(a, index, a.num_k_blocks * a.num_column_parts);
+    block = column_block_of(a, index, a.num_k_blocks * a.num_column_parts, 1);
     part = block.k_block % a.num_column_parts;
     plan = plan_at<false>(a, block.batch, block.k_block / a.num_column_parts);
     block.k_block = plan.block;
@@ -181,12 +192,16 @@ struct ColumnWork<Shape, true> {
     return steps_before > 0 ? step_after(a, 0) : first_of(a, block.kv_head * heads_per_kv(a));
   }
   __device__ Step next(const fa_cuda_arguments &a, Step step) const {
+    if (++step.head % a.heads_together != 0) return step;
+    step.head -= a.heads_together;
     step.visits.advance();
-    return step.visits.done() ? first_of(a, step.head + 1) : step;
+    return step.visits.done() ? first_of(a, step.head + a.heads_together) : step;
   }
   __device__ Step step_after(const fa_cuda_arguments &a, int count) const {
     count += steps_before;
-    Step step = first_of(a, block.kv_head * heads_per_kv(a) + count / plan.num_visits);
+    int head = block.kv_head * heads_per_kv(a);
+    if (a.heads_together > 1) head += count % a.heads_together, count /= a.heads_together;
+    Step step = first_of(a, head + count / plan.num_visits * a.heads_together);
     step.visits.skip(count % plan.num_visits);
     return step;
   }

@@ -53,7 +53,8 @@ struct ProgramStep {
 // that was 3 % slower.
 template <class Kind, class Shape, bool GENERAL>
 __device__ inline __attribute__((always_inline)) void consume_blocks(
-    const fa_cuda_arguments &a, BackwardBuffers<Kind, Shape, GENERAL> buffers, int consumer) {
+    const fa_cuda_arguments &a, const fa_cuda_maps &maps, BackwardBuffers<Kind, Shape, GENERAL> buffers,
+    int consumer) {
   using Buffers = BackwardBuffers<Kind, Shape, GENERAL>;
   using Work = typename Buffers::Work;
   using Step = typename Work::ConsumerStep;
@@ -159,6 +160,19 @@ __device__ inline __attribute__((always_inline)) void consume_blocks(
     }
   };
 
+  // Writes scale * a sum, dv or dk, by way of the warp's rows of v, when v is no longer read.
+  auto leave = [&](const CUtensorMap &map, const float(&sum)[1][DT][4], float scale, const Work &work) {
+    const int row = consumer * 64 + warp_row;
+    put_rows<typename Kind::Element, KTile, DT>(buffers.columns(V_SIDE), row, sum[0], {scale, scale});
+    fence_async();
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) {
+      store_boxes<KTile>(map, buffers.columns(V_SIDE), row, work.columns.begin + row, work.block.kv_head,
+                         work.block.batch);
+      bulk_commit();
+    }
+  };
+
   // A step begins with its scores computed and its dp running, and ends with those of the next step. dq lags a
   // step behind, so that consumers need not wait for each other's ds: one multiplies while the other finishes
   // its scores. (With more products running across the loop's end, ptxas runs none in the background.) The only
@@ -210,7 +224,7 @@ __device__ inline __attribute__((always_inline)) void consume_blocks(
     auto wait_to_store = [&] { barrier_wait(buffers.barrier(DS_EMPTY, stage), steps / 2 % 2 ^ 1); };
     if (Shape::asks_early) wait_to_store();
     wgmma_wait<0>(ds[0]);
-    if (IS_LAST) arrive_once(buffers.barrier(V_EMPTY));
+    if (IS_LAST && !Shape::leaves_by_map) arrive_once(buffers.barrier(V_EMPTY));
     multiply<Kind, Q_STEPS>(dv[0], p_operand, BoxOperand<QTile, false>(buffers.dout(stage)), true);
     [[maybe_unused]] const bool sums_up =
         Shape::sums && Shape::has_keys && a.program.dbias_step == FA_CUDA_CELLS_ADD_ROWS;
@@ -253,6 +267,13 @@ __device__ inline __attribute__((always_inline)) void consume_blocks(
     }
     steps++;
     if constexpr (!IS_LAST) start_scores(work);
+    Work found;
+    if (IS_LAST && Shape::leaves_by_map && a.maps_columns) {
+      consumers_work(a, buffers, blocks, found);  // again, so that no register holds it meanwhile
+      named_barrier_wait(CONSUMER_MEETS + consumer,
+                         WARPGROUP);  // nobody reads the consumer's part of v any more
+      leave(maps.dv, dv, Shape::program ? a.program.kept_factor : 1, found);
+    }
     wgmma_wait<!IS_LAST>(dk[0], dq[0], ds_operand);
     arrive_once(buffers.barrier(Q_EMPTY, stage));
     if (!IS_FIRST && !alone) finish_dq(steps - 2);
@@ -263,6 +284,11 @@ __device__ inline __attribute__((always_inline)) void consume_blocks(
     } else {
       wait_for_ds(steps - 1);
       start_dq(steps - 1);
+      if (Shape::leaves_by_map && a.maps_columns) {
+        if (threadIdx.x % 32 == 0) bulk_wait_read<0>();
+        __syncwarp();
+        leave(maps.dk, dk, a.scale, found);
+      }
       wgmma_wait<0>(dq[0]);
       arrive_once(buffers.barrier(K_EMPTY));
       finish_dq(steps - 1);
@@ -288,15 +314,20 @@ __device__ inline __attribute__((always_inline)) void consume_blocks(
       if (!alone) {
         do_step(work, step, std::true_type(), std::false_type());
         for (;;) {
-          step = work.consumers_next(step);
+          step = work.consumers_next(a, step);
           if (--steps_left == 0) break;
           do_step(work, step, std::false_type(), std::false_type());
         }
       }
       do_step(work, step, std::false_type(), std::true_type(), alone);
       if constexpr (Shape::program && Shape::sums && (!Shape::folds || Shape::folds_slopes)) leave_head(work);
+      if (Shape::leaves_by_map) {
+        if (threadIdx.x % 32 == 0) bulk_wait_read<0>();
+        arrive_once(buffers.barrier(V_EMPTY));
+      }
     }
-    store_dk_and_dv(a, buffers, blocks, work, consumer * 64 + warp_row, dk, dv);
+    if (!Shape::leaves_by_map || !a.maps_columns || work.num_steps == 0)
+      store_dk_and_dv(a, buffers, blocks, work, consumer * 64 + warp_row, dk, dv);
   }
 }
 
@@ -304,12 +335,14 @@ template <class Kind, class Shape, bool GENERAL>
 struct BackwardConsumer {
   using Buffers = BackwardBuffers<Kind, Shape, GENERAL>;
   const fa_cuda_arguments &a;
+  const fa_cuda_maps &maps;
   Buffers buffers;
   const int consumer;
 
-  __device__ BackwardConsumer(const fa_cuda_arguments &a, const Buffers &buffers, int consumer)
-      : a(a), buffers(buffers), consumer(consumer) {}
-  __device__ void consume() { consume_blocks<Kind, Shape, GENERAL>(a, buffers, consumer); }
+  __device__ BackwardConsumer(const fa_cuda_arguments &a, const fa_cuda_maps &maps, const Buffers &buffers,
+                              int consumer)
+      : a(a), maps(maps), buffers(buffers), consumer(consumer) {}
+  __device__ void consume() { consume_blocks<Kind, Shape, GENERAL>(a, maps, buffers, consumer); }
 };
 
 }  // namespace hopper
@@ -326,32 +359,32 @@ struct BackwardConsumer {
 using namespace fa::hopper;
 const fa_cuda_kernel FA_JOIN(fa_hopper_backward_, FA_KIND)[] = {
     // bucket, block_q, dq's shares, writers, traits, program
-    ROW("/d64/single", false, 64, 128, 1, 0, SINGLE_COLUMN | ASKS_EARLY),
-    ROW("/d64/single/forms", false, 64, 128, 1, 0, SINGLE_COLUMN | FORMS),
-    ROW("/d128/single", false, 128, 64, 1, 0, SINGLE_COLUMN | FROM_SHIFT | ASKS_EARLY),
-    ROW("/d128/single/forms", false, 128, 64, 1, 0, SINGLE_COLUMN | FROM_SHIFT | FORMS),
+    ROW("/d64/single", false, 64, 128, 1, 0, SINGLE_COLUMN | ASKS_EARLY | LEAVES_BY_MAP),
+    ROW("/d64/single/forms", false, 64, 128, 1, 0, SINGLE_COLUMN | FORMS | LEAVES_BY_MAP),
+    ROW("/d128/single", false, 128, 64, 1, 0, SINGLE_COLUMN | FROM_SHIFT | ASKS_EARLY | LEAVES_BY_MAP),
+    ROW("/d128/single/forms", false, 128, 64, 1, 0, SINGLE_COLUMN | FROM_SHIFT | FORMS | LEAVES_BY_MAP),
     ROW("/d64", false, 64, 128, 1, 2, FORMS),
-    ROW("/d128", false, 128, 64, 1, 2, FROM_SHIFT),
-    ROW("/d128/forms", false, 128, 64, 1, 2, FROM_SHIFT | FORMS),
-    ROW("/d64/general", true, 64, 128, 1, 2, 0),
-    ROW("/d64/general/forms", true, 64, 128, 1, 2, FORMS),
+    ROW("/d128", false, 128, 64, 1, 2, FROM_SHIFT | LEAVES_BY_MAP | SPLITS_HEADS),
+    ROW("/d128/forms", false, 128, 64, 1, 2, FROM_SHIFT | FORMS | LEAVES_BY_MAP | SPLITS_HEADS),
+    ROW("/d64/general", true, 64, 128, 1, 2, LEAVES_BY_MAP),
+    ROW("/d64/general/forms", true, 64, 128, 1, 2, FORMS | LEAVES_BY_MAP),
     ROW("/d128/general", true, 128, 64, 1, 2, FROM_SHIFT),
     ROW("/d128/general/forms", true, 128, 64, 1, 2, FROM_SHIFT | FORMS),
-    ROW("/d64/keys", true, 64, 128, 1, 2, FORMS, KEYS),
-    ROW("/d64/slopes", true, 64, 128, 1, 2, FORMS, SLOPES),
+    ROW("/d64/keys", true, 64, 128, 1, 2, FORMS | LEAVES_BY_MAP, KEYS),
+    ROW("/d64/slopes", true, 64, 128, 1, 2, FORMS | LEAVES_BY_MAP, SLOPES),
     ROW("/d64/slopes/sums", true, 64, 128, 1, 2, SUMS, SLOPES),
-    ROW("/d64/terms", true, 64, 128, 1, 2, SUMS | ASKS_EARLY, SLOPES | KEYS),
-    ROW("/d64/cells", true, 64, 64, 1, 0, ASKS_EARLY, CELLS),
+    ROW("/d64/terms", true, 64, 128, 1, 2, SUMS | ASKS_EARLY | LEAVES_BY_MAP, SLOPES | KEYS),
+    ROW("/d64/cells", true, 64, 64, 1, 0, ASKS_EARLY | LEAVES_BY_MAP, CELLS),
     ROW("/d64/cells/sums", true, 64, 64, 1, 0, FORMS | SUMS, CELLS),
-    ROW("/d64/dropout", true, 64, 128, 1, 2, SUMS | ASKS_EARLY, KEYS | DROPOUT),
+    ROW("/d64/dropout", true, 64, 128, 1, 2, SUMS | ASKS_EARLY | LEAVES_BY_MAP, KEYS | DROPOUT),
     ROW("/d64/program", true, 64, 64, 1, 0, FORMS | SUMS, WHOLE_PROGRAM),
-    ROW("/d128/keys", true, 128, 64, 1, 2, FROM_SHIFT | SUMS | ASKS_EARLY, KEYS),
-    ROW("/d128/slopes", true, 128, 64, 1, 2, FROM_SHIFT | FORMS, SLOPES),
+    ROW("/d128/keys", true, 128, 64, 1, 2, FROM_SHIFT | SUMS | ASKS_EARLY | LEAVES_BY_MAP, KEYS),
+    ROW("/d128/slopes", true, 128, 64, 1, 2, FROM_SHIFT | FORMS | LEAVES_BY_MAP, SLOPES),
     ROW("/d128/slopes/sums", true, 128, 64, 1, 2, FROM_SHIFT | FORMS | SUMS, SLOPES),
-    ROW("/d128/terms", true, 128, 64, 1, 2, FROM_SHIFT | FORMS | SUMS, SLOPES | KEYS),
-    ROW("/d128/cells", true, 128, 64, 1, 0, ASKS_EARLY, CELLS),
+    ROW("/d128/terms", true, 128, 64, 1, 2, FROM_SHIFT | FORMS | SUMS | LEAVES_BY_MAP, SLOPES | KEYS),
+    ROW("/d128/cells", true, 128, 64, 1, 0, ASKS_EARLY | LEAVES_BY_MAP, CELLS),
     ROW("/d128/cells/sums", true, 128, 64, 1, 0, FORMS | SUMS, CELLS),
-    ROW("/d128/dropout", true, 128, 64, 1, 2, FROM_SHIFT, KEYS | DROPOUT),
+    ROW("/d128/dropout", true, 128, 64, 1, 2, FROM_SHIFT | LEAVES_BY_MAP, KEYS | DROPOUT),
     ROW("/d128/program", true, 128, 64, 1, 0, FORMS | SUMS, WHOLE_PROGRAM),
     {},
 };

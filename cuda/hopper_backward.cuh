@@ -14,8 +14,9 @@ namespace hopper {
 enum { BLOCK_FULL, K_FULL, V_FULL, Q_FULL, DOUT_FULL, DQ_SENT, SUM_FULL };
 enum { K_EMPTY = SUM_FULL + 1, V_EMPTY, Q_EMPTY, DOUT_EMPTY, DS_FULL, DS_EMPTY };
 enum { BLOCK_EMPTY = DS_EMPTY + 1, NUM_BARRIER_KINDS };
-// A hardware barrier for each share of dq: its consumers arrive when the warp that sends it may read it.
-enum { DQ_WRITTEN = 1 };
+// Hardware barriers. One for each share of dq: its consumers arrive when the warp that sends it may read it.
+// And one for each consumer, whose warps meet there.
+enum { DQ_WRITTEN = 1, CONSUMER_MEETS = DQ_WRITTEN + 2 };
 
 // Two sides are loaded: k with q and shift, and v with dout and delta. The barriers of a kind for the second
 // side follow that for the first.
@@ -29,8 +30,18 @@ enum { K_SIDE, V_SIDE, NUM_SIDES };
 // program adds. FROM_SHIFT: scores begin at the shift. SINGLE_COLUMN: for problems whose keys are one column
 // block that every row sees. A step's dq is all that its rows have, and is written by the warp that would send
 // it. ASKS_EARLY: whether ds may be stored is asked between the exponentials and the wait for dp, which ptxas
-// would else move to before them. It is 1 to 5 % in some kernels, and a loss in others.
-enum BackwardTraits { FORMS = 1, SUMS = 2, FROM_SHIFT = 4, SINGLE_COLUMN = 8, ASKS_EARLY = 16 };
+// would else move to before them. LEAVES_BY_MAP: dk and dv go through shared memory to their maps. These two
+// are 1 to 5 % in some kernels, and a loss in others. SPLITS_HEADS: blocks of threads may share the query heads
+// of a column block.
+enum BackwardTraits {
+  FORMS = 1,
+  SUMS = 2,
+  FROM_SHIFT = 4,
+  SINGLE_COLUMN = 8,
+  ASKS_EARLY = 16,
+  LEAVES_BY_MAP = 32,
+  SPLITS_HEADS = 64
+};
 
 // A row of the table; it changes results by rounding alone. The consumers' warps come first, then the
 // producer's, one warp to send each share of dq (a sum over some of the columns), and the writers, which turn
@@ -40,6 +51,7 @@ enum BackwardTraits { FORMS = 1, SUMS = 2, FROM_SHIFT = 4, SINGLE_COLUMN = 8, AS
 template <int HEAD_DIM, int BLOCK_Q, int DQ_SHARES, int NUM_WRITERS, int TRAITS, int PROGRAM = NO_PROGRAM>
 struct BackwardShape {
   static constexpr bool single_column = TRAITS & SINGLE_COLUMN;
+  static constexpr bool leaves_by_map = TRAITS & LEAVES_BY_MAP, splits_heads = TRAITS & SPLITS_HEADS;
   static constexpr bool sums = TRAITS & SUMS, asks_early = TRAITS & ASKS_EARLY;
   static constexpr Forms forms = !(TRAITS & FORMS) ? USUAL_FORM : PROGRAM ? NO_SOFTCAP : ANY_FORM;
   static constexpr Beginning beginning = !(TRAITS & FROM_SHIFT) ? AT_ZERO
@@ -73,16 +85,14 @@ constexpr int PART = 64;
 // The only column block of a key/value head, or a part of its steps.
 template <class Shape>
 struct SingleColumnWork : ColumnWork<Shape, false> {
-  int part;
-
   __device__ static int count(const fa_cuda_arguments &a) {
     return a.batch * a.num_kv_heads * a.num_column_parts;
   }
   __device__ void find(const fa_cuda_arguments &a, int index) {
-    const ColumnBlock block = column_block_of(a, index, a.num_column_parts);
-    part = block.k_block;
+    const ColumnBlock block = column_block_of(a, index, a.num_column_parts, 1);
     this->find_block(a, {block.batch, block.kv_head, 0});
-    const Range steps = steps_of_part(a, part, this->num_steps);
+    this->part = block.k_block;
+    const Range steps = steps_of_part(a, this->part, this->num_steps);
     this->first = this->step_after(a, steps.begin);
     this->num_steps = steps.end - steps.begin;
   }
@@ -100,12 +110,14 @@ struct StepRows {
 // have hardly any time for questions.
 template <class Shape, bool GENERAL>
 struct Work : std::conditional_t<Shape::single_column, SingleColumnWork<Shape>, ColumnWork<Shape, GENERAL>> {
-  static constexpr bool may_be_part = Shape::single_column;
+  static constexpr bool may_be_part = Shape::single_column || Shape::splits_heads;
   using Due = NoShiftDue;
   __device__ static Due heard_due(uint32_t) { return {}; }
   using ConsumerStep = typename ColumnWork<Shape, GENERAL>::Step;
   __device__ ConsumerStep consumers_first() const { return this->first; }
-  __device__ ConsumerStep consumers_next(ConsumerStep step) const { return next_step(step, this->q_blocks); }
+  __device__ ConsumerStep consumers_next(const fa_cuda_arguments &a, ConsumerStep step) const {
+    return this->next(a, step);
+  }
   __device__ Visit consumers_visit(const fa_cuda_arguments &a, ConsumerStep step, uint32_t) const {
     return this->visit_of(a, step);
   }
@@ -130,7 +142,7 @@ struct Work<Shape, true> : ColumnWork<Shape, true> {
 
   struct ConsumerStep {};
   __device__ ConsumerStep consumers_first() const { return {}; }
-  __device__ ConsumerStep consumers_next(ConsumerStep) const { return {}; }
+  __device__ ConsumerStep consumers_next(const fa_cuda_arguments &, ConsumerStep) const { return {}; }
   // This is where tell_step has put what the visit is.
   __device__ uint32_t consumers_visit(const fa_cuda_arguments &, ConsumerStep, uint32_t told) const {
     return told;
@@ -500,14 +512,19 @@ __device__ inline void load_sides(const fa_cuda_arguments &a, const fa_cuda_maps
 // is a single column block, nobody waits for another, and the `count`-th is known.
 template <class Buffers>
 __device__ inline bool take_work(const fa_cuda_arguments &a, const Buffers &buffers, uint32_t count,
-                                 uint32_t k_phase, int &index) {
+                                 uint32_t steps, uint32_t k_phase, int &index) {
   constexpr bool KNOWN = Buffers::Shape::single_column;
   auto hand_over = [&] {
     store_shared(buffers.block(count % 2), uint32_t(index));
     barrier_arrive(buffers.barrier(BLOCK_FULL, count % 2));
   };
   if (threadIdx.x % 32 == 0) {
-    if constexpr (!Buffers::general && !KNOWN) barrier_wait(buffers.barrier(V_EMPTY), k_phase ^ 1);
+    if constexpr (!Buffers::general && !KNOWN) {
+      if constexpr (Buffers::Shape::leaves_by_map)  // which holds v longer
+        barrier_wait(buffers.barrier(DOUT_EMPTY, steps % 2), steps / 2 % 2 ^ 1);
+      else
+        barrier_wait(buffers.barrier(V_EMPTY), k_phase ^ 1);
+    }
     index = KNOWN ? blockIdx.x + count * gridDim.x : atomicAdd(a.tickets, 1);
     barrier_wait(buffers.barrier(BLOCK_EMPTY, count % 2), count / 2 % 2 ^ 1);
     if constexpr (!Buffers::TELLS_WORK) hand_over();
@@ -529,7 +546,7 @@ template <int END, class Buffers>
 __device__ inline void produce(const fa_cuda_arguments &a, const fa_cuda_maps &maps, const Buffers &buffers) {
   uint32_t steps = 0, k_phase = 0;
   int index = 0;
-  for (uint32_t count = 0; take_work(a, buffers, count, k_phase, index); count++)
+  for (uint32_t count = 0; take_work(a, buffers, count, steps, k_phase, index); count++)
     load_sides<K_SIDE, END>(a, maps, buffers, index, steps, k_phase);
 }
 
@@ -659,7 +676,7 @@ __device__ inline void write_dq(const fa_cuda_arguments &a, const fa_cuda_maps &
     if constexpr (Buffers::general)
       mine = reported_row_block(a, index);
     else
-      mine = finished_row_block_of(a, index);
+      mine = finished_row_block_of(a, index, Buffers::Work::num_parts(a));
     const Sequence sequence = sequence_of(a, mine.batch);
     const Range rows = row_range<Shape>(sequence, mine.q_block);
     const int position = position_of(a, mine);
@@ -794,7 +811,7 @@ __device__ inline void store_dk_and_dv(const fa_cuda_arguments &a, const Buffers
 // The grid has a block of threads for each multiprocessor. Kernels differ in the Consumer, a warpgroup's state:
 //   using Buffers              is a CommonBuffers with dq(share), from which dq is sent, and, for writers,
 //                              sum(writer) and piece(writer)
-//   Consumer(a, buffers, i)    is number i of Shape::num_consumers
+//   Consumer(a, maps, buffers, i)   is number i of Shape::num_consumers
 //   consume()                  goes through all column blocks
 template <class Consumer>
 __global__ void __launch_bounds__(Consumer::Buffers::Shape::num_threads, 1)
@@ -805,7 +822,7 @@ __global__ void __launch_bounds__(Consumer::Buffers::Shape::num_threads, 1)
   const int warp = uniform(threadIdx.x / 32), share = warp - Shape::num_warps - 1;
   if (warp < Shape::num_warps) {
     take_registers<Shape::consumer_registers>();
-    Consumer(a, buffers, warp / 4).consume();
+    Consumer(a, maps, buffers, warp / 4).consume();
   } else {
     give_registers<Shape::other_registers>();
     if (warp == Shape::num_warps) produce<NUM_SIDES>(a, maps, buffers);
@@ -841,6 +858,7 @@ constexpr fa_cuda_kernel row_of_kernel(const char *name, const void *main) {
       .persistent = true,
       .begins_early = true,
       .single_column = Shape::single_column,
+      .splits_heads = Shape::splits_heads,
       .folds = Shape::folds,
       .main = main,
       .statistics = address_of_kernel(statistics<Kind, Shape>),

@@ -44,7 +44,6 @@ struct BackwardBuffers : CommonBuffers<Kind, Shape, GENERAL> {
 };
 
 // A hardware barrier after DQ_WRITTEN of each share, where the warps of a consumer meet.
-constexpr int CONSUMER_MEETS = DQ_WRITTEN + 2;
 
 // The exponent by which a consumer scales its ds: by what is finite of it.
 template <int NT>
@@ -93,7 +92,8 @@ struct BackwardConsumer {
   // Stages and phases follow from these counts: of column blocks, of those that have steps, and of steps.
   uint32_t blocks = 0, busy_blocks = 0, steps = 0;
 
-  __device__ BackwardConsumer(const fa_cuda_arguments &a, const Buffers &buffers, int consumer)
+  __device__ BackwardConsumer(const fa_cuda_arguments &a, const fa_cuda_maps &, const Buffers &buffers,
+                              int consumer)
       : a(a), buffers(buffers), consumer(consumer), never{a.batch < 0} {}
 
   __device__ void start_scores() { start_transposed<K_SIDE>(scores, buffers, consumer * 64, steps); }
@@ -238,7 +238,7 @@ struct BackwardConsumer {
     Step step = work.consumers_first();
     for (int steps_left = work.num_steps - 1; steps_left > 0; steps_left--) {
       do_step<false>(work, step, steps_left == work.num_steps - 1);
-      step = work.consumers_next(step);
+      step = work.consumers_next(a, step);
     }
     do_step<true>(work, step, work.num_steps == 1);
   }

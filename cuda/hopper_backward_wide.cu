@@ -23,7 +23,7 @@ struct WideShape {
   static constexpr int program = NO_PROGRAM;
   static constexpr Forms forms = TRAITS & FORMS ? ANY_FORM : USUAL_FORM;
   static constexpr bool sums = true, has_cells = false, folds = false, folds_slopes = false, tells_work = false,
-                        single_column = false;
+                        single_column = false, leaves_by_map = false, splits_heads = false;
   static constexpr int num_warps = 4, dq_warps = 4;          // of DQ_GROUP, which comes first (see DqShare)
   static constexpr int dq_columns = 64, num_writers = 0;     // dq_columns: of one product
   static constexpr int sum_shares = HEAD_DIM > 192 ? 2 : 1;  // of dk's and dv's columns, a product each
@@ -91,7 +91,7 @@ __device__ inline void consume_blocks(const fa_cuda_arguments &a, const Buffers 
       typename Buffers::Work::ConsumerStep step = work.consumers_first();
       for (int steps_left = work.num_steps - 1; steps_left > 0; steps_left--) {
         do_step(work, step, std::false_type());
-        step = work.consumers_next(step);
+        step = work.consumers_next(a, step);
       }
       do_step(work, step, std::true_type());
     }

@@ -168,13 +168,18 @@ typedef struct fa_cuda_arguments {
    */
   int32_t *ended;
   fa_cuda_program program;
-  /* So many blocks of threads share the steps of a column block, each a part of them. Where there are several,
-   * dk and dv are f32 workspace, in which the batches of a part follow those of the part before. Of a forward
-   * in parts: so many split the column blocks of all rows, and o and lse are such workspace. */
+  /* So many blocks of threads share the steps of a column block, each a part of them; in plain kernels each
+   * those of as many query heads. Where there are several, dk and dv are f32 workspace, in which the batches of
+   * a part follow those of the part before. Of a forward in parts: so many split the column blocks of all rows,
+   * and o and lse are such workspace. */
   int32_t num_column_parts;
+  bool maps_columns; /* backward: dk and dv are written by their maps */
   /* Of a backward that folds slopes: shift has the slope's part of each row in its row block, and this the same
    * for columns behind the rows. */
   float *shift_behind;
+  /* Of a backward with bands: of so many query heads that share keys, one after the other makes the same visit.
+   */
+  int32_t heads_together;
 } fa_cuda_arguments;
 
 /* The gradient by lse, as lse, for the kernel of a backward that makes delta; NULL: none. Batches are
@@ -216,11 +221,11 @@ typedef struct fa_cuda_plans {
 } fa_cuda_plans;
 
 /* Tensors as tensor maps {head_dim, seqlen, heads, batch}, with boxes of 128 bytes of block_q (q, dout),
- * block_k (k, v) or 16 (out: o or dq) rows: the second argument of the kernels that read by them. Of f32
- * tensors they are the copies, whose parts are further batches, but the forward's q is the caller's. The bias
- * is {seqlen_k, rows, heads, batch}, with boxes of block_q rows. */
+ * block_k (k, v) or 16 (out: o or dq; dk, dv) rows: the second argument of the kernels that read by them. Of
+ * f32 tensors they are the copies, whose parts are further batches, but the forward's q is the caller's. The
+ * bias is {seqlen_k, rows, heads, batch}, with boxes of block_q rows. */
 typedef struct fa_cuda_maps {
-  CUtensorMap q, k, v, dout, out, bias;
+  CUtensorMap q, k, v, dout, out, bias, dk, dv;
 } fa_cuda_maps;
 
 /* Where the keys of a batch end, and on which pages they lie. */
@@ -347,6 +352,7 @@ typedef struct fa_cuda_kernel {
   bool persistent;        /* main has at most one block a multiprocessor, which takes one after the other */
   bool begins_early;      /* main waits by itself for the small kernel in front of it */
   bool single_column;     /* backward: only for problems with one column block, which every row sees */
+  bool splits_heads;      /* backward: a column block's query heads may be shared out, not only its steps */
   bool mends;             /* forward: main itself makes again what is NaN beside hidden cells */
   bool folds;             /* main makes numbers a key, or slopes, parts of q·k: fa_cuda_keys.terms */
   bool in_parts;          /* forward: keys are split into parts, whose o and lse a merge follows */

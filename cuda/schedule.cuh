@@ -284,22 +284,24 @@ __device__ inline bool persistent_row_block_of(const fa_cuda_arguments &a, uint3
 
 // The backward: column blocks in the order in which they are begun, those of heads_at_once heads alternately,
 // the first column blocks first, because with a causal mask they have the most to do. Or other blocks in the
-// same order, of which each key/value head has head_blocks.
+// same order, of which each head has head_blocks. Heads are those of keys and values, or, where the query heads
+// that share one are in `parts`, these.
 struct ColumnBlock {
   int batch, kv_head, k_block;
 };
-__device__ inline ColumnBlock column_block_of(const fa_cuda_arguments &a, int index, int head_blocks) {
-  const int first = index / (a.heads_at_once * head_blocks) * a.heads_at_once;
-  const int num_heads = min(a.heads_at_once, a.batch * a.num_kv_heads - first);
+__device__ inline ColumnBlock column_block_of(const fa_cuda_arguments &a, int index, int head_blocks,
+                                              int parts) {
+  const int first = index / (a.heads_at_once * head_blocks) * a.heads_at_once, heads = a.num_kv_heads * parts;
+  const int num_heads = min(a.heads_at_once, a.batch * heads - first);
   index -= first * head_blocks;
   const int batch_head = first + index % num_heads;
-  return {batch_head / a.num_kv_heads, batch_head % a.num_kv_heads, index / num_heads};
+  return {batch_head / heads, batch_head % heads, index / num_heads};
 }
 
 // The persistent backward's ends of row blocks, in the order in which their column blocks are done.
-__device__ inline RowBlock finished_row_block_of(const fa_cuda_arguments &a, int index) {
-  const int group = heads_per_kv(a);
-  const ColumnBlock block = column_block_of(a, index, a.num_q_blocks * group);
+__device__ inline RowBlock finished_row_block_of(const fa_cuda_arguments &a, int index, int parts) {
+  const int group = a.num_heads / (a.num_kv_heads * parts);
+  const ColumnBlock block = column_block_of(a, index, a.num_q_blocks * group, parts);
   return {block.batch, block.kv_head * group + block.k_block % group,
           a.num_q_blocks - 1 - block.k_block / group};
 }
