@@ -91,7 +91,12 @@ static const struct {
 /* Of column blocks that are shared out, and of their parts: fewer take less time than what sharing them does.
  */
 enum { LEAST_STEPS_SHARED = 12, LEAST_STEPS_A_PART = 4, LEAST_STEPS_A_PART_IN_BANDS = 48 };
-enum { HEAD_PARTS_A_SLOT = 3, LEAST_STEPS_A_HEAD_PART = 32, HEADS_IN_CACHE_BYTES = 200 << 20 };
+enum {
+  HEAD_PARTS_A_SLOT = 3,
+  LEAST_STEPS_A_HEAD_PART = 32,
+  HEADS_IN_CACHE_BYTES = 200 << 20,
+  HEADS_FOR_HIDDEN = 6
+};
 
 /* A box of a tensor map is swizzled by so many rows. */
 enum { LEAST_BOX_ROWS = 8 };
@@ -597,7 +602,9 @@ static int64_t heads_summed(const fa_problem *p, const fa_cuda_kernel *kernel, c
   if (kernel->finish_dq || a->num_k_blocks == 0) return num_heads;
   const int64_t head_bytes = (int64_t)a->padded_rows * kernel->bucket * 4,
                 cached = (INT64_C(16) << 20) / (head_bytes + 1);
-  const int64_t begun = 3 * a->heads_at_once, in_work = fa_divide_up(num_multiprocessors, a->num_k_blocks);
+  const int64_t begun = 3 * a->heads_at_once,
+                in_work = (p->num_bands > 0 || p->lengths_batch > 0 ? HEADS_FOR_HIDDEN : 1) *
+                          fa_divide_up(num_multiprocessors, a->num_k_blocks);
   const int64_t wanted = fa_max(cached, fa_max(begun, in_work) * heads_a_group(p, kernel, a));
   return wanted < num_heads ? wanted : num_heads;
 }
@@ -937,7 +944,7 @@ static cuda_job lay_out(const fa_plan *plan, const fa_cuda_kernel *kernel, const
   lay_out_keys(p, kernel, &workspace, &job);
   lay_out_bands(plan, kernel, t, &workspace, &job);
   lay_out_column_parts(plan, t, &workspace, &job);
-  if (backward) a->heads_together = backward_heads_together(p, a);
+  if (backward) a->heads_together = backward_heads_together(p, a), a->block_k = kernel->block_k;
   lay_out_key_parts(plan, kernel, &workspace, &job);
   job.splits =
       (fa_cuda_splits){.num_parts = kinds[kind_of(p)].num_parts, .batch = a->batch, .head_dim = a->head_dim};

@@ -65,14 +65,15 @@ __device__ inline int num_additions(const fa_cuda_arguments &a, const RowBlock &
   return k_blocks_of<Shape>(sequence, row_range<Shape>(sequence, mine.q_block)).count;
 }
 
-// With bands: tells who writes dq that the row block at a position has all of it, by who knows that.
-__device__ inline void report_end(const fa_cuda_arguments &a, int position) {
+// With bands: tells who writes dq that the row block at a position has all of it, by who knows that; or, with a
+// negative number, that there is nothing of it.
+__device__ inline void report_end(const fa_cuda_arguments &a, int position, bool is_unseen = false) {
   fence_counts();
-  add_release(a.ended + atomicAdd(a.tickets + 2, 1), position + 1);
+  add_release(a.ended + atomicAdd(a.tickets + 2, 1), is_unseen ? -1 - position : 1 + position);
 }
 // Reports a row block that has got a sum, and to which nobody will add.
 __device__ inline void report_if_unseen(const fa_cuda_arguments &a, const RowBlock &block) {
-  if (plan_at<true>(a, block.batch, block.q_block).num_visits == 0) report_end(a, position_of(a, block));
+  if (plan_at<true>(a, block.batch, block.q_block).num_visits == 0) report_end(a, position_of(a, block), true);
 }
 // The same of all that have one from the beginning, by the writers of all blocks of threads.
 template <int NUM_WRITERS>
@@ -275,7 +276,11 @@ __global__ void __launch_bounds__(FA_CUDA_SMALL_KERNEL_THREADS)
   const PaddedRow mine = padded_row_at(a, index);
   const Sequence sequence = sequence_of(a, mine.batch);
   const int lane = threadIdx.x % LANES;
-  const bool inside = mine.batch < a.batch && mine.row < sequence.num_rows();
+  // What no column block visits nobody reads but the sinks. There is much of it where batches have their own
+  // bands.
+  const bool unseen = a.bands_batch > 1 && a.num_sinks == 0 && mine.batch < a.batch &&
+                      plan_at<true>(a, mine.batch, mine.row / Shape::block_q).num_visits == 0;
+  const bool inside = mine.batch < a.batch && mine.row < sequence.num_rows() && !unseen;
   float sum = 0;
   if (inside) {
     float o[8], dout[8];

@@ -326,7 +326,7 @@ __device__ inline __attribute__((always_inline)) void consume_blocks(
         arrive_once(buffers.barrier(V_EMPTY));
       }
     }
-    if (!Shape::leaves_by_map || !a.maps_columns || work.num_steps == 0)
+    if (work.num_steps == 0 ? !Buffers::leaves_zeros(a) : !Shape::leaves_by_map || !a.maps_columns)
       store_dk_and_dv(a, buffers, blocks, work, consumer * 64 + warp_row, dk, dv);
   }
 }

@@ -245,8 +245,11 @@ struct CommonBuffers {
   static constexpr int KEYS_AT = TERMS_AT + TERMS_BYTES,
                        KEYS_BYTES = Shape::folds ? Shape::block_k * HalvesOperand::ROW_BYTES : 0,
                        ZEROS_AT = KEYS_AT + STAGES * KEYS_BYTES;
-  static constexpr int OWN_AT =
-      (ZEROS_AT + (Shape::folds ? PART * HalvesOperand::ROW_BYTES : 0) + 1023) / 1024 * 1024;
+  // A box of 0, for dk and dv of columns that nobody sees, where there is room.
+  static constexpr int ZERO_ROWS = GENERAL && Shape::num_writers > 0 && !Shape::folds ? 16 : 0;
+  static constexpr int ZERO_BOX_AT =
+      (ZEROS_AT + (Shape::folds ? PART * HalvesOperand::ROW_BYTES : 0) + 127) / 128 * 128;
+  static constexpr int OWN_AT = (ZERO_BOX_AT + ZERO_ROWS * 128 + 1023) / 1024 * 1024;
   static_assert(WORK_AT % 16 == 0 && VISITS_AT % 16 == 0, "work and visits are read as vectors");
 
   uint32_t base;
@@ -280,7 +283,14 @@ struct CommonBuffers {
   __device__ HalvesOperand left_of_terms(int stage, int first_column) const {
     return {keys(stage) + first_column * HalvesOperand::ROW_BYTES, base + ZEROS_AT};
   }
+  __device__ uint32_t zeros() const { return base + ZERO_BOX_AT; }
+  // Whether who copies rows leaves these, and not the consumers.
+  __device__ static bool leaves_zeros(const fa_cuda_arguments &a) { return ZERO_ROWS > 0 && a.maps_columns; }
   // By all threads.
+  __device__ void init_zeros() const {
+    if (threadIdx.x < ZERO_ROWS * 8) store_shared(zeros() + threadIdx.x * 16, make_uint4(0, 0, 0, 0));
+    fence_async();
+  }
   __device__ void init_terms() const {
     const int row = threadIdx.x, at = row * HalvesOperand::ROW_BYTES;
     if (row < Shape::block_q) store_shared(base + TERMS_AT + at, row_of_factors<typename Kind::Element>());
@@ -309,6 +319,7 @@ __device__ inline Buffers set_up_buffers(bool in_order) {
     barrier_init_done();
   }
   if constexpr (Buffers::Shape::folds) buffers.init_terms();
+  if constexpr (Buffers::ZERO_ROWS > 0) buffers.init_zeros();
   __syncthreads();
   if constexpr (!Buffers::Shape::single_column) wait_for_launch_before();
   return buffers;
@@ -453,6 +464,20 @@ __device__ inline void load_plain_sides(const fa_cuda_arguments &a, const fa_cud
   if (work.num_steps > 0) k_phase ^= 1;
 }
 
+// Writes 0 to the dk and dv of a column block that nobody sees, by one thread, which waits for nothing.
+template <class Buffers>
+__device__ inline void leave_zeros(const fa_cuda_arguments &a, const fa_cuda_maps &maps, const Buffers &buffers,
+                                   const typename Buffers::Work &work) {
+  const ColumnBlock &block = work.block;
+  for (int column = work.columns.begin; column < work.columns.end; column += Buffers::ZERO_ROWS)
+#pragma unroll
+    for (int d = 0; d < Buffers::Shape::head_dim; d += 64) {
+      store_box(maps.dk, buffers.zeros(), d, column, block.kv_head, block.batch);
+      store_box(maps.dv, buffers.zeros(), d, column, block.kv_head, block.batch);
+    }
+  bulk_commit();
+}
+
 // The same with bands. Each lane finds one of the next steps and tells of it: one at a time would take longer
 // than consumers can wait. The column block is found again for every FOUND steps, as registers do not hold it
 // meanwhile.
@@ -470,7 +495,10 @@ __device__ inline void load_told_sides(const fa_cuda_arguments &a, const fa_cuda
       Work work;
       if (!find_work(a, index, work)) return;
       num_steps = uniform(work.num_steps);
-      if (num_steps == 0) return;
+      if (num_steps == 0) {
+        if (Buffers::leaves_zeros(a) && lane == 0) leave_zeros(a, maps, buffers, work);
+        return;
+      }
       batch = uniform(work.block.batch), column = uniform(work.columns.begin);
       if (first == 0 && BEGIN == K_SIDE && lane == 0) prefetch_columns<Buffers>(a, maps, work);
       if (lane < min(num_steps - first, Buffers::FOUND))
@@ -548,6 +576,7 @@ __device__ inline void produce(const fa_cuda_arguments &a, const fa_cuda_maps &m
   int index = 0;
   for (uint32_t count = 0; take_work(a, buffers, count, steps, k_phase, index); count++)
     load_sides<K_SIDE, END>(a, maps, buffers, index, steps, k_phase);
+  if (Buffers::ZERO_ROWS > 0 && threadIdx.x % 32 == 0) bulk_wait_read<0>();
 }
 
 // ---- dq to memory: one warp for each share -----------------------------------------------------------
@@ -555,14 +584,15 @@ __device__ inline void produce(const fa_cuda_arguments &a, const fa_cuda_maps &m
 // What consumers have stored is this warp's to see behind the barrier that it meets them at, and here it is
 // made visible to bulk copies: consumers would stand at that fence for a tenth of a step.
 
-// By a warp: waits for the report of the index-th row block that has all of its dq, and returns that.
-__device__ inline RowBlock reported_row_block(const fa_cuda_arguments &a, int index) {
-  int position = 0;
-  if (threadIdx.x % 32 == 0) {
-    wait_for_count(a.ended + index, 1);
-    position = look_at_count<true>(a.ended + index) - 1;
-  }
-  return row_block_at(a, uniform(position));
+// By a warp: waits for the report of the index-th row block that has all of its dq, and returns that, and
+// whether that is 0 because nobody sees it.
+__device__ inline RowBlock reported_row_block(const fa_cuda_arguments &a, int index, bool &is_unseen) {
+  int report = 0;
+  if (threadIdx.x % 32 == 0)
+    while ((report = look_at_count(a.ended + index)) == 0) let_others_run();
+  report = uniform(report);
+  is_unseen = report < 0;
+  return row_block_at(a, abs(report) - 1);
 }
 
 // Where there is a single column block, consumers put dq into its buffer as elements, a QTile.
@@ -673,8 +703,9 @@ __device__ inline void write_dq(const fa_cuda_arguments &a, const fa_cuda_maps &
     const int index = uniform(lane == 0 ? atomicAdd(a.tickets + 1, 1) : 0);
     if (index >= num_positions) break;
     RowBlock mine;
+    [[maybe_unused]] bool is_unseen = false;
     if constexpr (Buffers::general)
-      mine = reported_row_block(a, index);
+      mine = reported_row_block(a, index, is_unseen);
     else
       mine = finished_row_block_of(a, index, Buffers::Work::num_parts(a));
     const Sequence sequence = sequence_of(a, mine.batch);
@@ -687,8 +718,23 @@ __device__ inline void write_dq(const fa_cuda_arguments &a, const fa_cuda_maps &
         wait_for_count(a.dq_order + position, 1 + num_additions<Shape, false>(a, mine));
       fence_async_global();
     }
-    for (int piece = 0; piece < 2 * Shape::num_consumers;
-         piece++, phase ^= 1, sum += Buffers::PIECE_BYTES / 4) {
+    auto send = [&](int piece) {
+      const int row = sequence.first_row + rows.begin + (Dq::ACROSS == 1 ? piece : piece % 2) * 32;
+      for (int i = 0; i < 32; i += 16)
+        store_boxes<Tile>(maps.out, tile, i, row + i, mine.head, mine.batch,
+                          Dq::ACROSS == 1 ? 0 : piece / 2 * 64);
+      bulk_commit();
+    };
+    constexpr int PIECES = 2 * Shape::num_consumers;
+    if (is_unseen) {  // its sum has remained 0
+      if (lane == 0) bulk_wait_read<0>();
+      __syncwarp();
+      for (int i = lane; i < Tile::BYTES / 16; i += 32) store_shared(tile + i * 16, make_uint4(0, 0, 0, 0));
+      fence_async();
+      __syncwarp();
+      for (int piece = 0; piece < PIECES && lane == 0; piece++) send(piece);
+    }
+    for (int piece = 0; piece < PIECES && !is_unseen; piece++, phase ^= 1, sum += Buffers::PIECE_BYTES / 4) {
       if (lane == 0) {
         bulk_wait_read<0>();
         barrier_expect(full, Buffers::PIECE_BYTES);
@@ -708,16 +754,12 @@ __device__ inline void write_dq(const fa_cuda_arguments &a, const fa_cuda_maps &
       fence_async();
       __syncwarp();
       if (lane == 0) {
-        const int row = sequence.first_row + rows.begin + (Dq::ACROSS == 1 ? piece : piece % 2) * 32;
-        for (int i = 0; i < 32; i += 16)
-          store_boxes<Tile>(maps.out, tile, i, row + i, mine.head, mine.batch,
-                            Dq::ACROSS == 1 ? 0 : piece / 2 * 64);
         if (sums_again) store_bulk(sum, from, Buffers::PIECE_BYTES);
-        bulk_commit();
+        send(piece);
       }
     }
     if (lane == 0 && sums_again) {
-      bulk_wait_done<0>();
+      if (!is_unseen) bulk_wait_done<0>();
       count_on(a.dq_order + position + a.num_sums);
       if constexpr (Buffers::general) report_if_unseen(a, row_block_at(a, position + a.num_sums));
     }

@@ -46,6 +46,18 @@ __device__ inline bool one_band_shows(const fa_cuda_arguments &a, int batch, Ran
   return __any_sync(~0u, shows);
 }
 
+// Whether a band shows something of the column block of these columns, which else nobody reads; lanes ask
+// bands.
+__device__ inline bool is_visited(const fa_cuda_arguments &a, int batch, int column) {
+  const Range columns = block_range(column / a.block_k, a.block_k, a.window.seqlen_k);
+  bool shows = false;
+  for (int number = threadIdx.x % 32; number < num_bands_of(a); number += 32) {
+    const Range seen = seen_in_band<false>(band_at(a, batch, number), columns);
+    shows |= seen.begin < seen.end;
+  }
+  return __any_sync(~0u, shows);
+}
+
 // A warp takes 32 columns of a head: a lane asks of each, and the warp looks at those that nobody may see.
 template <class Kind>
 __global__ void __launch_bounds__(THREADS) look_at_columns(const __grid_constant__ fa_cuda_arguments a) {
@@ -53,24 +65,31 @@ __global__ void __launch_bounds__(THREADS) look_at_columns(const __grid_constant
   const int blocks = (a.window.seqlen_k + 31) / 32, lane = threadIdx.x % 32;
   for_each_row_of(a.batch, a.num_kv_heads, blocks, [&](int batch, int kv_head, int block) {
     const int first = block * 32, column = first + lane, end = min(first + 32, a.window.seqlen_k);
+    if (!is_visited(a, batch, first)) return;
     const bool all_shown = one_band_shows(a, batch, {first, end});  // all lanes ask
     const bool unseen = column < end && !((all_shown || bands_show<false>(a, batch, column)) &&
                                           bias_shows<Io>(a, batch, kv_head, column));
     const Sequence s = sequence_of(a, batch);
     const int lanes = FA_CUDA_STATISTICS_LANES(a.head_dim), d = lane % lanes * 8;  // that share a column
     float sum = 0;
-    uint32_t left = __ballot_sync(~0u, unseen);
-    auto leave = [&](int count) {
-      for (int i = 0; i < count; i++) left &= left - 1;
-    };
-    for (leave(lane / lanes); left; leave(32 / lanes)) {
-      const int hidden = first + __ffs(left) - 1;
-      float k[8], v[8];
-      load_eight(k, column_of<const Io>(a.k_rows, s, kv_head, hidden) + d, a.head_dim - d);
-      load_eight(v, column_of<const Io>(a.v_rows, s, kv_head, hidden) + d, a.head_dim - d);
+    const uint32_t all_unseen = __ballot_sync(~0u, unseen);
+    if (all_unseen == 0) return;
+    auto look = [&](auto is_aligned) {
+#pragma unroll 4
+      for (int i = lane / lanes; i < 32; i += 32 / lanes) {
+        // Some more than once, so that no load waits for a question.
+        const int hidden = first + (all_unseen >> i & 1 ? i : __ffs(all_unseen) - 1);
+        float k[8], v[8];
+        load_eight<is_aligned.value>(k, column_of<const Io>(a.k_rows, s, kv_head, hidden) + d, a.head_dim - d);
+        load_eight<is_aligned.value>(v, column_of<const Io>(a.v_rows, s, kv_head, hidden) + d, a.head_dim - d);
 #pragma unroll
-      for (int j = 0; j < 8; j++) sum += (k[j] + v[j]) * 0;
-    }
+        for (int j = 0; j < 8; j++) sum += (k[j] + v[j]) * 0;
+      }
+    };
+    if (has_aligned_rows<Io>(a.k_rows, a.head_dim) && has_aligned_rows<Io>(a.v_rows, a.head_dim))
+      look(std::true_type());
+    else
+      look(std::false_type());
     if (isnan(sum)) note_suspect(a);
   });
 }

@@ -180,6 +180,7 @@ typedef struct fa_cuda_arguments {
   /* Of a backward with bands: of so many query heads that share keys, one after the other makes the same visit.
    */
   int32_t heads_together;
+  int32_t block_k; /* of a backward: the columns of a column block */
 } fa_cuda_arguments;
 
 /* The gradient by lse, as lse, for the kernel of a backward that makes delta; NULL: none. Batches are

@@ -51,15 +51,24 @@ __device__ inline Io *column_of(const fa_tensor &tensor, const Sequence &s, int 
   return tensor_row<Io>(tensor, s.batch, kv_head, s.first_column + column);
 }
 
-// Eight consecutive numbers of a row, 0 from `wanted` on.
+// Whether all rows of a tensor begin and end at multiples of 16 bytes.
 template <class Io>
+__device__ inline bool has_aligned_rows(const fa_tensor &tensor, int head_dim) {
+  const int64_t numbers = tensor.stride_batch | tensor.stride_head | tensor.stride_row | head_dim;
+  return (reinterpret_cast<uintptr_t>(tensor.data) | numbers * sizeof(Io)) % 16 == 0;
+}
+
+// Eight consecutive numbers of a row, 0 from `wanted` on. ALIGNED: they begin at a multiple of 16 bytes, and
+// all or none are wanted, so that several loads can be under way.
+template <bool ALIGNED = false, class Io>
 __device__ inline void load_eight(float (&x)[8], const Io *from, int wanted) {
   Io numbers[8];
-  if (wanted >= 8 && reinterpret_cast<uintptr_t>(from) % 16 == 0) {
+  if (ALIGNED || (wanted >= 8 && reinterpret_cast<uintptr_t>(from) % 16 == 0)) {
     constexpr int VECTORS = sizeof numbers / sizeof(uint4);
 #pragma unroll
     for (int i = 0; i < VECTORS; i++)
-      reinterpret_cast<uint4 *>(numbers)[i] = reinterpret_cast<const uint4 *>(from)[i];
+      reinterpret_cast<uint4 *>(numbers)[i] =
+          ALIGNED && wanted <= 0 ? make_uint4(0, 0, 0, 0) : reinterpret_cast<const uint4 *>(from)[i];
 #pragma unroll
     for (int i = 0; i < 8; i++) x[i] = static_cast<float>(numbers[i]);
   } else {
