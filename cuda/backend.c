@@ -404,6 +404,7 @@ static fa_status choose_kernel(const fa_plan *plan, int family, const fa_cuda_ke
       if (problem->head_dim > row->bucket || row->shared_bytes > device.shared_bytes) continue;
       if (!row_fits(problem, row) || columns_seen(problem) < row->least_columns) continue;
       if (row->single_column && !is_single_column(problem, row)) continue;
+      if (row->uneven && !is_uneven(&whole->problem)) continue;
       if (row->in_parts && !in_parts) continue;
       if (!pays(whole, row)) break;
       if (is_left_to_parts(whole, row)) continue;

@@ -363,6 +363,7 @@ const fa_cuda_kernel FA_JOIN(fa_hopper_backward_, FA_KIND)[] = {
     ROW("/d64/single/forms", false, 64, 128, 1, 0, SINGLE_COLUMN | FORMS | LEAVES_BY_MAP),
     ROW("/d128/single", false, 128, 64, 1, 0, SINGLE_COLUMN | FROM_SHIFT | ASKS_EARLY | LEAVES_BY_MAP),
     ROW("/d128/single/forms", false, 128, 64, 1, 0, SINGLE_COLUMN | FROM_SHIFT | FORMS | LEAVES_BY_MAP),
+    ROW("/d64/uneven", false, 64, 128, 1, 2, FORMS | LEAVES_BY_MAP | SPLITS_HEADS | UNEVEN),
     ROW("/d64", false, 64, 128, 1, 2, FORMS),
     ROW("/d128", false, 128, 64, 1, 2, FROM_SHIFT | LEAVES_BY_MAP | SPLITS_HEADS),
     ROW("/d128/forms", false, 128, 64, 1, 2, FROM_SHIFT | FORMS | LEAVES_BY_MAP | SPLITS_HEADS),

@@ -32,7 +32,7 @@ enum { K_SIDE, V_SIDE, NUM_SIDES };
 // it. ASKS_EARLY: whether ds may be stored is asked between the exponentials and the wait for dp, which ptxas
 // would else move to before them. LEAVES_BY_MAP: dk and dv go through shared memory to their maps. These two
 // are 1 to 5 % in some kernels, and a loss in others. SPLITS_HEADS: blocks of threads may share the query heads
-// of a column block.
+// of a column block. UNEVEN: for problems whose column blocks have different lengths.
 enum BackwardTraits {
   FORMS = 1,
   SUMS = 2,
@@ -40,7 +40,8 @@ enum BackwardTraits {
   SINGLE_COLUMN = 8,
   ASKS_EARLY = 16,
   LEAVES_BY_MAP = 32,
-  SPLITS_HEADS = 64
+  SPLITS_HEADS = 64,
+  UNEVEN = 128
 };
 
 // A row of the table; it changes results by rounding alone. The consumers' warps come first, then the
@@ -51,7 +52,11 @@ enum BackwardTraits {
 template <int HEAD_DIM, int BLOCK_Q, int DQ_SHARES, int NUM_WRITERS, int TRAITS, int PROGRAM = NO_PROGRAM>
 struct BackwardShape {
   static constexpr bool single_column = TRAITS & SINGLE_COLUMN;
-  static constexpr bool leaves_by_map = TRAITS & LEAVES_BY_MAP, splits_heads = TRAITS & SPLITS_HEADS;
+  static constexpr bool leaves_by_map = TRAITS & LEAVES_BY_MAP, splits_heads = TRAITS & SPLITS_HEADS,
+                        uneven = TRAITS & UNEVEN;
+  // Whether k and v are brought to the cache while those of the column block before are in use. At 128 it makes
+  // no difference.
+  static constexpr bool prefetches = leaves_by_map && !single_column && HEAD_DIM == 64;
   static constexpr bool sums = TRAITS & SUMS, asks_early = TRAITS & ASKS_EARLY;
   static constexpr Forms forms = !(TRAITS & FORMS) ? USUAL_FORM : PROGRAM ? NO_SOFTCAP : ANY_FORM;
   static constexpr Beginning beginning = !(TRAITS & FROM_SHIFT) ? AT_ZERO
@@ -452,6 +457,8 @@ __device__ inline void load_plain_sides(const fa_cuda_arguments &a, const fa_cud
                                         const Buffers &buffers, int index, uint32_t &steps, uint32_t &k_phase) {
   typename Buffers::Work work;
   if (!find_work(a, index, work)) return;
+  if constexpr (BEGIN == K_SIDE && Buffers::Shape::prefetches)
+    if (threadIdx.x % 32 == 0 && work.num_steps > 0) prefetch_columns<Buffers>(a, maps, work);
   typename Buffers::Work::Step step = work.first_step(a);
   for (int i = 0; i < work.num_steps; i++, steps++, step = work.next(a, step)) {
     const StepRows rows = work.rows_of(a, step);
@@ -901,6 +908,7 @@ constexpr fa_cuda_kernel row_of_kernel(const char *name, const void *main) {
       .begins_early = true,
       .single_column = Shape::single_column,
       .splits_heads = Shape::splits_heads,
+      .uneven = Shape::uneven,
       .folds = Shape::folds,
       .main = main,
       .statistics = address_of_kernel(statistics<Kind, Shape>),

@@ -354,6 +354,7 @@ typedef struct fa_cuda_kernel {
   bool begins_early;      /* main waits by itself for the small kernel in front of it */
   bool single_column;     /* backward: only for problems with one column block, which every row sees */
   bool splits_heads;      /* backward: a column block's query heads may be shared out, not only its steps */
+  bool uneven;            /* backward: only for problems whose column blocks differ in length */
   bool mends;             /* forward: main itself makes again what is NaN beside hidden cells */
   bool folds;             /* main makes numbers a key, or slopes, parts of q·k: fa_cuda_keys.terms */
   bool in_parts;          /* forward: keys are split into parts, whose o and lse a merge follows */
