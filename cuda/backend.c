@@ -91,12 +91,15 @@ static const struct {
 /* Of column blocks that are shared out, and of their parts: fewer take less time than what sharing them does.
  */
 enum { LEAST_STEPS_SHARED = 12, LEAST_STEPS_A_PART = 4, LEAST_STEPS_A_PART_IN_BANDS = 48 };
-enum {
-  HEAD_PARTS_A_SLOT = 3,
-  LEAST_STEPS_A_HEAD_PART = 32,
-  HEADS_IN_CACHE_BYTES = 200 << 20,
-  HEADS_FOR_HIDDEN = 6
-};
+
+/* Query heads of a column block are shared out until there are so many parts for each multiprocessor, or steps
+ * become as few as that in a part; where rows and sums of all heads take more than so many bytes, of which
+ * little stays in cache. */
+enum { HEAD_PARTS_A_SLOT = 3, LEAST_STEPS_A_HEAD_PART = 32, HEADS_IN_CACHE_BYTES = 200 << 20 };
+
+/* Bytes of sums of dq that stay in cache beside what comes and goes, on an H100 and an H200; and for how many
+ * times as many heads there are sums where bands may leave most column blocks of a head without steps. */
+enum { CACHED_SUM_BYTES = 16 << 20, HEADS_WHERE_HIDDEN = 6 };
 
 /* A box of a tensor map is swizzled by so many rows. */
 enum { LEAST_BOX_ROWS = 8 };
@@ -295,7 +298,7 @@ static int64_t num_column_parts(const fa_plan *whole, const fa_cuda_kernel *kern
 /* How many blocks of threads share the query heads of a column block, in a plain kernel that can. What they
  * leave costs time, too, so this pays where there are few column blocks: if they are of different lengths or
  * there is more than one for a multiprocessor, and what all heads read and sum does not stay in cache, as each
- * block goes through the heads at its own pace. (cuda_log.md, "Heads that share keys".) */
+ * block goes through the heads at its own pace. (cuda_log.md, "Short sequences".) */
 static int64_t num_head_parts(const fa_plan *whole, const fa_cuda_kernel *kernel) {
   const fa_problem *p = &whole->problem;
   const int64_t group = p->num_heads / p->num_kv_heads, num_slots = num_multiprocessors(whole->device.index);
@@ -593,18 +596,18 @@ static int32_t backward_heads_at_once(const fa_problem *p, const fa_cuda_kernel 
   return (int32_t)(wanted < num_heads ? wanted : num_heads);
 }
 
-/* How many heads' dq is summed at a time. Where main makes dq of the sums, as many are as half of the cache
- * holds, but at least those that are begun alternately and twice as many again, so that no column block waits
- * for a sum, and all that the multiprocessors have in work where a head has few column blocks. */
+/* How many heads' dq is summed at a time. Where main makes dq of the sums, as many are as stay in cache, but at
+ * least those that are begun alternately and twice as many again, so that no column block waits for a sum, and
+ * all that the multiprocessors have in work where a head has few column blocks, or bands leave it few. */
 static int64_t heads_summed(const fa_problem *p, const fa_cuda_kernel *kernel, const fa_cuda_arguments *a,
                             int64_t num_multiprocessors) {
   const int64_t num_heads = p->batch * p->num_heads;
   if (kernel->single_column) return 0;
   if (kernel->finish_dq || a->num_k_blocks == 0) return num_heads;
   const int64_t head_bytes = (int64_t)a->padded_rows * kernel->bucket * 4,
-                cached = (INT64_C(16) << 20) / (head_bytes + 1);
+                cached = CACHED_SUM_BYTES / (head_bytes + 1);
   const int64_t begun = 3 * a->heads_at_once,
-                in_work = (p->num_bands > 0 || p->lengths_batch > 0 ? HEADS_FOR_HIDDEN : 1) *
+                in_work = (p->num_bands > 0 || p->lengths_batch > 0 ? HEADS_WHERE_HIDDEN : 1) *
                           fa_divide_up(num_multiprocessors, a->num_k_blocks);
   const int64_t wanted = fa_max(cached, fa_max(begun, in_work) * heads_a_group(p, kernel, a));
   return wanted < num_heads ? wanted : num_heads;

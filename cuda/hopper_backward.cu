@@ -270,8 +270,8 @@ __device__ inline __attribute__((always_inline)) void consume_blocks(
     Work found;
     if (IS_LAST && Shape::leaves_by_map && a.maps_columns) {
       consumers_work(a, buffers, blocks, found);  // again, so that no register holds it meanwhile
-      named_barrier_wait(CONSUMER_MEETS + consumer,
-                         WARPGROUP);  // nobody reads the consumer's part of v any more
+      // Behind this nobody reads the consumer's part of v any more.
+      named_barrier_wait(CONSUMER_MEETS + consumer, WARPGROUP);
       leave(maps.dv, dv, Shape::program ? a.program.kept_factor : 1, found);
     }
     wgmma_wait<!IS_LAST>(dk[0], dq[0], ds_operand);
