@@ -4,6 +4,7 @@
 #include <cuda_runtime_api.h>
 #include <cudaTypedefs.h>
 #include <stdatomic.h>
+#include <string.h>
 
 /* The driver's function, found through the runtime: the library does not link to the driver. */
 static PFN_cuTensorMapEncodeTiled_v12000 encoder(void) {
@@ -37,20 +38,55 @@ static CUtensorMapL2promotion promotion_of(int64_t row_bytes) {
   return row_bytes % 128 ? CU_TENSOR_MAP_L2_PROMOTION_L2_256B : CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
 }
 
+/* What a map is made of. A map says nothing else, so that one may serve again. */
+typedef struct {
+  const void *data;
+  cuuint64_t dims[4], strides[3];
+  cuuint32_t box_rows, dtype;
+} map_key;
+
+/* The maps that a thread made last, as calls of a program use the same memory again and again: a backward has
+ * up to eight, each of which is a call of the driver. A key has one place. */
+enum { MAPS_KEPT = 64 };
+static _Thread_local struct {
+  map_key key;
+  CUtensorMap map;
+} kept[MAPS_KEPT];
+
+static size_t place_of(const map_key *key) {
+  uint64_t hash = (uintptr_t)key->data / 16 + key->dims[1] + key->box_rows;
+  hash *= UINT64_C(0x9e3779b97f4a7c15);
+  return (size_t)(hash >> 32) % MAPS_KEPT;
+}
+
+static bool make(CUtensorMap *map, const map_key *key) {
+  const PFN_cuTensorMapEncodeTiled_v12000 encode = encoder();
+  const cuuint32_t bytes = (cuuint32_t)fa_dtype_bytes((fa_dtype)key->dtype);
+  const cuuint32_t box[] = {128 / bytes, key->box_rows, 1, 1}, steps[] = {1, 1, 1, 1};
+  return encode && encode(map, type_of((fa_dtype)key->dtype), 4, (void *)key->data, key->dims, key->strides,
+                          box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                          promotion_of((int64_t)(key->dims[0] * bytes)),
+                          CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
 bool fa_cuda_tensor_map_init(CUtensorMap *map, const fa_cuda_operand *operand, fa_dtype dtype, int64_t seqlen,
                              int64_t batch, int32_t box_rows) {
-  const PFN_cuTensorMapEncodeTiled_v12000 encode = encoder();
-  const bool is_empty = seqlen == 0 || batch == 0;
-  if (!encode || !operand->aligned || is_empty) return false;
+  if (!operand->aligned || seqlen == 0 || batch == 0) return false;
   const cuuint64_t bytes = fa_dtype_bytes(dtype);
-  const cuuint64_t dims[] = {(cuuint64_t)operand->num_cols, (cuuint64_t)seqlen, (cuuint64_t)operand->num_heads,
-                             (cuuint64_t)batch};
-  const cuuint64_t strides[] = {(cuuint64_t)operand->stride_row * bytes,
-                                (cuuint64_t)operand->stride_head * bytes,
-                                (cuuint64_t)operand->stride_batch * bytes};
-  const cuuint32_t box[] = {(cuuint32_t)(128 / bytes), (cuuint32_t)box_rows, 1, 1}, steps[] = {1, 1, 1, 1};
-  return encode(map, type_of(dtype), 4, (void *)operand->data, dims, strides, box, steps,
-                CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                promotion_of((int64_t)(operand->num_cols * bytes)),
-                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+  map_key key;
+  memset(&key, 0, sizeof key); /* keys are compared whole */
+  key.data = operand->data;
+  key.dims[0] = (cuuint64_t)operand->num_cols, key.dims[1] = (cuuint64_t)seqlen;
+  key.dims[2] = (cuuint64_t)operand->num_heads, key.dims[3] = (cuuint64_t)batch;
+  key.strides[0] = (cuuint64_t)operand->stride_row * bytes;
+  key.strides[1] = (cuuint64_t)operand->stride_head * bytes;
+  key.strides[2] = (cuuint64_t)operand->stride_batch * bytes;
+  key.box_rows = (cuuint32_t)box_rows, key.dtype = (cuuint32_t)dtype;
+  const size_t place = place_of(&key);
+  if (memcmp(&kept[place].key, &key, sizeof key) != 0) {
+    if (!make(map, &key)) return false;
+    kept[place].key = key, kept[place].map = *map;
+  }
+  *map = kept[place].map;
+  return true;
 }

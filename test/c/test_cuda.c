@@ -776,6 +776,24 @@ static void test_forms(void) {
       }
 }
 
+/* On Hopper a backward of up to 64 columns has a kernel for column blocks of different lengths, whether a mask
+ * or the window makes them so. Bands have their own. */
+static void test_uneven(void) {
+  fa_problem full = problem_of(FA_DTYPE_BF16, 1, 2048, 64, 64);
+  fa_problem causal = full, window = full, bands = full;
+  causal.window_right = 0, window.window_left = 300;
+  bands.window_right = 0, bands.num_bands = bands.bands_batch = 1;
+  const fa_problem *const problems[] = {&full, &causal, &window, &bands};
+  for (int i = 0; i < (int)(sizeof problems / sizeof *problems); i++) {
+    fa_plan plan;
+    fa_error error;
+    must(fa_plan_init(&plan, problems[i], FA_PASS_BACKWARD, cuda, &error), &error);
+    if (!strstr(plan.kernel, "sm90")) continue;
+    CHECK((strstr(plan.kernel, "/uneven") != NULL) == (i == 1 || i == 2), "problem %d: %s", i, plan.kernel);
+    CHECK((strstr(plan.kernel, "/general") != NULL) == (i == 3), "problem %d: %s", i, plan.kernel);
+  }
+}
+
 int main(int argc, char **argv) {
   const bool quick = argc > 1 && strcmp(argv[1], "--quick") == 0;
   setvbuf(stdout, NULL, _IOLBF, 0);
@@ -791,6 +809,7 @@ int main(int argc, char **argv) {
   test_long_plan();
   test_few_keys();
   test_forms();
+  test_uneven();
   test_places();
   test_order();
   test_repeats_of_table();
