@@ -517,10 +517,6 @@ static bool adds_in_order(const fa_plan *whole, const fa_cuda_kernel *kernel, in
                                                   3 * num_multiprocessors(whole->device.index));
 }
 
-/* How long the column blocks of a backward take where those of so many heads are begun alternately, over the
- * even time, in which they would be done if all multiprocessors ended together: blocks are taken in that order
- * by whoever is free. Times are in steps, and counted in what makes TICKS of the even time. */
-enum { BEGIN_STEPS = 3, TICKS = 256, MOST_TICKS = 3 * TICKS };
 /* Query heads that share keys, or parts of them: so many groups, of so many heads. */
 static int64_t num_groups(const fa_problem *p, const fa_cuda_kernel *kernel, const fa_cuda_arguments *a) {
   return p->batch * p->num_kv_heads * (kernel->splits_heads ? a->num_column_parts : 1);
@@ -528,6 +524,11 @@ static int64_t num_groups(const fa_problem *p, const fa_cuda_kernel *kernel, con
 static int64_t heads_a_group(const fa_problem *p, const fa_cuda_kernel *kernel, const fa_cuda_arguments *a) {
   return p->num_heads / p->num_kv_heads / (kernel->splits_heads ? a->num_column_parts : 1);
 }
+
+/* How long the column blocks of a backward take where those of so many heads are begun alternately, over the
+ * even time, in which they would be done if all multiprocessors ended together: blocks are taken in that order
+ * by whoever is free. Times are in steps, and counted in what makes TICKS of the even time. */
+enum { BEGIN_STEPS = 3, TICKS = 256, MOST_TICKS = 3 * TICKS };
 static int64_t steps_of_column_block(const fa_problem *p, const fa_cuda_kernel *kernel,
                                      const fa_cuda_arguments *a, int64_t k_block) {
   return num_row_blocks(p, kernel, k_block) * heads_a_group(p, kernel, a) + BEGIN_STEPS;

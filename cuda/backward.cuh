@@ -71,9 +71,13 @@ __device__ inline void report_end(const fa_cuda_arguments &a, int position, bool
   fence_counts();
   add_release(a.ended + atomicAdd(a.tickets + 2, 1), is_unseen ? -1 - position : 1 + position);
 }
+// Whether no column block visits a row block, as its plan says.
+__device__ inline bool is_unvisited(const fa_cuda_arguments &a, int batch, int q_block) {
+  return plan_at<true>(a, batch, q_block).num_visits == 0;
+}
 // Reports a row block that has got a sum, and to which nobody will add.
 __device__ inline void report_if_unseen(const fa_cuda_arguments &a, const RowBlock &block) {
-  if (plan_at<true>(a, block.batch, block.q_block).num_visits == 0) report_end(a, position_of(a, block), true);
+  if (is_unvisited(a, block.batch, block.q_block)) report_end(a, position_of(a, block), true);
 }
 // The same of all that have one from the beginning, by the writers of all blocks of threads.
 template <int NUM_WRITERS>
@@ -279,7 +283,7 @@ __global__ void __launch_bounds__(FA_CUDA_SMALL_KERNEL_THREADS)
   // What no column block visits nobody reads but the sinks. There is much of it where batches have their own
   // bands.
   const bool unseen = a.bands_batch > 1 && a.num_sinks == 0 && mine.batch < a.batch &&
-                      plan_at<true>(a, mine.batch, mine.row / Shape::block_q).num_visits == 0;
+                      is_unvisited(a, mine.batch, mine.row / Shape::block_q);
   const bool inside = mine.batch < a.batch && mine.row < sequence.num_rows() && !unseen;
   float sum = 0;
   if (inside) {

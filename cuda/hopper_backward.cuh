@@ -288,12 +288,12 @@ struct CommonBuffers {
   __device__ HalvesOperand left_of_terms(int stage, int first_column) const {
     return {keys(stage) + first_column * HalvesOperand::ROW_BYTES, base + ZEROS_AT};
   }
-  __device__ uint32_t zeros() const { return base + ZERO_BOX_AT; }
+  __device__ uint32_t zero_box() const { return base + ZERO_BOX_AT; }
   // Whether who copies rows leaves these, and not the consumers.
   __device__ static bool leaves_zeros(const fa_cuda_arguments &a) { return ZERO_ROWS > 0 && a.maps_columns; }
   // By all threads.
-  __device__ void init_zeros() const {
-    if (threadIdx.x < ZERO_ROWS * 8) store_shared(zeros() + threadIdx.x * 16, make_uint4(0, 0, 0, 0));
+  __device__ void init_zero_box() const {
+    if (threadIdx.x < ZERO_ROWS * 8) store_shared(zero_box() + threadIdx.x * 16, make_uint4(0, 0, 0, 0));
     fence_async();
   }
   __device__ void init_terms() const {
@@ -324,7 +324,7 @@ __device__ inline Buffers set_up_buffers(bool in_order) {
     barrier_init_done();
   }
   if constexpr (Buffers::Shape::folds) buffers.init_terms();
-  if constexpr (Buffers::ZERO_ROWS > 0) buffers.init_zeros();
+  if constexpr (Buffers::ZERO_ROWS > 0) buffers.init_zero_box();
   __syncthreads();
   if constexpr (!Buffers::Shape::single_column) wait_for_launch_before();
   return buffers;
@@ -479,8 +479,8 @@ __device__ inline void leave_zeros(const fa_cuda_arguments &a, const fa_cuda_map
   for (int column = work.columns.begin; column < work.columns.end; column += Buffers::ZERO_ROWS)
 #pragma unroll
     for (int d = 0; d < Buffers::Shape::head_dim; d += 64) {
-      store_box(maps.dk, buffers.zeros(), d, column, block.kv_head, block.batch);
-      store_box(maps.dv, buffers.zeros(), d, column, block.kv_head, block.batch);
+      store_box(maps.dk, buffers.zero_box(), d, column, block.kv_head, block.batch);
+      store_box(maps.dv, buffers.zero_box(), d, column, block.kv_head, block.batch);
     }
   bulk_commit();
 }

@@ -34,28 +34,32 @@ __device__ inline bool bias_shows(const fa_cuda_arguments &a, int batch, int kv_
   return shows;
 }
 
-// Whether a band shows all of a warp's columns something; lanes ask bands.
-__device__ inline bool one_band_shows(const fa_cuda_arguments &a, int batch, Range columns) {
-  bool shows = false;
-  for (int number = threadIdx.x % 32; number < num_bands_of(a); number += 32) {
-    const fa_band band = band_at(a, batch, number);
-    const Range first = seen_in_band<false>(band, {columns.begin, columns.begin + 1}),
-                last = seen_in_band<false>(band, {columns.end - 1, columns.end});
-    shows |= first.begin < first.end && last.begin < last.end;
-  }
-  return __any_sync(~0u, shows);
+// Whether any band is such; a warp's lanes ask bands.
+template <class IsSuch>
+__device__ inline bool any_band(const fa_cuda_arguments &a, int batch, IsSuch is_such) {
+  bool found = false;
+  for (int number = threadIdx.x % 32; number < num_bands_of(a); number += 32)
+    found |= is_such(band_at(a, batch, number));
+  return __any_sync(~0u, found);
 }
 
-// Whether a band shows something of the column block of these columns, which else nobody reads; lanes ask
-// bands.
+__device__ inline bool shows_any(const fa_band &band, Range columns) {
+  const Range seen = seen_in_band<false>(band, columns);
+  return seen.begin < seen.end;
+}
+
+// Whether a band shows all of a warp's columns something.
+__device__ inline bool one_band_shows(const fa_cuda_arguments &a, int batch, Range columns) {
+  return any_band(a, batch, [&](const fa_band &band) {
+    return shows_any(band, {columns.begin, columns.begin + 1}) &&
+           shows_any(band, {columns.end - 1, columns.end});
+  });
+}
+
+// Whether a band shows something of the column block of a column, which else nobody reads.
 __device__ inline bool is_visited(const fa_cuda_arguments &a, int batch, int column) {
   const Range columns = block_range(column / a.block_k, a.block_k, a.window.seqlen_k);
-  bool shows = false;
-  for (int number = threadIdx.x % 32; number < num_bands_of(a); number += 32) {
-    const Range seen = seen_in_band<false>(band_at(a, batch, number), columns);
-    shows |= seen.begin < seen.end;
-  }
-  return __any_sync(~0u, shows);
+  return any_band(a, batch, [&](const fa_band &band) { return shows_any(band, columns); });
 }
 
 // A warp takes 32 columns of a head: a lane asks of each, and the warp looks at those that nobody may see.

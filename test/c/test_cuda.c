@@ -779,10 +779,10 @@ static void test_forms(void) {
 /* On Hopper a backward of up to 64 columns has a kernel for column blocks of different lengths, whether a mask
  * or the window makes them so. Bands have their own. */
 static void test_uneven(void) {
-  fa_problem full = problem_of(FA_DTYPE_BF16, 1, 2048, 64, 64);
-  fa_problem causal = full, window = full, bands = full;
-  causal.window_right = 0, window.window_left = 300;
-  bands.window_right = 0, bands.num_bands = bands.bands_batch = 1;
+  fa_problem causal = problem_of(FA_DTYPE_BF16, 1, 2048, 64, 64);
+  fa_problem full = causal, window = causal, bands = causal;
+  full.window_right = window.window_right = FA_UNBOUNDED, window.window_left = 300;
+  bands.num_bands = bands.bands_batch = 1;
   const fa_problem *const problems[] = {&full, &causal, &window, &bands};
   for (int i = 0; i < (int)(sizeof problems / sizeof *problems); i++) {
     fa_plan plan;
