@@ -2,6 +2,7 @@
 // takes tiles of block_q rows of one head, one after another. A producer warp copies q, k and v to shared
 // memory ahead of the consumers, warpgroups of 64 rows each, which keep o and the softmax's state in registers
 // and work on the softmax of one column block while the products of the next run, over the ends of tiles too.
+// Where there are bands, a warp of its own, the scout, finds tiles and what they visit, ahead of the producer.
 //
 // Compiled once for every kind: -DFA_KIND=bf16 and so on.
 #include "hopper_cells.cuh"
@@ -39,10 +40,13 @@ struct ForwardShape {
   static constexpr Forms forms = !(TRAITS & FORMS) ? USUAL_FORM : folds ? NO_SOFTCAP : ANY_FORM;
   static constexpr bool has_slopes = PROGRAM & SLOPES, has_keys = PROGRAM & KEYS, has_cells = PROGRAM & CELLS,
                         drops = PROGRAM & DROPOUT, folds_slopes = folds && has_slopes;
+  // Whether consumers are told how many visits follow that all rows see whole, and ask nothing about these.
+  // With keys at 64 that is 2 to 5 % slower.
+  static constexpr bool has_runs = !PROGRAM || (folds && !has_slopes && HEAD_DIM >= 128);
 };
 
 // Of the registers that a block of threads begins with, the same number for each thread, more than the row says
-// go to the producer where it goes through visits, if two consumers can spare them.
+// go to the producer and the scout, if two consumers can spare them.
 template <class Shape, bool GENERAL>
 struct ForwardRegisters {
   static constexpr int SPARED = GENERAL && Shape::num_consumers == 2 ? 8 : 0;
@@ -69,8 +73,8 @@ struct ForwardTile {
   __device__ void tell(uint32_t to) {
     for_each_word([&](int i, int word) { store_shared(to + i * 4, uint32_t(word)); });
   }
-  __device__ void hear(uint32_t from) {
-    for_each_word([&](int i, int &word) { word = uniform(load_shared_word(from + i * 4)); });
+  __device__ void hear(uint32_t from, uint32_t lanes = ~0u) {
+    for_each_word([&](int i, int &word) { word = uniform(load_shared_word(from + i * 4), lanes); });
   }
 };
 
@@ -106,48 +110,52 @@ __device__ inline Blocks blocks_within(const Blocks &blocks, Range range) {
   return {last, max(last - first + 1, 0)};
 }
 
-// The tile that is begun as the index-th. It takes as long as a product to find: the producer does, ahead, and
-// tells the consumers.
-template <class Shape, bool GENERAL>
-__device__ inline ForwardTile tile_of(const fa_cuda_arguments &a, uint32_t index, fa_cuda_block_plan &plan) {
+// The tile that is begun as the index-th, where there are no bands. It takes as long as a product to find: the
+// producer does, ahead, and tells the consumers.
+template <class Shape>
+__device__ inline ForwardTile tile_of(const fa_cuda_arguments &a, uint32_t index) {
   ForwardTile tile;
   RowBlock block;
   const uint32_t num_parts = Shape::in_parts ? a.num_column_parts : 1;
-  if (!persistent_row_block_of<GENERAL>(a, index / num_parts, block, plan)) return tile;
+  if (!persistent_row_block_of(a, index / num_parts, block)) return tile;
   const Sequence sequence = sequence_of(a, block.batch);
   tile.head = block.head, tile.batch = block.batch;
   tile.rows = row_range<Shape>(sequence, block.q_block);
-  if constexpr (!GENERAL) {
-    tile.k_blocks = k_blocks_of<Shape>(sequence, tile.rows);
-    Range part = {0, 1};
-    if constexpr (Shape::in_parts) {
-      part = blocks_of_part(a, index % num_parts);
-      tile.k_blocks = blocks_within(tile.k_blocks, part);
-    }
-    if (tile.k_blocks.count == 0) tile.k_blocks = {part.begin, 1};
+  tile.k_blocks = k_blocks_of<Shape>(sequence, tile.rows);
+  Range part = {0, 1};
+  if constexpr (Shape::in_parts) {
+    part = blocks_of_part(a, index % num_parts);
+    tile.k_blocks = blocks_within(tile.k_blocks, part);
   }
+  if (tile.k_blocks.count == 0) tile.k_blocks = {part.begin, 1};
   return tile;
 }
-template <class Shape, bool GENERAL>
-__device__ inline ForwardTile tile_of(const fa_cuda_arguments &a, uint32_t index) {
-  fa_cuda_block_plan plan;
-  return tile_of<Shape, GENERAL>(a, index, plan);
+
+// The number of the next tile: taken late, as a block of threads that is free sooner may take it, but not
+// without time for the answer.
+__device__ inline uint32_t next_index(const fa_cuda_arguments &a, uint32_t index) {
+  return a.tickets ? gridDim.x + atomicAdd(a.tickets, 1) : index + gridDim.x;
 }
 
 // ---- visits, where there are bands -------------------------------------------------------------------------
 
-// The producer goes through a tile's visits and tells the consumers what they need of each, in shared memory:
-// flags, for each consumer whether its rows see any of the columns and whether they see all of them, and of
-// programs the kinds of the keys; those of the next visit, which are wanted as soon as it comes, and whether
-// there is one; where its columns begin; for programs, how distances go in the band; and where rows do not see
-// all, the band itself.
+// The scout goes through a tile's visits and tells the producer and the consumers what they need of each, in
+// shared memory: flags, for each consumer whether its rows see any of the columns and whether they see all of
+// them, and the kinds of the keys, or, with runs, how many visits follow that are seen whole; those of the
+// next visit, which are wanted as soon as it comes, and whether there is one; where its columns begin; for
+// programs, how distances go in the band; where rows do not see all, the band itself; and of a tile's first
+// visit the tile.
 struct ToldVisit {
-  static constexpr int COLUMN_AT = 4, BAND_AT = 8, DISTANCE_AT = 32, BYTES = 36;
+  static constexpr int COLUMN_AT = 4, BAND_AT = 8, DISTANCE_AT = 32, TILE_AT = 36,
+                       BYTES = TILE_AT + ForwardTile::WORDS * 4;
   static constexpr int NEXT = 16;  // the next visit's flags stand so many bits further on
   static constexpr uint32_t LAST = 1;
   static constexpr int KINDS_AT = 8;
   static constexpr uint32_t SEEN = (1 << KINDS_AT) - 1;
   __device__ static uint32_t kinds(uint32_t flags) { return flags >> KINDS_AT & SEEN; }
+  // In the place of kinds where there are runs.
+  __device__ static uint32_t run_of(int count) { return min(count, int(SEEN)) << KINDS_AT; }
+  __device__ static int run(uint32_t flags) { return kinds(flags); }
   // In the place of kinds where slopes are folded: whether all columns lie behind a consumer's rows.
   __device__ static constexpr uint32_t behind(int consumer) { return 1 << (KINDS_AT + consumer); }
   __device__ static constexpr uint32_t sees_any(int consumer) { return 2 << consumer * 2; }
@@ -166,6 +174,7 @@ struct ToldVisit {
     store_shared(at + DISTANCE_AT, uint32_t(distance_of_origin(band)));
   }
   __device__ int distance() const { return load_shared_word(at + DISTANCE_AT); }
+  __device__ uint32_t tile() const { return at + TILE_AT; }
   __device__ uint32_t flags() const { return uniform(load_shared_word(at)); }
   __device__ int column() const { return uniform(load_shared_word(at + COLUMN_AT)); }
   __device__ fa_band band() const {
@@ -177,7 +186,7 @@ struct ToldVisit {
 };
 
 // Tells a tile's visits. Most of them are seen by all rows: that is quickly found out, and then nobody looks at
-// the band. The producer, a single thread, has some two thousand cycles for a visit, and spends about ten on an
+// the band. The scout, a single thread, has some two thousand cycles for a visit, and spends about ten on an
 // instruction.
 template <class Shape>
 struct Teller {
@@ -186,6 +195,7 @@ struct Teller {
   int number = -1;       // of that band
   uint32_t all = 0;      // the flags of a visit that is seen by all consumers that have rows
   uint32_t flags;        // of the visit that is told next
+  int run = 0;           // so many visits from that on are known to be seen whole
 
   template <class Visits>
   __device__ Teller(const fa_cuda_keys &keys, int batch, int head, Visits &visits) : keys(keys, batch, head) {
@@ -199,8 +209,8 @@ struct Teller {
   // Tells the visit and goes on to the next; true where there is none: of a tile that sees nothing too, which
   // thus has one visit that nobody takes.
   template <class Visits>
-  __device__ bool tell(Visits &visits, int &column, const ToldVisit &to) {
-    column = 0;
+  __device__ bool tell(Visits &visits, const ToldVisit &to) {
+    int column = 0;
     if (!visits.done()) {
       column = visits.begin;
       if ((flags & ToldVisit::SEEN) != all) to.tell_band(visits.band);
@@ -209,6 +219,10 @@ struct Teller {
     }
     const uint32_t next = next_flags(visits);
     const bool last = visits.done();
+    if constexpr (Shape::has_runs) {
+      run = run > 1 ? run - 1 : !last && next == all ? run_from(visits) : 0;
+      flags |= ToldVisit::run_of(run);
+    }
     to.tell_column(column);
     to.tell_flags(flags | next << ToldVisit::NEXT | (last ? ToldVisit::LAST : 0));
     flags = next;
@@ -232,7 +246,17 @@ struct Teller {
         if (lie_behind(distance_of_origin(visits.band),
                        rows_of_consumer(visits.own, visits.own.begin + consumer * 64), visits.begin))
           kinds |= 1 << consumer;
-    return flags_of(visits) | kinds << ToldVisit::KINDS_AT;
+    return flags_of(visits) | (Shape::has_runs ? 0 : kinds << ToldVisit::KINDS_AT);
+  }
+  // How many visits, this one and those behind it, see whole columns of which some keys are shown.
+  template <class Visits>
+  __device__ int run_from(const Visits &visits) const {
+    const int count = (visits.begin - max(whole.begin, visits.last_begin)) / Shape::block_k + 1;
+    if (!Shape::has_keys || !keys.of_blocks) return count;
+    int shown = 1;
+    while (shown < count && keys.of<Shape::block_k>(visits.begin - shown * Shape::block_k) & FA_CUDA_KEYS_SHOW)
+      shown++;
+    return shown;
   }
   template <class Visits>
   __device__ uint32_t flags_of(const Visits &visits) {
@@ -262,8 +286,10 @@ struct Teller {
 };
 
 // Shared memory: the stages of q, of k and of v, then a barrier for each stage being full and one for its being
-// empty; for each stage of v, where that is a tile's last, which tile comes next; and visits. Of these there
-// are twice as many as stages: that of a stage of k may still be read when the next comes there.
+// empty; without bands, for each stage of v, where that is a tile's last, which tile comes next; with bands
+// visits, with a barrier for each being told and one for its being read, a box of 0, and the order of batches.
+// Of visits there are twice as many as stages: that of a stage of k may still be read when the next comes
+// there.
 template <class Kind, class Shape, bool GENERAL>
 struct ForwardBuffers {
   static constexpr int Q_STAGES = Shape::q_stages, STAGES = 2;
@@ -286,9 +312,16 @@ struct ForwardBuffers {
                        ZEROS_AT = LEFT_AT + (Shape::folds ? (NUM_LEFTS + 1) * LEFT_HALF : 0);
   static constexpr int BARRIERS_AT = ZEROS_AT + (Shape::folds ? KEYS_BYTES : 0),
                        NUM_BARRIERS = 2 * (Q_STAGES + 2 * STAGES);
-  static constexpr int NEXT_AT = BARRIERS_AT + NUM_BARRIERS * 8,
-                       VISITS_AT = NEXT_AT + STAGES * ForwardTile::WORDS * 4, NUM_VISITS = 2 * STAGES,
-                       BYTES = VISITS_AT + (GENERAL ? NUM_VISITS * ToldVisit::BYTES : 0);
+  static constexpr int NUM_VISITS = 2 * STAGES, TOLD_AT = BARRIERS_AT + NUM_BARRIERS * 8,
+                       NEXT_AT = TOLD_AT + GENERAL * NUM_VISITS * 16,
+                       VISITS_AT = NEXT_AT + !GENERAL * STAGES * ForwardTile::WORDS * 4,
+                       ORDER_AT = VISITS_AT + GENERAL * NUM_VISITS * ToldVisit::BYTES, MOST_ORDERED = 32,
+                       ZEROS_ROWS = 16, O_ZEROS_AT = (ORDER_AT + GENERAL * MOST_ORDERED * 4 + 127) / 128 * 128,
+                       O_ZEROS_BYTES = ZEROS_ROWS * 128;
+  // Whether o of rows that see nothing is stored from there, without a tile: where there is room.
+  static constexpr bool HAS_ZEROS =
+      GENERAL && !Kind::SCALED && !Shape::in_parts && O_ZEROS_AT + O_ZEROS_BYTES <= 227 << 10;
+  static constexpr int BYTES = O_ZEROS_AT + HAS_ZEROS * O_ZEROS_BYTES;
 
   struct Stage {
     uint32_t tile, full, empty;
@@ -308,10 +341,18 @@ struct ForwardBuffers {
   }
   __device__ uint32_t next_tile(int i) const { return base + NEXT_AT + i * ForwardTile::WORDS * 4; }
 
-  // Of what the ring has at a stage of k.
-  __device__ ToldVisit visit(const Ring<STAGES> &at) const {
-    return {base + VISITS_AT + (at.phase * STAGES + at.stage) * ToldVisit::BYTES};
-  }
+  // Of what the ring has at a stage of k, and of a ring of visits.
+  __device__ ToldVisit visit(const Ring<STAGES> &at) const { return visit_at(at.phase * STAGES + at.stage); }
+  __device__ ToldVisit visit(const Ring<NUM_VISITS> &at) const { return visit_at(at.stage); }
+  __device__ ToldVisit visit_at(uint32_t i) const { return {base + VISITS_AT + i * ToldVisit::BYTES}; }
+  // The barriers of a visit.
+  __device__ uint32_t told(uint32_t i) const { return base + TOLD_AT + i * 16; }
+  __device__ uint32_t read(uint32_t i) const { return told(i) + 8; }
+  // Which batch comes at a place of the order.
+  __device__ uint32_t batch_at(uint32_t place) const { return base + ORDER_AT + place * 4; }
+  __device__ uint32_t o_zeros() const { return base + O_ZEROS_AT; }
+  // Sinks leave an lse to rows that see nothing, which consumers work out.
+  __device__ static bool leaves_zeros(const fa_cuda_arguments &a) { return HAS_ZEROS && a.num_sinks == 0; }
 
   // By all threads: what of terms is the same in all visits.
   __device__ void init_terms() const {
@@ -326,12 +367,19 @@ struct ForwardBuffers {
     fence_async();
   }
 
+  __device__ void init_zeros() const {
+    for (int at = threadIdx.x * 16; at < O_ZEROS_BYTES; at += Shape::num_threads * 16)
+      store_shared(o_zeros() + at, make_uint4(0, 0, 0, 0));
+    fence_async();
+  }
+
   __device__ void init_barriers() const {
     for (int i = 0; i < NUM_BARRIERS; i += 2) {
       barrier_init(base + BARRIERS_AT + i * 8, 1);  // full: the producer's
       // empty: every consuming warp's
       barrier_init(base + BARRIERS_AT + i * 8 + 8, ARRIVALS_OF_WARP * Shape::num_consumers * 4);
     }
+    for (int i = 0; i < GENERAL * NUM_VISITS; i++) barrier_init(told(i), 1), barrier_init(read(i), 1);
     barrier_init_done();
   }
 };
@@ -350,7 +398,6 @@ struct Producer {
   const Buffers buffers;
   Ring<Buffers::Q_STAGES> q_ring;
   Ring<Buffers::STAGES> ring;
-  uint32_t index = blockIdx.x;
 
   __device__ void load_q(const ForwardTile &tile) const {
     const int first_row = sequence_of(a, tile.batch).first_row + tile.rows.begin;
@@ -367,10 +414,6 @@ struct Producer {
     }
   }
 
-  // The number of the next tile: taken late, as a block of threads that is free sooner may take it, but not
-  // without time for the answer.
-  __device__ void take_next() { index = a.tickets ? gridDim.x + atomicAdd(a.tickets, 1) : index + gridDim.x; }
-
   __device__ void load(typename Buffers::Stage to, const CUtensorMap &map, int column, int kv_head, int batch,
                        int more_bytes = 0) const {
     barrier_expect(to.full, Buffers::K_BYTES + more_bytes);
@@ -379,10 +422,8 @@ struct Producer {
       load_boxes<KTile>(to.tile + part * KTile::BYTES, map, to.full, column, kv_head, batch + part * a.batch);
   }
 
-  // Loads k and v of a column block; of the tile's last one, finds the next tile and tells it.
-  __device__ void load_columns(const ForwardTile &tile, int kv_head, int column, bool last, ForwardTile &next,
-                               fa_cuda_block_plan &next_plan) {
-    const auto k = buffers.k(ring.stage), v = buffers.v(ring.stage);
+  __device__ void load_k(const ForwardTile &tile, int kv_head, int column) const {
+    const auto k = buffers.k(ring.stage);
     barrier_wait(k.empty, ring.phase ^ 1);
     const bool adds_keys = Shape::folds || (Shape::has_keys && a.program.keys.kinds);
     int more_bytes = adds_keys ? Buffers::KEYS_BYTES : 0;
@@ -401,50 +442,160 @@ struct Producer {
     if constexpr (Shape::has_cells)
       Buffers::BiasTile::load(buffers.bias(ring.stage), a.program, maps.bias, k.full, tile.batch, tile.head,
                               tile.rows.begin, column);
-    if (last) next = tile_of<Shape, GENERAL>(a, index, next_plan);
-    barrier_wait(v.empty, ring.phase ^ 1);
-    if (last) next.tell(buffers.next_tile(ring.stage));
-    load(v, maps.v, column, kv_head, tile.batch);
-    ring.advance();
   }
 
-  __device__ void go_through_columns(const ForwardTile &tile, ForwardTile &next,
-                                     fa_cuda_block_plan &next_plan) {
+  // Goes through the tile's column blocks; before the last one's v it finds the next tile, and tells it.
+  __device__ void go_through_columns(const ForwardTile &tile, uint32_t &index, ForwardTile &next) {
     const int first_column = sequence_of(a, tile.batch).first_column, kv_head = kv_head_of(a, tile.head);
-    for (int i = 0, left = tile.k_blocks.count - 1; left >= 0; i++, left--) {
-      if (left == min(1, tile.k_blocks.count - 1)) take_next();
-      load_columns(tile, kv_head, first_column + block_at<Shape>(a, tile, i) * Shape::block_k, left == 0, next,
-                   next_plan);
+    for (int i = 0, left = tile.k_blocks.count - 1; left >= 0; i++, left--, ring.advance()) {
+      if (left == min(1, tile.k_blocks.count - 1)) index = next_index(a, index);
+      const int column = first_column + block_at<Shape>(a, tile, i) * Shape::block_k;
+      const auto v = buffers.v(ring.stage);
+      load_k(tile, kv_head, column);
+      if (left == 0) next = tile_of<Shape>(a, index);
+      barrier_wait(v.empty, ring.phase ^ 1);
+      if (left == 0) next.tell(buffers.next_tile(ring.stage));
+      load(v, maps.v, column, kv_head, tile.batch);
     }
   }
 
-  __device__ void go_through_visits(const ForwardTile &tile, const fa_cuda_block_plan &plan, ForwardTile &next,
-                                    fa_cuda_block_plan &next_plan) {
-    const int kv_head = kv_head_of(a, tile.head);
-    Visits<true, true, Shape::block_k, !Kind::SCALED> visits(a, tile.batch, plan, tile.rows);
-    Teller<Shape> teller(a.program.keys, tile.batch, tile.head, visits);
-    for (bool last = false; !last;) {
-      int column;
-      last = teller.tell(visits, column, buffers.visit(ring));
-      if (last) take_next();
-      load_columns(tile, kv_head, column, last, next, next_plan);
+  // Goes through the visits that the scout tells of, and hands these on with their columns: when v is full, the
+  // next tile's first one has been told, too.
+  __device__ void go_through_visits() {
+    Ring<Buffers::NUM_VISITS> visits;
+    ForwardTile tile;
+    for (uint32_t count = 0;; q_ring.advance()) {
+      barrier_wait(buffers.told(visits.stage), visits.phase);
+      tile.hear(buffers.visit(visits).tile(), 1);
+      if (tile.head < 0) return;
+      load_q(tile);
+      const int kv_head = kv_head_of(a, tile.head);
+      for (bool last = false; !last; ring.advance(), count++) {
+        barrier_wait(buffers.told(visits.stage), visits.phase);
+        const uint32_t visit = buffers.visit(visits).at;
+        const int column = load_shared_word(visit + ToldVisit::COLUMN_AT);
+        last = load_shared_word(visit) & ToldVisit::LAST;
+        visits.advance();
+        load_k(tile, kv_head, column);
+        if (last) barrier_wait(buffers.told(visits.stage), visits.phase);
+        const auto v = buffers.v(ring.stage);
+        barrier_wait(v.empty, ring.phase ^ 1);
+        // Whoever had v at this stage before has read its visit.
+        if (count >= Buffers::STAGES)
+          barrier_arrive(buffers.read((ring.phase ^ 1) * Buffers::STAGES + ring.stage));
+        load(v, maps.v, column, kv_head, tile.batch);
+      }
     }
   }
 
   __device__ void produce() {
-    fa_cuda_block_plan plan, next_plan;
+    if constexpr (GENERAL) return go_through_visits();
+    uint32_t index = blockIdx.x;
     ForwardTile next;
-    for (ForwardTile tile = tile_of<Shape, GENERAL>(a, index, plan); tile.head >= 0; q_ring.advance()) {
+    for (ForwardTile tile = tile_of<Shape>(a, index); tile.head >= 0; q_ring.advance()) {
       load_q(tile);
-      if constexpr (GENERAL)
-        go_through_visits(tile, plan, next, next_plan);
-      else
-        go_through_columns(tile, next, next_plan);
-      tile = next, plan = next_plan;
+      go_through_columns(tile, index, next);
+      tile = next;
       tile.for_each_word([](int, int &word) { word = uniform(word, 1); });
     }
   }
 };
+
+// ---- the scout: a warp, where there are bands, of which one thread goes through visits
+// -----------------------
+//
+// To find a tile takes reads of a ticket, a plan and a band, one after the other, as long as one or two visits.
+
+template <class Kind, class Shape>
+struct Scout {
+  using Buffers = ForwardBuffers<Kind, Shape, true>;
+
+  const fa_cuda_arguments &a;
+  const Buffers buffers;
+  Ring<Buffers::NUM_VISITS> ring;
+
+  // Whether batches have an order of their own: where their bands differ, and one look is enough.
+  __device__ bool orders_batches() const { return a.bands_batch > 1 && a.batch <= Buffers::MOST_ORDERED; }
+
+  // By the warp: puts the batches in order, that with the longest row block last, as it is begun first.
+  __device__ void order_batches() const {
+    if (!orders_batches()) return;
+    const int batch = threadIdx.x % 32;
+    const int visits = batch < a.batch ? plan_at<true>(a, batch, 0).num_visits : -1;
+    int place = a.batch - 32;  // those that are not there come before all others
+    for (int other = 0; other < 32; other++) {
+      const int theirs = __shfl_sync(~0u, visits, other);
+      place += theirs < visits || (theirs == visits && other < batch);
+    }
+    if (batch < a.batch) store_shared(buffers.batch_at(place), uint32_t(batch));
+    __syncwarp();
+  }
+
+  __device__ ToldVisit next_told() const {
+    barrier_wait(buffers.read(ring.stage), ring.phase ^ 1);
+    return buffers.visit(ring);
+  }
+  __device__ void tell_visits(ForwardTile &tile, const fa_cuda_block_plan &plan) {
+    Visits<true, true, Shape::block_k, !Kind::SCALED> visits(a, tile.batch, plan, tile.rows);
+    Teller<Shape> teller(a.program.keys, tile.batch, tile.head, visits);
+    for (bool first = true, last = false; !last; ring.advance(), first = false) {
+      const ToldVisit to = next_told();
+      if (first) tile.tell(to.tile());
+      last = teller.tell(visits, to);
+      barrier_arrive(buffers.told(ring.stage));
+    }
+  }
+
+  // By one thread. The visit behind the last tile's is that of no tile.
+  __device__ void tell_tiles() {
+    ForwardTile tile;
+    RowBlock block;
+    for (uint32_t index = blockIdx.x; persistent_row_block_of(a, index, block); index = next_index(a, index)) {
+      if (orders_batches()) block.batch = load_shared_word(buffers.batch_at(block.batch));
+      const fa_cuda_block_plan plan = planned_row_block(a, block);
+      if (plan.num_visits == 0 && buffers.leaves_zeros(a)) continue;
+      tile.head = block.head, tile.batch = block.batch;
+      tile.rows = row_range<Shape>(sequence_of(a, block.batch), block.q_block);
+      tell_visits(tile, plan);
+    }
+    ForwardTile().tell(next_told().tile());
+    barrier_arrive(buffers.told(ring.stage));
+  }
+
+  __device__ void scout() {
+    order_batches();
+    if (threadIdx.x % 32 == 0) tell_tiles();
+  }
+};
+
+// Stores o and lse of the rows that see nothing, by a warp, beside all other work: as much as memory takes.
+template <class Shape, class Buffers>
+__device__ inline void leave_zeros(const fa_cuda_arguments &a, const fa_cuda_maps &maps,
+                                   const Buffers &buffers) {
+  const int lane = threadIdx.x % 32, num_blocks = a.batch * a.num_heads * a.num_q_blocks;
+  for (int first = blockIdx.x; first < num_blocks; first += gridDim.x * 32) {
+    // Each lane looks at one row block's plan; those that are empty are everybody's.
+    const int own = first + lane * gridDim.x;
+    RowBlock block = {};
+    bool is_empty = false;
+    if (own < num_blocks) {
+      block = row_block_at(a, own);
+      is_empty = planned_row_block(a, block).num_visits == 0;
+    }
+    for (uint32_t left = __ballot_sync(~0u, is_empty); left != 0; left &= left - 1) {
+      const int from = __ffs(left) - 1, head = __shfl_sync(~0u, block.head, from);
+      const Sequence sequence = sequence_of(a, __shfl_sync(~0u, block.batch, from));
+      const Range rows = row_range<Shape>(sequence, __shfl_sync(~0u, block.q_block, from));
+      const int row = rows.begin + lane * Buffers::ZEROS_ROWS;
+#pragma unroll 1
+      for (int d = 0; d < Shape::head_dim && row < rows.end; d += 64)
+        store_box(maps.out, buffers.o_zeros(), d, sequence.first_row + row, head, sequence.batch);
+      for (int i = rows.begin + lane; i < rows.end; i += 32) *lse_at(a, sequence, head, i) = -INFINITY;
+    }
+  }
+  bulk_commit();
+  bulk_wait_read<0>();
+}
 
 // ---- the consumers -----------------------------------------------------------------------------------
 
@@ -563,7 +714,7 @@ struct Consumer {
         turns(consumer),
         unit(exponent_of_unit<Kind>(a.score)),
         warp_row(consumer * 64 + threadIdx.x / 32 % 4 * 16),
-        next_tile(tile_of<Shape, GENERAL>(a, blockIdx.x)) {}
+        next_tile(GENERAL ? ForwardTile() : tile_of<Shape>(a, blockIdx.x)) {}
 
   __device__ float (&product())[DT][4] { return SCALED ? fresh[0] : o[0]; }
 
@@ -572,6 +723,13 @@ struct Consumer {
     if (threadIdx.x % 32 == 0) bulk_wait_read<0>();
     barrier_arrive_warp(stored);
     stored = 0;
+  }
+
+  // When v of the tile's last column block has come.
+  __device__ void hear_next_tile() {
+    Ring<Buffers::STAGES> next = ring;
+    next.advance();
+    next_tile.hear(GENERAL ? buffers.visit(next).tile() : buffers.next_tile(ring.stage));
   }
 
   // Leaves out a column block that only rows of other consumers see. A consumer that waits for all that comes,
@@ -587,7 +745,7 @@ struct Consumer {
     barrier_wait(k.full, ring.phase);
     barrier_arrive_warp(k.empty);
     barrier_wait(v.full, ring.phase);
-    next_tile.hear(buffers.next_tile(ring.stage));  // which holds if this is the tile's last
+    hear_next_tile();  // which holds if this is the tile's last
     barrier_arrive_warp(v.empty);
     ring.advance();
   }
@@ -867,6 +1025,47 @@ struct Consumer {
     return moved;
   }
 
+  // Takes so many visits that all rows see whole, which leaves nothing to ask: as the loop without bands has
+  // it.
+  __device__ void take_run(int run, const BoxOperand<QTile, true> &q_rows, Stage q, float &of_o) {
+    clear_unseen();
+    has_unseen = false;
+    for (; __any_sync(~0u, run > 0); run--) {
+      Ring<Buffers::STAGES> next = ring;
+      next.advance();
+      const Stage k = buffers.k(next.stage), v = buffers.v(ring.stage);
+      barrier_wait(k.full, next.phase);
+      turns.wait();
+      start_scores(q_rows, k, next.stage, false);
+      barrier_wait(v.full, ring.phase);
+      start_o(v);
+      turns.pass();
+      const float of_scores = unscaling(exponent_q, a.k, buffers.visit(next));
+      const float of_next_o = unscaling(P_EXPONENT, a.v, buffers.visit(next));
+      wgmma_wait<1>(scores[0]);
+      if constexpr (Shape::follows) {
+        finish_scores<Kind, 1, NT>(scores, form(), of_scores);
+        const bool follows = softmax.follow(scores, unit, NothingDue());
+        finish_o_beside(v, of_o);
+        if (__builtin_expect(!follows, 0)) {
+          start_again(q, k, buffers.keys(next.stage), false);
+          finish_scores<Kind, 1, NT>(scores, form(), of_scores);
+          if (softmax.update(scores, unit, Shape::block_k)) softmax.rescale_rows(o);
+        }
+        barrier_arrive_warp(k.empty);
+      } else {
+        barrier_arrive_warp(k.empty);
+        finish_scores<Kind, 1, NT>(scores, form(), of_scores);
+        const bool moved = softmax.update(scores, unit, Shape::block_k);
+        finish_o_beside(v, of_o);
+        if (moved) softmax.rescale_rows(o);
+      }
+      convert<Kind>(p, scores, 1 << P_EXPONENT);
+      ring = next;
+      of_o = of_next_o;
+    }
+  }
+
   // Goes through the tile's visits. Where those of other consumers come between, the product that is due is
   // made first. True where it leaves o's last product due; then of_o is what to multiply that with. What is
   // told of a visit is read while its scores are computed, and the next one's flags with it.
@@ -906,6 +1105,11 @@ struct Consumer {
         if (is_last(told)) return true;
         flags = told >> ToldVisit::NEXT;
         if (!is_mine(flags)) break;
+        if (Shape::has_runs && (!Shape::follows || settled) && __any_sync(~0u, ToldVisit::run(told) > 0)) {
+          take_run(ToldVisit::run(told), q_rows, q, of_o);
+          told = buffers.visit(ring).flags();
+          continue;
+        }
         Ring<Buffers::STAGES> next = ring;
         next.advance();
         const Stage k = buffers.k(next.stage), v = buffers.v(ring.stage);
@@ -920,7 +1124,7 @@ struct Consumer {
         of_scores = unscaling(exponent_q, a.k, buffers.visit(next));
         const float of_next_o = unscaling(P_EXPONENT, a.v, buffers.visit(next));
         wgmma_wait<1>(scores[0]);
-        if (Shape::follows && settled && sees_all(flags) && !is_told_behind(flags)) {
+        if (!Shape::has_runs && Shape::follows && settled && sees_all(flags) && !is_told_behind(flags)) {
           // As make_exponentials has it, less what that asks: a function for both is 3 % slower.
           [[maybe_unused]] Due due;
           auto make_own_scores = [&] {
@@ -984,7 +1188,7 @@ struct Consumer {
     if constexpr (GENERAL) clear_unseen();
     barrier_wait(v.full, ring.phase);
     start_o(v);
-    next_tile.hear(buffers.next_tile(ring.stage));
+    hear_next_tile();
     finish_softmax(scale);
     finish_o(v, of_o);
     ring.advance();
@@ -1086,6 +1290,10 @@ struct Consumer {
   }
 
   __device__ void consume() {
+    if constexpr (GENERAL) {
+      barrier_wait(buffers.told(0), 0);
+      next_tile.hear(buffers.visit(ring).tile());
+    }
     for (tile = next_tile; __any_sync(~0u, tile.head >= 0); tile = next_tile, q_ring.advance())
       if constexpr (GENERAL)
         consume_tile_with_bands();
@@ -1106,12 +1314,17 @@ __global__ void __launch_bounds__(Shape::num_threads, 1)
   const ForwardBuffers<Kind, Shape, GENERAL> buffers = {shared_address(shared)};
   if (threadIdx.x == 0) buffers.init_barriers();
   if constexpr (Shape::folds) buffers.init_terms();
+  if constexpr (decltype(buffers)::HAS_ZEROS) buffers.init_zeros();
   __syncthreads();
   if constexpr (begins_early<Kind, GENERAL>) wait_for_launch_before();
   const int warpgroup = uniform(threadIdx.x / WARPGROUP);
   if (warpgroup == 0) {
     give_registers<ForwardRegisters<Shape, GENERAL>::PRODUCER>();
     if (threadIdx.x == 0) Producer<Kind, Shape, GENERAL>{a, maps, buffers}.produce();
+    if constexpr (GENERAL) {
+      if (threadIdx.x / 32 == 1) Scout<Kind, Shape>{a, buffers}.scout();
+      if (threadIdx.x / 32 == 2 && buffers.leaves_zeros(a)) leave_zeros<Shape>(a, maps, buffers);
+    }
   } else {
     take_registers<ForwardRegisters<Shape, GENERAL>::CONSUMER>();
     Consumer<Kind, Shape, GENERAL>(a, maps, buffers, warpgroup - 1).consume();
@@ -1185,10 +1398,10 @@ const fa_cuda_kernel FA_JOIN(fa_hopper_forward_, FA_KIND)[] = {
     ROW("/d128/keys/general", true, 128, 128, 2, 2, 240, 24, HOLDS_Q | FOLLOWS, KEYS),
     ROW("/d128/slopes", false, 128, 128, 2, 2, 240, 24, HOLDS_Q | FOLLOWS, SLOPES),
     ROW("/d128/slopes/general", true, 128, 128, 2, 2, 240, 24, FORMS | HOLDS_Q | FOLLOWS, SLOPES),
-    ROW("/d128/terms", true, 128, 128, 2, 2, 232, 40, FORMS, SLOPES | KEYS),
-    ROW("/d128/cells", true, 128, 128, 2, 1, 232, 40, FORMS, CELLS),
-    ROW("/d128/dropout", true, 128, 128, 2, 2, 232, 40, FORMS, KEYS | DROPOUT),
-    ROW("/d128/program", true, 128, 128, 2, 1, 232, 40, FORMS, WHOLE_PROGRAM),
+    ROW("/d128/terms", true, 128, 128, 2, 2, 240, 24, FORMS, SLOPES | KEYS),
+    ROW("/d128/cells", true, 128, 128, 2, 1, 240, 24, FORMS, CELLS),
+    ROW("/d128/dropout", true, 128, 128, 2, 2, 240, 24, FORMS, KEYS | DROPOUT),
+    ROW("/d128/program", true, 128, 128, 2, 1, 240, 24, FORMS, WHOLE_PROGRAM),
     ROW("/d192", false, 192, 112, 2, 1, 240, 24, 0),
     ROW("/d192/forms", false, 192, 112, 2, 1, 240, 24, FORMS),
     ROW("/d192/general", true, 192, 112, 2, 1, 240, 24, FORMS),

@@ -260,13 +260,11 @@ __device__ inline RowBlock row_block_of(const fa_cuda_arguments &a, uint32_t ind
 }
 
 // The persistent forward: row blocks in the order in which they are begun, from the last heads to the first,
-// heads_at_once of them together, so that their k and v stay in cache, and of those the row blocks that have
-// the most to do first, as their plans say, or the last ones, as it is with a causal mask. Short ones at the
-// end let all multiprocessors end at once; the group that has fewer heads is the first. False where there are
-// no more blocks.
-template <bool GENERAL>
-__device__ inline bool persistent_row_block_of(const fa_cuda_arguments &a, uint32_t index, RowBlock &block,
-                                               fa_cuda_block_plan &plan) {
+// heads_at_once of them together, so that their k and v stay in cache, and of those the last row blocks first,
+// which with a causal mask have the most to do. Short ones at the end let all multiprocessors end at once; the
+// group that has fewer heads is the first. False where there are no more blocks. With bands these are places in
+// the order of plans, see planned_row_block.
+__device__ inline bool persistent_row_block_of(const fa_cuda_arguments &a, uint32_t index, RowBlock &block) {
   const uint32_t num_blocks = a.batch * a.num_heads * a.num_q_blocks;
   if (index >= num_blocks) return false;
   index = num_blocks - 1 - index;
@@ -275,11 +273,15 @@ __device__ inline bool persistent_row_block_of(const fa_cuda_arguments &a, uint3
   index -= first * a.num_q_blocks;
   const uint32_t batch_head = first + index % num_heads;
   block = {int(batch_head / a.num_heads), int(batch_head % a.num_heads), int(index / num_heads)};
-  if constexpr (GENERAL) {
-    plan = plan_at<true>(a, block.batch, a.num_q_blocks - 1 - block.q_block);
-    block.q_block = plan.block;
-  }
   return true;
+}
+
+// Makes of a place in that order the row block that is begun there: of those of its batch the plans have the
+// longest first, as here the last are.
+__device__ inline fa_cuda_block_plan planned_row_block(const fa_cuda_arguments &a, RowBlock &block) {
+  const fa_cuda_block_plan plan = plan_at<true>(a, block.batch, a.num_q_blocks - 1 - block.q_block);
+  block.q_block = plan.block;
+  return plan;
 }
 
 // The backward: column blocks in the order in which they are begun, those of heads_at_once heads alternately,
