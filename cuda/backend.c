@@ -893,6 +893,24 @@ static int32_t number_of_call(void) {
   return atomic_fetch_add_explicit(&last, 1, memory_order_relaxed) + 1;
 }
 
+/* Whether a backward's statistics are made beside main, by the first of its multiprocessors, one of so many:
+ * where each takes several column blocks, so that these need not be there from the beginning, and a row block
+ * is in so few of them that statistics are a part of the time. Heads that share keys would be waited for
+ * together, and with bands under a window, whose order is by length, it is no gain (measured: cuda_log.md,
+ * "Whoever finds").
+ */
+enum { ONE_OF = 3, BLOCKS_BESIDE = 2, MOST_BESIDE = 32 };
+static bool has_statistics_beside(const fa_problem *p, const fa_cuda_kernel *kernel, const fa_cuda_arguments *a,
+                                  const cuda_job *job) {
+  const int64_t bytes = (int64_t)fa_dtype_bytes(p->dtype);
+  const bool is_windowed = p->window_left != FA_UNBOUNDED || p->window_right != FA_UNBOUNDED;
+  return kernel->statistics_beside && job->launches_early && p->num_heads == p->num_kv_heads &&
+         p->head_dim % 8 == 0 && is_aligned(&a->o, bytes) && is_aligned(&a->dout_rows, bytes) &&
+         (a->num_k_blocks <= MOST_BESIDE || p->num_bands > 1) && !(p->num_bands > 1 && is_windowed) &&
+         p->batch * p->num_kv_heads * a->num_k_blocks * a->num_column_parts >=
+             BLOCKS_BESIDE * (int64_t)job->num_multiprocessors;
+}
+
 /* The one place that knows the workspace: called with NULL to size it, and again to run. */
 static cuda_job lay_out(const fa_plan *plan, const fa_cuda_kernel *kernel, const fa_tensors *t, void *base) {
   const fa_problem *p = &plan->problem;
@@ -925,9 +943,9 @@ static cuda_job lay_out(const fa_plan *plan, const fa_cuda_kernel *kernel, const
   a->heads_at_once =
       backward ? backward_heads_at_once(p, kernel, a, job.num_multiprocessors) : forward_heads_at_once(p);
 
-  /* First what is to be filled with 0: the sums of a backward's program, whose kernel of statistics sees to the
-   * rest; and the tickets of a forward, which needs them where its row blocks differ in length, unless the plan
-   * kernel does. */
+  /* First what is to be filled with 0: the sums of a backward's program, and what counts and is counted where
+   * its kernel of statistics does not see to that; and the tickets of a forward, which needs them where its row
+   * blocks differ in length, unless the plan kernel does. */
   lay_out_program(plan, kernel, t, &workspace, &job);
   if (!backward && kernel->persistent && is_uneven(p) && rows * a->num_q_blocks > job.num_multiprocessors)
     a->tickets = fa_take(&workspace, FA_CUDA_NUM_TICKETS, sizeof *a->tickets);
@@ -937,6 +955,10 @@ static cuda_job lay_out(const fa_plan *plan, const fa_cuda_kernel *kernel, const
     a->dq_order = fa_take(&workspace, rows * a->num_q_blocks, sizeof *a->dq_order);
     if (is_general(kernel) && !kernel->finish_dq)
       a->ended = fa_take(&workspace, rows * a->num_q_blocks, sizeof *a->ended);
+    if (has_statistics_beside(p, kernel, a, &job)) {
+      a->heads_done = fa_take(&workspace, rows + 1, sizeof *a->heads_done);
+      job.zeroed_bytes = workspace.used;
+    }
     a->num_sums = (int32_t)(heads_summed(p, kernel, a, job.num_multiprocessors) * a->num_q_blocks);
     a->dq_sum = fa_take(&workspace, (int64_t)a->num_sums * kernel->block_q * kernel->bucket, sizeof *a->dq_sum);
     a->shift = fa_take(&workspace, rows * a->padded_rows, sizeof *a->shift);
@@ -1159,8 +1181,12 @@ static fa_status launch_backward(const fa_cuda_kernel *kernel, cuda_job *job, cu
   const int64_t heads = (int64_t)a->batch * a->num_heads;
   const int32_t lanes = FA_CUDA_STATISTICS_LANES(kernel->bucket);
   const int64_t num_blocks = fa_divide_up(heads * a->padded_rows * lanes, small);
-  CHECK(fa_cuda_launch(kernel->statistics, blocks(fa_max(num_blocks, 1)), small, 0, (void *[]){a, &job->dlse},
-                       stream));
+  void *arguments[] = {a, &job->dlse};
+  if (a->heads_done)
+    CHECK(fa_cuda_launch(kernel->statistics_beside, blocks(fa_divide_up(job->num_multiprocessors, ONE_OF)),
+                         FA_CUDA_BESIDE_THREADS, 0, arguments, stream));
+  else
+    CHECK(fa_cuda_launch(kernel->statistics, blocks(fa_max(num_blocks, 1)), small, 0, arguments, stream));
   CHECK(launch_main(kernel, (int64_t)a->batch * a->num_kv_heads * a->num_k_blocks * a->num_column_parts, job,
                     stream));
   if (kernel->finish_dq)

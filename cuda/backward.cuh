@@ -79,14 +79,18 @@ __device__ inline bool is_unvisited(const fa_cuda_arguments &a, int batch, int q
 __device__ inline void report_if_unseen(const fa_cuda_arguments &a, const RowBlock &block) {
   if (is_unvisited(a, block.batch, block.q_block)) report_end(a, position_of(a, block), true);
 }
-// The same of all that have one from the beginning, by the writers of all blocks of threads.
+// The same of all that have one from the beginning, by the writers of all blocks of threads. Where statistics
+// are made beside, these have to set it to 0 first, as it is another row block's next.
 template <int NUM_WRITERS>
 __device__ inline void report_unseen(const fa_cuda_arguments &a, int writer) {
   const int num_blocks = min(a.num_sums, a.batch * a.num_heads * a.num_q_blocks);
   for (int first = blockIdx.x * NUM_WRITERS + writer; first * 32 < num_blocks;
        first += gridDim.x * NUM_WRITERS) {
     const int position = first * 32 + threadIdx.x % 32;
-    if (position < num_blocks) report_if_unseen(a, row_block_at(a, position));
+    if (position >= num_blocks) continue;
+    const RowBlock block = row_block_at(a, position);
+    if (a.heads_done && is_unvisited(a, block.batch, block.q_block)) wait_for_count(a.dq_order + position, 1);
+    report_if_unseen(a, block);
   }
 }
 
@@ -265,68 +269,189 @@ __global__ void __launch_bounds__(Dq::NUM_WARPS * 32) finish_dq(const __grid_con
 
 // ---- delta = dot(o, dout) - dlse, and shift ------------------------------------------------------
 
-// A lane for every eight columns of a row, and more where these are no power of two; every row of the padded
-// arrays is written, dq_sum set to 0 for the first row blocks, and what counts and is counted where it begins.
-// There is a block of threads where there are no rows, too.
+// LANES share a row, a lane for every eight columns, and more where these are no power of two. Every row of the
+// padded arrays is written, and dq_sum set to 0 for the first row blocks.
 template <class Kind, class Shape>
-__global__ void __launch_bounds__(FA_CUDA_SMALL_KERNEL_THREADS)
-    statistics(const __grid_constant__ fa_cuda_arguments a, const __grid_constant__ fa_cuda_dlse dlse) {
+struct RowStatistics {
   using Io = typename Kind::Io;
-  constexpr int LANES = FA_CUDA_STATISTICS_LANES(Shape::head_dim), FOURS = Shape::head_dim / 4;
-  const int64_t index = (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) / LANES;
-  let_dependents_start();
-  if (blockIdx.x == 0 && threadIdx.x < FA_CUDA_NUM_TICKETS) a.tickets[threadIdx.x] = 0;
-  if (a.padded_rows == 0) return;
-  const PaddedRow mine = padded_row_at(a, index);
-  const Sequence sequence = sequence_of(a, mine.batch);
+  static constexpr int LANES = FA_CUDA_STATISTICS_LANES(Shape::head_dim);
+
+  const fa_cuda_arguments &a;
+  const fa_cuda_dlse &dlse;
   const int lane = threadIdx.x % LANES;
-  // What no column block visits nobody reads but the sinks. There is much of it where batches have their own
-  // bands.
-  const bool unseen = a.bands_batch > 1 && a.num_sinks == 0 && mine.batch < a.batch &&
-                      is_unvisited(a, mine.batch, mine.row / Shape::block_q);
-  const bool inside = mine.batch < a.batch && mine.row < sequence.num_rows() && !unseen;
-  float sum = 0;
-  if (inside) {
-    float o[8], dout[8];
-    load_eight(o, row_of<const Io>(a.o, sequence, mine.head, mine.row) + lane * 8, a.head_dim - lane * 8);
-    load_eight(dout, row_of<const Io>(a.dout_rows, sequence, mine.head, mine.row) + lane * 8,
-               a.head_dim - lane * 8);
+
+  // Whether somebody reads what is known of a row. What no column block visits nobody reads but the sinks.
+  // There is much of it where batches have their own bands.
+  __device__ bool is_read(const PaddedRow &mine) const {
+    if (mine.batch >= a.batch || mine.row >= sequence_of(a, mine.batch).num_rows()) return false;
+    return a.bands_batch <= 1 || a.num_sinks > 0 || !is_unvisited(a, mine.batch, mine.row / Shape::block_q);
+  }
+
+  // Where the lane's part of a row of o or dout lies, and what it adds to their product. ALIGNED: see
+  // load_eight; then several rows can be under way.
+  __device__ const Io *part_of(const fa_tensor &tensor, const PaddedRow &mine) const {
+    return row_of<const Io>(tensor, sequence_of(a, mine.batch), mine.head, mine.row) + lane * 8;
+  }
+  template <bool ALIGNED>
+  __device__ float dot(const Io *o_part, const Io *dout_part, int wanted) const {
+    float o[8], dout[8], sum = 0;
+    load_eight<ALIGNED>(o, o_part, wanted);
+    load_eight<ALIGNED>(dout, dout_part, wanted);
 #pragma unroll
     for (int i = 0; i < 8; i++) sum = fmaf(o[i], dout[i], sum);
+    return sum;
   }
-#pragma unroll
-  for (int step = LANES / 2; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
-  if (mine.batch >= a.batch) return;
-  const bool summed = index / Shape::block_q < a.num_sums;
-  if (summed) {
-    float4 *dq_sum = reinterpret_cast<float4 *>(a.dq_sum + index * Shape::head_dim);
-#pragma unroll
-    for (int i = lane; i < FOURS; i += LANES) dq_sum[i] = make_float4(0, 0, 0, 0);
+
+  __device__ float lse_of(const PaddedRow &mine, bool is_read) const {
+    return is_read ? *lse_at(a, sequence_of(a, mine.batch), mine.head, mine.row) : -INFINITY;
   }
-  const float *lse_of_row = lse_at(a, sequence, mine.head, mine.row);
-  const float lse = inside ? *lse_of_row : -INFINITY;
-  if (a.suspect && inside && (lse == -INFINITY || sum == 0)) {  // of a row that sees nothing, q shows nowhere
+  // Of a row that sees nothing q shows nowhere, so that somebody has to look at it.
+  __device__ bool hides_q(bool is_read, float lse, float sum) const {
+    return a.suspect && is_read && (lse == -INFINITY || sum == 0);
+  }
+  __device__ void look_at_q(const PaddedRow &mine, int eight) const {
     float q[8];
-    load_eight(q, row_of<const Io>(a.q_rows, sequence, mine.head, mine.row) + lane * 8, a.head_dim - lane * 8);
+    load_eight(q, row_of<const Io>(a.q_rows, sequence_of(a, mine.batch), mine.head, mine.row) + eight * 8,
+               a.head_dim - eight * 8);
 #pragma unroll
     for (int i = 0; i < 8; i++)
       if (!isfinite(q[i])) note_suspect(a);
   }
-  if (lane != 0) return;
+  // Writes what follows from o·dout, by one lane; index: the row's in the padded arrays.
+  __device__ void finish(int64_t index, const PaddedRow &mine, bool is_read, float lse, float sum) const {
+    if (is_read)
+      sum -= dlse_at(a, dlse, lse_at(a, sequence_of(a, mine.batch), mine.head, mine.row), mine.batch);
+    if (a.suspect && is_read && (!isfinite(sum) || !(lse < INFINITY))) note_suspect(a);
+    a.delta[index] = sum;
+    const float shift = lse == -INFINITY ? INFINITY : row_shift<Kind>(lse);
+    float of_slope = 0;
+    if constexpr (Shape::folds_slopes) {
+      of_slope = slope_of_head(a, mine.batch, mine.head) * LOG2_E * float(index % Shape::block_q);
+      a.shift_behind[index] = shift - of_slope;
+    }
+    a.shift[index] = shift + of_slope;
+  }
+};
+
+// The kernel in front of main, a thread for a lane of each row, which also lets what counts and is counted
+// begin. There is a block of threads where there are no rows, too.
+template <class Kind, class Shape>
+__global__ void __launch_bounds__(FA_CUDA_SMALL_KERNEL_THREADS)
+    statistics(const __grid_constant__ fa_cuda_arguments a, const __grid_constant__ fa_cuda_dlse dlse) {
+  using Row = RowStatistics<Kind, Shape>;
+  const Row row{a, dlse};
+  const int64_t index = (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) / Row::LANES;
+  let_dependents_start();
+  if (blockIdx.x == 0 && threadIdx.x < FA_CUDA_NUM_TICKETS) a.tickets[threadIdx.x] = 0;
+  if (a.padded_rows == 0) return;
+  const PaddedRow mine = padded_row_at(a, index);
+  const bool is_read = row.is_read(mine);
+  float sum = 0;
+  if (is_read)
+    sum = row.template dot<false>(row.part_of(a.o, mine), row.part_of(a.dout_rows, mine),
+                                  a.head_dim - row.lane * 8);
+#pragma unroll
+  for (int step = Row::LANES / 2; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
+  if (mine.batch >= a.batch) return;
+  const int64_t position = index / Shape::block_q;
+  const bool summed = position < a.num_sums;
+  if (summed) {
+    float4 *dq_sum = reinterpret_cast<float4 *>(a.dq_sum + index * Shape::head_dim);
+#pragma unroll
+    for (int i = row.lane; i < Shape::head_dim / 4; i += Row::LANES) dq_sum[i] = make_float4(0, 0, 0, 0);
+  }
+  const float lse = row.lse_of(mine, is_read);
+  if (row.hides_q(is_read, lse, sum)) row.look_at_q(mine, row.lane);
+  if (row.lane != 0) return;
   if (index % Shape::block_q == 0) {
-    a.dq_order[index / Shape::block_q] = summed;
-    if (a.ended) a.ended[index / Shape::block_q] = 0;
+    a.dq_order[position] = summed;
+    if (a.ended) a.ended[position] = 0;
   }
-  if (inside) sum -= dlse_at(a, dlse, lse_of_row, mine.batch);
-  if (a.suspect && inside && (!isfinite(sum) || !(lse < INFINITY))) note_suspect(a);
-  a.delta[index] = sum;
-  const float shift = lse == -INFINITY ? INFINITY : row_shift<Kind>(lse);
-  float of_slope = 0;
-  if constexpr (Shape::folds_slopes) {
-    of_slope = slope_of_head(a, mine.batch, mine.head) * LOG2_E * float(index % Shape::block_q);
-    a.shift_behind[index] = shift - of_slope;
+  row.finish(index, mine, is_read, lse, sum);
+}
+
+// Sums each of four numbers over LANES lanes; a lane gets the sum number sum_of_lane().
+template <int LANES>
+__device__ inline int sum_of_lane() {
+  return threadIdx.x / (LANES / 4) % 4;
+}
+template <int LANES>
+__device__ inline float sum_four(const float (&x)[4]) {
+  const int own = sum_of_lane<LANES>();
+  const bool second = own / 2, odd = own % 2;
+  const float two[2] = {(second ? x[2] : x[0]) + __shfl_xor_sync(~0u, second ? x[0] : x[2], LANES / 2),
+                        (second ? x[3] : x[1]) + __shfl_xor_sync(~0u, second ? x[1] : x[3], LANES / 2)};
+  float sum = (odd ? two[1] : two[0]) + __shfl_xor_sync(~0u, odd ? two[0] : two[1], LANES / 4);
+#pragma unroll
+  for (int step = LANES / 8; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
+  return sum;
+}
+
+// The same beside main, which fills the multiprocessors that these few large blocks leave, and these too when
+// they are done: there main computes while this one waits for memory. All that counts has been set to 0 before,
+// and o and dout are aligned. A team makes the statistics of some row blocks, from the first head's on, as main
+// begins there too, and tells of them together, as a fence takes as long as a row block; but first of one each,
+// for which main waits. A thread has parts of four rows at once, and finishes one.
+constexpr int TEAM_THREADS = 128, TEAM_BLOCKS = 4;
+template <class Kind, class Shape>
+__global__ void __launch_bounds__(FA_CUDA_BESIDE_THREADS, 1)
+    statistics_beside(const __grid_constant__ fa_cuda_arguments a, const __grid_constant__ fa_cuda_dlse dlse) {
+  using Row = RowStatistics<Kind, Shape>;
+  constexpr int TEAMS = FA_CUDA_BESIDE_THREADS / TEAM_THREADS, ROWS = TEAM_THREADS / Row::LANES;
+  static_assert(Shape::block_q % (4 * ROWS) == 0, "four rows of one row block");
+  const Row row{a, dlse};
+  let_dependents_start();
+  const int team = threadIdx.x / TEAM_THREADS, thread = threadIdx.x % TEAM_THREADS;
+  const int num_heads = a.batch * a.num_heads, num_positions = num_heads * a.num_q_blocks;
+  const int num_teams = TEAMS * gridDim.x;
+  for (int turn = 0;; turn++) {
+    const int count = turn == 0 ? 1 : TEAM_BLOCKS, before = turn == 0 ? 0 : 1 + (turn - 1) * TEAM_BLOCKS;
+    const int begin = before * num_teams + (team * gridDim.x + blockIdx.x) * count;
+    if (begin >= num_positions) break;
+    const int end = min(begin + count, num_positions), end_summed = min(end, a.num_sums);
+    if (begin < end_summed) {
+      float4 *dq_sum = reinterpret_cast<float4 *>(dq_sum_of<Shape>(a, begin));
+#pragma unroll 4
+      for (int i = thread; i < (end_summed - begin) * Shape::block_q * Shape::head_dim / 4; i += TEAM_THREADS)
+        dq_sum[i] = make_float4(0, 0, 0, 0);
+    }
+#pragma unroll 1
+    for (int position = begin; position < end; position++) {
+      const RowBlock block = row_block_at(a, position);
+      const int first_row = block.q_block * Shape::block_q;
+      // Of a row block all rows that the sequence has are read, or none.
+      const int num_rows = row.is_read({block.batch, block.head, first_row})
+                               ? sequence_of(a, block.batch).num_rows() - first_row
+                               : 0;
+      int own = thread / Row::LANES;  // the first of the thread's four rows, in the row block
+      PaddedRow mine = {block.batch, block.head, first_row + own};
+      const typename Row::Io *o = row.part_of(a.o, mine), *dout = row.part_of(a.dout_rows, mine);
+#pragma unroll 1
+      for (; own < Shape::block_q; own += 4 * ROWS) {
+        const int finished = own + sum_of_lane<Row::LANES>() * ROWS;
+        const bool is_read = finished < num_rows;
+        mine.row = first_row + finished;
+        const float lse = row.lse_of(mine, is_read);
+        float sums[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++, o += ROWS * a.o.stride_row, dout += ROWS * a.dout_rows.stride_row)
+          sums[i] = row.template dot<true>(o, dout, own + i * ROWS < num_rows ? a.head_dim - row.lane * 8 : 0);
+        const float sum = sum_four<Row::LANES>(sums);
+        if (row.hides_q(is_read, lse, sum))
+          for (int i = row.lane % (Row::LANES / 4); i < Row::LANES; i += Row::LANES / 4) row.look_at_q(mine, i);
+        if (row.lane % (Row::LANES / 4) == 0)
+          row.finish(int64_t(position) * Shape::block_q + finished, mine, is_read, lse, sum);
+      }
+    }
+    barrier<TEAM_THREADS>(1 + team);
+    const int told = begin + thread;
+    if (told < end) {
+      fence_counts();
+      if (told < end_summed) count_on<true>(a.dq_order + told);
+      count_on<true>(a.heads_done + told / a.num_q_blocks);
+      count_on<true>(a.heads_done + num_heads);
+    }
   }
-  a.shift[index] = shift + of_slope;
 }
 
 }  // namespace fa

@@ -312,21 +312,21 @@ struct CommonBuffers {
 };
 
 // All threads of a block call it first, and nothing before it that reads what another kernel wrote. Where there
-// is a single column block, load_rows alone does.
+// is a single column block, load_rows alone does, and where statistics are made beside, await_statistics.
 template <class Buffers>
-__device__ inline Buffers set_up_buffers(bool in_order) {
+__device__ inline Buffers set_up_buffers(const fa_cuda_arguments &a) {
   FA_DYNAMIC_SHARED(1024, uint8_t, shared);
   const Buffers buffers = {shared_address(shared)};
   if (threadIdx.x == 0) {
     for (int kind = 0; kind < Buffers::NUM_KINDS; kind++)
       for (int stage = 0; stage < Buffers::STAGES; stage++)
-        barrier_init(buffers.barrier(kind, stage), Buffers::arrivals(kind, in_order));
+        barrier_init(buffers.barrier(kind, stage), Buffers::arrivals(kind, a.in_order));
     barrier_init_done();
   }
   if constexpr (Buffers::Shape::folds) buffers.init_terms();
   if constexpr (Buffers::ZERO_ROWS > 0) buffers.init_zero_box();
   __syncthreads();
-  if constexpr (!Buffers::Shape::single_column) wait_for_launch_before();
+  if (!Buffers::Shape::single_column && !a.heads_done) wait_for_launch_before();
   return buffers;
 }
 
@@ -540,6 +540,18 @@ __device__ inline void load_sides(const fa_cuda_arguments &a, const fa_cuda_maps
     load_plain_sides<BEGIN, END>(a, maps, buffers, index, steps, k_phase);
 }
 
+// By one thread: waits for the statistics of the head that the index-th column block is of, where they are made
+// beside, before this thread loads them. All heads' are soon there.
+template <class Buffers>
+__device__ inline void await_statistics(const fa_cuda_arguments &a, int index) {
+  if (Buffers::Shape::single_column || !a.heads_done) return;
+  const int num_heads = a.batch * a.num_heads;
+  typename Buffers::Work work;
+  if (look_at_count(a.heads_done + num_heads) < num_heads * a.num_q_blocks && find_work(a, index, work))
+    wait_for_count(a.heads_done + work.block.batch * a.num_heads + work.block.kv_head, a.num_q_blocks);
+  fence_async_global();
+}
+
 // Takes the next free column block and hands it to the other warps; returns false where there is none. Blocks
 // are taken by number, so one that waits for a lower number waits for a block that runs or has finished. A
 // block is taken only at the last step, as another multiprocessor may be idle; but with bands, where column
@@ -561,6 +573,7 @@ __device__ inline bool take_work(const fa_cuda_arguments &a, const Buffers &buff
         barrier_wait(buffers.barrier(V_EMPTY), k_phase ^ 1);
     }
     index = KNOWN ? blockIdx.x + count * gridDim.x : atomicAdd(a.tickets, 1);
+    await_statistics<Buffers>(a, index);
     barrier_wait(buffers.barrier(BLOCK_EMPTY, count % 2), count / 2 % 2 ^ 1);
     if constexpr (!Buffers::TELLS_WORK) hand_over();
   }
@@ -583,6 +596,7 @@ __device__ inline void produce(const fa_cuda_arguments &a, const fa_cuda_maps &m
   int index = 0;
   for (uint32_t count = 0; take_work(a, buffers, count, steps, k_phase, index); count++)
     load_sides<K_SIDE, END>(a, maps, buffers, index, steps, k_phase);
+  if (!Buffers::Shape::single_column && a.heads_done) wait_for_launch_before();  // nor does what comes next
   if (Buffers::ZERO_ROWS > 0 && threadIdx.x % 32 == 0) bulk_wait_read<0>();
 }
 
@@ -867,7 +881,7 @@ __global__ void __launch_bounds__(Consumer::Buffers::Shape::num_threads, 1)
     backward(const __grid_constant__ fa_cuda_arguments a, const __grid_constant__ fa_cuda_maps maps) {
   using Buffers = typename Consumer::Buffers;
   using Shape = typename Buffers::Shape;
-  const Buffers buffers = set_up_buffers<Buffers>(a.in_order);
+  const Buffers buffers = set_up_buffers<Buffers>(a);
   const int warp = uniform(threadIdx.x / 32), share = warp - Shape::num_warps - 1;
   if (warp < Shape::num_warps) {
     take_registers<Shape::consumer_registers>();
@@ -912,6 +926,8 @@ constexpr fa_cuda_kernel row_of_kernel(const char *name, const void *main) {
       .folds = Shape::folds,
       .main = main,
       .statistics = address_of_kernel(statistics<Kind, Shape>),
+      .statistics_beside =
+          Shape::single_column || Kind::SCALED ? nullptr : address_of_kernel(statistics_beside<Kind, Shape>),
       .finish_threads = Buffers::Dq::NUM_WARPS * 32};
   if constexpr (Shape::num_writers == 0 && !Shape::single_column)
     row.finish_dq = address_of_kernel(finish_dq<Kind, Shape, typename Buffers::Dq>);

@@ -269,9 +269,11 @@ __device__ inline void produce_dout(const fa_cuda_arguments &a, const fa_cuda_ma
                                     const Buffers &buffers) {
   uint32_t steps = 0, v_phase = 0;
   typename Buffers::Work work;
-  for (uint32_t blocks = 0; current_work(a, buffers, blocks, work); next_work(buffers, blocks))
-    load_sides<V_SIDE, NUM_SIDES>(a, maps, buffers, uniform(load_shared_word(buffers.block(blocks % 2))), steps,
-                                  v_phase);
+  for (uint32_t blocks = 0; current_work(a, buffers, blocks, work); next_work(buffers, blocks)) {
+    const int index = uniform(load_shared_word(buffers.block(blocks % 2)));
+    if (threadIdx.x % 32 == 0) await_statistics<Buffers>(a, index);
+    load_sides<V_SIDE, NUM_SIDES>(a, maps, buffers, index, steps, v_phase);
+  }
 }
 
 // Where the order of additions to dq is fixed, one thread waits for each place ahead of the warps that add, and
@@ -313,7 +315,7 @@ template <class Buffers>
 __global__ void __launch_bounds__(Buffers::Shape::num_threads, 1)
     backward_wide(const __grid_constant__ fa_cuda_arguments a, const __grid_constant__ fa_cuda_maps maps) {
   using Shape = typename Buffers::Shape;
-  const Buffers buffers = set_up_buffers<Buffers>(a.in_order);
+  const Buffers buffers = set_up_buffers<Buffers>(a);
   const int group = uniform(threadIdx.x / WARPGROUP);
   if (group == PRODUCER_GROUP) {
     give_registers<Shape::producer_registers>();

@@ -181,6 +181,9 @@ typedef struct fa_cuda_arguments {
    */
   int32_t heads_together;
   int32_t block_k; /* of a backward: the columns of a column block */
+  /* Of a backward whose statistics are made beside main: [batch * num_heads + 1], of how many row blocks of
+   * each head, and of all, they have been; or NULL, where they are there before main begins. */
+  int32_t *heads_done;
 } fa_cuda_arguments;
 
 /* The gradient by lse, as lse, for the kernel of a backward that makes delta; NULL: none. Batches are
@@ -360,6 +363,8 @@ typedef struct fa_cuda_kernel {
   bool in_parts;          /* forward: keys are split into parts, whose o and lse a merge follows */
   const void *main;       /* one block a q block (forward) or k block (backward) of a head */
   const void *statistics; /* backward, fa_cuda_dlse beside the arguments: delta, shift, and what begins at 0 */
+  const void
+      *statistics_beside; /* the same while main runs, but what begins at 0; or NULL: main would not wait */
   const void *finish_dq; /* backward: dq_sum to dq; one block of finish_threads a q block. NULL: main does it */
   int32_t finish_threads;
   const void *merge;     /* of a kernel for few rows: FA_CUDA_PARTS_THREADS a block */
@@ -386,6 +391,7 @@ extern const fa_cuda_kernel fa_hopper_decode_bf16[], fa_hopper_decode_f16[];
 
 /* Kernels that are the same for every kind. */
 enum { FA_CUDA_SMALL_KERNEL_THREADS = 256, FA_CUDA_PLAN_THREADS = 1024, FA_CUDA_PARTS_THREADS = 512 };
+enum { FA_CUDA_BESIDE_THREADS = 1024 }; /* of statistics_beside, which have all registers of a multiprocessor */
 extern const void *const fa_cuda_split_kernels[]; /* fa_cuda_splits; head_dim to 64, 128, 256; a block a group
                                                     of rows, its y a tensor */
 extern const void *const fa_cuda_plan_kernel;     /* fa_cuda_plans; FA_CUDA_PLAN_THREADS threads, a block a
