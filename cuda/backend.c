@@ -1082,7 +1082,7 @@ static fa_status launch_plans(fa_cuda_plans *plans, cudaStream_t stream, fa_erro
   return FA_STATUS_OK;
 }
 
-/* Behind the plans, which may write the bands that say who sees a column. */
+/* Behind main, whose multiprocessors it takes as they become free. */
 enum { LOOKING_BLOCKS = 8 }; /* a multiprocessor, at most: each waits for memory */
 static fa_status launch_look(const fa_plan *plan, cuda_job *job, cudaStream_t stream, fa_error *error) {
   const char *operation = "launch of the look at columns";
@@ -1090,9 +1090,10 @@ static fa_status launch_look(const fa_plan *plan, cuda_job *job, cudaStream_t st
   if (!job->looks_at_columns) return FA_STATUS_OK;
   const int64_t num_warps = p->batch * p->num_kv_heads * fa_divide_up(p->seqlen_k, 32);
   const int64_t num_blocks = fa_divide_up(num_warps, FA_CUDA_SMALL_KERNEL_THREADS / 32);
-  CHECK(fa_cuda_launch(fa_cuda_look_kernels[kind_of(p)],
-                       blocks(fa_min(num_blocks, LOOKING_BLOCKS * (int64_t)job->num_multiprocessors)),
-                       FA_CUDA_SMALL_KERNEL_THREADS, 0, (void *[]){&job->arguments}, stream));
+  CHECK((job->launches_early ? fa_cuda_launch_early : fa_cuda_launch)(
+      fa_cuda_look_kernels[kind_of(p)],
+      blocks(fa_min(num_blocks, LOOKING_BLOCKS * (int64_t)job->num_multiprocessors)),
+      FA_CUDA_SMALL_KERNEL_THREADS, 0, (void *[]){&job->arguments}, stream));
   return FA_STATUS_OK;
 }
 
@@ -1173,8 +1174,8 @@ static fa_status launch_mending(const fa_plan *plan, const fa_cuda_kernel *kerne
   return FA_STATUS_OK;
 }
 
-static fa_status launch_backward(const fa_cuda_kernel *kernel, cuda_job *job, cudaStream_t stream,
-                                 fa_error *error) {
+static fa_status launch_backward(const fa_plan *plan, const fa_cuda_kernel *kernel, cuda_job *job,
+                                 cudaStream_t stream, fa_error *error) {
   const char *operation = "launch of the backward";
   fa_cuda_arguments *a = &job->arguments;
   const int32_t small = FA_CUDA_SMALL_KERNEL_THREADS;
@@ -1189,6 +1190,8 @@ static fa_status launch_backward(const fa_cuda_kernel *kernel, cuda_job *job, cu
     CHECK(fa_cuda_launch(kernel->statistics, blocks(fa_max(num_blocks, 1)), small, 0, arguments, stream));
   CHECK(launch_main(kernel, (int64_t)a->batch * a->num_kv_heads * a->num_k_blocks * a->num_column_parts, job,
                     stream));
+  const fa_status status = launch_look(plan, job, stream, error);
+  if (status) return status;
   if (kernel->finish_dq)
     CHECK(fa_cuda_launch(kernel->finish_dq, blocks(heads * a->num_q_blocks), kernel->finish_threads, 0,
                          (void *[]){a}, stream));
@@ -1206,10 +1209,9 @@ static fa_status enqueue(const fa_plan *plan, const fa_cuda_kernel *kernel, void
   fa_status status = launch_splits(&job->splits, stream, error);
   if (!status) status = launch_keys(&job->keys, stream, error);
   if (!status) status = launch_plans(&job->plans, stream, error);
-  if (!status) status = launch_look(plan, job, stream, error);
   if (status) return status;
   status = plan->pass == FA_PASS_FORWARD ? launch_forward(kernel, job, stream, error)
-                                         : launch_backward(kernel, job, stream, error);
+                                         : launch_backward(plan, kernel, job, stream, error);
   return status ? status : launch_mending(plan, kernel, job, stream, error);
 }
 

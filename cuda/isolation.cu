@@ -62,7 +62,8 @@ __device__ inline bool is_visited(const fa_cuda_arguments &a, int batch, int col
   return any_band(a, batch, [&](const fa_band &band) { return shows_any(band, columns); });
 }
 
-// A warp takes 32 columns of a head: a lane asks of each, and the warp looks at those that nobody may see.
+// A warp takes 32 columns of a head: a lane asks of each, and the warp looks at those that nobody may see. That
+// needs nothing of main, which may still run.
 template <class Kind>
 __global__ void __launch_bounds__(THREADS) look_at_columns(const __grid_constant__ fa_cuda_arguments a) {
   using Io = typename Kind::Io;
@@ -96,6 +97,7 @@ __global__ void __launch_bounds__(THREADS) look_at_columns(const __grid_constant
       look(std::false_type());
     if (isnan(sum)) note_suspect(a);
   });
+  wait_for_launch_before();  // nor does what comes next, which waits for this
 }
 
 // ---- behind a pass -----------------------------------------------------------------------------------------
