@@ -315,7 +315,7 @@ struct CommonBuffers {
 // is a single column block, load_rows alone does, and where statistics are made beside, await_statistics.
 template <class Buffers>
 __device__ inline Buffers set_up_buffers(const fa_cuda_arguments &a) {
-  let_dependents_start();  // as multiprocessors become free
+  if constexpr (Buffers::general) let_dependents_start();  // as multiprocessors become free
   FA_DYNAMIC_SHARED(1024, uint8_t, shared);
   const Buffers buffers = {shared_address(shared)};
   if (threadIdx.x == 0) {
