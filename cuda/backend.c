@@ -897,7 +897,7 @@ static int32_t number_of_call(void) {
  * where each takes several column blocks, so that these need not be there from the beginning, and a row block
  * is in so few of them that statistics are a part of the time. Heads that share keys would be waited for
  * together, and with bands under a window, whose order is by length, it is no gain (measured: cuda_log.md,
- * "Whoever finds").
+ * "Whoever finds, copies, and waits").
  */
 enum { ONE_OF = 3, BLOCKS_BESIDE = 2, MOST_BESIDE = 32 };
 static bool has_statistics_beside(const fa_problem *p, const fa_cuda_kernel *kernel, const fa_cuda_arguments *a,
