@@ -801,7 +801,7 @@ static void test_statistics_beside(void) {
   const int64_t heads = getenv("EMULATED_SM") ? 5 : 200;
   for (int i = 0; i < 8; i++) {
     fa_problem problem = problem_of(i % 2 ? FA_DTYPE_F16 : FA_DTYPE_BF16, 1, 200, heads, i & 2 ? 72 : 64);
-    if (i & 4) problem.num_bands = 3, problem.bands_batch = 1;
+    if (i & 4) problem.num_bands = 3, problem.bands_batch = 1, problem.window_right = FA_UNBOUNDED;
     host x = host_new(&problem), y = host_new(&problem);
     host_fill(&x);
     if (i & 4) host_fill_bands(&x);
