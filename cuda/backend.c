@@ -893,22 +893,24 @@ static int32_t number_of_call(void) {
   return atomic_fetch_add_explicit(&last, 1, memory_order_relaxed) + 1;
 }
 
+/* The column blocks of a backward, or their parts. */
+static int64_t num_column_blocks(const fa_cuda_arguments *a) {
+  return (int64_t)a->batch * a->num_kv_heads * a->num_k_blocks * a->num_column_parts;
+}
+
 /* Whether a backward's statistics are made beside main, by the first of its multiprocessors, one of so many:
  * where each takes several column blocks, so that these need not be there from the beginning, and a row block
  * is in so few of them that statistics are a part of the time. Heads that share keys would be waited for
  * together, and with bands under a window, whose order is by length, it is no gain (measured: cuda_log.md,
- * "Whoever finds, copies, and waits").
- */
+ * "Whoever finds, copies, and waits"). */
 enum { ONE_OF = 3, BLOCKS_BESIDE = 2, MOST_BESIDE = 32 };
 static bool has_statistics_beside(const fa_problem *p, const fa_cuda_kernel *kernel, const fa_cuda_arguments *a,
                                   const cuda_job *job) {
   const int64_t bytes = (int64_t)fa_dtype_bytes(p->dtype);
-  const bool is_windowed = p->window_left != FA_UNBOUNDED || p->window_right != FA_UNBOUNDED;
   return kernel->statistics_beside && job->launches_early && p->num_heads == p->num_kv_heads &&
          p->head_dim % 8 == 0 && is_aligned(&a->o, bytes) && is_aligned(&a->dout_rows, bytes) &&
-         (a->num_k_blocks <= MOST_BESIDE || p->num_bands > 1) && !(p->num_bands > 1 && is_windowed) &&
-         p->batch * p->num_kv_heads * a->num_k_blocks * a->num_column_parts >=
-             BLOCKS_BESIDE * (int64_t)job->num_multiprocessors;
+         (p->num_bands > 1 ? sees_all(p) : a->num_k_blocks <= MOST_BESIDE) &&
+         num_column_blocks(a) >= BLOCKS_BESIDE * (int64_t)job->num_multiprocessors;
 }
 
 /* The one place that knows the workspace: called with NULL to size it, and again to run. */
@@ -1188,8 +1190,7 @@ static fa_status launch_backward(const fa_plan *plan, const fa_cuda_kernel *kern
                          FA_CUDA_BESIDE_THREADS, 0, arguments, stream));
   else
     CHECK(fa_cuda_launch(kernel->statistics, blocks(fa_max(num_blocks, 1)), small, 0, arguments, stream));
-  CHECK(launch_main(kernel, (int64_t)a->batch * a->num_kv_heads * a->num_k_blocks * a->num_column_parts, job,
-                    stream));
+  CHECK(launch_main(kernel, num_column_blocks(a), job, stream));
   const fa_status status = launch_look(plan, job, stream, error);
   if (status) return status;
   if (kernel->finish_dq)

@@ -89,8 +89,9 @@ __device__ inline void report_unseen(const fa_cuda_arguments &a, int writer) {
     const int position = first * 32 + threadIdx.x % 32;
     if (position >= num_blocks) continue;
     const RowBlock block = row_block_at(a, position);
-    if (a.heads_done && is_unvisited(a, block.batch, block.q_block)) wait_for_count(a.dq_order + position, 1);
-    report_if_unseen(a, block);
+    if (!is_unvisited(a, block.batch, block.q_block)) continue;
+    if (a.heads_done) wait_for_count(a.dq_order + position, 1);
+    report_end(a, position, true);
   }
 }
 

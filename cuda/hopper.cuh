@@ -71,6 +71,14 @@ __device__ inline void prefetch_boxes(const CUtensorMap &map, int row, int head,
   for (int box = 0; box < T::BOXES; box++) prefetch_box(map, box * BOX_COLS, row, head, batch);
 }
 
+// A box of 0, as maps of results have them: what is stored where nobody sees anything. All threads of a block,
+// at least a chunk's each, make it.
+constexpr int ZERO_BOX_ROWS = 16, ZERO_BOX_BYTES = ZERO_BOX_ROWS * 128;
+__device__ inline void init_zero_box(uint32_t box) {
+  if (threadIdx.x * 16 < ZERO_BOX_BYTES) store_shared(box + threadIdx.x * 16, make_uint4(0, 0, 0, 0));
+  fence_async();
+}
+
 // Starts the copy of 16 rows of a tile, from `tile_row` on, to (column, row, head, batch) of the map, whose
 // boxes have 16 rows; what lies outside of the tensor is left out. One thread does this, in its bulk group.
 template <class T>

@@ -251,10 +251,10 @@ struct CommonBuffers {
                        KEYS_BYTES = Shape::folds ? Shape::block_k * HalvesOperand::ROW_BYTES : 0,
                        ZEROS_AT = KEYS_AT + STAGES * KEYS_BYTES;
   // A box of 0, for dk and dv of columns that nobody sees, where there is room.
-  static constexpr int ZERO_ROWS = GENERAL && Shape::num_writers > 0 && !Shape::folds ? 16 : 0;
+  static constexpr bool HAS_ZEROS = GENERAL && Shape::num_writers > 0 && !Shape::folds;
   static constexpr int ZERO_BOX_AT =
       (ZEROS_AT + (Shape::folds ? PART * HalvesOperand::ROW_BYTES : 0) + 127) / 128 * 128;
-  static constexpr int OWN_AT = (ZERO_BOX_AT + ZERO_ROWS * 128 + 1023) / 1024 * 1024;
+  static constexpr int OWN_AT = (ZERO_BOX_AT + HAS_ZEROS * ZERO_BOX_BYTES + 1023) / 1024 * 1024;
   static_assert(WORK_AT % 16 == 0 && VISITS_AT % 16 == 0, "work and visits are read as vectors");
 
   uint32_t base;
@@ -290,12 +290,8 @@ struct CommonBuffers {
   }
   __device__ uint32_t zero_box() const { return base + ZERO_BOX_AT; }
   // Whether who copies rows leaves these, and not the consumers.
-  __device__ static bool leaves_zeros(const fa_cuda_arguments &a) { return ZERO_ROWS > 0 && a.maps_columns; }
+  __device__ static bool leaves_zeros(const fa_cuda_arguments &a) { return HAS_ZEROS && a.maps_columns; }
   // By all threads.
-  __device__ void init_zero_box() const {
-    if (threadIdx.x < ZERO_ROWS * 8) store_shared(zero_box() + threadIdx.x * 16, make_uint4(0, 0, 0, 0));
-    fence_async();
-  }
   __device__ void init_terms() const {
     const int row = threadIdx.x, at = row * HalvesOperand::ROW_BYTES;
     if (row < Shape::block_q) store_shared(base + TERMS_AT + at, row_of_factors<typename Kind::Element>());
@@ -325,7 +321,7 @@ __device__ inline Buffers set_up_buffers(const fa_cuda_arguments &a) {
     barrier_init_done();
   }
   if constexpr (Buffers::Shape::folds) buffers.init_terms();
-  if constexpr (Buffers::ZERO_ROWS > 0) buffers.init_zero_box();
+  if constexpr (Buffers::HAS_ZEROS) init_zero_box(buffers.zero_box());
   __syncthreads();
   if (!Buffers::Shape::single_column && !a.heads_done) wait_for_launch_before();
   return buffers;
@@ -477,7 +473,7 @@ template <class Buffers>
 __device__ inline void leave_zeros(const fa_cuda_arguments &a, const fa_cuda_maps &maps, const Buffers &buffers,
                                    const typename Buffers::Work &work) {
   const ColumnBlock &block = work.block;
-  for (int column = work.columns.begin; column < work.columns.end; column += Buffers::ZERO_ROWS)
+  for (int column = work.columns.begin; column < work.columns.end; column += ZERO_BOX_ROWS)
 #pragma unroll
     for (int d = 0; d < Buffers::Shape::head_dim; d += 64) {
       store_box(maps.dk, buffers.zero_box(), d, column, block.kv_head, block.batch);
@@ -597,8 +593,9 @@ __device__ inline void produce(const fa_cuda_arguments &a, const fa_cuda_maps &m
   int index = 0;
   for (uint32_t count = 0; take_work(a, buffers, count, steps, k_phase, index); count++)
     load_sides<K_SIDE, END>(a, maps, buffers, index, steps, k_phase);
-  if (!Buffers::Shape::single_column && a.heads_done) wait_for_launch_before();  // nor does what comes next
-  if (Buffers::ZERO_ROWS > 0 && threadIdx.x % 32 == 0) bulk_wait_read<0>();
+  // Main ends behind its statistics, so that what waits for it waits for both.
+  if (!Buffers::Shape::single_column && a.heads_done) wait_for_launch_before();
+  if (Buffers::HAS_ZEROS && threadIdx.x % 32 == 0) bulk_wait_read<0>();
 }
 
 // ---- dq to memory: one warp for each share -----------------------------------------------------------

@@ -729,7 +729,7 @@ __global__ void __launch_bounds__(Shape::num_threads, 1)
   const ForwardBuffers<Kind, Shape, GENERAL> buffers = {shared_address(shared)};
   if (threadIdx.x == 0) buffers.init_barriers();
   if constexpr (Shape::folds) buffers.init_terms();
-  if constexpr (decltype(buffers)::HAS_ZEROS) buffers.init_zeros();
+  if constexpr (decltype(buffers)::HAS_ZEROS) init_zero_box(buffers.zero_box());
   __syncthreads();
   if constexpr (begins_early<Kind, GENERAL>) wait_for_launch_before();
   const int warpgroup = uniform(threadIdx.x / WARPGROUP);

@@ -312,12 +312,11 @@ struct ForwardBuffers {
                        NEXT_AT = TOLD_AT + GENERAL * NUM_VISITS * 16,
                        VISITS_AT = NEXT_AT + !GENERAL * STAGES * ForwardTile::WORDS * 4,
                        ORDER_AT = VISITS_AT + GENERAL * NUM_VISITS * ToldVisit::BYTES, MOST_ORDERED = 32,
-                       ZEROS_ROWS = 16, O_ZEROS_AT = (ORDER_AT + GENERAL * MOST_ORDERED * 4 + 127) / 128 * 128,
-                       O_ZEROS_BYTES = ZEROS_ROWS * 128;
+                       ZERO_BOX_AT = (ORDER_AT + GENERAL * MOST_ORDERED * 4 + 127) / 128 * 128;
   // Whether o of rows that see nothing is stored from there, without a tile: where there is room.
   static constexpr bool HAS_ZEROS =
-      GENERAL && !Kind::SCALED && !Shape::in_parts && O_ZEROS_AT + O_ZEROS_BYTES <= 227 << 10;
-  static constexpr int BYTES = O_ZEROS_AT + HAS_ZEROS * O_ZEROS_BYTES;
+      GENERAL && !Kind::SCALED && !Shape::in_parts && ZERO_BOX_AT + ZERO_BOX_BYTES <= 227 << 10;
+  static constexpr int BYTES = ZERO_BOX_AT + HAS_ZEROS * ZERO_BOX_BYTES;
 
   struct Stage {
     uint32_t tile, full, empty;
@@ -346,7 +345,7 @@ struct ForwardBuffers {
   __device__ uint32_t read(uint32_t i) const { return told(i) + 8; }
   // Which batch comes at a place of the order.
   __device__ uint32_t batch_at(uint32_t place) const { return base + ORDER_AT + place * 4; }
-  __device__ uint32_t o_zeros() const { return base + O_ZEROS_AT; }
+  __device__ uint32_t zero_box() const { return base + ZERO_BOX_AT; }
   // Sinks leave an lse to rows that see nothing, which consumers work out.
   __device__ static bool leaves_zeros(const fa_cuda_arguments &a) { return HAS_ZEROS && a.num_sinks == 0; }
 
@@ -360,12 +359,6 @@ struct ForwardBuffers {
         store_shared(base + LEFT_AT + i * LEFT_HALF + at, row_of_factors<typename Kind::Element>(1 - 2 * i));
       store_shared(base + LEFT_AT + NUM_LEFTS * LEFT_HALF + at, zeros);
     }
-    fence_async();
-  }
-
-  __device__ void init_zeros() const {
-    for (int at = threadIdx.x * 16; at < O_ZEROS_BYTES; at += Shape::num_threads * 16)
-      store_shared(o_zeros() + at, make_uint4(0, 0, 0, 0));
     fence_async();
   }
 
@@ -582,10 +575,10 @@ __device__ inline void leave_zeros(const fa_cuda_arguments &a, const fa_cuda_map
       const int from = __ffs(left) - 1, head = __shfl_sync(~0u, block.head, from);
       const Sequence sequence = sequence_of(a, __shfl_sync(~0u, block.batch, from));
       const Range rows = row_range<Shape>(sequence, __shfl_sync(~0u, block.q_block, from));
-      const int row = rows.begin + lane * Buffers::ZEROS_ROWS;
+      const int row = rows.begin + lane * ZERO_BOX_ROWS;
 #pragma unroll 1
       for (int d = 0; d < Shape::head_dim && row < rows.end; d += 64)
-        store_box(maps.out, buffers.o_zeros(), d, sequence.first_row + row, head, sequence.batch);
+        store_box(maps.out, buffers.zero_box(), d, sequence.first_row + row, head, sequence.batch);
       for (int i = rows.begin + lane; i < rows.end; i += 32) *lse_at(a, sequence, head, i) = -INFINITY;
     }
   }

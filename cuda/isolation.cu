@@ -97,7 +97,8 @@ __global__ void __launch_bounds__(THREADS) look_at_columns(const __grid_constant
       look(std::false_type());
     if (isnan(sum)) note_suspect(a);
   });
-  wait_for_launch_before();  // nor does what comes next, which waits for this
+  // This ends behind main, so that what waits for it waits for both.
+  wait_for_launch_before();
 }
 
 // ---- behind a pass -----------------------------------------------------------------------------------------

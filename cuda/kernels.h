@@ -363,8 +363,7 @@ typedef struct fa_cuda_kernel {
   bool in_parts;          /* forward: keys are split into parts, whose o and lse a merge follows */
   const void *main;       /* one block a q block (forward) or k block (backward) of a head */
   const void *statistics; /* backward, fa_cuda_dlse beside the arguments: delta, shift, and what begins at 0 */
-  const void
-      *statistics_beside; /* the same while main runs, but what begins at 0; or NULL: main would not wait */
+  const void *statistics_beside; /* the same while main runs; what counts is 0 before; NULL: not possible */
   const void *finish_dq; /* backward: dq_sum to dq; one block of finish_threads a q block. NULL: main does it */
   int32_t finish_threads;
   const void *merge;     /* of a kernel for few rows: FA_CUDA_PARTS_THREADS a block */
