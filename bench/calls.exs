@@ -32,7 +32,7 @@ defmodule Bench do
       {"an empty function", fn -> :ok end},
       {"`Native.execute` of nothing: refused, on a dirty scheduler",
        fn -> Native.execute(:none, %{}, [], device, %{}) end},
-      {"`Native.execute`, a forward", fn -> execute(device, tensor, %{}) end}
+      {"`Native.execute`, a forward", fn -> execute(device, tensor, %{measure: false}) end}
     ]
   end
 
@@ -55,7 +55,7 @@ defmodule Bench do
 
     [
       {"`Native.execute`, a forward there",
-       fn -> execute(device, %{tensor | data: memory}, %{results: :device}) end},
+       fn -> execute(device, %{tensor | data: memory}, %{results: :device, measure: false}) end},
       {"`FlashAttention.forward/4`", fn -> {:ok, _} = FlashAttention.forward(tensor, tensor, tensor) end},
       {"`FlashAttention.forward/4`, of results of other calls",
        fn -> {:ok, _} = FlashAttention.forward(o, o, o) end},

@@ -561,6 +561,7 @@ typedef struct fa_placement {
   /* The caller's memory on the device is read and written after the work that this stream of it holds. CUDA: a
    * cudaStream_t; NULL: the default stream. What writes a tensor on another device must be done. */
   void *stream;
+  bool is_settled; /* whether there is no such work, so that the call need not wait for the stream */
   /* Where data is set: memory of the device in which that tensor of the pass ends up as well, contiguous, for a
    * later call, as the backward that follows the forward. The tensor must be contiguous, too. */
   fa_tensors on_device;
@@ -574,7 +575,8 @@ typedef struct fa_measurements {
 
 /* Runs a plan on tensors wherever they lie, and waits for the results. Takes the memory that it needs (the
  * workspace; on a GPU room for tensors of the host's memory, too) and gives it back; calls from several threads
- * share the device. placement and measurements may be NULL.
+ * share the device. placement may be NULL, and so may measurements: a small call takes some microseconds less
+ * then.
  *
  * On a GPU, tensors of the device's memory are used where they lie, and never cross the bus. Tensors of the
  * host's memory must be contiguous. They are copied at the bus's full rate from and to memory of fa_host_alloc,

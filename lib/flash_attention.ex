@@ -90,6 +90,11 @@ defmodule FlashAttention do
   answer within 5. `make bench-responsiveness` measures it on yours.
   """
 
+  # What each pass takes: States are the forward's to keep, and only the backward has a gradient by lse.
+  @forward_options Options.keys() -- [:keep, :dlse]
+  @states_options Options.keys() -- [:dlse]
+  @backward_options Options.keys() -- [:keep]
+
   @typedoc "An Nx tensor or a `FlashAttention.Tensor`."
   @type tensor :: TensorLike.t()
 
@@ -139,7 +144,7 @@ defmodule FlashAttention do
   end
 
   def forward(q, k, v, opts) do
-    with {:ok, options} <- Options.parse(opts, Options.keys() -- [:keep, :dlse]),
+    with {:ok, options} <- Options.parse(opts, @forward_options),
          {:ok, outputs, _states} <- run(:forward, [q: q, k: k, v: v], options),
          do: {:ok, outputs.o}
   end
@@ -189,7 +194,7 @@ defmodule FlashAttention do
   end
 
   def forward_with_states(q, k, v, opts) do
-    with {:ok, options} <- Options.parse(opts, Options.keys() -- [:dlse]),
+    with {:ok, options} <- Options.parse(opts, @states_options),
          {:ok, outputs, states} <- run(:forward, [q: q, k: k, v: v], options),
          do: {:ok, outputs.o, if(options.keep, do: states, else: outputs.lse)}
   end
@@ -234,7 +239,7 @@ defmodule FlashAttention do
           | {:ok, tensor, tensor, tensor, optional_gradients}
           | {:error, Error.t()}
   def backward(dout, q, k, v, o, lse, opts \\ []) do
-    with {:ok, options} <- Options.parse(opts, Options.keys() -- [:keep]),
+    with {:ok, options} <- Options.parse(opts, @backward_options),
          {:ok, outputs, _states} <- run(:backward, [dout: dout, q: q, k: k, v: v, o: o, lse: lse], options),
          do: gradients(outputs)
   end
@@ -412,7 +417,7 @@ defmodule FlashAttention do
           {:ok, %{device: device, forward: String.t(), backward: String.t() | nil}}
           | {:error, Error.t()}
   def plan(q, k, v, opts \\ []) do
-    with {:ok, options} <- Options.parse(opts, Options.keys() -- [:dlse]),
+    with {:ok, options} <- Options.parse(opts, @states_options),
          # What lies on the first device is not copied from there.
          {:ok, tensors, _names} <-
            [q: q, k: k, v: v] |> with_optional(options) |> to_native(hd(options.devices)) do

@@ -39,7 +39,9 @@ typedef struct host_run {
   tensor_place tensors[FA_NUM_TENSORS];
   size_t pageable_bytes;
   bool on_devices; /* whether the call reads or writes the caller's memory on a device */
-  bool at_once;    /* whether all that is staged fits the ring together (see run_at_once) */
+  bool at_once;    /* whether all that is staged fits the ring together (see run_at_once), */
+  bool in_ring;    /* and kernels write staged results there */
+  bool takes_time; /* whether kernels are timed */
   void *up, *down; /* the streams that copy: the lane's, or the one that computes */
   fa_slices slices;
   fa_plan plans[FA_MAX_SLICES];
@@ -326,14 +328,16 @@ static fa_status start_slice(host_run *run, int number, fa_error *error) {
   const int32_t index = run->heap->index;
   fa_lane *lane = run->lane;
   fa_status status = upload_slice(run, number, error);
-  if (!status) status = memory->record(index, lane->slices[number].begun, lane->compute, error);
+  if (!status && run->takes_time)
+    status = memory->record(index, lane->slices[number].begun, lane->compute, error);
   if (!status) status = unpack_slice(run, number, error);
   if (status) return status;
   const fa_extent *own = &run->slices.at[number].own;
   const fa_tensors tensors = slice_tensors(run, number);
   status = fa_run(&run->plans[number], &tensors, &run->execution, error);
   if (!status) status = put_in_place(run, own, error);
-  return status ? status : memory->record(index, lane->slices[number].done, lane->compute, error);
+  if (status || (!run->takes_time && run->down == lane->compute)) return status;
+  return memory->record(index, lane->slices[number].done, lane->compute, error);
 }
 
 static fa_status fetch_slice(host_run *run, int number, fa_error *error) {
@@ -341,7 +345,7 @@ static fa_status fetch_slice(host_run *run, int number, fa_error *error) {
   fa_staging *staging = run->lane->staging;
   fa_copy direct[FA_NUM_TENSORS], staged[FA_NUM_TENSORS];
   const int num_direct = list_copies(run, number, FA_ROLE_OUTPUT, false, direct);
-  const int num_staged = list_copies(run, number, FA_ROLE_OUTPUT, true, staged);
+  const int num_staged = run->in_ring ? 0 : list_copies(run, number, FA_ROLE_OUTPUT, true, staged);
   fa_status status = FA_STATUS_OK;
   if (run->down != run->lane->compute)
     status = memory->stream_wait(run->heap->index, run->down, run->lane->slices[number].done, error);
@@ -356,7 +360,7 @@ static fa_status fetch_slice(host_run *run, int number, fa_error *error) {
 /* The call waits for work on the caller's stream that may still use the caller's memory on a device. */
 static fa_status wait_for_caller(host_run *run, fa_error *error) {
   const fa_lane *lane = run->lane;
-  if (!run->on_devices) return FA_STATUS_OK;
+  if (!run->on_devices || run->placement->is_settled) return FA_STATUS_OK;
   fa_status status = wait_for_stream(run, lane->compute, run->placement->stream, lane->ready, error);
   return status || run->up == lane->compute
              ? status
@@ -378,22 +382,29 @@ static fa_status copy_kept(const host_run *run, fa_error *error) {
 static bool ends_with_kernels(const host_run *run) {
   if (!run->at_once) return false;
   for (const tensor_place *t = run->tensors; t < run->tensors + FA_NUM_TENSORS; t++)
-    if (t->kept || (t->role == FA_ROLE_OUTPUT && t->copied)) return false;
+    if (t->kept || (t->role == FA_ROLE_OUTPUT && t->copied && !(t->staged && run->in_ring))) return false;
   return true;
+}
+
+static fa_status take_times(const host_run *run, fa_error *error) {
+  const fa_memory_ops *memory = run->heap->backend->memory;
+  fa_status status = memory->event_wait(run->heap->index, run->lane->slices[run->slices.count - 1].done, error);
+  for (int i = 0; !status && i < run->slices.count; i++) {
+    double seconds = 0;
+    status = memory->elapsed(run->heap->index, run->lane->slices[i].begun, run->lane->slices[i].done, &seconds,
+                             error);
+    run->measured->kernel_seconds += seconds;
+  }
+  return status;
 }
 
 static fa_status finish(host_run *run, fa_error *error) {
   const fa_memory_ops *memory = run->heap->backend->memory;
   const int32_t index = run->heap->index;
-  const bool is_over = ends_with_kernels(run);
+  const bool is_over = run->takes_time && ends_with_kernels(run);
   fa_status status = copy_kept(run, error);
   if (!status && !is_over) status = memory->record(index, run->lane->finished, run->down, error);
-  if (!status) status = memory->event_wait(index, run->lane->slices[run->slices.count - 1].done, error);
-  for (int i = 0; !status && i < run->slices.count; i++) {
-    double seconds = 0;
-    status = memory->elapsed(index, run->lane->slices[i].begun, run->lane->slices[i].done, &seconds, error);
-    run->measured->kernel_seconds += seconds;
-  }
+  if (!status && run->takes_time) status = take_times(run, error);
   /* A long wait ends late. A wait for the results before the last slice's makes that for the last ones short.
    */
   if (!status && run->slices.count > 1) status = memory->event_wait(index, run->lane->last, error);
@@ -505,20 +516,36 @@ static bool fits_at_once(const host_run *run, fa_tensor_role role) {
   return fa_staging_fits_at_once(run->lane->staging, copies, list_copies(run, 0, role, true, copies));
 }
 
-/* Whether kernels had better write a result to the host's memory by themselves: little of it, which a copy
- * behind them would only bring there later. A backward may add to its results, which are read for that. */
+/* Whether kernels had better write results to the host's memory by themselves: little, which a copy behind them
+ * would only bring there later. A backward may add to its results, which are read for that. */
+static bool writes_in_place(const host_run *run) {
+  return run->at_once && is_planned(run) && run->plan->pass == FA_PASS_FORWARD;
+}
+
 static bool is_written_in_place(const host_run *run, int id) {
   const tensor_place *t = &run->tensors[id];
-  return run->at_once && is_planned(run) && run->plan->pass == FA_PASS_FORWARD && is_output(run, id) &&
-         t->copied && !t->staged && !memory_wanted(run->placement, id) && t->bytes <= MOST_BYTES_IN_PLACE &&
-         (uintptr_t)t->given.data % FA_ARENA_ALIGNMENT == 0 &&
+  return is_output(run, id) && t->copied && !t->staged && !memory_wanted(run->placement, id) &&
+         t->bytes <= MOST_BYTES_IN_PLACE && (uintptr_t)t->given.data % FA_ARENA_ALIGNMENT == 0 &&
          fa_pool_holds(&run->heap->pinned->callers, t->given.data, t->bytes);
 }
 
-static void choose_places(host_run *run) {
+/* Whether the ring is such memory for staged results: it has room for all of them, none of which stays on the
+ * device as well. */
+static bool has_results_for_ring(const host_run *run) {
   for (int id = 0; id < FA_NUM_TENSORS; id++)
-    if (is_written_in_place(run, id))
-      run->tensors[id].device = run->tensors[id].given, run->tensors[id].copied = false;
+    if (is_output(run, id) && run->tensors[id].staged && memory_wanted(run->placement, id)) return false;
+  return has_staged_results(run);
+}
+
+static void choose_places(host_run *run) {
+  if (!writes_in_place(run)) return;
+  fa_arena ring = {.base = fa_staging_memory(run->lane->staging)};
+  run->in_ring = has_results_for_ring(run);
+  for (int id = 0; id < FA_NUM_TENSORS; id++) {
+    tensor_place *t = &run->tensors[id];
+    if (is_written_in_place(run, id)) t->device = t->given, t->copied = false;
+    if (is_output(run, id) && t->staged && run->in_ring) t->device.data = fa_take(&ring, (int64_t)t->bytes, 1);
+  }
 }
 
 static void choose_streams(host_run *run) {
@@ -637,13 +664,15 @@ static fa_status run_in_host_memory(host_run *run, const fa_tensors *given, fa_e
   return status;
 }
 
-static host_run begin_run(const fa_plan *plan, const fa_placement *placement, fa_measurements *measured) {
+static host_run begin_run(const fa_plan *plan, const fa_placement *placement, fa_measurements *measured,
+                          bool takes_time) {
   static const fa_placement nowhere;
   *measured = (fa_measurements){0};
   return (host_run){.plan = plan,
                     .whole = plan,
                     .placement = placement ? placement : &nowhere,
                     .measured = measured,
+                    .takes_time = takes_time,
                     .part = fa_whole_extent(&plan->problem)};
 }
 
@@ -652,7 +681,7 @@ static bool has_own_memory(const fa_plan *plan) { return ((const fa_backend *)pl
 fa_status fa_run_anywhere(const fa_plan *plan, const fa_tensors *tensors, const fa_placement *placement,
                           fa_measurements *measurements, fa_error *error) {
   fa_measurements unread;
-  host_run run = begin_run(plan, placement, measurements ? measurements : &unread);
+  host_run run = begin_run(plan, placement, measurements ? measurements : &unread, measurements != NULL);
   return (has_own_memory(plan) ? run_on_device : run_in_host_memory)(&run, tensors, error);
 }
 
@@ -671,7 +700,7 @@ typedef struct device_part {
 static void run_part(void *context, int64_t task, int worker) {
   (void)worker;
   device_part *part = (device_part *)context + task;
-  host_run run = begin_run(&part->plan, NULL, &part->measured);
+  host_run run = begin_run(&part->plan, NULL, &part->measured, true);
   run.part = part->part, run.whole = part->whole;
   part->status = run_on_device(&run, part->tensors, &part->error);
 }

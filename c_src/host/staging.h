@@ -52,6 +52,10 @@ fa_status fa_staging_fetch_at_once(fa_staging *staging, const fa_copy *copies, i
                                    fa_error *error);
 void fa_staging_take_fetched(fa_staging *staging, const fa_copy *copies, int num_copies);
 
+/* Where in the ring such copies lie, one after the other as parts do in an arena, for who writes what is to be
+ * taken without a copy. */
+char *fa_staging_memory(const fa_staging *staging);
+
 /* Abandons uploads that an error kept from being ended. */
 void fa_staging_stop(fa_staging *staging);
 

@@ -149,7 +149,7 @@ static bool get_pointer(ErlNifEnv *env, ERL_NIF_TERM term, fa_data *data) {
   if (!enif_get_tuple(env, term, &arity, &parts) || arity != 3 || !enif_get_uint64(env, parts[0], &address) ||
       !enif_get_uint64(env, parts[1], &bytes))
     return false;
-  *data = (fa_data){.data = (void *)(uintptr_t)address, .bytes = bytes, .on_device = true};
+  *data = (fa_data){.data = (void *)(uintptr_t)address, .bytes = bytes, .on_device = true, .is_foreign = true};
   return true;
 }
 

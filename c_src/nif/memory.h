@@ -36,6 +36,7 @@ typedef struct fa_data {
   size_t bytes;
   fa_memory *memory; /* of a reference, which has this as a user */
   bool on_device;    /* data is an address whose place must be found out before it is used */
+  bool is_foreign;   /* the address came from the caller, and others may be at work there */
 } fa_data;
 
 bool fa_get_data(ErlNifEnv *env, ERL_NIF_TERM term, const char *argument, fa_data *data, fa_error *error);

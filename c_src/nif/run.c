@@ -18,7 +18,7 @@ typedef struct nif_call {
   fa_tensors tensors;
   fa_placement placement;
   fa_measurements measured;
-  bool results_on_device, keep;
+  bool results_on_device, keep, measures_nothing;
 
   const fa_shape *given[FA_NUM_TENSORS]; /* into shapes; NULL where there was no such tensor */
   fa_shape shapes[FA_NUM_TENSORS];
@@ -87,12 +87,13 @@ static bool read_choice(nif_call *call, ERL_NIF_TERM placement, const char *name
   return read;
 }
 
-/* #{results => host | device, keep => false | true}, both optional. */
+/* #{results => host | device, keep => false | true, measure => true | false}, each optional. */
 static bool read_placement(nif_call *call, ERL_NIF_TERM placement) {
   if (!enif_is_map(call->env, placement))
     return fa_reject_term(call->env, &call->error, "placement", "a map", placement);
   return read_choice(call, placement, "results", "host", "device", &call->results_on_device) &&
-         read_choice(call, placement, "keep", "false", "true", &call->keep);
+         read_choice(call, placement, "keep", "false", "true", &call->keep) &&
+         read_choice(call, placement, "measure", "true", "false", &call->measures_nothing);
 }
 
 /* A device, or a list of several. */
@@ -255,6 +256,7 @@ static ERL_NIF_TERM make_output(nif_call *call, int id) {
 static ERL_NIF_TERM make_measurements(const nif_call *call) {
   ErlNifEnv *env = call->env;
   fa_map map = {0};
+  if (call->measures_nothing) return fa_make_map(env, &map);
   fa_map_put(&map, enif_make_atom(env, "bytes_to_device"),
              enif_make_int64(env, call->measured.bytes_to_device));
   fa_map_put(&map, enif_make_atom(env, "bytes_from_device"),
@@ -290,12 +292,21 @@ static void release(nif_call *call) {
   }
 }
 
+/* Calls end when their work does, so that only memory of others can be some stream's. */
+static bool is_settled(const nif_call *call) {
+  for (int id = 0; id < FA_NUM_TENSORS; id++)
+    if (call->inputs[id].is_foreign) return false;
+  return true;
+}
+
 static bool run(nif_call *call) {
+  fa_measurements *measured = call->measures_nothing ? NULL : &call->measured;
+  call->placement.is_settled = is_settled(call);
   const fa_status status =
       call->num_devices > 1
-          ? fa_run_on_devices(&call->plan, call->devices, call->num_devices, &call->tensors, &call->measured,
+          ? fa_run_on_devices(&call->plan, call->devices, call->num_devices, &call->tensors, measured,
                               &call->error)
-          : fa_run_anywhere(&call->plan, &call->tensors, &call->placement, &call->measured, &call->error);
+          : fa_run_anywhere(&call->plan, &call->tensors, &call->placement, measured, &call->error);
   return status == FA_STATUS_OK;
 }
 

@@ -149,6 +149,7 @@ defmodule FlashAttention.Options do
     ]
   ]
 
+  @defaults Map.new(@schema, fn {key, row} -> {key, row[:default]} end)
   @kinds [:cpu, :cuda]
   # What the library calls the tensors of options, and the options that they come from: sinks have two names.
   @tensors Enum.flat_map(@schema, fn
@@ -185,16 +186,35 @@ defmodule FlashAttention.Options do
   @spec parse(keyword, [atom]) :: {:ok, parsed} | {:error, Error.t()}
   def parse(opts, keys \\ keys()) do
     with :ok <- check_keyword(opts), :ok <- check_values(opts, keys) do
-      values = Map.new(@schema, fn {key, row} -> {key, value(opts, key, row)} end)
-
-      tensors =
-        for {name, key} <- @tensors, tensor = values[key], named?(name, tensor), into: %{}, do: {name, tensor}
-
+      values = values(opts)
       {devices, several} = devices(values.device)
-      parsed = %{native: native(values), devices: devices, several: several, tensors: tensors}
-      values |> Map.take([:keep, :results]) |> Map.merge(parsed) |> check_several(keys)
+
+      check_several(
+        %{
+          native: native(values),
+          devices: devices,
+          several: several,
+          tensors: if(opts == [], do: %{}, else: tensors_of(values)),
+          keep: values.keep,
+          results: values.results
+        },
+        keys
+      )
     end
   end
+
+  # Of a key that comes twice the first counts, and nil is none.
+  defp values(opts) do
+    opts
+    |> Enum.reverse()
+    |> Enum.reduce(@defaults, fn
+      {key, nil}, values -> %{values | key => Map.fetch!(@defaults, key)}
+      {key, value}, values -> %{values | key => value}
+    end)
+  end
+
+  defp tensors_of(values),
+    do: for({name, key} <- @tensors, tensor = values[key], named?(name, tensor), into: %{}, do: {name, tensor})
 
   defp named?(:sink, tensor), do: not named?(:row_sinks, tensor)
   defp named?(:row_sinks, tensor), do: match?(%{shape: {_, _, _, _}}, tensor)
@@ -280,13 +300,6 @@ defmodule FlashAttention.Options do
         true -> {:error, Error.invalid(key, expected(row[:type], value), Error.show(value))}
       end
     end)
-  end
-
-  defp value(opts, key, row) do
-    case opts[key] do
-      nil -> row[:default]
-      value -> value
-    end
   end
 
   # ---- types: what is valid, and how errors, documentation and typespecs put it ---------------------------

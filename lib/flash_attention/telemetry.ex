@@ -38,6 +38,19 @@ defmodule FlashAttention.Telemetry do
         ) ::
           {:ok, Native.tensors(), Native.tensors()} | {:error, Error.t()}
   def run(pass, tensors, options, device, placement) do
+    if listened?(),
+      do: run_and_tell(pass, tensors, options, device, placement),
+      else: run_alone(pass, tensors, options, device, Map.put(placement, :measure, false))
+  end
+
+  defp run_alone(pass, tensors, options, device, placement) do
+    case Native.execute(pass, tensors, options, device, placement) do
+      {:ok, outputs, kept, _measurements} -> {:ok, outputs, kept}
+      {:error, error} -> {:error, Error.from_native(error)}
+    end
+  end
+
+  defp run_and_tell(pass, tensors, options, device, placement) do
     metadata = metadata(pass, tensors, device)
     begin = start(metadata)
 
@@ -106,7 +119,7 @@ defmodule FlashAttention.Telemetry do
   end
 
   defp execute(event, measurements, metadata) do
-    if listened?(), do: :telemetry.execute([:flash_attention, :run, event], measurements, metadata)
+    :telemetry.execute([:flash_attention, :run, event], measurements, metadata)
   end
 
   # A package that is not loaded has not been started, and has no handlers.

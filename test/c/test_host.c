@@ -227,13 +227,16 @@ static void check_run(setting *s) {
   fa_error error;
   int64_t bytes[3] = {0};
   fa_problem_format(&s->problem, text, sizeof text);
-  const fa_status status = setting_run(s, NULL, &measured, &error);
+  static int num_calls; /* of which every other one is not measured */
+  const bool measures = num_calls++ % 2 == 0;
+  const fa_status status = setting_run(s, NULL, measures ? &measured : NULL, &error);
   CHECK(status == FA_STATUS_OK, "%s: %s", text, error.message);
   for (int id = 0; !status && id < FA_NUM_TENSORS; id++) {
     if (!role_of(s, id)) continue;
     CHECK(is_right(s, id), "%s: %s is wrong where it lies at %d", text, fa_tensor_name(id), s->where[id]);
     if (s->where[id] != ON_DEVICE && s->where[id] != COPIED) bytes[role_of(s, id)] += (int64_t)size_of(s, id);
   }
+  if (!measures) return;
   if (fake_get_state().num_unpacked > num_unpacked) bytes[FA_ROLE_INPUT] -= bytes_packed_away(s);
   CHECK(measured.bytes_to_device == bytes[FA_ROLE_INPUT] && measured.bytes_from_device == bytes[FA_ROLE_OUTPUT],
         "%s: %lld bytes up, %lld down", text, (long long)measured.bytes_to_device,

@@ -89,11 +89,21 @@ defmodule FlashAttention.StatesTest do
       for {placement, expected} <- [
             {:device, "placement: expected a map, got device"},
             {%{results: :gpu}, "results: expected one of host, device, got gpu"},
-            {%{keep: 1}, "keep: expected one of false, true, got 1"}
+            {%{keep: 1}, "keep: expected one of false, true, got 1"},
+            {%{measure: nil}, "measure: expected one of true, false, got nil"}
           ] do
         assert {:error, {:invalid_argument, _, _, _, ^expected}} =
                  Native.execute(:forward, %{q: one, k: one, v: one}, [], {:cpu, 0}, placement)
       end
+
+      forward = fn placement ->
+        Native.execute(:forward, %{q: one, k: one, v: one}, [], {:cpu, 0}, placement)
+      end
+
+      assert {:ok, _, _, %{kernel_seconds: seconds}} = forward.(%{measure: true})
+      assert seconds > 0
+      assert {:ok, _, _, measured} = forward.(%{measure: false})
+      assert measured == %{}
 
       for data <- [1, {1}, {-1, 4, nil}, {1, 2 ** 70, nil}, {0, 4, nil}, make_ref()] do
         bad = put_elem(one, 0, data)
