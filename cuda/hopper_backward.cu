@@ -62,6 +62,7 @@ __device__ inline __attribute__((always_inline)) void consume_blocks(
   using KTile = typename Buffers::KTile;
   using DsTile = typename Buffers::DsTile;
   using Dq = typename Buffers::Dq;
+  using Rows = RowNumbers<Shape::places_lanes>;
   constexpr int NT = Shape::block_q / 8, DT = Shape::head_dim / 8;
   constexpr int Q_STEPS = Shape::block_q / 16, K_STEPS = Shape::block_k / 16;
   static_assert(Dq::MT == 1, "one product of a warpgroup");
@@ -193,7 +194,7 @@ __device__ inline __attribute__((always_inline)) void consume_blocks(
           add_behind(scores[0], Work::heard_slope(visit) / exponent_of_unit<Kind>(score),
                      it.distance.of_origin + it.at.row - it.at.column);
         }
-      make_transposed_p<Kind, Shape::beginning>(scores, p_operand, score, buffers.shift(stage), 1, due);
+      make_transposed_p<Kind, Shape::beginning>(scores, p_operand, score, Rows(buffers.shift(stage)), 1, due);
     } else if constexpr (Shape::program) {
       ProgramStep it(work, visit, slope, first_column + warp_row);
       if (it.at.head != program_head) enter_head(work, it.at), it.distance.slope = slope;
@@ -208,7 +209,7 @@ __device__ inline __attribute__((always_inline)) void consume_blocks(
             buffers.bias(stage), 0, consumer * 64 + warp_row);
       if (!see_all) mask_transposed_scores<true, 1, NT>(scores, it.band, it.at);
       make_transposed_p_by_program<Kind, Shape::drops>(scores, p_operand, a, dropout, it.at,
-                                                       buffers.shift(stage), of_each,
+                                                       Rows(buffers.shift(stage)), of_each,
                                                        begin_at_shift<Shape::beginning>(score));
     } else {
       if constexpr (GENERAL)
@@ -217,7 +218,7 @@ __device__ inline __attribute__((always_inline)) void consume_blocks(
         make_scores_in_band<Kind, true, false, 1, NT>(
             scores, a, score, visit.band, visit.rows, {first_column, first_column + 64},
             {work.block.batch, visit.head, visit.rows.begin, first_column + warp_row});
-      make_transposed_p<Kind, Shape::beginning>(scores, p_operand, score, buffers.shift(stage));
+      make_transposed_p<Kind, Shape::beginning>(scores, p_operand, score, Rows(buffers.shift(stage)));
     }
     if constexpr (Shape::keeps_pace && !IS_FIRST)
       if (!alone) wait_for_ds(steps - 1);
@@ -231,14 +232,14 @@ __device__ inline __attribute__((always_inline)) void consume_blocks(
     [[maybe_unused]] ColumnSums<NT> sums;
     if constexpr (Shape::program && (!Shape::folds || (Shape::has_keys && Shape::sums))) {
       auto make_ds = [&](auto take) {
-        make_transposed_ds_by_program<Kind, Shape::drops>(ds, scores, a, buffers.delta(stage), take);
+        make_transposed_ds_by_program<Kind, Shape::drops>(ds, scores, a, Rows(buffers.delta(stage)), take);
       };
       if (sums.MADE_WITH_DS && sums_up)
         make_ds([&](int half, float x, float p) { sums.add(half, x, p); });
       else
         make_ds([](int, float, float) {});
     } else {
-      make_transposed_ds<Kind>(ds, slopes_of, buffers.delta(stage));
+      make_transposed_ds<Kind>(ds, slopes_of, Rows(buffers.delta(stage)));
     }
     if constexpr (Shape::program && Shape::sums)
       if (a.program.dbias.data || a.program.head_sums[FA_CUDA_ALIBI_SLOPES]) {
@@ -367,13 +368,13 @@ const fa_cuda_kernel FA_JOIN(fa_hopper_backward_, FA_KIND)[] = {
     ROW("/d64", false, 64, 128, 1, 2, FORMS),
     ROW("/d128", false, 128, 64, 1, 2, FROM_SHIFT | LEAVES_BY_MAP | SPLITS_HEADS),
     ROW("/d128/forms", false, 128, 64, 1, 2, FROM_SHIFT | FORMS | LEAVES_BY_MAP | SPLITS_HEADS),
-    ROW("/d64/general", true, 64, 128, 1, 2, LEAVES_BY_MAP),
-    ROW("/d64/general/forms", true, 64, 128, 1, 2, FORMS | LEAVES_BY_MAP),
+    ROW("/d64/general", true, 64, 128, 1, 2, LEAVES_BY_MAP | PLACES_LANES),
+    ROW("/d64/general/forms", true, 64, 128, 1, 2, FORMS | LEAVES_BY_MAP | PLACES_LANES),
     ROW("/d128/general", true, 128, 64, 1, 2, FROM_SHIFT),
     ROW("/d128/general/forms", true, 128, 64, 1, 2, FROM_SHIFT | FORMS),
     ROW("/d64/keys", true, 64, 128, 1, 2, FORMS | LEAVES_BY_MAP, KEYS),
-    ROW("/d64/slopes", true, 64, 128, 1, 2, FORMS | LEAVES_BY_MAP, SLOPES),
-    ROW("/d64/slopes/sums", true, 64, 128, 1, 2, SUMS, SLOPES),
+    ROW("/d64/slopes", true, 64, 128, 1, 2, FORMS | LEAVES_BY_MAP | PLACES_LANES, SLOPES),
+    ROW("/d64/slopes/sums", true, 64, 128, 1, 2, SUMS | PLACES_LANES, SLOPES),
     ROW("/d64/terms", true, 64, 128, 1, 2, SUMS | ASKS_EARLY | LEAVES_BY_MAP, SLOPES | KEYS),
     ROW("/d64/cells", true, 64, 64, 1, 0, ASKS_EARLY | LEAVES_BY_MAP, CELLS),
     ROW("/d64/cells/sums", true, 64, 64, 1, 0, FORMS | SUMS, CELLS),
@@ -381,7 +382,7 @@ const fa_cuda_kernel FA_JOIN(fa_hopper_backward_, FA_KIND)[] = {
     ROW("/d64/program", true, 64, 64, 1, 0, FORMS | SUMS, WHOLE_PROGRAM),
     ROW("/d128/keys", true, 128, 64, 1, 2, FROM_SHIFT | SUMS | ASKS_EARLY | LEAVES_BY_MAP, KEYS),
     ROW("/d128/slopes", true, 128, 64, 1, 2, FROM_SHIFT | FORMS | LEAVES_BY_MAP, SLOPES),
-    ROW("/d128/slopes/sums", true, 128, 64, 1, 2, FROM_SHIFT | FORMS | SUMS, SLOPES),
+    ROW("/d128/slopes/sums", true, 128, 64, 1, 2, FROM_SHIFT | FORMS | SUMS | PLACES_LANES, SLOPES),
     ROW("/d128/terms", true, 128, 64, 1, 2, FROM_SHIFT | FORMS | SUMS | LEAVES_BY_MAP, SLOPES | KEYS),
     ROW("/d128/cells", true, 128, 64, 1, 0, ASKS_EARLY | LEAVES_BY_MAP, CELLS),
     ROW("/d128/cells/sums", true, 128, 64, 1, 0, FORMS | SUMS, CELLS),

@@ -31,8 +31,9 @@ enum { K_SIDE, V_SIDE, NUM_SIDES };
 // block that every row sees. A step's dq is all that its rows have, and is written by the warp that would send
 // it. ASKS_EARLY: whether ds may be stored is asked between the exponentials and the wait for dp, which ptxas
 // would else move to before them. LEAVES_BY_MAP: dk and dv go through shared memory to their maps. These two
-// are 1 to 5 % in some kernels, and a loss in others. SPLITS_HEADS: blocks of threads may share the query heads
-// of a column block. UNEVEN: for problems whose column blocks have different lengths.
+// are 1 to 5 % in some kernels, and a loss in others, and so is PLACES_LANES, see RowNumbers. SPLITS_HEADS: blocks
+// of threads may share the query heads of a column block. UNEVEN: for problems whose column blocks have different
+// lengths.
 enum BackwardTraits {
   FORMS = 1,
   SUMS = 2,
@@ -41,7 +42,8 @@ enum BackwardTraits {
   ASKS_EARLY = 16,
   LEAVES_BY_MAP = 32,
   SPLITS_HEADS = 64,
-  UNEVEN = 128
+  UNEVEN = 128,
+  PLACES_LANES = 256
 };
 
 // A row of the table; it changes results by rounding alone. The consumers' warps come first, then the
@@ -57,7 +59,8 @@ struct BackwardShape {
   // Whether k and v are brought to the cache while those of the column block before are in use. At 128 it makes
   // no difference.
   static constexpr bool prefetches = leaves_by_map && !single_column && HEAD_DIM == 64;
-  static constexpr bool sums = TRAITS & SUMS, asks_early = TRAITS & ASKS_EARLY;
+  static constexpr bool sums = TRAITS & SUMS, asks_early = TRAITS & ASKS_EARLY,
+                        places_lanes = TRAITS & PLACES_LANES;
   static constexpr Forms forms = !(TRAITS & FORMS) ? USUAL_FORM : PROGRAM ? NO_SOFTCAP : ANY_FORM;
   static constexpr Beginning beginning = !(TRAITS & FROM_SHIFT) ? AT_ZERO
                                          : forms == USUAL_FORM  ? AT_SHIFT
@@ -452,6 +455,8 @@ __device__ inline void prefetch_columns(const fa_cuda_arguments &a, const fa_cud
 template <int BEGIN, int END, class Buffers>
 __device__ inline void load_plain_sides(const fa_cuda_arguments &a, const fa_cuda_maps &maps,
                                         const Buffers &buffers, int index, uint32_t &steps, uint32_t &k_phase) {
+  // Whether dout comes before q but in the first step: its stage is free half a step before. At 64 it is no gain.
+  constexpr bool DOUT_FIRST = Buffers::Shape::head_dim == 128 && Buffers::Shape::num_writers > 0;
   typename Buffers::Work work;
   if (!find_work(a, index, work)) return;
   if constexpr (BEGIN == K_SIDE && Buffers::Shape::prefetches)
@@ -459,6 +464,12 @@ __device__ inline void load_plain_sides(const fa_cuda_arguments &a, const fa_cud
   typename Buffers::Work::Step step = work.first_step(a);
   for (int i = 0; i < work.num_steps; i++, steps++, step = work.next(a, step)) {
     const StepRows rows = work.rows_of(a, step);
+    if (DOUT_FIRST && i > 0) {
+#pragma unroll
+      for (int side = END - 1; side >= BEGIN; side--)
+        load_rows(a, maps, buffers, rows, work.block.batch, work.columns.begin, steps, side);
+      continue;
+    }
 #pragma unroll
     for (int side = BEGIN; side < END; side++) {
       if (i == 0) load_columns(a, maps, buffers, work, k_phase, side);

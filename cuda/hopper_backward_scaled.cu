@@ -199,14 +199,14 @@ struct BackwardConsumer {
           {work.block.batch, visit.head, visit.rows.begin, first_column + warp_row},
           power_of_two(-exponent(Q_FULL, stage) - exponent(K_FULL)));
     if (!is_first) hand_over_dq();  // of the previous step, when the fence waits for nothing
-    make_transposed_p<Kind>(scores, p_operand, score, buffers.shift(stage), 1 << P_EXPONENT);
+    make_transposed_p<Kind>(scores, p_operand, score, RowNumbers(buffers.shift(stage)), 1 << P_EXPONENT);
     if (Shape::asks_early) wait_to_store();
     wgmma_wait<0>(ds[0]);
 #pragma unroll
     for (int i = 0; i < Dq::MT; i++) start_chunk(i, stage);
     const int exponent_dout = exponent(DOUT_FULL, stage);
     make_transposed_ds<Kind>(
-        ds, [&](int n) { return four_of(scores[0][n]); }, buffers.delta(stage),
+        ds, [&](int n) { return four_of(scores[0][n]); }, RowNumbers(buffers.delta(stage)),
         power_of_two(-exponent_dout - exponent(V_FULL)));
     if (IS_LAST) arrive_once(buffers.barrier(V_EMPTY));
     const int exponent_ds = exponent_of_largest(ds, buffers.words(consumer), consumer);

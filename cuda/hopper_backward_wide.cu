@@ -139,7 +139,7 @@ __device__ inline void consume_scores(const fa_cuda_arguments &a, WideBuffers<Ki
           scores, a, score, visit.band, visit.rows, {column, column + Shape::block_k},
           {work.block.batch, visit.head, visit.rows.begin, column + warp_row});
     barrier_wait(buffers.barrier(P_EMPTY), steps % 2 ^ 1);
-    make_transposed_p<Kind>(scores, score, buffers.shift(stage), NoShiftDue(),
+    make_transposed_p<Kind>(scores, score, RowNumbers(buffers.shift(stage)), NoShiftDue(),
                             [&](int n, const float(&p)[4], const float(&slopes)[4]) {
                               store_shared(buffers.p(n), slopes);
 #pragma unroll
@@ -193,7 +193,7 @@ __device__ inline void consume_ds(const fa_cuda_arguments &a, WideBuffers<Kind, 
     const uint32_t phase = steps / 2 % 2;
     forget(buffers.base);
     barrier_wait(buffers.barrier(P_FULL), steps % 2);
-    make_transposed_ds<Kind>(ds, slopes_of, buffers.delta(stage));
+    make_transposed_ds<Kind>(ds, slopes_of, RowNumbers(buffers.delta(stage)));
     arrive_once(buffers.barrier(P_EMPTY));
     arrive_once(buffers.barrier(DOUT_EMPTY, stage));
     convert<Kind>(ds_operand, ds);

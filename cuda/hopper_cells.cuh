@@ -389,13 +389,13 @@ __device__ inline void add_cells(float (&scores)[NT][4], const fa_cuda_program &
 
 // Scores become probabilities, of which those that are dropped are 0 and the others due the program's
 // kept_factor, as an operand; the probabilities themselves take the scores' place, negative where they are
-// dropped. shift: in shared memory; of_each: what add_transposed_terms has left out, for each further row.
+// dropped. of_each: what add_transposed_terms has left out, for each further row.
 // There is no softcap.
-template <class Kind, bool DROPS, int NT>
+template <class Kind, bool DROPS, int NT, bool IS_PLACED>
 __device__ inline void make_transposed_p_by_program(float (&scores)[1][NT][4],
                                                     uint32_t (&operand)[Kind::PARTS][NT / 2][4],
                                                     const fa_cuda_arguments &a, const fa_dropout &dropout,
-                                                    const Place &at, uint32_t shift, float of_each,
+                                                    const Place &at, RowNumbers<IS_PLACED> shift, float of_each,
                                                     bool began_at_shift) {
   const fa_cuda_program &program = a.program;
   const float unit = exponent_of_unit<Kind>(a.score), per_row = -of_each * unit;
@@ -406,7 +406,7 @@ __device__ inline void make_transposed_p_by_program(float (&scores)[1][NT][4],
 #pragma unroll
   for (int n = 0; n < NT; n++) {
     float2 row_shift = {0, 0};
-    if (!began_at_shift) row_shift = load_shared_pair(shift + (n * 8 + own_row) * 4);
+    if (!began_at_shift) row_shift = shift[n];
     float p[4];
 #pragma unroll
     for (int i = 0; i < 2; i++)
@@ -427,13 +427,14 @@ __device__ inline float shown_ds(float ds, float p) { return p == 0 ? 0 : ds; }
 
 // dp becomes ds; p: of make_transposed_p_by_program. take(half, ds, p) hears of every element, of the lane's
 // column of that half.
-template <class Kind, bool DROPS, int NT, class Take>
+template <class Kind, bool DROPS, int NT, bool IS_PLACED, class Take>
 __device__ inline void make_transposed_ds_by_program(float (&ds)[1][NT][4], const float (&p)[1][NT][4],
-                                                     const fa_cuda_arguments &a, uint32_t delta, Take take) {
+                                                     const fa_cuda_arguments &a, RowNumbers<IS_PLACED> delta,
+                                                     Take take) {
   const float kept_factor = a.program.kept_factor;
 #pragma unroll
   for (int n = 0; n < NT; n++) {
-    const float2 row_delta = load_shared_pair(delta + (n * 8 + threadIdx.x % 4 * 2) * 4);
+    const float2 row_delta = delta[n];
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       const float own_delta = i % 2 ? row_delta.y : row_delta.x, weight = p[0][n][i];

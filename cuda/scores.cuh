@@ -335,11 +335,23 @@ __device__ inline void set_to_shift(float (&product)[1][NT][4], const fa_cuda_sc
   }
 }
 
+// Numbers of the accumulator's rows in shared memory, of which a lane has two in each column block. The lane's place is
+// a part of the address that all of them have, or, unless IS_PLACED, of each: with the one or the other ptxas needs
+// fewer instructions.
+template <bool IS_PLACED = false>
+struct RowNumbers {
+  const uint32_t from;
+  __device__ explicit RowNumbers(uint32_t rows) : from(IS_PLACED ? rows + threadIdx.x % 4 * 8 : rows) {}
+  __device__ float2 operator[](int n) const {
+    return load_shared_pair(IS_PLACED ? from + n * 32 : from + (n * 8 + threadIdx.x % 4 * 2) * 4);
+  }
+};
+
 // Transposed scores become probabilities: take(n, p, slopes) gets them column block by column block of the
-// accumulator. shift: in shared memory.
-template <class Kind, Beginning BEGINNING = AT_ZERO, int NT, class Due, class Take>
+// accumulator.
+template <class Kind, Beginning BEGINNING = AT_ZERO, int NT, bool IS_PLACED, class Due, class Take>
 __device__ inline void make_transposed_p(const float (&scores)[1][NT][4], const fa_cuda_score &score,
-                                         uint32_t shift, const Due &due, Take take) {
+                                         RowNumbers<IS_PLACED> shift, const Due &due, Take take) {
   const float unit = exponent_of_unit<Kind>(score);
   const bool is_capped = score.form == FA_CUDA_SCORE_SOFTCAP;
   const float per_cap = BEGINNING != AT_ZERO && !is_capped ? 0 : per_softcap<Kind>(score);
@@ -348,7 +360,7 @@ __device__ inline void make_transposed_p(const float (&scores)[1][NT][4], const 
 #pragma unroll
     for (int n = 0; n < NT; n++) {
       float2 row_shift = {0, 0};
-      if (!SHIFTED) row_shift = due.shifts(load_shared_pair(shift + (n * 8 + threadIdx.x % 4 * 2) * 4));
+      if (!SHIFTED) row_shift = due.shifts(shift[n]);
       float p[4], slopes[4];
 #pragma unroll
       for (int i = 0; i < 4; i++) {
@@ -365,10 +377,10 @@ __device__ inline void make_transposed_p(const float (&scores)[1][NT][4], const 
     take_all(std::false_type());
 }
 // The same: p becomes an operand times scale; the slopes take the scores' place.
-template <class Kind, Beginning BEGINNING = AT_ZERO, int NT, class Due = NoShiftDue>
+template <class Kind, Beginning BEGINNING = AT_ZERO, int NT, bool IS_PLACED, class Due = NoShiftDue>
 __device__ inline void make_transposed_p(float (&scores)[1][NT][4], uint32_t (&operand)[Kind::PARTS][NT / 2][4],
-                                         const fa_cuda_score &score, uint32_t shift, float scale = 1,
-                                         const Due &due = Due()) {
+                                         const fa_cuda_score &score, RowNumbers<IS_PLACED> shift,
+                                         float scale = 1, const Due &due = Due()) {
   make_transposed_p<Kind, BEGINNING>(
       scores, score, shift, due, [&](int n, const float(&p)[4], const float(&slopes)[4]) {
 #pragma unroll
@@ -380,13 +392,13 @@ __device__ inline void make_transposed_p(float (&scores)[1][NT][4], uint32_t (&o
 }
 
 // Transposed dp, to be multiplied with unscale where operands are SCALED, becomes ds; slopes_of(n): what
-// make_transposed_p gave of a column block of the accumulator. delta: in shared memory.
-template <class Kind, int NT, class SlopesOf>
-__device__ inline void make_transposed_ds(float (&ds)[1][NT][4], SlopesOf slopes_of, uint32_t delta,
+// make_transposed_p gave of a column block of the accumulator.
+template <class Kind, int NT, bool IS_PLACED, class SlopesOf>
+__device__ inline void make_transposed_ds(float (&ds)[1][NT][4], SlopesOf slopes_of, RowNumbers<IS_PLACED> delta,
                                           float unscale = 1) {
 #pragma unroll
   for (int n = 0; n < NT; n++) {
-    const float2 row_delta = load_shared_pair(delta + (n * 8 + threadIdx.x % 4 * 2) * 4);
+    const float2 row_delta = delta[n];
     const float4 four = slopes_of(n);
     const float slopes[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
