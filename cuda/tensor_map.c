@@ -46,17 +46,21 @@ typedef struct {
 } map_key;
 
 /* The maps that a thread made last, as calls of a program use the same memory again and again: a backward has
- * up to eight, each of which is a call of the driver. A key has one place. */
-enum { MAPS_KEPT = 64 };
+ * up to eight, each of which is a call of the driver. A key has the places of a set, which are filled in turn,
+ * so that maps of one call seldom displace each other. */
+enum { NUM_SETS = 16, SET_PLACES = 4 };
 static _Thread_local struct {
-  map_key key;
-  CUtensorMap map;
-} kept[MAPS_KEPT];
+  struct {
+    map_key key;
+    CUtensorMap map;
+  } at[SET_PLACES];
+  unsigned next;
+} kept[NUM_SETS];
 
-static size_t place_of(const map_key *key) {
+static size_t set_of(const map_key *key) {
   uint64_t hash = (uintptr_t)key->data / 16 + key->dims[1] + key->box_rows;
   hash *= UINT64_C(0x9e3779b97f4a7c15);
-  return (size_t)(hash >> 32) % MAPS_KEPT;
+  return (size_t)(hash >> 32) % NUM_SETS;
 }
 
 static bool make(CUtensorMap *map, const map_key *key) {
@@ -82,11 +86,14 @@ bool fa_cuda_tensor_map_init(CUtensorMap *map, const fa_cuda_operand *operand, f
   key.strides[1] = (cuuint64_t)operand->stride_head * bytes;
   key.strides[2] = (cuuint64_t)operand->stride_batch * bytes;
   key.box_rows = (cuuint32_t)box_rows, key.dtype = (cuuint32_t)dtype;
-  const size_t place = place_of(&key);
-  if (memcmp(&kept[place].key, &key, sizeof key) != 0) {
-    if (!make(map, &key)) return false;
-    kept[place].key = key, kept[place].map = *map;
-  }
-  *map = kept[place].map;
+  const size_t set = set_of(&key);
+  for (int i = 0; i < SET_PLACES; i++)
+    if (memcmp(&kept[set].at[i].key, &key, sizeof key) == 0) {
+      *map = kept[set].at[i].map;
+      return true;
+    }
+  if (!make(map, &key)) return false;
+  const unsigned place = kept[set].next++ % SET_PLACES;
+  kept[set].at[place].key = key, kept[set].at[place].map = *map;
   return true;
 }
