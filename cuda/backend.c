@@ -846,6 +846,16 @@ static int32_t merging_groups(const fa_cuda_kernel *kernel) {
   return FA_CUDA_PARTS_THREADS * 4 / kernel->bucket;
 }
 
+/* Whether a kernel merges parts behind main, and writes o in its place. */
+static bool merges_behind(const fa_cuda_kernel *kernel, const fa_cuda_parts *parts) {
+  return kernel->merge && parts->num_parts > 1 && !parts->in_cluster;
+}
+
+/* Whether main of few rows writes o and has to mend it. */
+static bool mends_few(const fa_cuda_kernel *kernel, const cuda_job *job) {
+  return kernel->merge && job->arguments.suspect && !merges_behind(kernel, &job->parts);
+}
+
 /* What a kernel for few rows is told beside its arguments. Its row blocks are of packed rows. */
 static void lay_out_parts(const fa_plan *plan, const fa_cuda_kernel *kernel, const fa_tensors *t,
                           fa_arena *workspace, cuda_job *job) {
@@ -864,7 +874,7 @@ static void lay_out_parts(const fa_plan *plan, const fa_cuda_kernel *kernel, con
                                      .page_size = (int32_t)p->page_size,
                                      .box_rows = box_rows(p, kernel)};
   job->parts.rows_a_unit = (int32_t)fa_min(fa_cuda_packed_rows(p), kernel->block_q);
-  if (job->parts.num_parts == 1 || job->parts.in_cluster) return;
+  if (!merges_behind(kernel, &job->parts)) return;
   job->parts.groups_a_row = 1;
   while (job->parts.groups_a_row < fa_min(job->parts.num_parts, merging_groups(kernel)))
     job->parts.groups_a_row *= 2;
@@ -987,6 +997,13 @@ static cuda_job lay_out(const fa_plan *plan, const fa_cuda_kernel *kernel, const
   return job;
 }
 
+static fa_status set_attributes_of(const void *main, int32_t shared_bytes, bool clusters, fa_error *error) {
+  const char *operation = "cudaFuncSetAttribute";
+  CHECK(cudaFuncSetAttribute(main, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes));
+  if (clusters) CHECK(cudaFuncSetAttribute(main, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
+  return FA_STATUS_OK;
+}
+
 /* Makes a kernel ready to run on the device. */
 static fa_status set_attributes(const fa_cuda_kernel *kernel, int32_t index, fa_error *error) {
   fa_scope scope;
@@ -994,12 +1011,10 @@ static fa_status set_attributes(const fa_cuda_kernel *kernel, int32_t index, fa_
   fa_status status = fa_cuda_facts_of(index, &device, error);
   if (!status) status = enter_device(&scope, index, error);
   if (status) return status;
-  status = check(
-      cudaFuncSetAttribute(kernel->main, cudaFuncAttributeMaxDynamicSharedMemorySize, kernel->shared_bytes),
-      "cudaFuncSetAttribute", error);
-  if (!status && kernel->merge && device.major >= 9)
-    status = check(cudaFuncSetAttribute(kernel->main, cudaFuncAttributeNonPortableClusterSizeAllowed, 1),
-                   "cudaFuncSetAttribute", error);
+  const void *mains[] = {kernel->main, kernel->main_that_mends};
+  for (int i = 0; !status && i < 2; i++)
+    if (mains[i])
+      status = set_attributes_of(mains[i], kernel->shared_bytes, kernel->merge && device.major >= 9, error);
   leave_device(&scope);
   return status;
 }
@@ -1116,8 +1131,9 @@ static fa_status launch_parts(const fa_cuda_kernel *kernel, cuda_job *job, cudaS
                                      .stream = stream,
                                      .attrs = &cluster,
                                      .numAttrs = parts->in_cluster ? 1 : 0};
-  CHECK(cudaLaunchKernelExC(&config, kernel->main, arguments));
-  if (parts->num_parts == 1 || parts->in_cluster) return FA_STATUS_OK;
+  CHECK(
+      cudaLaunchKernelExC(&config, mends_few(kernel, job) ? kernel->main_that_mends : kernel->main, arguments));
+  if (!merges_behind(kernel, parts)) return FA_STATUS_OK;
   const int64_t rows_a_block = merging_groups(kernel) / parts->groups_a_row;
   operation = "launch of the merge";
   CHECK((job->launches_early ? fa_cuda_launch_early : fa_cuda_launch)(
@@ -1169,7 +1185,7 @@ static fa_status launch_mending(const fa_plan *plan, const fa_cuda_kernel *kerne
                      : kernel->merge ? fa_cuda_mend_few_kernels[kind]
                                      : fa_cuda_mend_forward_kernels[kind];
   void *beside = backward ? (void *)&job->gradients : (void *)&job->parts.cache;
-  if (!job->arguments.suspect || kernel->mends) return FA_STATUS_OK;
+  if (!job->arguments.suspect || kernel->mends || mends_few(kernel, job)) return FA_STATUS_OK;
   CHECK((job->launches_early ? fa_cuda_launch_early : fa_cuda_launch)(
       mend, blocks(job->num_multiprocessors), FA_CUDA_SMALL_KERNEL_THREADS, 0,
       (void *[]){&job->arguments, beside}, stream));

@@ -188,7 +188,7 @@ struct Stream {
 };
 
 // One block of threads for each part of a unit's keys; all parts of a unit are one cluster where d.in_cluster.
-template <class Kind, class Shape>
+template <class Kind, class Shape, bool MENDS>
 __global__ void __launch_bounds__(Shape::num_threads, Shape::blocks_per_sm)
     attend(const __grid_constant__ fa_cuda_arguments a, const __grid_constant__ fa_cuda_parts d) {
   using Layout = DecodeLayout<Kind, Shape>;
@@ -245,7 +245,7 @@ __global__ void __launch_bounds__(Shape::num_threads, Shape::blocks_per_sm)
   stream.put(layout);
   __syncthreads();
 
-  finish_unit<Kind, Shape>(a, d, layout, sequence, unit, part);
+  finish_unit<Kind, Shape, MENDS>(a, d, layout, sequence, unit, part);
 }
 
 template <class Kind, class Shape>
@@ -257,7 +257,8 @@ constexpr fa_cuda_kernel row(const char *name) {
           .num_threads = Shape::num_threads,
           .shared_bytes = DecodeLayout<Kind, Shape>::BYTES,
           .takes = FA_CUDA_PLAIN_NEEDS | FA_CUDA_NEEDS_LENGTHS | FA_CUDA_NEEDS_PAGES,
-          .main = address_of_kernel(attend<Kind, Shape>),
+          .main = address_of_kernel(attend<Kind, Shape, false>),
+          .main_that_mends = address_of_kernel(attend<Kind, Shape, true>),
           .merge = address_of_kernel(merge_parts<Kind, Shape>),
           .blocks_per_sm = Shape::blocks_per_sm};
 }

@@ -31,9 +31,9 @@ enum { K_SIDE, V_SIDE, NUM_SIDES };
 // block that every row sees. A step's dq is all that its rows have, and is written by the warp that would send
 // it. ASKS_EARLY: whether ds may be stored is asked between the exponentials and the wait for dp, which ptxas
 // would else move to before them. LEAVES_BY_MAP: dk and dv go through shared memory to their maps. These two
-// are 1 to 5 % in some kernels, and a loss in others, and so is PLACES_LANES, see RowNumbers. SPLITS_HEADS: blocks
-// of threads may share the query heads of a column block. UNEVEN: for problems whose column blocks have different
-// lengths.
+// are 1 to 5 % in some kernels, and a loss in others, and so is PLACES_LANES, see RowNumbers. SPLITS_HEADS:
+// blocks of threads may share the query heads of a column block. UNEVEN: for problems whose column blocks have
+// different lengths.
 enum BackwardTraits {
   FORMS = 1,
   SUMS = 2,
@@ -455,7 +455,8 @@ __device__ inline void prefetch_columns(const fa_cuda_arguments &a, const fa_cud
 template <int BEGIN, int END, class Buffers>
 __device__ inline void load_plain_sides(const fa_cuda_arguments &a, const fa_cuda_maps &maps,
                                         const Buffers &buffers, int index, uint32_t &steps, uint32_t &k_phase) {
-  // Whether dout comes before q but in the first step: its stage is free half a step before. At 64 it is no gain.
+  // Whether dout comes before q but in the first step: its stage is free half a step before. At 64 it is no
+  // gain.
   constexpr bool DOUT_FIRST = Buffers::Shape::head_dim == 128 && Buffers::Shape::num_writers > 0;
   typename Buffers::Work work;
   if (!find_work(a, index, work)) return;

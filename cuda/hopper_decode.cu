@@ -271,7 +271,7 @@ struct DecodeConsumer {
 };
 
 // One block of threads for each part of a unit's keys; all parts of a unit are one cluster where d.in_cluster.
-template <class Kind, class Shape>
+template <class Kind, class Shape, bool MENDS>
 __global__ void __launch_bounds__(Shape::num_threads, Shape::blocks_per_sm)
     attend(const __grid_constant__ fa_cuda_arguments a, const __grid_constant__ fa_cuda_parts d,
            const __grid_constant__ fa_cuda_maps maps) {
@@ -298,7 +298,7 @@ __global__ void __launch_bounds__(Shape::num_threads, Shape::blocks_per_sm)
     consumer.put();
   }
   __syncthreads();
-  decode::finish_unit<Kind, Shape>(a, d, buffers, sequence, unit, part);
+  decode::finish_unit<Kind, Shape, MENDS>(a, d, buffers, sequence, unit, part);
 }
 
 template <class Kind, class Shape>
@@ -311,7 +311,8 @@ constexpr fa_cuda_kernel row(const char *name) {
           .shared_bytes = DecodeBuffers<Shape>::BYTES,
           .takes = FA_CUDA_PLAIN_NEEDS | FA_CUDA_NEEDS_LENGTHS | FA_CUDA_NEEDS_PAGES,
           .mapped = true,
-          .main = address_of_kernel(attend<Kind, Shape>),
+          .main = address_of_kernel(attend<Kind, Shape, false>),
+          .main_that_mends = address_of_kernel(attend<Kind, Shape, true>),
           .merge = address_of_kernel(decode::merge_parts<Kind, Shape>),
           .blocks_per_sm = Shape::blocks_per_sm};
 }

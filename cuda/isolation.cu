@@ -118,20 +118,15 @@ __global__ void __launch_bounds__(THREADS) mend_forward(const __grid_constant__ 
   });
 }
 
-// The same of few rows, whose keys may lie on pages.
+// The same of few rows in parts that another kernel has merged.
 template <class Kind>
 __global__ void __launch_bounds__(THREADS)
     mend_few(const __grid_constant__ fa_cuda_arguments a, const __grid_constant__ fa_cuda_cache cache) {
-  using Io = typename Kind::Io;
   if (!is_suspect(a)) return;
   for_each_row_of(a.batch, a.num_heads, a.window.seqlen_q, [&](int batch, int head, int row) {
-    const Sequence s = decode::cached_sequence(a, cache, batch);
-    const decode::KeyRows<Io> k(a.k, cache, s, kv_head_of(a, head)), v(a.v, cache, s, kv_head_of(a, head));
-    auto mended = row_of_o<Kind, HEAD_DIM>(
-        a, {batch, head, row, 0}, {0, s.num_columns()}, row_of<const Io>(a.q_rows, s, head, row),
-        [&](auto visit) { visit(s.band); }, [&](int column) { return k.row(column); },
-        [&](int column) { return v.row(column); });
-    mended.template mend<false>(row_of<Io>(a.o, s, head, row), lse_at(a, s, head, row));
+    const int group = heads_per_kv(a);
+    const decode::Unit all = {0, batch, head / group, 0, a.window.seqlen_q * group, group};
+    decode::mend_row<Kind, HEAD_DIM>(a, cache, all, row * group + head % group);
   });
 }
 

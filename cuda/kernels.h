@@ -349,19 +349,21 @@ typedef struct fa_cuda_kernel {
   int32_t bucket; /* the largest head_dim that it takes */
   int32_t block_q, block_k, num_threads;
   int32_t shared_bytes;
-  int32_t least_columns;  /* not for problems whose rows see fewer, on average */
-  uint32_t takes;         /* which needs of a problem it serves */
-  int32_t row_warps;      /* backward, of one that takes a bias: so many warps share a column of a step */
-  bool mapped;            /* main reads by fa_cuda_maps */
-  bool persistent;        /* main has at most one block a multiprocessor, which takes one after the other */
-  bool begins_early;      /* main waits by itself for the small kernel in front of it */
-  bool single_column;     /* backward: only for problems with one column block, which every row sees */
-  bool splits_heads;      /* backward: a column block's query heads may be shared out, not only its steps */
-  bool uneven;            /* backward: only for problems whose column blocks differ in length */
-  bool mends;             /* forward: main itself makes again what is NaN beside hidden cells */
-  bool folds;             /* main makes numbers a key, or slopes, parts of q·k: fa_cuda_keys.terms */
-  bool in_parts;          /* forward: keys are split into parts, whose o and lse a merge follows */
-  const void *main;       /* one block a q block (forward) or k block (backward) of a head */
+  int32_t least_columns; /* not for problems whose rows see fewer, on average */
+  uint32_t takes;        /* which needs of a problem it serves */
+  int32_t row_warps;     /* backward, of one that takes a bias: so many warps share a column of a step */
+  bool mapped;           /* main reads by fa_cuda_maps */
+  bool persistent;       /* main has at most one block a multiprocessor, which takes one after the other */
+  bool begins_early;     /* main waits by itself for the small kernel in front of it */
+  bool single_column;    /* backward: only for problems with one column block, which every row sees */
+  bool splits_heads;     /* backward: a column block's query heads may be shared out, not only its steps */
+  bool uneven;           /* backward: only for problems whose column blocks differ in length */
+  bool mends;            /* forward: main itself makes again what is NaN beside hidden cells */
+  bool folds;            /* main makes numbers a key, or slopes, parts of q·k: fa_cuda_keys.terms */
+  bool in_parts;         /* forward: keys are split into parts, whose o and lse a merge follows */
+  const void *main;      /* one block a q block (forward) or k block (backward) of a head */
+  const void
+      *main_that_mends;   /* few rows: the same that mends what it writes of o, for problems that hide cells */
   const void *statistics; /* backward, fa_cuda_dlse beside the arguments: delta, shift, and what begins at 0 */
   const void *statistics_beside; /* the same while main runs; what counts is 0 before; NULL: not possible */
   const void *finish_dq; /* backward: dq_sum to dq; one block of finish_threads a q block. NULL: main does it */

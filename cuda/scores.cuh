@@ -335,9 +335,9 @@ __device__ inline void set_to_shift(float (&product)[1][NT][4], const fa_cuda_sc
   }
 }
 
-// Numbers of the accumulator's rows in shared memory, of which a lane has two in each column block. The lane's place is
-// a part of the address that all of them have, or, unless IS_PLACED, of each: with the one or the other ptxas needs
-// fewer instructions.
+// Numbers of the accumulator's rows in shared memory, of which a lane has two in each column block. The lane's
+// place is a part of the address that all of them have, or, unless IS_PLACED, of each: with the one or the
+// other ptxas needs fewer instructions.
 template <bool IS_PLACED = false>
 struct RowNumbers {
   const uint32_t from;
@@ -394,8 +394,8 @@ __device__ inline void make_transposed_p(float (&scores)[1][NT][4], uint32_t (&o
 // Transposed dp, to be multiplied with unscale where operands are SCALED, becomes ds; slopes_of(n): what
 // make_transposed_p gave of a column block of the accumulator.
 template <class Kind, int NT, bool IS_PLACED, class SlopesOf>
-__device__ inline void make_transposed_ds(float (&ds)[1][NT][4], SlopesOf slopes_of, RowNumbers<IS_PLACED> delta,
-                                          float unscale = 1) {
+__device__ inline void make_transposed_ds(float (&ds)[1][NT][4], SlopesOf slopes_of,
+                                          RowNumbers<IS_PLACED> delta, float unscale = 1) {
 #pragma unroll
   for (int n = 0; n < NT; n++) {
     const float2 row_delta = delta[n];

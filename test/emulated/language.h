@@ -139,6 +139,9 @@ inline T atomicCAS(T *at, std::common_type_t<T> expected, std::common_type_t<T> 
 // ---- barriers, and what the lanes of a warp tell each other -------------------------------------------
 
 inline void __syncthreads(emulated::Site site = emulated::Site()) { emulated::barrier_wait(0, 0, site); }
+inline int __syncthreads_or(int x, emulated::Site site = emulated::Site()) {
+  return emulated::any_in_block(x != 0, site);
+}
 
 inline void __syncwarp(unsigned mask = ~0u, emulated::Site site = emulated::Site()) {
   int nothing = 0;

@@ -590,6 +590,17 @@ void barrier_wait(int id, int threads, Site site) {
 
 void barrier_arrive(int id, int threads, Site site) { arrive_at(id, threads, site); }
 
+bool any_in_block(bool it_is_so, Site site) {
+  bool &is_found = current->block->is_found;
+  is_found |= it_is_so;
+  barrier_wait(0, 0, site);
+  const bool found = is_found;
+  barrier_wait(0, 0, site);
+  is_found = false;
+  barrier_wait(0, 0, site);
+  return found;
+}
+
 void cluster_barrier(Site site) {
   Slot &first = *slots[slot_of(*current->block)->group * job.cluster];
   const uint64_t all = uint64_t(job.cluster) * unsigned(current->block->num_threads);

@@ -74,6 +74,7 @@ struct Block {
   uint3 index;
   unsigned cluster_rank, num_in_cluster;
   int num_threads, num_warps, num_left;  // threads that have not ended
+  bool is_found;                         // of any_in_block
   uint8_t *shared;                       // dynamic; its beginning has the address SHARED_BEGIN
   uint32_t shared_bytes;
   Thread *threads;  // [num_threads]
@@ -158,6 +159,8 @@ inline void meet_in_warpgroup(const char *what, Site site, Argument &mine, Funct
 // bar.sync and bar.arrive. threads: 0 means all that have not ended.
 void barrier_wait(int id, int threads, Site site = Site());
 void barrier_arrive(int id, int threads, Site site = Site());
+// By all threads of a block: whether one says so.
+bool any_in_block(bool it_is_so, Site site = Site());
 
 void cluster_barrier(Site site = Site());
 
