@@ -389,8 +389,7 @@ __device__ inline void add_cells(float (&scores)[NT][4], const fa_cuda_program &
 
 // Scores become probabilities, of which those that are dropped are 0 and the others due the program's
 // kept_factor, as an operand; the probabilities themselves take the scores' place, negative where they are
-// dropped. of_each: what add_transposed_terms has left out, for each further row.
-// There is no softcap.
+// dropped. of_each: what add_transposed_terms has left out, for each further row. There is no softcap.
 template <class Kind, bool DROPS, int NT, bool IS_PLACED>
 __device__ inline void make_transposed_p_by_program(float (&scores)[1][NT][4],
                                                     uint32_t (&operand)[Kind::PARTS][NT / 2][4],

@@ -322,19 +322,6 @@ struct ShiftDue {
   }
 };
 
-// What a transposed product begins at; shift: in shared memory, of the accumulator's rows.
-template <Beginning BEGINNING, int NT, class Due = NoShiftDue>
-__device__ inline void set_to_shift(float (&product)[1][NT][4], const fa_cuda_score &score, float per_shift,
-                                    uint32_t shift, const Due &due = Due()) {
-#pragma unroll
-  for (int n = 0; n < NT; n++) {
-    const float2 of_rows = due.products(load_shared_pair(shift + (n * 8 + threadIdx.x % 4 * 2) * 4), per_shift);
-#pragma unroll
-    for (int i = 0; i < 4; i++)
-      product[0][n][i] = begin_at_shift<BEGINNING>(score) ? (i % 2 ? of_rows.y : of_rows.x) : 0;
-  }
-}
-
 // Numbers of the accumulator's rows in shared memory, of which a lane has two in each column block. The lane's
 // place is a part of the address that all of them have, or, unless IS_PLACED, of each: with the one or the
 // other ptxas needs fewer instructions.
@@ -346,6 +333,19 @@ struct RowNumbers {
     return load_shared_pair(IS_PLACED ? from + n * 32 : from + (n * 8 + threadIdx.x % 4 * 2) * 4);
   }
 };
+
+// What a transposed product begins at; shift: in shared memory, of the accumulator's rows.
+template <Beginning BEGINNING, int NT, class Due = NoShiftDue>
+__device__ inline void set_to_shift(float (&product)[1][NT][4], const fa_cuda_score &score, float per_shift,
+                                    uint32_t shift, const Due &due = Due()) {
+#pragma unroll
+  for (int n = 0; n < NT; n++) {
+    const float2 of_rows = due.products(RowNumbers(shift)[n], per_shift);
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+      product[0][n][i] = begin_at_shift<BEGINNING>(score) ? (i % 2 ? of_rows.y : of_rows.x) : 0;
+  }
+}
 
 // Transposed scores become probabilities: take(n, p, slopes) gets them column block by column block of the
 // accumulator.

@@ -38,32 +38,18 @@ defmodule FlashAttention.Telemetry do
         ) ::
           {:ok, Native.tensors(), Native.tensors()} | {:error, Error.t()}
   def run(pass, tensors, options, device, placement) do
-    if listened?(),
-      do: run_and_tell(pass, tensors, options, device, placement),
-      else: run_alone(pass, tensors, options, device, Map.put(placement, :measure, false))
-  end
+    tells = listened?()
+    metadata = if tells, do: metadata(pass, tensors, device)
+    begin = if tells, do: start(metadata)
 
-  defp run_alone(pass, tensors, options, device, placement) do
-    case Native.execute(pass, tensors, options, device, placement) do
-      {:ok, outputs, kept, _measurements} -> {:ok, outputs, kept}
-      {:error, error} -> {:error, Error.from_native(error)}
-    end
-  end
+    {measurements, result} =
+      case Native.execute(pass, tensors, options, device, Map.put(placement, :measure, tells)) do
+        {:ok, outputs, kept, measurements} -> {measurements, {:ok, outputs, kept}}
+        {:error, error} -> {@nothing_measured, {:error, Error.from_native(error)}}
+      end
 
-  defp run_and_tell(pass, tensors, options, device, placement) do
-    metadata = metadata(pass, tensors, device)
-    begin = start(metadata)
-
-    case Native.execute(pass, tensors, options, device, placement) do
-      {:ok, outputs, kept, measurements} ->
-        stop(begin, measurements, metadata, nil)
-        {:ok, outputs, kept}
-
-      {:error, error} ->
-        error = Error.from_native(error)
-        stop(begin, @nothing_measured, metadata, error)
-        {:error, error}
-    end
+    if tells, do: stop(begin, measurements, metadata, error_of(result))
+    result
   end
 
   @doc false
@@ -74,7 +60,7 @@ defmodule FlashAttention.Telemetry do
     result = append.()
 
     if listened?() do
-      error = with {:error, error} <- result, do: error, else: (:ok -> nil)
+      error = error_of(result)
       [batch, rows | _] = Tuple.to_list(shape) ++ [0, 0]
 
       measurements = %{
@@ -92,6 +78,9 @@ defmodule FlashAttention.Telemetry do
 
     result
   end
+
+  defp error_of({:error, error}), do: error
+  defp error_of(_result), do: nil
 
   defp metadata(pass, tensors, device) do
     {_data, type, shape} = tensors.q
