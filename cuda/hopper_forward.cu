@@ -88,6 +88,9 @@ struct Consumer {
   static constexpr bool STORES_ITSELF = SCALED || Shape::in_parts;  // or o goes by way of q's rows
   static constexpr int NT = Shape::block_k / 8, DT = Shape::head_dim / 8;
   static constexpr int QK_STEPS = Shape::head_dim / 16, PV_STEPS = Shape::block_k / 16;
+  // In eights of columns, what is multiplied at once where products go to registers of their own: at 256 these
+  // do not suffice for all.
+  static constexpr int FRESH_DT = DT > 16 ? 8 : DT;
   static constexpr int P_EXPONENT = SCALED ? SCALED_EXPONENT - MAX_LAG : 0;
   static constexpr int SPLIT_BARRIER = 1 + Shape::num_consumers,
                        CLEAR_BARRIER = SPLIT_BARRIER + Shape::num_consumers;
@@ -110,7 +113,7 @@ struct Consumer {
   int row, first_row, kv_head, visited, exponent_q;
   // Where f32 is asked for, a block's product goes into registers of its own and from there, by ordinary
   // additions, into o: over a long sum, what the tensor cores cut off would add up.
-  float o[1][DT][4], fresh[1][DT][4], scores[1][NT][4];
+  float o[1][DT][4], fresh[1][FRESH_DT][4], scores[1][NT][4];
   uint32_t p[Kind::PARTS][PV_STEPS][4], q_held[1][QK_STEPS][4];
   using Softmax = OnlineSoftmax<Kind, 1, Shape::has_cells>;
   Softmax softmax;
@@ -130,8 +133,6 @@ struct Consumer {
         unit(exponent_of_unit<Kind>(a.score)),
         warp_row(consumer * 64 + threadIdx.x / 32 % 4 * 16),
         next_tile(GENERAL ? ForwardTile() : tile_of<Shape>(a, blockIdx.x)) {}
-
-  __device__ float (&product())[DT][4] { return SCALED ? fresh[0] : o[0]; }
 
   __device__ void release_stored() {
     if (!stored) return;
@@ -192,8 +193,13 @@ struct Consumer {
       multiply<Kind, QK_STEPS>(scores[0], q_rows, columns, false, fold);
   }
 
-  __device__ void start_o(Stage v) {
-    multiply<Kind, PV_STEPS>(product(), p, BoxOperand<KTile, false>(v.tile), !SCALED);
+  // first: where SCALED, of the columns that are multiplied at once.
+  __device__ void start_o(Stage v, int first = 0) {
+    const BoxOperand<KTile, false> columns(v.tile, first * 8);
+    if constexpr (SCALED)
+      multiply<Kind, PV_STEPS>(fresh[0], p, columns, false);
+    else
+      multiply<Kind, PV_STEPS>(o[0], p, columns, true);
   }
 
   // What to multiply products with; read ahead of them.
@@ -203,13 +209,20 @@ struct Consumer {
   }
 
   __device__ void finish_o(Stage v, float unscale) {
-    wgmma_wait<0>(product(), p);
-    barrier_arrive_warp(v.empty);
     if constexpr (SCALED) {
 #pragma unroll
-      for (int n = 0; n < DT; n++)
+      for (int first = 0; first < DT; first += FRESH_DT) {
+        if (first > 0) start_o(v, first);
+        wgmma_wait<0>(fresh[0], p);
+        if (first + FRESH_DT == DT) barrier_arrive_warp(v.empty);
 #pragma unroll
-        for (int i = 0; i < 4; i++) o[0][n][i] = fmaf(unscale, product()[n][i], o[0][n][i]);
+        for (int n = 0; n < FRESH_DT; n++)
+#pragma unroll
+          for (int i = 0; i < 4; i++) o[0][first + n][i] = fmaf(unscale, fresh[0][n][i], o[0][first + n][i]);
+      }
+    } else {
+      wgmma_wait<0>(o[0], p);
+      barrier_arrive_warp(v.empty);
     }
   }
 
@@ -484,7 +497,7 @@ struct Consumer {
   // Goes through the tile's visits. Where those of other consumers come between, the product that is due is
   // made first. True where it leaves o's last product due; then of_o is what to multiply that with. What is
   // told of a visit is read while its scores are computed, and the next one's flags with it.
-  __device__ bool go_through_visits(Stage q, float &of_o) {
+  __device__ inline __attribute__((always_inline)) bool go_through_visits(Stage q, float &of_o) {
     const BoxOperand<QTile, true> q_rows(q.tile, consumer * 64);
     uint32_t told = next_visit(ring), flags = told;
     bool turn = false;     // all take one for each visit but the first
@@ -686,7 +699,7 @@ struct Consumer {
     while (__any_sync(~0u, visited < tile.k_blocks.count)) skip(true);
   }
 
-  __device__ void consume_tile_with_bands() {
+  __device__ inline __attribute__((always_inline)) void consume_tile_with_bands() {
     const Stage q = buffers.q(q_ring.stage);
     begin_tile(q);
     prepare_q(q);
@@ -704,7 +717,7 @@ struct Consumer {
     store_o(q, scale);
   }
 
-  __device__ void consume() {
+  __device__ inline __attribute__((always_inline)) void consume() {
     if constexpr (GENERAL) {
       barrier_wait(buffers.told(0), 0);
       next_tile.hear(buffers.visit(ring).tile());
@@ -776,9 +789,9 @@ constexpr fa_cuda_kernel row(const char *name) {
       "cuda/sm90/" FA_QUOTE(FA_KIND) rest)
 
 // Registers a consumer's thread needs for its arrays: (block_k * 1.5 + head_dim) / 2, and block_k + head_dim of
-// f32 in two parts. Three consumers at 64, which use each column block for 192 rows; from 192 on, and of f32,
-// column blocks are what fits beside q. At 128 there is room for q too, head_dim / 4: of what the products read
-// from shared memory, a fifth.
+// f32 in two parts (at 256 3/4 of head_dim). Three consumers at 64, which use each column block for 192 rows;
+// from 192 on, and of f32, column blocks are what fits beside q. At 128 there is room for q too, head_dim / 4:
+// of what the products read from shared memory, a fifth.
 using namespace fa::hopper;
 const fa_cuda_kernel FA_JOIN(fa_hopper_forward_, FA_KIND)[] = {
 // bucket, block_k, consumers, stages of q, their registers, the producer's, traits, program
@@ -788,6 +801,8 @@ const fa_cuda_kernel FA_JOIN(fa_hopper_forward_, FA_KIND)[] = {
     ROW("/d64/general", true, 64, 128, 2, 2, 240, 24, FORMS),
     ROW("/d128", false, 128, 64, 2, 1, 240, 24, FORMS),
     ROW("/d128/general", true, 128, 64, 2, 1, 240, 24, FORMS),
+    ROW("/d256", false, 256, 32, 2, 1, 240, 24, FORMS),
+    ROW("/d256/general", true, 256, 32, 2, 1, 240, 24, FORMS),
 #else
     ROW("/d64/parts", false, 64, 128, 2, 2, 216, 72, FORMS | IN_PARTS),
     ROW("/d128/parts", false, 128, 128, 2, 2, 240, 24, FORMS | HOLDS_Q | IN_PARTS),

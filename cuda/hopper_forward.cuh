@@ -281,11 +281,11 @@ struct Teller {
   }
 };
 
-// Shared memory: the stages of q, of k and of v, then a barrier for each stage being full and one for its being
-// empty; without bands, for each stage of v, where that is a tile's last, which tile comes next; with bands
-// visits, with a barrier for each being told and one for its being read, a box of 0, and the order of batches.
-// Of visits there are twice as many as stages: that of a stage of k may still be read when the next comes
-// there.
+// Shared memory: the stages of q, of k and of v, whose tile is one for all where q leaves no more room, then a
+// barrier for each stage being full and one for its being empty; without bands, for each stage of v, where that
+// is a tile's last, which tile comes next; with bands visits, with a barrier for each being told and one for
+// its being read, a box of 0, and the order of batches. Of visits there are twice as many as stages: that of a
+// stage of k may still be read when the next comes there.
 template <class Kind, class Shape, bool GENERAL>
 struct ForwardBuffers {
   static constexpr int Q_STAGES = Shape::q_stages, STAGES = 2;
@@ -293,12 +293,12 @@ struct ForwardBuffers {
   using KTile = BoxTile<Shape::block_k, Shape::head_dim>;
   // q comes as the caller gave it; consumers split f32 in place.
   using QBoxes = BoxTile<Shape::block_q, Shape::head_dim * sizeof(typename Kind::Io) / 2>;
-  static constexpr int Q_BYTES = QBoxes::BYTES;
-  static constexpr int K_BYTES = Kind::PARTS * KTile::BYTES;
+  static constexpr int Q_BYTES = QBoxes::BYTES, K_BYTES = Kind::PARTS * KTile::BYTES;
+  static constexpr int V_TILES = Q_STAGES * Q_BYTES + 2 * STAGES * K_BYTES < 227 << 10 ? STAGES : 1;
   static constexpr int K_AT = Q_STAGES * Q_BYTES, V_AT = K_AT + STAGES * K_BYTES;
   // Of programs, what is added in a visit, which comes and goes with its stage of k.
   using BiasTile = hopper::BiasTile<Shape::block_q, Shape::block_k>;
-  static constexpr int BIAS_AT = V_AT + STAGES * K_BYTES, BIAS_BYTES = Shape::has_cells ? BiasTile::BYTES : 0;
+  static constexpr int BIAS_AT = V_AT + V_TILES * K_BYTES, BIAS_BYTES = Shape::has_cells ? BiasTile::BYTES : 0;
   static constexpr int KEYS_AT = BIAS_AT + STAGES * BIAS_BYTES,
                        KEY_BYTES = Shape::folds ? HalvesOperand::ROW_BYTES : 4,
                        KEYS_BYTES = Shape::has_keys || Shape::folds ? Shape::block_k * KEY_BYTES : 0;
@@ -327,7 +327,7 @@ struct ForwardBuffers {
   }
   __device__ Stage q(int i) const { return stage(i * Q_BYTES, i); }
   __device__ Stage k(int i) const { return stage(K_AT + i * K_BYTES, Q_STAGES + i); }
-  __device__ Stage v(int i) const { return stage(V_AT + i * K_BYTES, Q_STAGES + STAGES + i); }
+  __device__ Stage v(int i) const { return stage(V_AT + i % V_TILES * K_BYTES, Q_STAGES + STAGES + i); }
   __device__ uint32_t bias(int i) const { return base + BIAS_AT + i * BIAS_BYTES; }
   __device__ uint32_t keys(int i) const { return base + KEYS_AT + i * KEYS_BYTES; }
   __device__ HalvesOperand terms(int i) const { return {keys(i), base + ZEROS_AT}; }
@@ -411,9 +411,13 @@ struct Producer {
       load_boxes<KTile>(to.tile + part * KTile::BYTES, map, to.full, column, kv_head, batch + part * a.batch);
   }
 
-  __device__ void load_k(const ForwardTile &tile, int kv_head, int column) const {
-    const auto k = buffers.k(ring.stage);
-    barrier_wait(k.empty, ring.phase ^ 1);
+  // Where v has a single tile, which is empty only when the product with it is done, the next k comes first.
+  static constexpr bool K_AHEAD = Buffers::V_TILES == 1;
+
+  __device__ void load_k(const ForwardTile &tile, int kv_head, int column,
+                         const Ring<Buffers::STAGES> &at) const {
+    const auto k = buffers.k(at.stage);
+    barrier_wait(k.empty, at.phase ^ 1);
     const bool adds_keys = Shape::folds || (Shape::has_keys && a.program.keys.kinds);
     int more_bytes = adds_keys ? Buffers::KEYS_BYTES : 0;
     if constexpr (Shape::has_cells) more_bytes += Buffers::BiasTile::bytes(a.program);
@@ -426,11 +430,26 @@ struct Producer {
         numbers = terms_of(a.program.keys, tile.batch, tile.head, column);
       else
         numbers = addends_of(a.program.keys, tile.batch, tile.head, column);
-      load_bulk(buffers.keys(ring.stage), numbers, Buffers::KEYS_BYTES, k.full);
+      load_bulk(buffers.keys(at.stage), numbers, Buffers::KEYS_BYTES, k.full);
     }
     if constexpr (Shape::has_cells)
-      Buffers::BiasTile::load(buffers.bias(ring.stage), a.program, maps.bias, k.full, tile.batch, tile.head,
+      Buffers::BiasTile::load(buffers.bias(at.stage), a.program, maps.bias, k.full, tile.batch, tile.head,
                               tile.rows.begin, column);
+  }
+
+  __device__ Ring<Buffers::STAGES> next_ring() const {
+    Ring<Buffers::STAGES> next = ring;
+    next.advance();
+    return next;
+  }
+  __device__ void wait_for_empty_v() const {
+    if constexpr (Buffers::V_TILES == 1) {
+      // Of the stage that had the tile last: at first that has a phase that nobody waits for.
+      const Ring<Buffers::STAGES> other = next_ring();
+      barrier_wait(buffers.v(other.stage).empty, other.stage ? ring.phase ^ 1 : ring.phase);
+    } else {
+      barrier_wait(buffers.v(ring.stage).empty, ring.phase ^ 1);
+    }
   }
 
   // Goes through the tile's column blocks; before the last one's v it finds the next tile, and tells it.
@@ -438,11 +457,13 @@ struct Producer {
     const int first_column = sequence_of(a, tile.batch).first_column, kv_head = kv_head_of(a, tile.head);
     for (int i = 0, left = tile.k_blocks.count - 1; left >= 0; i++, left--, ring.advance()) {
       if (left == min(1, tile.k_blocks.count - 1)) index = next_index(a, index);
-      const int column = first_column + block_at<Shape>(a, tile, i) * Shape::block_k;
+      auto column_at = [&](int i) { return first_column + block_at<Shape>(a, tile, i) * Shape::block_k; };
+      const int column = column_at(i);
       const auto v = buffers.v(ring.stage);
-      load_k(tile, kv_head, column);
+      if (!K_AHEAD || i == 0) load_k(tile, kv_head, column, ring);
+      if (K_AHEAD && left > 0) load_k(tile, kv_head, column_at(i + 1), next_ring());
       if (left == 0) next = tile_of<Shape>(a, index);
-      barrier_wait(v.empty, ring.phase ^ 1);
+      wait_for_empty_v();
       if (left == 0) next.tell(buffers.next_tile(ring.stage));
       load(v, maps.v, column, kv_head, tile.batch);
     }
@@ -459,19 +480,23 @@ struct Producer {
       if (tile.head < 0) return;
       load_q(tile);
       const int kv_head = kv_head_of(a, tile.head);
-      for (bool last = false; !last; ring.advance(), count++) {
+      for (bool first = true, last = false; !last; ring.advance(), count++, first = false) {
         barrier_wait(buffers.told(visits.stage), visits.phase);
         const uint32_t visit = buffers.visit(visits).at;
         const int column = load_shared_word(visit + ToldVisit::COLUMN_AT);
         last = load_shared_word(visit) & ToldVisit::LAST;
         visits.advance();
-        load_k(tile, kv_head, column);
-        if (last) barrier_wait(buffers.told(visits.stage), visits.phase);
+        if (!K_AHEAD || first) load_k(tile, kv_head, column, ring);
+        if (K_AHEAD && !last) {
+          barrier_wait(buffers.told(visits.stage), visits.phase);
+          load_k(tile, kv_head, load_shared_word(buffers.visit(visits).at + ToldVisit::COLUMN_AT), next_ring());
+        }
         const auto v = buffers.v(ring.stage);
-        barrier_wait(v.empty, ring.phase ^ 1);
-        // Whoever had v at this stage before has read its visit.
+        wait_for_empty_v();
+        // Whoever had v at this stage before has read its visit, in whose place the next may be told.
         if (count >= Buffers::STAGES)
           barrier_arrive(buffers.read((ring.phase ^ 1) * Buffers::STAGES + ring.stage));
+        if (last) barrier_wait(buffers.told(visits.stage), visits.phase);
         load(v, maps.v, column, kv_head, tile.batch);
       }
     }
