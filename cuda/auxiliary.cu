@@ -181,15 +181,6 @@ struct Summands {
   __device__ float at(const fa_cuda_reduction &a, int64_t i) const {
     return at(a, i / rows / heads / batches, i / rows / heads % batches, i / rows % heads, i % rows);
   }
-  // By one thread, in the same order.
-  __device__ double sum(const fa_cuda_reduction &a) const {
-    double sum = 0;
-    for (int part = 0; part < a.num_parts; part++)
-      for (int batch = 0; batch < batches; batch++)
-        for (int head = 0; head < heads; head++)
-          for (int row = 0; row < rows; row++) sum += at(a, part, batch, head, row);
-    return sum;
-  }
 };
 
 // Of the number of a batch, head, row and column, which are 0 along the axes that the sum is over.
@@ -207,25 +198,88 @@ __global__ void __launch_bounds__(THREADS) reduce_heads(const __grid_constant__ 
   if (threadIdx.x == 0) *numbers_of<float>(a.to, batch, head) = static_cast<float>(sum);
 }
 
-// A thread for each number: a row of blocks for each batch, head and row that the numbers vary along.
+// Adds COUNT neighbours of each of so many rows, which lie a stride apart, and several of which are under way.
+template <int COUNT>
+__device__ inline void add_rows(double (&sum)[COUNT], const float *from, int count, int64_t stride) {
+#pragma unroll 4
+  for (int i = 0; i < count; i++, from += stride) {
+    float x[COUNT];
+    if constexpr (COUNT == 4)
+      *reinterpret_cast<float4 *>(x) = *reinterpret_cast<const float4 *>(from);
+    else
+      x[0] = *from;
+#pragma unroll
+    for (int j = 0; j < COUNT; j++) sum[j] += x[j];
+  }
+}
+
+// Lanes for a row, each for COUNT neighbours of it, and of a block of threads so many groups of such lanes for
+// other rows, or, where each number is a long sum, for shares of that. Rows are those of each batch, head and
+// row that the numbers vary along.
+template <int COUNT>
 __global__ void __launch_bounds__(THREADS) reduce_cells(const __grid_constant__ fa_cuda_reduction a) {
-  const int column = blockIdx.x * THREADS + threadIdx.x;
-  if (column >= a.num_columns) return;
+  __shared__ double shares[THREADS][COUNT];
   const int heads = a.to.stride_head ? a.num_heads : 1, rows = a.to.stride_row ? a.num_rows : 1;
   const int64_t num_rows = int64_t(a.to.stride_batch ? a.batch : 1) * heads * rows;
-  for (int64_t i = blockIdx.y; i < num_rows; i += gridDim.y) {
+  const int64_t head_size = int64_t(a.num_rows) * a.num_columns, batch_size = a.num_heads * head_size;
+  int lanes = FA_CUDA_REDUCE_LANES;
+  while (lanes / 2 * COUNT >= a.num_columns) lanes /= 2;
+  const int groups = THREADS / lanes, group = threadIdx.x / lanes, lane = threadIdx.x % lanes;
+  const Summands any = summands_of(a, 0, 0, 0, 0);
+  const int64_t blocks = int64_t(a.num_parts) * any.batches * any.heads;  // of rows that follow one another
+  const bool is_long = blocks >= groups && any.count(a) >= 32, is_short = blocks * any.rows == a.num_parts;
+  const int rows_at_once = is_long ? 1 : groups;
+  for (int64_t i = int64_t(blockIdx.y) * rows_at_once + (is_long ? 0 : group); i < num_rows;
+       i += int64_t(gridDim.y) * rows_at_once) {
     const int row = i % rows, head = i / rows % heads, batch = i / rows / heads;
-    const Summands summands = summands_of(a, batch, head, row, column);
-    const double sum = summands.sum(a);
-    auto store = [&](auto type) {
-      store_number(numbers_of<decltype(type)>(a.to, batch, head, row) + column, static_cast<float>(sum));
-    };
-    if (a.to.dtype == FA_DTYPE_F32)
-      store(float());
-    else if (a.to.dtype == FA_DTYPE_BF16)
-      store(__nv_bfloat16());
-    else
-      store(__half());
+    const float *from = a.from + summands_of(a, batch, head, row, 0).first;
+    // All threads of a block that share sums have as many turns.
+    for (int first = blockIdx.x * lanes * COUNT; first < a.num_columns; first += gridDim.x * lanes * COUNT) {
+      const int column = first + lane * COUNT;
+      double sum[COUNT] = {};
+      if (column >= a.num_columns) {
+        if (!is_long) break;
+      } else if (is_short) {
+        add_rows(sum, from + column, a.num_parts, a.batch * batch_size);
+      } else {
+        for (int64_t j = is_long ? group : 0; j < blocks; j += is_long ? groups : 1) {
+          const int64_t whole = j / any.heads, part = whole / any.batches;
+          add_rows(
+              sum,
+              from + column + (part * a.batch + whole % any.batches) * batch_size + j % any.heads * head_size,
+              any.rows, a.num_columns);
+        }
+      }
+      if (is_long) {
+        __syncthreads();
+#pragma unroll
+        for (int n = 0; n < COUNT; n++) shares[threadIdx.x][n] = sum[n];
+        __syncthreads();
+        if (group > 0 || column >= a.num_columns) continue;
+        for (int other = 1; other < groups; other++)
+#pragma unroll
+          for (int n = 0; n < COUNT; n++) sum[n] += shares[other * lanes + lane][n];
+      }
+      auto store = [&](auto type) {
+        using T = decltype(type);
+        struct alignas(sizeof(T) * COUNT) Some {
+          T x[COUNT];
+        } some;
+#pragma unroll
+        for (int n = 0; n < COUNT; n++) store_number(some.x + n, static_cast<float>(sum[n]));
+        T *to = numbers_of<T>(a.to, batch, head, row) + column;
+        if (COUNT == 1 || a.to.in_fours)
+          *reinterpret_cast<Some *>(to) = some;
+        else
+          for (int n = 0; n < COUNT; n++) to[n] = some.x[n];
+      };
+      if (a.to.dtype == FA_DTYPE_F32)
+        store(float());
+      else if (a.to.dtype == FA_DTYPE_BF16)
+        store(__nv_bfloat16());
+      else
+        store(__half());
+    }
   }
 }
 
@@ -238,4 +292,5 @@ const void *const fa_cuda_keys_kernel = fa::address_of_kernel(fa::read_keys);
 const void *const fa_cuda_unpack_kernel = fa::address_of_kernel(fa::unpack);
 const void *const fa_cuda_sink_kernel = fa::address_of_kernel(fa::sink_gradient);
 const void *const fa_cuda_reduce_heads_kernel = fa::address_of_kernel(fa::reduce_heads);
-const void *const fa_cuda_reduce_cells_kernel = fa::address_of_kernel(fa::reduce_cells);
+const void *const fa_cuda_reduce_cells_kernels[] = {fa::address_of_kernel(fa::reduce_cells<1>),
+                                                    fa::address_of_kernel(fa::reduce_cells<4>)};

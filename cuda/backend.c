@@ -782,6 +782,7 @@ static fa_tensor take_column_parts(const fa_problem *p, const fa_tensor *gradien
   float *sums = fa_take(workspace, num_parts * p->batch * batch, sizeof *sums);
   *reduction = (fa_cuda_reduction){.to = {.data = gradient->data,
                                           .dtype = p->dtype,
+                                          .in_fours = is_aligned(gradient, (int64_t)fa_dtype_bytes(p->dtype)),
                                           .stride_batch = gradient->stride_batch,
                                           .stride_head = gradient->stride_head,
                                           .stride_row = gradient->stride_row},
@@ -1155,7 +1156,7 @@ static fa_status launch_forward(const fa_cuda_kernel *kernel, cuda_job *job, cud
 /* From sums to gradients. */
 static fa_status launch_reductions(cuda_job *job, cudaStream_t stream, fa_error *error) {
   const char *operation = "launch of a sum of gradients";
-  enum { MOST_BLOCKS_Y = 65535 };
+  enum { MOST_BLOCKS_Y = 65535, ENOUGH_BLOCKS = 4096 };
   const int32_t small = FA_CUDA_SMALL_KERNEL_THREADS;
   for (int i = 0; i < FA_CUDA_NUM_HEAD_NUMBERS; i++) {
     fa_cuda_reduction *r = &job->of_heads[i];
@@ -1169,8 +1170,14 @@ static fa_status launch_reductions(cuda_job *job, cudaStream_t stream, fa_error 
     fa_cuda_reduction *r = of_cells[i];
     const int64_t rows = (r->to.stride_batch ? r->batch : 1) * (int64_t)(r->to.stride_head ? r->num_heads : 1) *
                          (r->to.stride_row ? r->num_rows : 1);
-    const dim3 grid = {(unsigned)fa_divide_up(r->num_columns, small), (unsigned)fa_min(rows, MOST_BLOCKS_Y), 1};
-    if (r->to.data) CHECK(fa_cuda_launch(fa_cuda_reduce_cells_kernel, grid, small, 0, (void *[]){r}, stream));
+    const bool in_fours = r->num_columns % 4 == 0;
+    const int32_t lanes = FA_CUDA_REDUCE_LANES;
+    const int64_t blocks_y = fa_min(fa_max(fa_divide_up(rows, small / lanes), 1), MOST_BLOCKS_Y),
+                  blocks_x = fa_min(fa_divide_up(r->num_columns, lanes * (in_fours ? 4 : 1)),
+                                    fa_divide_up(ENOUGH_BLOCKS, blocks_y));
+    const dim3 grid = {(unsigned)blocks_x, (unsigned)blocks_y, 1};
+    if (r->to.data)
+      CHECK(fa_cuda_launch(fa_cuda_reduce_cells_kernels[in_fours], grid, small, 0, (void *[]){r}, stream));
   }
   return FA_STATUS_OK;
 }

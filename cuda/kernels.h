@@ -408,8 +408,10 @@ extern const void *const fa_cuda_mend_forward_kernels[FA_CUDA_NUM_KINDS]; /* fa_
 extern const void *const fa_cuda_mend_few_kernels[FA_CUDA_NUM_KINDS];     /* fa_cuda_arguments, fa_cuda_cache */
 extern const void *const fa_cuda_mend_kernels[FA_CUDA_NUM_KINDS]; /* fa_cuda_arguments, fa_cuda_gradients */
 extern const void *const fa_cuda_reduce_heads_kernel;             /* fa_cuda_reduction; a block a number */
-extern const void *const fa_cuda_reduce_cells_kernel; /* fa_cuda_reduction; a thread a column, a block's
-                                                          y a row of these */
+/* fa_cuda_reduction; a thread takes a column at a time, or four. FA_CUDA_REDUCE_LANES threads share a row, or
+ * fewer where that is short; a block's y is so many rows as these leave threads for. */
+enum { FA_CUDA_REDUCE_LANES = 32 };
+extern const void *const fa_cuda_reduce_cells_kernels[2];
 extern const void *const fa_cuda_keys_kernel;         /* fa_cuda_key_reading; a warp a block of keys */
 extern const void *const fa_cuda_unpack_kernel; /* fa_cuda_packed; a warp a row of a head, a block's y a row of
                                                   these */
