@@ -290,7 +290,7 @@ static int64_t num_column_parts(const fa_plan *whole, const fa_cuda_kernel *kern
   }
   const int64_t num_steps = p->num_heads / p->num_kv_heads * most;
   const int64_t wanted = (is_uneven(p) ? 4 : 1) * num_slots / num_blocks;
-  if (has_bands) return fa_max(fa_min(fa_max(wanted, 2), num_steps / LEAST_STEPS_A_PART_IN_BANDS), 1);
+  if (has_bands) return fa_max(fa_min(fa_max(wanted, 3), num_steps / LEAST_STEPS_A_PART_IN_BANDS), 1);
   if (num_steps < LEAST_STEPS_SHARED || num_heads * sum * 5 > num_slots * most * 3) return 1;
   return fa_max(fa_min(wanted, num_steps / LEAST_STEPS_A_PART), 1);
 }
@@ -621,10 +621,8 @@ enum { ROWS_OF_SHORT_BAND = 2048 };
 static int32_t backward_heads_together(const fa_problem *p, const fa_cuda_arguments *a) {
   const int64_t group = p->num_heads / p->num_kv_heads;
   const bool has_short_bands = p->num_bands * ROWS_OF_SHORT_BAND >= p->seqlen_q;
-  if (!has_short_bands || !is_uneven(p) || a->program.is_there) return 1;
-  int64_t together = fa_max(group / a->num_column_parts, 1);
-  while (group % together != 0) together--;
-  return (int32_t)together;
+  const bool is_shared_out = a->num_column_parts > 1;
+  return has_short_bands && is_uneven(p) && !is_shared_out && !a->program.is_there ? (int32_t)group : 1;
 }
 
 /* Takes the plans of one side's blocks; where these are to be ordered, with room for as many more meanwhile. */
@@ -721,6 +719,13 @@ static void lay_out_head_gradients(const fa_problem *p, const fa_cuda_kernel *ke
   }
 }
 
+/* See fa_cuda_program. Where heads share it as well, or batches have masks of their own, which are begun in an
+ * order of their own, it is no matter. */
+static bool has_bias_of_batches(const fa_problem *p) {
+  return has_cells(p) && p->batch > 1 && p->bias_batch == 1 && p->bias_heads > 1 && p->bands_batch <= 1 &&
+         p->lengths_batch == 0;
+}
+
 /* Gradients' sums are to begin at 0. */
 static void lay_out_program(const fa_plan *plan, const fa_cuda_kernel *kernel, const fa_tensors *t,
                             fa_arena *workspace, cuda_job *job) {
@@ -740,6 +745,10 @@ static void lay_out_program(const fa_plan *plan, const fa_cuda_kernel *kernel, c
   if (adds_numbers(p) && !kinds[kind_of(p)].scaled && !kernel->folds)
     a->program.factor = a->score.factor, a->score.factor = 1;
   if (is_there(p, FA_TENSOR_BIAS)) a->program.bias = cells_of(p, FA_TENSOR_BIAS, t);
+  if (has_bias_of_batches(p)) {
+    a->program.has_bias_of_batches = true;
+    a->heads_at_once = (int32_t)(fa_divide_up(a->heads_at_once, p->batch) * p->batch);
+  }
   if (plan->pass != FA_PASS_BACKWARD) return;
   if (fa_is_sum(p, FA_TENSOR_DBIAS)) lay_out_bias_gradient(p, kernel, t, workspace, job);
   lay_out_head_gradients(p, kernel, t, workspace, job);

@@ -188,7 +188,10 @@ struct ColumnWork<Shape, true> {
   }
 
   __device__ void find(const fa_cuda_arguments &a, int index) {
-    block = column_block_of(a, index, a.num_k_blocks * a.num_column_parts, 1);
+    find_block(a, column_block_of(a, index, a.num_k_blocks * a.num_column_parts, 1));
+  }
+  __device__ void find_block(const fa_cuda_arguments &a, const ColumnBlock &found) {
+    block = found;
     part = block.k_block % a.num_column_parts;
     plan = plan_at<false>(a, block.batch, block.k_block / a.num_column_parts);
     block.k_block = plan.block;

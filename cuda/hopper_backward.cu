@@ -241,12 +241,12 @@ __device__ inline __attribute__((always_inline)) void consume_blocks(
     } else {
       make_transposed_ds<Kind>(ds, slopes_of, Rows(buffers.delta(stage)));
     }
-    if constexpr (Shape::program && Shape::sums)
-      if (a.program.dbias.data || a.program.head_sums[FA_CUDA_ALIBI_SLOPES]) {
+    if constexpr (Shape::sums && (Shape::has_slopes || Shape::has_keys))
+      if (sums_up || a.program.head_sums[FA_CUDA_ALIBI_SLOPES]) {
         const ProgramStep it(work, visit, slope, first_column + warp_row);  // heard again, not kept
         if (Shape::folds_slopes && it.at.head != program_head) leave_head(work), program_head = it.at.head;
-        take_gradients<Kind, Shape::program>(ds, scores, a, it.at, it.distance,
-                                             SlopeTerms(it.distance, it.at, NT * 8, 16), head_sums);
+        take_gradients<Shape::program>(ds, a, it.at, it.distance, SlopeTerms(it.distance, it.at, NT * 8, 16),
+                                       head_sums);
         if (sums_up) add_row(sums, ds, scores, a, it.at);
       }
     convert<Kind>(ds_operand, ds);
@@ -377,7 +377,8 @@ const fa_cuda_kernel FA_JOIN(fa_hopper_backward_, FA_KIND)[] = {
     ROW("/d64/slopes/sums", true, 64, 128, 1, 2, SUMS | PLACES_LANES, SLOPES),
     ROW("/d64/terms", true, 64, 128, 1, 2, SUMS | ASKS_EARLY | LEAVES_BY_MAP, SLOPES | KEYS),
     ROW("/d64/cells", true, 64, 64, 1, 0, ASKS_EARLY | LEAVES_BY_MAP, CELLS),
-    ROW("/d64/cells/sums", true, 64, 64, 1, 0, FORMS | SUMS, CELLS),
+    ROW("/d64/cells/sums", true, 64, 64, 1, 0, SUMS | ASKS_EARLY | LEAVES_BY_MAP, CELLS),
+    ROW("/d64/cells/forms", true, 64, 64, 1, 0, FORMS | SUMS, CELLS),
     ROW("/d64/dropout", true, 64, 128, 1, 2, SUMS | ASKS_EARLY | LEAVES_BY_MAP, KEYS | DROPOUT),
     ROW("/d64/program", true, 64, 64, 1, 0, FORMS | SUMS, WHOLE_PROGRAM),
     ROW("/d128/keys", true, 128, 64, 1, 2, FROM_SHIFT | SUMS | ASKS_EARLY | LEAVES_BY_MAP, KEYS),
@@ -385,7 +386,8 @@ const fa_cuda_kernel FA_JOIN(fa_hopper_backward_, FA_KIND)[] = {
     ROW("/d128/slopes/sums", true, 128, 64, 1, 2, FROM_SHIFT | FORMS | SUMS | PLACES_LANES, SLOPES),
     ROW("/d128/terms", true, 128, 64, 1, 2, FROM_SHIFT | FORMS | SUMS | LEAVES_BY_MAP, SLOPES | KEYS),
     ROW("/d128/cells", true, 128, 64, 1, 0, ASKS_EARLY | LEAVES_BY_MAP, CELLS),
-    ROW("/d128/cells/sums", true, 128, 64, 1, 0, FORMS | SUMS, CELLS),
+    ROW("/d128/cells/sums", true, 128, 64, 1, 0, SUMS | ASKS_EARLY | LEAVES_BY_MAP, CELLS),
+    ROW("/d128/cells/forms", true, 128, 64, 1, 0, FORMS | SUMS, CELLS),
     ROW("/d128/dropout", true, 128, 64, 1, 2, FROM_SHIFT | LEAVES_BY_MAP, KEYS | DROPOUT),
     ROW("/d128/program", true, 128, 64, 1, 0, FORMS | SUMS, WHOLE_PROGRAM),
     {},

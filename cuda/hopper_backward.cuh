@@ -10,9 +10,10 @@ namespace fa {
 namespace hopper {
 
 // Barriers in shared memory, two of each kind. One thread or its bulk copies complete those of the first line,
-// all consumer warps those of the second, and BLOCK_EMPTY takes the warps that send dq as well.
-enum { BLOCK_FULL, K_FULL, V_FULL, Q_FULL, DOUT_FULL, DQ_SENT, SUM_FULL };
-enum { K_EMPTY = SUM_FULL + 1, V_EMPTY, Q_EMPTY, DOUT_EMPTY, DS_FULL, DS_EMPTY };
+// all consumer warps those of the second, and BLOCK_EMPTY takes the warps that send dq as well, and, as
+// DS_EMPTY, those that leave the gradient by a bias.
+enum { BLOCK_FULL, K_FULL, V_FULL, Q_FULL, DOUT_FULL, DQ_SENT, SUM_FULL, STEPS_FULL };
+enum { K_EMPTY = STEPS_FULL + 1, V_EMPTY, Q_EMPTY, DOUT_EMPTY, DS_FULL, DS_EMPTY };
 enum { BLOCK_EMPTY = DS_EMPTY + 1, NUM_BARRIER_KINDS };
 // Hardware barriers. One for each share of dq: its consumers arrive when the warp that sends it may read it.
 // And one for each consumer, whose warps meet there.
@@ -75,6 +76,7 @@ struct BackwardShape {
   static constexpr int head_dim = HEAD_DIM, block_q = BLOCK_Q, num_consumers = 2, block_k = num_consumers * 64;
   static constexpr int num_warps = num_consumers * 4, dq_warps = block_q / 16;  // see DqShare
   static constexpr int dq_shares = DQ_SHARES, num_writers = NUM_WRITERS;
+  static constexpr int num_leavers = sums && has_cells ? 2 : 0;  // see leave_cells
   static constexpr int num_threads = (num_consumers + 1) * WARPGROUP, num_finders = 1;
   // At a time, by one of num_finders: see load_told_sides. What else is in shared memory leaves no room for
   // more.
@@ -136,6 +138,11 @@ struct Work : std::conditional_t<Shape::single_column, SingleColumnWork<Shape>, 
 template <class Shape>
 struct Work<Shape, true> : ColumnWork<Shape, true> {
   static constexpr bool may_be_part = !Shape::program;
+  __device__ void find(const fa_cuda_arguments &a, int index) {
+    ColumnBlock block = column_block_of(a, index, a.num_k_blocks * a.num_column_parts, 1);
+    if constexpr (Shape::has_cells) take_batches_together(a, a.num_kv_heads, block.batch, block.kv_head);
+    this->find_block(a, block);
+  }
   // What consumers use of it, WORK_BYTES. To find that takes divisions and reads of plans, for which a consumer
   // stands idle.
   __device__ void tell(uint32_t to) const {
@@ -159,6 +166,7 @@ struct Work<Shape, true> : ColumnWork<Shape, true> {
     const int4 x = load_shared_words(told), y = load_shared_words(told + 16), z = load_shared_words(told + 32);
     return {{x.x, x.y, x.z, x.w, y.x, y.y}, z.x, {z.y, z.y + Shape::block_q}};
   }
+  __device__ static int heard_position(uint32_t told) { return load_shared_word(told + 40); }
   __device__ static StepRows heard_rows(uint32_t told) {
     const int4 z = load_shared_words(told + 32);
     return {z.x, z.y, z.z, (z.w & BEHIND) != 0};
@@ -247,8 +255,12 @@ struct CommonBuffers {
   static constexpr int VISITS_AT = WORK_AT + STAGES * WORK_BYTES, VISIT_BYTES = 48;
   // Steps found at a time, for which f32 leaves little room, and those and others before them that still run.
   static constexpr int FOUND = Kind::SCALED ? 8 : Shape::steps_found, VISITS = 2 * FOUND;
+  // Whether the warp that sends dq hears of steps, too, and how many of them a column block has: to find them
+  // it would need twice its registers, and what it spills is slow, as each of its fences empties the cache.
+  static constexpr bool TELLS_SENDER = GENERAL && Shape::num_writers > 0;
   // Of folded terms the right operand, and of the left one the zeros, and with each stage of q the numbers.
-  static constexpr int TERMS_AT = VISITS_AT + GENERAL * Shape::num_finders * VISITS * VISIT_BYTES,
+  static constexpr int NUM_STEPS_AT = VISITS_AT + GENERAL * Shape::num_finders * VISITS * VISIT_BYTES;
+  static constexpr int TERMS_AT = NUM_STEPS_AT + TELLS_SENDER * 16,
                        TERMS_BYTES = Shape::folds ? Shape::block_q * HalvesOperand::ROW_BYTES : 0;
   static constexpr int KEYS_AT = TERMS_AT + TERMS_BYTES,
                        KEYS_BYTES = Shape::folds ? Shape::block_k * HalvesOperand::ROW_BYTES : 0,
@@ -278,6 +290,7 @@ struct CommonBuffers {
     return base + EXPONENTS_AT + (full * STAGES + stage) * 4;
   }
   __device__ uint32_t block(int stage) const { return base + BLOCKS_AT + stage * 4; }
+  __device__ uint32_t num_steps(int stage) const { return base + NUM_STEPS_AT + stage * 4; }
   __device__ uint32_t work(int stage) const { return base + WORK_AT + stage * WORK_BYTES; }
   __device__ uint32_t visit(uint32_t step, int finder = 0) const {
     return base + VISITS_AT + (finder * VISITS + step % VISITS) * VISIT_BYTES;
@@ -306,7 +319,8 @@ struct CommonBuffers {
   static constexpr int NUM_KINDS = NUM_BARRIERS;
   __device__ static int arrivals(int kind, bool) {
     if (kind < K_EMPTY) return 1;
-    return ARRIVALS_OF_WARP * (Shape::num_warps + (kind == BLOCK_EMPTY ? Shape::dq_shares : 0));
+    return ARRIVALS_OF_WARP * (Shape::num_warps + (kind == BLOCK_EMPTY ? Shape::dq_shares : 0) +
+                               (kind == BLOCK_EMPTY || kind == DS_EMPTY ? Shape::num_leavers : 0));
   }
 };
 
@@ -494,12 +508,21 @@ __device__ inline void leave_zeros(const fa_cuda_arguments &a, const fa_cuda_map
   bulk_commit();
 }
 
+// By one thread: tells the warp that sends dq how many steps the `count`-th column block has, when the first of
+// these have been told; negative: there is no such block.
+template <class Buffers>
+__device__ inline void tell_num_steps(const Buffers &buffers, uint32_t count, int num_steps) {
+  store_shared(buffers.num_steps(count % 2), uint32_t(num_steps));
+  barrier_arrive(buffers.barrier(STEPS_FULL, count % 2));
+}
+
 // The same with bands. Each lane finds one of the next steps and tells of it: one at a time would take longer
 // than consumers can wait. The column block is found again for every FOUND steps, as registers do not hold it
 // meanwhile.
 template <int BEGIN, int END, class Buffers>
 __device__ inline void load_told_sides(const fa_cuda_arguments &a, const fa_cuda_maps &maps,
-                                       const Buffers &buffers, int index, uint32_t &steps, uint32_t &k_phase) {
+                                       const Buffers &buffers, int index, uint32_t count, uint32_t &steps,
+                                       uint32_t &k_phase) {
   using Work = typename Buffers::Work;
   constexpr int FINDER = BEGIN == K_SIDE ? 0 : 1;
   const int lane = threadIdx.x % 32;
@@ -512,6 +535,7 @@ __device__ inline void load_told_sides(const fa_cuda_arguments &a, const fa_cuda
       if (!find_work(a, index, work)) return;
       num_steps = uniform(work.num_steps);
       if (num_steps == 0) {
+        if (Buffers::TELLS_SENDER && lane == 0) tell_num_steps(buffers, count, 0);
         if (Buffers::leaves_zeros(a) && lane == 0) leave_zeros(a, maps, buffers, work);
         return;
       }
@@ -521,6 +545,7 @@ __device__ inline void load_told_sides(const fa_cuda_arguments &a, const fa_cuda
         work.tell_step(a, work.step_after(a, first + lane), buffers.visit(steps + lane, FINDER));
       __syncwarp();
       if (first == 0) {
+        if (Buffers::TELLS_SENDER && lane == 0) tell_num_steps(buffers, count, num_steps);
         const StepRows rows = Work::heard_rows(buffers.visit(steps, FINDER));
 #pragma unroll
         for (int side = BEGIN; side < END; side++) {
@@ -530,9 +555,9 @@ __device__ inline void load_told_sides(const fa_cuda_arguments &a, const fa_cuda
         k_phase ^= 1, steps++;
       }
     }
-    const int count = min(num_steps - first, Buffers::FOUND);
+    const int num_found = min(num_steps - first, Buffers::FOUND);
 #pragma unroll 1
-    for (int turn = first == 0; turn < count; turn++, steps++) {
+    for (int turn = first == 0; turn < num_found; turn++, steps++) {
       const StepRows rows = Work::heard_rows(buffers.visit(steps, FINDER));
 #pragma unroll
       for (int side = BEGIN; side < END; side++) load_rows(a, maps, buffers, rows, batch, column, steps, side);
@@ -542,9 +567,9 @@ __device__ inline void load_told_sides(const fa_cuda_arguments &a, const fa_cuda
 
 template <int BEGIN, int END, class Buffers>
 __device__ inline void load_sides(const fa_cuda_arguments &a, const fa_cuda_maps &maps, const Buffers &buffers,
-                                  int index, uint32_t &steps, uint32_t &k_phase) {
+                                  int index, uint32_t count, uint32_t &steps, uint32_t &k_phase) {
   if constexpr (Buffers::general)
-    load_told_sides<BEGIN, END>(a, maps, buffers, index, steps, k_phase);
+    load_told_sides<BEGIN, END>(a, maps, buffers, index, count, steps, k_phase);
   else
     load_plain_sides<BEGIN, END>(a, maps, buffers, index, steps, k_phase);
 }
@@ -595,7 +620,9 @@ __device__ inline bool take_work(const fa_cuda_arguments &a, const Buffers &buff
       hand_over();
     }
   }
-  return index < Buffers::Work::count(a);
+  const bool is_there = index < Buffers::Work::count(a);
+  if (Buffers::TELLS_SENDER && !is_there && threadIdx.x % 32 == 0) tell_num_steps(buffers, count, -1);
+  return is_there;
 }
 
 // Takes column blocks until none is left, and copies the sides up to END.
@@ -604,7 +631,7 @@ __device__ inline void produce(const fa_cuda_arguments &a, const fa_cuda_maps &m
   uint32_t steps = 0, k_phase = 0;
   int index = 0;
   for (uint32_t count = 0; take_work(a, buffers, count, steps, k_phase, index); count++)
-    load_sides<K_SIDE, END>(a, maps, buffers, index, steps, k_phase);
+    load_sides<K_SIDE, END>(a, maps, buffers, index, count, steps, k_phase);
   // Main ends behind its statistics, so that what waits for it waits for both.
   if (!Buffers::Shape::single_column && a.heads_done) wait_for_launch_before();
   if (Buffers::HAS_ZEROS && threadIdx.x % 32 == 0) bulk_wait_read<0>();
@@ -659,7 +686,6 @@ template <class Buffers>
 __device__ inline void send_dq(const fa_cuda_arguments &a, const Buffers &buffers, int share) {
   using Shape = typename Buffers::Shape;
   constexpr int SHARES = Shape::dq_shares, THREADS = Shape::num_consumers / SHARES * WARPGROUP + 32;
-  constexpr bool REPORTS = Buffers::general && Shape::num_writers > 0;
   const int lane = threadIdx.x % 32, uncounted = a.in_order ? 0 : Shape::num_writers > 0 ? 7 : 31;
   typename Buffers::Work work;
   for (uint32_t blocks = 0; current_work(a, buffers, blocks, work); next_work(buffers, blocks)) {
@@ -669,10 +695,6 @@ __device__ inline void send_dq(const fa_cuda_arguments &a, const Buffers &buffer
       const int position = work.position_of(a, here);
       float *sum = dq_sum_of<Shape, (Shape::num_writers > 0)>(a, position);
       int32_t *order = a.dq_order + position;
-      // With bands, the count before this lane's addition: the last addition's is that of all. It takes long to
-      // come, and is looked at when the lanes behind this one count.
-      const int last_count = REPORTS ? num_additions<Shape, Buffers::general>(a, row_block_at(a, position)) : 0;
-      int count = 0;
       int place = 1, now = look_at_count(order);
       if (a.in_order) place += work.place_of(a, here) * SHARES + share;
       fence_async_global();
@@ -695,20 +717,135 @@ __device__ inline void send_dq(const fa_cuda_arguments &a, const Buffers &buffer
           __syncwarp();
         }
         if ((step & uncounted) == uncounted || step == num_steps - 1) {
-          if (REPORTS && count == last_count) report_end(a, position);
-          count = 0;
           bulk_wait_done<0>();
           fence_counts();
           fence_async_global();  // for the count read above; after count_on it would wait
-          if ((step & ~uncounted) <= lane && lane <= step) {
-            if constexpr (REPORTS)
-              count = a.in_order ? (count_on<true>(order), place) : atomicAdd(order, 1);
-            else
-              count_on<true>(order);
-          }
+          if ((step & ~uncounted) <= lane && lane <= step) count_on<true>(order);
         }
       }
-      if (REPORTS && count == last_count) report_end(a, position);
+    }
+  }
+}
+
+// The same of steps that are told, where who makes the last addition reports that.
+template <bool IN_ORDER, class Buffers>
+__device__ inline void send_told_dq(const fa_cuda_arguments &a, const Buffers &buffers) {
+  using Shape = typename Buffers::Shape;
+  constexpr int THREADS = Shape::num_consumers * WARPGROUP + 32;
+  static_assert(Shape::dq_shares == 1, "one warp sends all of a step's");
+  constexpr int UNCOUNTED = IN_ORDER ? 0 : 7;
+  const int lane = threadIdx.x % 32;
+  uint32_t steps = 0;
+  for (uint32_t blocks = 0;; next_work(buffers, blocks)) {
+    barrier_wait(buffers.barrier(STEPS_FULL, blocks % 2), blocks / 2 % 2);
+    int steps_left = uniform(load_shared_word(buffers.num_steps(blocks % 2)));
+    if (steps_left < 0) return;
+#pragma unroll 1
+    while (steps_left > 0) {
+      // Of steps that consumers have come to before they left dq of the one before these.
+      const int last = min(steps_left, Buffers::FOUND) - 1, own = min(lane, last);
+      const int position = Buffers::Work::heard_position(buffers.visit(steps + own));
+      int place = 1, now = look_at_count(a.dq_order + position);
+      if constexpr (IN_ORDER) {
+        typename Buffers::Work work;
+        find_work(a, load_shared_word(buffers.block(blocks % 2)), work);
+        place += work.place_of(a, work.step_after(a, work.num_steps - steps_left + own));
+      }
+      // The count before this lane's addition: the last addition's is that of all. It takes long to come, and
+      // is looked at when the lanes behind this one count.
+      const int last_count = num_additions<Shape, true>(a, row_block_at(a, position));
+      float *sum = dq_sum_of<Shape, true>(a, position);
+      int32_t *order = a.dq_order + position;
+      int count = 0;
+      fence_async_global();
+#pragma unroll 1
+      for (int step = 0; step <= last; step++) {
+        if (lane == step && now < place) {
+          wait_for_count(order, place);
+          fence_async_global();
+        }
+        named_barrier_wait(DQ_WRITTEN, THREADS);
+        if (lane == step) {
+          fence_async();
+          add_bulk(sum, buffers.dq(0), Buffers::DQ_BYTES);
+          bulk_commit();
+          bulk_wait_read<0>();
+          barrier_arrive(buffers.barrier(DQ_SENT));
+        }
+        __syncwarp();
+        if constexpr (IN_ORDER) {
+          if (lane == step + 1 && now < place) now = look_at_count<true>(order);
+          __syncwarp();
+        }
+        if ((step & UNCOUNTED) == UNCOUNTED || step == last) {
+          if (count == last_count) report_end(a, position);
+          count = 0;
+          bulk_wait_done<0>();
+          fence_counts();
+          fence_async_global();  // for the count read above; after the addition it would wait
+          if ((step & ~UNCOUNTED) <= lane && lane <= step)
+            count = IN_ORDER ? (count_on<true>(order), place) : atomicAdd(order, 1);
+        }
+      }
+      if (count == last_count) report_end(a, position);
+      steps += last + 1, steps_left -= last + 1;
+    }
+  }
+}
+
+// ---- the gradient by a bias of cells: two warps ------------------------------------------------------------
+//
+// They read ds as it lies there for dq, rounded as it is for all products: consumers, who have it in f32, would
+// take twice as long for a step, as they have it column by column.
+
+// Stores four neighbours of a row as they are, or adds them to f32 sums.
+template <class Element>
+__device__ inline void leave_four(Element *to, float2 packed) {
+  *reinterpret_cast<float2 *>(to) = packed;
+}
+template <class Element>
+__device__ inline void leave_four(float *to, float2 packed) {
+  const float2 first = unpack(Element(), __float_as_uint(packed.x)),
+               second = unpack(Element(), __float_as_uint(packed.y));
+  add_four(to, {first.x, first.y, second.x, second.y});
+}
+
+// By a warp: leaves ds [block_q, 64] of a step, whose rows begin with `first_row`, half a warp a row.
+template <class T, class Tile, class Element>
+__device__ inline void leave_box(const fa_cuda_arguments &a, uint32_t box, int batch, int head, int first_row,
+                                 int first_column) {
+  const fa_cuda_cells &dbias = a.program.dbias;
+  const int lane = threadIdx.x % 16, begin = threadIdx.x % 32 / 16, column = first_column + lane * 4;
+  if (column >= a.window.seqlen_k) return;
+  T *to = numbers_of<T>(dbias, batch, head, first_row + begin) + column;
+  const int end = min(Tile::ROWS, a.window.seqlen_q - first_row);
+#pragma unroll 4
+  for (int row = begin; row < end; row += 2, to += 2 * dbias.stride_row)
+    leave_four<Element>(to, load_shared_pair(box + Tile::offset(row, lane / 2) + lane % 2 * 8));
+}
+
+template <class Buffers>
+__device__ inline void leave_cells(const fa_cuda_arguments &a, const Buffers &buffers, int leaver) {
+  using Work = typename Buffers::Work;
+  using Tile = typename Buffers::DsTile;
+  using Element = typename Buffers::Kind::Element;
+  static_assert(Tile::BOXES == Buffers::Shape::num_leavers, "a box each");
+  const fa_cuda_cells &dbias = a.program.dbias;
+  const bool leaves = dbias.data && a.program.dbias_step != FA_CUDA_CELLS_ADD_ROWS;
+  Work work;
+  for (uint32_t blocks = 0, steps = 0; current_work(a, buffers, blocks, work); next_work(buffers, blocks)) {
+    const int batch = work.block.batch, column = work.columns.begin + leaver * 64;
+#pragma unroll 1
+    for (const uint32_t end = steps + work.num_steps; steps != end; steps++) {
+      const int stage = steps % Buffers::STAGES;
+      barrier_wait(buffers.barrier(DS_FULL, stage), steps / Buffers::STAGES % 2);
+      const StepRows rows = Work::heard_rows(buffers.visit(steps));
+      const uint32_t box = buffers.ds(stage) + leaver * Tile::BOX_BYTES;
+      if (leaves && dbias.dtype == FA_DTYPE_F32)
+        leave_box<float, Tile, Element>(a, box, batch, rows.head, rows.row, column);
+      else if (leaves)
+        leave_box<Element, Tile, Element>(a, box, batch, rows.head, rows.row, column);
+      arrive_once(buffers.barrier(DS_EMPTY, stage));
     }
   }
 }
@@ -902,9 +1039,13 @@ __global__ void __launch_bounds__(Consumer::Buffers::Shape::num_threads, 1)
     if (share >= 0 && share < Shape::dq_shares) {
       if constexpr (Shape::single_column)
         send_whole_dq(a, maps, buffers);
+      else if constexpr (Buffers::TELLS_SENDER)
+        a.in_order ? send_told_dq<true>(a, buffers) : send_told_dq<false>(a, buffers);
       else
         send_dq(a, buffers, share);
     }
+    if constexpr (Shape::num_leavers > 0)
+      if (share >= Shape::dq_shares) leave_cells(a, buffers, share - Shape::dq_shares);
     if constexpr (Shape::num_writers > 0)
       if (share >= Shape::dq_shares) write_dq(a, maps, buffers, share - Shape::dq_shares);
   }

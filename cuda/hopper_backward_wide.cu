@@ -25,8 +25,8 @@ struct WideShape {
   static constexpr bool sums = true, has_cells = false, folds = false, folds_slopes = false, tells_work = false,
                         single_column = false, leaves_by_map = false, splits_heads = false, uneven = false,
                         prefetches = false;
-  static constexpr int num_warps = 4, dq_warps = 4;          // of DQ_GROUP, which comes first (see DqShare)
-  static constexpr int dq_columns = 64, num_writers = 0;     // dq_columns: of one product
+  static constexpr int num_warps = 4, dq_warps = 4;  // of DQ_GROUP, which comes first (see DqShare)
+  static constexpr int dq_columns = 64, num_writers = 0, num_leavers = 0;  // dq_columns: of one product
   static constexpr int sum_shares = HEAD_DIM > 192 ? 2 : 1;  // of dk's and dv's columns, a product each
   static constexpr int num_threads = NUM_GROUPS * WARPGROUP, num_finders = 2, steps_found = 8;
   static constexpr int dq_registers = 72, main_registers = 192, producer_registers = 56;
@@ -272,7 +272,7 @@ __device__ inline void produce_dout(const fa_cuda_arguments &a, const fa_cuda_ma
   for (uint32_t blocks = 0; current_work(a, buffers, blocks, work); next_work(buffers, blocks)) {
     const int index = uniform(load_shared_word(buffers.block(blocks % 2)));
     if (threadIdx.x % 32 == 0) await_statistics<Buffers>(a, index);
-    load_sides<V_SIDE, NUM_SIDES>(a, maps, buffers, index, steps, v_phase);
+    load_sides<V_SIDE, NUM_SIDES>(a, maps, buffers, index, blocks, steps, v_phase);
   }
 }
 

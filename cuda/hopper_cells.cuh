@@ -460,51 +460,6 @@ struct ColumnSums {
   }
 };
 
-__device__ inline void put_four(float *to, const float (&x)[4], bool adds) {
-  if (adds)
-    add_four(to, x);
-  else
-    *reinterpret_cast<float4 *>(to) = make_float4(x[0], x[1], x[2], x[3]);
-}
-template <class T>
-__device__ inline void put_four(T *to, const float (&x)[4], bool) {
-  *reinterpret_cast<uint2 *>(to) = make_uint2(pack(T(), x[0], x[1]), pack(T(), x[2], x[3]));
-}
-
-// Stores or adds the gradient by a bias that has a number for each cell: four neighbours of a row at a time,
-// which are much less work for the cache than four numbers. Cells that are hidden get 0. p: as it was made.
-template <class Io, int NT>
-__device__ inline void put_cells(const float (&ds)[1][NT][4], const float (&p)[1][NT][4],
-                                 const fa_cuda_arguments &a, const Place &at) {
-  const fa_cuda_cells &dbias = a.program.dbias;
-  const bool adds = a.program.dbias_step == FA_CUDA_CELLS_ADD;
-  const int lane = threadIdx.x % 32;
-  // Where the lane's four cells begin in a block of 16 rows and 8 columns.
-  const int row = at.row + lane / 8 % 2 * 8 + lane % 4 * 2 + lane / 4 % 2, column = at.column + lane / 16 * 4;
-  with_type<Io>(dbias.dtype, [&](auto type) {
-    using T = decltype(type);
-    if constexpr (!is_flag<T>) {
-      T *to = numbers_of<T>(dbias, at.batch, at.head, row) + column;
-#pragma unroll
-      for (int n = 0; n < NT; n += 2)
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-          // Of a column these are rows i, i + 1, i + 8 and i + 9.
-          uint32_t words[4];
-#pragma unroll
-          for (int i = 0; i < 4; i++)
-            words[i] = __float_as_uint(
-                shown_ds(ds[0][n + i / 2][half * 2 + i % 2], p[0][n + i / 2][half * 2 + i % 2]));
-          transpose_quad<4>(words);
-          const float x[4] = {__uint_as_float(words[0]), __uint_as_float(words[1]), __uint_as_float(words[2]),
-                              __uint_as_float(words[3])};
-          if (row + n * 8 < a.window.seqlen_q && column + half * 8 < a.window.seqlen_k)
-            put_four(to + n * 8 * dbias.stride_row + half * 8, x, adds);
-        }
-    }
-  });
-}
-
 // Adds that by a row that all rows share to the sums of the warp's columns.
 template <int NT>
 __device__ inline void add_row(ColumnSums<NT> &sums, const float (&ds)[1][NT][4], const float (&p)[1][NT][4],
@@ -521,11 +476,10 @@ __device__ inline void add_row(ColumnSums<NT> &sums, const float (&ds)[1][NT][4]
   }
 }
 
-// The gradients by what was added, of ds; p: of make_transposed_p_by_program.
-template <class Kind, int PROGRAM, int NT>
-__device__ inline void take_gradients(const float (&ds)[1][NT][4], const float (&p)[1][NT][4],
-                                      const fa_cuda_arguments &a, const Place &at, const Distance &distance,
-                                      const SlopeTerms &slopes, HeadSums &head_sums) {
+// The gradient by slopes, of ds.
+template <int PROGRAM, int NT>
+__device__ inline void take_gradients(const float (&ds)[1][NT][4], const fa_cuda_arguments &a, const Place &at,
+                                      const Distance &distance, const SlopeTerms &slopes, HeadSums &head_sums) {
   const int lane = threadIdx.x % 32;
   if (PROGRAM & SLOPES && a.program.head_sums[FA_CUDA_ALIBI_SLOPES]) {
     const float first = float(distance.of_origin + at.row + lane % 4 * 2 - at.column - lane / 4);
@@ -550,9 +504,6 @@ __device__ inline void take_gradients(const float (&ds)[1][NT][4], const float (
     }
     head_sums.of[FA_CUDA_ALIBI_SLOPES] -= sum;
   }
-  if constexpr (PROGRAM & CELLS)
-    if (a.program.dbias.data && a.program.dbias_step != FA_CUDA_CELLS_ADD_ROWS)
-      put_cells<typename Kind::Io>(ds, p, a, at);
 }
 
 }  // namespace hopper

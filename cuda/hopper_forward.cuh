@@ -566,6 +566,7 @@ struct Scout {
     RowBlock block;
     for (uint32_t index = blockIdx.x; persistent_row_block_of(a, index, block); index = next_index(a, index)) {
       if (orders_batches()) block.batch = load_shared_word(buffers.batch_at(block.batch));
+      if constexpr (Shape::has_cells) take_batches_together(a, a.num_heads, block.batch, block.head);
       const fa_cuda_block_plan plan = planned_row_block(a, block);
       if (plan.num_visits == 0 && buffers.leaves_zeros(a)) continue;
       tile.head = block.head, tile.batch = block.batch;

@@ -113,6 +113,9 @@ typedef struct fa_cuda_program {
    * so many boxes of 128 bytes of each row, or none. */
   fa_cuda_keys keys;
   int32_t bias_boxes, bias_box_columns;
+  /* Whether that is all batches', so that blocks of a head are begun in all of them before the next head's: the
+   * bias and what is added to its gradient are in cache then. */
+  int32_t has_bias_of_batches;
   fa_cuda_cells dbias;
   fa_cuda_cell_step dbias_step;
   float *head_sums[FA_CUDA_NUM_HEAD_NUMBERS]; /* [batch, num_heads, num_head_slots], or NULL */
@@ -412,7 +415,7 @@ extern const void *const fa_cuda_reduce_heads_kernel;             /* fa_cuda_red
  * fewer where that is short; a block's y is so many rows as these leave threads for. */
 enum { FA_CUDA_REDUCE_LANES = 32 };
 extern const void *const fa_cuda_reduce_cells_kernels[2];
-extern const void *const fa_cuda_keys_kernel;         /* fa_cuda_key_reading; a warp a block of keys */
+extern const void *const fa_cuda_keys_kernel;   /* fa_cuda_key_reading; a warp a block of keys */
 extern const void *const fa_cuda_unpack_kernel; /* fa_cuda_packed; a warp a row of a head, a block's y a row of
                                                   these */
 

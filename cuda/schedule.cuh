@@ -308,6 +308,14 @@ __device__ inline RowBlock finished_row_block_of(const fa_cuda_arguments &a, int
           a.num_q_blocks - 1 - block.k_block / group};
 }
 
+// Where all batches share a bias: of the heads of every batch one after the other those that lie in a number's
+// place if all batches of a head follow one another.
+__device__ inline void take_batches_together(const fa_cuda_arguments &a, int num_heads, int &batch, int &head) {
+  if (!a.program.has_bias_of_batches) return;
+  const int index = batch * num_heads + head;
+  batch = index % a.batch, head = index / a.batch;
+}
+
 // A row of the backward's padded arrays [batch, num_heads, padded_rows]; batch is a.batch or more past their
 // end.
 struct PaddedRow {
