@@ -227,7 +227,8 @@ __global__ void __launch_bounds__(THREADS) reduce_cells(const __grid_constant__ 
   const int groups = THREADS / lanes, group = threadIdx.x / lanes, lane = threadIdx.x % lanes;
   const Summands any = summands_of(a, 0, 0, 0, 0);
   const int64_t blocks = int64_t(a.num_parts) * any.batches * any.heads;  // of rows that follow one another
-  const bool is_long = blocks >= groups && any.count(a) >= 32, is_short = blocks * any.rows == a.num_parts;
+  const bool is_long = blocks >= groups && any.count(a) >= 32,
+             is_of_parts = !is_long && blocks * any.rows == a.num_parts;
   const int rows_at_once = is_long ? 1 : groups;
   for (int64_t i = int64_t(blockIdx.y) * rows_at_once + (is_long ? 0 : group); i < num_rows;
        i += int64_t(gridDim.y) * rows_at_once) {
@@ -239,7 +240,7 @@ __global__ void __launch_bounds__(THREADS) reduce_cells(const __grid_constant__ 
       double sum[COUNT] = {};
       if (column >= a.num_columns) {
         if (!is_long) break;
-      } else if (is_short) {
+      } else if (is_of_parts) {
         add_rows(sum, from + column, a.num_parts, a.batch * batch_size);
       } else {
         for (int64_t j = is_long ? group : 0; j < blocks; j += is_long ? groups : 1) {

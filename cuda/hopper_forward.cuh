@@ -327,7 +327,9 @@ struct ForwardBuffers {
   }
   __device__ Stage q(int i) const { return stage(i * Q_BYTES, i); }
   __device__ Stage k(int i) const { return stage(K_AT + i * K_BYTES, Q_STAGES + i); }
-  __device__ Stage v(int i) const { return stage(V_AT + i % V_TILES * K_BYTES, Q_STAGES + STAGES + i); }
+  __device__ Stage v(int i) const {
+    return stage(V_AT + (V_TILES > 1 ? i * K_BYTES : 0), Q_STAGES + STAGES + i);
+  }
   __device__ uint32_t bias(int i) const { return base + BIAS_AT + i * BIAS_BYTES; }
   __device__ uint32_t keys(int i) const { return base + KEYS_AT + i * KEYS_BYTES; }
   __device__ HalvesOperand terms(int i) const { return {keys(i), base + ZEROS_AT}; }
@@ -414,10 +416,9 @@ struct Producer {
   // Where v has a single tile, which is empty only when the product with it is done, the next k comes first.
   static constexpr bool K_AHEAD = Buffers::V_TILES == 1;
 
-  __device__ void load_k(const ForwardTile &tile, int kv_head, int column,
-                         const Ring<Buffers::STAGES> &at) const {
-    const auto k = buffers.k(at.stage);
-    barrier_wait(k.empty, at.phase ^ 1);
+  __device__ void load_k(const ForwardTile &tile, int kv_head, int column) const {
+    const auto k = buffers.k(ring.stage);
+    barrier_wait(k.empty, ring.phase ^ 1);
     const bool adds_keys = Shape::folds || (Shape::has_keys && a.program.keys.kinds);
     int more_bytes = adds_keys ? Buffers::KEYS_BYTES : 0;
     if constexpr (Shape::has_cells) more_bytes += Buffers::BiasTile::bytes(a.program);
@@ -430,26 +431,26 @@ struct Producer {
         numbers = terms_of(a.program.keys, tile.batch, tile.head, column);
       else
         numbers = addends_of(a.program.keys, tile.batch, tile.head, column);
-      load_bulk(buffers.keys(at.stage), numbers, Buffers::KEYS_BYTES, k.full);
+      load_bulk(buffers.keys(ring.stage), numbers, Buffers::KEYS_BYTES, k.full);
     }
     if constexpr (Shape::has_cells)
-      Buffers::BiasTile::load(buffers.bias(at.stage), a.program, maps.bias, k.full, tile.batch, tile.head,
+      Buffers::BiasTile::load(buffers.bias(ring.stage), a.program, maps.bias, k.full, tile.batch, tile.head,
                               tile.rows.begin, column);
   }
 
-  __device__ Ring<Buffers::STAGES> next_ring() const {
-    Ring<Buffers::STAGES> next = ring;
-    next.advance();
-    return next;
+  __device__ void load_next_k(const ForwardTile &tile, int kv_head, int column) const {
+    Producer next = *this;
+    next.ring.advance();
+    next.load_k(tile, kv_head, column);
   }
-  __device__ void wait_for_empty_v() const {
-    if constexpr (Buffers::V_TILES == 1) {
-      // Of the stage that had the tile last: at first that has a phase that nobody waits for.
-      const Ring<Buffers::STAGES> other = next_ring();
-      barrier_wait(buffers.v(other.stage).empty, other.stage ? ring.phase ^ 1 : ring.phase);
-    } else {
-      barrier_wait(buffers.v(ring.stage).empty, ring.phase ^ 1);
-    }
+  // v: the ring's stage of it.
+  __device__ void wait_for_empty(const typename Buffers::Stage &v) const {
+    // Of the stage that had the tile last: at first that has a phase that nobody waits for.
+    const uint32_t other = ring.stage ^ 1;
+    if constexpr (K_AHEAD)
+      barrier_wait(buffers.v(other).empty, ring.phase ^ other);
+    else
+      barrier_wait(v.empty, ring.phase ^ 1);
   }
 
   // Goes through the tile's column blocks; before the last one's v it finds the next tile, and tells it.
@@ -457,13 +458,13 @@ struct Producer {
     const int first_column = sequence_of(a, tile.batch).first_column, kv_head = kv_head_of(a, tile.head);
     for (int i = 0, left = tile.k_blocks.count - 1; left >= 0; i++, left--, ring.advance()) {
       if (left == min(1, tile.k_blocks.count - 1)) index = next_index(a, index);
-      auto column_at = [&](int i) { return first_column + block_at<Shape>(a, tile, i) * Shape::block_k; };
-      const int column = column_at(i);
+      const int column = first_column + block_at<Shape>(a, tile, i) * Shape::block_k;
       const auto v = buffers.v(ring.stage);
-      if (!K_AHEAD || i == 0) load_k(tile, kv_head, column, ring);
-      if (K_AHEAD && left > 0) load_k(tile, kv_head, column_at(i + 1), next_ring());
+      if (!K_AHEAD || i == 0) load_k(tile, kv_head, column);
+      if (K_AHEAD && left > 0)
+        load_next_k(tile, kv_head, first_column + block_at<Shape>(a, tile, i + 1) * Shape::block_k);
       if (left == 0) next = tile_of<Shape>(a, index);
-      wait_for_empty_v();
+      wait_for_empty(v);
       if (left == 0) next.tell(buffers.next_tile(ring.stage));
       load(v, maps.v, column, kv_head, tile.batch);
     }
@@ -480,23 +481,23 @@ struct Producer {
       if (tile.head < 0) return;
       load_q(tile);
       const int kv_head = kv_head_of(a, tile.head);
-      for (bool first = true, last = false; !last; ring.advance(), count++, first = false) {
+      for (bool last = false, has_k = false; !last; ring.advance(), count++) {
         barrier_wait(buffers.told(visits.stage), visits.phase);
         const uint32_t visit = buffers.visit(visits).at;
         const int column = load_shared_word(visit + ToldVisit::COLUMN_AT);
         last = load_shared_word(visit) & ToldVisit::LAST;
         visits.advance();
-        if (!K_AHEAD || first) load_k(tile, kv_head, column, ring);
+        if (!K_AHEAD || !has_k) load_k(tile, kv_head, column);
+        if (last || K_AHEAD) barrier_wait(buffers.told(visits.stage), visits.phase);
         if (K_AHEAD && !last) {
-          barrier_wait(buffers.told(visits.stage), visits.phase);
-          load_k(tile, kv_head, load_shared_word(buffers.visit(visits).at + ToldVisit::COLUMN_AT), next_ring());
+          load_next_k(tile, kv_head, load_shared_word(buffers.visit(visits).at + ToldVisit::COLUMN_AT));
+          has_k = true;
         }
         const auto v = buffers.v(ring.stage);
-        wait_for_empty_v();
-        // Whoever had v at this stage before has read its visit, in whose place the next may be told.
+        wait_for_empty(v);
+        // Whoever had v at this stage before has read its visit.
         if (count >= Buffers::STAGES)
           barrier_arrive(buffers.read((ring.phase ^ 1) * Buffers::STAGES + ring.stage));
-        if (last) barrier_wait(buffers.told(visits.stage), visits.phase);
         load(v, maps.v, column, kv_head, tile.batch);
       }
     }

@@ -113,17 +113,17 @@ typedef struct fa_cuda_program {
    * so many boxes of 128 bytes of each row, or none. */
   fa_cuda_keys keys;
   int32_t bias_boxes, bias_box_columns;
-  /* Whether that is all batches', so that blocks of a head are begun in all of them before the next head's: the
-   * bias and what is added to its gradient are in cache then. */
-  int32_t has_bias_of_batches;
   fa_cuda_cells dbias;
   fa_cuda_cell_step dbias_step;
   float *head_sums[FA_CUDA_NUM_HEAD_NUMBERS]; /* [batch, num_heads, num_head_slots], or NULL */
   int32_t num_head_slots;                     /* one for each warp of each column block */
-  const uint32_t *dropout_seed;               /* [2] */
-  uint32_t dropout_threshold;                 /* of 2^16; 0: nothing is dropped */
-  float kept_factor;                          /* 1 / (1 - rate) */
-  int32_t first_batch, first_head;            /* in the whole problem, for dropout */
+  /* Whether the bias is all batches', so that blocks of a head are begun in all of them before the next head's:
+   * it and what is added to its gradient are in cache then. */
+  int32_t has_bias_of_batches;
+  const uint32_t *dropout_seed;    /* [2] */
+  uint32_t dropout_threshold;      /* of 2^16; 0: nothing is dropped */
+  float kept_factor;               /* 1 / (1 - rate) */
+  int32_t first_batch, first_head; /* in the whole problem, for dropout */
   int64_t first_row;
 } fa_cuda_program;
 
