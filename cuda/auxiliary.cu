@@ -198,26 +198,60 @@ __global__ void __launch_bounds__(THREADS) reduce_heads(const __grid_constant__ 
   if (threadIdx.x == 0) *numbers_of<float>(a.to, batch, head) = static_cast<float>(sum);
 }
 
-// Adds COUNT neighbours of each of so many rows, which lie a stride apart, and several of which are under way.
+// COUNT neighbours of a row, which are moved at once where they lie at a multiple of their size.
+template <class T, int COUNT>
+struct alignas(sizeof(T) * COUNT) Neighbours {
+  T x[COUNT];
+};
+template <int COUNT>
+__device__ inline Neighbours<float, COUNT> neighbours_at(const float *from) {
+  return *reinterpret_cast<const Neighbours<float, COUNT> *>(from);
+}
+
+// Adds those of so many rows, which lie a stride apart, and several of which are under way.
 template <int COUNT>
 __device__ inline void add_rows(double (&sum)[COUNT], const float *from, int count, int64_t stride) {
 #pragma unroll 4
   for (int i = 0; i < count; i++, from += stride) {
-    float x[COUNT];
-    if constexpr (COUNT == 4)
-      *reinterpret_cast<float4 *>(x) = *reinterpret_cast<const float4 *>(from);
-    else
-      x[0] = *from;
+    const Neighbours<float, COUNT> row = neighbours_at<COUNT>(from);
 #pragma unroll
-    for (int j = 0; j < COUNT; j++) sum[j] += x[j];
+    for (int j = 0; j < COUNT; j++) sum[j] += row.x[j];
   }
 }
+
+// Where a row of a reduction's numbers goes.
+struct ReducedRow {
+  const fa_cuda_cells &to;
+  int batch, head, row;
+
+  template <int COUNT, class Number>
+  __device__ void store(int column, const Number (&sum)[COUNT]) const {
+    auto store_as = [&](auto type) {
+      using T = decltype(type);
+      Neighbours<T, COUNT> rounded;
+#pragma unroll
+      for (int i = 0; i < COUNT; i++) store_number(rounded.x + i, static_cast<float>(sum[i]));
+      T *at = numbers_of<T>(to, batch, head, row) + column;
+      if (COUNT == 1 || to.in_fours)
+        *reinterpret_cast<Neighbours<T, COUNT> *>(at) = rounded;
+      else
+        for (int i = 0; i < COUNT; i++) at[i] = rounded.x[i];
+    };
+    if (to.dtype == FA_DTYPE_F32)
+      store_as(float());
+    else if (to.dtype == FA_DTYPE_BF16)
+      store_as(__nv_bfloat16());
+    else
+      store_as(__half());
+  }
+};
 
 // Lanes for a row, each for COUNT neighbours of it, and of a block of threads so many groups of such lanes for
 // other rows, or, where each number is a long sum, for shares of that. Rows are those of each batch, head and
 // row that the numbers vary along.
 template <int COUNT>
-__global__ void __launch_bounds__(THREADS) reduce_cells(const __grid_constant__ fa_cuda_reduction a) {
+__global__ void __launch_bounds__(THREADS, 4) reduce_cells(const __grid_constant__ fa_cuda_reduction a) {
+  constexpr int AT_ONCE = 4;
   __shared__ double shares[THREADS][COUNT];
   const int heads = a.to.stride_head ? a.num_heads : 1, rows = a.to.stride_row ? a.num_rows : 1;
   const int64_t num_rows = int64_t(a.to.stride_batch ? a.batch : 1) * heads * rows;
@@ -225,30 +259,41 @@ __global__ void __launch_bounds__(THREADS) reduce_cells(const __grid_constant__ 
   int lanes = FA_CUDA_REDUCE_LANES;
   while (lanes / 2 * COUNT >= a.num_columns) lanes /= 2;
   const int groups = THREADS / lanes, group = threadIdx.x / lanes, lane = threadIdx.x % lanes;
+  const int first_column = blockIdx.x * lanes * COUNT, next_columns = gridDim.x * lanes * COUNT;
   const Summands any = summands_of(a, 0, 0, 0, 0);
   const int64_t blocks = int64_t(a.num_parts) * any.batches * any.heads;  // of rows that follow one another
-  const bool is_long = blocks >= groups && any.count(a) >= 32,
-             is_of_parts = !is_long && blocks * any.rows == a.num_parts;
+  const bool is_long = blocks >= groups && any.count(a) >= 32;
   const int rows_at_once = is_long ? 1 : groups;
   for (int64_t i = int64_t(blockIdx.y) * rows_at_once + (is_long ? 0 : group); i < num_rows;
        i += int64_t(gridDim.y) * rows_at_once) {
-    const int row = i % rows, head = i / rows % heads, batch = i / rows / heads;
-    const float *from = a.from + summands_of(a, batch, head, row, 0).first;
+    const ReducedRow reduced = {a.to, int(i / rows / heads), int(i / rows % heads), int(i % rows)};
+    const float *from = a.from + summands_of(a, reduced.batch, reduced.head, reduced.row, 0).first;
+    if (blocks * any.rows == 1) {  // nothing is added
+      for (int first = first_column + lane * COUNT; first < a.num_columns; first += AT_ONCE * next_columns) {
+        Neighbours<float, COUNT> numbers[AT_ONCE];
+#pragma unroll
+        for (int n = 0; n < AT_ONCE; n++)
+          if (first + n * next_columns < a.num_columns)
+            numbers[n] = neighbours_at<COUNT>(from + first + n * next_columns);
+#pragma unroll
+        for (int n = 0; n < AT_ONCE; n++)
+          if (first + n * next_columns < a.num_columns) reduced.store(first + n * next_columns, numbers[n].x);
+      }
+      continue;
+    }
     // All threads of a block that share sums have as many turns.
-    for (int first = blockIdx.x * lanes * COUNT; first < a.num_columns; first += gridDim.x * lanes * COUNT) {
+    for (int first = first_column; first < a.num_columns; first += next_columns) {
       const int column = first + lane * COUNT;
       double sum[COUNT] = {};
       if (column >= a.num_columns) {
         if (!is_long) break;
-      } else if (is_of_parts) {
+      } else if (!is_long && blocks * any.rows == a.num_parts) {
         add_rows(sum, from + column, a.num_parts, a.batch * batch_size);
       } else {
         for (int64_t j = is_long ? group : 0; j < blocks; j += is_long ? groups : 1) {
-          const int64_t whole = j / any.heads, part = whole / any.batches;
-          add_rows(
-              sum,
-              from + column + (part * a.batch + whole % any.batches) * batch_size + j % any.heads * head_size,
-              any.rows, a.num_columns);
+          const int64_t whole = j / any.heads, part = whole / any.batches, batch = whole % any.batches;
+          add_rows(sum, from + column + (part * a.batch + batch) * batch_size + j % any.heads * head_size,
+                   any.rows, a.num_columns);
         }
       }
       if (is_long) {
@@ -261,25 +306,7 @@ __global__ void __launch_bounds__(THREADS) reduce_cells(const __grid_constant__ 
 #pragma unroll
           for (int n = 0; n < COUNT; n++) sum[n] += shares[other * lanes + lane][n];
       }
-      auto store = [&](auto type) {
-        using T = decltype(type);
-        struct alignas(sizeof(T) * COUNT) Some {
-          T x[COUNT];
-        } some;
-#pragma unroll
-        for (int n = 0; n < COUNT; n++) store_number(some.x + n, static_cast<float>(sum[n]));
-        T *to = numbers_of<T>(a.to, batch, head, row) + column;
-        if (COUNT == 1 || a.to.in_fours)
-          *reinterpret_cast<Some *>(to) = some;
-        else
-          for (int n = 0; n < COUNT; n++) to[n] = some.x[n];
-      };
-      if (a.to.dtype == FA_DTYPE_F32)
-        store(float());
-      else if (a.to.dtype == FA_DTYPE_BF16)
-        store(__nv_bfloat16());
-      else
-        store(__half());
+      reduced.store(column, sum);
     }
   }
 }
