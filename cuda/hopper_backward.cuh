@@ -242,6 +242,10 @@ struct CommonBuffers {
   using KTile = BoxTile<Shape::block_k, Shape::head_dim>;
   static constexpr int Q_BYTES = Kind::PARTS * QTile::BYTES, K_BYTES = Kind::PARTS * KTile::BYTES;
   static constexpr int ROW_BYTES = Shape::block_q * 4, DQ_BYTES = Shape::block_q * Shape::head_dim * 4;
+  // Whether dout comes before q but in a column block's first step: its stage is free half a step before. At 64
+  // without bands, and with programs, it is no gain.
+  static constexpr bool DOUT_FIRST = Shape::num_writers > 0 &&
+                                     (GENERAL ? !Shape::program : Shape::head_dim == 128);
   // The bias of a step, which comes and goes with its stage of q.
   using BiasTile = hopper::BiasTile<Shape::block_q, Shape::block_k>;
   static constexpr int BIAS_BYTES = Shape::has_cells ? BiasTile::BYTES : 0;
@@ -469,9 +473,6 @@ __device__ inline void prefetch_columns(const fa_cuda_arguments &a, const fa_cud
 template <int BEGIN, int END, class Buffers>
 __device__ inline void load_plain_sides(const fa_cuda_arguments &a, const fa_cuda_maps &maps,
                                         const Buffers &buffers, int index, uint32_t &steps, uint32_t &k_phase) {
-  // Whether dout comes before q but in the first step: its stage is free half a step before. At 64 it is no
-  // gain.
-  constexpr bool DOUT_FIRST = Buffers::Shape::head_dim == 128 && Buffers::Shape::num_writers > 0;
   typename Buffers::Work work;
   if (!find_work(a, index, work)) return;
   if constexpr (BEGIN == K_SIDE && Buffers::Shape::prefetches)
@@ -479,7 +480,7 @@ __device__ inline void load_plain_sides(const fa_cuda_arguments &a, const fa_cud
   typename Buffers::Work::Step step = work.first_step(a);
   for (int i = 0; i < work.num_steps; i++, steps++, step = work.next(a, step)) {
     const StepRows rows = work.rows_of(a, step);
-    if (DOUT_FIRST && i > 0) {
+    if (Buffers::DOUT_FIRST && i > 0) {
 #pragma unroll
       for (int side = END - 1; side >= BEGIN; side--)
         load_rows(a, maps, buffers, rows, work.block.batch, work.columns.begin, steps, side);
@@ -560,7 +561,9 @@ __device__ inline void load_told_sides(const fa_cuda_arguments &a, const fa_cuda
     for (int turn = first == 0; turn < num_found; turn++, steps++) {
       const StepRows rows = Work::heard_rows(buffers.visit(steps, FINDER));
 #pragma unroll
-      for (int side = BEGIN; side < END; side++) load_rows(a, maps, buffers, rows, batch, column, steps, side);
+      for (int side = BEGIN; side < END; side++)
+        load_rows(a, maps, buffers, rows, batch, column, steps,
+                  Buffers::DOUT_FIRST ? END - 1 - (side - BEGIN) : side);
     }
   }
 }
