@@ -261,14 +261,14 @@ __global__ void __launch_bounds__(THREADS, 4) reduce_cells(const __grid_constant
   const int groups = THREADS / lanes, group = threadIdx.x / lanes, lane = threadIdx.x % lanes;
   const int first_column = blockIdx.x * lanes * COUNT, next_columns = gridDim.x * lanes * COUNT;
   const Summands any = summands_of(a, 0, 0, 0, 0);
-  const int64_t blocks = int64_t(a.num_parts) * any.batches * any.heads;  // of rows that follow one another
-  const bool is_long = blocks >= groups && any.count(a) >= 32;
+  const int64_t count = any.count(a), blocks = count / any.rows;  // blocks of rows that follow one another
+  const bool is_long = blocks >= groups && count >= 32;
   const int rows_at_once = is_long ? 1 : groups;
   for (int64_t i = int64_t(blockIdx.y) * rows_at_once + (is_long ? 0 : group); i < num_rows;
        i += int64_t(gridDim.y) * rows_at_once) {
     const ReducedRow reduced = {a.to, int(i / rows / heads), int(i / rows % heads), int(i % rows)};
     const float *from = a.from + summands_of(a, reduced.batch, reduced.head, reduced.row, 0).first;
-    if (blocks * any.rows == 1) {  // nothing is added
+    if (count == 1) {  // nothing is added
       for (int first = first_column + lane * COUNT; first < a.num_columns; first += AT_ONCE * next_columns) {
         Neighbours<float, COUNT> numbers[AT_ONCE];
 #pragma unroll
@@ -287,7 +287,7 @@ __global__ void __launch_bounds__(THREADS, 4) reduce_cells(const __grid_constant
       double sum[COUNT] = {};
       if (column >= a.num_columns) {
         if (!is_long) break;
-      } else if (!is_long && blocks * any.rows == a.num_parts) {
+      } else if (!is_long && count == a.num_parts) {
         add_rows(sum, from + column, a.num_parts, a.batch * batch_size);
       } else {
         for (int64_t j = is_long ? group : 0; j < blocks; j += is_long ? groups : 1) {

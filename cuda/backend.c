@@ -614,9 +614,9 @@ static int64_t heads_summed(const fa_problem *p, const fa_cuda_kernel *kernel, c
   return wanted < num_heads ? wanted : num_heads;
 }
 
-/* See heads_together: all heads of a group, or those of a part of its column blocks, where these differ in
- * length and rows are seen by few of them, which are then at the same rows at any time, so that rows stay in
- * cache. Where many are, their sums hinder each other. A program keeps what it knows of a head. */
+/* See heads_together: all heads of a group where column blocks, which are not shared out, differ in length and
+ * rows are seen by few of them, which are then at the same rows at any time, so that rows stay in cache. Where
+ * many are, their sums hinder each other. A program keeps what it knows of a head. */
 enum { ROWS_OF_SHORT_BAND = 2048 };
 static int32_t backward_heads_together(const fa_problem *p, const fa_cuda_arguments *a) {
   const int64_t group = p->num_heads / p->num_kv_heads;

@@ -246,17 +246,15 @@ __device__ inline void store_number(float *to, float x) { *to = x; }
 __device__ inline void store_number(__half *to, float x) { *to = __float2half_rn(x); }
 __device__ inline void store_number(__nv_bfloat16 *to, float x) { *to = __float2bfloat16_rn(x); }
 
-// Transposes words among four lanes, neighbours or so many lanes APART: word i of lane l goes to word l of lane
-// i.
-template <int APART = 1>
+// Transposes words among four neighbouring lanes: word i of lane l goes to word l of lane i.
 __device__ inline void transpose_quad(uint32_t (&words)[4]) {
 #pragma unroll
   for (int step = 1; step <= 2; step *= 2) {
-    const bool upper = threadIdx.x & step * APART;
+    const bool upper = threadIdx.x & step;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       if (i & step) continue;
-      const uint32_t got = __shfl_xor_sync(~0u, upper ? words[i] : words[i + step], step * APART);
+      const uint32_t got = __shfl_xor_sync(~0u, upper ? words[i] : words[i + step], step);
       (upper ? words[i] : words[i + step]) = got;
     }
   }
