@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(Shape::num_warps * 32, Shape::blocks_per_sm)
     if (!visits.done()) load_k_and_v(visits.begin, stages + stage);
     if constexpr (GENERAL) {
       // Padding and caches hold garbage, which times 0 may be NaN.
-      const Range seen = seen_of_columns(band, rows, column, Shape::block_k);
+      const Range seen = columns_of_band(band, column, Shape::block_k);
       if (seen.begin > 0 || seen.end < Shape::block_k) {
 #pragma unroll
         for (int part = 0; part < PARTS; part++)

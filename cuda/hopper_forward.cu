@@ -117,7 +117,7 @@ struct Consumer {
   uint32_t p[Kind::PARTS][PV_STEPS][4], q_held[1][QK_STEPS][4];
   using Softmax = OnlineSoftmax<Kind, 1, Shape::has_cells>;
   Softmax softmax;
-  // Of the visit whose product is due: whether v has columns that no row of the tile sees.
+  // Of the visit whose product is due: whether v has columns that its band does not have.
   bool has_unseen = false;
   // Of the tile's head, where there is a program.
   fa_dropout dropout;
@@ -404,14 +404,14 @@ struct Consumer {
                                                                       buffers.bias(stage.stage), warp_row, 0);
   }
 
-  // Sets columns of v that no row of the tile sees to 0, in the visit whose product is due: padding and caches
-  // hold garbage there, which times 0 may be NaN. Consumers that share the tile write the same.
+  // Sets columns of v that the band does not have to 0, in the visit whose product is due: garbage times 0 may
+  // be NaN. Consumers that share the tile write the same.
   __device__ void clear_unseen() {
     if (__builtin_expect(!__any_sync(~0u, has_unseen), 1)) return;
     const Stage v = buffers.v(ring.stage);
     const ToldVisit visit = buffers.visit(ring);
     barrier_wait(v.full, ring.phase);
-    const Range seen = seen_of_columns(visit.band(), tile.rows, visit.column(), Shape::block_k);
+    const Range seen = columns_of_band(visit.band(), visit.column(), Shape::block_k);
 #pragma unroll
     for (int part = 0; part < Kind::PARTS; part++)
       clear_rows<KTile, WARPGROUP>(v.tile + part * KTile::BYTES, seen.begin, seen.end, threadIdx.x % WARPGROUP);
@@ -439,7 +439,7 @@ struct Consumer {
     if (!sees_all(flags)) {
       const fa_band band = visit.band();
       const int column = visit.column();
-      const Range seen = seen_of_columns(band, tile.rows, column, Shape::block_k);
+      const Range seen = columns_of_band(band, column, Shape::block_k);
       has_unseen = seen.begin > 0 || seen.end < Shape::block_k;
       num_columns = num_columns_of(band, column);
       mask_scores<true, 1, NT>(scores, band, {tile.batch, tile.head, first_row, column}, num_columns);

@@ -137,10 +137,10 @@ __device__ inline bool bands_show(const fa_cuda_arguments &a, int batch, int i) 
   return false;
 }
 
-// The part of `size` columns from `column` on that some of the rows sees in a band, counted from the first.
-__device__ inline Range seen_of_columns(const fa_band &band, Range rows, int column, int size) {
-  const Range seen = seen_in_band<true>(band, rows);
-  return {max(seen.begin - column, 0), min(seen.end - column, size)};
+// The part of `size` columns from `column` on that a band has, counted from the first. Behind its ends padding
+// and caches hold garbage; that other rows alone see a column is no reason to expect any.
+__device__ inline Range columns_of_band(const fa_band &band, int column, int size) {
+  return {max(band.k_begin - column, 0), min(band.k_end - column, size)};
 }
 
 // The plan of a block: of rows or columns; at its rank in the order in which they are begun, or, where that is
