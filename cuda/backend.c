@@ -732,11 +732,15 @@ static void lay_out_program(const fa_plan *plan, const fa_cuda_kernel *kernel, c
   const fa_problem *p = &plan->problem;
   fa_cuda_arguments *a = &job->arguments;
   if (!(needs_of(p) & FA_CUDA_PROGRAM_NEEDS)) return;
+  /* A p that is due 1 / kept has to be a number of its type: at the highest rate 2^16 would be none of f16. */
+  const double kept = p->dtype == FA_DTYPE_F16 ? fmax(1 - p->dropout, 1 / 65504.0) : 1 - p->dropout;
   a->program = (fa_cuda_program){.is_there = true,
                                  .factor = 1,
                                  .dropout_seed = t->dropout_seed.data,
                                  .dropout_threshold = (uint32_t)(p->dropout * FA_DROPOUT_ONE),
-                                 .kept_factor = (float)(1 / (1 - p->dropout)),
+                                 .kept = (float)kept,
+                                 .kept_factor = (float)(1 / kept),
+                                 .kept_exponent = (float)-log2(kept),
                                  .first_batch = (int32_t)p->origin.batch,
                                  .first_head = (int32_t)p->origin.head,
                                  .first_row = p->origin.row};

@@ -273,7 +273,7 @@ __device__ inline __attribute__((always_inline)) void consume_blocks(
       consumers_work(a, buffers, blocks, found);  // again, so that no register holds it meanwhile
       // Behind this nobody reads the consumer's part of v any more.
       named_barrier_wait(CONSUMER_MEETS + consumer, WARPGROUP);
-      leave(maps.dv, dv, Shape::program ? a.program.kept_factor : 1, found);
+      leave(maps.dv, dv, 1, found);
     }
     wgmma_wait<!IS_LAST>(dk[0], dq[0], ds_operand);
     arrive_once(buffers.barrier(Q_EMPTY, stage));
@@ -379,7 +379,7 @@ const fa_cuda_kernel FA_JOIN(fa_hopper_backward_, FA_KIND)[] = {
     ROW("/d64/cells", true, 64, 64, 1, 0, ASKS_EARLY | LEAVES_BY_MAP, CELLS),
     ROW("/d64/cells/sums", true, 64, 64, 1, 0, SUMS | ASKS_EARLY | LEAVES_BY_MAP, CELLS),
     ROW("/d64/cells/forms", true, 64, 64, 1, 0, FORMS | SUMS, CELLS),
-    ROW("/d64/dropout", true, 64, 128, 1, 2, SUMS | ASKS_EARLY | LEAVES_BY_MAP, KEYS | DROPOUT),
+    ROW("/d64/dropout", true, 64, 128, 1, 2, SUMS | LEAVES_BY_MAP, KEYS | DROPOUT),
     ROW("/d64/program", true, 64, 64, 1, 0, FORMS | SUMS, WHOLE_PROGRAM),
     ROW("/d128/keys", true, 128, 64, 1, 2, FROM_SHIFT | SUMS | ASKS_EARLY | LEAVES_BY_MAP, KEYS),
     ROW("/d128/slopes", true, 128, 64, 1, 2, FROM_SHIFT | FORMS | LEAVES_BY_MAP, SLOPES),
@@ -388,7 +388,7 @@ const fa_cuda_kernel FA_JOIN(fa_hopper_backward_, FA_KIND)[] = {
     ROW("/d128/cells", true, 128, 64, 1, 0, ASKS_EARLY | LEAVES_BY_MAP, CELLS),
     ROW("/d128/cells/sums", true, 128, 64, 1, 0, SUMS | ASKS_EARLY | LEAVES_BY_MAP, CELLS),
     ROW("/d128/cells/forms", true, 128, 64, 1, 0, FORMS | SUMS, CELLS),
-    ROW("/d128/dropout", true, 128, 64, 1, 2, FROM_SHIFT | LEAVES_BY_MAP, KEYS | DROPOUT),
+    ROW("/d128/dropout", true, 128, 64, 1, 2, FROM_SHIFT | ASKS_EARLY | LEAVES_BY_MAP, KEYS | DROPOUT),
     ROW("/d128/program", true, 128, 64, 1, 0, FORMS | SUMS, WHOLE_PROGRAM),
     {},
 };

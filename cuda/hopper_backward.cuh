@@ -1029,7 +1029,7 @@ __device__ inline void store_dk_and_dv(const fa_cuda_arguments &a, const Buffers
                                        const float (&dv)[1][DT][4]) {
   using Kind = typename Buffers::Kind;
   consumers_work(a, buffers, blocks, work);
-  store_columns<Kind>(a, work, a.dv, column, 0, dv, Buffers::Shape::program ? a.program.kept_factor : 1);
+  store_columns<Kind>(a, work, a.dv, column, 0, dv, 1);
   store_columns<Kind>(a, work, a.dk, column, 0, dk, a.scale);
 }
 

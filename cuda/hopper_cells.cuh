@@ -387,9 +387,9 @@ __device__ inline void add_cells(float (&scores)[NT][4], const fa_cuda_program &
 
 // ---- the backward, transposed ------------------------------------------------------------------------------
 
-// Scores become probabilities, of which those that are dropped are 0 and the others due the program's
-// kept_factor, as an operand; the probabilities themselves take the scores' place, negative where they are
-// dropped. of_each: what add_transposed_terms has left out, for each further row. There is no softcap.
+// Scores become probabilities, with all that those are due which dropout leaves, and take the scores' place,
+// negative where they are dropped; and an operand, in which these are 0. of_each: what add_transposed_terms has
+// left out, for each further row. There is no softcap.
 template <class Kind, bool DROPS, int NT, bool IS_PLACED>
 __device__ inline void make_transposed_p_by_program(float (&scores)[1][NT][4],
                                                     uint32_t (&operand)[Kind::PARTS][NT / 2][4],
@@ -406,18 +406,24 @@ __device__ inline void make_transposed_p_by_program(float (&scores)[1][NT][4],
   for (int n = 0; n < NT; n++) {
     float2 row_shift = {0, 0};
     if (!began_at_shift) row_shift = shift[n];
-    float p[4];
+    if (DROPS) row_shift.x -= program.kept_exponent, row_shift.y -= program.kept_exponent;
 #pragma unroll
     for (int i = 0; i < 2; i++)
       if (DROPS && n % 2 == 0) words[i] = fa_dropout_words(dropout, row_pair + n * 4 + i, column_pair);
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       const float own_shift = fmaf(per_row, float(n * 8 + i % 2), i % 2 ? row_shift.y : row_shift.x);
-      p[i] = scores[0][n][i] = exponential<Kind>(scores[0][n][i], unit, own_shift);
-      if (DROPS && !stays(words[i % 2].x[i / 2], n % 2, dropout)) p[i] = 0, scores[0][n][i] = -scores[0][n][i];
+      const float p = exponential<Kind>(scores[0][n][i], unit, own_shift);
+      scores[0][n][i] = DROPS && !stays(words[i % 2].x[i / 2], n % 2, dropout) ? -p : p;
     }
 #pragma unroll
-    for (int half = 0; half < 2; half++) convert_pair<Kind>(operand, n, half, p[half * 2], p[half * 2 + 1], 1);
+    for (int half = 0; half < 2; half++) {
+      const float x = scores[0][n][half * 2], y = scores[0][n][half * 2 + 1];
+      if constexpr (DROPS)
+        operand[0][n / 2][n % 2 * 2 + half] = pack_positive(typename Kind::Element(), x, y);
+      else
+        convert_pair<Kind>(operand, n, half, x, y, 1);
+    }
   }
 }
 
@@ -430,15 +436,15 @@ template <class Kind, bool DROPS, int NT, bool IS_PLACED, class Take>
 __device__ inline void make_transposed_ds_by_program(float (&ds)[1][NT][4], const float (&p)[1][NT][4],
                                                      const fa_cuda_arguments &a, RowNumbers<IS_PLACED> delta,
                                                      Take take) {
-  const float kept_factor = a.program.kept_factor;
 #pragma unroll
   for (int n = 0; n < NT; n++) {
-    const float2 row_delta = delta[n];
+    float2 row_delta = delta[n];
+    if (DROPS) row_delta.x *= a.program.kept, row_delta.y *= a.program.kept;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       const float own_delta = i % 2 ? row_delta.y : row_delta.x, weight = p[0][n][i];
-      const float dp = DROPS ? fmaf(ds[0][n][i], kept_factor, -own_delta) : ds[0][n][i] - own_delta;
-      ds[0][n][i] = weight * (DROPS && weight < 0 ? own_delta : dp);
+      ds[0][n][i] = DROPS ? fmaf(fabsf(weight), -own_delta, fmaxf(weight, 0) * ds[0][n][i])
+                          : weight * (ds[0][n][i] - own_delta);
       take(i / 2, ds[0][n][i], weight);
     }
   }

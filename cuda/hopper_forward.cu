@@ -571,6 +571,8 @@ struct Consumer {
             if (softmax.update(scores, unit, Shape::block_k, due)) softmax.rescale_rows(o);
           }
           barrier_arrive_warp(k.empty);
+          if (drops())
+            drop<1, NT>(scores, a, dropout, {tile.batch, tile.head, first_row, buffers.visit(next).column()});
         } else {
           const bool moved = make_exponentials(flags, next, of_scores,
                                                [](const fa_band &, int) { return int(Shape::block_k); });
@@ -830,7 +832,7 @@ const fa_cuda_kernel FA_JOIN(fa_hopper_forward_, FA_KIND)[] = {
     ROW("/d128/slopes/general", true, 128, 128, 2, 2, 240, 24, FORMS | HOLDS_Q | FOLLOWS, SLOPES),
     ROW("/d128/terms", true, 128, 128, 2, 2, 240, 24, FORMS, SLOPES | KEYS),
     ROW("/d128/cells", true, 128, 128, 2, 1, 240, 24, FORMS, CELLS),
-    ROW("/d128/dropout", true, 128, 128, 2, 2, 240, 24, FORMS, KEYS | DROPOUT),
+    ROW("/d128/dropout", true, 128, 128, 2, 2, 240, 24, FORMS | FOLLOWS | WAITS_LATE, KEYS | DROPOUT),
     ROW("/d128/program", true, 128, 128, 2, 1, 240, 24, FORMS, WHOLE_PROGRAM),
     ROW("/d192", false, 192, 112, 2, 1, 240, 24, 0),
     ROW("/d192/forms", false, 192, 112, 2, 1, 240, 24, FORMS),

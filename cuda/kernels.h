@@ -120,10 +120,10 @@ typedef struct fa_cuda_program {
   /* Whether the bias is all batches', so that blocks of a head are begun in all of them before the next head's:
    * it and what is added to its gradient are in cache then. */
   int32_t has_bias_of_batches;
-  const uint32_t *dropout_seed;    /* [2] */
-  uint32_t dropout_threshold;      /* of 2^16; 0: nothing is dropped */
-  float kept_factor;               /* 1 / (1 - rate) */
-  int32_t first_batch, first_head; /* in the whole problem, for dropout */
+  const uint32_t *dropout_seed;           /* [2] */
+  uint32_t dropout_threshold;             /* of 2^16; 0: nothing is dropped */
+  float kept, kept_factor, kept_exponent; /* the share that is not dropped; 1 / kept; log2 of that */
+  int32_t first_batch, first_head;        /* in the whole problem, for dropout */
   int64_t first_row;
 } fa_cuda_program;
 

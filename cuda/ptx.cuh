@@ -54,6 +54,18 @@ __device__ inline void let_others_run() {}
 __device__ inline void forget(uint32_t &x) { asm volatile("" : "+r"(x)); }
 __device__ inline void forget(float &x) { asm volatile("" : "+f"(x)); }
 
+// Two numbers as packed elements, those that are negative as 0.
+__device__ inline uint32_t pack_positive(__half, float a, float b) {
+  uint32_t pair;
+  asm("cvt.rn.relu.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(b), "f"(a));
+  return pair;
+}
+__device__ inline uint32_t pack_positive(__nv_bfloat16, float a, float b) {
+  uint32_t pair;
+  asm("cvt.rn.relu.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(b), "f"(a));
+  return pair;
+}
+
 // ---- shared memory -----------------------------------------------------------------------------------
 
 __device__ inline uint32_t shared_address(const void *pointer) {

@@ -59,6 +59,15 @@ inline void let_others_run(Site site = Site()) { emulated::yield("waits for memo
 inline void forget(uint32_t &) {}
 inline void forget(float &) {}
 
+inline uint32_t pack_positive(__half, float a, float b) {
+  const __half2 pair = __floats2half2_rn(a < 0 ? 0 : a, b < 0 ? 0 : b);
+  return reinterpret_cast<const uint32_t &>(pair);
+}
+inline uint32_t pack_positive(__nv_bfloat16, float a, float b) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(a < 0 ? 0 : a, b < 0 ? 0 : b);
+  return reinterpret_cast<const uint32_t &>(pair);
+}
+
 // ---- shared memory -------------------------------------------------------------------------------------
 
 inline uint32_t shared_address(const void *pointer, Site site = Site()) {
