@@ -99,11 +99,12 @@ FORCE:
 
 # The CPU kernels are one source, compiled once for every instruction set and chosen at run time.
 KERNELS          := c_src/cpu/kernels.c
-ISAS_x86_64      := avx2 avx512 avx512bf16
+ISAS_x86_64      := avx2 avx512 avx512bf16 amx
 ISAS             := plain $(ISAS_$(firstword $(subst -, ,$(TARGET))))
 ISA_FLAGS_avx2   := -mavx2 -mfma
 ISA_FLAGS_avx512 := -mavx512f -mavx512dq -mavx512vl -mavx512bw -mfma -mprefer-vector-width=512
 ISA_FLAGS_avx512bf16 := $(ISA_FLAGS_avx512) -mavx512bf16
+ISA_FLAGS_amx    := $(ISA_FLAGS_avx512bf16) -mamx-tile -mamx-bf16
 
 # Under a sanitizer -O3 takes a third longer to compile than -O2, and tests no less time.
 KERNELS_LEVEL    := $(if $(SANITIZE),-O2,-O3)
@@ -328,7 +329,7 @@ test-elixir: elixir
 
 test-isas: test-c-isas test-check-isas
 test-check-isas: elixir
-	for isas in avx512bf16 avx512 avx512,avx2; do FLASH_ATTENTION_DISABLE=$$isas $(MIX) flash_attention.check || exit 1; done
+	for isas in amx amx,avx512bf16 avx512 avx512,avx2; do FLASH_ATTENTION_DISABLE=$$isas $(MIX) flash_attention.check || exit 1; done
 
 # The NIF in the VM under the sanitizers, in a copy of the tree, so that priv is its own; what test-c-addresses has
 # built serves it, too. +Mea min hands the VM's allocations on to malloc, where AddressSanitizer sees them. What times

@@ -1,9 +1,16 @@
 /* The CPU backend: chooses an instruction set's kernels, and runs their tasks on threads. */
 #include "../core/backend.h"
 
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <unistd.h>
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+#if defined(__linux__)
+#include <sys/syscall.h>
+#endif
 
 #include "../core/arena.h"
 #include "../core/error.h"
@@ -20,9 +27,32 @@ static bool has_avx512(void) {
          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bw") && !fa_is_disabled("avx512");
 }
 
-/* An addition to avx512, and switched off with it. */
+/* Additions to avx512, and switched off with it. Intel's processors take twice as long for a product of pairs
+ * as for one of f32 (cpu_log.md). */
 static bool has_avx512bf16(void) {
-  return has_avx512() && __builtin_cpu_supports("avx512bf16") && !fa_is_disabled("avx512bf16");
+  return has_avx512() && __builtin_cpu_supports("avx512bf16") && !__builtin_cpu_is("intel") &&
+         !fa_is_disabled("avx512bf16");
+}
+
+/* Whether the processor multiplies tiles, and Linux lets this process, which has to ask. Tests emulate it. */
+static bool may_use_tiles(void) {
+#if defined(FA_EMULATED_TILES)
+  return true;
+#elif defined(__linux__)
+  enum { BF16 = 1 << 22, TILES = 1 << 24 }; /* of edx */
+  enum { ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18 };
+  unsigned a, b, c, d;
+  return __get_cpuid_count(7, 0, &a, &b, &c, &d) && d & BF16 && d & TILES &&
+         syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
+#else
+  return false;
+#endif
+}
+static bool has_amx(void) {
+  static atomic_int known; /* 0: not yet; 1: no; 2: yes */
+  if (!has_avx512() || !__builtin_cpu_supports("avx512bf16") || fa_is_disabled("amx")) return false;
+  if (!atomic_load(&known)) atomic_store(&known, may_use_tiles() ? 2 : 1);
+  return atomic_load(&known) == 2;
 }
 #endif
 
@@ -30,7 +60,7 @@ static bool has_avx512bf16(void) {
 static const fa_cpu_kernels *kernels_here(const char **isas) {
 #if defined(__x86_64__)
   if (has_avx512()) {
-    *isas = has_avx512bf16() ? "avx512 avx512bf16" : "avx512";
+    *isas = has_amx() ? "avx512 amx" : has_avx512bf16() ? "avx512 avx512bf16" : "avx512";
     return &fa_cpu_kernels_avx512;
   }
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && !fa_is_disabled("avx2")) {
@@ -49,9 +79,10 @@ static const fa_cpu_kernel *kernel_for(fa_pass pass, fa_dtype dtype) {
   if (pass == FA_PASS_TANGENT) return &kernels->tangent_f64;
   if (dtype == FA_DTYPE_F64) return is_forward ? &kernels->forward_f64 : &kernels->backward_f64;
 #if defined(__x86_64__)
-  const fa_cpu_pair_kernels *pairs = &fa_cpu_kernels_avx512bf16;
-  if (dtype == FA_DTYPE_BF16 && has_avx512bf16())
-    return is_forward ? &pairs->forward_bf16 : &pairs->backward_bf16;
+  const fa_cpu_pair_kernels *pairs = has_amx()          ? &fa_cpu_kernels_amx
+                                     : has_avx512bf16() ? &fa_cpu_kernels_avx512bf16
+                                                        : NULL;
+  if (dtype == FA_DTYPE_BF16 && pairs) return is_forward ? &pairs->forward_bf16 : &pairs->backward_bf16;
 #endif
   return is_forward ? &kernels->forward_f32 : &kernels->backward_f32;
 }

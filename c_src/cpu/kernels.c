@@ -7,6 +7,7 @@
  *   REAL      the arithmetic's type        T(name)   name with the type's suffix
  *   LANES     elements of one vector       MR, NV    a product's tile: MR rows of NV vectors, held in registers
  *   PAIRS     1: products are those of bf16, by instructions that take two at a time; 0: of REAL
+ *   TILES     1: and by instructions that take tiles of them
  */
 #include "kernels.h"
 
@@ -38,9 +39,9 @@
  * and v, and in the backward of q, that are held packed. Larger blocks read and write sums less often, until
  * they leave the cache.
  */
-#if defined(FA_ISA_avx512) || defined(FA_ISA_avx512bf16)
+#if defined(FA_ISA_avx512) || defined(FA_ISA_avx512bf16) || defined(FA_ISA_amx)
 #define VECTOR_BYTES   64
-#define MR             8
+#define MR             (TILES ? 16 : 8)
 #define STRIP          64
 #define BLOCK          128
 #define YIELD_PRODUCTS (PAIRS ? 1 << 23 : 1 << 22)
@@ -63,10 +64,16 @@
 #define BLOCK          96
 #define YIELD_PRODUCTS (1 << 20)
 #endif
-#if defined(FA_ISA_avx512bf16)
+#if defined(FA_ISA_avx512bf16) || defined(FA_ISA_amx)
 #define PAIRS 1
 #else
 #define PAIRS 0
+#endif
+#if defined(FA_ISA_amx)
+#define TILES 1
+#include "tiles.h"
+#else
+#define TILES 0
 #endif
 #define NV 2
 #define NR (NV * LANES) /* columns of a tile */
@@ -157,6 +164,20 @@ static inline void wait_until(atomic_int *value, int at_least) {
 #include "product_template.h"
 #include "scores_template.h"
 #include "forward_template.h"
+#endif
+
+/* Tasks that multiply, between tiles_begin and tiles_end. */
+#if TILES
+#define TILED(task_of)                                                              \
+  static void tiled_##task_of(const fa_cpu_job *job, int64_t task, void *scratch) { \
+    tiles_begin();                                                                  \
+    task_of(job, task, scratch);                                                    \
+    tiles_end();                                                                    \
+  }
+TILED(forward_task_bf16)
+TILED(cell_task_bf16)
+#define forward_task_bf16 tiled_forward_task_bf16
+#define cell_task_bf16    tiled_cell_task_bf16
 #endif
 
 #define FORWARD(label, type)                                                            \

@@ -57,7 +57,7 @@ typedef struct fa_cpu_pair_kernels {
   fa_cpu_kernel forward_bf16, backward_bf16;
 } fa_cpu_pair_kernels;
 
-extern const fa_cpu_pair_kernels fa_cpu_kernels_avx512bf16;
+extern const fa_cpu_pair_kernels fa_cpu_kernels_avx512bf16, fa_cpu_kernels_amx;
 #endif
 
 #endif

@@ -28,6 +28,97 @@ typedef enum product_target { STORE, ADD, RESCALE } product_target;
 
 _Static_assert(STRIP % MR == 0 && STRIP % NR == 0 && BLOCK % MR == 0 && BLOCK % NR == 0, "whole tiles");
 
+/* What becomes of a row of a tile of c, whose sums are there. */
+INLINE void T(finish_product)(REAL *c, const T(vec) sum[NV], product_target target, REAL factor, REAL of_row) {
+#pragma GCC unroll 16
+  for (int v = 0; v < NV; v++) {
+    T(vec) *c_v = (T(vec) *)(c + v * LANES);
+    *c_v = target == STORE ? factor * sum[v] : target == ADD ? *c_v + sum[v] : of_row * *c_v + sum[v];
+  }
+}
+
+#if TILES
+
+/* Rows of 16 operands of a, from row r and operand p on, in `to`: transposed where rows lie together, and 0
+ * from depth on. */
+INLINE void T(copy_tile)(T(operand) * to, const T(operand) * a, int64_t a_row, int64_t a_column, int64_t r,
+                         int64_t p, int64_t depth) {
+  const int64_t count = fa_min(depth - p, TILE);
+  a += r * a_row + p * a_column;
+  if (a_column == 1) {
+    const __mmask16 there = (__mmask16)((1 << count) - 1);
+    for (int i = 0; i < TILE; i++)
+      _mm512_store_si512(to + i * TILE, _mm512_maskz_loadu_epi32(there, a + i * a_row));
+  } else {
+    T(vec) m[LANES];
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++)
+      m[i] = i < count ? (T(vec))_mm512_loadu_si512(a + i * a_column) : (T(vec)){0};
+    T(transpose)(m);
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++) *(T(vec) *)(to + i * TILE) = m[i];
+  }
+}
+
+/* By tiles: two of a's rows and two of b's columns, or one of a's. */
+static __attribute__((noinline)) void T(product)(int64_t rows, int64_t columns, int64_t depth,
+                                                 const T(operand) * a, int64_t a_row, int64_t a_column,
+                                                 const T(operand) * b, int64_t panel, REAL *c, int64_t c_row,
+                                                 product_target target, REAL factor, const REAL *factors) {
+  _Static_assert(NR == 2 * TILE && MR == TILE && LANES == TILE, "two tiles of b make a panel");
+  _Alignas(64) T(operand) copies[BLOCK * BLOCK / 2], tail[TILE * NR];
+  _Alignas(64) REAL sums[2 * TILE * NR];
+  const int64_t whole = depth / TILE * TILE;
+  /* What is copied of a: where its rows lie together, BLOCK by BLOCK / 2 operands at most, everything, or what
+   * is no whole tile; a row of tiles after the other. */
+  const bool copies_all = a_column != 1;
+  const int64_t copied = copies_all ? 0 : whole, num_copied = fa_divide_up(depth - copied, TILE);
+  for (int64_t r = 0; r < rows; r += TILE)
+    for (int64_t p = copied; p < depth; p += TILE)
+      T(copy_tile)(copies + (r * num_copied + p - copied) * TILE, a, a_row, a_column, r, p, depth);
+  for (int64_t x = 0; x < columns; x += NR, b += panel) {
+    const T(operand) *last = b + whole * NR;
+    if (whole < depth) {
+      memset(tail, 0, sizeof tail);
+      memcpy(tail, last, (size_t)((depth - whole) * NR) * sizeof *b);
+      last = tail;
+    }
+    for (int64_t r = 0; r < rows; r += 2 * TILE) {
+      const bool both = r + TILE < rows;
+      TILE_ZERO(0);
+      TILE_ZERO(1);
+      TILE_ZERO(2);
+      TILE_ZERO(3);
+      for (int64_t p = 0; p < depth; p += TILE) {
+        const bool is_copy = p >= copied;
+        const T(operand) *upper = is_copy ? copies + (r * num_copied + p - copied) * TILE : a + r * a_row + p;
+        const T(operand) *lower = upper + TILE * (is_copy ? num_copied * TILE : a_row);
+        const T(operand) *right = p == whole ? last : b + p * NR;
+        const int64_t step = is_copy ? TILE : a_row;
+        TILE_LOAD(6, right, NR);
+        TILE_LOAD(7, right + TILE, NR);
+        TILE_LOAD(4, upper, step);
+        TILE_MULTIPLY(0, 4, 6);
+        TILE_MULTIPLY(1, 4, 7);
+        if (!both) continue;
+        TILE_LOAD(5, lower, step);
+        TILE_MULTIPLY(2, 5, 6);
+        TILE_MULTIPLY(3, 5, 7);
+      }
+      TILE_STORE(0, sums, NR);
+      TILE_STORE(1, sums + TILE, NR);
+      TILE_STORE(2, sums + TILE * NR, NR);
+      TILE_STORE(3, sums + TILE * NR + TILE, NR);
+      for (int64_t i = 0; i < (both ? 2 * TILE : TILE); i++)
+        T(finish_product)
+        (c + (r + i) * c_row + x, (const T(vec) *)(sums + i * NR), target, factor,
+         target == RESCALE ? factors[r + i] : 0);
+    }
+  }
+}
+
+#else
+
 INLINE void T(product)(int64_t rows, int64_t columns, int64_t depth, const T(operand) * a, int64_t a_row,
                        int64_t a_column, const T(operand) * b, int64_t panel, REAL *c, int64_t c_row,
                        product_target target, REAL factor, const REAL *factors) {
@@ -47,21 +138,14 @@ INLINE void T(product)(int64_t rows, int64_t columns, int64_t depth, const T(ope
         }
       }
 #pragma GCC unroll 16
-      for (int i = 0; i < MR; i++) {
-        T(vec) *c_i = (T(vec) *)(c + (r + i) * c_row + x);
-#pragma GCC unroll 16
-        for (int v = 0; v < NV; v++) {
-          if (target == STORE)
-            c_i[v] = factor * sum[i][v];
-          else if (target == ADD)
-            c_i[v] += sum[i][v];
-          else
-            c_i[v] = factors[r + i] * c_i[v] + sum[i][v];
-        }
-      }
+      for (int i = 0; i < MR; i++)
+        T(finish_product)
+        (c + (r + i) * c_row + x, sum[i], target, factor, target == RESCALE ? factors[r + i] : 0);
     }
   }
 }
+
+#endif
 
 #if PAIRS
 
@@ -116,24 +200,32 @@ static __attribute__((noinline)) void T(product_of_seen)(int64_t rows, int64_t c
   for (int64_t x = 0; x < columns; x += NR, b += panel) {
     for (int64_t r = 0; r < rows; r++) {
       T(vec) sum[NV] = {0};
+#if TILES
+      T(vec) parts[2][NV] = {0}; /* of a tile: of first numbers, and of second ones */
+#endif
       for (int64_t p = 0; p < depth; p++) {
         const T(operand) a_rp = a[r * a_row + p * a_column];
         for (int n = T(PER_OPERAND) - 1; n >= 0; n--) {
           if (hidden && hidden[r * hidden_row + (p * T(PER_OPERAND) + n) * a_column]) continue;
           for (int v = 0; v < NV; v++) {
             const T(vec) b_p = *(const T(vec) *)(b + p * NR + v * LANES);
-#if PAIRS
+#if TILES
+            parts[n][v] +=
+                fa_bf16_to_f32((uint16_t)(a_rp >> 16 * n)) * (n ? T(second_of)(b_p) : T(first_of)(b_p));
+#elif PAIRS
             sum[v] += fa_bf16_to_f32((uint16_t)(a_rp >> 16 * n)) * (n ? T(second_of)(b_p) : T(first_of)(b_p));
 #else
             sum[v] += a_rp * b_p;
 #endif
           }
         }
+#if TILES
+        if (p % TILE != TILE - 1 && p != depth - 1) continue;
+        for (int v = 0; v < NV; v++) sum[v] += parts[0][v] + parts[1][v];
+        memset(parts, 0, sizeof parts);
+#endif
       }
-      for (int v = 0; v < NV; v++) {
-        T(vec) *c_r = (T(vec) *)(c + r * c_row + x + v * LANES);
-        *c_r = target == STORE ? factor * sum[v] : target == ADD ? *c_r + sum[v] : factors[r] * *c_r + sum[v];
-      }
+      T(finish_product)(c + r * c_row + x, sum, target, factor, target == RESCALE ? factors[r] : 0);
     }
   }
 }

@@ -36,7 +36,7 @@ static bool is_compared[FA_NUM_TENSORS];
 
 /* What FLASH_ATTENTION_DISABLE, read whenever a pass is planned, holds by turns. The oracle takes most of the
  * time: whatever it has computed is compared with the kernels of every instruction set. */
-static const char *const disabled[] = {"", "avx512bf16", "avx512", "avx512,avx2"};
+static const char *const disabled[] = {"", "amx", "amx,avx512bf16", "avx512", "avx512,avx2"};
 static int num_isas = 1;
 
 static void find_isas(void) {

@@ -43,9 +43,9 @@ TEST_ENVIRONMENT := FLASH_ATTENTION_NUM_THREADS=3
 # the oracle, which has one thread, takes most of the time.
 ATTENTION_TYPES ?= bf16 f16 f32 f64
 
-.PHONY: test-c-examples test-c test-c-sanitize test-c-isas test-c-attention-cuda test-cuda-sanitize fuzz-bands $(TEST_NAMES:%=test-c-%) \
+.PHONY: test-c-tiles test-c-examples test-c test-c-sanitize test-c-isas test-c-attention-cuda test-cuda-sanitize fuzz-bands $(TEST_NAMES:%=test-c-%) \
         $(ATTENTION_TYPES:%=test-c-attention-of-%)
-test-c: $(TEST_NAMES:%=test-c-%) test-c-examples test-c-attention-cuda $(if $(filter 1,$(FA_CUDA)),test-cuda-sanitize)
+test-c: $(TEST_NAMES:%=test-c-%) test-c-tiles test-c-examples test-c-attention-cuda $(if $(filter 1,$(FA_CUDA)),test-cuda-sanitize)
 
 $(filter-out test-c-attention,$(TEST_NAMES:%=test-c-%)): test-c-%: $(BUILD)/test/test_%
 	@echo "$(<F)"
@@ -55,6 +55,23 @@ test-c-attention: $(ATTENTION_TYPES:%=test-c-attention-of-%)
 $(ATTENTION_TYPES:%=test-c-attention-of-%): test-c-attention-of-%: $(BUILD)/test/test_attention
 	@echo "$(<F) --dtype $* $(ATTENTION)"
 	@$(TEST_ENVIRONMENT) $< --dtype $* $(ATTENTION)
+
+# The kernels that multiply tiles (AMX), on a processor that need not have them: there these are emulated.
+ifneq ($(filter amx,$(ISAS)),)
+TILE_OBJECTS := $(BUILD)/test/tiles_kernels.o $(BUILD)/test/tiles_backend.o
+$(BUILD)/test/tiles_%.o: c_src/cpu/%.c $(FLAGS) Makefile
+	@mkdir -p $(@D)
+	$(CC) $(FA_CFLAGS) $(KERNELS_LEVEL) -ffp-contract=fast $(if $(filter kernels,$*),$(ISA_FLAGS_avx512bf16)) -DFA_ISA=amx -DFA_ISA_amx \
+	  -DFA_EMULATED_TILES -MMD -MP -c -o $@ $<
+$(BUILD)/test/test_tiles: $(BUILD)/test/test_attention.o $(TEST_SHARED) $(OBJECTS) $(TILE_OBJECTS)
+	$(CC) -o $@ $(filter-out $(BUILD)/cpu/kernels_amx.o $(BUILD)/cpu/backend.o,$^) $(FA_LDFLAGS) $(CUDA_LIBS) -lm
+test-c-tiles: $(BUILD)/test/test_tiles
+	@echo "$(<F) --quick --dtype bf16"
+	@if grep -qw avx512_bf16 /proc/cpuinfo; then FLASH_ATTENTION_DISABLE= $(TEST_ENVIRONMENT) $< --quick --dtype bf16; \
+	  else echo "skipped: tiles are emulated beside AVX512-BF16, which this processor does not have"; fi
+else
+test-c-tiles:
+endif
 
 # The examples, on every kind of device: what they print is known, or why they are skipped.
 $(BUILD)/test/on_device: examples/on_device.c $(LIBRARY) $(FLAGS)
@@ -87,7 +104,7 @@ test-c-races:
 ISA_TESTS          := tangent isolation extremes merge
 ISA_RUNS           := $(foreach isa,avx512 avx2,$(ISA_TESTS:%=test-c-without-$(isa)-%)) \
                       $(addprefix test-c-without-avx512bf16-,isolation extremes)
-WITHOUT_avx512bf16 := avx512bf16
+WITHOUT_avx512bf16 := amx,avx512bf16
 WITHOUT_avx512     := avx512
 WITHOUT_avx2       := avx512,avx2
 
