@@ -817,7 +817,7 @@ const fa_cuda_kernel FA_JOIN(fa_hopper_forward_, FA_KIND)[] = {
     ROW("/d64/slopes/general", true, 64, 128, 3, 2, 160, 32, FORMS, SLOPES),
     ROW("/d64/terms", true, 64, 128, 3, 2, 160, 32, FORMS, SLOPES | KEYS),
     ROW("/d64/cells", true, 64, 128, 2, 2, 216, 72, FORMS, CELLS),
-    ROW("/d64/dropout", true, 64, 128, 2, 2, 216, 72, FORMS | WAITS_LATE, KEYS | DROPOUT),
+    ROW("/d64/dropout", true, 64, 128, 2, 2, 232, 40, FORMS | HOLDS_Q | WAITS_LATE, KEYS | DROPOUT),
     ROW("/d64/program", true, 64, 128, 2, 2, 216, 72, FORMS, WHOLE_PROGRAM),
     ROW("/d128/long", false, 128, 128, 2, 2, 240, 24, HOLDS_Q | FOLLOWS | WAITS_LATE),
     ROW("/d128/long/forms", false, 128, 128, 2, 2, 240, 24, FORMS | HOLDS_Q | FOLLOWS),
