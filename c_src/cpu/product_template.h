@@ -109,10 +109,10 @@ static __attribute__((noinline)) void T(product)(int64_t rows, int64_t columns, 
       TILE_STORE(1, sums + TILE, NR);
       TILE_STORE(2, sums + TILE * NR, NR);
       TILE_STORE(3, sums + TILE * NR + TILE, NR);
-      for (int64_t i = 0; i < (both ? 2 * TILE : TILE); i++)
-        T(finish_product)
-        (c + (r + i) * c_row + x, (const T(vec) *)(sums + i * NR), target, factor,
-         target == RESCALE ? factors[r + i] : 0);
+      for (int64_t i = 0; i < (both ? 2 * TILE : TILE); i++) {
+        const REAL of_row = target == RESCALE ? factors[r + i] : 0;
+        T(finish_product)(c + (r + i) * c_row + x, (const T(vec) *)sums + i * NV, target, factor, of_row);
+      }
     }
   }
 }
@@ -138,9 +138,10 @@ INLINE void T(product)(int64_t rows, int64_t columns, int64_t depth, const T(ope
         }
       }
 #pragma GCC unroll 16
-      for (int i = 0; i < MR; i++)
-        T(finish_product)
-        (c + (r + i) * c_row + x, sum[i], target, factor, target == RESCALE ? factors[r + i] : 0);
+      for (int i = 0; i < MR; i++) {
+        const REAL of_row = target == RESCALE ? factors[r + i] : 0;
+        T(finish_product)(c + (r + i) * c_row + x, sum[i], target, factor, of_row);
+      }
     }
   }
 }
