@@ -79,10 +79,11 @@ static const fa_cpu_kernel *kernel_for(fa_pass pass, fa_dtype dtype) {
   if (pass == FA_PASS_TANGENT) return &kernels->tangent_f64;
   if (dtype == FA_DTYPE_F64) return is_forward ? &kernels->forward_f64 : &kernels->backward_f64;
 #if defined(__x86_64__)
-  const fa_cpu_pair_kernels *pairs = has_amx()          ? &fa_cpu_kernels_amx
-                                     : has_avx512bf16() ? &fa_cpu_kernels_avx512bf16
-                                                        : NULL;
-  if (dtype == FA_DTYPE_BF16 && pairs) return is_forward ? &pairs->forward_bf16 : &pairs->backward_bf16;
+  const fa_cpu_pair_kernels *pairs = dtype != FA_DTYPE_BF16 ? NULL
+                                     : has_amx()            ? &fa_cpu_kernels_amx
+                                     : has_avx512bf16()     ? &fa_cpu_kernels_avx512bf16
+                                                            : NULL;
+  if (pairs) return is_forward ? &pairs->forward_bf16 : &pairs->backward_bf16;
 #endif
   return is_forward ? &kernels->forward_f32 : &kernels->backward_f32;
 }

@@ -201,22 +201,18 @@ static __attribute__((noinline)) void T(product_of_seen)(int64_t rows, int64_t c
   for (int64_t x = 0; x < columns; x += NR, b += panel) {
     for (int64_t r = 0; r < rows; r++) {
       T(vec) sum[NV] = {0};
-#if TILES
-      T(vec) parts[2][NV] = {0}; /* of a tile: of first numbers, and of second ones */
-#endif
+      T(vec) parts[2][NV] = {0}; /* with TILES, of a tile: of first numbers, and of second ones */
       for (int64_t p = 0; p < depth; p++) {
         const T(operand) a_rp = a[r * a_row + p * a_column];
         for (int n = T(PER_OPERAND) - 1; n >= 0; n--) {
           if (hidden && hidden[r * hidden_row + (p * T(PER_OPERAND) + n) * a_column]) continue;
+          T(vec) *to = TILES ? parts[n] : sum;
           for (int v = 0; v < NV; v++) {
             const T(vec) b_p = *(const T(vec) *)(b + p * NR + v * LANES);
-#if TILES
-            parts[n][v] +=
-                fa_bf16_to_f32((uint16_t)(a_rp >> 16 * n)) * (n ? T(second_of)(b_p) : T(first_of)(b_p));
-#elif PAIRS
-            sum[v] += fa_bf16_to_f32((uint16_t)(a_rp >> 16 * n)) * (n ? T(second_of)(b_p) : T(first_of)(b_p));
+#if PAIRS
+            to[v] += fa_bf16_to_f32((uint16_t)(a_rp >> 16 * n)) * (n ? T(second_of)(b_p) : T(first_of)(b_p));
 #else
-            sum[v] += a_rp * b_p;
+            to[v] += a_rp * b_p;
 #endif
           }
         }
