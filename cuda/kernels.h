@@ -161,7 +161,7 @@ typedef struct fa_cuda_arguments {
   int32_t *suspect; /* NULL: every row sees every column */
   int32_t call;
   /* Of kernels that take bands, which window bounds. The plans lie in the order in which their blocks are
-   * begun, or ended: see fa_cuda_plan_order. */
+   * begun, or ended: see fa_cuda_plan_side. */
   const int32_t *bands; /* [bands_batch, num_bands, 6], or NULL: the only one is the whole problem */
   int32_t bands_batch, num_bands;
   fa_cuda_block_plan *row_plans;    /* [bands_batch, num_q_blocks] */
@@ -187,6 +187,10 @@ typedef struct fa_cuda_arguments {
   /* Of a backward whose statistics are made beside main: [batch * num_heads + 1], of how many row blocks of
    * each head, and of all, they have been; or NULL, where they are there before main begins. */
   int32_t *heads_done;
+  /* Of a backward with bands: so many column blocks, of the first plans, are begun in all heads before the late
+   * ones are in any, so that multiprocessors end with short ones, and together. NULL: there are no late ones.
+   */
+  const int32_t *num_early;
 } fa_cuda_arguments;
 
 /* The gradient by lse, as lse, for the kernel of a backward that makes delta; NULL: none. Batches are
@@ -202,21 +206,21 @@ typedef struct fa_cuda_gradients {
   fa_cuda_cells dbias, of_heads[FA_CUDA_NUM_HEAD_NUMBERS]; /* data NULL: there are none */
 } fa_cuda_gradients;
 
-/* The order of the plans of a side's blocks. */
-typedef enum fa_cuda_plan_order {
-  FA_CUDA_BY_NUMBER, /* a backward's row blocks; its column blocks where these add to dq in order */
-  FA_CUDA_BY_VISITS, /* a forward's: those with the most visits first */
-  /* Other column blocks: first those of the bands whose blocks have the most visits, and those of a band
-   * together, because what they read, and the dq that they add to, should stay in cache. */
-  FA_CUDA_BY_BAND,
-} fa_cuda_plan_order;
-
 /* The plan kernel's argument: plans to make of one side's blocks. */
 typedef struct fa_cuda_plan_side {
   fa_cuda_block_plan *plans;            /* [bands_batch, num_blocks] */
   int32_t num_blocks, size, other_size; /* of a block, and of one of the other side */
   int32_t of_rows;
-  fa_cuda_plan_order order;
+  /* Plans lie by the numbers of their blocks, as those of a backward's row blocks do, and of its column blocks
+   * where these add to dq in order. Or by bands: first the blocks of the bands whose blocks have the most
+   * visits, and those of a band together, because what they read, and the dq that they add to, should stay in
+   * cache. Of these rows lie from the last to the first, and columns from the first to the last: where bands
+   * are causal the longest come first. */
+  int32_t by_bands;
+  /* NULL, or to become the arguments' num_early; and how many times as many visits as a block the late ones of
+   * a head must have, if they are to keep all multiprocessors busy while it is made. */
+  int32_t *num_early;
+  float late_visits;
 } fa_cuda_plan_side;
 typedef struct fa_cuda_plans {
   fa_cuda_window window;

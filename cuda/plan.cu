@@ -1,5 +1,6 @@
-// The kernel before a pass over a problem with bands: what every block of rows or of columns visits, and in
-// which order blocks are begun. The bands are data that nobody has checked; all who read them clamp them alike.
+// The kernel before a pass over a problem with bands: what every block of rows or of columns visits, in which
+// order blocks are begun, and which late. The bands are data that nobody has checked; all who read them clamp
+// them alike.
 #include "ptx.cuh"
 #include "schedule.cuh"
 
@@ -38,8 +39,8 @@ __device__ inline int visits_in_band(const fa_cuda_plan_side &side, const fa_ban
 }
 
 // Notes the visits of every block in every band. A warp takes a band, and its lanes the blocks that it touches.
-// What orders the blocks takes the place of their numbers meanwhile: their visits, or, by bands, those of the
-// longest block in any of their bands.
+// What orders the blocks takes the place of their numbers meanwhile: the visits of the longest block in any of
+// their bands.
 template <bool OF_ROWS>
 __device__ inline void count_visits(const fa_cuda_plans &a, const fa_cuda_plan_side &side, const int32_t *bands,
                                     fa_cuda_block_plan *blocks) {
@@ -56,18 +57,16 @@ __device__ inline void count_visits(const fa_cuda_plans &a, const fa_cuda_plan_s
       atomicMin(&blocks[block].first_band, number);
       atomicMax(&blocks[block].end_band, number + 1);
       atomicAdd(&blocks[block].num_visits, visits);
-      if (side.order == FA_CUDA_BY_VISITS) atomicAdd(&blocks[block].block, visits);
       most = max(most, visits);
     }
     most = __reduce_max_sync(~0u, most);
-    if (side.order == FA_CUDA_BY_BAND)
+    if (side.by_bands)
       for (int block = first; block < end; block += 32) atomicMax(&blocks[block].block, most);
   }
 }
 
-// Writes the plans in the order of their keys. Those of a key lie by number, but by visits from the last to the
-// first: with causal bands, row blocks that have the same columns in common follow one another. firsts: of each
-// key, its first rank.
+// Writes the plans in the order of their keys. Those of a key lie by number, rows from the last to the first.
+// firsts: of each key, its first rank.
 __device__ inline void write_in_order(const fa_cuda_plan_side &side, const fa_cuda_block_plan *blocks,
                                       int *firsts, fa_cuda_block_plan *to) {
   firsts[threadIdx.x] = 0;
@@ -84,7 +83,7 @@ __device__ inline void write_in_order(const fa_cuda_plan_side &side, const fa_cu
     for (int warp = 0; warp < num_warps; warp++) {  // one after the other, for an order that is always the same
       if (threadIdx.x / 32 == warp) {
         const bool there = i < side.num_blocks;
-        const int number = side.order == FA_CUDA_BY_VISITS ? side.num_blocks - 1 - i : i;
+        const int number = side.of_rows ? side.num_blocks - 1 - i : i;
         fa_cuda_block_plan plan = there ? blocks[number] : fa_cuda_block_plan{};
         const int key = there ? key_of(plan.block) : -1;
         plan.block = number;
@@ -100,6 +99,41 @@ __device__ inline void write_in_order(const fa_cuda_plan_side &side, const fa_cu
   }
 }
 
+// Finds late blocks among `to`, plans in their order, by a warp: as few of the last ones as give every
+// multiprocessor something to do until the block before them is done, or a fourth of the longest; and that
+// begin where another band does, since rows of a band that is cut in two would go to memory and come back.
+// There are none where they would be a large part of all, or as long as others.
+constexpr int LEAST_PARTS_OF_LATE = 3;
+__device__ inline void find_late(const fa_cuda_plan_side &side, const fa_cuda_block_plan *to) {
+  const int lane = threadIdx.x % 32;
+  int all = 0, most = 0, late = 0, num_early = side.num_blocks;
+  for (int i = lane; i < side.num_blocks; i += 32) {
+    all += to[i].num_visits;
+    most = max(most, to[i].num_visits);
+  }
+  all = __reduce_add_sync(~0u, all);
+  most = __reduce_max_sync(~0u, most);
+  uint32_t found = 0;  // lanes at whose block the late ones may begin
+  for (int end = side.num_blocks; end > 1 && !found; end -= 32) {
+    const int i = end - 1 - lane;
+    int from_here = i >= 0 ? to[i].num_visits : 0;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      const int behind = __shfl_up_sync(~0u, from_here, step);
+      if (lane >= step) from_here += behind;
+    }
+    from_here += late;
+    const bool begins = i > 0 && to[i].first_band != to[i - 1].first_band;
+    found = __ballot_sync(
+        ~0u, begins && from_here >= side.late_visits * float(max(to[max(i, 1) - 1].num_visits, most / 4)));
+    late = __shfl_sync(~0u, from_here, found ? __ffs(found) - 1 : 31);
+    if (!found) continue;
+    const int first = end - __ffs(found), count = side.num_blocks - first;
+    if (late <= all / LEAST_PARTS_OF_LATE && late / count <= most / 4 * 3) num_early = first;
+  }
+  if (lane == 0) *side.num_early = num_early;
+}
+
 __global__ void __launch_bounds__(FA_CUDA_PLAN_THREADS) plan(const __grid_constant__ fa_cuda_plans a) {
   __shared__ fa_cuda_block_plan shared[NUM_SHARED];
   __shared__ int firsts[NUM_KEYS];
@@ -110,9 +144,9 @@ __global__ void __launch_bounds__(FA_CUDA_PLAN_THREADS) plan(const __grid_consta
   fa_cuda_block_plan *to = side.plans + int64_t(blockIdx.x) * side.num_blocks;
   if (a.tickets && blockIdx.x == 0 && threadIdx.x < FA_CUDA_NUM_TICKETS) a.tickets[threadIdx.x] = 0;
   // Where they do not fit, they are made behind the plans that are to be.
-  fa_cuda_block_plan *blocks = side.num_blocks <= NUM_SHARED     ? shared
-                               : side.order == FA_CUDA_BY_NUMBER ? to
-                                                                 : to + int64_t(gridDim.x) * side.num_blocks;
+  fa_cuda_block_plan *blocks = side.num_blocks <= NUM_SHARED ? shared
+                               : !side.by_bands              ? to
+                                                             : to + int64_t(gridDim.x) * side.num_blocks;
   for (int i = threadIdx.x; i < side.num_blocks; i += FA_CUDA_PLAN_THREADS) blocks[i] = {0, a.num_bands, 0, 0};
   __syncthreads();
   if (side.of_rows)
@@ -120,11 +154,12 @@ __global__ void __launch_bounds__(FA_CUDA_PLAN_THREADS) plan(const __grid_consta
   else
     count_visits<false>(a, side, bands, blocks);
   __syncthreads();
-  if (side.order != FA_CUDA_BY_NUMBER)
+  if (side.by_bands)
     write_in_order(side, blocks, firsts, to);
   else
     for (int i = threadIdx.x; i < side.num_blocks; i += FA_CUDA_PLAN_THREADS)
       to[i] = {i, blocks[i].first_band, blocks[i].end_band, blocks[i].num_visits};
+  if (side.num_early && threadIdx.x < 32) find_late(side, to);
 }
 
 // Key lengths as bands, one each.

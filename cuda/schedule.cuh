@@ -300,6 +300,24 @@ __device__ inline ColumnBlock column_block_of(const fa_cuda_arguments &a, int in
   return {batch_head / heads, batch_head % heads, index / num_heads};
 }
 
+// Which column block, by its index in that order, is begun as the `ticket`-th: where bands leave the last plans
+// short blocks, these come late, behind all heads' early ones, and in more heads alternately, as their rows are
+// few. Beyond the last one it is the ticket itself.
+constexpr int LATE_HEADS_AT_ONCE = 16;
+__device__ inline int begun_in_phases(const fa_cuda_arguments &a, int ticket) {
+  const int num_heads = a.batch * a.num_kv_heads, num_early = *a.num_early;
+  if (ticket >= num_heads * a.num_k_blocks) return ticket;
+  const bool is_late = ticket >= num_heads * num_early;
+  if (is_late) ticket -= num_heads * num_early;
+  const int count = is_late ? a.num_k_blocks - num_early : num_early;
+  const int at_once = is_late ? LATE_HEADS_AT_ONCE : a.heads_at_once;
+  const int begun = ticket / (at_once * count) * at_once, heads = min(at_once, num_heads - begun);
+  ticket -= begun * count;
+  const int head = begun + ticket % heads, rank = ticket / heads + (is_late ? num_early : 0);
+  const int first = head / a.heads_at_once * a.heads_at_once;
+  return first * a.num_k_blocks + rank * min(a.heads_at_once, num_heads - first) + head - first;
+}
+
 // The persistent backward's ends of row blocks, in the order in which their column blocks are done.
 __device__ inline RowBlock finished_row_block_of(const fa_cuda_arguments &a, int index, int parts) {
   const int group = a.num_heads / (a.num_kv_heads * parts);
