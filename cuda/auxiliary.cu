@@ -250,7 +250,8 @@ struct ReducedRow {
 // other rows, or, where each number is a long sum, for shares of that. Rows are those of each batch, head and
 // row that the numbers vary along.
 template <int COUNT>
-__global__ void __launch_bounds__(THREADS, 4) reduce_cells(const __grid_constant__ fa_cuda_reduction a) {
+__global__ void __launch_bounds__(THREADS, 4) reduce_cells(const __grid_constant__ fa_cuda_reductions all) {
+  const fa_cuda_reduction &a = all.each[blockIdx.z];
   constexpr int AT_ONCE = 4;
   __shared__ double shares[THREADS][COUNT];
   const int heads = a.to.stride_head ? a.num_heads : 1, rows = a.to.stride_row ? a.num_rows : 1;

@@ -433,8 +433,9 @@ typedef struct cuda_job {
   fa_cuda_splits splits;
   fa_cuda_plans plans;      /* of a kernel that takes bands */
   fa_cuda_key_reading keys; /* of a kernel that reads by maps */
-  fa_cuda_reduction of_heads[FA_CUDA_NUM_HEAD_NUMBERS], of_bias;
-  fa_cuda_reduction of_columns[2]; /* dk and dv of parts of column blocks */
+  fa_cuda_reduction of_heads[FA_CUDA_NUM_HEAD_NUMBERS];
+  fa_cuda_reductions of_bias;    /* the first alone */
+  fa_cuda_reductions of_columns; /* dk and dv of parts of column blocks */
   fa_cuda_gradients gradients;
   bool looks_at_columns; /* of a backward: there may be some that no row sees */
   fa_cuda_maps maps;     /* of a kernel that reads by them */
@@ -704,13 +705,13 @@ static void lay_out_bias_gradient(const fa_problem *p, const fa_cuda_kernel *ker
     return;
   }
   const bool is_apart = is_of_rows || p->deterministic;
-  job->of_bias = (fa_cuda_reduction){.to = dbias,
-                                     .num_parts = 1,
-                                     .batch = (int32_t)(is_apart ? p->batch : p->bias_batch),
-                                     .num_heads = (int32_t)(is_apart ? p->num_heads : p->bias_heads),
-                                     .num_rows = is_of_rows ? kernel->row_warps : (int32_t)p->seqlen_q,
-                                     .num_columns = (int32_t)p->seqlen_k};
-  program->dbias = take_sums(workspace, &job->of_bias);
+  job->of_bias.each[0] = (fa_cuda_reduction){.to = dbias,
+                                             .num_parts = 1,
+                                             .batch = (int32_t)(is_apart ? p->batch : p->bias_batch),
+                                             .num_heads = (int32_t)(is_apart ? p->num_heads : p->bias_heads),
+                                             .num_rows = is_of_rows ? kernel->row_warps : (int32_t)p->seqlen_q,
+                                             .num_columns = (int32_t)p->seqlen_k};
+  program->dbias = take_sums(workspace, &job->of_bias.each[0]);
   program->dbias_step = is_of_rows ? FA_CUDA_CELLS_ADD_ROWS : FA_CUDA_CELLS_ADD;
 }
 
@@ -826,8 +827,8 @@ static void lay_out_column_parts(const fa_plan *plan, const fa_tensors *t, fa_ar
   const fa_problem *p = &plan->problem;
   fa_cuda_arguments *a = &job->arguments;
   if (plan->pass != FA_PASS_BACKWARD || a->num_column_parts == 1) return;
-  a->dk = take_column_parts(p, &t->dk, a->num_column_parts, workspace, &job->of_columns[0]);
-  a->dv = take_column_parts(p, &t->dv, a->num_column_parts, workspace, &job->of_columns[1]);
+  a->dk = take_column_parts(p, &t->dk, a->num_column_parts, workspace, &job->of_columns.each[0]);
+  a->dv = take_column_parts(p, &t->dv, a->num_column_parts, workspace, &job->of_columns.each[1]);
 }
 
 /* Parts of keys leave o as f32, and lse, which are to be merged, with the sinks. */
@@ -1194,9 +1195,9 @@ static fa_status launch_reductions(cuda_job *job, cudaStream_t stream, fa_error 
       CHECK(fa_cuda_launch(fa_cuda_reduce_heads_kernel, blocks(batches * heads), small, 0, (void *[]){r},
                            stream));
   }
-  fa_cuda_reduction *const of_cells[] = {&job->of_bias, &job->of_columns[0], &job->of_columns[1]};
+  fa_cuda_reductions *const of_cells[] = {&job->of_bias, &job->of_columns};
   for (size_t i = 0; i < sizeof of_cells / sizeof *of_cells; i++) {
-    fa_cuda_reduction *r = of_cells[i];
+    const fa_cuda_reduction *r = of_cells[i]->each;
     const int64_t rows = (r->to.stride_batch ? r->batch : 1) * (int64_t)(r->to.stride_head ? r->num_heads : 1) *
                          (r->to.stride_row ? r->num_rows : 1);
     const bool in_fours = r->num_columns % 4 == 0;
@@ -1204,9 +1205,10 @@ static fa_status launch_reductions(cuda_job *job, cudaStream_t stream, fa_error 
     const int64_t blocks_y = fa_min(fa_max(fa_divide_up(rows, small / lanes), 1), MOST_BLOCKS_Y),
                   blocks_x = fa_min(fa_divide_up(r->num_columns, lanes * (in_fours ? 4 : 1)),
                                     fa_divide_up(ENOUGH_BLOCKS, blocks_y));
-    const dim3 grid = {(unsigned)blocks_x, (unsigned)blocks_y, 1};
+    const dim3 grid = {(unsigned)blocks_x, (unsigned)blocks_y, of_cells[i]->each[1].to.data ? 2 : 1};
     if (r->to.data)
-      CHECK(fa_cuda_launch(fa_cuda_reduce_cells_kernels[in_fours], grid, small, 0, (void *[]){r}, stream));
+      CHECK(fa_cuda_launch(fa_cuda_reduce_cells_kernels[in_fours], grid, small, 0, (void *[]){of_cells[i]},
+                           stream));
   }
   return FA_STATUS_OK;
 }

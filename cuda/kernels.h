@@ -271,13 +271,16 @@ typedef struct fa_cuda_splits {
   int32_t num_tensors, num_parts, batch, head_dim;
 } fa_cuda_splits;
 
-/* The reduce kernels' argument: `to` becomes the sum of from over its parts, and over the axes along which `to`
- * has stride 0. */
+/* `to` becomes the sum of from over its parts, and over the axes along which `to` has stride 0. */
 typedef struct fa_cuda_reduction {
   fa_cuda_cells to;  /* data NULL: there is nothing to do */
   const float *from; /* [num_parts, batch, num_heads, num_rows, num_columns] */
   int32_t num_parts, batch, num_heads, num_rows, num_columns;
 } fa_cuda_reduction;
+/* Reductions of the same sizes. */
+typedef struct fa_cuda_reductions {
+  fa_cuda_reduction each[2];
+} fa_cuda_reductions;
 
 /* The keys kernel's argument: makes `to` of a bias that all rows share, or of slopes. */
 typedef struct fa_cuda_key_reading {
@@ -415,8 +418,8 @@ extern const void *const fa_cuda_mend_forward_kernels[FA_CUDA_NUM_KINDS]; /* fa_
 extern const void *const fa_cuda_mend_few_kernels[FA_CUDA_NUM_KINDS];     /* fa_cuda_arguments, fa_cuda_cache */
 extern const void *const fa_cuda_mend_kernels[FA_CUDA_NUM_KINDS]; /* fa_cuda_arguments, fa_cuda_gradients */
 extern const void *const fa_cuda_reduce_heads_kernel;             /* fa_cuda_reduction; a block a number */
-/* fa_cuda_reduction; a thread takes a column at a time, or four. FA_CUDA_REDUCE_LANES threads share a row, or
- * fewer where that is short; a block's y is so many rows as these leave threads for. */
+/* fa_cuda_reductions; a thread takes a column at a time, or four. FA_CUDA_REDUCE_LANES threads share a row, or
+ * fewer where that is short; a block's y is so many rows as these leave threads for, its z a reduction. */
 enum { FA_CUDA_REDUCE_LANES = 32 };
 extern const void *const fa_cuda_reduce_cells_kernels[2];
 extern const void *const fa_cuda_keys_kernel;   /* fa_cuda_key_reading; a warp a block of keys */
