@@ -198,11 +198,6 @@ __global__ void __launch_bounds__(THREADS) reduce_heads(const __grid_constant__ 
   if (threadIdx.x == 0) *numbers_of<float>(a.to, batch, head) = static_cast<float>(sum);
 }
 
-// COUNT neighbours of a row, which are moved at once where they lie at a multiple of their size.
-template <class T, int COUNT>
-struct alignas(sizeof(T) * COUNT) Neighbours {
-  T x[COUNT];
-};
 template <int COUNT>
 __device__ inline Neighbours<float, COUNT> neighbours_at(const float *from) {
   return *reinterpret_cast<const Neighbours<float, COUNT> *>(from);

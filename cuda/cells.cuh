@@ -47,16 +47,11 @@ __device__ inline void with_type(fa_dtype dtype, Visit visit) {
     visit(Io());
 }
 
-template <class T>
-struct alignas(2 * sizeof(T)) Two {
-  T x[2];
-};
-
 // Two neighbouring numbers of a row from an even column on, `wanted` of which are there; the others are 0.
 template <class T>
 __device__ inline float2 load_two(const T *from, int wanted, bool in_pairs) {
   if (in_pairs && wanted >= 2) {
-    const Two<T> two = *reinterpret_cast<const Two<T> *>(from);
+    const Neighbours<T, 2> two = *reinterpret_cast<const Neighbours<T, 2> *>(from);
     return {static_cast<float>(two.x[0]), static_cast<float>(two.x[1])};
   }
   return {wanted > 0 ? static_cast<float>(from[0]) : 0, wanted > 1 ? static_cast<float>(from[1]) : 0};
@@ -65,9 +60,9 @@ __device__ inline float2 load_two(const T *from, int wanted, bool in_pairs) {
 template <class T>
 __device__ inline void store_two(T *to, float x, float y, int wanted, bool in_pairs) {
   if (in_pairs && wanted >= 2) {
-    Two<T> two;
+    Neighbours<T, 2> two;
     store_number(&two.x[0], x), store_number(&two.x[1], y);
-    *reinterpret_cast<Two<T> *>(to) = two;
+    *reinterpret_cast<Neighbours<T, 2> *>(to) = two;
   } else {
     if (wanted > 0) store_number(to, x);
     if (wanted > 1) store_number(to + 1, y);

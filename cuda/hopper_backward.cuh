@@ -685,74 +685,82 @@ __device__ inline void send_whole_dq(const fa_cuda_arguments &a, const fa_cuda_m
   }
 }
 
-// Reading a count from memory is slow, and so is a fence after additions. So each lane reads the count for one
-// step ahead of time, and reads it again only after the previous step, whose fence it shares; where the order
-// is free, eight steps share a fence.
-template <class Buffers>
-__device__ inline void send_dq(const fa_cuda_arguments &a, const Buffers &buffers, int share) {
+// Adds dq of the next steps, up to a warp's, to their sums: a lane has the position of one, and place_of() the
+// place of its addition in the order. Reading a count from memory is slow, and so is a fence after additions.
+// So each lane reads the count for one step ahead of time, and reads it again only after the previous step,
+// whose fence it shares; where the order is free, eight steps share a fence, or all.
+template <class Buffers, class PlaceOf>
+__device__ inline __attribute__((always_inline)) void send_steps(const fa_cuda_arguments &a,
+                                                                 const Buffers &buffers, int share,
+                                                                 bool in_order, int num_steps, int position,
+                                                                 PlaceOf place_of) {
   using Shape = typename Buffers::Shape;
   constexpr int SHARES = Shape::dq_shares, THREADS = Shape::num_consumers / SHARES * WARPGROUP + 32;
   constexpr bool REPORTS = Buffers::general && Shape::num_writers > 0;
-  const int lane = threadIdx.x % 32, uncounted = a.in_order ? 0 : Shape::num_writers > 0 ? 7 : 31;
+  const int lane = threadIdx.x % 32, uncounted = in_order ? 0 : Shape::num_writers > 0 ? 7 : 31;
+  float *sum = dq_sum_of<Shape, (Shape::num_writers > 0)>(a, position);
+  int32_t *order = a.dq_order + position;
+  int place = 1, now = look_at_count(order);
+  if (in_order) place += place_of() * SHARES + share;
+  // With bands, the count before this lane's addition: the last addition's is that of all. It takes long to
+  // come, and is looked at when the lanes behind this one count.
+  const int last_count = REPORTS ? num_additions<Shape, Buffers::general>(a, row_block_at(a, position)) : 0;
+  int count = 0;
+  fence_async_global();
+#pragma unroll 1
+  for (int step = 0; step < num_steps; step++) {
+    if (lane == step && now < place) {
+      wait_for_count(order, place);
+      fence_async_global();
+    }
+    named_barrier_wait(DQ_WRITTEN + share, THREADS);
+    if (lane == step) {
+      fence_async();
+      add_bulk(sum, buffers.dq(share), Buffers::DQ_BYTES);
+      bulk_commit();
+      bulk_wait_read<0>();
+      barrier_arrive(buffers.barrier(DQ_SENT, share));
+    }
+    __syncwarp();
+    if (in_order) {
+      if (lane == step + 1 && now < place) now = look_at_count<true>(order);
+      __syncwarp();
+    }
+    if ((step & uncounted) == uncounted || step == num_steps - 1) {
+      if (REPORTS && count == last_count) report_end(a, position);
+      count = 0;
+      bulk_wait_done<0>();
+      fence_counts();
+      fence_async_global();  // for the count read above; after the addition it would wait
+      if ((step & ~uncounted) <= lane && lane <= step) {
+        if constexpr (REPORTS)
+          count = in_order ? (count_on<true>(order), place) : atomicAdd(order, 1);
+        else
+          count_on<true>(order);
+      }
+    }
+  }
+  if (REPORTS && count == last_count) report_end(a, position);
+}
+
+template <class Buffers>
+__device__ inline void send_dq(const fa_cuda_arguments &a, const Buffers &buffers, int share) {
+  const int lane = threadIdx.x % 32;
   typename Buffers::Work work;
   for (uint32_t blocks = 0; current_work(a, buffers, blocks, work); next_work(buffers, blocks)) {
     for (int first = 0; first < work.num_steps; first += 32) {
       const int num_steps = min(work.num_steps - first, 32);
       const typename Buffers::Work::Step here = work.step_after(a, first + min(lane, num_steps - 1));
-      const int position = work.position_of(a, here);
-      float *sum = dq_sum_of<Shape, (Shape::num_writers > 0)>(a, position);
-      int32_t *order = a.dq_order + position;
-      // With bands, the count before this lane's addition: the last addition's is that of all. It takes long to
-      // come, and is looked at when the lanes behind this one count.
-      const int last_count = REPORTS ? num_additions<Shape, Buffers::general>(a, row_block_at(a, position)) : 0;
-      int count = 0;
-      int place = 1, now = look_at_count(order);
-      if (a.in_order) place += work.place_of(a, here) * SHARES + share;
-      fence_async_global();
-      for (int step = 0; step < num_steps; step++) {
-        if (lane == step && now < place) {
-          wait_for_count(order, place);
-          fence_async_global();
-        }
-        named_barrier_wait(DQ_WRITTEN + share, THREADS);
-        if (lane == step) {
-          fence_async();
-          add_bulk(sum, buffers.dq(share), Buffers::DQ_BYTES);
-          bulk_commit();
-          bulk_wait_read<0>();
-          barrier_arrive(buffers.barrier(DQ_SENT, share));
-        }
-        __syncwarp();
-        if (a.in_order) {
-          if (lane == step + 1 && now < place) now = look_at_count<true>(order);
-          __syncwarp();
-        }
-        if ((step & uncounted) == uncounted || step == num_steps - 1) {
-          if (REPORTS && count == last_count) report_end(a, position);
-          count = 0;
-          bulk_wait_done<0>();
-          fence_counts();
-          fence_async_global();  // for the count read above; after count_on it would wait
-          if ((step & ~uncounted) <= lane && lane <= step) {
-            if constexpr (REPORTS)
-              count = a.in_order ? (count_on<true>(order), place) : atomicAdd(order, 1);
-            else
-              count_on<true>(order);
-          }
-        }
-      }
-      if (REPORTS && count == last_count) report_end(a, position);
+      send_steps(a, buffers, share, a.in_order, num_steps, work.position_of(a, here),
+                 [&] { return work.place_of(a, here); });
     }
   }
 }
 
-// The same of steps that are told, where who makes the last addition reports that.
+// The same of steps that are told.
 template <bool IN_ORDER, class Buffers>
 __device__ inline void send_told_dq(const fa_cuda_arguments &a, const Buffers &buffers) {
-  using Shape = typename Buffers::Shape;
-  constexpr int THREADS = Shape::num_consumers * WARPGROUP + 32;
-  static_assert(Shape::dq_shares == 1, "one warp sends all of a step's");
-  constexpr int UNCOUNTED = IN_ORDER ? 0 : 7;
+  static_assert(Buffers::Shape::dq_shares == 1, "one warp sends all of a step's");
   const int lane = threadIdx.x % 32;
   uint32_t steps = 0;
   for (uint32_t blocks = 0;; next_work(buffers, blocks)) {
@@ -762,52 +770,14 @@ __device__ inline void send_told_dq(const fa_cuda_arguments &a, const Buffers &b
 #pragma unroll 1
     while (steps_left > 0) {
       // Of steps that consumers have come to before they left dq of the one before these.
-      const int last = min(steps_left, Buffers::FOUND) - 1, own = min(lane, last);
+      const int num_steps = min(steps_left, Buffers::FOUND), own = min(lane, num_steps - 1);
       const int position = Buffers::Work::heard_position(buffers.visit(steps + own));
-      int place = 1, now = look_at_count(a.dq_order + position);
-      if constexpr (IN_ORDER) {
+      send_steps(a, buffers, 0, IN_ORDER, num_steps, position, [&] {
         typename Buffers::Work work;
         find_work(a, load_shared_word(buffers.block(blocks % 2)), work);
-        place += work.place_of(a, work.step_after(a, work.num_steps - steps_left + own));
-      }
-      // The count before this lane's addition: the last addition's is that of all. It takes long to come, and
-      // is looked at when the lanes behind this one count.
-      const int last_count = num_additions<Shape, true>(a, row_block_at(a, position));
-      float *sum = dq_sum_of<Shape, true>(a, position);
-      int32_t *order = a.dq_order + position;
-      int count = 0;
-      fence_async_global();
-#pragma unroll 1
-      for (int step = 0; step <= last; step++) {
-        if (lane == step && now < place) {
-          wait_for_count(order, place);
-          fence_async_global();
-        }
-        named_barrier_wait(DQ_WRITTEN, THREADS);
-        if (lane == step) {
-          fence_async();
-          add_bulk(sum, buffers.dq(0), Buffers::DQ_BYTES);
-          bulk_commit();
-          bulk_wait_read<0>();
-          barrier_arrive(buffers.barrier(DQ_SENT));
-        }
-        __syncwarp();
-        if constexpr (IN_ORDER) {
-          if (lane == step + 1 && now < place) now = look_at_count<true>(order);
-          __syncwarp();
-        }
-        if ((step & UNCOUNTED) == UNCOUNTED || step == last) {
-          if (count == last_count) report_end(a, position);
-          count = 0;
-          bulk_wait_done<0>();
-          fence_counts();
-          fence_async_global();  // for the count read above; after the addition it would wait
-          if ((step & ~UNCOUNTED) <= lane && lane <= step)
-            count = IN_ORDER ? (count_on<true>(order), place) : atomicAdd(order, 1);
-        }
-      }
-      if (count == last_count) report_end(a, position);
-      steps += last + 1, steps_left -= last + 1;
+        return work.place_of(a, work.step_after(a, work.num_steps - steps_left + own));
+      });
+      steps += num_steps, steps_left -= num_steps;
     }
   }
 }

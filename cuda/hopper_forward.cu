@@ -118,7 +118,7 @@ struct Consumer {
   using Softmax = OnlineSoftmax<Kind, 1, Shape::has_cells>;
   Softmax softmax;
   // Of the visit whose product is due: whether v has columns that its band does not have.
-  bool has_unseen = false;
+  bool lacks_columns = false;
   // Of the tile's head, where there is a program.
   fa_dropout dropout;
   float slope;
@@ -406,15 +406,15 @@ struct Consumer {
 
   // Sets columns of v that the band does not have to 0, in the visit whose product is due: garbage times 0 may
   // be NaN. Consumers that share the tile write the same.
-  __device__ void clear_unseen() {
-    if (__builtin_expect(!__any_sync(~0u, has_unseen), 1)) return;
+  __device__ void clear_lacking() {
+    if (__builtin_expect(!__any_sync(~0u, lacks_columns), 1)) return;
     const Stage v = buffers.v(ring.stage);
     const ToldVisit visit = buffers.visit(ring);
     barrier_wait(v.full, ring.phase);
-    const Range seen = columns_of_band(visit.band(), visit.column(), Shape::block_k);
+    const Range own = columns_of_band(visit.band(), visit.column(), Shape::block_k);
 #pragma unroll
     for (int part = 0; part < Kind::PARTS; part++)
-      clear_rows<KTile, WARPGROUP>(v.tile + part * KTile::BYTES, seen.begin, seen.end, threadIdx.x % WARPGROUP);
+      clear_rows<KTile, WARPGROUP>(v.tile + part * KTile::BYTES, own.begin, own.end, threadIdx.x % WARPGROUP);
     fence_async();
     named_barrier_wait(CLEAR_BARRIER + consumer, WARPGROUP);
   }
@@ -435,12 +435,12 @@ struct Consumer {
       add_program(flags, visit, stage, due);
       barrier_arrive_warp(empty);
     }
-    has_unseen = false;
+    lacks_columns = false;
     if (!sees_all(flags)) {
       const fa_band band = visit.band();
       const int column = visit.column();
-      const Range seen = columns_of_band(band, column, Shape::block_k);
-      has_unseen = seen.begin > 0 || seen.end < Shape::block_k;
+      const Range own = columns_of_band(band, column, Shape::block_k);
+      lacks_columns = own.begin > 0 || own.end < Shape::block_k;
       num_columns = num_columns_of(band, column);
       mask_scores<true, 1, NT>(scores, band, {tile.batch, tile.head, first_row, column}, num_columns);
     }
@@ -456,8 +456,8 @@ struct Consumer {
   // Takes so many visits that all rows see whole, which leaves nothing to ask: as the loop without bands has
   // it.
   __device__ void take_run(int run, const BoxOperand<QTile, true> &q_rows, Stage q, float &of_o) {
-    clear_unseen();
-    has_unseen = false;
+    clear_lacking();
+    lacks_columns = false;
     for (; __any_sync(~0u, run > 0); run--) {
       Ring<Buffers::STAGES> next = ring;
       next.advance();
@@ -541,7 +541,7 @@ struct Consumer {
         Ring<Buffers::STAGES> next = ring;
         next.advance();
         const Stage k = buffers.k(next.stage), v = buffers.v(ring.stage);
-        clear_unseen();
+        clear_lacking();
         barrier_wait(k.full, next.phase);
         turns.wait();
         start_scores(q_rows, k, next.stage, is_told_behind(flags));
@@ -562,7 +562,7 @@ struct Consumer {
             if constexpr (Shape::program && !Shape::folds) add_program(flags, buffers.visit(next), next, none);
           };
           make_own_scores();
-          has_unseen = false;
+          lacks_columns = false;
           const bool follows = softmax.follow(scores, unit, due);
           finish_o_beside(v, of_o);
           if (__builtin_expect(!follows, 0)) {
@@ -585,7 +585,7 @@ struct Consumer {
         of_o = of_next_o;
       }
       const Stage v = buffers.v(ring.stage);
-      clear_unseen();
+      clear_lacking();
       barrier_wait(v.full, ring.phase);
       start_o(v);
       finish_o(v, of_o);
@@ -615,7 +615,7 @@ struct Consumer {
   // Multiplies the last column block, and writes lse.
   __device__ void finish_columns(float (&scale)[1][2], float of_o) {
     const Stage v = buffers.v(ring.stage);
-    if constexpr (GENERAL) clear_unseen();
+    if constexpr (GENERAL) clear_lacking();
     barrier_wait(v.full, ring.phase);
     start_o(v);
     hear_next_tile();

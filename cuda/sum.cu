@@ -12,33 +12,27 @@ __device__ void narrow(float &to, float x) { to = x; }
 __device__ void narrow(__nv_bfloat16 &to, float x) { to = __float2bfloat16(x); }
 __device__ void narrow(__half &to, float x) { to = __float2half(x); }
 
-// COUNT elements, which are moved at once.
-template <class Element, int COUNT>
-struct alignas(COUNT == 8 ? 16 : sizeof(Element)) Some {
-  Element x[COUNT];
-};
-
 // The i-th COUNT elements of all parts, before -> total. What is added first leaves -0 as it is.
 template <class Element, int COUNT>
 __device__ inline void sum_some(const fa_sum &a, int64_t i) {
-  Some<float, COUNT> sum;
+  Neighbours<float, COUNT> sum;
 #pragma unroll
   for (int j = 0; j < COUNT; j++) sum.x[j] = a.num_parts ? -0.0f : 0.0f;
-  if (a.before) sum = static_cast<const Some<float, COUNT> *>(a.before)[i];
+  if (a.before) sum = static_cast<const Neighbours<float, COUNT> *>(a.before)[i];
 #pragma unroll 4
   for (int p = 0; p < a.num_parts; p++) {
-    const Some<Element, COUNT> part = static_cast<const Some<Element, COUNT> *>(a.parts[p])[i];
+    const Neighbours<Element, COUNT> part = static_cast<const Neighbours<Element, COUNT> *>(a.parts[p])[i];
 #pragma unroll
     for (int j = 0; j < COUNT; j++) sum.x[j] += widened(part.x[j]);
   }
   if (a.is_unrounded) {
-    static_cast<Some<float, COUNT> *>(a.total)[i] = sum;
+    static_cast<Neighbours<float, COUNT> *>(a.total)[i] = sum;
     return;
   }
-  Some<Element, COUNT> rounded;
+  Neighbours<Element, COUNT> rounded;
 #pragma unroll
   for (int j = 0; j < COUNT; j++) narrow(rounded.x[j], sum.x[j]);
-  static_cast<Some<Element, COUNT> *>(a.total)[i] = rounded;
+  static_cast<Neighbours<Element, COUNT> *>(a.total)[i] = rounded;
 }
 
 // parts [num_parts, count], before [count] -> total [count]. With COUNT 8 all of them are vectors of eight from

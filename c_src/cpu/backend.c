@@ -56,36 +56,34 @@ static bool has_amx(void) {
 }
 #endif
 
-/* The kernels of the best instruction set that this processor has, and what it and its additions are called. */
-static const fa_cpu_kernels *kernels_here(const char **isas) {
+/* The best instruction set that this processor has, with additions: names, kernels, and those that multiply
+ * pairs of bf16, or NULL. */
+typedef struct cpu_isa {
+  const char *names;
+  const fa_cpu_kernels *kernels;
+  const fa_cpu_pair_kernels *pairs;
+} cpu_isa;
+
+static cpu_isa isa_here(void) {
 #if defined(__x86_64__)
-  if (has_avx512()) {
-    *isas = has_amx() ? "avx512 amx" : has_avx512bf16() ? "avx512 avx512bf16" : "avx512";
-    return &fa_cpu_kernels_avx512;
-  }
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && !fa_is_disabled("avx2")) {
-    *isas = "avx2";
-    return &fa_cpu_kernels_avx2;
-  }
+  if (has_amx()) return (cpu_isa){"avx512 amx", &fa_cpu_kernels_avx512, &fa_cpu_kernels_amx};
+  if (has_avx512bf16())
+    return (cpu_isa){"avx512 avx512bf16", &fa_cpu_kernels_avx512, &fa_cpu_kernels_avx512bf16};
+  if (has_avx512()) return (cpu_isa){"avx512", &fa_cpu_kernels_avx512, NULL};
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && !fa_is_disabled("avx2"))
+    return (cpu_isa){"avx2", &fa_cpu_kernels_avx2, NULL};
 #endif
-  *isas = "plain";
-  return &fa_cpu_kernels_plain;
+  return (cpu_isa){"plain", &fa_cpu_kernels_plain, NULL};
 }
 
 static const fa_cpu_kernel *kernel_for(fa_pass pass, fa_dtype dtype) {
-  const char *isas;
-  const fa_cpu_kernels *kernels = kernels_here(&isas);
+  const cpu_isa isa = isa_here();
   const bool is_forward = pass == FA_PASS_FORWARD;
-  if (pass == FA_PASS_TANGENT) return &kernels->tangent_f64;
-  if (dtype == FA_DTYPE_F64) return is_forward ? &kernels->forward_f64 : &kernels->backward_f64;
-#if defined(__x86_64__)
-  const fa_cpu_pair_kernels *pairs = dtype != FA_DTYPE_BF16 ? NULL
-                                     : has_amx()            ? &fa_cpu_kernels_amx
-                                     : has_avx512bf16()     ? &fa_cpu_kernels_avx512bf16
-                                                            : NULL;
-  if (pairs) return is_forward ? &pairs->forward_bf16 : &pairs->backward_bf16;
-#endif
-  return is_forward ? &kernels->forward_f32 : &kernels->backward_f32;
+  if (pass == FA_PASS_TANGENT) return &isa.kernels->tangent_f64;
+  if (dtype == FA_DTYPE_F64) return is_forward ? &isa.kernels->forward_f64 : &isa.kernels->backward_f64;
+  if (dtype == FA_DTYPE_BF16 && isa.pairs)
+    return is_forward ? &isa.pairs->forward_bf16 : &isa.pairs->backward_bf16;
+  return is_forward ? &isa.kernels->forward_f32 : &isa.kernels->backward_f32;
 }
 
 /* FLASH_ATTENTION_NUM_THREADS, or 0 where it is not set to a number. */
@@ -111,9 +109,7 @@ static int32_t num_devices(fa_error *error) {
 
 static fa_status device_info(int32_t index, fa_device_info *info, fa_error *error) {
   (void)index;
-  const char *isas;
-  kernels_here(&isas);
-  snprintf(info->features, sizeof info->features, "%s", isas);
+  snprintf(info->features, sizeof info->features, "%s", isa_here().names);
   snprintf(info->name, sizeof info->name, "CPU");
   FILE *cpuinfo = fopen("/proc/cpuinfo", "r");
   char line[256];
@@ -224,8 +220,7 @@ static int32_t merge_threads(const fa_merge *merge, const fa_execution *executio
 static fa_status merge_cpu(const fa_merge *merge, bool is_backward, int32_t index,
                            const fa_execution *execution, fa_error *error) {
   (void)index;
-  const char *isas;
-  const fa_cpu_kernels *kernels = kernels_here(&isas);
+  const fa_cpu_kernels *kernels = isa_here().kernels;
   const bool is_f64 = merge->merged.dtype == FA_DTYPE_F64;
   const fa_merge_kernel *kernel = is_f64 ? &kernels->merge_f64 : &kernels->merge_f32;
   const fa_merge_job job = {merge, is_backward, execution->workspace};
