@@ -26,6 +26,13 @@
 
 namespace fa {
 
+// COUNT neighbours in memory, which are moved at once where they lie at a multiple of their size, or of 16
+// bytes.
+template <class T, int COUNT>
+struct alignas(sizeof(T) * COUNT < 16 ? sizeof(T) * COUNT : 16) Neighbours {
+  T x[COUNT];
+};
+
 // Io: the type in memory. Element: what is multiplied. PARTS: how many elements stand for one number, whose sum
 // it is. SCALED: operands are copies, scaled by a power of two per head; products go through an accumulator of
 // their own (see multiply); and p and ds are scaled too.

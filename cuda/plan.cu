@@ -129,7 +129,7 @@ __device__ inline void find_late(const fa_cuda_plan_side &side, const fa_cuda_bl
     late = __shfl_sync(~0u, from_here, found ? __ffs(found) - 1 : 31);
     if (!found) continue;
     const int first = end - __ffs(found), count = side.num_blocks - first;
-    if (late <= all / LEAST_PARTS_OF_LATE && late / count <= most / 4 * 3) num_early = first;
+    if (late <= all / LEAST_PARTS_OF_LATE && late * 4.0f <= most * 3.0f * count) num_early = first;
   }
   if (lane == 0) *side.num_early = num_early;
 }

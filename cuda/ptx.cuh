@@ -13,13 +13,6 @@
 
 namespace fa {
 
-// COUNT neighbours in memory, which are moved at once where they lie at a multiple of their size, or of 16
-// bytes.
-template <class T, int COUNT>
-struct alignas(sizeof(T) * COUNT < 16 ? sizeof(T) * COUNT : 16) Neighbours {
-  T x[COUNT];
-};
-
 // ---- kernels ---------------------------------------------------------------------------------------
 
 // Gives what the host launches a kernel by.

@@ -1,5 +1,6 @@
 // Sums of gradients, in f32, part by part, rounded at the end. The kernels' argument is fa_sum itself.
 #include "kernels.h"
+#include "kinds.cuh"
 #include "ptx.cuh"
 
 namespace fa {
