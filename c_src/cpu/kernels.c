@@ -6,6 +6,8 @@
  * The templates' parameters:
  *   REAL      the arithmetic's type        T(name)   name with the type's suffix
  *   LANES     elements of one vector       MR, NV    a product's tile: MR rows of NV vectors, held in registers
+ *   WIDE      1: or, where that many columns are left, six or four rows of twice NV, which load less for each
+ *             multiply-add
  *   PAIRS     1: products are those of bf16, by instructions that take two at a time; 0: of REAL
  *   TILES     1: and by instructions that take tiles of them
  */
@@ -74,6 +76,11 @@
 #include "tiles.h"
 #else
 #define TILES 0
+#endif
+#if defined(FA_ISA_avx512) || defined(FA_ISA_avx512bf16)
+#define WIDE 1
+#else
+#define WIDE 0
 #endif
 #define NV 2
 #define NR (NV * LANES) /* columns of a tile */

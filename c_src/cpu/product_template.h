@@ -1,7 +1,8 @@
 /*
  * Template: the one matrix product that every pass is made of.
  *
- * Parameters: REAL, T(name), INT, LANES, MR, NV, NR, STRIP, BLOCK (see kernels.c); T(vec) of vector_template.h.
+ * Parameters: REAL, T(name), INT, LANES, MR, NV, NR, WIDE, STRIP, BLOCK (see kernels.c); T(vec) of
+ * vector_template.h.
  *
  *     c[rows, columns]  =  factor * a[rows, depth] . b[depth, columns]           STORE
  *     c[rows, columns] +=           a[rows, depth] . b[depth, columns]           ADD
@@ -9,8 +10,8 @@
  *
  * depth counts operands (vector_template.h). Operand (r, p) of a lies at a[r * a_row + p * a_column] and is
  * broadcast. b lies in panels of NR columns: operand (p, x) at b[(x / NR) * panel + p * NR + x % NR]. Rows are
- * rounded up to MR and columns to NR: a, b and c must be that large. A tile of c, MR rows of NV vectors, stays
- * in registers for the whole depth.
+ * rounded up to MR and columns to NR: a, b and c must be that large. A tile of c, MR rows of NV vectors, or a
+ * wide one, stays in registers for the whole depth.
  *
  * What is not finite: an element of a that is 0 because a row does not see a column must not meet a NaN or an
  * infinity of b, whose product with 0 is NaN. Where b holds such a number, T(product_of_seen) leaves those
@@ -119,31 +120,55 @@ static __attribute__((noinline)) void T(product)(int64_t rows, int64_t columns, 
 
 #else
 
-INLINE void T(product)(int64_t rows, int64_t columns, int64_t depth, const T(operand) * a, int64_t a_row,
-                       int64_t a_column, const T(operand) * b, int64_t panel, REAL *c, int64_t c_row,
-                       product_target target, REAL factor, const REAL *factors) {
-  for (int64_t x = 0; x < columns; x += NR, b += panel) {
-    for (int64_t r = 0; r < rows; r += MR) {
-      const T(operand) *a_tile = a + r * a_row;
-      T(vec) sum[MR][NV] = {0};
-      for (int64_t p = 0; p < depth; p++) {
-        T(vec) b_p[NV];
+/* A tile of mr rows and np panels of c, of which the first number is c; both are constants. */
+INLINE void T(make_tile)(int mr, int np, int64_t depth, const T(operand) * a, int64_t a_row, int64_t a_column,
+                         const T(operand) * b, int64_t panel, REAL *c, int64_t c_row, product_target target,
+                         REAL factor, const REAL *factors) {
+  T(vec) sum[MR][2][NV] = {0};
+#pragma GCC unroll 2
+  for (int64_t p = 0; p < depth; p++) {
+    T(vec) b_p[2][NV];
+#pragma GCC unroll 2
+    for (int n = 0; n < np; n++)
 #pragma GCC unroll 16
-        for (int v = 0; v < NV; v++) b_p[v] = *(const T(vec) *)(b + p * NR + v * LANES);
+      for (int v = 0; v < NV; v++) b_p[n][v] = *(const T(vec) *)(b + n * panel + p * NR + v * LANES);
 #pragma GCC unroll 16
-        for (int i = 0; i < MR; i++) {
-          T(operand) a_ip = a_tile[i * a_row + p * a_column];
+    for (int i = 0; i < mr; i++) {
+      const T(operand) a_ip = a[i * a_row + p * a_column];
+#pragma GCC unroll 2
+      for (int n = 0; n < np; n++)
 #pragma GCC unroll 16
-          for (int v = 0; v < NV; v++) sum[i][v] = T(multiply_add)(sum[i][v], a_ip, b_p[v]);
-        }
-      }
-#pragma GCC unroll 16
-      for (int i = 0; i < MR; i++) {
-        const REAL of_row = target == RESCALE ? factors[r + i] : 0;
-        T(finish_product)(c + (r + i) * c_row + x, sum[i], target, factor, of_row);
-      }
+        for (int v = 0; v < NV; v++) sum[i][n][v] = T(multiply_add)(sum[i][n][v], a_ip, b_p[n][v]);
     }
   }
+#pragma GCC unroll 16
+  for (int i = 0; i < mr; i++) {
+    const REAL of_row = target == RESCALE ? factors[i] : 0;
+#pragma GCC unroll 2
+    for (int n = 0; n < np; n++) T(finish_product)(c + i * c_row + n * NR, sum[i][n], target, factor, of_row);
+  }
+}
+
+static __attribute__((noinline)) void T(product)(int64_t rows, int64_t columns, int64_t depth,
+                                                 const T(operand) * a, int64_t a_row, int64_t a_column,
+                                                 const T(operand) * b, int64_t panel, REAL *c, int64_t c_row,
+                                                 product_target target, REAL factor, const REAL *factors) {
+  int64_t x = 0;
+#define TILE_OF(mr, np)                                                                               \
+  T(make_tile)                                                                                        \
+  (mr, np, depth, a + r * a_row, a_row, a_column, b, panel, c + r * c_row + x, c_row, target, factor, \
+   target == RESCALE ? factors + r : factors)
+#if WIDE
+  for (; x + NR < columns; x += 2 * NR, b += 2 * panel) {
+    const int64_t whole = fa_round_up(rows, MR);
+    int64_t r = 0;
+    for (; whole - r > 8 || whole - r == 6; r += 6) TILE_OF(6, 2);
+    for (; r < whole; r += 4) TILE_OF(4, 2);
+  }
+#endif
+  for (; x < columns; x += NR, b += panel)
+    for (int64_t r = 0; r < rows; r += MR) TILE_OF(MR, 1);
+#undef TILE_OF
 }
 
 #endif
