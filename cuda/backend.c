@@ -498,13 +498,11 @@ static fa_cuda_score score_of(const fa_problem *p) {
 
 /* How many heads' row blocks a persistent forward begins alternately: one head's where row blocks are of one
  * length, and otherwise those of as many heads as leave, with their k and v, some of the cache to rows that
- * come and go. The share is measured (cuda_log.md, "Hopper, forward"). Bands, of which nobody knows the lengths
- * here, come one after the other. */
+ * come and go. The share is measured (cuda_log.md, "Hopper, forward"). */
 static int32_t forward_heads_at_once(const fa_problem *p) {
   const int64_t num_heads = p->batch * p->num_heads, heads_per_kv = p->num_heads / p->num_kv_heads;
   const int64_t head_bytes = p->seqlen_k * p->head_dim * 2 * (int64_t)fa_dtype_bytes(p->dtype) / heads_per_kv;
-  const int64_t band_bytes = head_bytes / fa_max(p->num_bands, 1);
-  int64_t wanted = !is_uneven(p) ? 1 : 18 * 1000 * 1000 / (band_bytes + 1);
+  int64_t wanted = !is_uneven(p) ? 1 : 18 * 1000 * 1000 / (head_bytes + 1);
   if (wanted < 1) wanted = 1;
   return (int32_t)(wanted < num_heads ? wanted : num_heads);
 }
@@ -600,15 +598,18 @@ static int32_t backward_heads_at_once(const fa_problem *p, const fa_cuda_kernel 
   return (int32_t)(wanted < num_heads ? wanted : num_heads);
 }
 
-/* Whether a backward begins column blocks of short bands late, see num_early. They pay where a multiprocessor
- * has few column blocks; but all heads' dq is summed at a time then, as the last part of some sums comes late.
- * A tensor of bands a batch has no plans in common. */
-enum { FEW_BLOCKS_IN_BANDS = 20 };
+/* Whether short blocks are begun late, see num_early: where a multiprocessor has few of them, as many heads
+ * then end together. A forward of very few is over before that pays for what finding them takes, 2 us; and a
+ * backward's dq of all heads is summed at a time then, as the last part of some sums comes late. Where batches
+ * have bands of their own they have no plans in common. */
+enum { LATE_BLOCKS_FROM = 10, LATE_BLOCKS_TO = 20 };
 static bool has_late_blocks(const fa_problem *p, const fa_cuda_kernel *kernel, const fa_cuda_arguments *a,
-                            int64_t num_multiprocessors) {
-  const int64_t num_blocks = p->batch * p->num_kv_heads * a->num_k_blocks;
+                            bool backward, int64_t num_multiprocessors) {
+  const int64_t num_blocks =
+      p->batch * (backward ? p->num_kv_heads * a->num_k_blocks : p->num_heads * a->num_q_blocks);
   return is_general(kernel) && kernel->persistent && !a->in_order && a->num_column_parts == 1 &&
-         p->num_bands > 1 && p->bands_batch == 1 && num_blocks <= FEW_BLOCKS_IN_BANDS * num_multiprocessors;
+         p->num_bands > 1 && p->bands_batch == 1 && num_blocks <= LATE_BLOCKS_TO * num_multiprocessors &&
+         (backward || num_blocks >= LATE_BLOCKS_FROM * num_multiprocessors);
 }
 
 /* How many heads' dq is summed at a time. Where main makes dq of the sums, as many are as stay in cache, but at
@@ -618,7 +619,7 @@ static int64_t heads_summed(const fa_problem *p, const fa_cuda_kernel *kernel, c
                             int64_t num_multiprocessors) {
   const int64_t num_heads = p->batch * p->num_heads;
   if (kernel->single_column) return 0;
-  if (kernel->finish_dq || a->num_k_blocks == 0 || has_late_blocks(p, kernel, a, num_multiprocessors))
+  if (kernel->finish_dq || a->num_k_blocks == 0 || has_late_blocks(p, kernel, a, true, num_multiprocessors))
     return num_heads;
   const int64_t head_bytes = (int64_t)a->padded_rows * kernel->bucket * 4,
                 cached = CACHED_SUM_BYTES / (head_bytes + 1);
@@ -640,16 +641,16 @@ static int32_t backward_heads_together(const fa_problem *p, const fa_cuda_argume
   return has_short_bands && is_uneven(p) && !is_shared_out && !a->program.is_there ? (int32_t)group : 1;
 }
 
-/* Takes the plans of one side's blocks; by bands with room for as many more meanwhile. */
+/* Takes the plans of one side's blocks; where these are to be ordered, with room for as many more meanwhile. */
 static fa_cuda_block_plan *take_plans(fa_arena *workspace, fa_cuda_plans *plans, int64_t num_blocks,
-                                      bool of_rows, const fa_cuda_kernel *kernel, bool by_bands) {
+                                      bool of_rows, const fa_cuda_kernel *kernel, fa_cuda_plan_order order) {
   fa_cuda_plan_side *side = &plans->sides[plans->num_sides++];
   *side = (fa_cuda_plan_side){.num_blocks = (int32_t)num_blocks,
                               .size = of_rows ? kernel->block_q : kernel->block_k,
                               .other_size = of_rows ? kernel->block_k : kernel->block_q,
                               .of_rows = of_rows,
-                              .by_bands = by_bands};
-  const int64_t copies = by_bands ? 2 : 1;
+                              .order = order};
+  const int64_t copies = order == FA_CUDA_BY_NUMBER ? 1 : 2;
   side->plans = fa_take(workspace, plans->bands_batch * num_blocks * copies, sizeof *side->plans);
   return side->plans;
 }
@@ -862,13 +863,16 @@ static void lay_out_bands(const fa_plan *plan, const fa_cuda_kernel *kernel, con
   }
   plans->window = a->window;
   plans->tickets = backward ? NULL : a->tickets;
-  a->row_plans = take_plans(workspace, plans, a->num_q_blocks, true, kernel, !backward);
-  if (!backward) return;
-  a->column_plans = take_plans(workspace, plans, a->num_k_blocks, false, kernel, !a->in_order);
-  if (!has_late_blocks(p, kernel, a, job->num_multiprocessors)) return;
+  a->row_plans = take_plans(workspace, plans, a->num_q_blocks, true, kernel,
+                            backward ? FA_CUDA_BY_NUMBER : FA_CUDA_BY_VISITS);
+  if (backward)
+    a->column_plans = take_plans(workspace, plans, a->num_k_blocks, false, kernel,
+                                 a->in_order ? FA_CUDA_BY_NUMBER : FA_CUDA_BY_BAND);
+  if (!has_late_blocks(p, kernel, a, backward, job->num_multiprocessors)) return;
   fa_cuda_plan_side *side = &plans->sides[plans->num_sides - 1];
   a->num_early = side->num_early = fa_take(workspace, 1, sizeof *side->num_early);
-  side->late_visits = (float)job->num_multiprocessors / (float)(p->batch * p->num_kv_heads);
+  side->late_visits =
+      (float)job->num_multiprocessors / (float)(p->batch * (backward ? p->num_kv_heads : p->num_heads));
 }
 
 /* So many groups of threads a block of the kernel that merges parts has, one of which takes four columns a

@@ -612,7 +612,7 @@ __device__ inline bool take_work(const fa_cuda_arguments &a, const Buffers &buff
     }
     index = KNOWN ? blockIdx.x + count * gridDim.x : atomicAdd(a.tickets, 1);
     if constexpr (Buffers::general)
-      if (a.num_early) index = begun_in_phases(a, index);
+      if (a.num_early) index = column_block_in_phases(a, index);
     await_statistics<Buffers>(a, index);
     barrier_wait(buffers.barrier(BLOCK_EMPTY, count % 2), count / 2 % 2 ^ 1);
     if constexpr (!Buffers::TELLS_WORK) hand_over();

@@ -565,7 +565,7 @@ struct Scout {
   __device__ void tell_tiles() {
     ForwardTile tile;
     RowBlock block;
-    for (uint32_t index = blockIdx.x; persistent_row_block_of(a, index, block); index = next_index(a, index)) {
+    for (uint32_t index = blockIdx.x; row_block_in_phases(a, index, block); index = next_index(a, index)) {
       if (orders_batches()) block.batch = load_shared_word(buffers.batch_at(block.batch));
       if constexpr (Shape::has_cells) take_batches_together(a, a.num_heads, block.batch, block.head);
       const fa_cuda_block_plan plan = planned_row_block(a, block);

@@ -187,9 +187,9 @@ typedef struct fa_cuda_arguments {
   /* Of a backward whose statistics are made beside main: [batch * num_heads + 1], of how many row blocks of
    * each head, and of all, they have been; or NULL, where they are there before main begins. */
   int32_t *heads_done;
-  /* Of a backward with bands: so many column blocks, of the first plans, are begun in all heads before the late
-   * ones are in any, so that multiprocessors end with short ones, and together. NULL: there are no late ones.
-   */
+  /* Of kernels that take bands: so many blocks of a head, of the first plans, are begun in all heads before the
+   * late ones are in any, so that multiprocessors end with short ones, and together. NULL: there are no late
+   * ones. A backward's are column blocks. */
   const int32_t *num_early;
 } fa_cuda_arguments;
 
@@ -206,17 +206,21 @@ typedef struct fa_cuda_gradients {
   fa_cuda_cells dbias, of_heads[FA_CUDA_NUM_HEAD_NUMBERS]; /* data NULL: there are none */
 } fa_cuda_gradients;
 
+/* The order of the plans of a side's blocks. */
+typedef enum fa_cuda_plan_order {
+  FA_CUDA_BY_NUMBER, /* a backward's row blocks; its column blocks where these add to dq in order */
+  FA_CUDA_BY_VISITS, /* a forward's: those with the most visits first */
+  /* Other column blocks: first those of the bands whose blocks have the most visits, and those of a band
+   * together, because what they read, and the dq that they add to, should stay in cache. */
+  FA_CUDA_BY_BAND,
+} fa_cuda_plan_order;
+
 /* The plan kernel's argument: plans to make of one side's blocks. */
 typedef struct fa_cuda_plan_side {
   fa_cuda_block_plan *plans;            /* [bands_batch, num_blocks] */
   int32_t num_blocks, size, other_size; /* of a block, and of one of the other side */
   int32_t of_rows;
-  /* Plans lie by the numbers of their blocks, as those of a backward's row blocks do, and of its column blocks
-   * where these add to dq in order. Or by bands: first the blocks of the bands whose blocks have the most
-   * visits, and those of a band together, because what they read, and the dq that they add to, should stay in
-   * cache. Of these rows lie from the last to the first, and columns from the first to the last: where bands
-   * are causal the longest come first. */
-  int32_t by_bands;
+  fa_cuda_plan_order order;
   /* NULL, or to become the arguments' num_early; and how many times as many visits as a block the late ones of
    * a head must have, if they are to keep all multiprocessors busy while it is made. */
   int32_t *num_early;

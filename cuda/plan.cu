@@ -12,6 +12,12 @@ constexpr int NUM_KEYS = 1024;
 // Blocks whose plans lie in shared memory while they are made, by number.
 constexpr int NUM_SHARED = 2048;
 
+// And those among which there may be late ones, by rank.
+constexpr int NUM_RANKED = 1024;
+struct Ranked {
+  int num_visits, first_band;
+};
+
 __device__ inline int key_of(int num_visits) { return NUM_KEYS - 1 - min(num_visits, NUM_KEYS - 1); }
 
 // The sum of the numbers of all threads before this one, whose numbers become these sums.
@@ -39,8 +45,8 @@ __device__ inline int visits_in_band(const fa_cuda_plan_side &side, const fa_ban
 }
 
 // Notes the visits of every block in every band. A warp takes a band, and its lanes the blocks that it touches.
-// What orders the blocks takes the place of their numbers meanwhile: the visits of the longest block in any of
-// their bands.
+// What orders the blocks takes the place of their numbers meanwhile: their visits, or, by bands, those of the
+// longest block in any of their bands.
 template <bool OF_ROWS>
 __device__ inline void count_visits(const fa_cuda_plans &a, const fa_cuda_plan_side &side, const int32_t *bands,
                                     fa_cuda_block_plan *blocks) {
@@ -57,18 +63,20 @@ __device__ inline void count_visits(const fa_cuda_plans &a, const fa_cuda_plan_s
       atomicMin(&blocks[block].first_band, number);
       atomicMax(&blocks[block].end_band, number + 1);
       atomicAdd(&blocks[block].num_visits, visits);
+      if (side.order == FA_CUDA_BY_VISITS) atomicAdd(&blocks[block].block, visits);
       most = max(most, visits);
     }
     most = __reduce_max_sync(~0u, most);
-    if (side.by_bands)
+    if (side.order == FA_CUDA_BY_BAND)
       for (int block = first; block < end; block += 32) atomicMax(&blocks[block].block, most);
   }
 }
 
-// Writes the plans in the order of their keys. Those of a key lie by number, rows from the last to the first.
-// firsts: of each key, its first rank.
+// Writes the plans in the order of their keys. Those of a key lie by number, but by visits from the last to the
+// first: with causal bands, row blocks that have the same columns in common follow one another. firsts: of each
+// key, its first rank. Notes the ranks where there is room for them.
 __device__ inline void write_in_order(const fa_cuda_plan_side &side, const fa_cuda_block_plan *blocks,
-                                      int *firsts, fa_cuda_block_plan *to) {
+                                      int *firsts, Ranked *ranks, fa_cuda_block_plan *to) {
   firsts[threadIdx.x] = 0;
   __syncthreads();
   for (int i = threadIdx.x; i < side.num_blocks; i += FA_CUDA_PLAN_THREADS)
@@ -83,7 +91,7 @@ __device__ inline void write_in_order(const fa_cuda_plan_side &side, const fa_cu
     for (int warp = 0; warp < num_warps; warp++) {  // one after the other, for an order that is always the same
       if (threadIdx.x / 32 == warp) {
         const bool there = i < side.num_blocks;
-        const int number = side.of_rows ? side.num_blocks - 1 - i : i;
+        const int number = side.order == FA_CUDA_BY_VISITS ? side.num_blocks - 1 - i : i;
         fa_cuda_block_plan plan = there ? blocks[number] : fa_cuda_block_plan{};
         const int key = there ? key_of(plan.block) : -1;
         plan.block = number;
@@ -93,50 +101,55 @@ __device__ inline void write_in_order(const fa_cuda_plan_side &side, const fa_cu
         __syncwarp();
         if (there && earlier == 0) firsts[key] += __popc(same);
         if (there) to[rank] = plan;
+        if (there && rank < NUM_RANKED) ranks[rank] = {plan.num_visits, plan.first_band};
       }
       __syncthreads();
     }
   }
 }
 
-// Finds late blocks among `to`, plans in their order, by a warp: as few of the last ones as give every
-// multiprocessor something to do until the block before them is done, or a fourth of the longest; and that
-// begin where another band does, since rows of a band that is cut in two would go to memory and come back.
-// There are none where they would be a large part of all, or as long as others.
+// Finds late blocks among the ranks, by a warp: as few of the last ones as give every multiprocessor something
+// to do until the block before them is done, or a fourth of the longest. By bands they begin where another band
+// does, since rows of a band that is cut in two would go to memory and come back. There are none where they
+// would be a large part of all, or as long as others.
 constexpr int LEAST_PARTS_OF_LATE = 3;
-__device__ inline void find_late(const fa_cuda_plan_side &side, const fa_cuda_block_plan *to) {
+__device__ inline int find_late(const fa_cuda_plan_side &side, const Ranked *ranks) {
   const int lane = threadIdx.x % 32;
-  int all = 0, most = 0, late = 0, num_early = side.num_blocks;
+  int all = 0, most = 0, late = 0;
   for (int i = lane; i < side.num_blocks; i += 32) {
-    all += to[i].num_visits;
-    most = max(most, to[i].num_visits);
+    all += ranks[i].num_visits;
+    most = max(most, ranks[i].num_visits);
   }
   all = __reduce_add_sync(~0u, all);
   most = __reduce_max_sync(~0u, most);
-  uint32_t found = 0;  // lanes at whose block the late ones may begin
-  for (int end = side.num_blocks; end > 1 && !found; end -= 32) {
+  for (int end = side.num_blocks; end > 1; end -= 32) {
     const int i = end - 1 - lane;
-    int from_here = i >= 0 ? to[i].num_visits : 0;
+    int from_here = i >= 0 ? ranks[i].num_visits : 0;
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
       const int behind = __shfl_up_sync(~0u, from_here, step);
       if (lane >= step) from_here += behind;
     }
     from_here += late;
-    const bool begins = i > 0 && to[i].first_band != to[i - 1].first_band;
-    found = __ballot_sync(
-        ~0u, begins && from_here >= side.late_visits * float(max(to[max(i, 1) - 1].num_visits, most / 4)));
+    bool may_begin = false;
+    if (i > 0) {
+      const Ranked before = ranks[i - 1];
+      may_begin = from_here >= side.late_visits * float(max(before.num_visits, most / 4)) &&
+                  (side.order == FA_CUDA_BY_VISITS || ranks[i].first_band != before.first_band);
+    }
+    const uint32_t found = __ballot_sync(~0u, may_begin);
     late = __shfl_sync(~0u, from_here, found ? __ffs(found) - 1 : 31);
     if (!found) continue;
     const int first = end - __ffs(found), count = side.num_blocks - first;
-    if (late <= all / LEAST_PARTS_OF_LATE && late * 4.0f <= most * 3.0f * count) num_early = first;
+    return late <= all / LEAST_PARTS_OF_LATE && late * 4.0f <= most * 3.0f * count ? first : side.num_blocks;
   }
-  if (lane == 0) *side.num_early = num_early;
+  return side.num_blocks;
 }
 
 __global__ void __launch_bounds__(FA_CUDA_PLAN_THREADS) plan(const __grid_constant__ fa_cuda_plans a) {
   __shared__ fa_cuda_block_plan shared[NUM_SHARED];
   __shared__ int firsts[NUM_KEYS];
+  __shared__ Ranked ranks[NUM_RANKED];
   static_assert(NUM_KEYS == FA_CUDA_PLAN_THREADS, "a thread a key");
   let_dependents_start();
   const fa_cuda_plan_side &side = a.sides[blockIdx.y];
@@ -144,9 +157,9 @@ __global__ void __launch_bounds__(FA_CUDA_PLAN_THREADS) plan(const __grid_consta
   fa_cuda_block_plan *to = side.plans + int64_t(blockIdx.x) * side.num_blocks;
   if (a.tickets && blockIdx.x == 0 && threadIdx.x < FA_CUDA_NUM_TICKETS) a.tickets[threadIdx.x] = 0;
   // Where they do not fit, they are made behind the plans that are to be.
-  fa_cuda_block_plan *blocks = side.num_blocks <= NUM_SHARED ? shared
-                               : !side.by_bands              ? to
-                                                             : to + int64_t(gridDim.x) * side.num_blocks;
+  fa_cuda_block_plan *blocks = side.num_blocks <= NUM_SHARED     ? shared
+                               : side.order == FA_CUDA_BY_NUMBER ? to
+                                                                 : to + int64_t(gridDim.x) * side.num_blocks;
   for (int i = threadIdx.x; i < side.num_blocks; i += FA_CUDA_PLAN_THREADS) blocks[i] = {0, a.num_bands, 0, 0};
   __syncthreads();
   if (side.of_rows)
@@ -154,12 +167,15 @@ __global__ void __launch_bounds__(FA_CUDA_PLAN_THREADS) plan(const __grid_consta
   else
     count_visits<false>(a, side, bands, blocks);
   __syncthreads();
-  if (side.by_bands)
-    write_in_order(side, blocks, firsts, to);
+  if (side.order != FA_CUDA_BY_NUMBER)
+    write_in_order(side, blocks, firsts, ranks, to);
   else
     for (int i = threadIdx.x; i < side.num_blocks; i += FA_CUDA_PLAN_THREADS)
       to[i] = {i, blocks[i].first_band, blocks[i].end_band, blocks[i].num_visits};
-  if (side.num_early && threadIdx.x < 32) find_late(side, to);
+  if (side.num_early && threadIdx.x < 32) {
+    const int num_early = side.num_blocks <= NUM_RANKED ? find_late(side, ranks) : side.num_blocks;
+    if (threadIdx.x == 0) *side.num_early = num_early;
+  }
 }
 
 // Key lengths as bands, one each.

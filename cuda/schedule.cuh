@@ -276,6 +276,35 @@ __device__ inline bool persistent_row_block_of(const fa_cuda_arguments &a, uint3
   return true;
 }
 
+// What is begun as the `ticket`-th where some blocks are late, behind all heads' early ones, and in more heads
+// alternately, as they read little: the head, and the rank of its block among the plans.
+constexpr int LATE_HEADS_AT_ONCE = 16;
+struct HeadRank {
+  int head, rank;
+};
+__device__ inline HeadRank begun_in_phases(const fa_cuda_arguments &a, int ticket, int num_heads,
+                                           int num_blocks) {
+  const int num_early = *a.num_early;
+  const bool is_late = ticket >= num_heads * num_early;
+  if (is_late) ticket -= num_heads * num_early;
+  const int count = is_late ? num_blocks - num_early : num_early;
+  const int at_once = is_late ? LATE_HEADS_AT_ONCE : a.heads_at_once;
+  const int begun = ticket / (at_once * count) * at_once, heads = min(at_once, num_heads - begun);
+  ticket -= begun * count;
+  return {begun + ticket % heads, ticket / heads + (is_late ? num_early : 0)};
+}
+
+// The same as persistent_row_block_of, where row blocks may be late.
+__device__ inline bool row_block_in_phases(const fa_cuda_arguments &a, uint32_t ticket, RowBlock &block) {
+  if (!a.num_early) return persistent_row_block_of(a, ticket, block);
+  const int num_heads = a.batch * a.num_heads;
+  if (ticket >= uint32_t(num_heads * a.num_q_blocks)) return false;
+  const HeadRank begun = begun_in_phases(a, ticket, num_heads, a.num_q_blocks);
+  const int batch_head = num_heads - 1 - begun.head;
+  block = {batch_head / a.num_heads, batch_head % a.num_heads, a.num_q_blocks - 1 - begun.rank};
+  return true;
+}
+
 // Makes of a place in that order the row block that is begun there: of those of its batch the plans have the
 // longest first, as here the last are.
 __device__ inline fa_cuda_block_plan planned_row_block(const fa_cuda_arguments &a, RowBlock &block) {
@@ -300,22 +329,14 @@ __device__ inline ColumnBlock column_block_of(const fa_cuda_arguments &a, int in
   return {batch_head / heads, batch_head % heads, index / num_heads};
 }
 
-// Which column block, by its index in that order, is begun as the `ticket`-th: where bands leave the last plans
-// short blocks, these come late, behind all heads' early ones, and in more heads alternately, as their rows are
-// few. Beyond the last one it is the ticket itself.
-constexpr int LATE_HEADS_AT_ONCE = 16;
-__device__ inline int begun_in_phases(const fa_cuda_arguments &a, int ticket) {
-  const int num_heads = a.batch * a.num_kv_heads, num_early = *a.num_early;
+// The index in that order of the column block that is begun as the `ticket`-th, where some are late; beyond the
+// last one it is the ticket itself.
+__device__ inline int column_block_in_phases(const fa_cuda_arguments &a, int ticket) {
+  const int num_heads = a.batch * a.num_kv_heads;
   if (ticket >= num_heads * a.num_k_blocks) return ticket;
-  const bool is_late = ticket >= num_heads * num_early;
-  if (is_late) ticket -= num_heads * num_early;
-  const int count = is_late ? a.num_k_blocks - num_early : num_early;
-  const int at_once = is_late ? LATE_HEADS_AT_ONCE : a.heads_at_once;
-  const int begun = ticket / (at_once * count) * at_once, heads = min(at_once, num_heads - begun);
-  ticket -= begun * count;
-  const int head = begun + ticket % heads, rank = ticket / heads + (is_late ? num_early : 0);
-  const int first = head / a.heads_at_once * a.heads_at_once;
-  return first * a.num_k_blocks + rank * min(a.heads_at_once, num_heads - first) + head - first;
+  const HeadRank begun = begun_in_phases(a, ticket, num_heads, a.num_k_blocks);
+  const int first = begun.head / a.heads_at_once * a.heads_at_once;
+  return first * a.num_k_blocks + begun.rank * min(a.heads_at_once, num_heads - first) + begun.head - first;
 }
 
 // The persistent backward's ends of row blocks, in the order in which their column blocks are done.

@@ -213,8 +213,9 @@ static const fa_case cases[] = {
     ROW("bands, shared columns, d128", LENGTHS(530, 270), .batch = 2, HEADS(32, 2), .head_dim = 128,
         .bands_batch = 2, .num_bands = 3, CAUSAL),
     ROW("bands, d256", LENGTHS(333, 410), .head_dim = 256, BANDS(7), .num_sinks = 1),
-    /* Column blocks of short bands, which a GPU begins late. */
+    /* Blocks of short bands, which a GPU begins late: columns of a backward, rows of a forward. */
     TAGGED("bands, late ones", CASE_QUICK, LENGTHS(195, 640), HEADS(6, 6), .head_dim = 8, BANDS(9)),
+    TAGGED("bands, late rows", CASE_QUICK, LENGTHS(700, 200), HEADS(9, 9), .head_dim = 8, BANDS(9)),
     ROW("bands, late ones of many heads", LENGTHS(400, 500), HEADS(144, 144), .head_dim = 8, BANDS(20)),
     /* More row blocks than a GPU has multiprocessors. */
     ROW("bands, very many heads", LENGTHS(300, 250), .batch = 2, HEADS(72, 36), .head_dim = 16,
