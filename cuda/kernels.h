@@ -161,7 +161,7 @@ typedef struct fa_cuda_arguments {
   int32_t *suspect; /* NULL: every row sees every column */
   int32_t call;
   /* Of kernels that take bands, which window bounds. The plans lie in the order in which their blocks are
-   * begun, or ended: see fa_cuda_plan_side. */
+   * begun, or ended: see fa_cuda_plan_order. */
   const int32_t *bands; /* [bands_batch, num_bands, 6], or NULL: the only one is the whole problem */
   int32_t bands_batch, num_bands;
   fa_cuda_block_plan *row_plans;    /* [bands_batch, num_q_blocks] */
