@@ -159,6 +159,7 @@ static __attribute__((noinline)) void T(product)(int64_t rows, int64_t columns, 
   (mr, np, depth, a + r * a_row, a_row, a_column, b, panel, c + r * c_row + x, c_row, target, factor, \
    target == RESCALE ? factors + r : factors)
 #if WIDE
+  /* Six rows at a time, and four at the end: two would have too few sums to hide what one takes. */
   for (; x + NR < columns; x += 2 * NR, b += 2 * panel) {
     const int64_t whole = fa_round_up(rows, MR);
     int64_t r = 0;
