@@ -8,7 +8,7 @@
 #include "../c_src/core/problem.h"
 
 /* The rows for which a tile of the ordinary kernels is mostly empty. */
-enum { FEW_ROWS = 64, MOST_CLUSTERED = 16, MOST_PARTS = 512, TILE_ROWS = 128 };
+enum { FEW_ROWS = 64, FEWEST_ROWS = 16, MOST_CLUSTERED = 16, MOST_PARTS = 512, TILE_ROWS = 128 };
 
 int64_t fa_cuda_packed_rows(const fa_problem *p) { return p->seqlen_q * (p->num_heads / p->num_kv_heads); }
 
@@ -34,19 +34,24 @@ int64_t fa_cuda_key_parts(const fa_problem *p, int64_t num_multiprocessors) {
   return seen_by_all * 4 >= p->seqlen_k * 3 ? parts : 1;
 }
 
+/* What all blocks together read, and those of clusters of more than 8. */
+static const double MEMORY_BYTES_A_US = 4.3e6, LARGE_CLUSTERS_BYTES_A_US = 2.9e6;
+static const double ORDINARY_BEGIN = 1.5;
+
 /* What a choice of parts is judged by. */
 typedef struct costs {
   double num_units, num_keys, key_bytes; /* keys that the rows of a unit see at most */
   double bytes_a_us;                     /* of one block alone */
+  double begin;                          /* what a block takes to begin and to end */
 } costs;
 
-/* Microseconds. All blocks together read 4.5 TB/s, one alone what its products allow; it takes 1.5 us to begin
- * and to end. */
-static double estimate(const costs *c, double num_parts, double num_slots, double merge, double most) {
+/* Microseconds. All blocks together read so many bytes in one, a block alone what its products allow. */
+static double estimate(const costs *c, double num_parts, double num_slots, double merge,
+                       double all_bytes_a_us) {
   const double num_blocks = c->num_units * num_parts, at_once = fmin(num_blocks, num_slots);
-  const double bytes_a_us = fmin(4.5e6 / at_once, fmin(most, c->bytes_a_us));
+  const double bytes_a_us = fmin(all_bytes_a_us / at_once, c->bytes_a_us);
   const double bytes = ceil(c->num_keys / num_parts) * c->key_bytes;
-  return ceil(num_blocks / num_slots) * (bytes / bytes_a_us + 1.5) + merge;
+  return ceil(num_blocks / num_slots) * (bytes / bytes_a_us + c->begin) + merge;
 }
 
 /* The keys that a row block sees at most, or where there are several that a row may. */
@@ -59,17 +64,37 @@ static double bytes_a_key(const fa_problem *p) {
   return 2.0 * (double)p->head_dim * (double)fa_dtype_bytes(p->dtype);
 }
 
+static double key_bytes(const fa_problem *p) {
+  return (double)(p->batch * p->seqlen_k * p->num_kv_heads) * bytes_a_key(p);
+}
+
+/* Whether k and v had better leave the second cache first: what others have left there to be written then need
+ * not make room for them. Of many times what the cache holds they would leave too soon. */
+static const double CACHE_BYTES = 50e6;
+static bool leaves_first(const fa_problem *p) { return key_bytes(p) <= 4.5 * CACHE_BYTES; }
+
+/* Whether the copies of a kernel with maps suit the keys. Rows of k and v that begin anywhere in a line of the
+ * cache come into boxes at half the rate, which is slower than all else where they are not in the cache. */
+static bool suits(const fa_problem *p, const fa_cuda_kernel *kernel) {
+  enum { LINE_BYTES = 128 };
+  const int64_t row_bytes = p->head_dim * (int64_t)fa_dtype_bytes(p->dtype);
+  const bool straddles = row_bytes % LINE_BYTES != 0 && LINE_BYTES % row_bytes != 0;
+  return !(kernel->mapped && kernel->bucket <= 128 && straddles && fa_cuda_packed_rows(p) <= FEWEST_ROWS &&
+           key_bytes(p) > CACHE_BYTES);
+}
+
 /* What one block of threads alone reads in a microsecond: less where rows that share a tile have products of
  * their own. */
 static double bytes_a_us(const fa_cuda_kernel *kernel) {
-  return kernel->mapped || kernel->block_q <= 16 ? 45e3 : 12.5e3;
+  if (kernel->mapped) return kernel->bucket <= 64 ? 38e3 : 48e3;
+  return kernel->block_q <= FEWEST_ROWS ? 45e3 : 12.5e3;
 }
 
 /* Of a second kernel that merges parts, which are f32 rows of o: it begins, reads them one after the other,
  * and each is written before that. */
 static double merge_time(const fa_problem *p, double num_parts) {
   const double rows = (double)(p->batch * p->seqlen_q * p->num_heads);
-  return 2.3 + 0.08 * num_parts + rows * num_parts * 8 * (double)p->head_dim / 4.5e6;
+  return 3.8 + 0.02 * num_parts + rows * num_parts * 8 * (double)p->head_dim / MEMORY_BYTES_A_US;
 }
 
 /* The parts that take the least time, and that time. */
@@ -79,22 +104,27 @@ static fa_cuda_parts best_parts(const fa_problem *p, const fa_cuda_kernel *kerne
   const int64_t units = p->batch * p->num_kv_heads * num_q_blocks;
   const int64_t num_keys = num_keys_of(p, num_q_blocks);
   const int64_t num_slots = num_multiprocessors * kernel->blocks_per_sm;
-  const costs c = {(double)units, (double)num_keys, bytes_a_key(p), bytes_a_us(kernel)};
+  const costs c = {(double)units, (double)num_keys, bytes_a_key(p), bytes_a_us(kernel),
+                   kernel->mapped ? ORDINARY_BEGIN : ORDINARY_BEGIN + 2};
   const int64_t most = fa_min(fa_divide_up(num_keys, kernel->block_k), MOST_PARTS);
   fa_cuda_parts best = {.num_parts = 1};
-  *least = estimate(&c, 1, (double)num_slots, 0, INFINITY);
+  *least = estimate(&c, 1, (double)num_slots, 0, MEMORY_BYTES_A_US);
   /* Clusters of more than 8 blocks begin late and read slowly; those that would share multiprocessors do not
    * begin together. */
   for (int64_t parts = 2; can_cluster && parts <= fa_min(most, MOST_CLUSTERED); parts *= 2) {
-    const double time = estimate(&c, (double)parts, (double)num_multiprocessors, parts > 8 ? 2.5 : 1,
-                                 parts > 8 ? 22e3 : INFINITY);
+    const bool is_large = parts > 8;
+    const double time = estimate(&c, (double)parts, (double)num_multiprocessors,
+                                 is_large ? 0.6 + 2.2 * fmax(kernel->bucket, 128) / 128 : 1,
+                                 is_large ? LARGE_CLUSTERS_BYTES_A_US : MEMORY_BYTES_A_US);
     if (time < *least) *least = time, best = (fa_cuda_parts){.num_parts = (int32_t)parts, .in_cluster = 1};
   }
-  /* Half of the slots, which are a block for each multiprocessor where two share one, up to all four times. */
-  for (int64_t halves = 1; halves <= 8; halves += halves > 1 ? 2 : 1) {
-    const int64_t parts = fa_min(halves * num_slots / (2 * fa_max(units, 1)), most);
+  /* An eighth of the slots, twice as many, ... up to all four times: what few keys take is mostly the merge of
+   * their parts. */
+  for (int64_t eighths = 1; eighths <= 32; eighths += fa_min(eighths, 8)) {
+    const int64_t parts = fa_min(eighths * num_slots / (8 * fa_max(units, 1)), most);
     if (parts < 2) continue;
-    const double time = estimate(&c, (double)parts, (double)num_slots, merge_time(p, (double)parts), INFINITY);
+    const double time =
+        estimate(&c, (double)parts, (double)num_slots, merge_time(p, (double)parts), MEMORY_BYTES_A_US);
     if (time < *least) *least = time, best = (fa_cuda_parts){.num_parts = (int32_t)parts};
   }
   return best;
@@ -103,7 +133,9 @@ static fa_cuda_parts best_parts(const fa_problem *p, const fa_cuda_kernel *kerne
 fa_cuda_parts fa_cuda_choose_parts(const fa_problem *p, const fa_cuda_kernel *kernel,
                                    int64_t num_multiprocessors, bool can_cluster) {
   double least;
-  return best_parts(p, kernel, num_multiprocessors, can_cluster, &least);
+  fa_cuda_parts parts = best_parts(p, kernel, num_multiprocessors, can_cluster, &least);
+  parts.leaves_first = leaves_first(p);
+  return parts;
 }
 
 /* Tiles of rows that take a third of the multiprocessors are as fast as all of these are on smaller tiles,
@@ -114,24 +146,25 @@ static bool pays_beside_cache(const fa_problem *p, int64_t num_multiprocessors) 
 }
 
 /* What the ordinary kernels were measured at stays theirs, but where the model says that they take longer and
- * heads share keys, which a kernel with maps reads once for few rows; or where their tiles leave two
- * multiprocessors of three idle and they take half as long again. A tile of one row reads 60 GB/s, one of 128
- * rows less. The products of f32 here are not those of its backward, which must round scores as the forward
- * did. */
+ * heads share keys, which these read once for few rows; or where their tiles leave two multiprocessors of three
+ * idle and they take half as long again. A tile of one row reads 60 GB/s, one of 128 rows less. The products of
+ * f32 here are not those of its backward, which must round scores as the forward did. */
 static bool pays_for_plain(const fa_problem *p, const fa_cuda_kernel *kernel, int64_t num_multiprocessors,
                            bool can_cluster) {
   const int64_t num_tiles = num_tiles_of(p);
-  const bool few = kernel->mapped && p->num_heads > p->num_kv_heads && fa_cuda_packed_rows(p) <= FEW_ROWS;
+  const bool few = (kernel->mapped || kernel->block_q <= FEWEST_ROWS) && p->num_heads > p->num_kv_heads &&
+                   fa_cuda_packed_rows(p) <= FEW_ROWS;
   if (p->dtype == FA_DTYPE_F32 || (!few && num_tiles * 3 > num_multiprocessors)) return false;
   const costs ordinary = {(double)num_tiles, (double)num_keys_of(p, fa_divide_up(p->seqlen_q, TILE_ROWS)),
-                          bytes_a_key(p), 60e3};
+                          bytes_a_key(p), 60e3, ORDINARY_BEGIN};
   double least;
   best_parts(p, kernel, num_multiprocessors, can_cluster, &least);
-  return least * (few ? 1 : 1.5) <= estimate(&ordinary, 1, (double)num_multiprocessors, 0, INFINITY);
+  return least * (few ? 1 : 1.5) <= estimate(&ordinary, 1, (double)num_multiprocessors, 0, MEMORY_BYTES_A_US);
 }
 
 bool fa_cuda_pays_in_parts(const fa_problem *p, const fa_cuda_kernel *kernel, int64_t num_multiprocessors,
                            bool can_cluster) {
+  if (!suits(p, kernel)) return false;
   return reads_cache(p) ? pays_beside_cache(p, num_multiprocessors)
                         : pays_for_plain(p, kernel, num_multiprocessors, can_cluster);
 }

@@ -194,7 +194,6 @@ __global__ void __launch_bounds__(Shape::num_threads, Shape::blocks_per_sm)
   using Layout = DecodeLayout<Kind, Shape>;
   using Io = typename Kind::Io;
   constexpr int AHEAD = Shape::stages - 1;
-  let_dependents_start();
   const int part = blockIdx.x % d.num_parts;
   const Unit unit = unit_at<Shape>(a, blockIdx.x / d.num_parts);
   const Sequence sequence = cached_sequence(a, d.cache, unit.batch);

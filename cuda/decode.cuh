@@ -498,6 +498,7 @@ __device__ inline void finish_unit(const fa_cuda_arguments &a, const fa_cuda_par
       has_nan |= write<Kind>(a, sequence, unit, r, column, merge_streams(r, column));
     });
   } else if (!d.in_cluster) {
+    let_dependents_start();  // no sooner: blocks that wait beside those that read cost more than they save
     for_each_four<Shape>(unit.num_rows, 0, 1, [&](int r, int column) {
       const Part merged = merge_streams(r, column);
       const int64_t place = (int64_t(unit.index) * d.num_parts + part) * d.rows_a_unit + r;

@@ -91,6 +91,7 @@ struct DecodeProducer {
   const int batch, kv_head, seqlen_k;
   const Share<Shape> share;
   const int boxes, tiles_at_once;  // so many tiles' boxes a warp has a lane for
+  const uint64_t policy;
   // Of this lane's box: its row and its page, which without pages is the batch, in the map.
   struct Place {
     int row, page;
@@ -106,7 +107,8 @@ struct DecodeProducer {
         seqlen_k(a.window.seqlen_k),
         share(share),
         boxes(Shape::block_k / d.cache.box_rows),
-        tiles_at_once(32 / boxes) {}
+        tiles_at_once(32 / boxes),
+        policy(cache_policy(d.leaves_first)) {}
 
   // Where this lane's box lies, of those of the tiles from the part's i-th on; nobody asks for those behind the
   // last one. What the table has is looked at when it is wanted.
@@ -139,7 +141,7 @@ struct DecodeProducer {
 #pragma unroll
         for (int i = 0; i < KTile::BOXES; i++)
           load_box(to.tile + i * KTile::BOX_BYTES + box * cache.box_rows * 128, map, to.full, i * 64, row,
-                   kv_head, page);
+                   kv_head, page, policy);
     }
   }
 
@@ -280,7 +282,6 @@ __global__ void __launch_bounds__(Shape::num_threads, Shape::blocks_per_sm)
   const Buffers buffers = {shared_address(shared)};
   if (threadIdx.x == 0) buffers.init_barriers();
   __syncthreads();
-  let_dependents_start();
   const int part = blockIdx.x % d.num_parts;
   const Unit unit = decode::unit_at<Shape>(a, blockIdx.x / d.num_parts);
   const Sequence sequence = decode::cached_sequence(a, d.cache, unit.batch);

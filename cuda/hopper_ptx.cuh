@@ -80,6 +80,24 @@ __device__ inline void load_box(uint32_t to, const CUtensorMap &map, uint32_t ba
       : "memory");
 }
 
+// What a copy is to become in the second cache: what it would be without this, or the first to leave it.
+__device__ inline uint64_t cache_policy(bool leaves_first) {
+  uint64_t policy;
+  if (leaves_first)
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  else
+    asm volatile("createpolicy.fractional.L2::evict_unchanged.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+__device__ inline void load_box(uint32_t to, const CUtensorMap &map, uint32_t barrier, int column, int row,
+                                int head, int batch, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%2, %3, %4, %5}], [%6], %7;" ::"r"(to),
+      "l"(&map), "r"(column), "r"(row), "r"(head), "r"(batch), "r"(barrier), "l"(policy)
+      : "memory");
+}
+
 // Brings the same numbers to the cache alone.
 __device__ inline void prefetch_box(const CUtensorMap &map, int column, int row, int head, int batch) {
   asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %3, %4}];" ::"l"(&map), "r"(column),

@@ -258,6 +258,7 @@ typedef struct fa_cuda_parts {
   int32_t num_parts, rows_a_unit;
   int32_t groups_a_row;  /* of the threads of `merge`, so many share a row, up to one for each part */
   int32_t in_cluster;    /* the parts of a unit merge in a cluster of blocks, and need no workspace */
+  int32_t leaves_first;  /* k and v had better be the first to leave the cache */
   float *o;              /* [num_units, num_parts, rows_a_unit, bucket], not divided by their sums */
   struct float2 *states; /* [num_units, num_parts, rows_a_unit]: a reference maximum, the sum of exponentials */
   fa_cuda_cache cache;

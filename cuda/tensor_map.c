@@ -31,13 +31,6 @@ static CUtensorMapDataType type_of(fa_dtype dtype) {
   }
 }
 
-/* How much is brought from memory for a row of a box: 128 bytes, which is what it has, come faster than 256 do,
- * but where rows are no multiple of that, what follows is another head's, which somebody reads soon.
- * (cuda_log.md, "Few rows on Hopper".) */
-static CUtensorMapL2promotion promotion_of(int64_t row_bytes) {
-  return row_bytes % 128 ? CU_TENSOR_MAP_L2_PROMOTION_L2_256B : CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
-}
-
 /* What a map is made of. A map says nothing else, so that one may serve again. */
 typedef struct {
   const void *data;
@@ -67,10 +60,10 @@ static bool make(CUtensorMap *map, const map_key *key) {
   const PFN_cuTensorMapEncodeTiled_v12000 encode = encoder();
   const cuuint32_t bytes = (cuuint32_t)fa_dtype_bytes((fa_dtype)key->dtype);
   const cuuint32_t box[] = {128 / bytes, key->box_rows, 1, 1}, steps[] = {1, 1, 1, 1};
-  return encode && encode(map, type_of((fa_dtype)key->dtype), 4, (void *)key->data, key->dims, key->strides,
-                          box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                          promotion_of((int64_t)(key->dims[0] * bytes)),
-                          CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+  return encode &&
+         encode(map, type_of((fa_dtype)key->dtype), 4, (void *)key->data, key->dims, key->strides, box, steps,
+                CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
 bool fa_cuda_tensor_map_init(CUtensorMap *map, const fa_cuda_operand *operand, fa_dtype dtype, int64_t seqlen,

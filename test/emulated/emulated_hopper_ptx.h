@@ -48,6 +48,11 @@ inline void load_box(uint32_t to, const CUtensorMap &map, uint32_t barrier, int 
   const int32_t begin[] = {column, row, head, batch};
   emulated::hopper_block().loads.start(emulated::copy_of_box(&map, begin, 4, to), barrier);
 }
+inline uint64_t cache_policy(bool) { return 0; }
+inline void load_box(uint32_t to, const CUtensorMap &map, uint32_t barrier, int column, int row, int head,
+                     int batch, uint64_t) {
+  load_box(to, map, barrier, column, row, head, batch);
+}
 inline void prefetch_box(const CUtensorMap &, int, int, int, int) {}
 inline void store_box(const CUtensorMap &map, uint32_t from, int column, int row, int head, int batch) {
   const int32_t begin[] = {column, row, head, batch};
