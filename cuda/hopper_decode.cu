@@ -303,7 +303,7 @@ __global__ void __launch_bounds__(Shape::num_threads, Shape::blocks_per_sm)
 }
 
 template <class Kind, class Shape>
-constexpr fa_cuda_kernel row(const char *name) {
+constexpr fa_cuda_kernel row(const char *name, int64_t most_key_bytes = 0) {
   return {.name = name,
           .bucket = Shape::head_dim,
           .block_q = Shape::block_q,
@@ -315,21 +315,23 @@ constexpr fa_cuda_kernel row(const char *name) {
           .main = address_of_kernel(attend<Kind, Shape, false>),
           .main_that_mends = address_of_kernel(attend<Kind, Shape, true>),
           .merge = address_of_kernel(decode::merge_parts<Kind, Shape>),
-          .blocks_per_sm = Shape::blocks_per_sm};
+          .blocks_per_sm = Shape::blocks_per_sm,
+          .most_key_bytes = most_key_bytes};
 }
 
 }  // namespace hopper
 }  // namespace fa
 
-#define ROW(rest, ...)                                                       \
-  fa::hopper::row<fa::kinds::FA_KIND, fa::hopper::DecodeShape<__VA_ARGS__>>( \
-      "cuda/sm90/decode/" FA_QUOTE(FA_KIND) rest)
+#define SHAPE(...) fa::kinds::FA_KIND, fa::hopper::DecodeShape<__VA_ARGS__>
+#define NAME(rest) "cuda/sm90/decode/" FA_QUOTE(FA_KIND) rest
 
-// Stages are what there is room for: 96 KiB a block where two share a multiprocessor.
+// Stages are what there is room for: 96 KiB a block where two share a multiprocessor. What few keys take is the
+// time of the longest part, whose tiles are better small; many come faster in large ones.
 const fa_cuda_kernel FA_JOIN(fa_hopper_decode_, FA_KIND)[] = {
     // bucket, block_k, stages, blocks per multiprocessor
-    ROW("/d64", 64, 128, 3, 2),
-    ROW("/d128", 128, 64, 3, 2),
-    ROW("/d256", 256, 64, 3, 1),
+    fa::hopper::row<SHAPE(64, 64, 6, 2)>(NAME("/d64/k64"), 32 << 20),
+    fa::hopper::row<SHAPE(64, 128, 3, 2)>(NAME("/d64/k128")),
+    fa::hopper::row<SHAPE(128, 64, 3, 2)>(NAME("/d128")),
+    fa::hopper::row<SHAPE(256, 64, 3, 1)>(NAME("/d256")),
     {},
 };

@@ -383,8 +383,9 @@ typedef struct fa_cuda_kernel {
   const void *statistics_beside; /* the same while main runs; what counts is 0 before; NULL: not possible */
   const void *finish_dq; /* backward: dq_sum to dq; one block of finish_threads a q block. NULL: main does it */
   int32_t finish_threads;
-  const void *merge;     /* of a kernel for few rows: FA_CUDA_PARTS_THREADS a block */
-  int32_t blocks_per_sm; /* of that kernel: blocks that share a multiprocessor */
+  const void *merge;      /* of a kernel for few rows: FA_CUDA_PARTS_THREADS a block */
+  int32_t blocks_per_sm;  /* of that kernel: blocks that share a multiprocessor */
+  int64_t most_key_bytes; /* not for problems whose keys have more, unless this is 0 */
 } fa_cuda_kernel;
 
 /* Rows of a kind in order of preference, ended by one whose name is NULL. */
