@@ -1,5 +1,8 @@
 // What the forward of few rows is made of: copies of single rows of k and v by one warp, products of f32
 // numbers on tensor cores without a scaled copy of them, and the merge of parts.
+//
+// Code that nobody has run of late comes from memory as k and v do, a line of 8 instructions after the other. A
+// loop that ends after few turns is better short than unrolled, and a division better a product.
 #pragma once
 
 #include "isolation.cuh"
@@ -58,7 +61,7 @@ struct TileCopy {
   // Row r comes from row_at(r), or is 0 where that is NULL; `nowhere`: what may be read there, but is not.
   template <class RowAt>
   __device__ void start(uint32_t tile, RowAt row_at, const Io *nowhere) const {
-#pragma unroll
+#pragma unroll 2
     for (int pass = 0; pass < PASSES; pass++) {
       const Io *from = row_at(row(pass));
       const int count = from ? wanted(pass) : 0;
@@ -138,9 +141,14 @@ struct KeyRows {
 // The packed rows of a unit: row r is row r / group of the sequence, in head r % group of the key/value head's.
 struct Unit {
   int index, batch, kv_head, first, num_rows, group;
+  uint32_t reciprocal;  // of group: 2^32 / group, rounded down
 
-  __device__ int row(int r) const { return (first + r) / group; }
-  __device__ int head(int r) const { return kv_head * group + (first + r) % group; }
+  // (first + r) / group: the product falls short of it by 1 at most.
+  __device__ int row(int r) const {
+    const int quotient = __umulhi(first + r, reciprocal);
+    return quotient + (first + r - quotient * group >= group);
+  }
+  __device__ int head(int r) const { return kv_head * group + first + r - row(r) * group; }
 };
 
 template <class Shape>
@@ -152,7 +160,8 @@ __device__ inline Unit unit_at(const fa_cuda_arguments &a, int index) {
           batch_head % a.num_kv_heads,
           first,
           min(Shape::block_q, a.window.seqlen_q * group - first),
-          group};
+          group,
+          UINT32_MAX / group};
 }
 
 // The columns that some row of a unit sees, and those that all of them do.
@@ -347,11 +356,10 @@ __device__ inline float weight_of(float max, float sum, float reference, float u
   return max != -INFINITY || sum != 0 ? exp2_fast((max - reference) * unit) : 0;
 }
 
-// Their sum, always in the order of the parts, of which some are read at once. state_of(part) gives max and
+// Their sum, always in the order of the parts, of which AT_ONCE are read together. state_of(part) gives max and
 // sum, o_of(part) the columns. Parts begin, begin + step, ...; unit: exponent_of_unit.
-template <class StateOf, class OOf>
+template <int AT_ONCE = 8, class StateOf, class OOf>
 __device__ inline Part merge(int begin, int num_parts, int step, float unit, StateOf state_of, OOf o_of) {
-  constexpr int AT_ONCE = 8;
   Part merged;
 #pragma unroll 1
   for (int first = begin; first < num_parts; first += AT_ONCE * step) {
@@ -389,10 +397,12 @@ template <class Kind>
 __device__ inline Finish finish_of(const fa_cuda_arguments &a, int head, float max, float sum) {
   const float own = Kind::SCALED ? max : max * a.score.factor;
   float lse = own;
+#pragma unroll 1
   for (int t = 0; t < a.num_sinks; t++) lse = fmaxf(lse, a.sink[int64_t(t) * a.num_heads + head]);
   if (lse == -INFINITY) return {sum, lse + sum};  // nothing is seen: 0, or the NaN that a score was
   const float rescale = expf(own - lse);
   float total = sum * rescale;
+#pragma unroll 1
   for (int t = 0; t < a.num_sinks; t++) total += expf(a.sink[int64_t(t) * a.num_heads + head] - lse);
   return {rescale / total, lse + logf(total)};
 }
@@ -542,7 +552,7 @@ __global__ void __launch_bounds__(FA_CUDA_PARTS_THREADS)
   const bool is_there = unit.batch < a.batch && r < unit.num_rows;
   const int64_t first = int64_t(unit.index) * d.num_parts * d.rows_a_unit + r;
   const float unit_exponent = exponent_of_unit<Kind>(a.score);
-  const Part mine = merge(
+  const Part mine = merge<4>(
       group - first_group, is_there ? d.num_parts : 0, d.groups_a_row, unit_exponent,
       [&](int i) { return d.states[first + int64_t(i) * d.rows_a_unit]; },
       [&](int i) {
@@ -557,7 +567,7 @@ __global__ void __launch_bounds__(FA_CUDA_PARTS_THREADS)
   if (group != first_group || !is_there) return;
   const bool has_nan =
       write<Kind>(a, sequence_of(a, unit.batch), unit, r, column,
-                  merge(
+                  merge<2>(
                       0, d.groups_a_row, 1, unit_exponent, [&](int i) { return states[first_group + i]; },
                       [&](int i) { return sums[first_group + i][threadIdx.x % FOURS]; }));
   // If this were to mend, too, it would take 1 us longer.
