@@ -1,6 +1,6 @@
 // The kernel before a pass over a problem with bands: what every block of rows or of columns visits, in which
 // order blocks are begun, and which late. The bands are data that nobody has checked; all who read them clamp
-// them alike.
+// them alike. Loops are short, not unrolled: this code runs once, and is seldom in a cache.
 #include "ptx.cuh"
 #include "schedule.cuh"
 
@@ -51,12 +51,14 @@ template <bool OF_ROWS>
 __device__ inline void count_visits(const fa_cuda_plans &a, const fa_cuda_plan_side &side, const int32_t *bands,
                                     fa_cuda_block_plan *blocks) {
   const fa_band whole = {0, a.window.seqlen_q, 0, a.window.seqlen_k, a.window.left, a.window.right};
+#pragma unroll 1
   for (int number = threadIdx.x / 32; number < a.num_bands; number += NUM_WARPS) {
     const fa_band band = band_at(whole, bands, number);
     const Range own = seen_in_band<!OF_ROWS>(band, {0, OF_ROWS ? whole.k_end : whole.q_end});
     const int end = own.begin < own.end ? (own.end + side.size - 1) / side.size : 0;
     const int first = own.begin / side.size + threadIdx.x % 32;
     int most = 0;
+#pragma unroll 1
     for (int block = first; block < end; block += 32) {
       const int visits = visits_in_band<OF_ROWS>(side, whole, band, block);
       if (visits == 0) continue;
@@ -68,6 +70,7 @@ __device__ inline void count_visits(const fa_cuda_plans &a, const fa_cuda_plan_s
     }
     most = __reduce_max_sync(~0u, most);
     if (side.order == FA_CUDA_BY_BAND)
+#pragma unroll 1
       for (int block = first; block < end; block += 32) atomicMax(&blocks[block].block, most);
   }
 }
@@ -79,15 +82,18 @@ __device__ inline void write_in_order(const fa_cuda_plan_side &side, const fa_cu
                                       int *firsts, Ranked *ranks, fa_cuda_block_plan *to) {
   firsts[threadIdx.x] = 0;
   __syncthreads();
+#pragma unroll 1
   for (int i = threadIdx.x; i < side.num_blocks; i += FA_CUDA_PLAN_THREADS)
     atomicAdd(firsts + key_of(blocks[i].block), 1);
   __syncthreads();
   const int before = sum_before(firsts[threadIdx.x]);
   firsts[threadIdx.x] = before;
   __syncthreads();
+#pragma unroll 1
   for (int first = 0; first < side.num_blocks; first += FA_CUDA_PLAN_THREADS) {
     const int i = first + threadIdx.x,
               num_warps = (min(side.num_blocks - first, FA_CUDA_PLAN_THREADS) + 31) / 32;
+#pragma unroll 1
     for (int warp = 0; warp < num_warps; warp++) {  // one after the other, for an order that is always the same
       if (threadIdx.x / 32 == warp) {
         const bool there = i < side.num_blocks;
@@ -116,12 +122,14 @@ constexpr int LEAST_PARTS_OF_LATE = 3;
 __device__ inline int find_late(const fa_cuda_plan_side &side, const Ranked *ranks) {
   const int lane = threadIdx.x % 32;
   int all = 0, most = 0, late = 0;
+#pragma unroll 1
   for (int i = lane; i < side.num_blocks; i += 32) {
     all += ranks[i].num_visits;
     most = max(most, ranks[i].num_visits);
   }
   all = __reduce_add_sync(~0u, all);
   most = __reduce_max_sync(~0u, most);
+#pragma unroll 1
   for (int end = side.num_blocks; end > 1; end -= 32) {
     const int i = end - 1 - lane;
     int from_here = i >= 0 ? ranks[i].num_visits : 0;
@@ -160,6 +168,7 @@ __global__ void __launch_bounds__(FA_CUDA_PLAN_THREADS) plan(const __grid_consta
   fa_cuda_block_plan *blocks = side.num_blocks <= NUM_SHARED     ? shared
                                : side.order == FA_CUDA_BY_NUMBER ? to
                                                                  : to + int64_t(gridDim.x) * side.num_blocks;
+#pragma unroll 1
   for (int i = threadIdx.x; i < side.num_blocks; i += FA_CUDA_PLAN_THREADS) blocks[i] = {0, a.num_bands, 0, 0};
   __syncthreads();
   if (side.of_rows)
@@ -170,6 +179,7 @@ __global__ void __launch_bounds__(FA_CUDA_PLAN_THREADS) plan(const __grid_consta
   if (side.order != FA_CUDA_BY_NUMBER)
     write_in_order(side, blocks, firsts, ranks, to);
   else
+#pragma unroll 1
     for (int i = threadIdx.x; i < side.num_blocks; i += FA_CUDA_PLAN_THREADS)
       to[i] = {i, blocks[i].first_band, blocks[i].end_band, blocks[i].num_visits};
   if (side.num_early && threadIdx.x < 32) {
