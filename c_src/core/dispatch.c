@@ -75,9 +75,8 @@ fa_status fa_plan_init(fa_plan *plan, const fa_problem *problem, fa_pass pass, f
 fa_status fa_run(const fa_plan *plan, const fa_tensors *tensors, const fa_execution *execution,
                  fa_error *error) {
   for (int id = 0; id < FA_NUM_TENSORS; id++) {
-    bool used = fa_tensor_role_in(&plan->problem, plan->pass, id) != FA_ROLE_NONE;
-    bool empty = fa_tensor_shape(&plan->problem, id).size_bytes == 0;
-    if (used && !empty && !fa_tensor_get(tensors, id)->data)
+    const bool is_used = fa_tensor_role_in(&plan->problem, plan->pass, id) != FA_ROLE_NONE;
+    if (is_used && !fa_tensor_get(tensors, id)->data && fa_tensor_shape(&plan->problem, id).size_bytes > 0)
       return fa_fail(error, FA_STATUS_INVALID_ARGUMENT, fa_tensor_name(id), "a pointer", "NULL");
   }
   if (execution->workspace_bytes < plan->workspace_bytes)

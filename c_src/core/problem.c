@@ -32,14 +32,15 @@ void fa_problem_init(fa_problem *problem) {
 
 /* Every tensor must be addressable in bytes of f64, with room to spare for padding and workspaces. */
 static bool tensor_fits(const fa_problem *problem, int id) {
-  int64_t limit = (INT64_C(1) << 56) / 8;
+  int64_t num_elements = 1;
   const fa_axis only_if = fa_tensor_only_if(id);
   if (only_if && fa_axis_size(problem, only_if) == 0) return true;
   for (int i = 0; fa_axis_at(problem, id, i); i++) {
     const int64_t size = fa_axis_size(problem, fa_axis_at(problem, id, i));
-    limit /= size ? size : 1; /* strides and lse of an empty tensor must fit too */
+    /* Strides and lse of an empty tensor must fit, too. */
+    if (__builtin_mul_overflow(num_elements, size ? size : 1, &num_elements)) return false;
   }
-  return limit > 0;
+  return num_elements <= (INT64_C(1) << 56) / 8;
 }
 
 static fa_status check_pages(const fa_problem *p, fa_error *error) {
@@ -100,8 +101,8 @@ fa_status fa_problem_validate(const fa_problem *problem, fa_error *error) {
                              "the product of the sizes of a tensor overflows");
   size_t num_options;
   const fa_option *options = fa_options(&num_options);
+  fa_problem scratch = *problem; /* each is set to what it is, or refused */
   for (size_t i = 0; i < num_options; i++) {
-    fa_problem scratch = *problem;
     const double value = fa_option_get_number(problem, &options[i]);
     fa_status status = fa_option_set_number(&scratch, &options[i], value, error);
     if (status) return status;

@@ -79,9 +79,10 @@ static void *memory_wanted(const fa_placement *placement, int id) {
 static fa_status find_tensor(host_run *run, const fa_tensors *given, int id, fa_error *error) {
   const fa_problem *problem = &run->plan->problem;
   tensor_place *t = &run->tensors[id];
-  t->bytes = (size_t)fa_tensor_shape(problem, id).size_bytes;
-  t->role = t->bytes ? fa_tensor_role_in(problem, run->plan->pass, id) : FA_ROLE_NONE;
+  t->role = fa_tensor_role_in(problem, run->plan->pass, id);
   if (t->role == FA_ROLE_NONE) return FA_STATUS_OK;
+  t->bytes = (size_t)fa_tensor_shape(problem, id).size_bytes;
+  if (t->bytes == 0) return t->role = FA_ROLE_NONE, FA_STATUS_OK;
   t->given = *fa_tensor_get(given, id);
   if (!t->given.data)
     return fa_fail(error, FA_STATUS_INVALID_ARGUMENT, fa_tensor_name(id), "a pointer", "NULL");

@@ -157,7 +157,7 @@ ERL_NIF_TERM fa_nif_cache_release(ErlNifEnv *env, int argc, const ERL_NIF_TERM a
   fa_cache_sequence *sequence = NULL;
   fa_error error;
   if (!get_sequence(env, argv[0], &sequence, &error)) return fa_make_error(env, &error);
-  return enif_make_atom(env, fa_cache_release(sequence) ? "true" : "false");
+  return fa_atom.booleans[fa_cache_release(sequence)];
 }
 
 /* ---- appends ------------------------------------------------------------------------------------------------

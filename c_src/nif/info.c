@@ -35,8 +35,7 @@ static ERL_NIF_TERM make_device(ErlNifEnv *env, fa_device device) {
 static ERL_NIF_TERM make_kind(ErlNifEnv *env, fa_device_kind kind) {
   fa_map map = {0};
   fa_map_put(&map, enif_make_atom(env, "kind"), fa_atom.device_kinds[kind]);
-  fa_map_put(&map, enif_make_atom(env, "has_own_memory"),
-             enif_make_atom(env, fa_has_own_memory(kind) ? "true" : "false"));
+  fa_map_put(&map, enif_make_atom(env, "has_own_memory"), fa_atom.booleans[fa_has_own_memory(kind)]);
   return fa_make_map(env, &map);
 }
 

@@ -221,7 +221,7 @@ ERL_NIF_TERM fa_nif_release(ErlNifEnv *env, int argc, const ERL_NIF_TERM argv[])
   (void)argc;
   fa_memory *memory;
   if (!enif_get_resource(env, argv[0], memory_type, (void **)&memory)) return reject_reference(env, argv[0]);
-  return enif_make_atom(env, release(memory) ? "true" : "false");
+  return fa_atom.booleans[release(memory)];
 }
 
 static bool download(ErlNifEnv *env, ERL_NIF_TERM term, fa_result *result, fa_error *error) {

@@ -266,14 +266,13 @@ static bool merge(nif_merge *call, const ERL_NIF_TERM argv[], ERL_NIF_TERM *resu
   fa_shape shape;
   bool has_sink;
   int pass, place;
-  const ERL_NIF_TERM places[] = {enif_make_atom(call->env, "host"), enif_make_atom(call->env, "device")};
   fa_merge_init(&call->merge);
   if (!fa_get_choice(call->env, argv[0], fa_atom.passes, FA_PASS_BACKWARD + 1, "pass", &pass, &call->error))
     return false;
   if (!enif_is_map(call->env, argv[1]))
     return fa_reject_term(call->env, &call->error, "tensors", "a map", argv[1]);
   if (!fa_get_device(call->env, argv[2], &call->device, &call->error) ||
-      !fa_get_choice(call->env, argv[3], places, 2, "results", &place, &call->error))
+      !fa_get_choice(call->env, argv[3], fa_atom.places, 2, "results", &place, &call->error))
     return false;
   if (fa_num_devices(call->device.kind, &call->error) == 0) return false;
   call->results_on_device = place == 1;

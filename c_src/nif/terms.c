@@ -12,6 +12,13 @@ void fa_atoms_init(ErlNifEnv *env) {
   fa_atom.error = enif_make_atom(env, "error");
   fa_atom.infinity = enif_make_atom(env, "infinity");
   fa_atom.sequences = enif_make_atom(env, "sequences");
+  fa_atom.results = enif_make_atom(env, "results");
+  fa_atom.keep = enif_make_atom(env, "keep");
+  fa_atom.measure = enif_make_atom(env, "measure");
+  for (int i = 0; i < 2; i++) {
+    fa_atom.booleans[i] = enif_make_atom(env, i ? "true" : "false");
+    fa_atom.places[i] = enif_make_atom(env, i ? "device" : "host");
+  }
   for (int i = 0; i < FA_NUM_PASSES; i++) fa_atom.passes[i] = enif_make_atom(env, fa_pass_name(i));
   for (int i = 0; i < FA_NUM_TENSORS; i++) fa_atom.tensors[i] = enif_make_atom(env, fa_tensor_name(i));
   for (int i = 0; i < FA_NUM_DEVICE_KINDS; i++)

@@ -8,7 +8,9 @@
 
 /* The atoms that terms may have. Loading the NIF makes them. */
 typedef struct fa_atoms {
-  ERL_NIF_TERM ok, error, infinity, sequences;
+  ERL_NIF_TERM ok, error, infinity, sequences, results, keep, measure;
+  ERL_NIF_TERM booleans[2]; /* false and true */
+  ERL_NIF_TERM places[2];   /* host and device */
   ERL_NIF_TERM passes[FA_NUM_PASSES];
   ERL_NIF_TERM tensors[FA_NUM_TENSORS];
   ERL_NIF_TERM device_kinds[FA_NUM_DEVICE_KINDS];
