@@ -366,7 +366,7 @@ static int32_t box_rows(const fa_problem *p, const fa_cuda_kernel *kernel) {
 /* Whether a kernel's blocks are as small as they may be, those after it in the table being larger; and whether
  * pages suit its boxes. */
 static bool row_fits(const fa_problem *p, const fa_cuda_kernel *row) {
-  if (row->most_key_bytes && fa_cuda_key_bytes(p) > row->most_key_bytes) return false;
+  if (row->most_key_bytes && fa_cuda_key_bytes(p) > (double)row->most_key_bytes) return false;
   if (row->merge && row->mapped) return box_rows(p, row) >= LEAST_BOX_ROWS;
   return !row->merge || fa_cuda_packed_rows(p) <= row->block_q || row[1].bucket != row->bucket;
 }

@@ -64,14 +64,14 @@ static double bytes_a_key(const fa_problem *p) {
   return 2.0 * (double)p->head_dim * (double)fa_dtype_bytes(p->dtype);
 }
 
-int64_t fa_cuda_key_bytes(const fa_problem *p) {
-  return p->batch * p->seqlen_k * p->num_kv_heads * (int64_t)bytes_a_key(p);
+double fa_cuda_key_bytes(const fa_problem *p) {
+  return (double)p->batch * (double)p->seqlen_k * (double)p->num_kv_heads * bytes_a_key(p);
 }
 
 /* Whether k and v had better leave the second cache first: what others have left there to be written then need
  * not make room for them. Of many times what the cache holds they would leave too soon. */
-static const int64_t CACHE_BYTES = 50000000;
-static bool leaves_first(const fa_problem *p) { return fa_cuda_key_bytes(p) <= 9 * CACHE_BYTES / 2; }
+static const double CACHE_BYTES = 50e6;
+static bool leaves_first(const fa_problem *p) { return fa_cuda_key_bytes(p) <= 4.5 * CACHE_BYTES; }
 
 /* Whether the copies of a kernel with maps suit the keys. Rows of k and v that begin anywhere in a line of the
  * cache come into boxes at half the rate, which is slower than all else where they are not in the cache. */

@@ -21,7 +21,7 @@ int64_t fa_cuda_key_parts(const fa_problem *problem, int64_t num_multiprocessors
 int64_t fa_cuda_packed_rows(const fa_problem *problem);
 
 /* What its keys and values have; where they end at lengths, at most. */
-int64_t fa_cuda_key_bytes(const fa_problem *problem);
+double fa_cuda_key_bytes(const fa_problem *problem);
 
 /* The parts of a canonical problem's keys. can_cluster: whether blocks of threads merge in clusters there. */
 fa_cuda_parts fa_cuda_choose_parts(const fa_problem *problem, const fa_cuda_kernel *kernel,
