@@ -344,6 +344,30 @@ static void test_page_shapes(void) {
         "pages of another number than batches pass without a table");
 }
 
+/* On Hopper few rows beside keys that end at lengths have kernels by how many bytes the keys have, and by
+ * whether their rows lie within lines of the cache. */
+static void test_kernels(fa_device device) {
+  static const struct {
+    int64_t batch, seqlen_q, seqlen_k, num_heads, head_dim;
+    const char *kernel;
+  } cases[] = {{1, 1, 8192, 32, 128, "cuda/sm90/decode/bf16/d128"},
+               {1, 1, 3109, 32, 64, "cuda/sm90/decode/bf16/d64/k64"},
+               {16, 1, 8192, 64, 64, "cuda/sm90/decode/bf16/d64/k128"},
+               {3, 1, 5000, 32, 80, "cuda/sm90/decode/bf16/d128"},
+               {8, 1, 8192, 64, 80, "cuda/decode/bf16/d128/r16"},
+               {8, 3, 8192, 64, 80, "cuda/sm90/decode/bf16/d128"},
+               {8, 1, 8192, 64, 160, "cuda/sm90/decode/bf16/d256"}};
+  for (int i = 0; i < (int)(sizeof cases / sizeof *cases); i++) {
+    fa_problem p = problem_of(cases[i].batch, cases[i].seqlen_q, cases[i].seqlen_k, cases[i].head_dim);
+    p.dtype = FA_DTYPE_BF16, p.num_heads = cases[i].num_heads, p.num_kv_heads = 8, p.lengths_batch = p.batch;
+    fa_plan plan;
+    fa_error error;
+    CHECK(!fa_plan_init(&plan, &p, FA_PASS_FORWARD, device, &error), "%s", error.message);
+    if (i == 0 && !strstr(plan.kernel, "sm90")) return;
+    CHECK(strcmp(plan.kernel, cases[i].kernel) == 0, "case %d: %s", i, plan.kernel);
+  }
+}
+
 static void test_device(fa_device device) {
   const fa_setup setup = {.device = device, .num_threads = 3};
   for (fa_dtype dtype = 0; dtype < FA_NUM_FLOATS; dtype++) {
@@ -369,6 +393,7 @@ int main(void) {
   const fa_setup reference = {.device = {FA_DEVICE_REFERENCE, 0}};
   test_page_sizes(&reference, FA_DTYPE_BF16);
   test_device((fa_device){FA_DEVICE_CPU, 0});
-  if (fa_num_devices(FA_DEVICE_CUDA, NULL) > 0) test_device((fa_device){FA_DEVICE_CUDA, 0});
+  const fa_device cuda = {FA_DEVICE_CUDA, 0};
+  if (fa_num_devices(FA_DEVICE_CUDA, NULL) > 0) test_device(cuda), test_kernels(cuda);
   return report();
 }
