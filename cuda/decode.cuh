@@ -143,6 +143,15 @@ struct Unit {
   int index, batch, kv_head, first, num_rows, group;
   uint32_t reciprocal;  // of group: 2^32 / group, rounded down
 
+  __device__ Unit(int index, int batch, int kv_head, int first, int num_rows, int group)
+      : index(index),
+        batch(batch),
+        kv_head(kv_head),
+        first(first),
+        num_rows(num_rows),
+        group(group),
+        reciprocal(UINT32_MAX / group) {}
+
   // (first + r) / group: the product falls short of it by 1 at most.
   __device__ int row(int r) const {
     const int quotient = __umulhi(first + r, reciprocal);
@@ -160,8 +169,7 @@ __device__ inline Unit unit_at(const fa_cuda_arguments &a, int index) {
           batch_head % a.num_kv_heads,
           first,
           min(Shape::block_q, a.window.seqlen_q * group - first),
-          group,
-          UINT32_MAX / group};
+          group};
 }
 
 // The columns that some row of a unit sees, and those that all of them do.
