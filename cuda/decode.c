@@ -7,7 +7,8 @@
 #include "../c_src/core/integers.h"
 #include "../c_src/core/problem.h"
 
-/* The rows for which a tile of the ordinary kernels is mostly empty. */
+/* FEW_ROWS: for which a tile of the ordinary kernels is mostly empty; FEWEST_ROWS: that one product takes
+ * without maps. */
 enum { FEW_ROWS = 64, FEWEST_ROWS = 16, MOST_CLUSTERED = 16, MOST_PARTS = 512, TILE_ROWS = 128 };
 
 int64_t fa_cuda_packed_rows(const fa_problem *p) { return p->seqlen_q * (p->num_heads / p->num_kv_heads); }
@@ -34,7 +35,8 @@ int64_t fa_cuda_key_parts(const fa_problem *p, int64_t num_multiprocessors) {
   return seen_by_all * 4 >= p->seqlen_k * 3 ? parts : 1;
 }
 
-/* What all blocks together read, and those of clusters of more than 8. */
+/* What all blocks together read, and those of clusters of more than 8; and how long one takes to begin and to
+ * end that computes as the ordinary kernels do or reads by maps. Others have 2 us more. */
 static const double MEMORY_BYTES_A_US = 4.3e6, LARGE_CLUSTERS_BYTES_A_US = 2.9e6;
 static const double ORDINARY_BEGIN = 1.5;
 

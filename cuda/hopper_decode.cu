@@ -17,10 +17,11 @@ using decode::SeenColumns;
 using decode::Unit;
 
 // A row of the table; none of it changes results by more than rounding.
-template <int HEAD_DIM, int BLOCK_K, int STAGES, int BLOCKS_PER_SM>
+template <int HEAD_DIM, int BLOCK_K, int STAGES, int BLOCKS_PER_SM, int MOST_KEY_BYTES = 0>
 struct DecodeShape {
   static constexpr int head_dim = HEAD_DIM, block_q = 64, block_k = BLOCK_K, stages = STAGES;
   static constexpr int num_threads = WARPGROUP + 64, num_streams = 1, blocks_per_sm = BLOCKS_PER_SM;
+  static constexpr int most_key_bytes = MOST_KEY_BYTES;
 };
 
 // Shared memory: q, the stages of k and of v, and for each of these a barrier for being full and one for being
@@ -303,7 +304,7 @@ __global__ void __launch_bounds__(Shape::num_threads, Shape::blocks_per_sm)
 }
 
 template <class Kind, class Shape>
-constexpr fa_cuda_kernel row(const char *name, int64_t most_key_bytes = 0) {
+constexpr fa_cuda_kernel row(const char *name) {
   return {.name = name,
           .bucket = Shape::head_dim,
           .block_q = Shape::block_q,
@@ -316,22 +317,23 @@ constexpr fa_cuda_kernel row(const char *name, int64_t most_key_bytes = 0) {
           .main_that_mends = address_of_kernel(attend<Kind, Shape, true>),
           .merge = address_of_kernel(decode::merge_parts<Kind, Shape>),
           .blocks_per_sm = Shape::blocks_per_sm,
-          .most_key_bytes = most_key_bytes};
+          .most_key_bytes = Shape::most_key_bytes};
 }
 
 }  // namespace hopper
 }  // namespace fa
 
-#define SHAPE(...) fa::kinds::FA_KIND, fa::hopper::DecodeShape<__VA_ARGS__>
-#define NAME(rest) "cuda/sm90/decode/" FA_QUOTE(FA_KIND) rest
+#define ROW(rest, ...)                                                       \
+  fa::hopper::row<fa::kinds::FA_KIND, fa::hopper::DecodeShape<__VA_ARGS__>>( \
+      "cuda/sm90/decode/" FA_QUOTE(FA_KIND) rest)
 
 // Stages are what there is room for: 96 KiB a block where two share a multiprocessor. What few keys take is the
 // time of the longest part, whose tiles are better small; many come faster in large ones.
 const fa_cuda_kernel FA_JOIN(fa_hopper_decode_, FA_KIND)[] = {
-    // bucket, block_k, stages, blocks per multiprocessor
-    fa::hopper::row<SHAPE(64, 64, 6, 2)>(NAME("/d64/k64"), 32 << 20),
-    fa::hopper::row<SHAPE(64, 128, 3, 2)>(NAME("/d64/k128")),
-    fa::hopper::row<SHAPE(128, 64, 3, 2)>(NAME("/d128")),
-    fa::hopper::row<SHAPE(256, 64, 3, 1)>(NAME("/d256")),
+    // bucket, block_k, stages, blocks per multiprocessor, most bytes of keys
+    ROW("/d64/k64", 64, 64, 6, 2, 32 << 20),
+    ROW("/d64/k128", 64, 128, 3, 2),
+    ROW("/d128", 128, 64, 3, 2),
+    ROW("/d256", 256, 64, 3, 1),
     {},
 };

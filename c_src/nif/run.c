@@ -18,7 +18,7 @@ typedef struct nif_call {
   fa_tensors tensors;
   fa_placement placement;
   fa_measurements measured;
-  bool results_on_device, keep, measures;
+  bool results_on_device, keep, measures_nothing;
 
   const fa_shape *given[FA_NUM_TENSORS]; /* into shapes; NULL where there was no such tensor */
   fa_shape shapes[FA_NUM_TENSORS];
@@ -76,25 +76,27 @@ static bool read_tensors(nif_call *call, ERL_NIF_TERM term) {
   return read && (!has_sequences || read_sequences(call, sequences));
 }
 
-/* The number of what is chosen by a key; what it was where the key is not there. */
 static bool read_choice(nif_call *call, ERL_NIF_TERM placement, ERL_NIF_TERM key, const char *name,
-                        const ERL_NIF_TERM choices[2], int *chosen) {
+                        ERL_NIF_TERM first, ERL_NIF_TERM second, bool *is_second) {
   ERL_NIF_TERM value;
-  return !enif_get_map_value(call->env, placement, key, &value) ||
-         fa_get_choice(call->env, value, choices, 2, name, chosen, &call->error);
+  const ERL_NIF_TERM choices[] = {first, second};
+  int chosen = 0;
+  bool read = !enif_get_map_value(call->env, placement, key, &value) ||
+              fa_get_choice(call->env, value, choices, 2, name, &chosen, &call->error);
+  *is_second = chosen == 1;
+  return read;
 }
 
 /* #{results => host | device, keep => false | true, measure => true | false}, each optional. */
 static bool read_placement(nif_call *call, ERL_NIF_TERM placement) {
-  int on_device = false, keep = false, measure = true;
+  const ERL_NIF_TERM no = fa_atom.booleans[false], yes = fa_atom.booleans[true];
+  const ERL_NIF_TERM *places = fa_atom.places;
   if (!enif_is_map(call->env, placement))
     return fa_reject_term(call->env, &call->error, "placement", "a map", placement);
-  if (!read_choice(call, placement, fa_atom.results, "results", fa_atom.places, &on_device) ||
-      !read_choice(call, placement, fa_atom.keep, "keep", fa_atom.booleans, &keep) ||
-      !read_choice(call, placement, fa_atom.measure, "measure", fa_atom.booleans, &measure))
-    return false;
-  call->results_on_device = on_device, call->keep = keep, call->measures = measure;
-  return true;
+  return read_choice(call, placement, fa_atom.results, "results", places[0], places[1],
+                     &call->results_on_device) &&
+         read_choice(call, placement, fa_atom.keep, "keep", no, yes, &call->keep) &&
+         read_choice(call, placement, fa_atom.measure, "measure", yes, no, &call->measures_nothing);
 }
 
 /* A device, or a list of several. */
@@ -257,7 +259,7 @@ static ERL_NIF_TERM make_output(nif_call *call, int id) {
 static ERL_NIF_TERM make_measurements(const nif_call *call) {
   ErlNifEnv *env = call->env;
   fa_map map = {0};
-  if (!call->measures) return fa_make_map(env, &map);
+  if (call->measures_nothing) return fa_make_map(env, &map);
   fa_map_put(&map, enif_make_atom(env, "bytes_to_device"),
              enif_make_int64(env, call->measured.bytes_to_device));
   fa_map_put(&map, enif_make_atom(env, "bytes_from_device"),
@@ -301,7 +303,7 @@ static bool is_settled(const nif_call *call) {
 }
 
 static bool run(nif_call *call) {
-  fa_measurements *measured = call->measures ? &call->measured : NULL;
+  fa_measurements *measured = call->measures_nothing ? NULL : &call->measured;
   call->placement.is_settled = is_settled(call);
   const fa_status status =
       call->num_devices > 1

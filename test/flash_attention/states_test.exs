@@ -90,7 +90,7 @@ defmodule FlashAttention.StatesTest do
             {:device, "placement: expected a map, got device"},
             {%{results: :gpu}, "results: expected one of host, device, got gpu"},
             {%{keep: 1}, "keep: expected one of false, true, got 1"},
-            {%{measure: nil}, "measure: expected one of false, true, got nil"}
+            {%{measure: nil}, "measure: expected one of true, false, got nil"}
           ] do
         assert {:error, {:invalid_argument, _, _, _, ^expected}} =
                  Native.execute(:forward, %{q: one, k: one, v: one}, [], {:cpu, 0}, placement)
