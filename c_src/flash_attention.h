@@ -79,7 +79,9 @@
  *     pair(n)   = n / 16 * 8 + n % 8
  *     a         = words({b, h}, dropout_seed[0], 10)
  *     z         = words(a, dropout_seed[1], 10)
- *     w         = words({pair(i) ^ z[1], pair(j)}, z[0], 7)
+ *     r         = words({pair(i), z[1]}, z[0], 10)
+ *     c         = words({pair(j), dropout_seed[1]}, dropout_seed[0], 10)
+ *     w         = words({r[0] ^ c[0], r[1] ^ c[1]}, 0, 2)
  *     keep[i,j] = 0 where the 16 bits from 16 * (i / 8 % 2) on of w[j / 8 % 2] are below rate * 2^16
  *
  * A column whose score is -inf is not there for the row, be it that the mask hides it or that an infinite q or

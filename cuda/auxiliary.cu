@@ -130,6 +130,23 @@ __global__ void __launch_bounds__(THREADS) read_keys(const __grid_constant__ fa_
     a.to.kinds[block] = shows * FA_CUDA_KEYS_SHOW + adds * FA_CUDA_KEYS_ADD + hides * FA_CUDA_KEYS_HIDE;
 }
 
+// ---- words for dropout ------------------------------------------------------------------------------------
+
+// A thread takes a pair of columns or, behind these, of a head's rows, which come in 16 at a time.
+__global__ void __launch_bounds__(THREADS) draw_words(const __grid_constant__ fa_cuda_arguments a) {
+  const fa_cuda_program &program = a.program;
+  const int64_t num_columns = program.num_column_words / 2, pair = int64_t(blockIdx.x) * THREADS + threadIdx.x;
+  if (pair < num_columns) {
+    const fa_words words = fa_dropout_column(dropout_of(program, 0, 0), pair);
+    reinterpret_cast<uint2 *>(program.column_words)[pair] = make_uint2(words.x[0], words.x[1]);
+  } else if (const int64_t own = pair - num_columns; own < program.num_row_words / 2) {
+    const PaddedRow first = padded_row_at(a, own / 8 * 16);
+    const fa_words words = fa_dropout_row(dropout_of(program, first.batch, first.head),
+                                          fa_dropout_pair(program.first_row + first.row) + own % 8);
+    reinterpret_cast<uint2 *>(program.row_words)[own] = make_uint2(words.x[0], words.x[1]);
+  }
+}
+
 // ---- sums over rows, heads and batches ---------------------------------------------------------------------
 
 // The sum of term(i) for i below count, by all threads of a block, in f64 and always in the same order; thread
@@ -158,7 +175,7 @@ __global__ void __launch_bounds__(THREADS)
     const Sequence sequence = sequence_of(a, batch);
     if (row >= sequence.num_rows()) return 0;
     const float *lse = lse_at(a, sequence, head, row);
-    float delta = a.delta[padded_index_of(a, {batch, head, row})];
+    float delta = delta_of(a, {batch, head, row});
     if (isnan(delta) && !bands_show<true>(a, batch, row)) delta = -dlse_at(a, dlse, lse, batch);
     return *lse == -INFINITY || delta == 0 ? 0 : expf(sink - *lse) * delta;
   });
@@ -313,6 +330,7 @@ const void *const fa_cuda_split_kernels[] = {fa::address_of_kernel(fa::split_row
                                              fa::address_of_kernel(fa::split_rows<16>),
                                              fa::address_of_kernel(fa::split_rows<32>)};
 const void *const fa_cuda_keys_kernel = fa::address_of_kernel(fa::read_keys);
+const void *const fa_cuda_words_kernel = fa::address_of_kernel(fa::draw_words);
 const void *const fa_cuda_unpack_kernel = fa::address_of_kernel(fa::unpack);
 const void *const fa_cuda_sink_kernel = fa::address_of_kernel(fa::sink_gradient);
 const void *const fa_cuda_reduce_heads_kernel = fa::address_of_kernel(fa::reduce_heads);

@@ -755,12 +755,12 @@ static void lay_out_program(const fa_plan *plan, const fa_cuda_kernel *kernel, c
                                  .factor = 1,
                                  .dropout_seed = t->dropout_seed.data,
                                  .dropout_threshold = (uint32_t)(p->dropout * FA_DROPOUT_ONE),
-                                 .kept = (float)kept,
                                  .kept_factor = (float)(1 / kept),
-                                 .kept_exponent = (float)-log2(kept),
+                                 .kept_exponent = (float)-log2(2 * kept),
                                  .first_batch = (int32_t)p->origin.batch,
                                  .first_head = (int32_t)p->origin.head,
                                  .first_row = p->origin.row};
+  if (kernel->halves) a->delta_factor = (float)(2 * kept);
   for (int i = 0; i < FA_CUDA_NUM_HEAD_NUMBERS; i++)
     if (is_there(p, of_heads[i])) a->program.of_heads[i] = cells_of(p, of_heads[i], t);
   if (adds_numbers(p) && !kinds[kind_of(p)].scaled && !kernel->folds)
@@ -803,6 +803,18 @@ static void lay_out_keys(const fa_problem *p, const fa_cuda_kernel *kernel, fa_a
                                     .num_heads = (int32_t)p->num_heads,
                                     .blocks_a_row = (int32_t)a_row,
                                     .num_blocks = rows * a_row};
+}
+
+/* Words for dropout. A forward's rows are few enough a tile for it to make theirs. */
+static void lay_out_words(const fa_plan *plan, fa_arena *workspace, fa_cuda_arguments *a) {
+  const fa_problem *p = &plan->problem;
+  fa_cuda_program *program = &a->program;
+  if (program->dropout_threshold == 0) return;
+  const int64_t num_columns = (fa_divide_up(p->seqlen_k, FA_CUDA_KEYS_BLOCK) + 1) * FA_CUDA_KEYS_BLOCK,
+                num_rows = plan->pass == FA_PASS_BACKWARD ? p->batch * p->num_heads * a->padded_rows : 0;
+  program->num_column_words = num_columns, program->num_row_words = num_rows;
+  program->column_words = fa_take(workspace, num_columns, sizeof *program->column_words);
+  if (num_rows > 0) program->row_words = fa_take(workspace, num_rows, sizeof *program->row_words);
 }
 
 /* Parts of column blocks leave dk and dv as f32, which are to be summed. */
@@ -972,6 +984,7 @@ static cuda_job lay_out(const fa_plan *plan, const fa_cuda_kernel *kernel, const
                                (int32_t)p->window_right};
   a->score = score_of(p);
   a->scale = (float)p->scale;
+  a->delta_factor = 1;
   a->batch = (int32_t)p->batch;
   a->num_heads = (int32_t)p->num_heads;
   a->num_kv_heads = (int32_t)p->num_kv_heads;
@@ -1017,6 +1030,7 @@ static cuda_job lay_out(const fa_plan *plan, const fa_cuda_kernel *kernel, const
   if (hides_cells(p, backward)) a->suspect = fa_take(&workspace, 1, sizeof *a->suspect);
   job.looks_at_columns = backward && leaves_columns(p) && !kernel->finish_dq;
   lay_out_keys(p, kernel, &workspace, &job);
+  lay_out_words(plan, &workspace, a);
   lay_out_bands(plan, kernel, t, &workspace, &job);
   lay_out_column_parts(plan, t, &workspace, &job);
   if (backward) a->heads_together = backward_heads_together(p, a), a->block_k = kernel->block_k;
@@ -1121,6 +1135,16 @@ static fa_status launch_keys(fa_cuda_key_reading *keys, cudaStream_t stream, fa_
   const int32_t small = FA_CUDA_SMALL_KERNEL_THREADS;
   CHECK(fa_cuda_launch(fa_cuda_keys_kernel, blocks(fa_divide_up(keys->num_blocks, small / 32)), small, 0,
                        (void *[]){keys}, stream));
+  return FA_STATUS_OK;
+}
+
+static fa_status launch_words(fa_cuda_arguments *a, cudaStream_t stream, fa_error *error) {
+  const char *operation = "launch of the drawing of words";
+  const int32_t small = FA_CUDA_SMALL_KERNEL_THREADS;
+  const fa_cuda_program *program = &a->program;
+  const int64_t num_pairs = (program->num_row_words + program->num_column_words) / 2;
+  CHECK(fa_cuda_launch(fa_cuda_words_kernel, blocks(fa_divide_up(num_pairs, small)), small, 0, (void *[]){a},
+                       stream));
   return FA_STATUS_OK;
 }
 
@@ -1268,6 +1292,7 @@ static fa_status enqueue(const fa_plan *plan, const fa_cuda_kernel *kernel, void
     CHECK(cudaMemsetAsync(job->arguments.program.dbias.data, 0, job->zeroed_bias_bytes, stream));
   fa_status status = launch_splits(&job->splits, stream, error);
   if (!status) status = launch_keys(&job->keys, stream, error);
+  if (!status) status = launch_words(&job->arguments, stream, error);
   if (!status) status = launch_plans(&job->plans, stream, error);
   if (status) return status;
   status = plan->pass == FA_PASS_FORWARD ? launch_forward(kernel, job, stream, error)

@@ -15,7 +15,7 @@ namespace fa {
 template <int HEAD_DIM, int BLOCK_Q, int BLOCK_K, int NUM_WARPS, int BLOCKS_PER_SM, int STAGES, int SCORE_WARPS,
           int DKV_WARPS, int DQ_WARPS>
 struct BackwardShape {
-  static constexpr bool folds_slopes = false, splits_heads = false;
+  static constexpr bool folds_slopes = false, drops = false, splits_heads = false;  // drops: with halves of p
   static constexpr int head_dim = HEAD_DIM, block_q = BLOCK_Q, block_k = BLOCK_K, num_warps = NUM_WARPS;
   static constexpr int blocks_per_sm = BLOCKS_PER_SM;
   static constexpr int stages = STAGES, score_warps = SCORE_WARPS, dkv_warps = DKV_WARPS, dq_warps = DQ_WARPS;
@@ -184,10 +184,8 @@ struct ColumnWorker {
     const Place at = {block.batch, visit.head, visit.rows.begin + Scores::row(),
                       columns.begin + Scores::column()};
     if (GENERAL && a.program.is_there) {
-      fa_dropout dropout = {};
-      if (a.program.dropout_threshold > 0) dropout = dropout_of(a.program, at.batch, at.head);
       make_p_and_ds_by_program<Kind, Scores::MT, Scores::NT>(
-          p, ds, a, visit.band, dropout, at, shift + Scores::row(), delta + Scores::row(),
+          p, ds, a, visit.band, at, shift + Scores::row(), delta + Scores::row(),
           threadIdx.x / 32 % Shape::score_warps, block.k_block * Shape::num_warps + threadIdx.x / 32);
     } else {
       make_scores_in_band<Kind, false, GENERAL, Scores::MT, Scores::NT>(

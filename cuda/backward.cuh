@@ -326,7 +326,7 @@ struct RowStatistics {
     if (is_read)
       sum -= dlse_at(a, dlse, lse_at(a, sequence_of(a, mine.batch), mine.head, mine.row), mine.batch);
     if (a.suspect && is_read && (!isfinite(sum) || !(lse < INFINITY))) note_suspect(a);
-    a.delta[index] = sum;
+    a.delta[index] = Shape::drops ? sum * a.delta_factor : sum;
     const float shift = lse == -INFINITY ? INFINITY : row_shift<Kind>(lse);
     float of_slope = 0;
     if constexpr (Shape::folds_slopes) {

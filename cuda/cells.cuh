@@ -170,40 +170,74 @@ __device__ inline void add_to_scores(Accumulator<MT, NT> &scores, const fa_cuda_
 
 // ---- what is dropped ---------------------------------------------------------------------------------------
 
+// A draw takes the words of a pair of rows, 8 apart, and of such a pair of columns. Kernels have those along
+// one side of their tiles in registers, and of the other side from memory, where draw_words has put them.
+
 // What a head's scores are dropped by.
 __device__ inline fa_dropout dropout_of(const fa_cuda_program &program, int batch, int head) {
   const uint32_t seed[2] = {__ldg(program.dropout_seed), __ldg(program.dropout_seed + 1)};
   return fa_dropout_of(seed, program.dropout_threshold, program.first_batch + batch, program.first_head + head);
 }
 
+// The words of the lane's pair of 16 rows of an accumulator, or of 16 columns of a transposed one, which begin
+// at a multiple of 16.
+__device__ inline fa_words lanes_row(const fa_cuda_program &program, int batch, int head, int first_row) {
+  return fa_dropout_row(dropout_of(program, batch, head),
+                        fa_dropout_pair(program.first_row + first_row) + threadIdx.x % 32 / 4);
+}
+__device__ inline fa_words lanes_column(const fa_cuda_program &program, int first_column) {
+  return fa_dropout_column(dropout_of(program, 0, 0), fa_dropout_pair(first_column) + threadIdx.x % 32 / 4);
+}
+
+// The words of a lane's two pairs across, as they lie in memory: those of 16 rows or columns in a row, 4 bytes
+// for each of these.
+struct TwoPairs {
+  fa_words of[2];
+  __device__ explicit TwoPairs(int4 x)
+      : of{{{uint32_t(x.x), uint32_t(x.y)}}, {{uint32_t(x.z), uint32_t(x.w)}}} {}
+  __device__ static int offset() { return threadIdx.x % 4 * 4; }
+};
+
 // Whether the half of a word keeps its score. What lies below the high half does not change its order.
-__device__ inline bool stays(uint32_t word, int half, const fa_dropout &dropout) {
-  return (half ? word : word << 16) >= dropout.threshold << 16;
+__device__ inline bool stays(uint32_t word, int half, const fa_cuda_program &program) {
+  return (half ? word : word << 16) >= program.dropout_threshold << 16;
 }
 
 // Calls visit(m, n, i, stays) for the elements of an accumulator, which begins at multiples of 16 rows and
-// columns: four elements of a lane, 8 rows and 8 columns apart, come from the same two words.
-template <int MT, int NT, class Visit>
-__device__ inline void for_each_draw(const fa_cuda_program &program, const fa_dropout &dropout, const Place &at,
+// columns: four elements of a lane, 8 rows and 8 columns apart, come from the same two words. row_of(m) are the
+// words of the m-th 16 rows, and columns_of(n) those of the columns from the n-th eight on.
+template <int MT, int NT, class RowOf, class ColumnsOf, class Visit>
+__device__ inline void for_each_draw(const fa_cuda_program &program, RowOf row_of, ColumnsOf columns_of,
                                      Visit visit) {
   static_assert(NT % 2 == 0, "columns come in pairs 8 apart");
-  const int lane = threadIdx.x % 32;
-  const uint32_t row_pair = fa_dropout_pair(program.first_row + at.row) + lane / 4;
-  const uint32_t column_pair = fa_dropout_pair(at.column) + lane % 4 * 2;
 #pragma unroll
-  for (int m = 0; m < MT; m++)
+  for (int m = 0; m < MT; m++) {
+    const fa_words row = row_of(m);
 #pragma unroll
-    for (int n = 0; n < NT; n += 2)
+    for (int n = 0; n < NT; n += 2) {
+      const TwoPairs columns = columns_of(n);
 #pragma unroll
       for (int i = 0; i < 2; i++) {
-        const fa_words words = fa_dropout_words(dropout, row_pair + m * 8, column_pair + n * 4 + i);
+        const fa_words words = fa_dropout_draw(row, columns.of[i]);
 #pragma unroll
         for (int second = 0; second < 2; second++)
 #pragma unroll
           for (int half = 0; half < 2; half++)
-            visit(m, n + second, half * 2 + i, stays(words.x[second], half, dropout));
+            visit(m, n + second, half * 2 + i, stays(words.x[second], half, program));
       }
+    }
+  }
 }
+
+// Words of columns from memory, of an accumulator's whose first is `column`.
+struct ColumnsInMemory {
+  const uint32_t *from;
+  __device__ ColumnsInMemory(const fa_cuda_program &program, int column)
+      : from(program.column_words + column + TwoPairs::offset()) {}
+  __device__ TwoPairs operator()(int n) const {
+    return TwoPairs(__ldg(reinterpret_cast<const int4 *>(from + n * 8)));
+  }
+};
 
 // What the rows that were not dropped are due, beside what their o is multiplied with.
 template <int MT>
@@ -213,13 +247,22 @@ __device__ inline void multiply_kept(float (&scale)[MT][2], const fa_cuda_progra
   for (int m = 0; m < MT; m++) scale[m][0] *= program.kept_factor, scale[m][1] *= program.kept_factor;
 }
 
+// The lane's words of 16 rows, the first of which is `mine`, in a backward.
+__device__ inline fa_words lanes_row_in_memory(const fa_cuda_arguments &a, const PaddedRow &mine) {
+  const uint32_t *from = a.program.row_words + padded_index_of(a, mine) + threadIdx.x % 32 / 4 * 2;
+  const uint2 x = __ldg(reinterpret_cast<const uint2 *>(from));
+  return {{x.x, x.y}};
+}
+
 // Probabilities that are dropped become 0. What the others gain is left to the end of the row.
-template <int MT, int NT>
-__device__ inline void drop(Accumulator<MT, NT> &p, const fa_cuda_arguments &a, const fa_dropout &dropout,
-                            const Place &at) {
-  for_each_draw<MT, NT>(a.program, dropout, at, [&](int m, int n, int i, bool stays) {
-    if (!stays) p[m][n][i] = 0;
-  });
+template <int MT, int NT, class ColumnsOf>
+__device__ inline void drop(Accumulator<MT, NT> &p, const fa_cuda_program &program, const fa_words (&rows)[MT],
+                            ColumnsOf columns_of) {
+  for_each_draw<MT, NT>(
+      program, [&](int m) { return rows[m]; }, columns_of,
+      [&](int m, int n, int i, bool stays) {
+        if (!stays) p[m][n][i] = 0;
+      });
 }
 
 // ---- gradients by what was added ---------------------------------------------------------------------------

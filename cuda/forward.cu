@@ -62,9 +62,10 @@ __global__ void __launch_bounds__(Shape::num_warps * 32, Shape::blocks_per_sm)
   OnlineSoftmax<Kind, MT> softmax;
   const float unit = exponent_of_unit<Kind>(a.score);
   const int exponent_q = exponent_of<Kind>(a.q, batch, head, sequence.first_row + rows.begin);
-  fa_dropout dropout = {};
+  fa_words row_words[MT] = {};
   if constexpr (GENERAL)
-    if (a.program.dropout_threshold > 0) dropout = dropout_of(a.program, batch, head);
+    for (int m = 0; m < MT && a.program.dropout_threshold > 0; m++)
+      row_words[m] = lanes_row(a.program, batch, head, rows.begin + warp_row + m * 16);
 
   if (!visits.done()) {
     load_operand<Kind, QTile, THREADS>(q_tile, a.q, q, rows.begin, sequence.num_rows());
@@ -105,7 +106,7 @@ __global__ void __launch_bounds__(Shape::num_warps * 32, Shape::blocks_per_sm)
     if (softmax.update(scores, unit)) softmax.rescale_rows(o);
     if constexpr (GENERAL)
       if (a.program.dropout_threshold > 0)
-        drop<MT, NT>(scores, a, dropout, {batch, head, rows.begin + warp_row, column});
+        drop<MT, NT>(scores, a.program, row_words, ColumnsInMemory(a.program, column));
 
     // The accumulator of two column blocks is laid out as the left operand of one k fragment.
     RegisterOperand<PARTS, MT, NT / 2> p;

@@ -69,9 +69,10 @@ __device__ inline __attribute__((always_inline)) void consume_blocks(
   // Whether ds is stored before dv is waited for: at head_dim 64 too many registers would be in use.
   constexpr bool HURRIES_DS = Shape::head_dim == 128 && !GENERAL;
   // Whether hidden scores begin at -inf, which is seen to while other products run: not where what is added
-  // comes later, and beside slopes it is no gain.
+  // comes later, and beside slopes and dropout it is no gain.
   constexpr bool HIDES_EARLY =
       GENERAL && Shape::beginning == AT_SHIFT && (!Shape::program || (Shape::folds && Shape::has_keys));
+  constexpr float PER_DV = Shape::drops ? 2 : 1;  // see make_transposed_p_by_program
 
   const int warp_row = threadIdx.x / 32 % 4 * 16;
   float dk[1][DT][4], dv[1][DT][4], scores[1][NT][4], ds[1][NT][4], dq[1][Dq::NT][4];
@@ -87,7 +88,7 @@ __device__ inline __attribute__((always_inline)) void consume_blocks(
   float per_shift = GENERAL && Shape::from_shift ? per_shift_of<Kind>(score) : 0;
   if constexpr (GENERAL) forget(per_shift);  // or ptxas divides in every step
   // Of the steps' head, where there is a program.
-  fa_dropout dropout = {};
+  [[maybe_unused]] fa_words column_words = {};
   HeadSums head_sums;
   [[maybe_unused]] float slope = 0, addends[2] = {0, 0};  // these of the lane's keys
   int program_head = -1;
@@ -142,7 +143,6 @@ __device__ inline __attribute__((always_inline)) void consume_blocks(
     leave_head(work);
     program_head = at.head;
     if constexpr (Shape::has_slopes) slope = number_of_head(a.program, FA_CUDA_ALIBI_SLOPES, at, 0);
-    if (Shape::drops && a.program.dropout_threshold > 0) dropout = dropout_of(a.program, at.batch, at.head);
     if (Shape::has_keys && a.program.keys.addends) {
       const float *own = addends_of(a.program.keys, at.batch, at.head, at.column) + threadIdx.x % 32 / 4;
       for (int half = 0; half < 2; half++) addends[half] = own[half * 8] == INFINITY ? 0 : own[half * 8];
@@ -196,21 +196,25 @@ __device__ inline __attribute__((always_inline)) void consume_blocks(
         }
       make_transposed_p<Kind, Shape::beginning>(scores, p_operand, score, Rows(buffers.shift(stage)), 1, due);
     } else if constexpr (Shape::program) {
-      ProgramStep it(work, visit, slope, first_column + warp_row);
-      if (it.at.head != program_head) enter_head(work, it.at), it.distance.slope = slope;
-      // As finish_scores does, where there may be a softcap.
-      if (Shape::forms != USUAL_FORM && a.score.form == FA_CUDA_SCORE_NEGATED)
-        for_each_element<1, NT>(scores, [](int, int, float &x) { x = -x; });
-      const float of_each =
-          add_transposed_terms<Shape::program>(scores[0], a.program, it.distance, it.at, addends);
-      if constexpr (Shape::has_cells)
-        add_cells<typename Kind::Io, typename Buffers::BiasTile, true>(
-            scores[0], a.program, has_slopes<Shape::program>(a.program) ? 1 : a.program.factor,
-            buffers.bias(stage), 0, consumer * 64 + warp_row);
-      if (!see_all) mask_transposed_scores<true, 1, NT>(scores, it.band, it.at);
-      make_transposed_p_by_program<Kind, Shape::drops>(scores, p_operand, a, dropout, it.at,
-                                                       Rows(buffers.shift(stage)), of_each,
-                                                       begin_at_shift<Shape::beginning>(score));
+      float of_each = 0;
+      if constexpr (Shape::adds_late) {
+        ProgramStep it(work, visit, slope, first_column + warp_row);
+        if (it.at.head != program_head) enter_head(work, it.at), it.distance.slope = slope;
+        // As finish_scores does, where there may be a softcap.
+        if (Shape::forms != USUAL_FORM && a.score.form == FA_CUDA_SCORE_NEGATED)
+          for_each_element<1, NT>(scores, [](int, int, float &x) { x = -x; });
+        of_each = add_transposed_terms<Shape::program>(scores[0], a.program, it.distance, it.at, addends);
+        if constexpr (Shape::has_cells)
+          add_cells<typename Kind::Io, typename Buffers::BiasTile, true>(
+              scores[0], a.program, has_slopes<Shape::program>(a.program) ? 1 : a.program.factor,
+              buffers.bias(stage), 0, consumer * 64 + warp_row);
+        if (!see_all) mask_transposed_scores<true, 1, NT>(scores, it.band, it.at);
+      } else {
+        make_told_scores<Kind>(scores, score, work, visit, HIDES_EARLY || see_all, first_column + warp_row);
+      }
+      make_transposed_p_by_program<Kind, Shape::drops>(
+          scores, p_operand, a, {SharedWords(buffers.words(stage)), column_words}, Rows(buffers.shift(stage)),
+          of_each, begin_at_shift<Shape::beginning>(score));
     } else {
       if constexpr (GENERAL)
         make_told_scores<Kind>(scores, score, work, visit, HIDES_EARLY || see_all, first_column + warp_row);
@@ -232,7 +236,7 @@ __device__ inline __attribute__((always_inline)) void consume_blocks(
     [[maybe_unused]] ColumnSums<NT> sums;
     if constexpr (Shape::program && (!Shape::folds || (Shape::has_keys && Shape::sums))) {
       auto make_ds = [&](auto take) {
-        make_transposed_ds_by_program<Kind, Shape::drops>(ds, scores, a, Rows(buffers.delta(stage)), take);
+        make_transposed_ds_by_program<Kind, Shape::drops>(ds, scores, Rows(buffers.delta(stage)), take);
       };
       if (sums.MADE_WITH_DS && sums_up)
         make_ds([&](int half, float x, float p) { sums.add(half, x, p); });
@@ -273,7 +277,7 @@ __device__ inline __attribute__((always_inline)) void consume_blocks(
       consumers_work(a, buffers, blocks, found);  // again, so that no register holds it meanwhile
       // Behind this nobody reads the consumer's part of v any more.
       named_barrier_wait(CONSUMER_MEETS + consumer, WARPGROUP);
-      leave(maps.dv, dv, 1, found);
+      leave(maps.dv, dv, PER_DV, found);
     }
     wgmma_wait<!IS_LAST>(dk[0], dq[0], ds_operand);
     arrive_once(buffers.barrier(Q_EMPTY, stage));
@@ -299,6 +303,8 @@ __device__ inline __attribute__((always_inline)) void consume_blocks(
   Work work;
   for (; consumers_work(a, buffers, blocks, work); next_work(buffers, blocks)) {
     program_head = -1;
+    if (Shape::drops && a.program.dropout_threshold > 0)
+      column_words = lanes_column(a.program, work.columns.begin + consumer * 64 + warp_row);
     set_zero<1, DT>(dk);
     set_zero<1, DT>(dv);
     if (work.num_steps > 0) {
@@ -328,7 +334,7 @@ __device__ inline __attribute__((always_inline)) void consume_blocks(
       }
     }
     if (work.num_steps == 0 ? !Buffers::leaves_zeros(a) : !Shape::leaves_by_map || !a.maps_columns)
-      store_dk_and_dv(a, buffers, blocks, work, consumer * 64 + warp_row, dk, dv);
+      store_dk_and_dv(a, buffers, blocks, work, consumer * 64 + warp_row, dk, dv, PER_DV);
   }
 }
 
@@ -379,7 +385,8 @@ const fa_cuda_kernel FA_JOIN(fa_hopper_backward_, FA_KIND)[] = {
     ROW("/d64/cells", true, 64, 64, 1, 0, ASKS_EARLY | LEAVES_BY_MAP, CELLS),
     ROW("/d64/cells/sums", true, 64, 64, 1, 0, SUMS | ASKS_EARLY | LEAVES_BY_MAP, CELLS),
     ROW("/d64/cells/forms", true, 64, 64, 1, 0, FORMS | SUMS, CELLS),
-    ROW("/d64/dropout", true, 64, 128, 1, 2, SUMS | LEAVES_BY_MAP, KEYS | DROPOUT),
+    ROW("/d64/dropout", true, 64, 128, 1, 2, LEAVES_BY_MAP | PLACES_LANES, DROPOUT),
+    ROW("/d64/dropout/keys", true, 64, 128, 1, 2, SUMS | LEAVES_BY_MAP | PLACES_LANES, KEYS | DROPOUT),
     ROW("/d64/program", true, 64, 64, 1, 0, FORMS | SUMS, WHOLE_PROGRAM),
     ROW("/d128/keys", true, 128, 64, 1, 2, FROM_SHIFT | SUMS | ASKS_EARLY | LEAVES_BY_MAP, KEYS),
     ROW("/d128/slopes", true, 128, 64, 1, 2, FROM_SHIFT | FORMS | LEAVES_BY_MAP, SLOPES),
@@ -388,7 +395,8 @@ const fa_cuda_kernel FA_JOIN(fa_hopper_backward_, FA_KIND)[] = {
     ROW("/d128/cells", true, 128, 64, 1, 0, ASKS_EARLY | LEAVES_BY_MAP, CELLS),
     ROW("/d128/cells/sums", true, 128, 64, 1, 0, SUMS | ASKS_EARLY | LEAVES_BY_MAP, CELLS),
     ROW("/d128/cells/forms", true, 128, 64, 1, 0, FORMS | SUMS, CELLS),
-    ROW("/d128/dropout", true, 128, 64, 1, 2, FROM_SHIFT | ASKS_EARLY | LEAVES_BY_MAP, KEYS | DROPOUT),
+    ROW("/d128/dropout", true, 128, 64, 1, 2, FROM_SHIFT | LEAVES_BY_MAP, DROPOUT),
+    ROW("/d128/dropout/keys", true, 128, 64, 1, 2, FROM_SHIFT | LEAVES_BY_MAP, KEYS | DROPOUT),
     ROW("/d128/program", true, 128, 64, 1, 0, FORMS | SUMS, WHOLE_PROGRAM),
     {},
 };

@@ -68,10 +68,11 @@ struct BackwardShape {
                                                                 : AT_SHIFT_IF_FINITE;
   static constexpr bool from_shift = beginning != AT_ZERO, has_slopes = PROGRAM & SLOPES,
                         has_keys = PROGRAM & KEYS, has_cells = PROGRAM & CELLS, drops = PROGRAM & DROPOUT;
-  static constexpr bool folds = folds_terms(PROGRAM), folds_slopes = folds && has_slopes;
+  static constexpr bool folds = folds_terms(PROGRAM), folds_slopes = folds && has_slopes,
+                        adds_late = !folds && PROGRAM & ~DROPOUT;
   // Whether consumers are told what they need of a column block, where there are bands, or find it by
-  // themselves. At 128 it makes no difference to them, and the producer has less time.
-  static constexpr bool tells_work = HEAD_DIM == 64;
+  // themselves. At 128 it makes no difference to most of them, and the producer has less time.
+  static constexpr bool tells_work = HEAD_DIM == 64 || PROGRAM == DROPOUT;
   static constexpr int program = PROGRAM;
   static constexpr int head_dim = HEAD_DIM, block_q = BLOCK_Q, num_consumers = 2, block_k = num_consumers * 64;
   static constexpr int num_warps = num_consumers * 4, dq_warps = block_q / 16;  // see DqShare
@@ -243,15 +244,19 @@ struct CommonBuffers {
   static constexpr int Q_BYTES = Kind::PARTS * QTile::BYTES, K_BYTES = Kind::PARTS * KTile::BYTES;
   static constexpr int ROW_BYTES = Shape::block_q * 4, DQ_BYTES = Shape::block_q * Shape::head_dim * 4;
   // Whether dout comes before q but in a column block's first step: its stage is free half a step before. At 64
-  // without bands, and with programs, it is no gain.
+  // without bands or with dropout, and with what is added to scores, it is no gain.
   static constexpr bool DOUT_FIRST = Shape::num_writers > 0 &&
-                                     (GENERAL ? !Shape::program : Shape::head_dim == 128);
+                                     (!GENERAL || Shape::program == DROPOUT ? Shape::head_dim == 128
+                                                                            : !Shape::program);
   // The bias of a step, which comes and goes with its stage of q.
   using BiasTile = hopper::BiasTile<Shape::block_q, Shape::block_k>;
   static constexpr int BIAS_BYTES = Shape::has_cells ? BiasTile::BYTES : 0;
   static constexpr int ROWS_AT = NUM_SIDES * K_BYTES, BIAS_AT = ROWS_AT + NUM_SIDES * STAGES * Q_BYTES,
                        STATISTICS_AT = BIAS_AT + STAGES * BIAS_BYTES;
-  static constexpr int EXPONENTS_AT = STATISTICS_AT + NUM_SIDES * STAGES * ROW_BYTES;
+  // Of dropout, the words of a step's rows, which come with its q.
+  static constexpr int WORDS_AT = STATISTICS_AT + NUM_SIDES * STAGES * ROW_BYTES,
+                       WORDS_BYTES = Shape::drops ? ROW_BYTES : 0;
+  static constexpr int EXPONENTS_AT = WORDS_AT + STAGES * WORDS_BYTES;
   static constexpr int BARRIERS_AT = EXPONENTS_AT + DQ_SENT * STAGES * 4;
   static constexpr int BLOCKS_AT = BARRIERS_AT + NUM_BARRIERS * STAGES * 8;
   static constexpr bool TELLS_WORK = GENERAL && Shape::tells_work;
@@ -291,6 +296,7 @@ struct CommonBuffers {
   __device__ uint32_t dout(int stage) const { return rows(V_SIDE, stage); }
   __device__ uint32_t shift(int stage) const { return statistic(K_SIDE, stage); }
   __device__ uint32_t delta(int stage) const { return statistic(V_SIDE, stage); }
+  __device__ uint32_t words(int stage) const { return base + WORDS_AT + stage * WORDS_BYTES; }
   __device__ uint32_t exponent(int full, int stage = 0) const {
     return base + EXPONENTS_AT + (full * STAGES + stage) * 4;
   }
@@ -434,7 +440,8 @@ __device__ inline void load_rows(const fa_cuda_arguments &a, const fa_cuda_maps 
   if constexpr (Buffers::Shape::has_cells)
     if (side == K_SIDE) bias_bytes = Buffers::BiasTile::bytes(a.program);
   const int keys_bytes = side == K_SIDE ? Buffers::KEYS_BYTES : 0;
-  barrier_expect(barrier, Buffers::Q_BYTES + Buffers::ROW_BYTES + bias_bytes + keys_bytes);
+  const int words_bytes = side == K_SIDE && a.program.row_words ? Buffers::WORDS_BYTES : 0;
+  barrier_expect(barrier, Buffers::Q_BYTES + Buffers::ROW_BYTES + bias_bytes + keys_bytes + words_bytes);
   if (keys_bytes > 0)
     load_bulk(buffers.keys(stage),
               Buffers::Shape::folds_slopes ? terms_of_slope(a.program.keys, batch, rows.head, rows.behind)
@@ -455,6 +462,9 @@ __device__ inline void load_rows(const fa_cuda_arguments &a, const fa_cuda_maps 
                                                            : a.shift) +
                 int64_t(rows.position) * Buffers::Shape::block_q,
             Buffers::ROW_BYTES, barrier);
+  if (words_bytes > 0)
+    load_bulk(buffers.words(stage), a.program.row_words + int64_t(rows.position) * Buffers::Shape::block_q,
+              words_bytes, barrier);
 }
 
 // Brings a column block's k and v to the cache.
@@ -998,10 +1008,10 @@ __device__ inline void store_columns(const fa_cuda_arguments &a, const Work &wor
 template <class Buffers, int DT>
 __device__ inline void store_dk_and_dv(const fa_cuda_arguments &a, const Buffers &buffers, uint32_t blocks,
                                        typename Buffers::Work &work, int column, const float (&dk)[1][DT][4],
-                                       const float (&dv)[1][DT][4]) {
+                                       const float (&dv)[1][DT][4], float per_dv = 1) {
   using Kind = typename Buffers::Kind;
   consumers_work(a, buffers, blocks, work);
-  store_columns<Kind>(a, work, a.dv, column, 0, dv, 1);
+  store_columns<Kind>(a, work, a.dv, column, 0, dv, per_dv);
   store_columns<Kind>(a, work, a.dk, column, 0, dk, a.scale);
 }
 
@@ -1064,6 +1074,7 @@ constexpr fa_cuda_kernel row_of_kernel(const char *name, const void *main) {
       .splits_heads = Shape::splits_heads,
       .uneven = Shape::uneven,
       .folds = Shape::folds,
+      .halves = Shape::drops,
       .main = main,
       .statistics = address_of_kernel(statistics<Kind, Shape>),
       .statistics_beside =

@@ -385,36 +385,53 @@ __device__ inline void add_cells(float (&scores)[NT][4], const fa_cuda_program &
   });
 }
 
+// ---- words for dropout -------------------------------------------------------------------------------------
+
+// Words of columns, or of a transposed accumulator's rows, in shared memory.
+struct SharedWords {
+  uint32_t from;
+  __device__ explicit SharedWords(uint32_t words) : from(words + TwoPairs::offset() * 4) {}
+  __device__ TwoPairs operator()(int n) const { return TwoPairs(load_shared_words(from + n * 32)); }
+};
+
 // ---- the backward, transposed ------------------------------------------------------------------------------
 
-// Scores become probabilities, with all that those are due which dropout leaves, and take the scores' place,
-// negative where they are dropped; and an operand, in which these are 0. of_each: what add_transposed_terms has
-// left out, for each further row. There is no softcap.
+// The draws of pairs of a transposed accumulator's rows, of its n-th eight and the next, with the lane's pair
+// of columns. They are made where they are used: while products run before that they would be put between
+// these.
+struct TransposedDraws {
+  SharedWords rows;
+  fa_words column;
+  __device__ void operator()(fa_words (&draws)[2], int n) const {
+    const TwoPairs own = rows(n);
+#pragma unroll
+    for (int i = 0; i < 2; i++) draws[i] = fa_dropout_draw(own.of[i], column);
+  }
+};
+
+// Scores become probabilities, with half of all that those are due which dropout leaves, and take the scores'
+// place, negative where they are dropped; and an operand, in which these are 0. of_each: what
+// add_transposed_terms has left out, for each further row. There is no softcap.
 template <class Kind, bool DROPS, int NT, bool IS_PLACED>
 __device__ inline void make_transposed_p_by_program(float (&scores)[1][NT][4],
                                                     uint32_t (&operand)[Kind::PARTS][NT / 2][4],
-                                                    const fa_cuda_arguments &a, const fa_dropout &dropout,
-                                                    const Place &at, RowNumbers<IS_PLACED> shift, float of_each,
+                                                    const fa_cuda_arguments &a, const TransposedDraws &draw,
+                                                    RowNumbers<IS_PLACED> shift, float of_each,
                                                     bool began_at_shift) {
   const fa_cuda_program &program = a.program;
   const float unit = exponent_of_unit<Kind>(a.score), per_row = -of_each * unit;
-  const int own_row = threadIdx.x % 4 * 2;
-  const uint32_t row_pair = fa_dropout_pair(program.first_row + at.row) + own_row;
-  const uint32_t column_pair = fa_dropout_pair(at.column) + threadIdx.x % 32 / 4;
-  fa_words words[2];
+  [[maybe_unused]] fa_words draws[2];
 #pragma unroll
   for (int n = 0; n < NT; n++) {
     float2 row_shift = {0, 0};
     if (!began_at_shift) row_shift = shift[n];
     if (DROPS) row_shift.x -= program.kept_exponent, row_shift.y -= program.kept_exponent;
-#pragma unroll
-    for (int i = 0; i < 2; i++)
-      if (DROPS && n % 2 == 0) words[i] = fa_dropout_words(dropout, row_pair + n * 4 + i, column_pair);
+    if (DROPS && n % 2 == 0) draw(draws, n);
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       const float own_shift = fmaf(per_row, float(n * 8 + i % 2), i % 2 ? row_shift.y : row_shift.x);
       const float p = exponential<Kind>(scores[0][n][i], unit, own_shift);
-      scores[0][n][i] = DROPS && !stays(words[i % 2].x[i / 2], n % 2, dropout) ? -p : p;
+      scores[0][n][i] = DROPS && !stays(draws[i % 2].x[i / 2], n % 2, program) ? -p : p;
     }
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -431,19 +448,18 @@ __device__ inline void make_transposed_p_by_program(float (&scores)[1][NT][4],
 __device__ inline float shown_ds(float ds, float p) { return p == 0 ? 0 : ds; }
 
 // dp becomes ds; p: of make_transposed_p_by_program. take(half, ds, p) hears of every element, of the lane's
-// column of that half.
+// column of that half. delta comes with its delta_factor. |p| + p is twice a p that stays, and 0 of another: an
+// addition, where a maximum would go to the units that drawing keeps busy.
 template <class Kind, bool DROPS, int NT, bool IS_PLACED, class Take>
 __device__ inline void make_transposed_ds_by_program(float (&ds)[1][NT][4], const float (&p)[1][NT][4],
-                                                     const fa_cuda_arguments &a, RowNumbers<IS_PLACED> delta,
-                                                     Take take) {
+                                                     RowNumbers<IS_PLACED> delta, Take take) {
 #pragma unroll
   for (int n = 0; n < NT; n++) {
-    float2 row_delta = delta[n];
-    if (DROPS) row_delta.x *= a.program.kept, row_delta.y *= a.program.kept;
+    const float2 row_delta = delta[n];
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       const float own_delta = i % 2 ? row_delta.y : row_delta.x, weight = p[0][n][i];
-      ds[0][n][i] = DROPS ? fmaf(fabsf(weight), -own_delta, fmaxf(weight, 0) * ds[0][n][i])
+      ds[0][n][i] = DROPS ? fmaf(fabsf(weight), -own_delta, (fabsf(weight) + weight) * ds[0][n][i])
                           : weight * (ds[0][n][i] - own_delta);
       take(i / 2, ds[0][n][i], weight);
     }

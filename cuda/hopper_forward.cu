@@ -120,7 +120,7 @@ struct Consumer {
   // Of the visit whose product is due: whether v has columns that its band does not have.
   bool lacks_columns = false;
   // Of the tile's head, where there is a program.
-  fa_dropout dropout;
+  fa_words row_words[1];
   float slope;
 
   __device__ Consumer(const fa_cuda_arguments &a, const fa_cuda_maps &maps, const Buffers &buffers,
@@ -449,7 +449,7 @@ struct Consumer {
       moved = softmax.update(scores, unit, num_columns, due);
     else
       moved = softmax.update(scores, unit, num_columns);
-    if (drops()) drop<1, NT>(scores, a, dropout, {tile.batch, tile.head, first_row, visit.column()});
+    if (drops()) drop<1, NT>(scores, a.program, row_words, SharedWords(buffers.words(stage)));
     return moved;
   }
 
@@ -571,8 +571,7 @@ struct Consumer {
             if (softmax.update(scores, unit, Shape::block_k, due)) softmax.rescale_rows(o);
           }
           barrier_arrive_warp(k.empty);
-          if (drops())
-            drop<1, NT>(scores, a, dropout, {tile.batch, tile.head, first_row, buffers.visit(next).column()});
+          if (drops()) drop<1, NT>(scores, a.program, row_words, SharedWords(buffers.words(next)));
         } else {
           const bool moved = make_exponentials(flags, next, of_scores,
                                                [](const fa_band &, int) { return int(Shape::block_k); });
@@ -671,7 +670,7 @@ struct Consumer {
       slope = slope_of_head(a, tile.batch, tile.head) / a.score.factor;
     else if constexpr (Shape::has_slopes)
       slope = number_of_head(a.program, FA_CUDA_ALIBI_SLOPES, {tile.batch, tile.head, 0, 0}, 0);
-    if (drops()) dropout = dropout_of(a.program, tile.batch, tile.head);
+    if (drops()) row_words[0] = lanes_row(a.program, tile.batch, tile.head, first_row);
     barrier_wait(q.full, q_ring.phase);
   }
 

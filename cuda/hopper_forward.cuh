@@ -302,8 +302,11 @@ struct ForwardBuffers {
   static constexpr int KEYS_AT = BIAS_AT + STAGES * BIAS_BYTES,
                        KEY_BYTES = Shape::folds ? HalvesOperand::ROW_BYTES : 4,
                        KEYS_BYTES = Shape::has_keys || Shape::folds ? Shape::block_k * KEY_BYTES : 0;
+  // Of dropout, the words of a visit's columns, which come with its k, and are read behind its exponentials.
+  static constexpr int WORDS_AT = KEYS_AT + STAGES * KEYS_BYTES,
+                       WORDS_BYTES = Shape::drops ? Shape::block_k * 4 : 0;
   // Of folded terms the left operand, of slopes with either sign, and what keys have in common.
-  static constexpr int LEFT_AT = KEYS_AT + STAGES * KEYS_BYTES, LEFT_HALF = 64 * HalvesOperand::ROW_BYTES;
+  static constexpr int LEFT_AT = WORDS_AT + 2 * STAGES * WORDS_BYTES, LEFT_HALF = 64 * HalvesOperand::ROW_BYTES;
   static constexpr int NUM_LEFTS = Shape::folds_slopes ? 2 : 1,
                        ZEROS_AT = LEFT_AT + (Shape::folds ? (NUM_LEFTS + 1) * LEFT_HALF : 0);
   static constexpr int BARRIERS_AT = ZEROS_AT + (Shape::folds ? KEYS_BYTES : 0),
@@ -340,6 +343,9 @@ struct ForwardBuffers {
 
   // Of what the ring has at a stage of k, and of a ring of visits.
   __device__ ToldVisit visit(const Ring<STAGES> &at) const { return visit_at(at.phase * STAGES + at.stage); }
+  __device__ uint32_t words(const Ring<STAGES> &at) const {
+    return base + WORDS_AT + (at.phase * STAGES + at.stage) * WORDS_BYTES;
+  }
   __device__ ToldVisit visit(const Ring<NUM_VISITS> &at) const { return visit_at(at.stage); }
   __device__ ToldVisit visit_at(uint32_t i) const { return {base + VISITS_AT + i * ToldVisit::BYTES}; }
   // The barriers of a visit.
@@ -422,6 +428,8 @@ struct Producer {
     const bool adds_keys = Shape::folds || (Shape::has_keys && a.program.keys.kinds);
     int more_bytes = adds_keys ? Buffers::KEYS_BYTES : 0;
     if constexpr (Shape::has_cells) more_bytes += Buffers::BiasTile::bytes(a.program);
+    const int words_bytes = a.program.column_words ? Buffers::WORDS_BYTES : 0;
+    more_bytes += words_bytes;
     load(k, maps.k, column, kv_head, tile.batch, more_bytes);
     if (adds_keys) {
       const void *numbers;
@@ -433,6 +441,7 @@ struct Producer {
         numbers = addends_of(a.program.keys, tile.batch, tile.head, column);
       load_bulk(buffers.keys(ring.stage), numbers, Buffers::KEYS_BYTES, k.full);
     }
+    if (words_bytes > 0) load_bulk(buffers.words(ring), a.program.column_words + column, words_bytes, k.full);
     if constexpr (Shape::has_cells)
       Buffers::BiasTile::load(buffers.bias(ring.stage), a.program, maps.bias, k.full, tile.batch, tile.head,
                               tile.rows.begin, column);

@@ -107,7 +107,7 @@ __device__ inline bool gradient_of_cell(const fa_cuda_arguments &a, const fa_ban
   const float p = expf(it.score - lse), keep = keep_of_cell(a, at);
   const float dp = dot(row_of<const Io>(a.dout_rows, s, at.head, at.row),
                        column_of<const Io>(a.v_rows, s, kv_head, at.column), a.head_dim);
-  const float delta = a.delta[padded_index_of(a, {at.batch, at.head, at.row})];
+  const float delta = delta_of(a, {at.batch, at.head, at.row});
   const float of_score = ds_of(p, kept(dp, keep), delta);
   cell = {kept(p, keep), of_score, of_score * it.slope};
   return true;

@@ -120,11 +120,15 @@ typedef struct fa_cuda_program {
   /* Whether the bias is all batches', so that blocks of a head are begun in all of them before the next head's:
    * it and what is added to its gradient are in cache then. */
   int32_t has_bias_of_batches;
-  const uint32_t *dropout_seed;           /* [2] */
-  uint32_t dropout_threshold;             /* of 2^16; 0: nothing is dropped */
-  float kept, kept_factor, kept_exponent; /* the share that is not dropped; 1 / kept; log2 of that */
-  int32_t first_batch, first_head;        /* in the whole problem, for dropout */
+  const uint32_t *dropout_seed;     /* [2] */
+  uint32_t dropout_threshold;       /* of 2^16; 0: nothing is dropped */
+  float kept_factor, kept_exponent; /* 1 / the share that is not dropped; log2 of half of that */
+  int32_t first_batch, first_head;  /* in the whole problem, for dropout */
   int64_t first_row;
+  /* Of dropout, the words of core/dropout.h, two of each pair, thus one a row or column; or NULL. */
+  uint32_t *row_words;    /* of a backward: [batch, num_heads, padded_rows] */
+  uint32_t *column_words; /* of all columns of a column block that begins below seqlen_k */
+  int64_t num_row_words, num_column_words;
 } fa_cuda_program;
 
 /* The argument of every kernel. */
@@ -146,6 +150,7 @@ typedef struct fa_cuda_arguments {
   /* Workspace of the backward. shift is what row_shift makes of lse, or +inf for a row that is not there or
    * sees nothing, so that its exponentials are 0. */
   float *shift, *delta; /* [batch, num_heads, padded_rows] */
+  float delta_factor;   /* so many times a row's delta is that */
   float *dq_sum;        /* [num_sums, block_q * bucket], of row blocks in the backward's own order */
   int32_t num_sums;     /* so many row blocks are summed at a time: position p at p % num_sums */
   /* [batch, num_heads, num_q_blocks]: 0 before a row block has a sum; then one more than how many column blocks
@@ -375,6 +380,7 @@ typedef struct fa_cuda_kernel {
   bool uneven;           /* backward: only for problems whose column blocks differ in length */
   bool mends;            /* forward: main itself makes again what is NaN beside hidden cells */
   bool folds;            /* main makes numbers a key, or slopes, parts of q·k: fa_cuda_keys.terms */
+  bool halves;           /* backward: main has halves of the p that dropout leaves: delta_factor is 2 kept */
   bool in_parts;         /* forward: keys are split into parts, whose o and lse a merge follows */
   const void *main;      /* one block a q block (forward) or k block (backward) of a head */
   const void
@@ -429,6 +435,7 @@ extern const void *const fa_cuda_reduce_heads_kernel;             /* fa_cuda_red
 enum { FA_CUDA_REDUCE_LANES = 32 };
 extern const void *const fa_cuda_reduce_cells_kernels[2];
 extern const void *const fa_cuda_keys_kernel;   /* fa_cuda_key_reading; a warp a block of keys */
+extern const void *const fa_cuda_words_kernel;  /* fa_cuda_arguments; a thread a pair of words */
 extern const void *const fa_cuda_unpack_kernel; /* fa_cuda_packed; a warp a row of a head, a block's y a row of
                                                   these */
 

@@ -367,6 +367,9 @@ __device__ inline PaddedRow padded_row_at(const fa_cuda_arguments &a, int64_t in
 __device__ inline int64_t padded_index_of(const fa_cuda_arguments &a, const PaddedRow &r) {
   return (int64_t(r.batch) * a.num_heads + r.head) * a.padded_rows + r.row;
 }
+__device__ inline float delta_of(const fa_cuda_arguments &a, const PaddedRow &r) {
+  return a.delta[padded_index_of(a, r)] / a.delta_factor;
+}
 
 // Rows of an f32 tensor that share a scale, numbered as its exponents [batch, num_heads, num_scales] are. False
 // where the tensor has fewer.

@@ -242,8 +242,8 @@ __device__ inline void make_p_and_ds(Accumulator<MT, NT> &p, Accumulator<MT, NT>
 template <class Kind, int MT, int NT>
 __device__ inline void make_p_and_ds_by_program(Accumulator<MT, NT> &p, Accumulator<MT, NT> &ds,
                                                 const fa_cuda_arguments &a, const fa_band &band,
-                                                const fa_dropout &dropout, const Place &at, const float *shift,
-                                                const float *delta, int row_slot, int head_slot) {
+                                                const Place &at, const float *shift, const float *delta,
+                                                int row_slot, int head_slot) {
   using Io = typename Kind::Io;
   const fa_cuda_program &program = a.program;
   const float unit = exponent_of_unit<Kind>(a.score), per_cap = per_softcap<Kind>(a.score);
@@ -253,9 +253,15 @@ __device__ inline void make_p_and_ds_by_program(Accumulator<MT, NT> &p, Accumula
 #pragma unroll
   for (int m = 0; m < MT; m++) stays[m] = ~0u;
   if (program.dropout_threshold > 0)
-    for_each_draw<MT, NT>(program, dropout, at, [&](int m, int n, int i, bool it_stays) {
-      if (!it_stays) stays[m] &= ~(1u << (n * 4 + i));
-    });
+    for_each_draw<MT, NT>(
+        program,
+        [&](int m) {
+          return lanes_row_in_memory(a, {at.batch, at.head, at.row + m * 16});
+        },
+        ColumnsInMemory(program, at.column),
+        [&](int m, int n, int i, bool it_stays) {
+          if (!it_stays) stays[m] &= ~(1u << (n * 4 + i));
+        });
   finish_scores<Kind, MT, NT>(p, a.score, 1);
   HeadSums head_sums;
   BiasGradient<Io, NT> dbias(a, at);

@@ -24,22 +24,23 @@ FA_MASK_FUNCTION fa_words fa_philox(fa_words counter, uint32_t key, int num_roun
   return counter;
 }
 
-/* 7 rounds pass BigCrush, which is what Salmon et al. call the least; 10 leave room. */
-enum { FA_DROPOUT_ROUNDS = 7, FA_DROPOUT_HEAD_ROUNDS = 10 };
+/* Heads, rows and columns have words of their own, of as many rounds as leave room. A row's and a column's then
+ * need two more, as they differ by chance and not by a count. Draws are as independent as these words are
+ * wherever their rows and columns make no cycle: all of a row, all of a column, and any three. */
+enum { FA_DROPOUT_WORD_ROUNDS = 10 };
 
 /* What the scores of a head are dropped by. */
 typedef struct fa_dropout {
-  uint32_t key, row_mask;
+  fa_words seed, head;
   uint32_t threshold; /* of 2^16: those below are dropped */
 } fa_dropout;
 
 /* batch and head are those of the whole problem. */
 FA_MASK_FUNCTION fa_dropout fa_dropout_of(const uint32_t *seed, uint32_t threshold, uint32_t batch,
                                           uint32_t head) {
-  const fa_words place = {{batch, head}};
-  const fa_words once = fa_philox(place, seed[0], FA_DROPOUT_HEAD_ROUNDS);
-  const fa_words twice = fa_philox(once, seed[1], FA_DROPOUT_HEAD_ROUNDS);
-  const fa_dropout dropout = {twice.x[0], twice.x[1], threshold};
+  const fa_words place = {{batch, head}}, words = {{seed[0], seed[1]}};
+  const fa_words once = fa_philox(place, seed[0], FA_DROPOUT_WORD_ROUNDS);
+  const fa_dropout dropout = {words, fa_philox(once, seed[1], FA_DROPOUT_WORD_ROUNDS), threshold};
   return dropout;
 }
 
@@ -48,16 +49,24 @@ FA_MASK_FUNCTION uint32_t fa_dropout_pair(int64_t position) {
   return (uint32_t)(position >> 4 << 3 | (position & 7));
 }
 
+/* The words of a pair of the head's rows, counted in the whole problem, and of a pair of any head's columns. */
+FA_MASK_FUNCTION fa_words fa_dropout_row(fa_dropout dropout, uint32_t pair) {
+  const fa_words place = {{pair, dropout.head.x[1]}};
+  return fa_philox(place, dropout.head.x[0], FA_DROPOUT_WORD_ROUNDS);
+}
+FA_MASK_FUNCTION fa_words fa_dropout_column(fa_dropout dropout, uint32_t pair) {
+  const fa_words place = {{pair, dropout.seed.x[1]}};
+  return fa_philox(place, dropout.seed.x[0], FA_DROPOUT_WORD_ROUNDS);
+}
+
 /* The words of a pair of rows and a pair of columns: one for each column, whose low half is the first row's.
- * The loop's end is a constant, without which nvcc keeps it, and a draw waits for the one before. */
+ * The two rounds are written out, as nvcc would keep a loop, and a draw wait for the one before. */
+FA_MASK_FUNCTION fa_words fa_dropout_draw(fa_words row, fa_words column) {
+  const fa_words both = {{row.x[0] ^ column.x[0], row.x[1] ^ column.x[1]}};
+  return fa_philox_round(fa_philox_round(both, 0), (uint32_t)FA_PHILOX_WEYL);
+}
 FA_MASK_FUNCTION fa_words fa_dropout_words(fa_dropout dropout, uint32_t row_pair, uint32_t column_pair) {
-  fa_words words = {{row_pair ^ dropout.row_mask, column_pair}};
-#ifdef __CUDACC__
-#pragma unroll
-#endif
-  for (int i = 0; i < FA_DROPOUT_ROUNDS; i++)
-    words = fa_philox_round(words, dropout.key + (uint32_t)i * (uint32_t)FA_PHILOX_WEYL);
-  return words;
+  return fa_dropout_draw(fa_dropout_row(dropout, row_pair), fa_dropout_column(dropout, column_pair));
 }
 
 /* Whether a score stays. row is that of the whole problem. */

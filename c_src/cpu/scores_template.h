@@ -180,23 +180,16 @@ INLINE T(vec) T(with_addend)(T(vec) s, T(vec) addend) { return T(hide_where)(s +
 
 #if IS_F32 /* once for all types */
 
-/* The words of a pair of rows or, along rows, of columns, and count pairs of the other from the first on. */
-INLINE void fa_dropout_line(fa_dropout dropout, bool along_rows, uint32_t pair, uint32_t first, int count,
-                            uint32_t *restrict words, uint32_t *restrict second_words) {
+/* The draws of a pair's words with those of count pairs of the other kind. */
+INLINE void fa_dropout_line(fa_words own, const uint32_t *const *others, int count, uint32_t *restrict words,
+                            uint32_t *restrict second_words) {
   enum { AT_ONCE = 8 };
   for (int x = 0; x < count; x += AT_ONCE) {
-    uint32_t a[AT_ONCE], b[AT_ONCE], key = dropout.key;
+    uint32_t a[AT_ONCE], b[AT_ONCE];
     for (int v = 0; v < AT_ONCE; v++) {
-      a[v] = (along_rows ? first + (uint32_t)(x + v) : pair) ^ dropout.row_mask;
-      b[v] = along_rows ? pair : first + (uint32_t)(x + v);
+      const fa_words other = {{others[0][x + v], others[1][x + v]}}, drawn = fa_dropout_draw(own, other);
+      a[v] = drawn.x[0], b[v] = drawn.x[1];
     }
-#pragma GCC unroll 7
-    for (int i = 0; i < FA_DROPOUT_ROUNDS; i++, key += (uint32_t)FA_PHILOX_WEYL)
-      for (int v = 0; v < AT_ONCE; v++) {
-        const uint64_t product = (uint64_t)a[v] * (uint32_t)FA_PHILOX_MULTIPLIER;
-        a[v] = (uint32_t)(product >> 32) ^ key ^ b[v];
-        b[v] = (uint32_t)product;
-      }
     memcpy(words + x, a, sizeof a);
     memcpy(second_words + x, b, sizeof b);
   }
@@ -224,12 +217,18 @@ INLINE void T(find_kept_along)(fa_dropout dropout, bool along_rows, fa_range acr
   enum { MOST = (BLOCK + 32) / 16 * 8 }; /* pairs along a line that begins and ends anywhere */
   const int64_t begin = along.begin / 16 * 16, length = along.end - along.begin;
   const int count = (int)fa_divide_up(along.end - begin, 16) * 8;
-  uint32_t words[2][MOST];
+  uint32_t words[2][MOST], others[2][MOST];
   INT line[2 * MOST];
+  for (int x = 0; x < count; x++) {
+    const uint32_t pair = (uint32_t)(begin / 2 + x);
+    const fa_words other = along_rows ? fa_dropout_row(dropout, pair) : fa_dropout_column(dropout, pair);
+    others[0][x] = other.x[0], others[1][x] = other.x[1];
+  }
   for (int64_t group = across.begin / 16; group * 16 < across.end; group++)
     for (int64_t n = 0; n < 8; n++) {
-      fa_dropout_line(dropout, along_rows, (uint32_t)(group * 8 + n), (uint32_t)(begin / 2), count, words[0],
-                      words[1]);
+      const uint32_t pair = (uint32_t)(group * 8 + n);
+      fa_dropout_line(along_rows ? fa_dropout_column(dropout, pair) : fa_dropout_row(dropout, pair),
+                      (const uint32_t *const[]){others[0], others[1]}, count, words[0], words[1]);
       for (int second = 0; second < 2; second++) {
         const int64_t at = group * 16 + second * 8 + n - across.begin;
         if (at < 0 || at >= across.end - across.begin) continue;

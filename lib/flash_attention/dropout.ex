@@ -30,7 +30,7 @@ defmodule FlashAttention.Dropout do
 
       iex> mask = FlashAttention.Dropout.mask({1, 2}, 0.5, {1, 1, 2, 16})
       iex> for <<row::binary-16 <- mask.data>>, do: row |> :binary.bin_to_list() |> Enum.join()
-      ["1101100101110011", "1100010111011110"]
+      ["1111000111011101", "1111000011000100"]
   """
   @spec mask(
           FlashAttention.tensor() | {non_neg_integer, non_neg_integer},
@@ -41,14 +41,17 @@ defmodule FlashAttention.Dropout do
     words = words!(seed)
     threshold = threshold!(rate)
 
+    columns = for j <- indices(seqlen_k), do: {column(words, j), j}
+
     data =
       for b <- indices(batch),
           h <- indices(num_heads),
-          {key, row_mask} = head(words, b, h),
+          head = head(words, b, h),
           i <- indices(seqlen_q),
-          j <- indices(seqlen_k),
+          row = row(head, i),
+          {column, j} <- columns,
           into: <<>>,
-          do: if(bits(key, row_mask, i, j) >= threshold, do: <<1>>, else: <<0>>)
+          do: if(bits(row, column, i, j) >= threshold, do: <<1>>, else: <<0>>)
 
     case seed do
       {_, _} -> Tensor.new(data, {:u, 8}, shape)
@@ -89,11 +92,13 @@ defmodule FlashAttention.Dropout do
 
   defp indices(count), do: Enum.to_list(0..(count - 1)//1)
 
-  # What a head's bits are drawn by.
+  # The words of a head, of a row of it, and of a column of any.
   defp head({first, second}, b, h), do: {b, h} |> philox(first, 10) |> philox(second, 10)
+  defp row({key, word}, i), do: philox({pair(i), word}, key, 10)
+  defp column({first, second}, j), do: philox({pair(j), second}, first, 10)
 
-  defp bits(key, row_mask, i, j) do
-    {x, y} = philox({bxor(pair(i), row_mask), pair(j)}, key, 7)
+  defp bits({r, s}, {c, d}, i, j) do
+    {x, y} = philox({bxor(r, c), bxor(s, d)}, 0, 2)
     word = if (j >>> 3 &&& 1) == 0, do: x, else: y
     word >>> ((i >>> 3 &&& 1) * 16) &&& 0xFFFF
   end

@@ -74,6 +74,21 @@ static double count_pairs(const uint64_t *bits, int64_t rows, int64_t columns) {
   return (double)sum;
 }
 
+/* How many rectangles, none of which share a score, have an odd number of corners that stay. A draw follows
+ * from words of its row and its column, so these are what might not come by chance. rows and columns, a power
+ * of 2 below 64, are between corners. */
+static double count_odd_rectangles(const uint64_t *bits, int64_t rows, int64_t columns) {
+  uint64_t first_corners = 0;
+  int64_t sum = 0;
+  for (int i = 0; i < 64; i++) first_corners |= (uint64_t)(i / columns % 2 == 0) << i;
+  for (int64_t row = 0; row < ROWS; row++)
+    for (int64_t word = 0; word < COLUMNS / 64 && row / rows % 2 == 0; word++) {
+      const uint64_t *one = bits + row * (COLUMNS / 64) + word, sides = *one ^ one[rows * (COLUMNS / 64)];
+      sum += __builtin_popcountll((sides ^ sides >> columns) & first_corners);
+    }
+  return (double)sum;
+}
+
 /* Keeps the farthest that anything lies from what chance gives: of some hundred numbers, 5 is once in 10^4. */
 static void look_at(double *worst, double count, double total, double share) {
   *worst = fmax(*worst, fabs(deviations(count, total, share)));
@@ -82,10 +97,12 @@ static void look_at(double *worst, double count, double total, double share) {
 static void test_statistics(double rate) {
   static const int64_t steps[][2] = {{0, 1}, {1, 0}, {1, 1}, {0, 8}, {8, 0}, {8, 8}, {0, 16}, {16, 0}, {3, 7}};
   const uint32_t threshold = (uint32_t)round(rate * FA_DROPOUT_ONE), seed[2] = {20, 26};
-  const double stays = 1 - threshold / 65536.0;
+  static const int64_t sides[][2] = {{1, 1}, {1, 8}, {8, 1}, {8, 8}, {16, 16}, {512, 2}, {4, 32}};
+  const double stays = 1 - threshold / 65536.0, odd = (1 - pow(1 - 2 * stays, 4)) / 2;
   const int64_t words = ROWS * (COLUMNS / 64);
   uint64_t *bits = malloc(2 * (size_t)words * sizeof *bits), *first = bits + words;
-  double all = 0, of_head = 0, of_pairs = 0, of_heads = 0, of_lines = 0;
+  double all = 0, of_head = 0, of_pairs = 0, of_heads = 0, of_lines = 0, of_rectangles = 0;
+  double rectangles[sizeof sides / sizeof *sides] = {0};
   if (!bits) exit(2);
   for (uint32_t place = 0; place < BATCHES * HEADS; place++) {
     find_bits(fa_dropout_of(seed, threshold, place / HEADS, place % HEADS), bits);
@@ -95,6 +112,8 @@ static void test_statistics(double rate) {
     for (size_t i = 0; i < sizeof steps / sizeof *steps; i++)
       look_at(&of_pairs, count_pairs(bits, steps[i][0], steps[i][1]),
               (double)(ROWS - steps[i][0]) * (COLUMNS - 64), stays * stays);
+    for (size_t i = 0; i < sizeof sides / sizeof *sides; i++)
+      rectangles[i] += count_odd_rectangles(bits, sides[i][0], sides[i][1]);
     for (int64_t row = 0; row < ROWS; row++)
       look_at(&of_lines, count_bits(bits + row * (COLUMNS / 64), COLUMNS / 64), COLUMNS, stays);
     if (place == 0) {
@@ -104,12 +123,15 @@ static void test_statistics(double rate) {
     for (int64_t i = 0; i < words; i++) bits[i] &= first[i];
     look_at(&of_heads, count_bits(bits, words), (double)ROWS * COLUMNS, stays * stays);
   }
+  for (size_t i = 0; i < sizeof sides / sizeof *sides; i++)
+    look_at(&of_rectangles, rectangles[i], BATCHES * HEADS * ROWS * (COLUMNS / 4.0), odd);
   const double whole = fabs(deviations(all, (double)BATCHES * HEADS * ROWS * COLUMNS, stays));
   CHECK(whole < 4, "rate %g: the share of all lies %.1f deviations off", rate, whole);
   CHECK(of_head < 4.5, "rate %g: that of a head %.1f", rate, of_head);
   CHECK(of_lines < 6, "rate %g: that of a row %.1f", rate, of_lines); /* of 49152 rows */
   CHECK(of_pairs < 5, "rate %g: that of pairs of scores %.1f", rate, of_pairs);
   CHECK(of_heads < 4.5, "rate %g: that of pairs of heads %.1f", rate, of_heads);
+  CHECK(of_rectangles < 4, "rate %g: that of odd rectangles %.1f", rate, of_rectangles);
   free(bits);
 }
 

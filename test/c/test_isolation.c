@@ -64,6 +64,8 @@ static const sizes table[] = {
     {2, 3, 400, 4, 2, 64, ANY, 0, 1, 0, 0, 0},
     {1, 5, 300, 2, 2, 128, 90, 0, 0, 3, 0, 0},
     {1, 9, 170, 2, 1, 256, ANY, 0, 0, 0, 0, 0},
+    /* So many keys of one head that more parts share them than merge in a cluster. */
+    {1, 2, 8300, 2, 1, 64, ANY, 0, 0, 0, 0, 0},
     /* Programs, lengths. */
     {2, 110, 150, 2, 1, 64, ANY, 0, 0, 0, 0, WITH_KEY_LENGTHS},
     {2, 3, 700, 4, 2, 128, ANY, 0, 0, 0, 0, WITH_KEY_LENGTHS},

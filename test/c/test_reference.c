@@ -85,8 +85,12 @@ static double keep(const fa_problem *p, const fa_values *x, int64_t b, int64_t h
   uint64_t z[2] = {(uint64_t)b, (uint64_t)h};
   philox(z, (uint64_t)x->data[FA_TENSOR_DROPOUT_SEED][0], 10);
   philox(z, (uint64_t)x->data[FA_TENSOR_DROPOUT_SEED][1], 10);
-  uint64_t w[2] = {(uint64_t)(i / 16 * 8 + i % 8) ^ z[1], (uint64_t)(j / 16 * 8 + j % 8)};
-  philox(w, z[0], 7);
+  uint64_t r[2] = {(uint64_t)(i / 16 * 8 + i % 8), z[1]};
+  philox(r, z[0], 10);
+  uint64_t c[2] = {(uint64_t)(j / 16 * 8 + j % 8), (uint64_t)x->data[FA_TENSOR_DROPOUT_SEED][1]};
+  philox(c, (uint64_t)x->data[FA_TENSOR_DROPOUT_SEED][0], 10);
+  uint64_t w[2] = {r[0] ^ c[0], r[1] ^ c[1]};
+  philox(w, 0, 2);
   const double bits = (double)(w[j / 8 % 2] >> 16 * (i / 8 % 2) & 0xffff);
   return bits < threshold ? 0 : 1 / (1 - threshold / 65536);
 }
