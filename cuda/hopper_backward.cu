@@ -67,7 +67,7 @@ __device__ inline __attribute__((always_inline)) void consume_blocks(
   constexpr int Q_STEPS = Shape::block_q / 16, K_STEPS = Shape::block_k / 16;
   static_assert(Dq::MT == 1, "one product of a warpgroup");
   // Whether ds is stored before dv is waited for: at head_dim 64 too many registers would be in use.
-  constexpr bool HURRIES_DS = Shape::head_dim == 128 && !GENERAL;
+  constexpr bool HURRIES_DS = Shape::head_dim == 128 && (!GENERAL || Shape::program == DROPOUT);
   // Whether hidden scores begin at -inf, which is seen to while other products run: not where what is added
   // comes later, and beside slopes and dropout it is no gain.
   constexpr bool HIDES_EARLY =
