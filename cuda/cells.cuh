@@ -239,19 +239,19 @@ struct ColumnsInMemory {
   }
 };
 
+// The lane's words of 16 rows, the first of which is `mine`, in a backward.
+__device__ inline fa_words lanes_row_in_memory(const fa_cuda_arguments &a, const PaddedRow &mine) {
+  const uint32_t *from = a.program.row_words + padded_index_of(a, mine) + threadIdx.x % 32 / 4 * 2;
+  const uint2 x = __ldg(reinterpret_cast<const uint2 *>(from));
+  return {{x.x, x.y}};
+}
+
 // What the rows that were not dropped are due, beside what their o is multiplied with.
 template <int MT>
 __device__ inline void multiply_kept(float (&scale)[MT][2], const fa_cuda_program &program) {
   if (!program.is_there) return;
 #pragma unroll
   for (int m = 0; m < MT; m++) scale[m][0] *= program.kept_factor, scale[m][1] *= program.kept_factor;
-}
-
-// The lane's words of 16 rows, the first of which is `mine`, in a backward.
-__device__ inline fa_words lanes_row_in_memory(const fa_cuda_arguments &a, const PaddedRow &mine) {
-  const uint32_t *from = a.program.row_words + padded_index_of(a, mine) + threadIdx.x % 32 / 4 * 2;
-  const uint2 x = __ldg(reinterpret_cast<const uint2 *>(from));
-  return {{x.x, x.y}};
 }
 
 // Probabilities that are dropped become 0. What the others gain is left to the end of the row.

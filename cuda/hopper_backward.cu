@@ -86,9 +86,9 @@ __device__ inline __attribute__((always_inline)) void consume_blocks(
   if constexpr (Shape::program) known.factor *= a.program.factor;  // with all that multiplies a product
   const fa_cuda_score &score = Shape::program || KNOWN != ANY_FORM ? known : a.score;  // see known_score
   float per_shift = GENERAL && Shape::from_shift ? per_shift_of<Kind>(score) : 0;
-  if constexpr (GENERAL) forget(per_shift);  // or ptxas divides in every step
+  if constexpr (GENERAL) forget(per_shift);     // or ptxas divides in every step
+  [[maybe_unused]] fa_words column_words = {};  // of dropout: those of the lane's keys
   // Of the steps' head, where there is a program.
-  [[maybe_unused]] fa_words column_words = {};
   HeadSums head_sums;
   [[maybe_unused]] float slope = 0, addends[2] = {0, 0};  // these of the lane's keys
   int program_head = -1;
@@ -186,44 +186,38 @@ __device__ inline __attribute__((always_inline)) void consume_blocks(
     const int first_column = work.columns.begin + consumer * 64;
     const int stage = steps % 2;
     forget(buffers.base);  // or ptxas keeps every address of this step in a register
-    if constexpr (Shape::folds) {
+    [[maybe_unused]] float of_each = 0;
+    if constexpr (Shape::adds_late) {
+      ProgramStep it(work, visit, slope, first_column + warp_row);
+      if (it.at.head != program_head) enter_head(work, it.at), it.distance.slope = slope;
+      // As finish_scores does, where there may be a softcap.
+      if (Shape::forms != USUAL_FORM && a.score.form == FA_CUDA_SCORE_NEGATED)
+        for_each_element<1, NT>(scores, [](int, int, float &x) { x = -x; });
+      of_each = add_transposed_terms<Shape::program>(scores[0], a.program, it.distance, it.at, addends);
+      if constexpr (Shape::has_cells)
+        add_cells<typename Kind::Io, typename Buffers::BiasTile, true>(
+            scores[0], a.program, has_slopes<Shape::program>(a.program) ? 1 : a.program.factor,
+            buffers.bias(stage), 0, consumer * 64 + warp_row);
+      if (!see_all) mask_transposed_scores<true, 1, NT>(scores, it.band, it.at);
+    } else if constexpr (GENERAL) {
       make_told_scores<Kind>(scores, score, work, visit, HIDES_EARLY || see_all, first_column + warp_row);
-      if constexpr (Shape::folds_slopes)
-        if (crossed) {
-          const ProgramStep it(work, visit, 0, first_column + warp_row);
-          add_behind(scores[0], Work::heard_slope(visit) / exponent_of_unit<Kind>(score),
-                     it.distance.of_origin + it.at.row - it.at.column);
-        }
-      make_transposed_p<Kind, Shape::beginning>(scores, p_operand, score, Rows(buffers.shift(stage)), 1, due);
-    } else if constexpr (Shape::program) {
-      float of_each = 0;
-      if constexpr (Shape::adds_late) {
-        ProgramStep it(work, visit, slope, first_column + warp_row);
-        if (it.at.head != program_head) enter_head(work, it.at), it.distance.slope = slope;
-        // As finish_scores does, where there may be a softcap.
-        if (Shape::forms != USUAL_FORM && a.score.form == FA_CUDA_SCORE_NEGATED)
-          for_each_element<1, NT>(scores, [](int, int, float &x) { x = -x; });
-        of_each = add_transposed_terms<Shape::program>(scores[0], a.program, it.distance, it.at, addends);
-        if constexpr (Shape::has_cells)
-          add_cells<typename Kind::Io, typename Buffers::BiasTile, true>(
-              scores[0], a.program, has_slopes<Shape::program>(a.program) ? 1 : a.program.factor,
-              buffers.bias(stage), 0, consumer * 64 + warp_row);
-        if (!see_all) mask_transposed_scores<true, 1, NT>(scores, it.band, it.at);
-      } else {
-        make_told_scores<Kind>(scores, score, work, visit, HIDES_EARLY || see_all, first_column + warp_row);
+    } else {
+      make_scores_in_band<Kind, true, false, 1, NT>(
+          scores, a, score, visit.band, visit.rows, {first_column, first_column + 64},
+          {work.block.batch, visit.head, visit.rows.begin, first_column + warp_row});
+    }
+    if constexpr (Shape::folds_slopes)
+      if (crossed) {
+        const ProgramStep it(work, visit, 0, first_column + warp_row);
+        add_behind(scores[0], Work::heard_slope(visit) / exponent_of_unit<Kind>(score),
+                   it.distance.of_origin + it.at.row - it.at.column);
       }
+    if constexpr (Shape::adds_late || Shape::drops)
       make_transposed_p_by_program<Kind, Shape::drops>(
           scores, p_operand, a, {SharedWords(buffers.words(stage)), column_words}, Rows(buffers.shift(stage)),
           of_each, begin_at_shift<Shape::beginning>(score));
-    } else {
-      if constexpr (GENERAL)
-        make_told_scores<Kind>(scores, score, work, visit, HIDES_EARLY || see_all, first_column + warp_row);
-      else
-        make_scores_in_band<Kind, true, false, 1, NT>(
-            scores, a, score, visit.band, visit.rows, {first_column, first_column + 64},
-            {work.block.batch, visit.head, visit.rows.begin, first_column + warp_row});
-      make_transposed_p<Kind, Shape::beginning>(scores, p_operand, score, Rows(buffers.shift(stage)));
-    }
+    else
+      make_transposed_p<Kind, Shape::beginning>(scores, p_operand, score, Rows(buffers.shift(stage)), 1, due);
     if constexpr (Shape::keeps_pace && !IS_FIRST)
       if (!alone) wait_for_ds(steps - 1);
     auto wait_to_store = [&] { barrier_wait(buffers.barrier(DS_EMPTY, stage), steps / 2 % 2 ^ 1); };

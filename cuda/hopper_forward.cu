@@ -119,9 +119,8 @@ struct Consumer {
   Softmax softmax;
   // Of the visit whose product is due: whether v has columns that its band does not have.
   bool lacks_columns = false;
-  // Of the tile's head, where there is a program.
-  fa_words row_words[1];
-  float slope;
+  fa_words row_words[1];  // of dropout: those of the lane's rows
+  float slope;            // of the tile's head
 
   __device__ Consumer(const fa_cuda_arguments &a, const fa_cuda_maps &maps, const Buffers &buffers,
                       int consumer)
