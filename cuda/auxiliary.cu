@@ -130,6 +130,157 @@ __global__ void __launch_bounds__(THREADS) read_keys(const __grid_constant__ fa_
     a.to.kinds[block] = shows * FA_CUDA_KEYS_SHOW + adds * FA_CUDA_KEYS_ADD + hides * FA_CUDA_KEYS_HIDE;
 }
 
+// ---- a mask with a flag a score ---------------------------------------------------------------------------
+
+// What a warp packs: so many rows of the problem, and 128 columns, four a lane.
+template <int ROWS>
+struct FlagsTile {
+  static constexpr int COLUMNS = 128;
+  int batch, head, row, column;  // its first ones
+  bool is_seen;
+
+  // rows and columns: how many tiles there are.
+  __device__ FlagsTile(const fa_cuda_arguments &a, uint32_t rows, uint32_t columns) {
+    const fa_cuda_cells &bias = a.program.bias;
+    const uint32_t heads = bias.stride_head ? a.num_heads : 1;
+    uint32_t tile = blockIdx.x * (THREADS / 32) + threadIdx.x / 32;
+    column = tile % columns * COLUMNS, tile /= columns;
+    row = tile % rows * ROWS, tile /= rows;
+    head = tile % heads, batch = tile / heads;
+    is_seen = batch < (bias.stride_batch ? a.batch : 1);
+    if (!is_seen || a.bands) return;
+    const Range seen = seen_in_band<true>(whole_band(a), {row, min(row + ROWS, a.window.seqlen_q)});
+    is_seen = max(seen.begin, column) < min(seen.end, column + COLUMNS);
+  }
+
+  // The flags of the lane's columns in 32 rows from the i-th on, a bit a row; of those that are not there 0.
+  __device__ void load(uint32_t (&columns)[4], const fa_cuda_arguments &a, int i) const {
+    const fa_cuda_cells &bias = a.program.bias;
+    const int own = column + threadIdx.x % 32 * 4, first = row + i;
+    const uint8_t *from = numbers_of<const uint8_t>(bias, batch, head, first) + own;
+    uint32_t fours[32] = {};  // of each row, a byte a column
+    if (bias.in_fours && column + COLUMNS <= a.window.seqlen_k && first + 32 <= a.window.seqlen_q) {
+#pragma unroll
+      for (int n = 0; n < 32; n++, from += bias.stride_row)
+        fours[n] = __ldcs(reinterpret_cast<const uint32_t *>(from));
+    } else {
+#pragma unroll
+      for (int n = 0; n < 32; n++, from += bias.stride_row)
+#pragma unroll
+        for (int j = 0; j < 4; j++)
+          if (first + n < a.window.seqlen_q && own + j < a.window.seqlen_k)
+            fours[n] |= uint32_t(from[j]) << j * 8;
+    }
+#pragma unroll
+    for (int j = 0; j < 4; j++) columns[j] = 0;
+#pragma unroll
+    for (int n = 0; n < 32; n += 8) {
+      uint32_t eight = 0;  // of eight rows, in the column's byte
+#pragma unroll
+      for (int k = 0; k < 8; k++) {
+        // Of a byte that is not 0 the highest bit is set, or becomes so.
+        const uint32_t four = fours[n + k], set = (((four & 0x7f7f7f7f) + 0x7f7f7f7f) | four) & 0x80808080;
+        eight = eight >> 1 | set;
+      }
+#pragma unroll
+      for (int j = 0; j < 4; j++) columns[j] |= (eight >> j * 8 & 0xff) << n;
+    }
+  }
+};
+
+// Turns round the bits of a warp's lanes, 32 by 32.
+__device__ inline uint32_t transposed_bits(uint32_t x) {
+  const int lane = threadIdx.x % 32;
+  uint32_t low = 0x0000ffff;  // the bits whose numbers lack this one
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2, low ^= low << step) {
+    const uint32_t other = __shfl_xor_sync(~0u, x, step), kept = lane & step ? ~low : low;
+    const int left = lane & step ? 32 - step : step;
+    x = (x & kept) | ((other << left | other >> (32 - left)) & ~kept);
+  }
+  return x;
+}
+
+// Puts down an accumulator's row of 128 columns, which are those of one block or two; words: as for one.
+__device__ inline void put_flags(const fa_cuda_flags &flags, int batch, int head, int row, int column,
+                                 uint4 words) {
+  const int64_t to = row_of_flags(flags, batch, head, column / flags.columns) + row;
+  if (flags.columns == FA_CUDA_MOST_FLAG_COLUMNS) {
+    static_cast<uint4 *>(flags.words)[to] = words;
+  } else {
+    uint2 *const halves = static_cast<uint2 *>(flags.words) + to;
+    auto lower = [](uint32_t x, uint32_t y) { return (x & 0xffff) | y << 16; };
+    auto upper = [](uint32_t x, uint32_t y) { return x >> 16 | (y & 0xffff0000); };
+    halves[0] = make_uint2(lower(words.x, words.y), lower(words.z, words.w));
+    halves[flags.num_rows] = make_uint2(upper(words.x, words.y), upper(words.z, words.w));
+  }
+}
+
+// Of a forward: a lane has what its row sees of all columns.
+__global__ void __launch_bounds__(THREADS) pack_flags(const __grid_constant__ fa_cuda_arguments a) {
+  constexpr uint32_t EVEN = 0x55555555;  // the first four columns of each eight
+  using Tile = FlagsTile<FA_CUDA_FLAG_ROWS>;
+  let_dependents_start();
+  const fa_cuda_flags &flags = a.program.flags;
+  const Tile tile(a, flags.num_rows / FA_CUDA_FLAG_ROWS, flags.num_blocks * flags.columns / Tile::COLUMNS);
+  const int lane = threadIdx.x % 32;
+  if (tile.is_seen) {
+    uint32_t some = 0, all = ~0u;
+#pragma unroll 1
+    for (int first = 0; first < FA_CUDA_FLAG_ROWS; first += 32) {
+      uint32_t x[4];  // of a column of each lane
+      tile.load(x, a, first);
+#pragma unroll
+      for (int j = 0; j < 4; j++) x[j] = transposed_bits(x[j]);
+      const uint4 words = make_uint4((x[0] & EVEN) | (x[1] & EVEN) << 1, (x[2] & EVEN) | (x[3] & EVEN) << 1,
+                                     (x[0] >> 1 & EVEN) | (x[1] & ~EVEN), (x[2] >> 1 & EVEN) | (x[3] & ~EVEN));
+      const int row = tile.row + first + lane;
+      put_flags(flags, tile.batch, tile.head, row, tile.column, words);
+      some |= words.x | words.y | words.z | words.w;
+      if (row < a.window.seqlen_q) all &= words.x & words.y & words.z & words.w;
+    }
+    some = __reduce_or_sync(~0u, some), all = __reduce_and_sync(~0u, all);
+    uint8_t *const kinds = flags.kinds + kinds_of_flags(flags, tile.batch, tile.head, tile.row);
+    const int i = lane * flags.columns;
+    if (i < Tile::COLUMNS) {
+      const uint32_t own = ~0u >> (32 - flags.columns / 4) << i / 4;
+      kinds[(tile.column + i) / flags.columns] =
+          (some & own ? FA_CUDA_KEYS_SHOW : 0) + (~all & own ? FA_CUDA_KEYS_HIDE : 0);
+    }
+  }
+  wait_for_launch_before();  // as main waits for this kernel alone
+}
+
+// Of a backward: a lane has what its columns see of all rows.
+__global__ void __launch_bounds__(THREADS) pack_transposed_flags(const __grid_constant__ fa_cuda_arguments a) {
+  using Tile = FlagsTile<FA_CUDA_MOST_FLAG_COLUMNS>;
+  let_dependents_start();
+  const fa_cuda_flags &flags = a.program.flags;
+  const Tile tile(a, flags.num_blocks * flags.columns / FA_CUDA_MOST_FLAG_COLUMNS,
+                  flags.num_rows / Tile::COLUMNS);
+  if (tile.is_seen) {
+    uint32_t words[4][4] = {};  // of each column
+#pragma unroll 1
+    for (int first = 0; first < FA_CUDA_MOST_FLAG_COLUMNS; first += 32) {
+      uint32_t x[4];
+      tile.load(x, a, first);
+#pragma unroll
+      for (int j = 0; j < 4; j++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          // Two bits of each byte follow one another in the highest byte.
+          const uint32_t two = x[j] >> i * 2 & 0x03030303;
+          words[j][i] |= two * 0x01041040 >> 24 << first / 4;
+        }
+    }
+#pragma unroll
+    for (int j = 0; j < 4; j++)
+      put_flags(flags, tile.batch, tile.head, tile.column + threadIdx.x % 32 * 4 + j, tile.row,
+                make_uint4(words[j][0], words[j][1], words[j][2], words[j][3]));
+  }
+  wait_for_launch_before();
+}
+
 // ---- words for dropout ------------------------------------------------------------------------------------
 
 // A thread takes a pair of columns or, behind these, of a head's rows, which come in 16 at a time.
@@ -331,6 +482,8 @@ const void *const fa_cuda_split_kernels[] = {fa::address_of_kernel(fa::split_row
                                              fa::address_of_kernel(fa::split_rows<32>)};
 const void *const fa_cuda_keys_kernel = fa::address_of_kernel(fa::read_keys);
 const void *const fa_cuda_words_kernel = fa::address_of_kernel(fa::draw_words);
+const void *const fa_cuda_flags_kernels[] = {fa::address_of_kernel(fa::pack_flags),
+                                             fa::address_of_kernel(fa::pack_transposed_flags)};
 const void *const fa_cuda_unpack_kernel = fa::address_of_kernel(fa::unpack);
 const void *const fa_cuda_sink_kernel = fa::address_of_kernel(fa::sink_gradient);
 const void *const fa_cuda_reduce_heads_kernel = fa::address_of_kernel(fa::reduce_heads);

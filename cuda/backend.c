@@ -181,13 +181,17 @@ static int64_t stride_along(const fa_problem *p, int id, fa_axis axis) {
   return fa_axis_at(p, id, i + 1) ? fa_tensor_contiguous(p, id, NULL).strides[i] : 1;
 }
 
-/* Whether a bias has a number for each score. */
-static bool has_cells(const fa_problem *p) {
-  return is_there(p, FA_TENSOR_BIAS) && stride_along(p, FA_TENSOR_BIAS, FA_AXIS_SEQLEN_Q) != 0;
+/* Whether a bias has a number for each key, which all rows share; or one for each score; or is a mask with a
+ * flag for each score. */
+static bool has_keys(const fa_problem *p) {
+  return is_there(p, FA_TENSOR_BIAS) && stride_along(p, FA_TENSOR_BIAS, FA_AXIS_SEQLEN_Q) == 0;
 }
-
-/* Whether it has one for each key, which all rows share. */
-static bool has_keys(const fa_problem *p) { return is_there(p, FA_TENSOR_BIAS) && !has_cells(p); }
+static bool has_cells(const fa_problem *p) {
+  return is_there(p, FA_TENSOR_BIAS) && !has_keys(p) && p->bias_dtype != FA_DTYPE_U8;
+}
+static bool has_flags(const fa_problem *p) {
+  return is_there(p, FA_TENSOR_BIAS) && !has_keys(p) && p->bias_dtype == FA_DTYPE_U8;
+}
 
 static bool has_slopes(const fa_problem *p) { return is_there(p, FA_TENSOR_ALIBI_SLOPES); }
 static bool folds_slopes(const fa_problem *p, const fa_cuda_kernel *kernel) {
@@ -226,7 +230,7 @@ static uint32_t needs_of(const fa_problem *p) {
   return of_each | (sees_all(p) ? 0 : FA_CUDA_NEEDS_WINDOW) | (p->softcap == 0 ? 0 : FA_CUDA_NEEDS_SOFTCAP) |
          (p->num_sinks == 0 ? 0 : FA_CUDA_NEEDS_SINKS) | (p->num_bands == 0 ? 0 : FA_CUDA_NEEDS_BANDS) |
          (has_keys(p) ? FA_CUDA_NEEDS_KEYS : 0) | (has_cells(p) ? FA_CUDA_NEEDS_CELLS : 0) |
-         (p->dropout == 0 ? 0 : FA_CUDA_NEEDS_DROPOUT) |
+         (has_flags(p) ? FA_CUDA_NEEDS_FLAGS : 0) | (p->dropout == 0 ? 0 : FA_CUDA_NEEDS_DROPOUT) |
          (has_single_cells(p) ? FA_CUDA_NEEDS_SINGLE_CELLS : 0) |
          (p->lengths_batch == 0 ? 0 : FA_CUDA_NEEDS_LENGTHS) | (p->max_pages == 0 ? 0 : FA_CUDA_NEEDS_PAGES) |
          (is_extreme(p) ? FA_CUDA_NEEDS_EXTREMES : 0) | (has_late_terms(p) ? FA_CUDA_NEEDS_LATE_TERMS : 0) |
@@ -240,7 +244,7 @@ static uint32_t needs_of(const fa_problem *p) {
 static fa_status no_kernel_takes(uint32_t needs, const fa_plan *plan, fa_error *error) {
   const char *const names[] = {"window",  "softcap", "num_sinks",    "bands",      "bias",  "bias",
                                "dropout", "bias",    "key_lengths",  "page_table", "scale", "scale",
-                               "bias",    "bias",    "alibi_slopes", "scale"};
+                               "bias",    "bias",    "alibi_slopes", "scale",      "bias"};
   const char *name = NULL;
   for (int i = 0; !name; i++)
     if (needs & (uint32_t)FA_CUDA_NEEDS_OF_HEADS << i)
@@ -315,11 +319,11 @@ static int64_t num_head_parts(const fa_plan *whole, const fa_cuda_kernel *kernel
   return parts;
 }
 
-/* Whether column blocks are shared out by steps, or by heads. Where a program acts on scores, those of a column
- * block add to sums of its own. */
+/* Whether column blocks are shared out by steps, or by heads. Where a program does more than hide scores, those
+ * of a column block add to sums of its own. */
 static bool shares_steps(const fa_cuda_kernel *kernel) {
-  return kernel->single_column ||
-         (kernel->mapped && is_general(kernel) && !(kernel->takes & FA_CUDA_PROGRAM_NEEDS));
+  return kernel->single_column || (kernel->mapped && is_general(kernel) &&
+                                   !(kernel->takes & FA_CUDA_PROGRAM_NEEDS & ~(uint32_t)FA_CUDA_NEEDS_FLAGS));
 }
 static int64_t num_parts_of(const fa_plan *whole, const fa_cuda_kernel *kernel) {
   return shares_steps(kernel) ? num_column_parts(whole, kernel) : num_head_parts(whole, kernel);
@@ -805,6 +809,29 @@ static void lay_out_keys(const fa_problem *p, const fa_cuda_kernel *kernel, fa_a
                                     .num_blocks = rows * a_row};
 }
 
+/* A mask with a flag a score becomes bits of the rows that an accumulator has. */
+static void lay_out_flags(const fa_plan *plan, const fa_cuda_kernel *kernel, fa_arena *workspace,
+                          fa_cuda_arguments *a) {
+  const fa_problem *p = &plan->problem;
+  const fa_cuda_cells *bias = &a->program.bias;
+  if (!kernel->mapped || !has_flags(p)) return;
+  const bool backward = plan->pass == FA_PASS_BACKWARD;
+  const int64_t num_rows = backward ? (int64_t)a->num_k_blocks * kernel->block_k : a->padded_rows,
+                columns = backward ? kernel->block_q : kernel->block_k,
+                num_tiles = fa_divide_up(backward ? p->seqlen_q : p->seqlen_k, FA_CUDA_MOST_FLAG_COLUMNS),
+                num_blocks = num_tiles * (FA_CUDA_MOST_FLAG_COLUMNS / columns);
+  const int64_t head = num_blocks * num_rows, heads = bias->stride_head ? p->num_heads : 1,
+                rows = (bias->stride_batch ? p->batch : 1) * heads * head;
+  fa_cuda_flags *flags = &a->program.flags;
+  *flags = (fa_cuda_flags){.stride_batch = bias->stride_batch ? heads * head : 0,
+                           .stride_head = bias->stride_head ? head : 0,
+                           .num_rows = (int32_t)num_rows,
+                           .num_blocks = (int32_t)num_blocks,
+                           .columns = (int32_t)columns};
+  flags->words = fa_take(workspace, rows, (size_t)columns / 8);
+  if (!backward) flags->kinds = fa_take(workspace, rows / FA_CUDA_FLAG_ROWS, sizeof *flags->kinds);
+}
+
 /* Words for dropout. A forward's rows are few enough a tile for it to make theirs. */
 static void lay_out_words(const fa_plan *plan, fa_arena *workspace, fa_cuda_arguments *a) {
   const fa_problem *p = &plan->problem;
@@ -1030,6 +1057,7 @@ static cuda_job lay_out(const fa_plan *plan, const fa_cuda_kernel *kernel, const
   if (hides_cells(p, backward)) a->suspect = fa_take(&workspace, 1, sizeof *a->suspect);
   job.looks_at_columns = backward && leaves_columns(p) && !kernel->finish_dq;
   lay_out_keys(p, kernel, &workspace, &job);
+  lay_out_flags(plan, kernel, &workspace, a);
   lay_out_words(plan, &workspace, a);
   lay_out_bands(plan, kernel, t, &workspace, &job);
   lay_out_column_parts(plan, t, &workspace, &job);
@@ -1135,6 +1163,24 @@ static fa_status launch_keys(fa_cuda_key_reading *keys, cudaStream_t stream, fa_
   const int32_t small = FA_CUDA_SMALL_KERNEL_THREADS;
   CHECK(fa_cuda_launch(fa_cuda_keys_kernel, blocks(fa_divide_up(keys->num_blocks, small / 32)), small, 0,
                        (void *[]){keys}, stream));
+  return FA_STATUS_OK;
+}
+
+/* Beside the plans, with which main waits for both. */
+static fa_status launch_flags(const fa_plan *plan, cuda_job *job, cudaStream_t stream, fa_error *error) {
+  const char *operation = "launch of the packing of flags";
+  const bool backward = plan->pass == FA_PASS_BACKWARD;
+  fa_cuda_arguments *a = &job->arguments;
+  const fa_cuda_program *program = &a->program;
+  const fa_cuda_flags *flags = &program->flags;
+  if (!flags->words) return FA_STATUS_OK;
+  const int64_t heads = (program->bias.stride_batch ? a->batch : 1) *
+                        (int64_t)(program->bias.stride_head ? a->num_heads : 1),
+                tiles = heads * flags->num_blocks * flags->columns / FA_CUDA_MOST_FLAG_COLUMNS *
+                        (flags->num_rows / (backward ? FA_CUDA_MOST_FLAG_COLUMNS : FA_CUDA_FLAG_ROWS));
+  CHECK((job->launches_early ? fa_cuda_launch_early : fa_cuda_launch)(
+      fa_cuda_flags_kernels[backward], blocks(fa_divide_up(tiles, FA_CUDA_SMALL_KERNEL_THREADS / 32)),
+      FA_CUDA_SMALL_KERNEL_THREADS, 0, (void *[]){a}, stream));
   return FA_STATUS_OK;
 }
 
@@ -1294,6 +1340,7 @@ static fa_status enqueue(const fa_plan *plan, const fa_cuda_kernel *kernel, void
   if (!status) status = launch_keys(&job->keys, stream, error);
   if (!status) status = launch_words(&job->arguments, stream, error);
   if (!status) status = launch_plans(&job->plans, stream, error);
+  if (!status) status = launch_flags(plan, job, stream, error);
   if (status) return status;
   status = plan->pass == FA_PASS_FORWARD ? launch_forward(kernel, job, stream, error)
                                          : launch_backward(plan, kernel, job, stream, error);

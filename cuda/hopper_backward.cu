@@ -92,6 +92,15 @@ __device__ inline __attribute__((always_inline)) void consume_blocks(
   HeadSums head_sums;
   [[maybe_unused]] float slope = 0, addends[2] = {0, 0};  // these of the lane's keys
   int program_head = -1;
+  // Hides what a mask with a flag a score does in the step whose rows are in the current stage.
+  [[maybe_unused]] auto hide_by_flags = [&] {
+    if constexpr (Shape::has_flags) {
+      if (Shape::program && !a.program.flags.words) return;
+      LaneFlags<NT> flags;
+      flags.hear(buffers.bias(steps % 2), consumer * PART + warp_row);
+      flags.hide(scores[0]);
+    }
+  };
   auto start_scores = [&](const Work &work) {
     start_transposed<K_SIDE, Shape::beginning>(
         scores, buffers, consumer * 64, steps, score, per_shift,
@@ -106,6 +115,7 @@ __device__ inline __attribute__((always_inline)) void consume_blocks(
             const int column = work.columns.begin + consumer * 64;
             if (!Work::see_all(work.heard_flags(told, column)))
               hide_told(scores, work, told, column + warp_row);
+            hide_by_flags();
           }
         });
   };
@@ -206,6 +216,7 @@ __device__ inline __attribute__((always_inline)) void consume_blocks(
           scores, a, score, visit.band, visit.rows, {first_column, first_column + 64},
           {work.block.batch, visit.head, visit.rows.begin, first_column + warp_row});
     }
+    if constexpr (GENERAL && !HIDES_EARLY) hide_by_flags();
     if constexpr (Shape::folds_slopes)
       if (crossed) {
         const ProgramStep it(work, visit, 0, first_column + warp_row);
@@ -376,6 +387,7 @@ const fa_cuda_kernel FA_JOIN(fa_hopper_backward_, FA_KIND)[] = {
     ROW("/d64/slopes", true, 64, 128, 1, 2, FORMS | LEAVES_BY_MAP | PLACES_LANES, SLOPES),
     ROW("/d64/slopes/sums", true, 64, 128, 1, 2, SUMS | PLACES_LANES, SLOPES),
     ROW("/d64/terms", true, 64, 128, 1, 2, SUMS | ASKS_EARLY | LEAVES_BY_MAP, SLOPES | KEYS),
+    ROW("/d64/flags", true, 64, 128, 1, 2, ASKS_EARLY | LEAVES_BY_MAP | PLACES_LANES, FLAGS),
     ROW("/d64/cells", true, 64, 64, 1, 0, ASKS_EARLY | LEAVES_BY_MAP, CELLS),
     ROW("/d64/cells/sums", true, 64, 64, 1, 0, SUMS | ASKS_EARLY | LEAVES_BY_MAP, CELLS),
     ROW("/d64/cells/forms", true, 64, 64, 1, 0, FORMS | SUMS, CELLS),
@@ -386,6 +398,7 @@ const fa_cuda_kernel FA_JOIN(fa_hopper_backward_, FA_KIND)[] = {
     ROW("/d128/slopes", true, 128, 64, 1, 2, FROM_SHIFT | FORMS | LEAVES_BY_MAP, SLOPES),
     ROW("/d128/slopes/sums", true, 128, 64, 1, 2, FROM_SHIFT | FORMS | SUMS | PLACES_LANES, SLOPES),
     ROW("/d128/terms", true, 128, 64, 1, 2, FROM_SHIFT | FORMS | SUMS | LEAVES_BY_MAP, SLOPES | KEYS),
+    ROW("/d128/flags", true, 128, 64, 1, 2, ASKS_EARLY | LEAVES_BY_MAP, FLAGS),
     ROW("/d128/cells", true, 128, 64, 1, 0, ASKS_EARLY | LEAVES_BY_MAP, CELLS),
     ROW("/d128/cells/sums", true, 128, 64, 1, 0, SUMS | ASKS_EARLY | LEAVES_BY_MAP, CELLS),
     ROW("/d128/cells/forms", true, 128, 64, 1, 0, FORMS | SUMS, CELLS),

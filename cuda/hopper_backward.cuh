@@ -67,13 +67,14 @@ struct BackwardShape {
                                          : forms == USUAL_FORM  ? AT_SHIFT
                                                                 : AT_SHIFT_IF_FINITE;
   static constexpr bool from_shift = beginning != AT_ZERO, has_slopes = PROGRAM & SLOPES,
-                        has_keys = PROGRAM & KEYS, has_cells = PROGRAM & CELLS, drops = PROGRAM & DROPOUT;
+                        has_keys = PROGRAM & KEYS, has_cells = PROGRAM & CELLS, drops = PROGRAM & DROPOUT,
+                        has_flags = PROGRAM & FLAGS;
   static constexpr bool folds = folds_terms(PROGRAM), folds_slopes = folds && has_slopes,
-                        adds_late = !folds && PROGRAM & ~DROPOUT;
+                        adds_late = !folds && PROGRAM & ~(DROPOUT | FLAGS);
   // Whether consumers are told what they need of a column block, where there are bands, or find it by
   // themselves. At 128 it makes no difference to most of them, and the producer has less time.
   static constexpr bool tells_work = HEAD_DIM == 64 || PROGRAM == DROPOUT;
-  static constexpr int program = PROGRAM;
+  static constexpr int whole_program = PROGRAM, program = acting_program(PROGRAM);
   static constexpr int head_dim = HEAD_DIM, block_q = BLOCK_Q, num_consumers = 2, block_k = num_consumers * 64;
   static constexpr int num_warps = num_consumers * 4, dq_warps = block_q / 16;  // see DqShare
   static constexpr int dq_shares = DQ_SHARES, num_writers = NUM_WRITERS;
@@ -81,7 +82,7 @@ struct BackwardShape {
   static constexpr int num_threads = (num_consumers + 1) * WARPGROUP, num_finders = 1;
   // At a time, by one of num_finders: see load_told_sides. What else is in shared memory leaves no room for
   // more.
-  static constexpr int steps_found = has_cells ? 8 : folds ? 16 : 32;
+  static constexpr int steps_found = has_cells ? 8 : folds || (has_flags && HEAD_DIM == 64) ? 16 : 32;
   static constexpr int consumer_registers = 240, other_registers = 24;
   // Whether a consumer waits for the other's ds before it needs that. One that may be a whole step ahead ends
   // up there, and does at any time what the other does. Where steps are short it pays.
@@ -250,7 +251,9 @@ struct CommonBuffers {
                                                                             : !Shape::program);
   // The bias of a step, which comes and goes with its stage of q.
   using BiasTile = hopper::BiasTile<Shape::block_q, Shape::block_k>;
-  static constexpr int BIAS_BYTES = Shape::has_cells ? BiasTile::BYTES : 0;
+  // Or flags, in the same place.
+  static constexpr int FLAGS_BYTES = Shape::has_flags ? BYTES_OF_FLAGS<Shape::block_k, Shape::block_q> : 0;
+  static constexpr int BIAS_BYTES = Shape::has_cells ? BiasTile::BYTES : FLAGS_BYTES;
   static constexpr int ROWS_AT = NUM_SIDES * K_BYTES, BIAS_AT = ROWS_AT + NUM_SIDES * STAGES * Q_BYTES,
                        STATISTICS_AT = BIAS_AT + STAGES * BIAS_BYTES;
   // Of dropout, the words of a step's rows, which come with its q.
@@ -441,7 +444,9 @@ __device__ inline void load_rows(const fa_cuda_arguments &a, const fa_cuda_maps 
     if (side == K_SIDE) bias_bytes = Buffers::BiasTile::bytes(a.program);
   const int keys_bytes = side == K_SIDE ? Buffers::KEYS_BYTES : 0;
   const int words_bytes = side == K_SIDE && a.program.row_words ? Buffers::WORDS_BYTES : 0;
-  barrier_expect(barrier, Buffers::Q_BYTES + Buffers::ROW_BYTES + bias_bytes + keys_bytes + words_bytes);
+  const int flags_bytes = side == K_SIDE && a.program.flags.words ? Buffers::FLAGS_BYTES : 0;
+  barrier_expect(barrier,
+                 Buffers::Q_BYTES + Buffers::ROW_BYTES + bias_bytes + keys_bytes + words_bytes + flags_bytes);
   if (keys_bytes > 0)
     load_bulk(buffers.keys(stage),
               Buffers::Shape::folds_slopes ? terms_of_slope(a.program.keys, batch, rows.head, rows.behind)
@@ -451,6 +456,9 @@ __device__ inline void load_rows(const fa_cuda_arguments &a, const fa_cuda_maps 
     if (bias_bytes > 0)
       Buffers::BiasTile::load(buffers.bias(stage), a.program, maps.bias, barrier, batch, rows.head, row,
                               column);
+  if (flags_bytes > 0)
+    load_flags<Buffers::Shape::block_k, Buffers::Shape::block_q>(buffers.bias(stage), a.program.flags, barrier,
+                                                                 batch, rows.head, column, rows.row);
 #pragma unroll
   for (int part = 0; part < Kind::PARTS; part++)
     load_boxes<QTile>(buffers.rows(side, stage) + part * QTile::BYTES, side == K_SIDE ? maps.q : maps.dout,
@@ -1058,28 +1066,29 @@ constexpr fa_cuda_kernel row_of_kernel(const char *name, const void *main) {
   using Kind = typename Buffers::Kind;
   using Shape = typename Buffers::Shape;
   static_assert(Buffers::BYTES <= 227 << 10, "a multiprocessor has no more for a block");
-  fa_cuda_kernel row = {
-      .name = name,
-      .bucket = Shape::head_dim,
-      .block_q = Shape::block_q,
-      .block_k = Shape::block_k,
-      .num_threads = Shape::num_threads,
-      .shared_bytes = Buffers::BYTES,
-      .takes = takes_of_forms(Buffers::general, Shape::forms) | takes_of_program(Shape::program, Shape::sums),
-      .row_warps = 1,
-      .mapped = true,
-      .persistent = true,
-      .begins_early = true,
-      .single_column = Shape::single_column,
-      .splits_heads = Shape::splits_heads,
-      .uneven = Shape::uneven,
-      .folds = Shape::folds,
-      .halves = Shape::drops,
-      .main = main,
-      .statistics = address_of_kernel(statistics<Kind, Shape>),
-      .statistics_beside =
-          Shape::single_column || Kind::SCALED ? nullptr : address_of_kernel(statistics_beside<Kind, Shape>),
-      .finish_threads = Buffers::Dq::NUM_WARPS * 32};
+  fa_cuda_kernel row = {.name = name,
+                        .bucket = Shape::head_dim,
+                        .block_q = Shape::block_q,
+                        .block_k = Shape::block_k,
+                        .num_threads = Shape::num_threads,
+                        .shared_bytes = Buffers::BYTES,
+                        .takes = takes_of_forms(Buffers::general, Shape::forms) |
+                                 takes_of_program(Shape::whole_program, Shape::sums),
+                        .row_warps = 1,
+                        .mapped = true,
+                        .persistent = true,
+                        .begins_early = true,
+                        .single_column = Shape::single_column,
+                        .splits_heads = Shape::splits_heads,
+                        .uneven = Shape::uneven,
+                        .folds = Shape::folds,
+                        .halves = Shape::drops,
+                        .main = main,
+                        .statistics = address_of_kernel(statistics<Kind, Shape>),
+                        .statistics_beside = Shape::single_column || Kind::SCALED
+                                                 ? nullptr
+                                                 : address_of_kernel(statistics_beside<Kind, Shape>),
+                        .finish_threads = Buffers::Dq::NUM_WARPS * 32};
   if constexpr (Shape::num_writers == 0 && !Shape::single_column)
     row.finish_dq = address_of_kernel(finish_dq<Kind, Shape, typename Buffers::Dq>);
   return row;

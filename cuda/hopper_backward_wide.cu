@@ -20,11 +20,11 @@ enum { DQ_GROUP, SCORES_GROUP, DS_GROUP, PRODUCER_GROUP, NUM_GROUPS };
 template <int HEAD_DIM, int TRAITS>
 struct WideShape {
   static constexpr int head_dim = HEAD_DIM, block_q = 64, block_k = 64;
-  static constexpr int program = NO_PROGRAM;
+  static constexpr int program = NO_PROGRAM, whole_program = NO_PROGRAM;
   static constexpr Forms forms = TRAITS & FORMS ? ANY_FORM : USUAL_FORM;
-  static constexpr bool sums = true, has_cells = false, drops = false, folds = false, folds_slopes = false,
-                        tells_work = false, single_column = false, leaves_by_map = false, splits_heads = false,
-                        uneven = false, prefetches = false;
+  static constexpr bool sums = true, has_cells = false, has_flags = false, drops = false, folds = false,
+                        folds_slopes = false, tells_work = false, single_column = false, leaves_by_map = false,
+                        splits_heads = false, uneven = false, prefetches = false;
   static constexpr int num_warps = 4, dq_warps = 4;  // of DQ_GROUP, which comes first (see DqShare)
   static constexpr int dq_columns = 64, num_writers = 0, num_leavers = 0;  // dq_columns: of one product
   static constexpr int sum_shares = HEAD_DIM > 192 ? 2 : 1;  // of dk's and dv's columns, a product each

@@ -3,7 +3,7 @@
 // others do so with slopes. In the rest it comes as f32, and with slopes makes terms of columns, which cost an
 // addition each. A bias with a number for each score comes in tiles, in the stage of k (forward) or of q
 // (backward), which only some kernels have room for; one that no tensor map can describe is left to the
-// portable kernels, and so is one of f32.
+// portable kernels, and so is one of f32. A mask with a flag for each score comes in the same stages, as bits.
 #pragma once
 
 #include "hopper.cuh"
@@ -14,12 +14,18 @@ namespace fa {
 namespace hopper {
 
 // What of a program a kernel takes, as a sum: slopes, a bias with a number a key, one with a number a score,
-// dropout. What one of them wants of registers and of the cache of instructions the others would miss.
-enum Program { NO_PROGRAM = 0, SLOPES = 1, KEYS = 2, CELLS = 4, DROPOUT = 8, WHOLE_PROGRAM = 15 };
+// dropout, a mask with a flag a score. What one of them wants of registers and of the cache of instructions the
+// others would miss.
+enum Program { NO_PROGRAM = 0, SLOPES = 1, KEYS = 2, CELLS = 4, DROPOUT = 8, FLAGS = 16, WHOLE_PROGRAM = 31 };
 constexpr uint32_t needs_of_program(int program) {
   return (program & SLOPES ? FA_CUDA_NEEDS_SLOPES : 0) | (program & KEYS ? FA_CUDA_NEEDS_KEYS : 0) |
-         (program & CELLS ? FA_CUDA_NEEDS_CELLS : 0) | (program & DROPOUT ? FA_CUDA_NEEDS_DROPOUT : 0);
+         (program & CELLS ? FA_CUDA_NEEDS_CELLS : 0) | (program & DROPOUT ? FA_CUDA_NEEDS_DROPOUT : 0) |
+         (program & FLAGS ? FA_CUDA_NEEDS_FLAGS : 0);
 }
+
+// What of a program changes scores that are shown. Flags alone hide scores as bands do, and leave the rest of a
+// kernel as it is without a program.
+constexpr int acting_program(int program) { return program == FLAGS ? NO_PROGRAM : program; }
 
 // Whether a kernel makes numbers a key, or slopes, parts of q·k: terms. Beside other things that act on scores
 // they come late.
@@ -45,15 +51,15 @@ constexpr uint32_t takes_of_forms(bool general, Forms forms) {
 
 // ---- the bias of a visit in shared memory -------------------------------------------------------------------
 
-// Numbers of ROWS rows and COLS columns, as boxes of 128 bytes of each row, which lie as those of BoxTile.
+// Numbers of 16 bits of ROWS rows and COLS columns, as boxes of 128 bytes of each row, which lie as those of
+// BoxTile.
 template <int ROWS, int COLS>
 struct BiasTile {
   static constexpr int BOX_BYTES = ROWS * 128, BYTES = ROWS * COLS * 2;
 
-  template <class T>
+  // Of eight columns from one on.
   __device__ static uint32_t offset(int row, int column) {
-    const int byte = column * int(sizeof(T));
-    return byte / 128 * BOX_BYTES + row * 128 + ((byte / 16 ^ row) % 8 << 4) + byte % 16;
+    return column / 64 * BOX_BYTES + row * 128 + ((column / 8 ^ row) % 8 << 4);
   }
 
   // One thread loads the numbers of a visit, whose first row and column these are; so many bytes arrive.
@@ -67,13 +73,6 @@ struct BiasTile {
   }
 };
 
-// What a score becomes of the number that is added to it, which hides it where it is -inf, whatever it is.
-template <class T>
-__device__ inline float with_number(float score, float factor, float number) {
-  if constexpr (is_flag<T>) return __float_as_uint(number) ? score : -INFINITY;
-  return with_addend(score * factor, number);
-}
-
 // Of a warp's accumulator, whose first element lies at row and column of the tile, multiples of 16, what that
 // has for the four elements of each block of 8: visit(n, numbers) is called for each. Rows lie along the
 // accumulator's rows, or, TRANSPOSED, along its columns: then the numbers of a block lie eight rows behind
@@ -81,53 +80,78 @@ __device__ inline float with_number(float score, float factor, float number) {
 template <class Tile, class T, bool TRANSPOSED, int NT, class Visit>
 __device__ inline void for_each_bias(uint32_t tile, int row, int column, Visit visit) {
   const int lane = threadIdx.x % 32;
-  auto at = [&](int r, int c) { return tile + Tile::template offset<T>(row + r, column + c); };
+  auto at = [&](int r, int c) { return tile + Tile::offset(row + r, column + c); };
   // Where a lane's numbers of block 0 lie in a transposed visit.
-  auto first_at = [&](int r, int c) {
-    uint32_t first = at(r, c);
-    forget(first);  // or ptxas keeps the addresses of all blocks from visit to visit
-    return first;
-  };
+  uint32_t first = TRANSPOSED ? at(lane / 16 * 8 + lane % 8, lane / 8 % 2 * 8) : 0;
+  if constexpr (TRANSPOSED) forget(first);  // or ptxas keeps the addresses of all blocks from visit to visit
   constexpr int NEXT = 8 * 128;
-  if constexpr (sizeof(T) == 2) {
-    const uint32_t first = TRANSPOSED ? first_at(lane / 16 * 8 + lane % 8, lane / 8 % 2 * 8) : 0;
 #pragma unroll
-    for (int n = 0; n < NT; n += 2) {
-      uint32_t words[4];
-      // Matrices 0 and 1 are those of block n.
-      if constexpr (TRANSPOSED)
-        load_matrices<true>(words, first + n * NEXT);
-      else
-        load_matrices<false>(words, at(lane % 16, n * 8 + lane / 16 * 8));
-#pragma unroll
-      for (int i = 0; i < 2; i++) {
-        const float2 x = unpack(T(), words[i * 2]), y = unpack(T(), words[i * 2 + 1]);
-        visit(n + i, {x.x, x.y, y.x, y.y});
-      }
-    }
-  } else {
-    // Where a lane's flags lie in the words that have them.
-    const uint32_t flag = 0xff << (TRANSPOSED ? lane / 4 % 4 : lane % 2 * 2) * 8;
-    uint32_t first[2] = {};
+  for (int n = 0; n < NT; n += 2) {
+    uint32_t words[4];
+    // Matrices 0 and 1 are those of block n.
     if constexpr (TRANSPOSED)
-      for (int i = 0; i < 2; i++) first[i] = first_at(lane % 4 * 2 + i, lane / 16 * 4);
+      load_matrices<true>(words, first + n * NEXT);
+    else
+      load_matrices<false>(words, at(lane % 16, n * 8 + lane / 16 * 8));
 #pragma unroll
-    for (int n = 0; n < NT; n++) {
-      uint32_t words[4];
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
-        if constexpr (TRANSPOSED)
-          words[i] = load_shared_word(first[i % 2] + n * NEXT + i / 2 * 8) & flag;
-        else if (i % 2 == 0)
-          words[i] = load_shared_word(at(lane / 4 + i / 2 * 8, n * 8 + lane % 4 / 2 * 4)) & (flag | flag << 8);
-      }
-      if constexpr (!TRANSPOSED)
-        for (int i = 0; i < 4; i += 2) words[i + 1] = words[i] & flag << 8, words[i] &= flag;
-      visit(n, {__uint_as_float(words[0]), __uint_as_float(words[1]), __uint_as_float(words[2]),
-                __uint_as_float(words[3])});
+    for (int i = 0; i < 2; i++) {
+      const float2 x = unpack(T(), words[i * 2]), y = unpack(T(), words[i * 2 + 1]);
+      visit(n + i, {x.x, x.y, y.x, y.y});
     }
   }
 }
+
+// ---- flags of a visit ---------------------------------------------------------------------------------------
+
+template <int ROWS, int COLUMNS>
+constexpr int BYTES_OF_FLAGS = COLUMNS / 8 * ROWS;
+
+// One thread loads those of a tile, whose columns are a block; so many bytes arrive.
+template <int ROWS, int COLUMNS>
+__device__ inline void load_flags(uint32_t to, const fa_cuda_flags &flags, uint32_t barrier, int batch,
+                                  int head, int row, int column) {
+  const int64_t first = row_of_flags(flags, batch, head, column / COLUMNS) + row;
+  load_bulk(to, static_cast<const char *>(flags.words) + first * (COLUMNS / 8), BYTES_OF_FLAGS<ROWS, COLUMNS>,
+            barrier);
+}
+
+// A lane's flags of its two rows of an accumulator.
+template <int NT>
+struct LaneFlags {
+  uint32_t of_rows[2];
+
+  // tile: in shared memory; row: the accumulator's first.
+  __device__ void hear(uint32_t tile, int row) {
+    constexpr bool WHOLE = NT == FA_CUDA_MOST_FLAG_COLUMNS / 8;
+    const uint32_t own = tile + (row + threadIdx.x % 32 / 4) * NT + threadIdx.x % 4 * (NT / 4);
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+      of_rows[half] = WHOLE ? load_shared_word(own + half * 8 * NT) : load_shared_half(own + half * 8 * NT);
+  }
+  __device__ void hide(float (&scores)[NT][4]) const {
+    static_assert(NT == 16 || NT == 8, "words have so many bits for each row");
+#pragma unroll
+    for (int n = 0; n < NT; n++)
+#pragma unroll
+      for (int i = 0; i < 4; i++)
+        if (!(of_rows[i / 2] >> (n * 2 + i % 2) & 1)) scores[n][i] = -INFINITY;
+  }
+};
+
+// What a tile's rows ask for, of a forward, each FA_CUDA_FLAG_ROWS of them.
+struct KindsOfFlags {
+  const uint8_t *kinds;  // of the first ones, or NULL
+  int num_blocks;
+
+  __device__ KindsOfFlags(const fa_cuda_flags &flags, int batch, int head, int row)
+      : kinds(flags.kinds), num_blocks(flags.num_blocks) {
+    if (kinds) kinds += kinds_of_flags(flags, batch, head, row);
+  }
+  // Of the i-th rows.
+  __device__ uint32_t of(int block, int i) const {
+    return kinds ? __ldg(kinds + i * num_blocks + block) : FA_CUDA_KEYS_SHOW;
+  }
+};
 
 // ---- terms of columns --------------------------------------------------------------------------------------
 
@@ -375,13 +399,9 @@ template <class Io, class Tile, bool TRANSPOSED, int NT>
 __device__ inline void add_cells(float (&scores)[NT][4], const fa_cuda_program &program, float factor,
                                  uint32_t tile, int row, int column) {
   if (program.bias_boxes == 0) return;
-  with_type<Io>(program.bias.dtype, [&](auto type) {
-    using T = decltype(type);
-    if constexpr (sizeof(T) <= 2)
-      for_each_bias<Tile, T, TRANSPOSED, NT>(tile, row, column, [&](int n, const float(&numbers)[4]) {
+  for_each_bias<Tile, Io, TRANSPOSED, NT>(tile, row, column, [&](int n, const float(&numbers)[4]) {
 #pragma unroll
-        for (int i = 0; i < 4; i++) scores[n][i] = with_number<T>(scores[n][i], factor, numbers[i]);
-      });
+    for (int i = 0; i < 4; i++) scores[n][i] = with_addend(scores[n][i] * factor, numbers[i]);
   });
 }
 

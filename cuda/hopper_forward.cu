@@ -119,8 +119,9 @@ struct Consumer {
   Softmax softmax;
   // Of the visit whose product is due: whether v has columns that its band does not have.
   bool lacks_columns = false;
-  fa_words row_words[1];  // of dropout: those of the lane's rows
-  float slope;            // of the tile's head
+  fa_words row_words[1];     // of dropout: those of the lane's rows
+  LaneFlags<NT> lane_flags;  // of the visit whose scores are due
+  float slope;               // of the tile's head
 
   __device__ Consumer(const fa_cuda_arguments &a, const fa_cuda_maps &maps, const Buffers &buffers,
                       int consumer)
@@ -384,6 +385,15 @@ struct Consumer {
     return Shape::drops && (Shape::program != WHOLE_PROGRAM || a.program.dropout_threshold > 0);
   }
 
+  // Reads the flags of the visit at a stage of k, which is full.
+  __device__ void hear_flags([[maybe_unused]] const Ring<Buffers::STAGES> &stage) {
+    if constexpr (Shape::has_flags) lane_flags.hear(buffers.bias(stage.stage), warp_row);
+  }
+  __device__ void hide_by_flags([[maybe_unused]] uint32_t flags) {
+    if constexpr (Shape::has_flags)
+      if (__any_sync(~0u, flags & ToldVisit::hides(consumer))) lane_flags.hide(scores[0]);
+  }
+
   // Adds to a visit's products what the program does; due: see add_slopes.
   __device__ void add_program(uint32_t flags, const ToldVisit &visit, const Ring<Buffers::STAGES> &stage,
                               float (&due)[1][2]) {
@@ -434,6 +444,7 @@ struct Consumer {
       add_program(flags, visit, stage, due);
       barrier_arrive_warp(empty);
     }
+    hide_by_flags(flags);
     lacks_columns = false;
     if (!sees_all(flags)) {
       const fa_band band = visit.band();
@@ -517,6 +528,7 @@ struct Consumer {
       if (turn) turns.wait();
       start_scores(q_rows, buffers.k(ring.stage), ring.stage, is_told_behind(flags));
       if (turn) turns.pass();
+      hear_flags(ring);
       turn = true;
       release_stored();
       wgmma_wait<0>(scores[0]);
@@ -547,6 +559,7 @@ struct Consumer {
         barrier_wait(v.full, ring.phase);
         start_o(v);
         turns.pass();
+        hear_flags(next);
         told = buffers.visit(next).flags();
         of_scores = unscaling(exponent_q, a.k, buffers.visit(next));
         const float of_next_o = unscaling(P_EXPONENT, a.v, buffers.visit(next));
@@ -559,6 +572,7 @@ struct Consumer {
             finish_slopes(flags, buffers.visit(next), due);
             [[maybe_unused]] float none[1][2];
             if constexpr (Shape::program && !Shape::folds) add_program(flags, buffers.visit(next), next, none);
+            hide_by_flags(flags);
           };
           make_own_scores();
           lacks_columns = false;
@@ -761,21 +775,22 @@ __global__ void __launch_bounds__(Shape::num_threads, 1)
 
 template <class Kind, class Shape, bool GENERAL>
 constexpr fa_cuda_kernel row(const char *name) {
-  return {.name = name,
-          .bucket = Shape::head_dim,
-          .block_q = Shape::block_q,
-          .block_k = Shape::block_k,
-          .num_threads = Shape::num_threads,
-          .shared_bytes = ForwardBuffers<Kind, Shape, GENERAL>::BYTES,
-          .least_columns = Shape::follows && !Shape::program ? 1024 : 0,
-          .takes = takes_of_forms(GENERAL, Shape::forms) | takes_of_program(Shape::program, true, GENERAL),
-          .mapped = true,
-          .persistent = true,
-          .begins_early = begins_early<Kind, GENERAL>,
-          .mends = Shape::mends,
-          .folds = Shape::folds,
-          .in_parts = Shape::in_parts,
-          .main = address_of_kernel(forward<Kind, Shape, GENERAL>)};
+  return {
+      .name = name,
+      .bucket = Shape::head_dim,
+      .block_q = Shape::block_q,
+      .block_k = Shape::block_k,
+      .num_threads = Shape::num_threads,
+      .shared_bytes = ForwardBuffers<Kind, Shape, GENERAL>::BYTES,
+      .least_columns = Shape::follows && !Shape::whole_program ? 1024 : 0,
+      .takes = takes_of_forms(GENERAL, Shape::forms) | takes_of_program(Shape::whole_program, true, GENERAL),
+      .mapped = true,
+      .persistent = true,
+      .begins_early = begins_early<Kind, GENERAL>,
+      .mends = Shape::mends,
+      .folds = Shape::folds,
+      .in_parts = Shape::in_parts,
+      .main = address_of_kernel(forward<Kind, Shape, GENERAL>)};
 }
 
 }  // namespace hopper
@@ -814,6 +829,7 @@ const fa_cuda_kernel FA_JOIN(fa_hopper_forward_, FA_KIND)[] = {
     ROW("/d64/slopes", false, 64, 128, 3, 2, 160, 32, 0, SLOPES),
     ROW("/d64/slopes/general", true, 64, 128, 3, 2, 160, 32, FORMS, SLOPES),
     ROW("/d64/terms", true, 64, 128, 3, 2, 160, 32, FORMS, SLOPES | KEYS),
+    ROW("/d64/flags", true, 64, 128, 3, 2, 160, 32, FOLLOWS, FLAGS),
     ROW("/d64/cells", true, 64, 128, 2, 2, 216, 72, FORMS, CELLS),
     ROW("/d64/dropout", true, 64, 128, 2, 2, 232, 40, FORMS | HOLDS_Q | WAITS_LATE, KEYS | DROPOUT),
     ROW("/d64/program", true, 64, 128, 2, 2, 216, 72, FORMS, WHOLE_PROGRAM),
@@ -829,6 +845,7 @@ const fa_cuda_kernel FA_JOIN(fa_hopper_forward_, FA_KIND)[] = {
     ROW("/d128/slopes", false, 128, 128, 2, 2, 240, 24, HOLDS_Q | FOLLOWS, SLOPES),
     ROW("/d128/slopes/general", true, 128, 128, 2, 2, 240, 24, FORMS | HOLDS_Q | FOLLOWS, SLOPES),
     ROW("/d128/terms", true, 128, 128, 2, 2, 240, 24, FORMS, SLOPES | KEYS),
+    ROW("/d128/flags", true, 128, 128, 2, 2, 240, 24, FOLLOWS, FLAGS),
     ROW("/d128/cells", true, 128, 128, 2, 1, 240, 24, FORMS, CELLS),
     ROW("/d128/dropout", true, 128, 128, 2, 2, 240, 24, FORMS | FOLLOWS | WAITS_LATE, KEYS | DROPOUT),
     ROW("/d128/program", true, 128, 128, 2, 1, 240, 24, FORMS, WHOLE_PROGRAM),

@@ -29,15 +29,17 @@ struct ForwardShape {
   static constexpr int block_q = NUM_CONSUMERS * 64, num_threads = (NUM_CONSUMERS + 1) * WARPGROUP;
   static constexpr int consumer_registers = CONSUMER_REGISTERS, producer_registers = PRODUCER_REGISTERS;
   static constexpr bool follows = TRAITS & FOLLOWS || PROGRAM == CELLS;
-  static constexpr int program = PROGRAM;  // what may act on scores; then GENERAL, but for what is folded
+  // What may act on scores; then GENERAL, but for what is folded. And what of it changes those that are shown.
+  static constexpr int whole_program = PROGRAM, program = acting_program(PROGRAM);
   // Whether it makes again what is NaN itself. That more code is there costs others 3 % of their speed.
   static constexpr bool mends = in_parts || (HEAD_DIM >= 128 && sizeof(typename kinds::FA_KIND::Io) == 2);
   static constexpr bool folds = folds_terms(PROGRAM);
   static constexpr Forms forms = !(TRAITS & FORMS) ? USUAL_FORM : folds ? NO_SOFTCAP : ANY_FORM;
   static constexpr bool has_slopes = PROGRAM & SLOPES, has_keys = PROGRAM & KEYS, has_cells = PROGRAM & CELLS,
-                        drops = PROGRAM & DROPOUT, folds_slopes = folds && has_slopes;
+                        drops = PROGRAM & DROPOUT, has_flags = PROGRAM & FLAGS,
+                        folds_slopes = folds && has_slopes;
   // Whether consumers are told how many visits follow that all rows see whole, and ask nothing about these.
-  // With keys at 64 that is 2 to 5 % slower.
+  // With keys at 64 and with flags that is 2 to 15 % slower.
   static constexpr bool has_runs = !PROGRAM || (folds && !has_slopes && HEAD_DIM >= 128);
 };
 
@@ -152,6 +154,8 @@ struct ToldVisit {
   // In the place of kinds where there are runs.
   __device__ static uint32_t run_of(int count) { return min(count, int(SEEN)) << KINDS_AT; }
   __device__ static int run(uint32_t flags) { return kinds(flags); }
+  // Beside kinds of keys: whether a mask with a flag a score hides some of what a consumer's rows would see.
+  __device__ static constexpr uint32_t hides(int consumer) { return 32 << (KINDS_AT + consumer); }
   // In the place of kinds where slopes are folded: whether all columns lie behind a consumer's rows.
   __device__ static constexpr uint32_t behind(int consumer) { return 1 << (KINDS_AT + consumer); }
   __device__ static constexpr uint32_t sees_any(int consumer) { return 2 << consumer * 2; }
@@ -187,6 +191,7 @@ struct ToldVisit {
 template <class Shape>
 struct Teller {
   const KindsOfKeys keys;
+  const KindsOfFlags kinds_of_flags;
   Range whole = {0, 0};  // the columns that all rows of the tile see in a band
   int number = -1;       // of that band
   uint32_t all = 0;      // the flags of a visit that is seen by all consumers that have rows
@@ -194,7 +199,8 @@ struct Teller {
   int run = 0;           // so many visits from that on are known to be seen whole
 
   template <class Visits>
-  __device__ Teller(const fa_cuda_keys &keys, int batch, int head, Visits &visits) : keys(keys, batch, head) {
+  __device__ Teller(const fa_cuda_program &program, int batch, int head, Visits &visits)
+      : keys(program.keys, batch, head), kinds_of_flags(program.flags, batch, head, visits.own.begin) {
 #pragma unroll
     for (int consumer = 0; consumer < Shape::num_consumers; consumer++)
       if (visits.own.begin + consumer * 64 < visits.own.end)
@@ -226,7 +232,8 @@ struct Teller {
   }
 
  private:
-  // Of the visit or, where all of its keys are hidden, of the next one that sees some: goes on to that.
+  // Of the visit or, where all of its keys or scores are hidden, of the next one that sees some: goes on to
+  // that.
   template <class Visits>
   __device__ uint32_t next_flags(Visits &visits) {
     uint32_t kinds = 0;
@@ -235,6 +242,10 @@ struct Teller {
         kinds = keys.of<Shape::block_k>(visits.begin);
         if (kinds & FA_CUDA_KEYS_SHOW) break;
       }
+    if constexpr (Shape::has_flags)
+      for (; !visits.done(); visits.advance())
+        if (const uint32_t left = masked(flags_of(visits), visits.begin))
+          return left | kinds << ToldVisit::KINDS_AT;
     if (visits.done()) return 0;
     if constexpr (Shape::folds_slopes)
 #pragma unroll
@@ -243,6 +254,17 @@ struct Teller {
                        rows_of_consumer(visits.own, visits.own.begin + consumer * 64), visits.begin))
           kinds |= 1 << consumer;
     return flags_of(visits) | (Shape::has_runs ? 0 : kinds << ToldVisit::KINDS_AT);
+  }
+  // What a mask leaves of the flags of a visit: those of consumers to which it shows something.
+  __device__ uint32_t masked(uint32_t flags, int column) const {
+    uint32_t left = 0;
+#pragma unroll
+    for (int consumer = 0; consumer < Shape::num_consumers; consumer++) {
+      const uint32_t own = flags & (ToldVisit::sees_any(consumer) | ToldVisit::sees_all(consumer)),
+                     kinds = own ? kinds_of_flags.of(column / Shape::block_k, consumer) : 0;
+      if (kinds & FA_CUDA_KEYS_SHOW) left |= own | (kinds & FA_CUDA_KEYS_HIDE ? ToldVisit::hides(consumer) : 0);
+    }
+    return left;
   }
   // How many visits, this one and those behind it, see whole columns of which some keys are shown.
   template <class Visits>
@@ -298,7 +320,10 @@ struct ForwardBuffers {
   static constexpr int K_AT = Q_STAGES * Q_BYTES, V_AT = K_AT + STAGES * K_BYTES;
   // Of programs, what is added in a visit, which comes and goes with its stage of k.
   using BiasTile = hopper::BiasTile<Shape::block_q, Shape::block_k>;
-  static constexpr int BIAS_AT = V_AT + V_TILES * K_BYTES, BIAS_BYTES = Shape::has_cells ? BiasTile::BYTES : 0;
+  // Or flags, in the same place.
+  static constexpr int FLAGS_BYTES = Shape::has_flags ? BYTES_OF_FLAGS<Shape::block_q, Shape::block_k> : 0;
+  static constexpr int BIAS_AT = V_AT + V_TILES * K_BYTES,
+                       BIAS_BYTES = Shape::has_cells ? BiasTile::BYTES : FLAGS_BYTES;
   static constexpr int KEYS_AT = BIAS_AT + STAGES * BIAS_BYTES,
                        KEY_BYTES = Shape::folds ? HalvesOperand::ROW_BYTES : 4,
                        KEYS_BYTES = Shape::has_keys || Shape::folds ? Shape::block_k * KEY_BYTES : 0;
@@ -430,6 +455,8 @@ struct Producer {
     if constexpr (Shape::has_cells) more_bytes += Buffers::BiasTile::bytes(a.program);
     const int words_bytes = a.program.column_words ? Buffers::WORDS_BYTES : 0;
     more_bytes += words_bytes;
+    const int flags_bytes = a.program.flags.words ? Buffers::FLAGS_BYTES : 0;
+    more_bytes += flags_bytes;
     load(k, maps.k, column, kv_head, tile.batch, more_bytes);
     if (adds_keys) {
       const void *numbers;
@@ -442,6 +469,9 @@ struct Producer {
       load_bulk(buffers.keys(ring.stage), numbers, Buffers::KEYS_BYTES, k.full);
     }
     if (words_bytes > 0) load_bulk(buffers.words(ring), a.program.column_words + column, words_bytes, k.full);
+    if (flags_bytes > 0)
+      load_flags<Shape::block_q, Shape::block_k>(buffers.bias(ring.stage), a.program.flags, k.full, tile.batch,
+                                                 tile.head, tile.rows.begin, column);
     if constexpr (Shape::has_cells)
       Buffers::BiasTile::load(buffers.bias(ring.stage), a.program, maps.bias, k.full, tile.batch, tile.head,
                               tile.rows.begin, column);
@@ -561,7 +591,7 @@ struct Scout {
   }
   __device__ void tell_visits(ForwardTile &tile, const fa_cuda_block_plan &plan) {
     Visits<true, true, Shape::block_k, !Kind::SCALED> visits(a, tile.batch, plan, tile.rows);
-    Teller<Shape> teller(a.program.keys, tile.batch, tile.head, visits);
+    Teller<Shape> teller(a.program, tile.batch, tile.head, visits);
     for (bool first = true, last = false; !last; ring.advance(), first = false) {
       const ToldVisit to = next_told();
       if (first) tile.tell(to.tile());

@@ -88,6 +88,21 @@ typedef struct fa_cuda_keys {
   int64_t stride_batch, stride_head;
 } fa_cuda_keys;
 
+/* A mask with a flag for each score, as kernels that read by tensor maps have it: bits, as an accumulator's
+ * lanes want them. Rows and columns are the accumulator's: those of the problem in a forward, and the other way
+ * round in a backward. Of each block of 128 or 64 columns a row has four words, of 32 bits or 16, of which the
+ * i-th has those of columns 8n + 2i and the next as its bits 2n and 2n + 1: 1 where the score is shown, 0 where
+ * it is hidden or not there. Where nothing is seen they are not written. */
+enum { FA_CUDA_FLAG_ROWS = 64, FA_CUDA_MOST_FLAG_COLUMNS = 128 };
+typedef struct fa_cuda_flags {
+  void *words; /* [batch or 1, num_heads or 1, num_blocks, num_rows, 4], or NULL */
+  /* Of a forward, what FA_CUDA_FLAG_ROWS rows ask for in each block, FA_CUDA_KEYS_SHOW, FA_CUDA_KEYS_HIDE:
+   * [batch or 1, num_heads or 1, num_rows / FA_CUDA_FLAG_ROWS, num_blocks]. */
+  uint8_t *kinds;
+  int64_t stride_batch, stride_head;     /* in rows of blocks */
+  int32_t num_rows, num_blocks, columns; /* columns: of a block; the others in whole tiles */
+} fa_cuda_flags;
+
 /* What the gradient by the bias is for a kernel: its numbers, or f32 sums for them. */
 typedef enum fa_cuda_cell_step {
   FA_CUDA_CELLS_STORE, /* no score shares its number, nor is it visited twice */
@@ -109,9 +124,10 @@ typedef struct fa_cuda_program {
   float factor; /* of f(q·k), where score.factor does not hold it: see fa_cuda_score */
   fa_cuda_cells of_heads[FA_CUDA_NUM_HEAD_NUMBERS];
   fa_cuda_cells bias; /* [batch or 1, num_heads or 1, rows or 1, seqlen_k] */
-  /* What kernels that read by tensor maps take in its place: keys; or its map, of which a visit's numbers are
-   * so many boxes of 128 bytes of each row, or none. */
+  /* What kernels that read by tensor maps take in its place: keys; or flags; or its map, of which a visit's
+   * numbers are so many boxes of 128 bytes of each row, or none. */
   fa_cuda_keys keys;
+  fa_cuda_flags flags;
   int32_t bias_boxes, bias_box_columns;
   fa_cuda_cells dbias;
   fa_cuda_cell_step dbias_step;
@@ -327,7 +343,7 @@ enum {
   FA_CUDA_NEEDS_SOFTCAP = 1 << 1,
   FA_CUDA_NEEDS_SINKS = 1 << 2,
   FA_CUDA_NEEDS_BANDS = 1 << 3,
-  FA_CUDA_NEEDS_KEYS = 1 << 4, /* of a program: a bias with a number a key, or one a score; dropout */
+  FA_CUDA_NEEDS_KEYS = 1 << 4, /* of a program: a bias with a number a key, or a number a score; dropout */
   FA_CUDA_NEEDS_CELLS = 1 << 5,
   FA_CUDA_NEEDS_DROPOUT = 1 << 6,
   /* Beside q of 16 bits a bias of f32 with a number a score; or gradients of 16 bits by such numbers, of which
@@ -344,15 +360,16 @@ enum {
   /* Of a forward: slopes where some rows see a part of the columns behind the place beside them. */
   FA_CUDA_NEEDS_SLOPES_BEHIND = 1 << 14,
   FA_CUDA_NEEDS_OTHER_SCALES = 1 << 15, /* one below FA_CUDA_LEAST_SCALE, thus negative ones too */
+  FA_CUDA_NEEDS_FLAGS = 1 << 16,        /* of a program: a mask with a flag a score */
   /* Of each fa_cuda_head_number the bit so far behind this one: kernels that do not know it decline. */
-  FA_CUDA_NEEDS_OF_HEADS = 1 << 16,
+  FA_CUDA_NEEDS_OF_HEADS = 1 << 17,
   FA_CUDA_NEEDS_SLOPES = FA_CUDA_NEEDS_OF_HEADS << FA_CUDA_ALIBI_SLOPES,
   FA_CUDA_NEEDS_ANY_OF_HEADS = (FA_CUDA_NEEDS_OF_HEADS << FA_CUDA_NUM_HEAD_NUMBERS) - FA_CUDA_NEEDS_OF_HEADS,
-  FA_CUDA_PROGRAM_NEEDS =
-      FA_CUDA_NEEDS_ANY_OF_HEADS | FA_CUDA_NEEDS_KEYS | FA_CUDA_NEEDS_CELLS | FA_CUDA_NEEDS_DROPOUT,
+  FA_CUDA_PROGRAM_NEEDS = FA_CUDA_NEEDS_ANY_OF_HEADS | FA_CUDA_NEEDS_KEYS | FA_CUDA_NEEDS_CELLS |
+                          FA_CUDA_NEEDS_DROPOUT | FA_CUDA_NEEDS_FLAGS,
   FA_CUDA_ALL_NEEDS = FA_CUDA_NEEDS_ANY_OF_HEADS | (FA_CUDA_NEEDS_PAGES - 1) | FA_CUDA_NEEDS_EXTREMES |
                       FA_CUDA_NEEDS_LATE_TERMS | FA_CUDA_NEEDS_SUMS | FA_CUDA_NEEDS_KEY_FLAGS |
-                      FA_CUDA_NEEDS_SLOPES_BEHIND | FA_CUDA_NEEDS_OTHER_SCALES,
+                      FA_CUDA_NEEDS_SLOPES_BEHIND | FA_CUDA_NEEDS_OTHER_SCALES | FA_CUDA_NEEDS_FLAGS,
   /* What gives scores another form than the usual one. */
   FA_CUDA_FORM_NEEDS = FA_CUDA_NEEDS_SOFTCAP | FA_CUDA_NEEDS_OTHER_SCALES,
   FA_CUDA_PLAIN_NEEDS = FA_CUDA_NEEDS_WINDOW | FA_CUDA_FORM_NEEDS | FA_CUDA_NEEDS_SINKS,
@@ -434,8 +451,11 @@ extern const void *const fa_cuda_reduce_heads_kernel;             /* fa_cuda_red
  * fewer where that is short; a block's y is so many rows as these leave threads for, its z a reduction. */
 enum { FA_CUDA_REDUCE_LANES = 32 };
 extern const void *const fa_cuda_reduce_cells_kernels[2];
-extern const void *const fa_cuda_keys_kernel;   /* fa_cuda_key_reading; a warp a block of keys */
-extern const void *const fa_cuda_words_kernel;  /* fa_cuda_arguments; a thread a pair of words */
+extern const void *const fa_cuda_keys_kernel;  /* fa_cuda_key_reading; a warp a block of keys */
+extern const void *const fa_cuda_words_kernel; /* fa_cuda_arguments; a thread a pair of words */
+/* fa_cuda_arguments, of a forward and of a backward; a warp takes FA_CUDA_FLAG_ROWS rows or
+ * FA_CUDA_MOST_FLAG_COLUMNS, of so many columns. */
+extern const void *const fa_cuda_flags_kernels[2];
 extern const void *const fa_cuda_unpack_kernel; /* fa_cuda_packed; a warp a row of a head, a block's y a row of
                                                   these */
 

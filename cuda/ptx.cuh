@@ -113,6 +113,11 @@ __device__ inline uint32_t load_shared_word(uint32_t from) {
   asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(from) : "memory");
   return x;
 }
+__device__ inline uint32_t load_shared_half(uint32_t from) {
+  uint16_t x;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(x) : "r"(from) : "memory");
+  return x;
+}
 __device__ inline int4 load_shared_words(uint32_t from) {
   int4 x;
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"

@@ -157,7 +157,7 @@ __device__ inline fa_cuda_block_plan plan_at(const fa_cuda_arguments &a, int bat
 // Goes through the visits of a block, which has the rows or columns `own`: band by band in the order of their
 // numbers, and in each from the last block of the other side, of SIZE, to the first. These lie on the grid that
 // begins at row or column 0, or, ANYWHERE, begin with the first row or column that own sees in the band, or
-// where a program acts on scores up to 15 before it.
+// where a program acts on scores up to 15 before it, or on the grid, too.
 // Whoever goes through them finds the same visits in the same order.
 template <bool GENERAL, bool OF_ROWS, int SIZE, bool ANYWHERE = false>
 struct Visits {
@@ -201,8 +201,10 @@ struct Visits {
   }
 
  private:
-  // Programs take the columns of scores at multiples of 16.
-  __device__ int program_mask() const { return GENERAL && a->program.is_there ? 15 : 0; }
+  // Programs take the columns of scores at multiples of 16, and flags on the grid.
+  __device__ int program_mask() const {
+    return !GENERAL || !a->program.is_there ? 0 : a->program.flags.words ? SIZE - 1 : 15;
+  }
   // Where the blocks end that own visits in a band.
   __device__ int enter(const fa_band &next) {
     band = next;

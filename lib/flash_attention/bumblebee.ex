@@ -23,7 +23,7 @@ if Code.ensure_loaded?(Axon) and FlashAttention.Defn.supported?() do
     draws from that key, and losses so the same on average.
 
     A mask of keys is a bias of u8, which costs one number a column; on Hopper GPUs a forward leaves out 128
-    neighbouring keys that it hides. Where a model's masks are known to have their ones in one
+    neighbouring keys that it hides, and of a mask of single scores blocks of queries and keys. Where a model's masks are known to have their ones in one
     run, as padding on one side leaves them, `contiguous_masks: true` makes bands of them (`FlashAttention.Mask`), and
     what is padding is not computed at all.
 

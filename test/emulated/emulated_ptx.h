@@ -100,6 +100,9 @@ inline float4 load_shared_four(uint32_t from, Site site = Site()) {
 inline uint32_t load_shared_word(uint32_t from, Site site = Site()) {
   return emulated::load_shared<uint32_t>(from, site);
 }
+inline uint32_t load_shared_half(uint32_t from, Site site = Site()) {
+  return emulated::load_shared<uint16_t>(from, site);
+}
 inline int4 load_shared_words(uint32_t from, Site site = Site()) {
   return emulated::load_shared<int4>(from, site);
 }
