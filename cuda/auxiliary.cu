@@ -97,17 +97,12 @@ __device__ inline void read_slope(const fa_cuda_key_reading &a, int64_t block, i
     put_term(a, block * FA_CUDA_KEYS_BLOCK + key, slope * float(key));
 }
 
-// A warp takes a block of keys.
-__global__ void __launch_bounds__(THREADS) read_keys(const __grid_constant__ fa_cuda_key_reading a) {
-  let_dependents_start();
-  const int64_t block = int64_t(blockIdx.x) * (THREADS / 32) + threadIdx.x / 32;
-  if (block >= a.num_blocks) return;
-  const int row = block / a.blocks_a_row, heads = a.bias.stride_head ? a.num_heads : 1;
-  if (a.of_slopes) return read_slope(a, block, row / heads, row % heads);
+// What a block of keys has, by a warp.
+__device__ inline void read_block(const fa_cuda_key_reading &a, int64_t block, int batch, int head) {
   const int first = block % a.blocks_a_row * FA_CUDA_KEYS_BLOCK + threadIdx.x % 32;
   bool shows = false, adds = false, hides = false;
   auto read = [&](auto type) {
-    const auto *numbers = numbers_of<const decltype(type)>(a.bias, row / heads, row % heads);
+    const auto *numbers = numbers_of<const decltype(type)>(a.bias, batch, head);
     for (int i = 0; i < FA_CUDA_KEYS_BLOCK; i += 32) {
       const bool is_there = first + i < a.seqlen_k;
       const float addend = is_there ? bounded_number(static_cast<float>(numbers[first + i])) : 0;
@@ -128,6 +123,20 @@ __global__ void __launch_bounds__(THREADS) read_keys(const __grid_constant__ fa_
   shows = __any_sync(~0u, shows), adds = __any_sync(~0u, adds), hides = __any_sync(~0u, hides);
   if (threadIdx.x % 32 == 0)
     a.to.kinds[block] = shows * FA_CUDA_KEYS_SHOW + adds * FA_CUDA_KEYS_ADD + hides * FA_CUDA_KEYS_HIDE;
+}
+
+// A warp takes a block of keys.
+__global__ void __launch_bounds__(THREADS) read_keys(const __grid_constant__ fa_cuda_key_reading a) {
+  let_dependents_start();
+  const int64_t block = int64_t(blockIdx.x) * (THREADS / 32) + threadIdx.x / 32;
+  if (block < a.num_blocks) {
+    const int row = block / a.blocks_a_row, heads = a.bias.stride_head ? a.num_heads : 1;
+    if (a.of_slopes)
+      read_slope(a, block, row / heads, row % heads);
+    else
+      read_block(a, block, row / heads, row % heads);
+  }
+  wait_for_launch_before();  // see launch_beside_plans
 }
 
 // ---- a mask with a flag a score ---------------------------------------------------------------------------
@@ -248,7 +257,7 @@ __global__ void __launch_bounds__(THREADS) pack_flags(const __grid_constant__ fa
           (some & own ? FA_CUDA_KEYS_SHOW : 0) + (~all & own ? FA_CUDA_KEYS_HIDE : 0);
     }
   }
-  wait_for_launch_before();  // as main waits for this kernel alone
+  wait_for_launch_before();
 }
 
 // Of a backward: a lane has what its columns see of all rows.
@@ -285,6 +294,7 @@ __global__ void __launch_bounds__(THREADS) pack_transposed_flags(const __grid_co
 
 // A thread takes a pair of columns or, behind these, of a head's rows, which come in 16 at a time.
 __global__ void __launch_bounds__(THREADS) draw_words(const __grid_constant__ fa_cuda_arguments a) {
+  let_dependents_start();
   const fa_cuda_program &program = a.program;
   const int64_t num_columns = program.num_column_words / 2, pair = int64_t(blockIdx.x) * THREADS + threadIdx.x;
   if (pair < num_columns) {
@@ -296,6 +306,7 @@ __global__ void __launch_bounds__(THREADS) draw_words(const __grid_constant__ fa
                                           fa_dropout_pair(program.first_row + first.row) + own % 8);
     reinterpret_cast<uint2 *>(program.row_words)[own] = make_uint2(words.x[0], words.x[1]);
   }
+  wait_for_launch_before();
 }
 
 // ---- sums over rows, heads and batches ---------------------------------------------------------------------

@@ -1158,15 +1158,22 @@ static fa_status launch_splits(fa_cuda_splits *splits, cudaStream_t stream, fa_e
   return FA_STATUS_OK;
 }
 
-static fa_status launch_keys(fa_cuda_key_reading *keys, cudaStream_t stream, fa_error *error) {
+/* Launches a small kernel that main waits for. Beside the plans, where there are any, for which it waits
+ * itself: so main waits for all that are in front. */
+static cudaError_t launch_beside_plans(const void *kernel, int64_t num_blocks, void *argument,
+                                       const cuda_job *job, cudaStream_t stream) {
+  const bool early = job->plans.num_sides > 0 && job->launches_early;
+  return (early ? fa_cuda_launch_early : fa_cuda_launch)(
+      kernel, blocks(num_blocks), FA_CUDA_SMALL_KERNEL_THREADS, 0, (void *[]){argument}, stream);
+}
+
+static fa_status launch_keys(cuda_job *job, cudaStream_t stream, fa_error *error) {
   const char *operation = "launch of the reading of keys";
-  const int32_t small = FA_CUDA_SMALL_KERNEL_THREADS;
-  CHECK(fa_cuda_launch(fa_cuda_keys_kernel, blocks(fa_divide_up(keys->num_blocks, small / 32)), small, 0,
-                       (void *[]){keys}, stream));
+  const int64_t num_blocks = fa_divide_up(job->keys.num_blocks, FA_CUDA_SMALL_KERNEL_THREADS / 32);
+  CHECK(launch_beside_plans(fa_cuda_keys_kernel, num_blocks, &job->keys, job, stream));
   return FA_STATUS_OK;
 }
 
-/* Beside the plans, with which main waits for both. */
 static fa_status launch_flags(const fa_plan *plan, cuda_job *job, cudaStream_t stream, fa_error *error) {
   const char *operation = "launch of the packing of flags";
   const bool backward = plan->pass == FA_PASS_BACKWARD;
@@ -1178,19 +1185,17 @@ static fa_status launch_flags(const fa_plan *plan, cuda_job *job, cudaStream_t s
                         (int64_t)(program->bias.stride_head ? a->num_heads : 1),
                 tiles = heads * flags->num_blocks * flags->columns / FA_CUDA_MOST_FLAG_COLUMNS *
                         (flags->num_rows / (backward ? FA_CUDA_MOST_FLAG_COLUMNS : FA_CUDA_FLAG_ROWS));
-  CHECK((job->launches_early ? fa_cuda_launch_early : fa_cuda_launch)(
-      fa_cuda_flags_kernels[backward], blocks(fa_divide_up(tiles, FA_CUDA_SMALL_KERNEL_THREADS / 32)),
-      FA_CUDA_SMALL_KERNEL_THREADS, 0, (void *[]){a}, stream));
+  CHECK(launch_beside_plans(fa_cuda_flags_kernels[backward],
+                            fa_divide_up(tiles, FA_CUDA_SMALL_KERNEL_THREADS / 32), a, job, stream));
   return FA_STATUS_OK;
 }
 
-static fa_status launch_words(fa_cuda_arguments *a, cudaStream_t stream, fa_error *error) {
+static fa_status launch_words(cuda_job *job, cudaStream_t stream, fa_error *error) {
   const char *operation = "launch of the drawing of words";
-  const int32_t small = FA_CUDA_SMALL_KERNEL_THREADS;
-  const fa_cuda_program *program = &a->program;
+  const fa_cuda_program *program = &job->arguments.program;
   const int64_t num_pairs = (program->num_row_words + program->num_column_words) / 2;
-  CHECK(fa_cuda_launch(fa_cuda_words_kernel, blocks(fa_divide_up(num_pairs, small)), small, 0, (void *[]){a},
-                       stream));
+  CHECK(launch_beside_plans(fa_cuda_words_kernel, fa_divide_up(num_pairs, FA_CUDA_SMALL_KERNEL_THREADS),
+                            &job->arguments, job, stream));
   return FA_STATUS_OK;
 }
 
@@ -1337,10 +1342,10 @@ static fa_status enqueue(const fa_plan *plan, const fa_cuda_kernel *kernel, void
   if (job->zeroed_bias_bytes)
     CHECK(cudaMemsetAsync(job->arguments.program.dbias.data, 0, job->zeroed_bias_bytes, stream));
   fa_status status = launch_splits(&job->splits, stream, error);
-  if (!status) status = launch_keys(&job->keys, stream, error);
-  if (!status) status = launch_words(&job->arguments, stream, error);
   if (!status) status = launch_plans(&job->plans, stream, error);
+  if (!status) status = launch_keys(job, stream, error);
   if (!status) status = launch_flags(plan, job, stream, error);
+  if (!status) status = launch_words(job, stream, error);
   if (status) return status;
   status = plan->pass == FA_PASS_FORWARD ? launch_forward(kernel, job, stream, error)
                                          : launch_backward(plan, kernel, job, stream, error);

@@ -294,6 +294,15 @@ struct Consumer {
                            q.tile + QTile::offset(warp_row + threadIdx.x % 16, k * 2 + threadIdx.x % 32 / 16));
   }
 
+  // How many visits, that of a column and those behind it, all of the consumer's rows see whole.
+  __device__ int run_from(int column, int end) const {
+    const fa_band band = sequence_of(a, tile.batch).band;
+    const Range whole = {fa_band_columns(band, {row + 63, row + 64}).begin,
+                         fa_band_columns(band, {row, row + 1}).end};
+    if (column < whole.begin || column + Shape::block_k > whole.end) return 0;
+    return min(end - visited, (column - whole.begin) / Shape::block_k + 1);
+  }
+
   // Goes through the consumer's own column blocks: the scores of each are computed beside o's product of the
   // one before, whose exponentials are p. Leaves o's last product due; returns what to multiply that with.
   __device__ float go_through_columns(Stage q, int end) {
@@ -315,6 +324,14 @@ struct Consumer {
       next.advance();
       const Stage k = buffers.k(next.stage), v = buffers.v(ring.stage);
       column = block_at<Shape>(a, tile, visited) * Shape::block_k;
+      if constexpr (Shape::finds_runs) {
+        const int run = run_from(column, end);
+        if (__any_sync(~0u, run > 0)) {
+          take_run(run, q_rows, q, of_o);
+          visited += run - 1;
+          continue;
+        }
+      }
       of_scores = unscaling(exponent_q, a.k, column);
       const float of_next_o = unscaling(P_EXPONENT, a.v, column);
       behind = is_behind(column);
@@ -385,13 +402,14 @@ struct Consumer {
     return Shape::drops && (Shape::program != WHOLE_PROGRAM || a.program.dropout_threshold > 0);
   }
 
+  __device__ bool hides(uint32_t flags) const { return __any_sync(~0u, flags & ToldVisit::hides(consumer)); }
   // Reads the flags of the visit at a stage of k, which is full.
   __device__ void hear_flags([[maybe_unused]] const Ring<Buffers::STAGES> &stage) {
     if constexpr (Shape::has_flags) lane_flags.hear(buffers.bias(stage.stage), warp_row);
   }
   __device__ void hide_by_flags([[maybe_unused]] uint32_t flags) {
     if constexpr (Shape::has_flags)
-      if (__any_sync(~0u, flags & ToldVisit::hides(consumer))) lane_flags.hide(scores[0]);
+      if (hides(flags)) lane_flags.hide(scores[0]);
   }
 
   // Adds to a visit's products what the program does; due: see add_slopes.
@@ -463,10 +481,9 @@ struct Consumer {
     return moved;
   }
 
-  // Takes so many visits that all rows see whole, which leaves nothing to ask: as the loop without bands has
-  // it.
+  // Takes so many visits that all rows see whole, which leaves nothing to ask.
   __device__ void take_run(int run, const BoxOperand<QTile, true> &q_rows, Stage q, float &of_o) {
-    clear_lacking();
+    if constexpr (GENERAL) clear_lacking();
     lacks_columns = false;
     for (; __any_sync(~0u, run > 0); run--) {
       Ring<Buffers::STAGES> next = ring;
@@ -572,15 +589,22 @@ struct Consumer {
             finish_slopes(flags, buffers.visit(next), due);
             [[maybe_unused]] float none[1][2];
             if constexpr (Shape::program && !Shape::folds) add_program(flags, buffers.visit(next), next, none);
-            hide_by_flags(flags);
+            if (!Shape::hides_apart) hide_by_flags(flags);
           };
           make_own_scores();
           lacks_columns = false;
-          const bool follows = softmax.follow(scores, unit, due);
+          bool follows;
+          if (Shape::hides_apart && hides(flags)) {
+            hide_by_flags(flags);
+            follows = softmax.follow(scores, unit, due);
+          } else {
+            follows = softmax.follow(scores, unit, due);
+          }
           finish_o_beside(v, of_o);
           if (__builtin_expect(!follows, 0)) {
             start_again(q, k, buffers.keys(next.stage), false);
             make_own_scores();
+            if (Shape::hides_apart) hide_by_flags(flags);
             if (softmax.update(scores, unit, Shape::block_k, due)) softmax.rescale_rows(o);
           }
           barrier_arrive_warp(k.empty);
@@ -745,9 +769,9 @@ struct Consumer {
   }
 };
 
-// Where another kernel is in front of it: that of plans, or the one that splits f32.
-template <class Kind, bool GENERAL>
-constexpr bool begins_early = GENERAL || Kind::SCALED;
+// Where another kernel is in front of it: that of plans or of terms, or the one that splits f32.
+template <class Kind, class Shape, bool GENERAL>
+constexpr bool begins_early = GENERAL || Kind::SCALED || Shape::folds;
 
 template <class Kind, class Shape, bool GENERAL>
 __global__ void __launch_bounds__(Shape::num_threads, 1)
@@ -758,7 +782,7 @@ __global__ void __launch_bounds__(Shape::num_threads, 1)
   if constexpr (Shape::folds) buffers.init_terms();
   if constexpr (decltype(buffers)::HAS_ZEROS) init_zero_box(buffers.zero_box());
   __syncthreads();
-  if constexpr (begins_early<Kind, GENERAL>) wait_for_launch_before();
+  if constexpr (begins_early<Kind, Shape, GENERAL>) wait_for_launch_before();
   const int warpgroup = uniform(threadIdx.x / WARPGROUP);
   if (warpgroup == 0) {
     give_registers<ForwardRegisters<Shape, GENERAL>::PRODUCER>();
@@ -782,11 +806,11 @@ constexpr fa_cuda_kernel row(const char *name) {
       .block_k = Shape::block_k,
       .num_threads = Shape::num_threads,
       .shared_bytes = ForwardBuffers<Kind, Shape, GENERAL>::BYTES,
-      .least_columns = Shape::follows && !Shape::whole_program ? 1024 : 0,
+      .least_columns = Shape::least_columns,
       .takes = takes_of_forms(GENERAL, Shape::forms) | takes_of_program(Shape::whole_program, true, GENERAL),
       .mapped = true,
       .persistent = true,
-      .begins_early = begins_early<Kind, GENERAL>,
+      .begins_early = begins_early<Kind, Shape, GENERAL>,
       .mends = Shape::mends,
       .folds = Shape::folds,
       .in_parts = Shape::in_parts,
@@ -822,26 +846,28 @@ const fa_cuda_kernel FA_JOIN(fa_hopper_forward_, FA_KIND)[] = {
     ROW("/d64/parts", false, 64, 128, 2, 2, 216, 72, FORMS | IN_PARTS),
     ROW("/d128/parts", false, 128, 128, 2, 2, 240, 24, FORMS | HOLDS_Q | IN_PARTS),
     ROW("/d64", false, 64, 128, 3, 2, 160, 32, FORMS),
+    ROW("/d64/long/general", true, 64, 128, 3, 2, 160, 32, FOLLOWS),
     ROW("/d64/general", true, 64, 128, 3, 2, 160, 32, 0),
     ROW("/d64/general/forms", true, 64, 128, 3, 2, 160, 32, FORMS),
-    ROW("/d64/keys", false, 64, 128, 3, 2, 160, 32, FORMS, KEYS),
-    ROW("/d64/keys/general", true, 64, 128, 3, 2, 160, 32, 0, KEYS),
-    ROW("/d64/slopes", false, 64, 128, 3, 2, 160, 32, 0, SLOPES),
-    ROW("/d64/slopes/general", true, 64, 128, 3, 2, 160, 32, FORMS, SLOPES),
+    ROW("/d64/keys", false, 64, 128, 3, 2, 160, 32, FOLLOWS, KEYS),
+    ROW("/d64/keys/general", true, 64, 128, 3, 2, 160, 32, FORMS | FOLLOWS, KEYS),
+    ROW("/d64/slopes", false, 64, 128, 3, 2, 160, 32, FORMS | FOLLOWS, SLOPES),
+    ROW("/d64/slopes/general", true, 64, 128, 3, 2, 160, 32, FORMS | FOLLOWS, SLOPES),
     ROW("/d64/terms", true, 64, 128, 3, 2, 160, 32, FORMS, SLOPES | KEYS),
     ROW("/d64/flags", true, 64, 128, 3, 2, 160, 32, FOLLOWS, FLAGS),
     ROW("/d64/cells", true, 64, 128, 2, 2, 216, 72, FORMS, CELLS),
     ROW("/d64/dropout", true, 64, 128, 2, 2, 232, 40, FORMS | HOLDS_Q | WAITS_LATE, KEYS | DROPOUT),
     ROW("/d64/program", true, 64, 128, 2, 2, 216, 72, FORMS, WHOLE_PROGRAM),
-    ROW("/d128/long", false, 128, 128, 2, 2, 240, 24, HOLDS_Q | FOLLOWS | WAITS_LATE),
+    ROW("/d128/longest", false, 128, 128, 2, 2, 240, 24, HOLDS_Q | FOLLOWS | WAITS_LATE | FINDS_RUNS),
+    ROW("/d128/long", false, 128, 128, 2, 2, 240, 24, HOLDS_Q | FOLLOWS | FINDS_RUNS),
     ROW("/d128/long/forms", false, 128, 128, 2, 2, 240, 24, FORMS | HOLDS_Q | FOLLOWS),
     ROW("/d128", false, 128, 128, 2, 2, 240, 24, HOLDS_Q),
     ROW("/d128/forms", false, 128, 128, 2, 2, 240, 24, FORMS | HOLDS_Q),
     ROW("/d128/long/general", true, 128, 128, 2, 2, 240, 24, HOLDS_Q | FOLLOWS),
     ROW("/d128/general", true, 128, 128, 2, 2, 240, 24, HOLDS_Q),
     ROW("/d128/general/forms", true, 128, 128, 2, 2, 240, 24, FORMS | HOLDS_Q),
-    ROW("/d128/keys", false, 128, 128, 2, 2, 240, 24, FORMS | HOLDS_Q | FOLLOWS, KEYS),
-    ROW("/d128/keys/general", true, 128, 128, 2, 2, 240, 24, HOLDS_Q | FOLLOWS, KEYS),
+    ROW("/d128/keys", false, 128, 128, 2, 2, 240, 24, FOLLOWS | FINDS_RUNS, KEYS),
+    ROW("/d128/keys/general", true, 128, 128, 2, 2, 240, 24, FORMS | HOLDS_Q | FOLLOWS, KEYS),
     ROW("/d128/slopes", false, 128, 128, 2, 2, 240, 24, HOLDS_Q | FOLLOWS, SLOPES),
     ROW("/d128/slopes/general", true, 128, 128, 2, 2, 240, 24, FORMS | HOLDS_Q | FOLLOWS, SLOPES),
     ROW("/d128/terms", true, 128, 128, 2, 2, 240, 24, FORMS, SLOPES | KEYS),

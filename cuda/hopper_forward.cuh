@@ -15,15 +15,17 @@ namespace hopper {
 // Where problems are short it is no gain, so that there are rows with it and without.
 // WAITS_LATE: o's product is waited for behind the exponentials that are made beside it, not before: 1 or 2 %
 // in some kernels, and a loss of 1 to 8 % in others. IN_PARTS: a tile is a part of the column blocks of its
-// rows, whose o and lse are to be merged with others'.
-enum ForwardTraits { FORMS = 1, HOLDS_Q = 2, FOLLOWS = 4, WAITS_LATE = 8, IN_PARTS = 16 };
+// rows, whose o and lse are to be merged with others'. FINDS_RUNS: column blocks that all of a consumer's rows
+// see whole are a loop of their own, which asks nothing about them; at 128, where exponentials follow, 2 to 5
+// %.
+enum ForwardTraits { FORMS = 1, HOLDS_Q = 2, FOLLOWS = 4, WAITS_LATE = 8, IN_PARTS = 16, FINDS_RUNS = 32 };
 
 // A row of the table; none of it changes results by more than rounding. Registers are per thread.
 template <int HEAD_DIM, int BLOCK_K, int NUM_CONSUMERS, int Q_STAGES, int CONSUMER_REGISTERS,
           int PRODUCER_REGISTERS, int TRAITS, int PROGRAM = NO_PROGRAM>
 struct ForwardShape {
   static constexpr bool holds_q = TRAITS & HOLDS_Q, waits_late = TRAITS & WAITS_LATE,
-                        in_parts = TRAITS & IN_PARTS;
+                        in_parts = TRAITS & IN_PARTS, finds_runs = TRAITS & FINDS_RUNS;
   static constexpr int head_dim = HEAD_DIM, block_k = BLOCK_K, num_consumers = NUM_CONSUMERS,
                        q_stages = Q_STAGES;
   static constexpr int block_q = NUM_CONSUMERS * 64, num_threads = (NUM_CONSUMERS + 1) * WARPGROUP;
@@ -41,6 +43,15 @@ struct ForwardShape {
   // Whether consumers are told how many visits follow that all rows see whole, and ask nothing about these.
   // With keys at 64 and with flags that is 2 to 15 % slower.
   static constexpr bool has_runs = !PROGRAM || (folds && !has_slopes && HEAD_DIM >= 128);
+  static_assert(!finds_runs || !PROGRAM || (folds && !has_slopes), "runs leave nothing to do with scores");
+  // A kernel that follows is one for problems whose rows see so many columns, where they have another one.
+  static constexpr int least_columns = PROGRAM || !follows        ? 0
+                                       : finds_runs && waits_late ? 4096
+                                       : finds_runs               ? 512
+                                                                  : 1024;
+  // Whether exponentials beside a mask's flags stand in the code apart from others, as ptxas then orders both
+  // better: 2 % at 128, while at 64 it would spill.
+  static constexpr bool hides_apart = PROGRAM == FLAGS && HEAD_DIM >= 128;
 };
 
 // Of the registers that a block of threads begins with, the same number for each thread, more than the row says

@@ -495,6 +495,19 @@ static const fa_case cases[] = {
             .head_dim = 80, .bands_batch = 2, .num_bands = 3, ALIBI(2), BIAS(1, 4, 237), DROPOUT(0.15),
             WINDOW(101, 37), .softcap = 4, .scale = -0.6, .num_sinks = 2, .deterministic = 1),
 
+    /* Of many column blocks that rows see whole, behind and before others. */
+    ROW("runs", LENGTHS(140, 1100), HEADS(2, 1), .head_dim = 128),
+    ROW("runs, causal", LENGTHS(210, 1190), HEADS(2, 1), .head_dim = 128, CAUSAL, .num_sinks = 1),
+    ROW("runs, a window", LENGTHS(330, 1300), HEADS(1, 1), .head_dim = 120, WINDOW(700, 50)),
+    ROW("runs, bias of keys", LENGTHS(150, 800), .batch = 2, HEADS(1, 1), .head_dim = 128, BIAS(2, 1, 1),
+        .constant_bias = 1),
+    ROW("runs, bias of keys, a window", LENGTHS(200, 900), HEADS(2, 1), .head_dim = 96, BIAS(1, 2, 1),
+        WINDOW(500, 30), .constant_bias = 1),
+    ROW("long runs", LENGTHS(70, 4250), HEADS(1, 1), .head_dim = 128),
+    ROW("long runs, causal", LENGTHS(70, 8300), .head_dim = 128, CAUSAL),
+    ROW("long runs, a window", LENGTHS(70, 8400), .head_dim = 128, WINDOW(4100, 33)),
+    FILLED("long runs, large", FILL_LARGE, LENGTHS(40, 4200), .head_dim = 128),
+
     /* Sinks. */
     ROW("1 sink", LENGTHS(81, 75), HEADS(2, 2), .num_sinks = 1),
     ROW("3 sinks", LENGTHS(81, 75), .batch = 2, HEADS(4, 2), .num_sinks = 3, CAUSAL),
