@@ -16,8 +16,7 @@ namespace hopper {
 // WAITS_LATE: o's product is waited for behind the exponentials that are made beside it, not before: 1 or 2 %
 // in some kernels, and a loss of 1 to 8 % in others. IN_PARTS: a tile is a part of the column blocks of its
 // rows, whose o and lse are to be merged with others'. FINDS_RUNS: column blocks that all of a consumer's rows
-// see whole are a loop of their own, which asks nothing about them; at 128, where exponentials follow, 2 to 5
-// %.
+// see whole are a loop of their own, which asks nothing about them: 2 to 5 % at 128, where exponentials follow.
 enum ForwardTraits { FORMS = 1, HOLDS_Q = 2, FOLLOWS = 4, WAITS_LATE = 8, IN_PARTS = 16, FINDS_RUNS = 32 };
 
 // A row of the table; none of it changes results by more than rounding. Registers are per thread.
