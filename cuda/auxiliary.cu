@@ -1,5 +1,5 @@
-// The small kernels around the passes: f32 tensors as scaled sums of f16, and gradients that are sums over many
-// rows or heads.
+// The small kernels around the passes: f32 tensors as scaled sums of f16; numbers of keys, masks and words for
+// dropout as the passes take them; and gradients that are sums over many rows or heads.
 #include "cells.cuh"
 #include "operand.cuh"
 #include "terms.cuh"
