@@ -144,7 +144,7 @@ __global__ void __launch_bounds__(THREADS) read_keys(const __grid_constant__ fa_
 // What a warp packs: so many rows of the problem, and 128 columns, four a lane.
 template <int ROWS>
 struct FlagsTile {
-  static constexpr int COLUMNS = 128;
+  static constexpr int COLUMNS = FA_CUDA_MOST_FLAG_COLUMNS;
   int batch, head, row, column;  // its first ones
   bool is_seen;
 

@@ -447,6 +447,7 @@ typedef struct cuda_job {
   fa_cuda_parts parts;   /* of a kernel for few rows */
   int32_t num_multiprocessors;
   bool launches_early;      /* a kernel may be launched before the one in front of it is done */
+  int64_t num_flag_tiles;   /* of a mask with a flag a score, each packed by a warp */
   size_t zeroed_bytes;      /* at the workspace's beginning */
   size_t zeroed_bias_bytes; /* of dbias */
   size_t workspace_bytes;
@@ -811,8 +812,9 @@ static void lay_out_keys(const fa_problem *p, const fa_cuda_kernel *kernel, fa_a
 
 /* A mask with a flag a score becomes bits of the rows that an accumulator has. */
 static void lay_out_flags(const fa_plan *plan, const fa_cuda_kernel *kernel, fa_arena *workspace,
-                          fa_cuda_arguments *a) {
+                          cuda_job *job) {
   const fa_problem *p = &plan->problem;
+  fa_cuda_arguments *a = &job->arguments;
   const fa_cuda_cells *bias = &a->program.bias;
   if (!kernel->mapped || !has_flags(p)) return;
   const bool backward = plan->pass == FA_PASS_BACKWARD;
@@ -821,7 +823,7 @@ static void lay_out_flags(const fa_plan *plan, const fa_cuda_kernel *kernel, fa_
                 num_tiles = fa_divide_up(backward ? p->seqlen_q : p->seqlen_k, FA_CUDA_MOST_FLAG_COLUMNS),
                 num_blocks = num_tiles * (FA_CUDA_MOST_FLAG_COLUMNS / columns);
   const int64_t head = num_blocks * num_rows, heads = bias->stride_head ? p->num_heads : 1,
-                rows = (bias->stride_batch ? p->batch : 1) * heads * head;
+                maps = (bias->stride_batch ? p->batch : 1) * heads, rows = maps * head;
   fa_cuda_flags *flags = &a->program.flags;
   *flags = (fa_cuda_flags){.stride_batch = bias->stride_batch ? heads * head : 0,
                            .stride_head = bias->stride_head ? head : 0,
@@ -830,6 +832,8 @@ static void lay_out_flags(const fa_plan *plan, const fa_cuda_kernel *kernel, fa_
                            .columns = (int32_t)columns};
   flags->words = fa_take(workspace, rows, (size_t)columns / 8);
   if (!backward) flags->kinds = fa_take(workspace, rows / FA_CUDA_FLAG_ROWS, sizeof *flags->kinds);
+  job->num_flag_tiles =
+      maps * num_tiles * (num_rows / (backward ? FA_CUDA_MOST_FLAG_COLUMNS : FA_CUDA_FLAG_ROWS));
 }
 
 /* Words for dropout. A forward's rows are few enough a tile for it to make theirs. */
@@ -1057,7 +1061,7 @@ static cuda_job lay_out(const fa_plan *plan, const fa_cuda_kernel *kernel, const
   if (hides_cells(p, backward)) a->suspect = fa_take(&workspace, 1, sizeof *a->suspect);
   job.looks_at_columns = backward && leaves_columns(p) && !kernel->finish_dq;
   lay_out_keys(p, kernel, &workspace, &job);
-  lay_out_flags(plan, kernel, &workspace, a);
+  lay_out_flags(plan, kernel, &workspace, &job);
   lay_out_words(plan, &workspace, a);
   lay_out_bands(plan, kernel, t, &workspace, &job);
   lay_out_column_parts(plan, t, &workspace, &job);
@@ -1176,17 +1180,9 @@ static fa_status launch_keys(cuda_job *job, cudaStream_t stream, fa_error *error
 
 static fa_status launch_flags(const fa_plan *plan, cuda_job *job, cudaStream_t stream, fa_error *error) {
   const char *operation = "launch of the packing of flags";
-  const bool backward = plan->pass == FA_PASS_BACKWARD;
-  fa_cuda_arguments *a = &job->arguments;
-  const fa_cuda_program *program = &a->program;
-  const fa_cuda_flags *flags = &program->flags;
-  if (!flags->words) return FA_STATUS_OK;
-  const int64_t heads = (program->bias.stride_batch ? a->batch : 1) *
-                        (int64_t)(program->bias.stride_head ? a->num_heads : 1),
-                tiles = heads * flags->num_blocks * flags->columns / FA_CUDA_MOST_FLAG_COLUMNS *
-                        (flags->num_rows / (backward ? FA_CUDA_MOST_FLAG_COLUMNS : FA_CUDA_FLAG_ROWS));
-  CHECK(launch_beside_plans(fa_cuda_flags_kernels[backward],
-                            fa_divide_up(tiles, FA_CUDA_SMALL_KERNEL_THREADS / 32), a, job, stream));
+  const int64_t num_blocks = fa_divide_up(job->num_flag_tiles, FA_CUDA_SMALL_KERNEL_THREADS / 32);
+  CHECK(launch_beside_plans(fa_cuda_flags_kernels[plan->pass == FA_PASS_BACKWARD], num_blocks, &job->arguments,
+                            job, stream));
   return FA_STATUS_OK;
 }
 

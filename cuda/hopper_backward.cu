@@ -93,7 +93,7 @@ __device__ inline __attribute__((always_inline)) void consume_blocks(
   [[maybe_unused]] float slope = 0, addends[2] = {0, 0};  // these of the lane's keys
   int program_head = -1;
   // Hides what a mask with a flag a score does in the step whose rows are in the current stage.
-  [[maybe_unused]] auto hide_by_flags = [&] {
+  auto hide_by_flags = [&] {
     if constexpr (Shape::has_flags) {
       if (Shape::program && !a.program.flags.words) return;
       LaneFlags<NT> flags;
@@ -115,7 +115,6 @@ __device__ inline __attribute__((always_inline)) void consume_blocks(
             const int column = work.columns.begin + consumer * 64;
             if (!Work::see_all(work.heard_flags(told, column)))
               hide_told(scores, work, told, column + warp_row);
-            hide_by_flags();
           }
         });
   };
@@ -216,7 +215,7 @@ __device__ inline __attribute__((always_inline)) void consume_blocks(
           scores, a, score, visit.band, visit.rows, {first_column, first_column + 64},
           {work.block.batch, visit.head, visit.rows.begin, first_column + warp_row});
     }
-    if constexpr (GENERAL && !HIDES_EARLY) hide_by_flags();
+    hide_by_flags();
     if constexpr (Shape::folds_slopes)
       if (crossed) {
         const ProgramStep it(work, visit, 0, first_column + warp_row);

@@ -26,7 +26,6 @@ static CUtensorMapDataType type_of(fa_dtype dtype) {
   switch (dtype) {
     case FA_DTYPE_BF16: return CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
     case FA_DTYPE_F16: return CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
-    case FA_DTYPE_U8: return CU_TENSOR_MAP_DATA_TYPE_UINT8;
     default: return CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
   }
 }

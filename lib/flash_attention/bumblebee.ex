@@ -23,9 +23,9 @@ if Code.ensure_loaded?(Axon) and FlashAttention.Defn.supported?() do
     draws from that key, and losses so the same on average.
 
     A mask of keys is a bias of u8, which costs one number a column; on Hopper GPUs a forward leaves out 128
-    neighbouring keys that it hides, and of a mask of single scores blocks of queries and keys. Where a model's masks are known to have their ones in one
-    run, as padding on one side leaves them, `contiguous_masks: true` makes bands of them (`FlashAttention.Mask`), and
-    what is padding is not computed at all.
+    neighbouring keys that it hides, and of a mask of single scores blocks of queries and keys. Where a model's masks
+    are known to have their ones in one run, as padding on one side leaves them, `contiguous_masks: true` makes bands
+    of them (`FlashAttention.Mask`), and what is padding is not computed at all.
 
     Rows that see nothing at all give what they give in Bumblebee, the mean of all values. Their gradients by queries and keys
     are 0, on which a mean does not depend, where Bumblebee has those of scores that were rounded away; a loss that leaves padding
