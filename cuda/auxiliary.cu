@@ -146,7 +146,7 @@ template <int ROWS>
 struct FlagsTile {
   static constexpr int COLUMNS = FA_CUDA_MOST_FLAG_COLUMNS;
   int batch, head, row, column;  // its first ones
-  bool is_seen;
+  bool is_there, is_seen;
 
   // rows and columns: how many tiles there are.
   __device__ FlagsTile(const fa_cuda_arguments &a, uint32_t rows, uint32_t columns) {
@@ -156,7 +156,7 @@ struct FlagsTile {
     column = tile % columns * COLUMNS, tile /= columns;
     row = tile % rows * ROWS, tile /= rows;
     head = tile % heads, batch = tile / heads;
-    is_seen = batch < (bias.stride_batch ? a.batch : 1);
+    is_seen = is_there = batch < (bias.stride_batch ? a.batch : 1);
     if (!is_seen || a.bands) return;
     const Range seen = seen_in_band<true>(whole_band(a), {row, min(row + ROWS, a.window.seqlen_q)});
     is_seen = max(seen.begin, column) < min(seen.end, column + COLUMNS);
@@ -267,6 +267,7 @@ __global__ void __launch_bounds__(THREADS) pack_transposed_flags(const __grid_co
   const fa_cuda_flags &flags = a.program.flags;
   const Tile tile(a, flags.num_blocks * flags.columns / FA_CUDA_MOST_FLAG_COLUMNS,
                   flags.num_rows / Tile::COLUMNS);
+  uint32_t some = 0;
   if (tile.is_seen) {
     uint32_t words[4][4] = {};  // of each column
 #pragma unroll 1
@@ -283,10 +284,20 @@ __global__ void __launch_bounds__(THREADS) pack_transposed_flags(const __grid_co
         }
     }
 #pragma unroll
-    for (int j = 0; j < 4; j++)
+    for (int j = 0; j < 4; j++) {
+      some |= words[j][0] | words[j][1] | words[j][2] | words[j][3];
       put_flags(flags, tile.batch, tile.head, tile.column + threadIdx.x % 32 * 4 + j, tile.row,
                 make_uint4(words[j][0], words[j][1], words[j][2], words[j][3]));
+    }
   }
+  some = __reduce_or_sync(~0u, some);
+  // A byte of the row block, and three of the rest: whoever counts reads more than those of column blocks.
+  constexpr int PARTS = FA_CUDA_MOST_FLAG_COLUMNS / FA_CUDA_SHOWN_ROWS;
+  const int i = threadIdx.x % 32 / PARTS * flags.columns, part = threadIdx.x % PARTS;
+  if (tile.is_there && i < Tile::COLUMNS)
+    flags.kinds[shown_of_flags(flags, tile.batch, tile.head, (tile.row + i) / flags.columns) +
+                (part * flags.num_rows + tile.column) / Tile::COLUMNS] =
+        part == 0 && (some & ~0u >> (32 - flags.columns / 4) << i / 4) != 0;
   wait_for_launch_before();
 }
 

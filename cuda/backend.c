@@ -382,6 +382,13 @@ static int64_t columns_seen(const fa_problem *p) {
   return (left + right) / fa_max(p->num_bands, 1);
 }
 
+/* Whether a problem is as large as a row wants it. */
+static bool is_large_enough(const fa_problem *p, const fa_cuda_kernel *row) {
+  const int64_t columns = columns_seen(p);
+  return columns >= row->least_columns &&
+         (double)p->batch * p->num_heads * p->seqlen_q * columns >= (double)row->least_scores;
+}
+
 /* Whether a kernel that fits is worth its family. */
 static bool pays(const fa_plan *plan, const fa_cuda_kernel *row) {
   const int32_t index = plan->device.index;
@@ -410,7 +417,7 @@ static fa_status choose_kernel(const fa_plan *plan, int family, const fa_cuda_ke
     for (; row && row->name; row++) {
       if (row->bucket > largest && row->shared_bytes <= device.shared_bytes) largest = row->bucket;
       if (problem->head_dim > row->bucket || row->shared_bytes > device.shared_bytes) continue;
-      if (!row_fits(problem, row) || columns_seen(problem) < row->least_columns) continue;
+      if (!row_fits(problem, row) || !is_large_enough(problem, row)) continue;
       if (row->single_column && !is_single_column(problem, row)) continue;
       if (row->uneven && !is_uneven(&whole->problem)) continue;
       if (row->in_parts && !in_parts) continue;
@@ -831,7 +838,8 @@ static void lay_out_flags(const fa_plan *plan, const fa_cuda_kernel *kernel, fa_
                            .num_blocks = (int32_t)num_blocks,
                            .columns = (int32_t)columns};
   flags->words = fa_take(workspace, rows, (size_t)columns / 8);
-  if (!backward) flags->kinds = fa_take(workspace, rows / FA_CUDA_FLAG_ROWS, sizeof *flags->kinds);
+  flags->kinds =
+      fa_take(workspace, rows / (backward ? FA_CUDA_SHOWN_ROWS : FA_CUDA_FLAG_ROWS), sizeof *flags->kinds);
   job->num_flag_tiles =
       maps * num_tiles * (num_rows / (backward ? FA_CUDA_MOST_FLAG_COLUMNS : FA_CUDA_FLAG_ROWS));
 }

@@ -57,12 +57,44 @@ __device__ inline void count_on(int32_t *dq_order) {
 }
 __device__ inline void fence_counts() { fence_acquire_release(); }
 
-// How many times a row block's dq is added to.
+// Of a mask with a flag a score: which column blocks it shows a row block something of.
+struct ShownBlocks {
+  const uint8_t *shown;
+
+  __device__ ShownBlocks(const fa_cuda_arguments &a, const RowBlock &mine)
+      : shown(a.program.flags.kinds + shown_of_flags(a.program.flags, mine.batch, mine.head, mine.q_block)) {}
+  __device__ bool has(int k_block) const { return __ldg(shown + k_block); }
+  // How many of these there are.
+  __device__ int operator()(Range k_blocks) const {
+    int count = 0;
+    for (int first = k_blocks.begin / 4 * 4; first < k_blocks.end; first += 4) {
+      uint32_t four = __ldg(reinterpret_cast<const uint32_t *>(shown + first));
+      if (first < k_blocks.begin) four &= ~0u << (k_blocks.begin - first) * 8;
+      if (first + 4 > k_blocks.end) four &= ~0u >> (first + 4 - k_blocks.end) * 8;
+      count += __popc(four);
+    }
+    return count;
+  }
+};
+
+// How many times a row block's dq is added to: in all, or, where steps that are hidden whole are left out,
+// before a column block adds in a band.
+template <class Shape>
+__device__ inline int shown_visits(const fa_cuda_arguments &a, const RowBlock &mine, int k_block, int number) {
+  return place_of_visit<Shape>(a, mine.batch, plan_at<true>(a, mine.batch, mine.q_block),
+                               row_range<Shape>(sequence_of(a, mine.batch), mine.q_block), k_block, number,
+                               ShownBlocks(a, mine));
+}
 template <class Shape, bool GENERAL>
 __device__ inline int num_additions(const fa_cuda_arguments &a, const RowBlock &mine) {
-  if (GENERAL) return plan_at<true>(a, mine.batch, mine.q_block).num_visits;
-  const Sequence sequence = sequence_of(a, mine.batch);
-  return k_blocks_of<Shape>(sequence, row_range<Shape>(sequence, mine.q_block)).count;
+  if constexpr (!GENERAL) {
+    const Sequence sequence = sequence_of(a, mine.batch);
+    return k_blocks_of<Shape>(sequence, row_range<Shape>(sequence, mine.q_block)).count;
+  } else if constexpr (Shape::skips_hidden) {
+    return shown_visits<Shape>(a, mine, a.num_k_blocks, 0);
+  } else {
+    return plan_at<true>(a, mine.batch, mine.q_block).num_visits;
+  }
 }
 
 // With bands: tells who writes dq that the row block at a position has all of it, by who knows that; or, with a
@@ -76,20 +108,20 @@ __device__ inline bool is_unvisited(const fa_cuda_arguments &a, int batch, int q
   return plan_at<true>(a, batch, q_block).num_visits == 0;
 }
 // Reports a row block that has got a sum, and to which nobody will add.
+template <class Shape>
 __device__ inline void report_if_unseen(const fa_cuda_arguments &a, const RowBlock &block) {
-  if (is_unvisited(a, block.batch, block.q_block)) report_end(a, position_of(a, block), true);
+  if (num_additions<Shape, true>(a, block) == 0) report_end(a, position_of(a, block), true);
 }
 // The same of all that have one from the beginning, by the writers of all blocks of threads. Where statistics
 // are made beside, these have to set it to 0 first, as it is another row block's next.
-template <int NUM_WRITERS>
+template <class Shape>
 __device__ inline void report_unseen(const fa_cuda_arguments &a, int writer) {
   const int num_blocks = min(a.num_sums, a.batch * a.num_heads * a.num_q_blocks);
-  for (int first = blockIdx.x * NUM_WRITERS + writer; first * 32 < num_blocks;
-       first += gridDim.x * NUM_WRITERS) {
+  for (int first = blockIdx.x * Shape::num_writers + writer; first * 32 < num_blocks;
+       first += gridDim.x * Shape::num_writers) {
     const int position = first * 32 + threadIdx.x % 32;
     if (position >= num_blocks) continue;
-    const RowBlock block = row_block_at(a, position);
-    if (!is_unvisited(a, block.batch, block.q_block)) continue;
+    if (num_additions<Shape, true>(a, row_block_at(a, position)) > 0) continue;
     if (a.heads_done) wait_for_count(a.dq_order + position, 1);
     report_end(a, position, true);
   }

@@ -76,13 +76,17 @@ __device__ inline void add_number(T *to, float x) {
   store_number(to, static_cast<float>(*to) + x);
 }
 
-// The first of a block's rows of flags, and a row's kinds in all blocks, counted from those of all heads.
+// The first of a block's rows of flags; a row's kinds in all blocks, and, in a backward, a block's of all keys:
+// counted from those of all heads.
 __device__ inline int64_t row_of_flags(const fa_cuda_flags &flags, int batch, int head, int block) {
   return batch * flags.stride_batch + head * flags.stride_head + int64_t(block) * flags.num_rows;
 }
 __device__ inline int64_t kinds_of_flags(const fa_cuda_flags &flags, int batch, int head, int row) {
   return row_of_flags(flags, batch, head, 0) / FA_CUDA_FLAG_ROWS +
          int64_t(row / FA_CUDA_FLAG_ROWS) * flags.num_blocks;
+}
+__device__ inline int64_t shown_of_flags(const fa_cuda_flags &flags, int batch, int head, int block) {
+  return row_of_flags(flags, batch, head, block) / FA_CUDA_SHOWN_ROWS;
 }
 
 // ---- what is added to scores -------------------------------------------------------------------------------

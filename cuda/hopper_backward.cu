@@ -98,7 +98,7 @@ __device__ inline __attribute__((always_inline)) void consume_blocks(
       if (Shape::program && !a.program.flags.words) return;
       LaneFlags<NT> flags;
       flags.hear(buffers.bias(steps % 2), consumer * PART + warp_row);
-      flags.hide(scores[0]);
+      flags.template hide<1>(scores[0]);
     }
   };
   auto start_scores = [&](const Work &work) {
@@ -311,6 +311,7 @@ __device__ inline __attribute__((always_inline)) void consume_blocks(
       column_words = lanes_column(a.program, work.columns.begin + consumer * 64 + warp_row);
     set_zero<1, DT>(dk);
     set_zero<1, DT>(dv);
+    if constexpr (Shape::skips_hidden) work.num_steps = uniform(hear_num_steps(buffers, blocks));
     if (work.num_steps > 0) {
       barrier_wait(buffers.barrier(K_FULL), busy_blocks % 2);
       start_scores(work);
@@ -397,7 +398,7 @@ const fa_cuda_kernel FA_JOIN(fa_hopper_backward_, FA_KIND)[] = {
     ROW("/d128/slopes", true, 128, 64, 1, 2, FROM_SHIFT | FORMS | LEAVES_BY_MAP, SLOPES),
     ROW("/d128/slopes/sums", true, 128, 64, 1, 2, FROM_SHIFT | FORMS | SUMS | PLACES_LANES, SLOPES),
     ROW("/d128/terms", true, 128, 64, 1, 2, FROM_SHIFT | FORMS | SUMS | LEAVES_BY_MAP, SLOPES | KEYS),
-    ROW("/d128/flags", true, 128, 64, 1, 2, ASKS_EARLY | LEAVES_BY_MAP, FLAGS),
+    ROW("/d128/flags", true, 128, 64, 1, 2, ASKS_EARLY | LEAVES_BY_MAP | PLACES_LANES, FLAGS),
     ROW("/d128/cells", true, 128, 64, 1, 0, ASKS_EARLY | LEAVES_BY_MAP, CELLS),
     ROW("/d128/cells/sums", true, 128, 64, 1, 0, SUMS | ASKS_EARLY | LEAVES_BY_MAP, CELLS),
     ROW("/d128/cells/forms", true, 128, 64, 1, 0, FORMS | SUMS, CELLS),

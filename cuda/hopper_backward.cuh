@@ -74,6 +74,8 @@ struct BackwardShape {
   // Whether consumers are told what they need of a column block, where there are bands, or find it by
   // themselves. At 128 it makes no difference to most of them, and the producer has less time.
   static constexpr bool tells_work = HEAD_DIM == 64 || PROGRAM == DROPOUT;
+  // Whether steps that flags hide whole are left out. Then consumers are told how many are left.
+  static constexpr bool skips_hidden = PROGRAM == FLAGS;
   static constexpr int whole_program = PROGRAM, program = acting_program(PROGRAM);
   static constexpr int head_dim = HEAD_DIM, block_q = BLOCK_Q, num_consumers = 2, block_k = num_consumers * 64;
   static constexpr int num_warps = num_consumers * 4, dq_warps = block_q / 16;  // see DqShare
@@ -173,6 +175,23 @@ struct Work<Shape, true> : ColumnWork<Shape, true> {
     const int4 z = load_shared_words(told + 32);
     return {z.x, z.y, z.z, (z.w & BEHIND) != 0};
   }
+  // Whether a mask shows something of a step, and how many of those from one on it does, by a warp.
+  __device__ bool shows(const fa_cuda_arguments &a, const typename ColumnWork<Shape, true>::Step &step) const {
+    return ShownBlocks(a, {this->block.batch, step.head, this->q_block_of(step)}).has(this->block.k_block);
+  }
+  __device__ int count_shown(const fa_cuda_arguments &a, int first) const {
+    int count = 0;
+#pragma unroll 1
+    for (; first < this->num_steps; first += 32) {
+      const int i = first + threadIdx.x % 32;
+      count += __popc(__ballot_sync(~0u, i < this->num_steps && shows(a, this->step_after(a, i))));
+    }
+    return count;
+  }
+  // Where some are left out, how many add to a step's dq before it does, if they add in order.
+  static constexpr int PLACE_AT = 24;
+  __device__ static int heard_place(uint32_t told) { return load_shared_word(told + PLACE_AT); }
+
   // What is told of a step in one word: for each part whether its columns are seen by all rows; of slopes
   // whether they lie behind these, and for each part whether some of them lie behind a row that sees them, and
   // others may not.
@@ -224,6 +243,11 @@ struct Work<Shape, true> : ColumnWork<Shape, true> {
       store_shared(to, make_uint4(band.q_begin, band.q_end, band.k_begin, band.k_end));
       store_shared(to + 16, make_uint4(band.left, band.right, __float_as_uint(due), __float_as_uint(slope)));
     }
+    if constexpr (Shape::skips_hidden)
+      if (a.in_order)
+        store_shared(to + PLACE_AT,
+                     uint32_t(shown_visits<Shape>(a, {this->block.batch, visit.head, this->q_block_of(step)},
+                                                  this->block.k_block, step.visits.number)));
     store_shared(to + 32, make_uint4(visit.head, visit.rows.begin, this->position_of(a, step), flags));
   }
 };
@@ -529,11 +553,45 @@ __device__ inline void leave_zeros(const fa_cuda_arguments &a, const fa_cuda_map
 }
 
 // By one thread: tells the warp that sends dq how many steps the `count`-th column block has, when the first of
-// these have been told; negative: there is no such block.
+// these have been told; negative: there is no such block. And consumers, where steps may be left out.
 template <class Buffers>
 __device__ inline void tell_num_steps(const Buffers &buffers, uint32_t count, int num_steps) {
   store_shared(buffers.num_steps(count % 2), uint32_t(num_steps));
   barrier_arrive(buffers.barrier(STEPS_FULL, count % 2));
+}
+template <class Buffers>
+__device__ inline int hear_num_steps(const Buffers &buffers, uint32_t count) {
+  barrier_wait(buffers.barrier(STEPS_FULL, count % 2), count / 2 % 2);
+  return load_shared_word(buffers.num_steps(count % 2));
+}
+
+// Tells of the next steps of a column block, up to `count`, and returns how many these are: a lane of each, or,
+// where those that are hidden whole are left out, of one that is shown. steps: the number of the first one;
+// before: how many have been told of the column block; seen: how many of its steps have been looked at.
+template <class Buffers>
+__device__ inline int tell_steps(const fa_cuda_arguments &a, const Buffers &buffers,
+                                 const typename Buffers::Work &work, uint32_t steps, int finder, int before,
+                                 int count, int &seen) {
+  const int lane = threadIdx.x % 32;
+  int told = 0;
+  if constexpr (Buffers::Shape::skips_hidden) {
+#pragma unroll 1
+    while (told < count && seen < work.num_steps) {
+      const bool is_there = seen + lane < work.num_steps;
+      const typename Buffers::Work::Step step = work.step_after(a, is_there ? seen + lane : 0);
+      const bool shows = is_there && work.shows(a, step);
+      const uint32_t shown = __ballot_sync(~0u, shows);
+      const int place = told + __popc(shown & ((1u << lane) - 1));
+      if (shows && place < count) work.tell_step(a, step, buffers.visit(steps + place, finder));
+      told += __popc(shown);
+      seen += told <= count ? 32 : __ffs(__ballot_sync(~0u, shows && place == count)) - 1;
+    }
+  } else {
+    if (lane < count) work.tell_step(a, work.step_after(a, before + lane), buffers.visit(steps + lane, finder));
+    told = count;
+  }
+  __syncwarp();
+  return min(told, count);
 }
 
 // The same with bands. Each lane finds one of the next steps and tells of it: one at a time would take longer
@@ -546,26 +604,25 @@ __device__ inline void load_told_sides(const fa_cuda_arguments &a, const fa_cuda
   using Work = typename Buffers::Work;
   constexpr int FINDER = BEGIN == K_SIDE ? 0 : 1;
   const int lane = threadIdx.x % 32;
-  int num_steps = 0;
+  int num_steps = 0, seen = 0;
 #pragma unroll 1
   for (int first = 0; first == 0 || first < num_steps; first += Buffers::FOUND) {
     int batch, column;
     {
       Work work;
       if (!find_work(a, index, work)) return;
-      num_steps = uniform(work.num_steps);
-      if (num_steps == 0) {
-        if (Buffers::TELLS_SENDER && lane == 0) tell_num_steps(buffers, count, 0);
-        if (Buffers::leaves_zeros(a) && lane == 0) leave_zeros(a, maps, buffers, work);
-        return;
-      }
+      if (first == 0) num_steps = uniform(work.num_steps);
       batch = uniform(work.block.batch), column = uniform(work.columns.begin);
-      if (first == 0 && BEGIN == K_SIDE && lane == 0) prefetch_columns<Buffers>(a, maps, work);
-      if (lane < min(num_steps - first, Buffers::FOUND))
-        work.tell_step(a, work.step_after(a, first + lane), buffers.visit(steps + lane, FINDER));
-      __syncwarp();
+      if (first == 0 && num_steps > 0 && BEGIN == K_SIDE && lane == 0) prefetch_columns<Buffers>(a, maps, work);
+      const int told =
+          tell_steps(a, buffers, work, steps, FINDER, first, min(num_steps - first, Buffers::FOUND), seen);
       if (first == 0) {
+        if constexpr (Buffers::Shape::skips_hidden) num_steps = told + work.count_shown(a, seen);
         if (Buffers::TELLS_SENDER && lane == 0) tell_num_steps(buffers, count, num_steps);
+        if (num_steps == 0) {
+          if (Buffers::leaves_zeros(a) && lane == 0) leave_zeros(a, maps, buffers, work);
+          return;
+        }
         const StepRows rows = Work::heard_rows(buffers.visit(steps, FINDER));
 #pragma unroll
         for (int side = BEGIN; side < END; side++) {
@@ -778,23 +835,26 @@ __device__ inline void send_dq(const fa_cuda_arguments &a, const Buffers &buffer
 // The same of steps that are told.
 template <bool IN_ORDER, class Buffers>
 __device__ inline void send_told_dq(const fa_cuda_arguments &a, const Buffers &buffers) {
+  using Work = typename Buffers::Work;
   static_assert(Buffers::Shape::dq_shares == 1, "one warp sends all of a step's");
   const int lane = threadIdx.x % 32;
   uint32_t steps = 0;
   for (uint32_t blocks = 0;; next_work(buffers, blocks)) {
-    barrier_wait(buffers.barrier(STEPS_FULL, blocks % 2), blocks / 2 % 2);
-    int steps_left = uniform(load_shared_word(buffers.num_steps(blocks % 2)));
+    int steps_left = uniform(hear_num_steps(buffers, blocks));
     if (steps_left < 0) return;
 #pragma unroll 1
     while (steps_left > 0) {
       // Of steps that consumers have come to before they left dq of the one before these.
       const int num_steps = min(steps_left, Buffers::FOUND), own = min(lane, num_steps - 1);
-      const int position = Buffers::Work::heard_position(buffers.visit(steps + own));
-      send_steps(a, buffers, 0, IN_ORDER, num_steps, position, [&] {
-        typename Buffers::Work work;
+      const uint32_t told = buffers.visit(steps + own);
+      const int position = Work::heard_position(told);
+      auto place_of = [&] {
+        if (Buffers::Shape::skips_hidden) return Work::heard_place(told);
+        Work work;
         find_work(a, load_shared_word(buffers.block(blocks % 2)), work);
         return work.place_of(a, work.step_after(a, work.num_steps - steps_left + own));
-      });
+      };
+      send_steps(a, buffers, 0, IN_ORDER, num_steps, position, place_of);
       steps += num_steps, steps_left -= num_steps;
     }
   }
@@ -873,7 +933,7 @@ __device__ inline void write_dq(const fa_cuda_arguments &a, const fa_cuda_maps &
   const int num_positions = a.batch * a.num_heads * a.num_q_blocks;
   const uint32_t from = buffers.sum(writer), tile = buffers.piece(writer);
   const uint32_t full = buffers.barrier(SUM_FULL, writer);
-  if constexpr (Buffers::general) report_unseen<Shape::num_writers>(a, writer);
+  if constexpr (Buffers::general) report_unseen<Shape>(a, writer);
   for (uint32_t phase = 0;;) {
     const int index = uniform(lane == 0 ? atomicAdd(a.tickets + 1, 1) : 0);
     if (index >= num_positions) break;
@@ -936,7 +996,7 @@ __device__ inline void write_dq(const fa_cuda_arguments &a, const fa_cuda_maps &
     if (lane == 0 && sums_again) {
       if (!is_unseen) bulk_wait_done<0>();
       count_on(a.dq_order + position + a.num_sums);
-      if constexpr (Buffers::general) report_if_unseen(a, row_block_at(a, position + a.num_sums));
+      if constexpr (Buffers::general) report_if_unseen<Shape>(a, row_block_at(a, position + a.num_sums));
     }
   }
   if (lane == 0) bulk_wait_read<0>();

@@ -128,13 +128,18 @@ struct LaneFlags {
     for (int half = 0; half < 2; half++)
       of_rows[half] = WHOLE ? load_shared_word(own + half * 8 * NT) : load_shared_half(own + half * 8 * NT);
   }
+  // Bits that ptxas finds beside each other become predicates together. In a backward it had better not find
+  // so many: TILES a row, of eight columns each.
+  template <int TILES>
   __device__ void hide(float (&scores)[NT][4]) const {
     static_assert(NT == 16 || NT == 8, "words have so many bits for each row");
 #pragma unroll
-    for (int n = 0; n < NT; n++)
+    for (int first = 0; first < NT; first += TILES)
 #pragma unroll
-      for (int i = 0; i < 4; i++)
-        if (!(of_rows[i / 2] >> (n * 2 + i % 2) & 1)) scores[n][i] = -INFINITY;
+      for (int half = 0; half < 2; half++)
+#pragma unroll
+        for (int i = first * 2; i < (first + TILES) * 2; i++)
+          if (!(of_rows[half] >> i & 1)) scores[i / 2][half * 2 + i % 2] = -INFINITY;
   }
 };
 

@@ -409,7 +409,7 @@ struct Consumer {
   }
   __device__ void hide_by_flags([[maybe_unused]] uint32_t flags) {
     if constexpr (Shape::has_flags)
-      if (hides(flags)) lane_flags.hide(scores[0]);
+      if (hides(flags)) lane_flags.template hide<4>(scores[0]);
   }
 
   // Adds to a visit's products what the program does; due: see add_slopes.
@@ -797,8 +797,10 @@ __global__ void __launch_bounds__(Shape::num_threads, 1)
   }
 }
 
+// least_scores: see fa_cuda_kernel.
 template <class Kind, class Shape, bool GENERAL>
-constexpr fa_cuda_kernel row(const char *name) {
+constexpr fa_cuda_kernel row(const char *name, int least_columns = Shape::least_columns,
+                             int64_t least_scores = 0) {
   return {
       .name = name,
       .bucket = Shape::head_dim,
@@ -806,7 +808,8 @@ constexpr fa_cuda_kernel row(const char *name) {
       .block_k = Shape::block_k,
       .num_threads = Shape::num_threads,
       .shared_bytes = ForwardBuffers<Kind, Shape, GENERAL>::BYTES,
-      .least_columns = Shape::least_columns,
+      .least_columns = least_columns,
+      .least_scores = least_scores,
       .takes = takes_of_forms(GENERAL, Shape::forms) | takes_of_program(Shape::whole_program, true, GENERAL),
       .mapped = true,
       .persistent = true,
@@ -823,9 +826,11 @@ constexpr fa_cuda_kernel row(const char *name) {
 // Kernels for plain problems, and general ones that take bands; some for parts of keys; and some that take
 // programs too, whose consumers need registers for what is added. f32's forward leaves programs to the portable
 // kernels, as its backward does, which must round scores as the forward did.
-#define ROW(rest, general, ...)                                                        \
-  fa::hopper::row<fa::kinds::FA_KIND, fa::hopper::ForwardShape<__VA_ARGS__>, general>( \
-      "cuda/sm90/" FA_QUOTE(FA_KIND) rest)
+#define KERNEL(general, ...)    fa::hopper::row<fa::kinds::FA_KIND, fa::hopper::ForwardShape<__VA_ARGS__>, general>
+#define NAME(rest)              "cuda/sm90/" FA_QUOTE(FA_KIND) rest
+#define ROW(rest, general, ...) KERNEL(general, __VA_ARGS__)(NAME(rest))
+// For problems that are so long, and take so long, that a small kernel before this one does not matter.
+#define LONG_ROW(rest, general, ...) KERNEL(general, __VA_ARGS__)(NAME(rest), 2048, 1 << 28)
 
 // Registers a consumer's thread needs for its arrays: (block_k * 1.5 + head_dim) / 2, and block_k + head_dim of
 // f32 in two parts (at 256 3/4 of head_dim). Three consumers at 64, which use each column block for 192 rows;
@@ -845,8 +850,9 @@ const fa_cuda_kernel FA_JOIN(fa_hopper_forward_, FA_KIND)[] = {
 #else
     ROW("/d64/parts", false, 64, 128, 2, 2, 216, 72, FORMS | IN_PARTS),
     ROW("/d128/parts", false, 128, 128, 2, 2, 240, 24, FORMS | HOLDS_Q | IN_PARTS),
+    LONG_ROW("/d64/long/general", true, 64, 128, 3, 2, 160, 32, FORMS | FOLLOWS),
     ROW("/d64", false, 64, 128, 3, 2, 160, 32, FORMS),
-    ROW("/d64/long/general", true, 64, 128, 3, 2, 160, 32, FOLLOWS),
+    ROW("/d64/long/general", true, 64, 128, 3, 2, 160, 32, FORMS | FOLLOWS),
     ROW("/d64/general", true, 64, 128, 3, 2, 160, 32, 0),
     ROW("/d64/general/forms", true, 64, 128, 3, 2, 160, 32, FORMS),
     ROW("/d64/keys", false, 64, 128, 3, 2, 160, 32, FOLLOWS, KEYS),
@@ -863,7 +869,7 @@ const fa_cuda_kernel FA_JOIN(fa_hopper_forward_, FA_KIND)[] = {
     ROW("/d128/long/forms", false, 128, 128, 2, 2, 240, 24, FORMS | HOLDS_Q | FOLLOWS),
     ROW("/d128", false, 128, 128, 2, 2, 240, 24, HOLDS_Q),
     ROW("/d128/forms", false, 128, 128, 2, 2, 240, 24, FORMS | HOLDS_Q),
-    ROW("/d128/long/general", true, 128, 128, 2, 2, 240, 24, HOLDS_Q | FOLLOWS),
+    ROW("/d128/long/general", true, 128, 128, 2, 2, 240, 24, HOLDS_Q | FOLLOWS | WAITS_LATE),
     ROW("/d128/general", true, 128, 128, 2, 2, 240, 24, HOLDS_Q),
     ROW("/d128/general/forms", true, 128, 128, 2, 2, 240, 24, FORMS | HOLDS_Q),
     ROW("/d128/keys", false, 128, 128, 2, 2, 240, 24, FOLLOWS | FINDS_RUNS, KEYS),

@@ -9,7 +9,8 @@ namespace fa {
 namespace hopper {
 
 // What a kernel has code for, or does.
-// FORMS: takes scores of any form; without that code those with bands or slopes are 1 to 3 % faster.
+// FORMS: takes scores of any form; without that code those with bands or slopes are 1 to 3 % faster, but at 64
+// where exponentials follow 1 to 2 % slower.
 // HOLDS_Q: a consumer's rows of q are in its registers.
 // FOLLOWS: exponentials are made against the last reference, and once more where that turns out to be too low.
 // Where problems are short it is no gain, so that there are rows with it and without.

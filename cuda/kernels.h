@@ -93,11 +93,14 @@ typedef struct fa_cuda_keys {
  * round in a backward. Of each block of 128 or 64 columns a row has four words, of 32 bits or 16, of which the
  * i-th has those of columns 8n + 2i and the next as its bits 2n and 2n + 1: 1 where the score is shown, 0 where
  * it is hidden or not there. Where nothing is seen they are not written. */
-enum { FA_CUDA_FLAG_ROWS = 64, FA_CUDA_MOST_FLAG_COLUMNS = 128 };
+enum { FA_CUDA_FLAG_ROWS = 64, FA_CUDA_SHOWN_ROWS = 32, FA_CUDA_MOST_FLAG_COLUMNS = 128 };
 typedef struct fa_cuda_flags {
   void *words; /* [batch or 1, num_heads or 1, num_blocks, num_rows, 4], or NULL */
   /* Of a forward, what FA_CUDA_FLAG_ROWS rows ask for in each block, FA_CUDA_KEYS_SHOW, FA_CUDA_KEYS_HIDE:
-   * [batch or 1, num_heads or 1, num_rows / FA_CUDA_FLAG_ROWS, num_blocks]. */
+   * [batch or 1, num_heads or 1, num_rows / FA_CUDA_FLAG_ROWS, num_blocks]. Of a backward, of each block of
+   * flags, which is a row block, and FA_CUDA_MOST_FLAG_COLUMNS keys 1 if something is shown there, and else 0:
+   * [batch or 1, num_heads or 1, num_blocks, num_rows / FA_CUDA_SHOWN_ROWS], of which only the first are so
+   * many keys', and the rest 0. */
   uint8_t *kinds;
   int64_t stride_batch, stride_head;     /* in rows of blocks */
   int32_t num_rows, num_blocks, columns; /* columns: of a block; the others in whole tiles */
@@ -386,7 +389,8 @@ typedef struct fa_cuda_kernel {
   int32_t bucket; /* the largest head_dim that it takes */
   int32_t block_q, block_k, num_threads;
   int32_t shared_bytes;
-  int32_t least_columns; /* not for problems whose rows see fewer, on average */
+  int32_t least_columns; /* not for problems whose rows see fewer, on average, */
+  int64_t least_scores;  /* or that have fewer scores */
   uint32_t takes;        /* which needs of a problem it serves */
   int32_t row_warps;     /* backward, of one that takes a bias: so many warps share a column of a step */
   bool mapped;           /* main reads by fa_cuda_maps */

@@ -218,15 +218,19 @@ struct Visits {
 };
 
 // How many visits of a row block come before that of a column block in a band, where they are ordered by column
-// blocks, and by bands where these are the same. plan: that of the row block.
-template <class Shape>
+// blocks, and by bands where these are the same. plan: that of the row block; count(blocks): how many of these,
+// which follow one another, are visited at all.
+struct AllBlocks {
+  __device__ int operator()(Range blocks) const { return blocks.end - blocks.begin; }
+};
+template <class Shape, class Count = AllBlocks>
 __device__ inline int place_of_visit(const fa_cuda_arguments &a, int batch, const fa_cuda_block_plan &plan,
-                                     Range rows, int k_block, int number) {
+                                     Range rows, int k_block, int number, Count count = Count()) {
   int place = 0;
   for (int n = plan.first_band; n < plan.end_band; n++) {
     const Blocks blocks = blocks_of(seen_in_band<true>(band_at(a, batch, n), rows), Shape::block_k);
-    const int before = min(max(blocks.place_of(k_block), 0), blocks.count);
-    place += before + (n < number && blocks.place_of(k_block) == before && before < blocks.count);
+    const int before = min(max(blocks.place_of(k_block + (n < number)), 0), blocks.count);
+    place += count({blocks.at(blocks.count - 1), blocks.at(blocks.count - 1) + before});
   }
   return place;
 }

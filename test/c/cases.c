@@ -402,6 +402,11 @@ static const fa_case cases[] = {
            .head_dim = 128, MASK(1, 2, 391), CAUSAL, .num_sinks = 1),
     ROW("mask of scores, a window", LENGTHS(411, 500), .batch = 2, HEADS(2, 1), .head_dim = 128,
         MASK(2, 1, 411), WINDOW(200, 140), .deterministic = 1),
+    /* Of more row blocks, in one head and in all of a group, than a backward finds at a time. */
+    TAGGED("mask of scores, many rows", CASE_QUICK, LENGTHS(2200, 270), HEADS(2, 2), .head_dim = 128,
+           MASK(1, 2, 2200)),
+    TAGGED("mask of scores, many heads", CASE_QUICK, LENGTHS(600, 240), HEADS(8, 1), .head_dim = 64,
+           MASK(1, 8, 600), CAUSAL),
     ROW("mask of scores, bands", LENGTHS(359, 411), .batch = 2, HEADS(2, 1), .head_dim = 64, .bands_batch = 2,
         .num_bands = 4, MASK(2, 2, 359)),
     ROW("mask of scores, bands", LENGTHS(311, 359), HEADS(2, 2), .head_dim = 96, BANDS(3), MASK(1, 1, 311)),

@@ -755,6 +755,24 @@ static void test_few_keys(void) {
   }
 }
 
+/* On Hopper a forward of up to 64 columns of head_dim goes through visits where rows see many keys and there is
+ * much to do. */
+static void test_long(void) {
+  fa_problem is_long = problem_of(FA_DTYPE_BF16, 1, 2048, 64, 64);
+  is_long.window_right = FA_UNBOUNDED;
+  fa_problem causal = is_long, window = is_long, few_heads = is_long, wide = is_long;
+  causal.window_right = 0, window.window_left = 900, few_heads.num_heads = few_heads.num_kv_heads = 63;
+  wide.head_dim = 72;
+  const fa_problem *const problems[] = {&is_long, &causal, &window, &few_heads, &wide};
+  for (int i = 0; i < (int)(sizeof problems / sizeof *problems); i++) {
+    fa_plan plan;
+    fa_error error;
+    must(fa_plan_init(&plan, problems[i], FA_PASS_FORWARD, cuda, &error), &error);
+    if (!strstr(plan.kernel, "sm90")) continue;
+    CHECK((strstr(plan.kernel, "/long/general") != NULL) == (i == 0), "problem %d: %s", i, plan.kernel);
+  }
+}
+
 /* Kernels for Hopper without code for other forms of scores leave these to others, which plain problems do not
  * get. */
 static void test_forms(void) {
@@ -847,6 +865,7 @@ int main(int argc, char **argv) {
   test_origins();
   test_long_plan();
   test_few_keys();
+  test_long();
   test_forms();
   test_uneven();
   test_statistics_beside();
