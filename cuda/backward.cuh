@@ -77,14 +77,15 @@ struct ShownBlocks {
   }
 };
 
-// How many times a row block's dq is added to: in all, or, where steps that are hidden whole are left out,
-// before a column block adds in a band.
+// How many visits of a row block show something, of those before that of a column block in a band.
 template <class Shape>
 __device__ inline int shown_visits(const fa_cuda_arguments &a, const RowBlock &mine, int k_block, int number) {
   return place_of_visit<Shape>(a, mine.batch, plan_at<true>(a, mine.batch, mine.q_block),
                                row_range<Shape>(sequence_of(a, mine.batch), mine.q_block), k_block, number,
                                ShownBlocks(a, mine));
 }
+
+// How many times a row block's dq is added to.
 template <class Shape, bool GENERAL>
 __device__ inline int num_additions(const fa_cuda_arguments &a, const RowBlock &mine) {
   if constexpr (!GENERAL) {
