@@ -829,7 +829,9 @@ constexpr fa_cuda_kernel row(const char *name, int least_columns = Shape::least_
 #define KERNEL(general, ...)    fa::hopper::row<fa::kinds::FA_KIND, fa::hopper::ForwardShape<__VA_ARGS__>, general>
 #define NAME(rest)              "cuda/sm90/" FA_QUOTE(FA_KIND) rest
 #define ROW(rest, general, ...) KERNEL(general, __VA_ARGS__)(NAME(rest))
-// For problems that are so long, and take so long, that a small kernel before this one does not matter.
+// Of a kernel that takes bands, for problems without them, too, if these are so long, and take so long, that
+// the kernel of plans before it does not matter: at 64 its loop spills nothing, which that of the other one
+// does.
 #define LONG_ROW(rest, general, ...) KERNEL(general, __VA_ARGS__)(NAME(rest), 2048, 1 << 28)
 
 // Registers a consumer's thread needs for its arrays: (block_k * 1.5 + head_dim) / 2, and block_k + head_dim of

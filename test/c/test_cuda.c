@@ -41,6 +41,14 @@ static fa_problem problem_of(fa_dtype dtype, int64_t batch, int64_t seqlen, int6
   return problem;
 }
 
+/* The plan of a pass on the GPU, where there must be one. */
+static fa_plan plan_of(const fa_problem *problem, fa_pass pass) {
+  fa_plan plan;
+  fa_error error;
+  must(fa_plan_init(&plan, problem, pass, cuda, &error), &error);
+  return plan;
+}
+
 static size_t size_of(const fa_problem *problem, int id) {
   return (size_t)fa_tensor_shape(problem, id).size_bytes;
 }
@@ -673,16 +681,14 @@ static void test_out_of_memory(void) {
 static void test_needs(void) {
   for (size_t i = 0; i < NUM_DTYPES; i++)
     for (int64_t head_dim = 40; head_dim <= 256; head_dim += 72) {
-      fa_error error;
-      fa_plan plain, banded, biased;
       fa_problem problem = problem_of(dtypes[i], 1, 67, 1, head_dim);
-      must(fa_plan_init(&plain, &problem, FA_PASS_FORWARD, cuda, &error), &error);
+      const fa_plan plain = plan_of(&problem, FA_PASS_FORWARD);
       problem.bias_batch = problem.bias_heads = problem.bias_rows = 1;
-      must(fa_plan_init(&biased, &problem, FA_PASS_FORWARD, cuda, &error), &error);
+      const fa_plan biased = plan_of(&problem, FA_PASS_FORWARD);
       CHECK(strcmp(plain.kernel, biased.kernel) != 0, "%s with a bias too", plain.kernel);
       problem.bias_batch = problem.bias_heads = problem.bias_rows = 0;
       problem.bands_batch = problem.num_bands = 1;
-      must(fa_plan_init(&banded, &problem, FA_PASS_FORWARD, cuda, &error), &error);
+      const fa_plan banded = plan_of(&problem, FA_PASS_FORWARD);
       const size_t length = strlen(plain.kernel);
       CHECK(
           strncmp(plain.kernel, banded.kernel, length) == 0 && strcmp(banded.kernel + length, "/general") == 0,
@@ -746,9 +752,7 @@ static void test_few_keys(void) {
   single.window_right = FA_UNBOUNDED;
   const fa_problem *const problems[] = {&few_keys, &many_blocks, &few_rows, &hidden_rows, &single};
   for (int i = 0; i < (int)(sizeof problems / sizeof *problems); i++) {
-    fa_plan plan;
-    fa_error error;
-    must(fa_plan_init(&plan, problems[i], FA_PASS_BACKWARD, cuda, &error), &error);
+    const fa_plan plan = plan_of(problems[i], FA_PASS_BACKWARD);
     if (!strstr(plan.kernel, "sm90")) continue;
     CHECK((strstr(plan.kernel, "/general") != NULL) == (i == 0), "problem %d: %s", i, plan.kernel);
     CHECK((strstr(plan.kernel, "/single") != NULL) == (i == 4), "problem %d: %s", i, plan.kernel);
@@ -765,9 +769,7 @@ static void test_long(void) {
   wide.head_dim = 72;
   const fa_problem *const problems[] = {&is_long, &causal, &window, &few_heads, &wide};
   for (int i = 0; i < (int)(sizeof problems / sizeof *problems); i++) {
-    fa_plan plan;
-    fa_error error;
-    must(fa_plan_init(&plan, problems[i], FA_PASS_FORWARD, cuda, &error), &error);
+    const fa_plan plan = plan_of(problems[i], FA_PASS_FORWARD);
     if (!strstr(plan.kernel, "sm90")) continue;
     CHECK((strstr(plan.kernel, "/long/general") != NULL) == (i == 0), "problem %d: %s", i, plan.kernel);
   }
@@ -786,9 +788,7 @@ static void test_forms(void) {
       for (int pass = FA_PASS_FORWARD; pass <= FA_PASS_BACKWARD; pass++) {
         fa_problem problem = *problems[i];
         problem.num_bands = bands, problem.bands_batch = bands;
-        fa_plan plan;
-        fa_error error;
-        must(fa_plan_init(&plan, &problem, (fa_pass)pass, cuda, &error), &error);
+        const fa_plan plan = plan_of(&problem, (fa_pass)pass);
         if (strstr(plan.kernel, "sm90"))
           CHECK((strstr(plan.kernel, "/forms") != NULL) == (i > 0), "problem %d, %d bands: %s", i, bands,
                 plan.kernel);
@@ -804,9 +804,7 @@ static void test_uneven(void) {
   bands.num_bands = bands.bands_batch = 1;
   const fa_problem *const problems[] = {&full, &causal, &window, &bands};
   for (int i = 0; i < (int)(sizeof problems / sizeof *problems); i++) {
-    fa_plan plan;
-    fa_error error;
-    must(fa_plan_init(&plan, problems[i], FA_PASS_BACKWARD, cuda, &error), &error);
+    const fa_plan plan = plan_of(problems[i], FA_PASS_BACKWARD);
     if (!strstr(plan.kernel, "sm90")) continue;
     CHECK((strstr(plan.kernel, "/uneven") != NULL) == (i == 1 || i == 2), "problem %d: %s", i, plan.kernel);
     CHECK((strstr(plan.kernel, "/general") != NULL) == (i == 3), "problem %d: %s", i, plan.kernel);
