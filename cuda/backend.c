@@ -938,9 +938,12 @@ static bool merges_behind(const fa_cuda_kernel *kernel, const fa_cuda_parts *par
   return kernel->merge && parts->num_parts > 1 && !parts->in_cluster;
 }
 
-/* Whether main of few rows writes o and has to mend it. */
-static bool mends_few(const fa_cuda_kernel *kernel, const cuda_job *job) {
-  return kernel->merge && job->arguments.suspect && !merges_behind(kernel, &job->parts);
+/* Whether main itself makes again what is NaN beside hidden cells: where it is main that writes o. */
+static bool main_mends(const fa_cuda_kernel *kernel, const cuda_job *job) {
+  return kernel->main_that_mends && job->arguments.suspect && !merges_behind(kernel, &job->parts);
+}
+static const void *main_of(const fa_cuda_kernel *kernel, const cuda_job *job) {
+  return main_mends(kernel, job) ? kernel->main_that_mends : kernel->main;
 }
 
 /* What a kernel for few rows is told beside its arguments. Its row blocks are of packed rows. */
@@ -1067,6 +1070,8 @@ static cuda_job lay_out(const fa_plan *plan, const fa_cuda_kernel *kernel, const
     a->delta = fa_take(&workspace, rows * a->padded_rows, sizeof *a->delta);
   }
   if (hides_cells(p, backward)) a->suspect = fa_take(&workspace, 1, sizeof *a->suspect);
+  if (hides_cells(p, backward) && kernel->leaves_notes)
+    a->notes = fa_take(&workspace, rows * a->padded_rows / 16, sizeof *a->notes);
   job.looks_at_columns = backward && leaves_columns(p) && !kernel->finish_dq;
   lay_out_keys(p, kernel, &workspace, &job);
   lay_out_flags(plan, kernel, &workspace, &job);
@@ -1153,7 +1158,7 @@ static cudaError_t launch_main(const fa_cuda_kernel *kernel, int64_t number, cud
                                cudaStream_t stream) {
   if (kernel->persistent && number > job->num_multiprocessors) number = job->num_multiprocessors;
   return (kernel->begins_early ? fa_cuda_launch_early : fa_cuda_launch)(
-      kernel->main, blocks(number), kernel->num_threads, kernel->shared_bytes,
+      main_of(kernel, job), blocks(number), kernel->num_threads, kernel->shared_bytes,
       (void *[]){&job->arguments, &job->maps}, stream);
 }
 
@@ -1246,8 +1251,7 @@ static fa_status launch_parts(const fa_cuda_kernel *kernel, cuda_job *job, cudaS
                                      .stream = stream,
                                      .attrs = &cluster,
                                      .numAttrs = parts->in_cluster ? 1 : 0};
-  CHECK(
-      cudaLaunchKernelExC(&config, mends_few(kernel, job) ? kernel->main_that_mends : kernel->main, arguments));
+  CHECK(cudaLaunchKernelExC(&config, main_of(kernel, job), arguments));
   if (!merges_behind(kernel, parts)) return FA_STATUS_OK;
   const int64_t rows_a_block = merging_groups(kernel) / parts->groups_a_row;
   operation = "launch of the merge";
@@ -1307,7 +1311,7 @@ static fa_status launch_mending(const fa_plan *plan, const fa_cuda_kernel *kerne
                      : kernel->merge ? fa_cuda_mend_few_kernels[kind]
                                      : fa_cuda_mend_forward_kernels[kind];
   void *beside = backward ? (void *)&job->gradients : (void *)&job->parts.cache;
-  if (!job->arguments.suspect || kernel->mends || mends_few(kernel, job)) return FA_STATUS_OK;
+  if (!job->arguments.suspect || main_mends(kernel, job)) return FA_STATUS_OK;
   CHECK((job->launches_early ? fa_cuda_launch_early : fa_cuda_launch)(
       mend, blocks(job->num_multiprocessors), FA_CUDA_SMALL_KERNEL_THREADS, 0,
       (void *[]){&job->arguments, beside}, stream));

@@ -17,14 +17,16 @@ namespace hopper {
 // Consumers take turns at starting their products, so that the softmax of one meets the products of another.
 template <int NUM_CONSUMERS>
 struct Turns {
-  int consumer;
-  __device__ Turns(int consumer) : consumer(consumer) {
+  int consumer, before;
+  __device__ Turns(int consumer)
+      : consumer(consumer), before(uniform((threadIdx.x / WARPGROUP + NUM_CONSUMERS - 2) % NUM_CONSUMERS + 1)) {
     if (consumer == NUM_CONSUMERS - 1) pass();  // the first turn is consumer 0's
   }
-  // A barrier has the number of who passes the turn: it is worked out whenever it is wanted, and the next one
-  // waits for a pass, not for its own wait. At head_dim 64 these few cycles are 4 % of the speed.
+  // A barrier has the number of who passes the turn, as the next one waits for that. Which one to wait at is
+  // known beforehand where there are three: ptxas would work it out of `consumer` at each wait, and these few
+  // cycles are 4 % of the speed.
   __device__ void wait() const {
-    named_barrier_wait(1 + (consumer + NUM_CONSUMERS - 1) % NUM_CONSUMERS, 2 * WARPGROUP);
+    named_barrier_wait(NUM_CONSUMERS > 2 ? before : 1 + (consumer + 1) % 2, 2 * WARPGROUP);
   }
   __device__ void pass() const { named_barrier_arrive(1 + consumer, 2 * WARPGROUP); }
 };
@@ -78,7 +80,7 @@ __device__ inline int split_rows(uint32_t tile, int tile_row) {
 }
 
 // A consumer: a warpgroup, and what its threads hold while they go through tiles.
-template <class Kind, class Shape, bool GENERAL>
+template <class Kind, class Shape, bool GENERAL, Mending MENDING>
 struct Consumer {
   using Buffers = ForwardBuffers<Kind, Shape, GENERAL>;
   using Stage = typename Buffers::Stage;
@@ -119,6 +121,8 @@ struct Consumer {
   Softmax softmax;
   // Of the visit whose product is due: whether v has columns that its band does not have.
   bool lacks_columns = false;
+  // Of the tile, without bands: where a column block may begin that all of the consumer's rows see whole.
+  int first_whole, last_whole;
   fa_words row_words[1];     // of dropout: those of the lane's rows
   LaneFlags<NT> lane_flags;  // of the visit whose scores are due
   float slope;               // of the tile's head
@@ -237,8 +241,12 @@ struct Consumer {
     return Shape::forms == ANY_FORM ? a.score : fa_cuda_score(known_score<Shape::forms>(a.score));
   }
   __device__ void make_scores_of(int column, float unscale, int num_columns = Shape::block_k) {
-    make_scores<Kind, false, 1, NT>(scores, a, form(), {row, row + 64}, {column, column + Shape::block_k},
-                                    {tile.batch, tile.head, first_row, column}, unscale, num_columns);
+    const Place at = {tile.batch, tile.head, first_row, column};
+    if constexpr (!Shape::knows_whole)
+      return make_scores<Kind, false, 1, NT>(scores, a, form(), {row, row + 64},
+                                             {column, column + Shape::block_k}, at, unscale, num_columns);
+    finish_scores<Kind, 1, NT>(scores, form(), unscale);
+    if (!is_whole(column)) mask_scores<false, 1, NT>(scores, whole_band(a), at, num_columns);
   }
   // What scores are due beside the terms of slopes: see lie_behind.
   using Due = std::conditional_t<Shape::has_slopes, float[1][2], NothingDue>;
@@ -294,13 +302,15 @@ struct Consumer {
                            q.tile + QTile::offset(warp_row + threadIdx.x % 16, k * 2 + threadIdx.x % 32 / 16));
   }
 
-  // How many visits, that of a column and those behind it, all of the consumer's rows see whole.
-  __device__ int run_from(int column, int end) const {
+  __device__ void find_whole() {
     const fa_band band = sequence_of(a, tile.batch).band;
-    const Range whole = {fa_band_columns(band, {row + 63, row + 64}).begin,
-                         fa_band_columns(band, {row, row + 1}).end};
-    if (column < whole.begin || column + Shape::block_k > whole.end) return 0;
-    return min(end - visited, (column - whole.begin) / Shape::block_k + 1);
+    first_whole = fa_band_columns(band, {row + 63, row + 64}).begin;
+    last_whole = fa_band_columns(band, {row, row + 1}).end - Shape::block_k;
+  }
+  __device__ bool is_whole(int column) const { return column >= first_whole && column <= last_whole; }
+  // How many visits, that of a column and those behind it, are such.
+  __device__ int run_from(int column, int end) const {
+    return is_whole(column) ? min(end - visited, (column - first_whole) / Shape::block_k + 1) : 0;
   }
 
   // Goes through the consumer's own column blocks: the scores of each are computed beside o's product of the
@@ -309,6 +319,7 @@ struct Consumer {
     const BoxOperand<QTile, true> q_rows(q.tile, consumer * 64);
     int column = block_at<Shape>(a, tile, visited) * Shape::block_k;
     float of_scores = unscaling(exponent_q, a.k, column), of_o = unscaling(P_EXPONENT, a.v, column);
+    find_whole();
     barrier_wait(buffers.k(ring.stage).full, ring.phase);
     bool behind = is_behind(column);
     start_scores(q_rows, buffers.k(ring.stage), ring.stage, behind);
@@ -666,7 +677,8 @@ struct Consumer {
   __device__ void store_o(Stage q, const float (&scale)[1][2]) {
     const Sequence sequence = sequence_out();
     const bool is_nan = a.suspect && __any_sync(~0u, isnan(sum_of_products(o)));
-    if (!Shape::mends && is_nan) note_suspect(a);
+    if (MENDING == BEHIND && is_nan) note_suspect(a);
+    if (MENDING == AT_END && is_nan) note_rows();
     if constexpr (STORES_ITSELF) {
       store_accumulator<Out, 1, DT>(row_of<Out>(a.o, sequence, tile.head, first_row), a.o.stride_row,
                                     sequence.num_rows() - first_row, a.head_dim, o, scale);
@@ -681,7 +693,19 @@ struct Consumer {
       stored = q.empty;
       if (Buffers::Q_STAGES == 1) release_stored();
     }
-    if (Shape::mends && __builtin_expect(is_nan, 0)) mend_o();
+    if (MENDING == IN_PLACE && __builtin_expect(is_nan, 0)) mend_o();
+  }
+
+  // Notes that the warp is to mend its rows when it has taken its last tile.
+  __device__ void note_rows() const {
+    a.notes[sixteen_rows_at(a, tile.batch, tile.head, first_row)] = own_note(a);
+    store_shared(buffers.noted(), uint32_t(1));
+  }
+  __device__ void mend_noted() const {
+    if (!__any_sync(~0u, load_shared_word(buffers.noted()) != 0)) return;
+    if (!STORES_ITSELF && threadIdx.x % 32 == 0) bulk_wait_done<0>();
+    __syncwarp();
+    mend_noted_rows<Kind, Out, Shape::head_dim, Shape::folds>(a);
   }
 
   // See isolation.cuh.
@@ -766,6 +790,7 @@ struct Consumer {
       else
         consume_tile();
     if (threadIdx.x % 32 == 0) bulk_wait_read<0>();
+    if constexpr (MENDING == AT_END) mend_noted();
   }
 };
 
@@ -773,7 +798,7 @@ struct Consumer {
 template <class Kind, class Shape, bool GENERAL>
 constexpr bool begins_early = GENERAL || Kind::SCALED || Shape::folds;
 
-template <class Kind, class Shape, bool GENERAL>
+template <class Kind, class Shape, bool GENERAL, Mending MENDING>
 __global__ void __launch_bounds__(Shape::num_threads, 1)
     forward(const __grid_constant__ fa_cuda_arguments a, const __grid_constant__ fa_cuda_maps maps) {
   FA_DYNAMIC_SHARED(1024, uint8_t, shared);
@@ -793,7 +818,7 @@ __global__ void __launch_bounds__(Shape::num_threads, 1)
     }
   } else {
     take_registers<ForwardRegisters<Shape, GENERAL>::CONSUMER>();
-    Consumer<Kind, Shape, GENERAL>(a, maps, buffers, warpgroup - 1).consume();
+    Consumer<Kind, Shape, GENERAL, MENDING>(a, maps, buffers, warpgroup - 1).consume();
   }
 }
 
@@ -801,6 +826,9 @@ __global__ void __launch_bounds__(Shape::num_threads, 1)
 template <class Kind, class Shape, bool GENERAL>
 constexpr fa_cuda_kernel row(const char *name, int least_columns = Shape::least_columns,
                              int64_t least_scores = 0) {
+  constexpr Mending MENDING = mending<Kind, Shape, GENERAL>;
+  // Of plain problems without a mask, which hide nothing: what mends is 1 % of short ones' time.
+  constexpr Mending OF_MAIN = MENDING == AT_END && !GENERAL && !Shape::whole_program ? BEHIND : MENDING;
   return {
       .name = name,
       .bucket = Shape::head_dim,
@@ -814,10 +842,12 @@ constexpr fa_cuda_kernel row(const char *name, int least_columns = Shape::least_
       .mapped = true,
       .persistent = true,
       .begins_early = begins_early<Kind, Shape, GENERAL>,
-      .mends = Shape::mends,
+      .leaves_notes = MENDING == AT_END,
       .folds = Shape::folds,
       .in_parts = Shape::in_parts,
-      .main = address_of_kernel(forward<Kind, Shape, GENERAL>)};
+      .main = address_of_kernel(forward<Kind, Shape, GENERAL, OF_MAIN>),
+      .main_that_mends =
+          MENDING == BEHIND ? nullptr : address_of_kernel(forward<Kind, Shape, GENERAL, MENDING>)};
 }
 
 }  // namespace hopper

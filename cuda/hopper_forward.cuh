@@ -33,8 +33,9 @@ struct ForwardShape {
   static constexpr bool follows = TRAITS & FOLLOWS || PROGRAM == CELLS;
   // What may act on scores; then GENERAL, but for what is folded. And what of it changes those that are shown.
   static constexpr int whole_program = PROGRAM, program = acting_program(PROGRAM);
-  // Whether it makes again what is NaN itself. That more code is there costs others 3 % of their speed.
-  static constexpr bool mends = in_parts || (HEAD_DIM >= 128 && sizeof(typename kinds::FA_KIND::Io) == 2);
+  // Whether a consumer works out once a tile which columns all of its rows see whole. It has its price in
+  // registers: f32 is 1 to 2 % slower with it at 128, where others are 1 % faster.
+  static constexpr bool knows_whole = HEAD_DIM != 128 || sizeof(typename kinds::FA_KIND::Io) == 2;
   static constexpr bool folds = folds_terms(PROGRAM);
   static constexpr Forms forms = !(TRAITS & FORMS) ? USUAL_FORM : folds ? NO_SOFTCAP : ANY_FORM;
   static constexpr bool has_slopes = PROGRAM & SLOPES, has_keys = PROGRAM & KEYS, has_cells = PROGRAM & CELLS,
@@ -65,6 +66,16 @@ struct ForwardRegisters {
   static_assert(CONSUMER * Shape::num_consumers + PRODUCER <= EACH * (Shape::num_consumers + 1),
                 "no more than there are, or a consumer waits for them for ever");
 };
+
+// Who makes again what is NaN beside hidden cells, see isolation.cuh: a kernel behind this one, which takes
+// 2 us; or the warp that wrote it, at the end of the tile or at its own. That a call stands among their loops
+// costs kernels of 64 and of f32 3 % of their speed, and at their end it costs those of f32 and plain ones with
+// slopes 2 %.
+enum Mending { BEHIND, IN_PLACE, AT_END };
+template <class Kind, class Shape, bool GENERAL>
+constexpr Mending mending = Shape::in_parts || (Shape::head_dim >= 128 && !Kind::SCALED) ? IN_PLACE
+                            : Kind::SCALED || (Shape::has_slopes && !GENERAL)            ? BEHIND
+                                                                                         : AT_END;
 
 // Rows of a head that the consumers of a block of threads work on together.
 struct ForwardTile {
@@ -347,11 +358,13 @@ struct ForwardBuffers {
                        ZEROS_AT = LEFT_AT + (Shape::folds ? (NUM_LEFTS + 1) * LEFT_HALF : 0);
   static constexpr int BARRIERS_AT = ZEROS_AT + (Shape::folds ? KEYS_BYTES : 0),
                        NUM_BARRIERS = 2 * (Q_STAGES + 2 * STAGES);
+  static constexpr bool LEAVES_NOTES = mending<Kind, Shape, GENERAL> == AT_END;
   static constexpr int NUM_VISITS = 2 * STAGES, TOLD_AT = BARRIERS_AT + NUM_BARRIERS * 8,
                        NEXT_AT = TOLD_AT + GENERAL * NUM_VISITS * 16,
                        VISITS_AT = NEXT_AT + !GENERAL * STAGES * ForwardTile::WORDS * 4,
                        ORDER_AT = VISITS_AT + GENERAL * NUM_VISITS * ToldVisit::BYTES, MOST_ORDERED = 32,
-                       ZERO_BOX_AT = (ORDER_AT + GENERAL * MOST_ORDERED * 4 + 127) / 128 * 128;
+                       NOTED_AT = ORDER_AT + GENERAL * MOST_ORDERED * 4,
+                       ZERO_BOX_AT = (NOTED_AT + LEAVES_NOTES * 4 + 127) / 128 * 128;
   // Whether o of rows that see nothing is stored from there, without a tile: where there is room.
   static constexpr bool HAS_ZEROS =
       GENERAL && !Kind::SCALED && !Shape::in_parts && ZERO_BOX_AT + ZERO_BOX_BYTES <= 227 << 10;
@@ -389,6 +402,8 @@ struct ForwardBuffers {
   __device__ uint32_t read(uint32_t i) const { return told(i) + 8; }
   // Which batch comes at a place of the order.
   __device__ uint32_t batch_at(uint32_t place) const { return base + ORDER_AT + place * 4; }
+  // Whether a warp of the block has left a note.
+  __device__ uint32_t noted() const { return base + NOTED_AT; }
   __device__ uint32_t zero_box() const { return base + ZERO_BOX_AT; }
   // Sinks leave an lse to rows that see nothing, which consumers work out.
   __device__ static bool leaves_zeros(const fa_cuda_arguments &a) { return HAS_ZEROS && a.num_sinks == 0; }
@@ -413,6 +428,7 @@ struct ForwardBuffers {
       barrier_init(base + BARRIERS_AT + i * 8 + 8, ARRIVALS_OF_WARP * Shape::num_consumers * 4);
     }
     for (int i = 0; i < GENERAL * NUM_VISITS; i++) barrier_init(told(i), 1), barrier_init(read(i), 1);
+    if (LEAVES_NOTES) store_shared(noted(), uint32_t(0));
     barrier_init_done();
   }
 };

@@ -1,8 +1,9 @@
 // What a row does not see does not reach it, NaN and infinities included. Tensor cores multiply whole blocks: a
 // cell that is not visible has weight 0 there, and 0 times what is not finite is NaN. Where that may have
 // happened, what is NaN is made again by one warp, cell by cell, from those alone that are visible, until it is
-// NaN again: at the end of a tile, or by a small kernel behind one that has noted a suspicion. That is for
-// tensors that hold garbage, and as slow as it is plain.
+// NaN again: at the end of a tile; when the warp has taken its last tile, of whose rows it has left notes; or
+// by a small kernel behind one that has noted a suspicion. That is for tensors that hold garbage, and as slow
+// as it is plain.
 //
 //     o[i] = sum over j of keep * exp(s - lse) * v[j] / sum over j and sinks of exp(s - lse)
 //     dq[i] = scale * sum over j of ds * k[j]     dk[j] = scale * sum over i of ds * q[i]
@@ -288,6 +289,35 @@ __device__ __noinline__ void mend_rows(const fa_cuda_arguments &a, const RowsToM
         [&](int column) { return column_of<const Io>(a.k_rows, s, kv_head, column); },
         [&](int column) { return column_of<const Io>(a.v_rows, s, kv_head, column); });
     mended.template mend<FOLDS>(row_of<Out>(a.o, out, head, row), lse_at(a, out, head, row));
+  }
+}
+
+// ---- notes of rows to mend ----------------------------------------------------------------------------------
+
+// Rows belong to the warp that wrote them: another might find garbage there that is still to be overwritten. So
+// a note bears who left it, beside the call, and goes when it is read.
+__device__ inline int64_t own_note(const fa_cuda_arguments &a) {
+  return int64_t(a.call) << 32 | (blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32);
+}
+__device__ inline int sixteen_rows_at(const fa_cuda_arguments &a, int batch, int head, int row) {
+  return (batch * a.num_heads + head) * (a.padded_rows / 16) + row / 16;
+}
+
+// Mends the rows that this warp has left notes of. A function that is called, as mend_rows is.
+template <class Kind, class Out, int HEAD_DIM, bool FOLDS>
+__device__ __noinline__ void mend_noted_rows(const fa_cuda_arguments &a) {
+  const int64_t note = own_note(a);
+  const int a_head = a.padded_rows / 16, count = a.batch * a.num_heads * a_head;
+  for (int first = 0; all_say(first < count); first += 32) {
+    const int mine = first + int(threadIdx.x) % 32;
+    const bool is_own = mine < count && a.notes[mine] == note;
+    if (is_own) a.notes[mine] = 0;
+    for (uint32_t left = __ballot_sync(~0u, is_own); left; left &= left - 1) {
+      const int at = first + __ffs(left) - 1, row = at % a_head * 16, batch = at / a_head / a.num_heads;
+      mend_rows<Kind, Out, HEAD_DIM, FOLDS>(
+          a,
+          {batch, batch, at / a_head % a.num_heads, {row, row + 16}, {0, sequence_of(a, batch).num_columns()}});
+    }
   }
 }
 

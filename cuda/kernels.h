@@ -184,6 +184,9 @@ typedef struct fa_cuda_arguments {
    * before; if it is the call's by chance, that kernel looks in vain. */
   int32_t *suspect; /* NULL: every row sees every column */
   int32_t call;
+  /* Of a forward whose warps mend when they have taken their last tile: [batch, num_heads, padded_rows / 16],
+   * which warp of this call has found a NaN in what it wrote of 16 rows, or something else. */
+  int64_t *notes;
   /* Of kernels that take bands, which window bounds. The plans lie in the order in which their blocks are
    * begun, or ended: see fa_cuda_plan_order. */
   const int32_t *bands; /* [bands_batch, num_bands, 6], or NULL: the only one is the whole problem */
@@ -399,13 +402,13 @@ typedef struct fa_cuda_kernel {
   bool single_column;    /* backward: only for problems with one column block, which every row sees */
   bool splits_heads;     /* backward: a column block's query heads may be shared out, not only its steps */
   bool uneven;           /* backward: only for problems whose column blocks differ in length */
-  bool mends;            /* forward: main itself makes again what is NaN beside hidden cells */
+  bool leaves_notes;     /* forward: main mends when it has taken all tiles, see fa_cuda_arguments.notes */
   bool folds;            /* main makes numbers a key, or slopes, parts of q·k: fa_cuda_keys.terms */
   bool halves;           /* backward: main has halves of the p that dropout leaves: delta_factor is 2 kept */
   bool in_parts;         /* forward: keys are split into parts, whose o and lse a merge follows */
   const void *main;      /* one block a q block (forward) or k block (backward) of a head */
   const void
-      *main_that_mends;   /* few rows: the same that mends what it writes of o, for problems that hide cells */
+      *main_that_mends;   /* forward: main of problems that hide cells. NULL: a kernel behind main mends o */
   const void *statistics; /* backward, fa_cuda_dlse beside the arguments: delta, shift, and what begins at 0 */
   const void *statistics_beside; /* the same while main runs; what counts is 0 before; NULL: not possible */
   const void *finish_dq; /* backward: dq_sum to dq; one block of finish_threads a q block. NULL: main does it */

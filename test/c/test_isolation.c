@@ -256,27 +256,29 @@ static void test_planted(fa_device device) {
  */
 
 /* A band that leaves out the first and the last columns, or lengths that leave out the last ones: what k and v
- * hold there is garbage. In every family of kernels. */
+ * hold there is garbage. In every family of kernels; and with more tiles than a GPU has multiprocessors, so
+ * that one takes several of which all are to be made again. */
 static const struct {
-  int64_t seqlen_q, seqlen_k, head_dim, window_right;
+  int64_t batch, seqlen_q, seqlen_k, head_dim, window_right;
   unsigned has;
 } padded[] = {
-    {70, 200, 40, 0, 0},
-    {150, 300, 64, ANY, 0},
-    {140, 290, 128, 0, 0},
-    {90, 270, 192, ANY, 0},
-    {70, 190, 256, 0, 0},
-    {150, 333, 72, 0, WITH_KEY_LENGTHS},
-    {200, 310, 24, ANY, WITH_KEY_LENGTHS},
-    {130, 290, 64, 0, WITH_ALIBI},
-    {130, 290, 128, ANY, WITH_BIAS},
-    {70, 200, 128, 0, WITH_DROPOUT},
-    {80, 200, 64, ANY, WITH_BIAS | WITH_ALIBI | WITH_DROPOUT},
+    {2, 70, 200, 40, 0, 0},
+    {2, 150, 300, 64, ANY, 0},
+    {2, 140, 290, 128, 0, 0},
+    {2, 90, 270, 192, ANY, 0},
+    {2, 70, 190, 256, 0, 0},
+    {2, 150, 333, 72, 0, WITH_KEY_LENGTHS},
+    {2, 200, 310, 24, ANY, WITH_KEY_LENGTHS},
+    {2, 130, 290, 64, 0, WITH_ALIBI},
+    {2, 130, 290, 128, ANY, WITH_BIAS},
+    {2, 70, 200, 128, 0, WITH_DROPOUT},
+    {2, 80, 200, 64, ANY, WITH_BIAS | WITH_ALIBI | WITH_DROPOUT},
+    {75, 70, 90, 64, 0, WITH_KEY_LENGTHS},
 };
 
 static fa_problem padded_problem(size_t number, fa_dtype dtype) {
   const unsigned has = padded[number].has;
-  const sizes of = {2,
+  const sizes of = {padded[number].batch,
                     padded[number].seqlen_q,
                     padded[number].seqlen_k,
                     2,
@@ -297,7 +299,7 @@ static void check_padding(fa_device device, size_t number, fa_dtype dtype, doubl
   fa_values inputs = values_new(&p), got = values_new(&p), expected = values_new(&p);
   values_fill(&inputs, &p, dtype, FILL_NORMAL, seed);
   for (int64_t b = 0; b < p.batch; b++) {
-    const int64_t begin = has_lengths ? 0 : 37 + 20 * b, end = p.seqlen_k - 45 - 30 * b;
+    const int64_t begin = has_lengths ? 0 : 37 + 20 * b, end = p.seqlen_k - 45 - 30 * (b % 2);
     const double band[] = {0, (double)p.seqlen_q, (double)begin, (double)end, INT32_MAX, INT32_MAX};
     for (int i = 0; i < 6 && !has_lengths; i++) inputs.data[FA_TENSOR_BANDS][b * 6 + i] = band[i];
     if (has_lengths) inputs.data[FA_TENSOR_KEY_LENGTHS][b] = (double)end;
@@ -377,26 +379,27 @@ static void test_infinite_rows(fa_device device) {
 
 enum { OF_LENGTHS = 1, OF_BANDS = 2, OF_BIAS = 4, OF_SINKS = 8, OF_ROW_SINKS = 16 };
 
-/* Every family of kernels: the plain ones, those that go through bands, those of programs, and those for few
- * rows, with keys in one part and in several. */
+/* Every family of kernels: the plain ones, also with more tiles than multiprocessors, those that go through
+ * bands, those of programs, and those for few rows, with keys in one part and in several. */
 static const struct {
-  int64_t seqlen_q, seqlen_k, head_dim, window_left, window_right;
+  int64_t batch, seqlen_q, seqlen_k, head_dim, window_left, window_right;
   unsigned has;
 } nan_table[] = {
-    {70, 90, 24, ANY, ANY, 0},
-    {140, 130, 64, ANY, 0, 0},
-    {80, 70, 128, ANY, 0, OF_SINKS},
-    {50, 60, 200, 20, 3, 0},
-    {90, 80, 40, ANY, 0, OF_BANDS},
-    {70, 70, 128, ANY, ANY, OF_BANDS | OF_SINKS},
-    {60, 90, 256, 30, 0, OF_BANDS},
-    {70, 60, 64, ANY, 0, OF_BIAS},
-    {40, 60, 128, ANY, ANY, OF_BIAS | OF_SINKS},
-    {3, 90, 64, ANY, 0, OF_LENGTHS},
-    {3, 2100, 64, ANY, 0, OF_LENGTHS},
-    {2, 700, 128, ANY, ANY, OF_LENGTHS | OF_SINKS},
-    {90, 70, 64, ANY, 0, OF_LENGTHS},
-    {40, 40, 24, ANY, 0, OF_ROW_SINKS},
+    {2, 70, 90, 24, ANY, ANY, 0},
+    {2, 140, 130, 64, ANY, 0, 0},
+    {75, 70, 70, 64, ANY, 0, 0},
+    {2, 80, 70, 128, ANY, 0, OF_SINKS},
+    {2, 50, 60, 200, 20, 3, 0},
+    {2, 90, 80, 40, ANY, 0, OF_BANDS},
+    {2, 70, 70, 128, ANY, ANY, OF_BANDS | OF_SINKS},
+    {2, 60, 90, 256, 30, 0, OF_BANDS},
+    {2, 70, 60, 64, ANY, 0, OF_BIAS},
+    {2, 40, 60, 128, ANY, ANY, OF_BIAS | OF_SINKS},
+    {2, 3, 90, 64, ANY, 0, OF_LENGTHS},
+    {2, 3, 2100, 64, ANY, 0, OF_LENGTHS},
+    {2, 2, 700, 128, ANY, ANY, OF_LENGTHS | OF_SINKS},
+    {2, 90, 70, 64, ANY, 0, OF_LENGTHS},
+    {2, 40, 40, 24, ANY, 0, OF_ROW_SINKS},
 };
 
 /* The last row of every batch and head is NaN, or column 5: o and lse are in the rows that see either, and
@@ -404,7 +407,7 @@ static const struct {
 static long num_nan_rows;
 static void check_nan_rows(fa_device device, fa_dtype dtype, size_t number, fa_tensor_id id) {
   const unsigned has = nan_table[number].has;
-  const sizes of = {2,
+  const sizes of = {nan_table[number].batch,
                     nan_table[number].seqlen_q,
                     nan_table[number].seqlen_k,
                     2,
@@ -417,7 +420,7 @@ static void check_nan_rows(fa_device device, fa_dtype dtype, size_t number, fa_t
                     has & OF_BANDS ? 3 : 0,
                     0};
   fa_problem p = problem_of(&of, dtype);
-  if (has & OF_LENGTHS) p.lengths_batch = 2;
+  if (has & OF_LENGTHS) p.lengths_batch = p.batch;
   if (has & OF_BIAS) p.bias_batch = p.bias_rows = 1, p.bias_heads = 2, p.bias_dtype = FA_DTYPE_F32;
   if (has & OF_ROW_SINKS) p.num_row_sinks = 1;
   fa_values inputs = values_new(&p), got = values_new(&p), expected = values_new(&p);
