@@ -1,6 +1,8 @@
 /*
  * The tolerance itself: what is right keeps to its bound without the help of a naive run, and small mistakes do
  * not pass. Mistakes are planted into the CPU's results through the problem or the tensors that it is given.
+ *
+ *   test_tolerance [TYPE...]        of these types alone
  */
 #include "tolerance.h"
 
@@ -9,6 +11,8 @@
 #include "check.h"
 
 static const fa_setup cpu = {.device = {FA_DEVICE_CPU, 0}, .num_threads = 1};
+
+static bool is_asked[FA_NUM_FLOATS];
 
 /* The largest share that any output has; 0 where everything is exact. */
 static double worst_share(const fa_tolerance *tolerance, const fa_problem *problem, const fa_values *x) {
@@ -51,6 +55,7 @@ static void test_bounds(void) {
   const fa_case *cases = fa_cases(&num_cases);
   for (size_t i = 0; i < num_cases; i++)
     for (int dtype = 0; dtype < FA_NUM_FLOATS && cases[i].tags & CASE_QUICK; dtype++) {
+      if (!is_asked[dtype]) continue;
       fa_case c = cases[i];
       c.problem.dtype = (fa_dtype)dtype;
       check_bound(&c, 1);
@@ -60,6 +65,7 @@ static void test_bounds(void) {
     fa_case c = {.name = "small"};
     fa_problem_init(&c.problem);
     c.problem.dtype = (fa_dtype)(seed % FA_NUM_FLOATS);
+    if (!is_asked[c.problem.dtype]) continue;
     c.problem.batch = 1, c.problem.num_heads = c.problem.num_kv_heads = 1;
     c.problem.seqlen_q = 1 + (int64_t)seed % 3, c.problem.seqlen_k = 1 + (int64_t)seed % 7;
     c.problem.head_dim = 1 + (int64_t)seed % 11, c.problem.num_sinks = (int64_t)seed % 2;
@@ -75,6 +81,7 @@ static void test_rounding_of_a_row(void) {
       [FA_DTYPE_F32] = 0x1p-24, [FA_DTYPE_F64] = 0x1p-53, [FA_DTYPE_BF16] = 0x1p-8, [FA_DTYPE_F16] = 0x1p-11};
   enum { NUM_COLUMNS = 1024 };
   for (int dtype = 0; dtype < FA_NUM_FLOATS; dtype++) {
+    if (!is_asked[dtype]) continue;
     fa_problem p;
     fa_problem_init(&p);
     p.dtype = (fa_dtype)dtype;
@@ -122,6 +129,7 @@ static void check_mistake(const fa_problem *right, const char *name, void (*mist
 
 static void test_mistakes(void) {
   for (int dtype = 0; dtype < FA_NUM_FLOATS; dtype++) {
+    if (!is_asked[dtype]) continue;
     fa_problem p;
     fa_problem_init(&p);
     p.dtype = (fa_dtype)dtype;
@@ -135,7 +143,17 @@ static void test_mistakes(void) {
   }
 }
 
-int main(void) {
+int main(int argc, char **argv) {
+  int num_asked = 0;
+  for (int dtype = 0; dtype < FA_NUM_FLOATS; dtype++) {
+    is_asked[dtype] = argc == 1;
+    for (int i = 1; i < argc; i++)
+      if (strcmp(argv[i], fa_dtype_name((fa_dtype)dtype)) == 0) is_asked[dtype] = true, num_asked++;
+  }
+  if (num_asked != argc - 1) {
+    fprintf(stderr, "usage: test_tolerance [TYPE...]\n");
+    return 2;
+  }
   test_bounds();
   test_rounding_of_a_row();
   test_mistakes();
