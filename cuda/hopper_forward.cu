@@ -242,11 +242,13 @@ struct Consumer {
   }
   __device__ void make_scores_of(int column, float unscale, int num_columns = Shape::block_k) {
     const Place at = {tile.batch, tile.head, first_row, column};
-    if constexpr (!Shape::knows_whole)
-      return make_scores<Kind, false, 1, NT>(scores, a, form(), {row, row + 64},
-                                             {column, column + Shape::block_k}, at, unscale, num_columns);
-    finish_scores<Kind, 1, NT>(scores, form(), unscale);
-    if (!is_whole(column)) mask_scores<false, 1, NT>(scores, whole_band(a), at, num_columns);
+    if constexpr (Shape::knows_whole) {
+      finish_scores<Kind, 1, NT>(scores, form(), unscale);
+      if (!is_whole(column)) mask_scores<false, 1, NT>(scores, whole_band(a), at, num_columns);
+    } else {
+      make_scores<Kind, false, 1, NT>(scores, a, form(), {row, row + 64}, {column, column + Shape::block_k}, at,
+                                      unscale, num_columns);
+    }
   }
   // What scores are due beside the terms of slopes: see lie_behind.
   using Due = std::conditional_t<Shape::has_slopes, float[1][2], NothingDue>;
