@@ -45,6 +45,14 @@ fa_tolerance tolerance_new(const fa_case *c, uint64_t seed) {
   return tolerance;
 }
 
+fa_values values_made(const fa_case *c, uint64_t seed, fa_device device) {
+  const fa_setup setup = {.device = device};
+  fa_values values = values_new(&c->problem);
+  values_fill(&values, &c->problem, c->problem.dtype, c->fill, seed);
+  for (int i = 0; i < 2; i++) must_run(&setup, &c->problem, both[i], &values);
+  return values;
+}
+
 void tolerance_free(fa_tolerance *tolerance) {
   values_free(&tolerance->exact);
   values_free(&tolerance->bound);

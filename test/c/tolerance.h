@@ -27,6 +27,9 @@ fa_tolerance tolerance_without_naive(const fa_case *c, const fa_values *inputs);
 
 void tolerance_free(fa_tolerance *tolerance);
 
+/* The same inputs, and in their places what the passes make of them on a device. */
+fa_values values_made(const fa_case *c, uint64_t seed, fa_device device);
+
 /* The largest error of that tensor, as a part of what is allowed: what is above 1 is wrong. */
 double tolerance_share(const fa_tolerance *tolerance, const fa_problem *problem, fa_tensor_id id,
                        const fa_values *x);

@@ -1,6 +1,6 @@
-"""The custom calls in XLA itself, through JAX: forward and gradients against JAX's own autodiff in float64 over the case
-table (test/c/cases.c), what refuses bad calls, the registration and the StableHLO of EXLA, vmap, and on a GPU command
-buffers.
+"""The custom calls in XLA itself, through JAX: over the case table (test/c/cases.c) forward and gradients of f64 against
+JAX's own autodiff, and of other types the bits that the library gives by itself; what refuses bad calls, the registration
+and the StableHLO of EXLA, vmap, and on a GPU command buffers.
 
     python3 test/xla/test_xla.py [--platform cpu|cuda] [--quick] [--library ...] [--harness ...]
 
@@ -67,7 +67,7 @@ class Harness:
     def __init__(self, path):
         functions = ctypes.CDLL(os.path.abspath(path))
         functions.fa_cases.restype = ctypes.POINTER(Case)
-        functions.tolerance_new.restype = Tolerance
+        functions.tolerance_new.restype, functions.values_made.restype = Tolerance, Values
         self.functions = functions
 
     def cases(self, quick):
@@ -80,6 +80,44 @@ class Harness:
         """Inputs that tensors of the case's type hold, what the C oracle makes of them in f64, and how far from it
         results may be."""
         return self.functions.tolerance_new(ctypes.byref(case), ctypes.c_uint64(SEED))
+
+    def made(self, case):
+        """The same inputs, and what the library makes of them by itself on the CPU."""
+        return self.functions.values_made(ctypes.byref(case), ctypes.c_uint64(SEED), c_library.CPU)
+
+
+class Expected:
+    """A case's inputs, and what XLA is to make of them: in bits what the library makes of them by itself, which the C
+    tests hold against the oracle, or within their tolerance what is exact."""
+
+    def __init__(self, harness, case, in_bits):
+        self.harness, self.case = harness, case
+        self.tolerance = None if in_bits else harness.tolerance(case)
+        self.values = harness.made(case) if in_bits else self.tolerance.exact
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        functions = self.harness.functions
+        if self.tolerance:
+            functions.tolerance_free(ctypes.byref(self.tolerance))
+        else:
+            functions.values_free(ctypes.byref(self.values))
+
+    def array(self, name, shape):
+        return array_of(self.values, name, shape)
+
+    def check(self, name, got, exact=None):
+        """exact: the C oracle's, where it is not given."""
+        got, mine = np.asarray(got).astype(np.float64), self.array(name, got.shape)
+        type_name = next(x for x, dtype in c_library.DTYPES.items() if dtype == self.case.problem.dtype)
+        what = f"{self.case.name.decode()}, {type_name}: {name}"
+        if not self.tolerance:
+            return check(np.array_equal(got, mine), f"{what}: not the bits that the library gives by itself")
+        allowed = 2 * self.tolerance.naive[c_library.TENSORS.index(name)] + array_of(self.tolerance.bound, name, got.shape)
+        share = largest_error(got, mine if exact is None else exact, allowed)
+        check(share <= 1, f"{what}: the error is {share:.3g} of what is allowed")
 
 
 def shapes_of(p):
@@ -100,11 +138,6 @@ def options_of(p):
 def array_of(values, name, shape):
     """A tensor as float64, in the memory of values."""
     return np.ctypeslib.as_array(getattr(values, name), shape) if np.prod(shape) else np.zeros(shape)
-
-
-def arrays_of(values, p):
-    """{name: float64 array}, in the memory of values."""
-    return {name: array_of(values, name, shape) for name, shape in shapes_of(p).items()}
 
 
 # ---- attention in JAX's own operations ------------------------------------------------------------------------------
@@ -221,21 +254,23 @@ class Tests:
                 self.check_type(case, type_name, exact, run)
 
     def check_type(self, case, type_name, exact, run):
-        case.problem.dtype = c_library.DTYPES[type_name]
-        tolerance = self.harness.tolerance(case)
-        arrays, bounds = (arrays_of(values, case.problem) for values in (tolerance.exact, tolerance.bound))
-        missing = {"sink": not case.problem.num_sinks, "bands": not case.problem.num_bands}
-        inputs = [None if missing.get(name) else arrays[name] for name in ("q", "k", "v", "sink", "dout", "bands")]
-        wanted = named(exact(*(x if x is None else jax.device_put(x, self.host) for x in inputs)))
+        p, in_bits = case.problem, self.in_bits(type_name)
+        p.dtype = c_library.DTYPES[type_name]
+        missing = {"sink": not p.num_sinks, "bands": not p.num_bands}
         dtypes = [*[TYPES[type_name]] * 3, np.float32, TYPES[type_name], np.int32]
-        got = named(run(*(x if x is None else self.put(x, dtype) for x, dtype in zip(inputs, dtypes))))
-        for name in got:
-            allowed = 2 * tolerance.naive[c_library.TENSORS.index(name)] + bounds[name]
-            share = largest_error(got[name], wanted[name], allowed)
-            check(share <= 1, f"{case.name.decode()}, {type_name}: {name}: the error is {share:.3g} of what is allowed")
-        self.harness.functions.tolerance_free(ctypes.byref(tolerance))
+        with Expected(self.harness, case, in_bits) as expected:
+            inputs = [None if missing.get(name) else expected.array(name, shapes_of(p)[name])
+                      for name in ("q", "k", "v", "sink", "dout", "bands")]
+            got = named(run(*(x if x is None else self.put(x, dtype) for x, dtype in zip(inputs, dtypes))))
+            wanted = {} if in_bits else named(exact(*(x if x is None else jax.device_put(x, self.host) for x in inputs)))
+            for name in got:
+                expected.check(name, got[name], wanted.get(name))
 
-    # Tensors that act on scores, and gradients by lse, by their names: the calls against the C oracle.
+    def in_bits(self, type_name):
+        """Whether results are compared in bits: not in f64, and not on a GPU, where dq is added up in any order."""
+        return self.args.platform == "cpu" and type_name != "f64"
+
+    # Tensors that act on scores, and gradients by lse, by their names: f64 against the C oracle.
 
     @staticmethod
     def has_score_tensors(case):
@@ -251,22 +286,18 @@ class Tests:
                                         for case in cases for type_name in TYPES])
 
     def check_calls(self, case):
-        p, tolerance = case.problem, self.harness.tolerance(case)
+        p, done = case.problem, {}
         options = {name: getattr(p, name) for name in ("dropout", "constant_bias", "constant_alibi_slopes") if getattr(p, name)}
-        done = {}
-        for which in ("forward", "backward"):
-            inputs, outputs = (self.library.tensors(which, p, role) for role in ("input", "output"))
-            operands = {name: done[name] if name in done else self.put(array_of(tolerance.exact, name, shape), NUMBERS[dtype])
-                        for name, (dtype, shape) in inputs.items()}
-            results = [jax.ShapeDtypeStruct(shape, NUMBERS[dtype]) for dtype, shape in outputs.values()]
-            call = jax.jit(lambda x: self.attention.call(which, x, results, {**options_of(p), **options}))
-            done.update(zip(outputs, call(operands)))
-            for name, (_, shape) in outputs.items():
-                wanted, bound = (array_of(values, name, shape) for values in (tolerance.exact, tolerance.bound))
-                allowed = 2 * tolerance.naive[c_library.TENSORS.index(name)] + bound
-                share = largest_error(np.asarray(done[name]).astype(np.float64), wanted, allowed)
-                check(share <= 1, f"{case.name.decode()}: {name}: the error is {share:.3g} of what is allowed")
-        self.harness.functions.tolerance_free(ctypes.byref(tolerance))
+        with Expected(self.harness, case, p.dtype != c_library.DTYPES["f64"]) as expected:
+            for which in ("forward", "backward"):
+                inputs, outputs = (self.library.tensors(which, p, role) for role in ("input", "output"))
+                operands = {name: done[name] if name in done else self.put(expected.array(name, shape), NUMBERS[dtype])
+                            for name, (dtype, shape) in inputs.items()}
+                results = [jax.ShapeDtypeStruct(shape, NUMBERS[dtype]) for dtype, shape in outputs.values()]
+                call = jax.jit(lambda x: self.attention.call(which, x, results, {**options_of(p), **options}))
+                done.update(zip(outputs, call(operands)))
+                for name in outputs:
+                    expected.check(name, done[name])
 
     # vmap.
 
