@@ -37,9 +37,14 @@ fa_tolerance tolerance_of(const fa_case *c, const fa_values *inputs) {
   return tolerance;
 }
 
-fa_tolerance tolerance_new(const fa_case *c, uint64_t seed) {
+static fa_values inputs_of(const fa_case *c, uint64_t seed) {
   fa_values inputs = values_new(&c->problem);
   values_fill(&inputs, &c->problem, c->problem.dtype, c->fill, seed);
+  return inputs;
+}
+
+fa_tolerance tolerance_new(const fa_case *c, uint64_t seed) {
+  fa_values inputs = inputs_of(c, seed);
   fa_tolerance tolerance = tolerance_of(c, &inputs);
   values_free(&inputs);
   return tolerance;
@@ -47,8 +52,7 @@ fa_tolerance tolerance_new(const fa_case *c, uint64_t seed) {
 
 fa_values values_made(const fa_case *c, uint64_t seed, fa_device device) {
   const fa_setup setup = {.device = device};
-  fa_values values = values_new(&c->problem);
-  values_fill(&values, &c->problem, c->problem.dtype, c->fill, seed);
+  fa_values values = inputs_of(c, seed);
   for (int i = 0; i < 2; i++) must_run(&setup, &c->problem, both[i], &values);
   return values;
 }

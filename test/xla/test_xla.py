@@ -256,8 +256,9 @@ class Tests:
                 self.check_type(case, type_name, exact, run)
 
     def check_type(self, case, type_name, exact, run):
-        p, in_bits = case.problem, self.in_bits(type_name)
+        p = case.problem
         p.dtype = c_library.DTYPES[type_name]
+        in_bits = self.in_bits(p)
         missing = {"sink": not p.num_sinks, "bands": not p.num_bands}
         dtypes = [*[TYPES[type_name]] * 3, np.float32, TYPES[type_name], np.int32]
         with Expected(self.harness, case, in_bits) as expected:
@@ -268,9 +269,9 @@ class Tests:
             for name in got:
                 expected.check(name, got[name], wanted.get(name))
 
-    def in_bits(self, type_name):
+    def in_bits(self, problem):
         """Whether results are compared in bits: not in f64, and not on a GPU, where dq is added up in any order."""
-        return self.args.platform == "cpu" and type_name != "f64"
+        return self.args.platform == "cpu" and problem.dtype != c_library.DTYPES["f64"]
 
     # Tensors that act on scores, and gradients by lse, by their names: f64 against the C oracle.
 
@@ -290,7 +291,7 @@ class Tests:
     def check_calls(self, case):
         p, done = case.problem, {}
         options = {name: getattr(p, name) for name in ("dropout", "constant_bias", "constant_alibi_slopes") if getattr(p, name)}
-        with Expected(self.harness, case, p.dtype != c_library.DTYPES["f64"]) as expected:
+        with Expected(self.harness, case, self.in_bits(p)) as expected:
             for which in ("forward", "backward"):
                 inputs, outputs = (self.library.tensors(which, p, role) for role in ("input", "output"))
                 operands = {name: done[name] if name in done else self.put(expected.array(name, shape), NUMBERS[dtype])
