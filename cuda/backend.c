@@ -1069,9 +1069,10 @@ static cuda_job lay_out(const fa_plan *plan, const fa_cuda_kernel *kernel, const
       a->shift_behind = fa_take(&workspace, rows * a->padded_rows, sizeof *a->shift_behind);
     a->delta = fa_take(&workspace, rows * a->padded_rows, sizeof *a->delta);
   }
-  if (hides_cells(p, backward)) a->suspect = fa_take(&workspace, 1, sizeof *a->suspect);
-  if (hides_cells(p, backward) && kernel->leaves_notes)
-    a->notes = fa_take(&workspace, rows * a->padded_rows / 16, sizeof *a->notes);
+  if (hides_cells(p, backward)) {
+    a->suspect = fa_take(&workspace, 1, sizeof *a->suspect);
+    if (kernel->leaves_notes) a->notes = fa_take(&workspace, rows * a->padded_rows / 16, sizeof *a->notes);
+  }
   job.looks_at_columns = backward && leaves_columns(p) && !kernel->finish_dq;
   lay_out_keys(p, kernel, &workspace, &job);
   lay_out_flags(plan, kernel, &workspace, &job);

@@ -307,18 +307,21 @@ __device__ inline int sixteen_rows_at(const fa_cuda_arguments &a, int batch, int
 template <class Kind, class Out, int HEAD_DIM, bool FOLDS>
 __device__ __noinline__ void mend_noted_rows(const fa_cuda_arguments &a) {
   const int64_t note = own_note(a);
-  const int a_head = a.padded_rows / 16, count = a.batch * a.num_heads * a_head;
-  for (int first = 0; all_say(first < count); first += 32) {
-    const int mine = first + int(threadIdx.x) % 32;
-    const bool is_own = mine < count && a.notes[mine] == note;
-    if (is_own) a.notes[mine] = 0;
-    for (uint32_t left = __ballot_sync(~0u, is_own); left; left &= left - 1) {
-      const int at = first + __ffs(left) - 1, row = at % a_head * 16, batch = at / a_head / a.num_heads;
-      mend_rows<Kind, Out, HEAD_DIM, FOLDS>(
-          a,
-          {batch, batch, at / a_head % a.num_heads, {row, row + 16}, {0, sequence_of(a, batch).num_columns()}});
-    }
-  }
+  const int a_head = a.padded_rows / 16;
+  for_each_there(
+      {0, a.batch * a.num_heads * a_head},
+      [&](int at) {
+        const bool is_own = a.notes[at] == note;
+        if (is_own) a.notes[at] = 0;
+        return is_own;
+      },
+      [&](int at, int) {
+        const int row = at % a_head * 16, batch = at / a_head / a.num_heads;
+        const Range columns = {0, sequence_of(a, batch).num_columns()};
+        mend_rows<Kind, Out, HEAD_DIM, FOLDS>(
+            a, {batch, batch, at / a_head % a.num_heads, {row, row + 16}, columns});
+      },
+      [] { return false; });
 }
 
 }  // namespace fa
