@@ -387,6 +387,9 @@ struct Consumer {
   __device__ bool sees_all(uint32_t flags) const {
     return __any_sync(~0u, flags & ToldVisit::sees_all(consumer));
   }
+  __device__ bool each_sees_some(uint32_t flags) const {
+    return __any_sync(~0u, flags & (ToldVisit::sees_all(consumer) | ToldVisit::ALL_SEE_SOME));
+  }
   __device__ bool is_last(uint32_t flags) const { return __any_sync(~0u, flags & ToldVisit::LAST); }
 
   // Whether all columns lie behind the consumer's rows. Slopes make scores rise there from visit to visit, so
@@ -568,7 +571,7 @@ struct Consumer {
       });
       if (moved && begun) softmax.rescale_rows(o);
       begun = true;
-      if constexpr (Shape::follows) settled |= sees_all(flags);
+      if constexpr (Shape::follows) settled |= each_sees_some(flags);
       convert<Kind>(p, scores, 1 << P_EXPONENT);
       for (;;) {
         if (is_last(told)) return true;
@@ -627,7 +630,7 @@ struct Consumer {
                                                [](const fa_band &, int) { return int(Shape::block_k); });
           finish_o_beside(v, of_o);
           if (moved) softmax.rescale_rows(o);
-          if constexpr (Shape::follows) settled |= sees_all(flags);
+          if constexpr (Shape::follows) settled |= each_sees_some(flags);
         }
         convert<Kind>(p, scores, 1 << P_EXPONENT);
         ring = next;

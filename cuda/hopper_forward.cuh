@@ -182,6 +182,8 @@ struct ToldVisit {
   __device__ static constexpr uint32_t behind(int consumer) { return 1 << (KINDS_AT + consumer); }
   __device__ static constexpr uint32_t sees_any(int consumer) { return 2 << consumer * 2; }
   __device__ static constexpr uint32_t sees_all(int consumer) { return 4 << consumer * 2; }
+  // Whether each of the tile's rows sees some of the columns.
+  static constexpr uint32_t ALL_SEE_SOME = 1 << 7;
 
   uint32_t at;
   __device__ void tell_flags(uint32_t flags) const { store_shared(at, flags); }
@@ -226,7 +228,7 @@ struct Teller {
 #pragma unroll
     for (int consumer = 0; consumer < Shape::num_consumers; consumer++)
       if (visits.own.begin + consumer * 64 < visits.own.end)
-        all |= ToldVisit::sees_any(consumer) | ToldVisit::sees_all(consumer);
+        all |= ToldVisit::sees_any(consumer) | ToldVisit::sees_all(consumer) | ToldVisit::ALL_SEE_SOME;
     flags = next_flags(visits);
   }
 
@@ -286,7 +288,7 @@ struct Teller {
                      kinds = own ? kinds_of_flags.of(column / Shape::block_k, consumer) : 0;
       if (kinds & FA_CUDA_KEYS_SHOW) left |= own | (kinds & FA_CUDA_KEYS_HIDE ? ToldVisit::hides(consumer) : 0);
     }
-    return left;
+    return left ? left | (flags & ToldVisit::ALL_SEE_SOME) : 0;
   }
   // How many visits, this one and those behind it, see whole columns of which some keys are shown.
   template <class Visits>
@@ -306,11 +308,12 @@ struct Teller {
       number = visits.number;
       whole = {max(band.k_begin, fa_band_columns(band, {rows.end - 1, rows.end}).begin),
                fa_band_columns(band, {rows.begin, rows.begin + 1}).end};
-      if (rows.begin < band.q_begin || rows.end > band.q_end) whole.end = whole.begin;
+      if (rows.begin < band.q_begin || rows.end > band.q_end) whole.end = 0;
     }
     const Range columns = {visits.begin, visits.begin + Shape::block_k};
     if (columns.begin >= whole.begin && columns.end <= whole.end) return all;
-    uint32_t some = 0;
+    // The last row sees no columns before `whole`, the first one none behind it.
+    uint32_t some = columns.begin < whole.end && columns.end > whole.begin ? ToldVisit::ALL_SEE_SOME : 0;
 #pragma unroll 1
     for (int consumer = 0; consumer < Shape::num_consumers; consumer++) {
       const Range own = rows_of_consumer(rows, rows.begin + consumer * 64);
@@ -471,8 +474,9 @@ struct Producer {
       load_boxes<KTile>(to.tile + part * KTile::BYTES, map, to.full, column, kv_head, batch + part * a.batch);
   }
 
-  // Where v has a single tile, which is empty only when the product with it is done, the next k comes first.
-  static constexpr bool K_AHEAD = Buffers::V_TILES == 1;
+  // Where v has a single tile, which is empty only when the product with it is done, the next k comes first;
+  // and where consumers leave v and the k behind it at once, and need that k sooner.
+  static constexpr bool ONE_V = Buffers::V_TILES == 1, K_AHEAD = ONE_V || (!GENERAL && Shape::waits_late);
 
   __device__ void load_k(const ForwardTile &tile, int kv_head, int column) const {
     const auto k = buffers.k(ring.stage);
@@ -513,7 +517,7 @@ struct Producer {
   __device__ void wait_for_empty(const typename Buffers::Stage &v) const {
     // Of the stage that had the tile last: at first that has a phase that nobody waits for.
     const uint32_t other = ring.stage ^ 1;
-    if constexpr (K_AHEAD)
+    if constexpr (ONE_V)
       barrier_wait(buffers.v(other).empty, ring.phase ^ other);
     else
       barrier_wait(v.empty, ring.phase ^ 1);
