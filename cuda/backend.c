@@ -898,6 +898,17 @@ static void lay_out_key_parts(const fa_plan *plan, const fa_cuda_kernel *kernel,
   a->lse = fa_take(workspace, num_rows * p->num_heads, sizeof *a->lse);
 }
 
+/* Whether a forward's heads that are begun alternately have the same plans, so that row blocks that see nothing
+ * come last in all of them. Where batches have plans of their own, that lets those be of one batch, if they are
+ * fewer than it has: with more, long row blocks of several batches had better come first. */
+static void group_by_plans(const fa_problem *p, fa_cuda_arguments *a) {
+  if (a->bands_batch > 1) {
+    if (a->program.has_bias_of_batches || a->heads_at_once >= p->num_heads) return;
+    while (p->num_heads % a->heads_at_once != 0) a->heads_at_once--;
+  }
+  a->skips_unseen = a->tickets;
+}
+
 static void lay_out_bands(const fa_plan *plan, const fa_cuda_kernel *kernel, const fa_tensors *t,
                           fa_arena *workspace, cuda_job *job) {
   const fa_problem *p = &plan->problem;
@@ -920,7 +931,9 @@ static void lay_out_bands(const fa_plan *plan, const fa_cuda_kernel *kernel, con
   if (backward)
     a->column_plans = take_plans(workspace, plans, a->num_k_blocks, false, kernel,
                                  a->in_order ? FA_CUDA_BY_NUMBER : FA_CUDA_BY_BAND);
+  if (!backward) group_by_plans(p, a);
   if (!has_late_blocks(p, kernel, a, backward, job->num_multiprocessors)) return;
+  a->skips_unseen = false;
   fa_cuda_plan_side *side = &plans->sides[plans->num_sides - 1];
   a->num_early = side->num_early = fa_take(workspace, 1, sizeof *side->num_early);
   side->late_visits =

@@ -639,7 +639,10 @@ struct Scout {
       if (orders_batches()) block.batch = load_shared_word(buffers.batch_at(block.batch));
       if constexpr (Shape::has_cells) take_batches_together(a, a.num_heads, block.batch, block.head);
       const fa_cuda_block_plan plan = planned_row_block(a, block);
-      if (plan.num_visits == 0 && buffers.leaves_zeros(a)) continue;
+      if (plan.num_visits == 0 && buffers.leaves_zeros(a)) {
+        if (a.skips_unseen) atomicMax(a.tickets, int(next_heads(a, index) - gridDim.x));
+        continue;
+      }
       tile.head = block.head, tile.batch = block.batch;
       tile.rows = row_range<Shape>(sequence_of(a, block.batch), block.q_block);
       tell_visits(tile, plan);

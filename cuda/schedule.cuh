@@ -282,6 +282,13 @@ __device__ inline bool persistent_row_block_of(const fa_cuda_arguments &a, uint3
   return true;
 }
 
+// The place in that order where the next heads begin.
+__device__ inline uint32_t next_heads(const fa_cuda_arguments &a, uint32_t index) {
+  const uint32_t num_blocks = a.batch * a.num_heads * a.num_q_blocks,
+                 together = a.heads_at_once * a.num_q_blocks;
+  return num_blocks - (num_blocks - 1 - index) / together * together;
+}
+
 // What is begun as the `ticket`-th where some blocks are late, behind all heads' early ones, and in more heads
 // alternately, as they read little: the head, and the rank of its block among the plans.
 constexpr int LATE_HEADS_AT_ONCE = 16;
