@@ -175,6 +175,34 @@ def pages(page, library, args):
                  " | ".join(f"{times[s] / times[0]:.3f}" for s in sizes) + f" | {'yes' if same else 'NO'} |")
 
 
+def additions(q, k):
+    """What may be added to scores, or say which keys are seen: name, and tensors. A tenth of flags are 0, and paddings take
+    an eighth of the keys on average."""
+    b, s, h, _ = q.shape
+    keys = k.shape[1]
+    flags = (torch.rand(b, 1, 1, keys, device="cuda") > 0.1).to(torch.uint8)
+    begins = torch.randint(0, keys // 4, (b,), device="cuda")
+    bands = torch.stack([torch.tensor([0, s, begin, keys, 2**31 - 1, 2**31 - 1], device="cuda") for begin in begins.tolist()])
+    slopes = 2.0 ** -torch.linspace(0.25, 8, h, device="cuda")[None]
+    return {"u8 [b, 1, 1, s]": dict(bias=flags),
+            "bias [1, h, 1, s]": dict(bias=torch.randn(1, h, 1, keys, device="cuda", dtype=q.dtype)),
+            "ALiBi": dict(alibi_slopes=slopes),
+            "padding on the left": dict(bands=bands[:, None].to(torch.int32).contiguous())}
+
+
+def added(page, library, args):
+    page.say("\n## What is added to the scores of one row: times one row\n")
+    cases = [(1, 4096, 32, 8, 128), (8, 4096, 32, 8, 128), (32, 4096, 32, 8, 128)]
+    page.table("batch x keys, heads", "nothing", *additions(*inputs_of(cases[0])[:2]))
+    for case in cases:
+        inputs = inputs_of(case)
+        made = {"nothing": This(library, *inputs)}
+        made |= {name: This(library, *inputs, more) for name, more in additions(*inputs[:2]).items()}
+        times = microseconds({name: x.forward for name, x in made.items()}, args.turns)
+        page.say(f"| {name_of(case)} | {times['nothing']:.1f} us | " +
+                 " | ".join(f"{times[name] / times['nothing']:.2f}" for name in [*made][1:]) + " |")
+
+
 def other_types(page, library, args):
     page.say("\n## Other types, one row, with lengths\n")
     page.table("batch x keys, heads", "type", "us", "GB/s")
@@ -202,6 +230,7 @@ def main():
     one_row(page, library, args)
     more_rows(page, library, args)
     pages(page, library, args)
+    added(page, library, args)
     if not args.quick:
         other_types(page, library, args)
     os.makedirs(os.path.dirname(args.result) or ".", exist_ok=True)

@@ -263,9 +263,11 @@ static bool family_serves(int family, const fa_plan *plan, int capability) {
   return family == PORTABLE || family == DECODE || (capability == 90 && !fa_is_disabled("sm90") && can_map(p));
 }
 
-/* Whether the kernel goes through bands, and takes programs, if any: one that plain problems run only for its
- * parts of column blocks. */
-static bool is_general(const fa_cuda_kernel *kernel) { return kernel->takes & FA_CUDA_NEEDS_BANDS; }
+/* Whether the kernel goes through bands by plans, and takes programs, if any: one that plain problems run only
+ * for its parts of column blocks. Those for few rows read bands and what is added as they are. */
+static bool is_general(const fa_cuda_kernel *kernel) {
+  return kernel->takes & FA_CUDA_NEEDS_BANDS && !kernel->merge;
+}
 
 /* The row blocks that see something of a column block, where there are no bands. */
 static int64_t num_row_blocks(const fa_problem *p, const fa_cuda_kernel *kernel, int64_t k_block) {
@@ -421,12 +423,12 @@ static fa_status choose_kernel(const fa_plan *plan, int family, const fa_cuda_ke
       if (row->single_column && !is_single_column(problem, row)) continue;
       if (row->uneven && !is_uneven(&whole->problem)) continue;
       if (row->in_parts && !in_parts) continue;
-      if (!pays(whole, row)) break;
-      if (is_left_to_parts(whole, row)) continue;
       if (needs_of(problem) & ~row->takes) {
         declined |= needs_of(problem) & ~row->takes;
         continue;
       }
+      if (!pays(whole, row)) break;
+      if (is_left_to_parts(whole, row)) continue;
       *chosen = row;
       return check_sizes(&plan->problem, row, error);
     }
@@ -792,7 +794,7 @@ static void lay_out_keys(const fa_problem *p, const fa_cuda_kernel *kernel, fa_a
                          cuda_job *job) {
   fa_cuda_program *program = &job->arguments.program;
   const bool of_slopes = folds_slopes(p, kernel);
-  if (!kernel->mapped || !(has_keys(p) || of_slopes)) return;
+  if (!kernel->mapped || kernel->merge || !(has_keys(p) || of_slopes)) return;
   const fa_cuda_cells *from = of_slopes ? &program->of_heads[FA_CUDA_ALIBI_SLOPES] : &program->bias;
   const int64_t a_row = of_slopes ? 2 : fa_divide_up(p->seqlen_k, FA_CUDA_KEYS_BLOCK) + 1;
   const int64_t heads = from->stride_head ? p->num_heads : 1,
@@ -823,7 +825,7 @@ static void lay_out_flags(const fa_plan *plan, const fa_cuda_kernel *kernel, fa_
   const fa_problem *p = &plan->problem;
   fa_cuda_arguments *a = &job->arguments;
   const fa_cuda_cells *bias = &a->program.bias;
-  if (!kernel->mapped || !has_flags(p)) return;
+  if (!kernel->mapped || kernel->merge || !has_flags(p)) return;
   const bool backward = plan->pass == FA_PASS_BACKWARD;
   const int64_t num_rows = backward ? (int64_t)a->num_k_blocks * kernel->block_k : a->padded_rows,
                 columns = backward ? kernel->block_q : kernel->block_k,
@@ -965,6 +967,8 @@ static void lay_out_parts(const fa_plan *plan, const fa_cuda_kernel *kernel, con
   const fa_problem *p = &plan->problem;
   fa_cuda_arguments *a = &job->arguments;
   if (!kernel->merge) return;
+  a->bands = p->num_bands > 0 ? t->bands.data : NULL;
+  a->bands_batch = (int32_t)p->bands_batch, a->num_bands = (int32_t)p->num_bands;
   a->num_q_blocks = (int32_t)fa_divide_up(fa_cuda_packed_rows(p), kernel->block_q);
   const fa_plan *whole = fa_plan_whole(plan);
   job->parts = fa_cuda_choose_parts(&whole->problem, kernel, num_multiprocessors(whole->device.index),

@@ -164,9 +164,13 @@ static bool pays_for_plain(const fa_problem *p, const fa_cuda_kernel *kernel, in
   return least * (few ? 1 : 1.5) <= estimate(&ordinary, 1, (double)num_multiprocessors, 0, MEMORY_BYTES_A_US);
 }
 
+/* Every row looks at all bands of its batch, and distances are those of one. */
+enum { MOST_BANDS = 8 };
+static bool has_few_bands(const fa_problem *p) { return p->num_bands <= (p->alibi_batch > 0 ? 1 : MOST_BANDS); }
+
 bool fa_cuda_pays_in_parts(const fa_problem *p, const fa_cuda_kernel *kernel, int64_t num_multiprocessors,
                            bool can_cluster) {
-  if (!suits(p, kernel)) return false;
+  if (!suits(p, kernel) || !has_few_bands(p)) return false;
   return reads_cache(p) ? pays_beside_cache(p, num_multiprocessors)
                         : pays_for_plain(p, kernel, num_multiprocessors, can_cluster);
 }

@@ -168,13 +168,15 @@ struct Stream {
 
   // Takes the tile of keys from `first` on, of which those from `end` on are not there; all_see: the columns
   // that every row sees.
+  template <bool PROGRAMS>
   __device__ void take(uint32_t stage, const fa_cuda_arguments &a, const Sequence &sequence, const Unit &unit,
                        const Queries &q, int first, int end, Range all_see) {
     float scores[MT][NT][4];
     multiply_scores(scores, q, stage);
     finish_scores<Kind, MT, NT>(scores, a.score, 1);
+    if constexpr (PROGRAMS) add_program<Io, MT, NT>(scores, a, sequence, unit, first_row(), first);
     if (first < all_see.begin || first + Shape::block_k > all_see.end)
-      hide_columns<MT, NT>(scores, sequence, unit, first_row(), first, end);
+      hide_columns<PROGRAMS, MT, NT>(scores, a, sequence, unit, first_row(), first, end);
     if (softmax.update(scores, exponent_of_unit<Kind>(a.score))) softmax.rescale_rows(o);
     add_values(scores, stage + Layout::KTile::BYTES);
   }
@@ -188,7 +190,7 @@ struct Stream {
 };
 
 // One block of threads for each part of a unit's keys; all parts of a unit are one cluster where d.in_cluster.
-template <class Kind, class Shape, bool MENDS>
+template <class Kind, class Shape, bool MENDS, bool PROGRAMS>
 __global__ void __launch_bounds__(Shape::num_threads, Shape::blocks_per_sm)
     attend(const __grid_constant__ fa_cuda_arguments a, const __grid_constant__ fa_cuda_parts d) {
   using Layout = DecodeLayout<Kind, Shape>;
@@ -197,7 +199,7 @@ __global__ void __launch_bounds__(Shape::num_threads, Shape::blocks_per_sm)
   const int part = blockIdx.x % d.num_parts;
   const Unit unit = unit_at<Shape>(a, blockIdx.x / d.num_parts);
   const Sequence sequence = cached_sequence(a, d.cache, unit.batch);
-  const SeenColumns seen = seen_by(sequence, unit);
+  const SeenColumns seen = seen_by<PROGRAMS>(a, sequence, unit);
   const Range columns = seen.any;
   const int num_tiles = max(columns.end - columns.begin + Shape::block_k - 1, 0) / Shape::block_k;
   const int first_tile = int64_t(num_tiles) * part / d.num_parts;
@@ -236,18 +238,18 @@ __global__ void __launch_bounds__(Shape::num_threads, Shape::blocks_per_sm)
     copy_async_wait<AHEAD - 1>();
     stream.sync();  // this tile is there, and the one before is no longer in use
     load(i + AHEAD);
-    stream.take(layout.stage(stream.index, i % Shape::stages), a, sequence, unit, q, first_key(i), columns.end,
-                seen.all);
+    stream.template take<PROGRAMS>(layout.stage(stream.index, i % Shape::stages), a, sequence, unit, q,
+                                   first_key(i), columns.end, seen.all);
   }
   copy_async_wait_all();
   __syncthreads();  // all tiles are done
   stream.put(layout);
   __syncthreads();
 
-  finish_unit<Kind, Shape, MENDS>(a, d, layout, sequence, unit, part);
+  finish_unit<Kind, Shape, MENDS, PROGRAMS>(a, d, layout, sequence, unit, part);
 }
 
-template <class Kind, class Shape>
+template <class Kind, class Shape, bool PROGRAMS>
 constexpr fa_cuda_kernel row(const char *name) {
   return {.name = name,
           .bucket = Shape::head_dim,
@@ -255,9 +257,9 @@ constexpr fa_cuda_kernel row(const char *name) {
           .block_k = Shape::block_k,
           .num_threads = Shape::num_threads,
           .shared_bytes = DecodeLayout<Kind, Shape>::BYTES,
-          .takes = FA_CUDA_PLAIN_NEEDS | FA_CUDA_NEEDS_LENGTHS | FA_CUDA_NEEDS_PAGES,
-          .main = address_of_kernel(attend<Kind, Shape, false>),
-          .main_that_mends = address_of_kernel(attend<Kind, Shape, true>),
+          .takes = PROGRAMS ? FA_CUDA_FEW_ROWS_NEEDS : FA_CUDA_CACHE_NEEDS,
+          .main = address_of_kernel(attend<Kind, Shape, PROGRAMS, PROGRAMS>),
+          .main_that_mends = address_of_kernel(attend<Kind, Shape, true, PROGRAMS>),
           .merge = address_of_kernel(merge_parts<Kind, Shape>),
           .blocks_per_sm = Shape::blocks_per_sm};
 }
@@ -265,12 +267,15 @@ constexpr fa_cuda_kernel row(const char *name) {
 }  // namespace decode
 }  // namespace fa
 
-#define ROW(rest, ...)                                                                                       \
-  fa::decode::row<fa::kinds::FA_KIND, fa::decode::DecodeShape<__VA_ARGS__>>("cuda/decode/" FA_QUOTE(FA_KIND) \
-                                                                                rest)
+#define NAME(rest) "cuda/decode/" FA_QUOTE(FA_KIND) rest
+#define KERNEL(programs, ...) \
+  fa::decode::row<fa::kinds::FA_KIND, fa::decode::DecodeShape<__VA_ARGS__>, programs>
+#define ROW(rest, ...)         KERNEL(false, __VA_ARGS__)(NAME(rest))
+#define PROGRAM_ROW(rest, ...) KERNEL(true, __VA_ARGS__)(NAME(rest "/program"))
 
-// Of a bucket, the rows of the table that take fewer rows come first. What is under way at a time is 64 KiB a
-// block, where two share a multiprocessor, and twice as much where one is alone.
+// Of a bucket, the rows of the table that take fewer rows come first; programs have the small ones alone. What
+// is under way at a time is 64 KiB a block, where two share a multiprocessor, and twice as much where one is
+// alone.
 const fa_cuda_kernel FA_JOIN(fa_cuda_decode_, FA_KIND)[] = {
 //                  bucket, row tiles, warps a stream, block_k, stages, blocks per multiprocessor
 #if !FA_KIND_SCALED
@@ -280,6 +285,9 @@ const fa_cuda_kernel FA_JOIN(fa_cuda_decode_, FA_KIND)[] = {
     ROW("/d128/r64", 128, 2, 2, 16, 3, 2),
     ROW("/d256/r16", 256, 1, 1, 16, 3, 1),
     ROW("/d256/r64", 256, 1, 4, 16, 3, 1),
+    PROGRAM_ROW("/d64/r16", 64, 1, 1, 32, 3, 2),
+    PROGRAM_ROW("/d128/r16", 128, 1, 1, 16, 3, 2),
+    PROGRAM_ROW("/d256/r16", 256, 1, 1, 16, 3, 1),
 #else
     ROW("/d64/r16", 64, 1, 1, 16, 3, 2),
     ROW("/d64/r64", 64, 1, 4, 16, 3, 1),
@@ -287,6 +295,9 @@ const fa_cuda_kernel FA_JOIN(fa_cuda_decode_, FA_KIND)[] = {
     ROW("/d128/r64", 128, 1, 4, 16, 2, 1),
     ROW("/d256/r16", 256, 1, 1, 8, 2, 1),
     ROW("/d256/r64", 256, 1, 4, 8, 2, 1),
+    PROGRAM_ROW("/d64/r16", 64, 1, 1, 16, 3, 2),
+    PROGRAM_ROW("/d128/r16", 128, 1, 1, 16, 3, 1),
+    PROGRAM_ROW("/d256/r16", 256, 1, 1, 8, 2, 1),
 #endif
     {},
 };

@@ -172,12 +172,24 @@ __device__ inline Unit unit_at(const fa_cuda_arguments &a, int index) {
           group};
 }
 
-// The columns that some row of a unit sees, and those that all of them do.
+// The columns that some row of a unit sees, and those that all of them do. PROGRAMS: here and in what follows,
+// whether there may be bands, or a program that adds to scores. Bands show columns between the first and the
+// last of any of them, and all ask which.
 struct SeenColumns {
   Range any, all;
 };
-__device__ inline SeenColumns seen_by(const Sequence &sequence, const Unit &unit) {
+template <bool PROGRAMS>
+__device__ inline SeenColumns seen_by(const fa_cuda_arguments &a, const Sequence &sequence, const Unit &unit) {
   const Range rows = {unit.row(0), unit.row(unit.num_rows - 1) + 1};
+  if constexpr (PROGRAMS)
+    if (a.bands) {
+      Range any = {INT32_MAX, 0};
+      for_each_band(a, unit.batch, [&](const fa_band &band) {
+        const Range seen = seen_in_band<true>(band, rows);
+        if (seen.begin < seen.end) any = {min(any.begin, seen.begin), max(any.end, seen.end)};
+      });
+      return {any.begin < any.end ? any : Range{0, 0}, {0, 0}};
+    }
   return {visible_columns(sequence, rows),
           {visible_columns(sequence, {rows.end - 1, rows.end}).begin,
            visible_columns(sequence, {rows.begin, rows.begin + 1}).end}};
@@ -197,11 +209,63 @@ __device__ inline void copy_queries(const Copy &copy, uint32_t tile, const fa_cu
     copy.finish(tile, row_at);
 }
 
+// Calls visit with each of the lane's rows of an accumulator, the first of which is the unit's first_row, and
+// its packed row; behind the last there is that again.
+template <int MT, class Visit>
+__device__ inline void for_each_packed_row(const Unit &unit, int first_row, Visit visit) {
+#pragma unroll
+  for (int m = 0; m < MT; m++)
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+      visit(m, half, min(first_row + m * 16 + half * 8 + int(threadIdx.x) % 32 / 4, unit.num_rows - 1));
+}
+
+// Adds a program's numbers to what finish_scores has made, from the unit's row first_row and the column `first`
+// on. Distances are those of the only band.
+template <class Io, int MT, int NT>
+__device__ inline void add_program(Accumulator<MT, NT> &scores, const fa_cuda_arguments &a,
+                                   const Sequence &sequence, const Unit &unit, int first_row, int first) {
+  if (!a.program.is_there) return;
+  const fa_band band = a.bands ? band_at(a, unit.batch, 0) : sequence.band;
+  for_each_packed_row<MT>(unit, first_row, [&](int m, int half, int r) {
+    add_to_row<Io>(scores[m], half, a, band, {unit.batch, unit.head(r), 0, first}, unit.row(r));
+  });
+}
+
+// Scores become -inf of columns that none of the bands shows a row: a bit for each of a lane's.
+template <int MT, int NT>
+__device__ inline void hide_by_bands(Accumulator<MT, NT> &scores, const fa_cuda_arguments &a, const Unit &unit,
+                                     int first_row, int first) {
+  static_assert(NT * 2 <= 32, "a word has a bit for each column");
+  for_each_packed_row<MT>(unit, first_row, [&](int m, int half, int r) {
+    const int row = unit.row(r), own = first + threadIdx.x % 4 * 2;
+    uint32_t shown = 0;
+    for_each_band(a, unit.batch, [&](const fa_band &band) {
+      const Range seen = seen_in_band<true>(band, {row, row + 1});
+#pragma unroll
+      for (int n = 0; n < NT; n++)
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+          const int column = own + n * 8 + i;
+          if (column >= seen.begin && column < seen.end) shown |= 1u << (n * 2 + i);
+        }
+    });
+#pragma unroll
+    for (int n = 0; n < NT; n++)
+#pragma unroll
+      for (int i = 0; i < 2; i++)
+        if (!(shown >> (n * 2 + i) & 1)) scores[m][n][half * 2 + i] = -INFINITY;
+  });
+}
+
 // Of a warp's scores, from its unit's row first_row and the column `first` on, those become -inf that a row
 // does not see, and those from column `end` on.
-template <int MT, int NT>
-__device__ inline void hide_columns(Accumulator<MT, NT> &scores, const Sequence &sequence, const Unit &unit,
-                                    int first_row, int first, int end) {
+template <bool PROGRAMS, int MT, int NT>
+__device__ inline void hide_columns(Accumulator<MT, NT> &scores, const fa_cuda_arguments &a,
+                                    const Sequence &sequence, const Unit &unit, int first_row, int first,
+                                    int end) {
+  if constexpr (PROGRAMS)
+    if (a.bands) return hide_by_bands<MT, NT>(scores, a, unit, first_row, first);
 #pragma unroll
   for (int m = 0; m < MT; m++)
 #pragma unroll
@@ -463,7 +527,7 @@ __device__ inline bool write(const fa_cuda_arguments &a, const Sequence &sequenc
 }
 
 // Mends a packed row that has a NaN, by a warp that sees what was written of it.
-template <class Kind, int HEAD_DIM>
+template <class Kind, int HEAD_DIM, bool PROGRAMS>
 __device__ inline void mend_row(const fa_cuda_arguments &a, const fa_cuda_cache &cache, const Unit &unit,
                                 int r) {
   using Io = typename Kind::Io;
@@ -472,21 +536,27 @@ __device__ inline void mend_row(const fa_cuda_arguments &a, const fa_cuda_cache 
   const KeyRows<Io> k(a.k, cache, s, unit.kv_head), v(a.v, cache, s, unit.kv_head);
   auto mended = row_of_o<Kind, HEAD_DIM>(
       a, {unit.batch, head, row, 0}, {0, s.num_columns()}, row_of<const Io>(a.q_rows, s, head, row),
-      [&](auto visit) { visit(s.band); }, [&](int column) { return k.row(column); },
-      [&](int column) { return v.row(column); });
+      [&](auto visit) {
+        if (PROGRAMS && a.bands)
+          for_each_band(a, unit.batch, visit);
+        else
+          visit(s.band);
+      },
+      [&](int column) { return k.row(column); }, [&](int column) { return v.row(column); });
   mended.template mend<false>(row_of<Io>(a.o, s, head, row), lse_at(a, s, head, row));
 }
 
 // By all threads of a block that have written their share of a unit's packed rows, see for_each_four: mends it,
 // where one of them has written a NaN.
-template <class Kind, class Shape>
+template <class Kind, class Shape, bool PROGRAMS>
 __device__ inline void mend_share(const fa_cuda_arguments &a, const fa_cuda_cache &cache, const Unit &unit,
                                   int block, int num_blocks, bool has_nan) {
   constexpr int ROWS_AT_ONCE = Shape::num_threads / (Shape::head_dim / 4);
   static_assert(Shape::num_threads % (Shape::head_dim / 4) == 0, "a block's rows are whole");
   if (!__syncthreads_or(has_nan)) return;
   for (int r = threadIdx.x / 32; all_say(r < unit.num_rows); r += Shape::num_threads / 32)
-    if (all_say(r / ROWS_AT_ONCE % num_blocks == block)) mend_row<Kind, Shape::head_dim>(a, cache, unit, r);
+    if (all_say(r / ROWS_AT_ONCE % num_blocks == block))
+      mend_row<Kind, Shape::head_dim, PROGRAMS>(a, cache, unit, r);
 }
 
 // Visits the block's share of packed rows, four columns at a time: those of `block` of num_blocks.
@@ -501,7 +571,7 @@ __device__ inline void for_each_four(int num_rows, int block, int num_blocks, Vi
 // The end of a block of threads: what its streams have put in shared memory merges there, and with the other
 // parts in their cluster, or it is left to merge_parts. MENDS: what is written of o is mended; code for that
 // would cost problems that hide nothing up to 6 %.
-template <class Kind, class Shape, bool MENDS, class Layout>
+template <class Kind, class Shape, bool MENDS, bool PROGRAMS, class Layout>
 __device__ inline void finish_unit(const fa_cuda_arguments &a, const fa_cuda_parts &d, const Layout &layout,
                                    const Sequence &sequence, const Unit &unit, int part) {
   const float unit_exponent = exponent_of_unit<Kind>(a.score);
@@ -544,7 +614,7 @@ __device__ inline void finish_unit(const fa_cuda_arguments &a, const fa_cuda_par
     });
     cluster_barrier();  // nobody's memory goes before all have read it
   }
-  if (MENDS) mend_share<Kind, Shape>(a, d.cache, unit, part, d.num_parts, has_nan);
+  if (MENDS) mend_share<Kind, Shape, PROGRAMS>(a, d.cache, unit, part, d.num_parts, has_nan);
 }
 
 // Merges the parts of packed rows, d.groups_a_row groups of threads those of each, which take parts in turn.

@@ -161,7 +161,7 @@ struct DecodeProducer {
 };
 
 // The warpgroup that computes, each warp 16 rows.
-template <class Kind, class Shape>
+template <class Kind, class Shape, bool PROGRAMS>
 struct DecodeConsumer {
   using Buffers = DecodeBuffers<Shape>;
   using Stage = typename Buffers::Stage;
@@ -234,8 +234,10 @@ struct DecodeConsumer {
   __device__ bool make_exponentials(int column) {
     if (!has_rows) return false;
     finish_scores<Kind, 1, NT>(scores, a.score, 1);
+    if constexpr (PROGRAMS)
+      decode::add_program<typename Kind::Io, 1, NT>(scores, a, sequence, unit, first_row, column);
     if (column < seen.all.begin || column + Shape::block_k > seen.all.end)
-      decode::hide_columns<1, NT>(scores, sequence, unit, first_row, column, seen.any.end);
+      decode::hide_columns<PROGRAMS, 1, NT>(scores, a, sequence, unit, first_row, column, seen.any.end);
     return softmax.update(scores, exponent_of_unit<Kind>(a.score));
   }
 
@@ -274,7 +276,7 @@ struct DecodeConsumer {
 };
 
 // One block of threads for each part of a unit's keys; all parts of a unit are one cluster where d.in_cluster.
-template <class Kind, class Shape, bool MENDS>
+template <class Kind, class Shape, bool MENDS, bool PROGRAMS>
 __global__ void __launch_bounds__(Shape::num_threads, Shape::blocks_per_sm)
     attend(const __grid_constant__ fa_cuda_arguments a, const __grid_constant__ fa_cuda_parts d,
            const __grid_constant__ fa_cuda_maps maps) {
@@ -286,7 +288,7 @@ __global__ void __launch_bounds__(Shape::num_threads, Shape::blocks_per_sm)
   const int part = blockIdx.x % d.num_parts;
   const Unit unit = decode::unit_at<Shape>(a, blockIdx.x / d.num_parts);
   const Sequence sequence = decode::cached_sequence(a, d.cache, unit.batch);
-  const SeenColumns seen = decode::seen_by(sequence, unit);
+  const SeenColumns seen = decode::seen_by<PROGRAMS>(a, sequence, unit);
   const Share<Shape> share(seen.any, part, d.num_parts);
   const int warp = uniform(threadIdx.x / 32);
   if (warp == 4) {
@@ -294,16 +296,17 @@ __global__ void __launch_bounds__(Shape::num_threads, Shape::blocks_per_sm)
   } else if (warp == 5) {
     DecodeProducer<Shape>(a, d, maps.v, buffers, unit, share).produce([&](int i) { return buffers.v(i); });
   } else {
-    DecodeConsumer<Kind, Shape> consumer(a, buffers, sequence, unit, share, seen);
+    using Consumer = DecodeConsumer<Kind, Shape, PROGRAMS>;
+    Consumer consumer(a, buffers, sequence, unit, share, seen);
     consumer.consume();
-    named_barrier_wait(DecodeConsumer<Kind, Shape>::BARRIER, WARPGROUP);  // nobody reads tiles any more
+    named_barrier_wait(Consumer::BARRIER, WARPGROUP);  // nobody reads tiles any more
     consumer.put();
   }
   __syncthreads();
-  decode::finish_unit<Kind, Shape, MENDS>(a, d, buffers, sequence, unit, part);
+  decode::finish_unit<Kind, Shape, MENDS, PROGRAMS>(a, d, buffers, sequence, unit, part);
 }
 
-template <class Kind, class Shape>
+template <class Kind, class Shape, bool PROGRAMS>
 constexpr fa_cuda_kernel row(const char *name) {
   return {.name = name,
           .bucket = Shape::head_dim,
@@ -311,10 +314,10 @@ constexpr fa_cuda_kernel row(const char *name) {
           .block_k = Shape::block_k,
           .num_threads = Shape::num_threads,
           .shared_bytes = DecodeBuffers<Shape>::BYTES,
-          .takes = FA_CUDA_PLAIN_NEEDS | FA_CUDA_NEEDS_LENGTHS | FA_CUDA_NEEDS_PAGES,
+          .takes = PROGRAMS ? FA_CUDA_FEW_ROWS_NEEDS : FA_CUDA_CACHE_NEEDS,
           .mapped = true,
-          .main = address_of_kernel(attend<Kind, Shape, false>),
-          .main_that_mends = address_of_kernel(attend<Kind, Shape, true>),
+          .main = address_of_kernel(attend<Kind, Shape, PROGRAMS, PROGRAMS>),
+          .main_that_mends = address_of_kernel(attend<Kind, Shape, true, PROGRAMS>),
           .merge = address_of_kernel(decode::merge_parts<Kind, Shape>),
           .blocks_per_sm = Shape::blocks_per_sm,
           .most_key_bytes = Shape::most_key_bytes};
@@ -323,9 +326,11 @@ constexpr fa_cuda_kernel row(const char *name) {
 }  // namespace hopper
 }  // namespace fa
 
-#define ROW(rest, ...)                                                       \
-  fa::hopper::row<fa::kinds::FA_KIND, fa::hopper::DecodeShape<__VA_ARGS__>>( \
-      "cuda/sm90/decode/" FA_QUOTE(FA_KIND) rest)
+#define NAME(rest) "cuda/sm90/decode/" FA_QUOTE(FA_KIND) rest
+#define KERNEL(programs, ...) \
+  fa::hopper::row<fa::kinds::FA_KIND, fa::hopper::DecodeShape<__VA_ARGS__>, programs>
+#define ROW(rest, ...)         KERNEL(false, __VA_ARGS__)(NAME(rest))
+#define PROGRAM_ROW(rest, ...) KERNEL(true, __VA_ARGS__)(NAME(rest "/program"))
 
 // Stages are what there is room for: 96 KiB a block where two share a multiprocessor. What few keys take is the
 // time of the longest part, whose tiles are better small; many come faster in large ones.
@@ -335,5 +340,8 @@ const fa_cuda_kernel FA_JOIN(fa_hopper_decode_, FA_KIND)[] = {
     ROW("/d64/k128", 64, 128, 3, 2),
     ROW("/d128", 128, 64, 3, 2),
     ROW("/d256", 256, 64, 3, 1),
+    PROGRAM_ROW("/d64", 64, 64, 6, 2),
+    PROGRAM_ROW("/d128", 128, 64, 3, 2),
+    PROGRAM_ROW("/d256", 256, 64, 3, 1),
     {},
 };

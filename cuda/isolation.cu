@@ -126,7 +126,7 @@ __global__ void __launch_bounds__(THREADS)
   for_each_row_of(a.batch, a.num_heads, a.window.seqlen_q, [&](int batch, int head, int row) {
     const int group = heads_per_kv(a);
     const decode::Unit all = {0, batch, head / group, 0, a.window.seqlen_q * group, group};
-    decode::mend_row<Kind, HEAD_DIM>(a, cache, all, row * group + head % group);
+    decode::mend_row<Kind, HEAD_DIM, true>(a, cache, all, row * group + head % group);
   });
 }
 

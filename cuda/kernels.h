@@ -383,6 +383,10 @@ enum {
   FA_CUDA_FORM_NEEDS = FA_CUDA_NEEDS_SOFTCAP | FA_CUDA_NEEDS_OTHER_SCALES,
   FA_CUDA_PLAIN_NEEDS = FA_CUDA_NEEDS_WINDOW | FA_CUDA_FORM_NEEDS | FA_CUDA_NEEDS_SINKS,
   FA_CUDA_MASK_NEEDS = FA_CUDA_PLAIN_NEEDS | FA_CUDA_NEEDS_BANDS | FA_CUDA_NEEDS_LENGTHS,
+  /* Of few rows: what keys in a cache are, and all but what the others are there for. */
+  FA_CUDA_CACHE_NEEDS = FA_CUDA_PLAIN_NEEDS | FA_CUDA_NEEDS_LENGTHS | FA_CUDA_NEEDS_PAGES,
+  FA_CUDA_FEW_ROWS_NEEDS =
+      (FA_CUDA_ALL_NEEDS | FA_CUDA_NEEDS_PAGES) & ~(FA_CUDA_NEEDS_DROPOUT | FA_CUDA_NEEDS_EXTREMES),
 };
 
 /* The lanes that share a row in `statistics`: an eighth of the bucket, or the next power of two. */

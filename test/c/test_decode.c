@@ -165,15 +165,34 @@ static void test_few_rows(const fa_setup *setup, fa_dtype dtype, int64_t seqlen_
  * kernels for few rows do not take. */
 static void test_few_rows_are_declined(const fa_setup *setup) {
   const fa_problem p = few_rows(FA_DTYPE_BF16, 1, 0);
-  fa_problem few_keys = p, many_tiles = p, single = p, bands = p, dropout = p;
+  fa_problem few_keys = p, many_tiles = p, single = p, many_bands = p, distances = p, dropout = p;
   few_keys.seqlen_k = 128;
   many_tiles.num_heads = many_tiles.num_kv_heads = 1 << 16;
   single.dtype = FA_DTYPE_F32;
-  bands.num_bands = bands.bands_batch = 1;
+  many_bands.num_bands = 9, many_bands.bands_batch = 1;
+  distances.num_bands = 2, distances.bands_batch = distances.alibi_batch = 1;
   dropout.num_seed_words = 2, dropout.dropout = 0.25;
-  const fa_problem *const declined[] = {&few_keys, &many_tiles, &single, &bands, &dropout};
+  const fa_problem *const declined[] = {&few_keys, &many_tiles, &single, &many_bands, &distances, &dropout};
   for (size_t i = 0; i < sizeof declined / sizeof *declined; i++)
     CHECK(!has_kernel_for_few_rows(setup, declined[i], FA_PASS_FORWARD), "problem %d", (int)i);
+}
+
+/* Kernels of their own take a few bands, and what is added to scores; plain problems do not get these. */
+static void test_few_rows_with_programs(const fa_setup *setup) {
+  const fa_problem p = few_rows(FA_DTYPE_BF16, 2, 0);
+  fa_problem bands = p, distances = p, bias = p, mask = p;
+  bands.num_bands = 8, bands.bands_batch = 1;
+  distances.num_bands = distances.bands_batch = distances.alibi_batch = 1;
+  bias.bias_batch = bias.bias_heads = 1, bias.bias_rows = 2;
+  mask.bias_batch = mask.bias_heads = mask.bias_rows = 1, mask.bias_dtype = FA_DTYPE_U8;
+  const fa_problem *const problems[] = {&p, &bands, &distances, &bias, &mask};
+  for (size_t i = 0; i < sizeof problems / sizeof *problems; i++) {
+    fa_plan plan;
+    fa_error error;
+    CHECK(!fa_plan_init(&plan, problems[i], FA_PASS_FORWARD, setup->device, &error), "%s", error.message);
+    CHECK(strstr(plan.kernel, "/decode/") && (strstr(plan.kernel, "/program") != NULL) == (i > 0),
+          "problem %d: %s", (int)i, plan.kernel);
+  }
 }
 
 /* Whatever lengths hold, a run reads and writes its tensors alone, and gives the same again. */
@@ -252,11 +271,10 @@ static void add_options(fa_problem *p, uint64_t seed) {
     p->bias_batch = p->bias_rows = 1, p->bias_heads = p->num_heads, p->bias_dtype = bias_types[seed % 7 - 5];
 }
 
-/* On CUDA only kernels for few rows find pages, and these know no bands and nothing that acts on scores by
- * their places. */
+/* On CUDA only kernels for few rows find pages, and these know no dropout, and no distances of several bands.
+ */
 static bool is_declined(const fa_setup *setup, const fa_problem *p) {
-  return setup->device.kind == FA_DEVICE_CUDA &&
-         (p->num_bands > 0 || p->alibi_batch > 0 || p->bias_batch > 0 || p->dropout != 0);
+  return setup->device.kind == FA_DEVICE_CUDA && (p->dropout != 0 || (p->num_bands > 1 && p->alibi_batch > 0));
 }
 
 /* What lies on pages gives the bits that it gives in order to the same kernel. */
@@ -386,6 +404,7 @@ static void test_device(fa_device device) {
     test_page_sizes(&setup, dtype);
   }
   if (device.kind == FA_DEVICE_CUDA) test_few_rows_are_declined(&setup);
+  if (device.kind == FA_DEVICE_CUDA) test_few_rows_with_programs(&setup);
 }
 
 int main(void) {

@@ -81,6 +81,12 @@ static const sizes table[] = {
     {1, 140, 140, 2, 1, 64, ANY, 0, 0, 0, 3, WITH_DROPOUT},
     {1, 90, 140, 2, 1, 128, 50, 0, 1, 6, 0, WITH_BIAS | WITH_ALIBI | WITH_DROPOUT},
     {1, 90, 100, 2, 1, 200, ANY, 0, 0, 0, 0, WITH_BIAS | WITH_CELLS | WITH_ALIBI},
+    /* Few rows that something is added to, or that bands show what they see. */
+    {1, 3, 700, 4, 2, 64, ANY, 0, 0, 0, 3, 0},
+    {2, 2, 500, 4, 2, 128, ANY, 0, 1, 0, 0, WITH_BIAS},
+    {1, 3, 500, 4, 2, 64, ANY, ANY, 0, 0, 0, WITH_BIAS | WITH_CELLS},
+    {2, 2, 600, 4, 2, 128, ANY, 0, 0, 0, 0, WITH_KEY_LENGTHS | WITH_ALIBI},
+    {2, 3, 400, 2, 1, 256, ANY, 0, 0, 5, 0, WITH_KEY_LENGTHS | WITH_BIAS},
 };
 
 static fa_problem problem_of(const sizes *of, fa_dtype dtype) {
@@ -397,6 +403,8 @@ static const struct {
     {2, 40, 60, 128, ANY, ANY, OF_BIAS | OF_SINKS},
     {2, 3, 90, 64, ANY, 0, OF_LENGTHS},
     {2, 3, 2100, 64, ANY, 0, OF_LENGTHS},
+    {2, 3, 700, 64, ANY, 0, OF_BANDS},
+    {2, 2, 600, 128, ANY, 0, OF_LENGTHS | OF_BIAS},
     {2, 2, 700, 128, ANY, ANY, OF_LENGTHS | OF_SINKS},
     {2, 90, 70, 64, ANY, 0, OF_LENGTHS},
     {2, 40, 40, 24, ANY, 0, OF_ROW_SINKS},
