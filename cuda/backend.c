@@ -933,9 +933,10 @@ static void lay_out_bands(const fa_plan *plan, const fa_cuda_kernel *kernel, con
   if (backward)
     a->column_plans = take_plans(workspace, plans, a->num_k_blocks, false, kernel,
                                  a->in_order ? FA_CUDA_BY_NUMBER : FA_CUDA_BY_BAND);
-  if (!backward) group_by_plans(p, a);
-  if (!has_late_blocks(p, kernel, a, backward, job->num_multiprocessors)) return;
-  a->skips_unseen = false;
+  if (!has_late_blocks(p, kernel, a, backward, job->num_multiprocessors)) {
+    if (!backward) group_by_plans(p, a);
+    return;
+  }
   fa_cuda_plan_side *side = &plans->sides[plans->num_sides - 1];
   a->num_early = side->num_early = fa_take(workspace, 1, sizeof *side->num_early);
   side->late_visits =

@@ -266,21 +266,17 @@ __device__ inline void hide_columns(Accumulator<MT, NT> &scores, const fa_cuda_a
                                     int end) {
   if constexpr (PROGRAMS)
     if (a.bands) return hide_by_bands<MT, NT>(scores, a, unit, first_row, first);
+  for_each_packed_row<MT>(unit, first_row, [&](int m, int half, int r) {
+    const int row = unit.row(r);
+    const Range visible = visible_columns(sequence, {row, row + 1});
 #pragma unroll
-  for (int m = 0; m < MT; m++)
+    for (int n = 0; n < NT; n++)
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
-      const int r = first_row + m * 16 + half * 8 + int(threadIdx.x) % 32 / 4;
-      const int row = unit.row(min(r, unit.num_rows - 1));
-      const Range visible = visible_columns(sequence, {row, row + 1});
-#pragma unroll
-      for (int n = 0; n < NT; n++)
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-          const int column = first + n * 8 + threadIdx.x % 4 * 2 + i;
-          if (column < visible.begin || column >= min(visible.end, end)) scores[m][n][half * 2 + i] = -INFINITY;
-        }
-    }
+      for (int i = 0; i < 2; i++) {
+        const int column = first + n * 8 + threadIdx.x % 4 * 2 + i;
+        if (column < visible.begin || column >= min(visible.end, end)) scores[m][n][half * 2 + i] = -INFINITY;
+      }
+  });
 }
 
 // An operand of which a product takes some steps of k alone, from FIRST on.

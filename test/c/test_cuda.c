@@ -94,6 +94,10 @@ static void set(host *host, int id, int64_t index, double value) {
   set_element(dtype, host->data[id] + (size_t)index * fa_dtype_bytes(dtype), value);
 }
 
+static void set_band(host *host, int64_t number, const int64_t band[6]) {
+  for (int word = 0; word < 6; word++) set(host, FA_TENSOR_BANDS, 6 * number + word, (double)band[word]);
+}
+
 /* As many sequences as there are bands, one behind the other. */
 static void host_fill_bands(host *host) {
   const fa_problem *p = &host->problem;
@@ -105,7 +109,7 @@ static void host_fill_bands(host *host) {
                              p->seqlen_k * (i + 1) / count,
                              INT32_MAX,
                              INT32_MAX};
-    for (int word = 0; word < 6; word++) set(host, FA_TENSOR_BANDS, 6 * n + word, (double)band[word]);
+    set_band(host, n, band);
   }
 }
 
@@ -116,6 +120,11 @@ static void host_fill(host *host) {
     if (is_used(&host->problem, id) && !is_output(&host->problem, id))
       for (int64_t i = values_count(&host->problem, id) - 1; i >= 0; i--) set(host, id, i, values.data[id][i]);
   values_free(&values);
+}
+
+static void host_copy(host *to, const host *from) {
+  for (int id = 0; id < FA_NUM_TENSORS; id++)
+    if (is_used(&from->problem, id)) memcpy(to->data[id], from->data[id], size_of(&from->problem, id));
 }
 
 /* What a backward reads, in another type. */
@@ -822,8 +831,7 @@ static void test_statistics_beside(void) {
     host_fill(&x);
     if (i & 4) host_fill_bands(&x);
     host_must_run(&x, cpu, FA_PASS_FORWARD);
-    for (int id = 0; id < FA_NUM_TENSORS; id++)
-      if (is_used(&problem, id)) memcpy(y.data[id], x.data[id], size_of(&problem, id));
+    host_copy(&y, &x);
     host_must_run(&y, cpu, FA_PASS_BACKWARD);
     device_memory memory; /* not in slices */
     fa_error error;
@@ -866,10 +874,9 @@ static void test_rows_unseen(void) {
     host_fill(&x);
     for (int64_t batch = 0; batch < problem.batch; batch++) {
       const int64_t band[6] = {0, lengths[batch], 0, lengths[batch], INT32_MAX, INT32_MAX};
-      for (int word = 0; word < 6; word++) set(&x, FA_TENSOR_BANDS, 6 * batch + word, (double)band[word]);
+      set_band(&x, batch, band);
     }
-    for (int id = 0; id < FA_NUM_TENSORS; id++)
-      if (is_used(&problem, id)) memcpy(y.data[id], x.data[id], size_of(&problem, id));
+    host_copy(&y, &x);
     run_on_device(&x, FA_PASS_FORWARD);
     host_must_run(&y, cpu, FA_PASS_FORWARD);
     CHECK(relative_error(&x, &y, FA_TENSOR_O) < 0.01, "%d: o is %.3g from the CPU's", i,

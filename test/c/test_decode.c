@@ -403,8 +403,10 @@ static void test_device(fa_device device) {
       for (uint64_t seed = 0; seed < 12; seed++) test_few_rows(&setup, dtype, 1 + (int64_t)seed * 5 % 16, seed);
     test_page_sizes(&setup, dtype);
   }
-  if (device.kind == FA_DEVICE_CUDA) test_few_rows_are_declined(&setup);
-  if (device.kind == FA_DEVICE_CUDA) test_few_rows_with_programs(&setup);
+  if (device.kind == FA_DEVICE_CUDA) {
+    test_few_rows_are_declined(&setup);
+    test_few_rows_with_programs(&setup);
+  }
 }
 
 int main(void) {
