@@ -900,13 +900,15 @@ static void lay_out_key_parts(const fa_plan *plan, const fa_cuda_kernel *kernel,
   a->lse = fa_take(workspace, num_rows * p->num_heads, sizeof *a->lse);
 }
 
-/* Whether a forward's heads that are begun alternately have the same plans, so that row blocks that see nothing
- * come last in all of them. Where batches have plans of their own, that lets those be of one batch, if they are
- * fewer than it has: with more, long row blocks of several batches had better come first. */
-static void group_by_plans(const fa_problem *p, fa_cuda_arguments *a) {
+/* Whether heads that are begun alternately have the same plans, so that blocks that see nothing come last in
+ * all of them. Where batches have plans of their own, a forward lets those be of one batch, if they are fewer
+ * than it has: with more, long row blocks of several batches had better come first. */
+static void group_by_plans(const fa_problem *p, fa_cuda_arguments *a, bool backward) {
+  if (backward && (a->in_order || a->num_column_parts > 1)) return;
   if (a->bands_batch > 1) {
-    if (a->program.has_bias_of_batches || a->heads_at_once >= p->num_heads) return;
-    while (p->num_heads % a->heads_at_once != 0) a->heads_at_once--;
+    if (a->program.has_bias_of_batches) return;
+    if (backward ? p->num_kv_heads % a->heads_at_once != 0 : a->heads_at_once >= p->num_heads) return;
+    while (!backward && p->num_heads % a->heads_at_once != 0) a->heads_at_once--;
   }
   a->skips_unseen = a->tickets;
 }
@@ -934,7 +936,7 @@ static void lay_out_bands(const fa_plan *plan, const fa_cuda_kernel *kernel, con
     a->column_plans = take_plans(workspace, plans, a->num_k_blocks, false, kernel,
                                  a->in_order ? FA_CUDA_BY_NUMBER : FA_CUDA_BY_BAND);
   if (!has_late_blocks(p, kernel, a, backward, job->num_multiprocessors)) {
-    if (!backward) group_by_plans(p, a);
+    group_by_plans(p, a, backward);
     return;
   }
   fa_cuda_plan_side *side = &plans->sides[plans->num_sides - 1];

@@ -29,7 +29,7 @@ __device__ inline T *numbers_of(const fa_cuda_cells &cells, int batch, int head,
 
 // What a mask of u8 adds to a score.
 struct Shown {
-  uint8_t flag;
+  uint8_t flag = 1;
   __device__ explicit operator float() const { return flag ? 0 : -INFINITY; }
 };
 
@@ -47,14 +47,51 @@ __device__ inline void with_type(fa_dtype dtype, Visit visit) {
     visit(Io());
 }
 
-// Two neighbouring numbers of a row from an even column on, `wanted` of which are there; the others are 0.
-template <class T>
-__device__ inline float2 load_two(const T *from, int wanted, bool in_pairs) {
-  if (in_pairs && wanted >= 2) {
-    const Neighbours<T, 2> two = *reinterpret_cast<const Neighbours<T, 2> *>(from);
-    return {static_cast<float>(two.x[0]), static_cast<float>(two.x[1])};
+// Two neighbouring numbers of a row from an even column on, `wanted` of which are there; the others add
+// nothing. They are kept as memory has them until they are wanted: to make floats of them when they are loaded
+// would be to wait for each pair alone. IN_PAIRS: a pair lies at a multiple of its size, and is there or not as
+// a whole.
+template <class T, bool IN_PAIRS>
+struct Pair {
+  using Number = T;
+  using Word =
+      std::conditional_t<sizeof(T) == 1, uint8_t, std::conditional_t<sizeof(T) == 2, uint16_t, uint32_t>>;
+  __device__ static uint2 load(const T *from, int wanted) {
+    const T nothing = T();
+    const Word *at = reinterpret_cast<const Word *>(from), &otherwise = reinterpret_cast<const Word &>(nothing);
+    return {wanted > 0 ? at[0] : otherwise, wanted > 1 ? at[1] : otherwise};
   }
-  return {wanted > 0 ? static_cast<float>(from[0]) : 0, wanted > 1 ? static_cast<float>(from[1]) : 0};
+  __device__ static float number(uint2 pair, int i) {
+    const Word word = i ? pair.y : pair.x;
+    return static_cast<float>(reinterpret_cast<const T &>(word));
+  }
+};
+template <class T>
+struct Pair<T, true> {
+  using Number = T;
+  using Word =
+      std::conditional_t<sizeof(T) == 1, uint16_t, std::conditional_t<sizeof(T) == 2, uint32_t, uint2>>;
+  __device__ static uint2 load(const T *from, int wanted) {
+    const Neighbours<T, 2> nothing = {T(), T()};
+    const Word word =
+        wanted > 0 ? *reinterpret_cast<const Word *>(from) : reinterpret_cast<const Word &>(nothing);
+    if constexpr (sizeof(T) == 4)
+      return word;
+    else
+      return {word, 0};
+  }
+  __device__ static float number(uint2 pair, int i) {
+    return static_cast<float>(reinterpret_cast<const Neighbours<T, 2> &>(pair).x[i]);
+  }
+};
+
+// Calls visit with the type of the pairs that a tensor has.
+template <class Io, class Visit>
+__device__ inline void with_pairs(const fa_cuda_cells &cells, Visit visit) {
+  with_type<Io>(cells.dtype, [&](auto number) {
+    using T = decltype(number);
+    cells.in_pairs ? visit(Pair<T, true>()) : visit(Pair<T, false>());
+  });
 }
 
 template <class T>
@@ -120,6 +157,13 @@ __device__ inline float with_addend(float score, float addend) {
   return addend == -INFINITY ? -INFINITY : score + addend;
 }
 
+// Loads a lane's pairs of COUNT column blocks of an accumulator in one row; from, wanted: those of the first.
+template <class Pair, int COUNT>
+__device__ inline void load_pairs(uint2 (&pairs)[COUNT], const typename Pair::Number *from, int wanted) {
+#pragma unroll
+  for (int n = 0; n < COUNT; n++) pairs[n] = Pair::load(from + n * 8, wanted - n * 8);
+}
+
 // Adds the bias to the scores of one row of an accumulator, those of `half`; rows and columns that are not
 // there have none.
 template <class Io, int NT>
@@ -128,20 +172,22 @@ __device__ inline void add_bias(float (&scores)[NT][4], int half, const fa_cuda_
   const fa_cuda_cells &bias = a.program.bias;
   const int first = at.column + threadIdx.x % 4 * 2;
   const int wanted = row < a.window.seqlen_q ? a.window.seqlen_k - first : 0;
-  with_type<Io>(bias.dtype, [&](auto type) {
-    const auto *from = numbers_of<const decltype(type)>(bias, at.batch, at.head, row) + first;
+  with_pairs<Io>(bias, [&](auto pair) {
+    using Pair = decltype(pair);
+    const auto *from = numbers_of<const typename Pair::Number>(bias, at.batch, at.head, row) + first;
     constexpr int AT_ONCE = NT < 8 ? NT : 8;  // on their way from memory
+    static_assert(NT % AT_ONCE == 0, "all at once, or whole eights");
 #pragma unroll
     for (int begin = 0; begin < NT; begin += AT_ONCE) {
-      float2 addends[AT_ONCE];
+      uint2 pairs[AT_ONCE];
+      load_pairs<Pair>(pairs, from + begin * 8, wanted - begin * 8);
 #pragma unroll
-      for (int n = begin; n < begin + AT_ONCE && n < NT; n++)
-        addends[n - begin] = load_two(from + n * 8, wanted - n * 8, bias.in_pairs);
+      for (int n = 0; n < AT_ONCE; n++)
 #pragma unroll
-      for (int n = begin; n < begin + AT_ONCE && n < NT; n++) {
-        scores[n][half * 2] = with_addend(scores[n][half * 2], addends[n - begin].x);
-        scores[n][half * 2 + 1] = with_addend(scores[n][half * 2 + 1], addends[n - begin].y);
-      }
+        for (int i = 0; i < 2; i++) {
+          float &score = scores[begin + n][half * 2 + i];
+          score = with_addend(score, Pair::number(pairs[n], i));
+        }
     }
   });
 }

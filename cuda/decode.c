@@ -86,8 +86,10 @@ static bool suits(const fa_problem *p, const fa_cuda_kernel *kernel) {
 }
 
 /* What one block of threads alone reads in a microsecond: less where rows that share a tile have products of
- * their own. */
-static double bytes_a_us(const fa_cuda_kernel *kernel) {
+ * their own, or where something is added to each score, mostly by a single warp. */
+static double bytes_a_us(const fa_problem *p, const fa_cuda_kernel *kernel) {
+  const bool adds = p->bias_batch > 0 || p->alibi_batch > 0;
+  if (kernel->mapped && adds) return kernel->bucket <= 64 ? 15e3 : 27e3;
   if (kernel->mapped) return kernel->bucket <= 64 ? 38e3 : 48e3;
   return kernel->block_q <= FEWEST_ROWS ? 45e3 : 12.5e3;
 }
@@ -106,7 +108,7 @@ static fa_cuda_parts best_parts(const fa_problem *p, const fa_cuda_kernel *kerne
   const int64_t units = p->batch * p->num_kv_heads * num_q_blocks;
   const int64_t num_keys = num_keys_of(p, num_q_blocks);
   const int64_t num_slots = num_multiprocessors * kernel->blocks_per_sm;
-  const costs c = {(double)units, (double)num_keys, bytes_a_key(p), bytes_a_us(kernel),
+  const costs c = {(double)units, (double)num_keys, bytes_a_key(p), bytes_a_us(p, kernel),
                    kernel->mapped ? ORDINARY_BEGIN : ORDINARY_BEGIN + 2};
   const int64_t most = fa_min(fa_divide_up(num_keys, kernel->block_k), MOST_PARTS);
   fa_cuda_parts best = {.num_parts = 1};

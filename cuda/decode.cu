@@ -169,12 +169,14 @@ struct Stream {
   // Takes the tile of keys from `first` on, of which those from `end` on are not there; all_see: the columns
   // that every row sees.
   template <bool PROGRAMS>
+  using Addends = AddendsOf<PROGRAMS, Io, MT, NT>;
+  template <bool PROGRAMS>
   __device__ void take(uint32_t stage, const fa_cuda_arguments &a, const Sequence &sequence, const Unit &unit,
-                       const Queries &q, int first, int end, Range all_see) {
+                       const Queries &q, const Addends<PROGRAMS> &addends, int first, int end, Range all_see) {
     float scores[MT][NT][4];
     multiply_scores(scores, q, stage);
     finish_scores<Kind, MT, NT>(scores, a.score, 1);
-    if constexpr (PROGRAMS) add_program<Io, MT, NT>(scores, a, sequence, unit, first_row(), first);
+    addends.add(scores, first);
     if (first < all_see.begin || first + Shape::block_k > all_see.end)
       hide_columns<PROGRAMS, MT, NT>(scores, a, sequence, unit, first_row(), first, end);
     if (softmax.update(scores, exponent_of_unit<Kind>(a.score))) softmax.rescale_rows(o);
@@ -198,7 +200,7 @@ __global__ void __launch_bounds__(Shape::num_threads, Shape::blocks_per_sm)
   constexpr int AHEAD = Shape::stages - 1;
   const int part = blockIdx.x % d.num_parts;
   const Unit unit = unit_at<Shape>(a, blockIdx.x / d.num_parts);
-  const Sequence sequence = cached_sequence(a, d.cache, unit.batch);
+  const Sequence sequence = cached_sequence<PROGRAMS>(a, d.cache, unit.batch);
   const SeenColumns seen = seen_by<PROGRAMS>(a, sequence, unit);
   const Range columns = seen.any;
   const int num_tiles = max(columns.end - columns.begin + Shape::block_k - 1, 0) / Shape::block_k;
@@ -220,6 +222,7 @@ __global__ void __launch_bounds__(Shape::num_threads, Shape::blocks_per_sm)
   auto places = stream.find(k, v, first_key(0), columns.end);
   auto load = [&](int i) {
     if (i < num_mine) {
+      if constexpr (PROGRAMS) prefetch_bias<Shape::block_k>(a, unit, first_key(i));
       const uint32_t stage = layout.stage(stream.index, i % Shape::stages);
       stream.load(stage, a.k, k, first_key(i), columns.end, places.k);
       stream.load(stage + Layout::KTile::BYTES, a.v, v, first_key(i), columns.end, places.v);
@@ -232,13 +235,14 @@ __global__ void __launch_bounds__(Shape::num_threads, Shape::blocks_per_sm)
   copy_async_wait<AHEAD>();
   __syncthreads();  // q is there
   const auto q = stream.queries(layout.base);
+  const typename Stream<Kind, Shape>::template Addends<PROGRAMS> addends(a, sequence, unit, stream.first_row());
 
 #pragma unroll 1
   for (int i = 0; i < num_mine; i++) {
     copy_async_wait<AHEAD - 1>();
     stream.sync();  // this tile is there, and the one before is no longer in use
     load(i + AHEAD);
-    stream.template take<PROGRAMS>(layout.stage(stream.index, i % Shape::stages), a, sequence, unit, q,
+    stream.template take<PROGRAMS>(layout.stage(stream.index, i % Shape::stages), a, sequence, unit, q, addends,
                                    first_key(i), columns.end, seen.all);
   }
   copy_async_wait_all();

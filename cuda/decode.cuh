@@ -86,12 +86,25 @@ struct TileCopy {
 
 // ---- caches ------------------------------------------------------------------------------------------------
 
-// The sequence of a batch whose keys may end before the tensor does.
+// The sequence of a batch whose keys may end before the tensor does. PROGRAMS, here and in what follows:
+// whether there may be bands, or a program that adds to scores. A single band is the sequence's; of several,
+// whose columns lie between the first and the last of any of them, all rows ask which they see.
+__device__ inline bool has_several_bands(const fa_cuda_arguments &a) { return a.bands && a.num_bands > 1; }
+template <bool PROGRAMS>
 __device__ inline Sequence cached_sequence(const fa_cuda_arguments &a, const fa_cuda_cache &cache, int batch) {
   Sequence sequence = sequence_of(a, batch);
   if (cache.key_lengths)
     sequence.band = fa_band_to_length(sequence.band, cache.key_lengths[cache.lengths_batch > 1 ? batch : 0]);
+  if constexpr (PROGRAMS)
+    if (a.bands && a.num_bands == 1) sequence.band = band_at(a, batch, 0);
   return sequence;
+}
+
+// The columns that any of the rows sees, which lie outside of the sequence's band only where it is a band of
+// bands.
+template <bool PROGRAMS>
+__device__ inline Range columns_of_rows(const Sequence &sequence, Range rows) {
+  return PROGRAMS ? seen_in_band<true>(sequence.band, rows) : visible_columns(sequence, rows);
 }
 
 // Where the keys of a key/value head lie: a page is what a batch is of tensors without pages. A page that is
@@ -172,9 +185,7 @@ __device__ inline Unit unit_at(const fa_cuda_arguments &a, int index) {
           group};
 }
 
-// The columns that some row of a unit sees, and those that all of them do. PROGRAMS: here and in what follows,
-// whether there may be bands, or a program that adds to scores. Bands show columns between the first and the
-// last of any of them, and all ask which.
+// The columns that some row of a unit sees, and those that all of them do.
 struct SeenColumns {
   Range any, all;
 };
@@ -182,7 +193,7 @@ template <bool PROGRAMS>
 __device__ inline SeenColumns seen_by(const fa_cuda_arguments &a, const Sequence &sequence, const Unit &unit) {
   const Range rows = {unit.row(0), unit.row(unit.num_rows - 1) + 1};
   if constexpr (PROGRAMS)
-    if (a.bands) {
+    if (has_several_bands(a)) {
       Range any = {INT32_MAX, 0};
       for_each_band(a, unit.batch, [&](const fa_band &band) {
         const Range seen = seen_in_band<true>(band, rows);
@@ -190,9 +201,9 @@ __device__ inline SeenColumns seen_by(const fa_cuda_arguments &a, const Sequence
       });
       return {any.begin < any.end ? any : Range{0, 0}, {0, 0}};
     }
-  return {visible_columns(sequence, rows),
-          {visible_columns(sequence, {rows.end - 1, rows.end}).begin,
-           visible_columns(sequence, {rows.begin, rows.begin + 1}).end}};
+  const Range first = columns_of_rows<PROGRAMS>(sequence, {rows.begin, rows.begin + 1}),
+              last = columns_of_rows<PROGRAMS>(sequence, {rows.end - 1, rows.end});
+  return {columns_of_rows<PROGRAMS>(sequence, rows), overlap(first, last)};
 }
 
 // Starts the copy of a unit's rows of q; where these lie anywhere, it is done on return.
@@ -210,27 +221,108 @@ __device__ inline void copy_queries(const Copy &copy, uint32_t tile, const fa_cu
 }
 
 // Calls visit with each of the lane's rows of an accumulator, the first of which is the unit's first_row, and
-// its packed row; behind the last there is that again.
+// its packed row; behind the last there is that again, but for eights of rows of which none is there.
 template <int MT, class Visit>
 __device__ inline void for_each_packed_row(const Unit &unit, int first_row, Visit visit) {
 #pragma unroll
   for (int m = 0; m < MT; m++)
 #pragma unroll
-    for (int half = 0; half < 2; half++)
-      visit(m, half, min(first_row + m * 16 + half * 8 + int(threadIdx.x) % 32 / 4, unit.num_rows - 1));
+    for (int half = 0; half < 2; half++) {
+      const int first = first_row + m * 16 + half * 8;
+      if (first < unit.num_rows) visit(m, half, min(first + int(threadIdx.x) % 32 / 4, unit.num_rows - 1));
+    }
 }
 
-// Adds a program's numbers to what finish_scores has made, from the unit's row first_row and the column `first`
-// on. Distances are those of the only band.
-template <class Io, int MT, int NT>
-__device__ inline void add_program(Accumulator<MT, NT> &scores, const fa_cuda_arguments &a,
-                                   const Sequence &sequence, const Unit &unit, int first_row, int first) {
-  if (!a.program.is_there) return;
-  const fa_band band = a.bands ? band_at(a, unit.batch, 0) : sequence.band;
-  for_each_packed_row<MT>(unit, first_row, [&](int m, int half, int r) {
-    add_to_row<Io>(scores[m], half, a, band, {unit.batch, unit.head(r), 0, first}, unit.row(r));
-  });
+// How many bytes a number of a tensor has, and where the first one of a row lies.
+__device__ inline int bytes_of_number(const fa_cuda_cells &cells) {
+  return cells.dtype == FA_DTYPE_U8 ? 1 : cells.dtype == FA_DTYPE_F32 ? 4 : 2;
 }
+__device__ inline const uint8_t *bytes_of_row(const fa_cuda_cells &cells, int batch, int head, int row) {
+  const int64_t at = batch * cells.stride_batch + head * cells.stride_head + row * cells.stride_row;
+  return static_cast<const uint8_t *>(cells.data) + at * bytes_of_number(cells);
+}
+
+// Has what a bias adds to a tile of so many columns, the first of which is there, brought to the cache long
+// before it is wanted, by a warp: whoever adds it would wait for memory.
+template <int NUM_COLUMNS>
+__device__ inline void prefetch_bias(const fa_cuda_arguments &a, const Unit &unit, int first) {
+  constexpr int SECTOR = 32;
+  const fa_cuda_cells &bias = a.program.bias;
+  if (!bias.data) return;
+  const int bytes = bytes_of_number(bias), end = min(NUM_COLUMNS, a.window.seqlen_k - first) * bytes;
+#pragma unroll 1
+  for (int r = threadIdx.x % 32; r < unit.num_rows; r += 32) {
+    const uint8_t *from = bytes_of_row(bias, unit.batch, unit.head(r), unit.row(r)) + int64_t(first) * bytes;
+#pragma unroll 1
+    for (int at = 0; at < end; at += SECTOR) prefetch_l2(from + at);
+    prefetch_l2(from + end - 1);
+  }
+}
+
+// What a program adds to a warp's scores of any tile, from the unit's row first_row on. What is the same for
+// all tiles is found once, as the single warp that often has all rows takes long for each instruction. A hidden
+// score need not be finite: whoever writes o looks for NaN.
+template <class Io, int MT, int NT>
+struct Addends {
+  const fa_cuda_arguments &a;
+  const int num_rows;  // of the unit from first_row on
+  const uint8_t *bias[MT][2] = {};
+  float slope[MT][2], beside[MT][2];  // the column of which the distance is 0
+
+  __device__ Addends(const fa_cuda_arguments &a, const Sequence &sequence, const Unit &unit, int first_row)
+      : a(a), num_rows(unit.num_rows - first_row) {
+    if (!a.program.is_there) return;
+    for_each_packed_row<MT>(unit, first_row, [&](int m, int half, int r) {
+      const Place at = {unit.batch, unit.head(r), 0, 0};
+      const int row = unit.row(r);
+      slope[m][half] = number_of_head(a.program, FA_CUDA_ALIBI_SLOPES, at, 0);
+      beside[m][half] = float(row + distance_of_origin(sequence.band));
+      if (a.program.bias.data) bias[m][half] = bytes_of_row(a.program.bias, at.batch, at.head, row);
+    });
+  }
+
+  // Adds them to what finish_scores has made of the columns from `first` on.
+  __device__ void add(Accumulator<MT, NT> &scores, int first) const {
+    if (!a.program.is_there) return;
+    const int own = first + threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int m = 0; m < MT; m++)
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        if (m * 16 + half * 8 >= num_rows) continue;
+        float factor = a.program.factor;
+        auto add_to_each = [&](auto addend) {
+#pragma unroll
+          for (int n = 0; n < NT; n++)
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+              float &score = scores[m][n][half * 2 + i];
+              score = fmaf(score, factor, addend(n, i));
+            }
+          factor = 1;
+        };
+        if (a.program.of_heads[FA_CUDA_ALIBI_SLOPES].data) {
+          const float distance = beside[m][half] - float(own);
+          add_to_each([&](int n, int i) { return -slope[m][half] * fabsf(distance - float(n * 8 + i)); });
+        }
+        if (a.program.bias.data)
+          with_pairs<Io>(a.program.bias, [&](auto pair) {
+            using Pair = decltype(pair);
+            uint2 pairs[NT];
+            load_pairs<Pair>(pairs, reinterpret_cast<const typename Pair::Number *>(bias[m][half]) + own,
+                             a.window.seqlen_k - own);
+            add_to_each([&](int n, int i) { return Pair::number(pairs[n], i); });
+          });
+      }
+  }
+};
+template <int MT, int NT>
+struct NoAddends {
+  __device__ NoAddends(const fa_cuda_arguments &, const Sequence &, const Unit &, int) {}
+  __device__ void add(Accumulator<MT, NT> &, int) const {}
+};
+template <bool PROGRAMS, class Io, int MT, int NT>
+using AddendsOf = std::conditional_t<PROGRAMS, Addends<Io, MT, NT>, NoAddends<MT, NT>>;
 
 // Scores become -inf of columns that none of the bands shows a row: a bit for each of a lane's.
 template <int MT, int NT>
@@ -265,10 +357,10 @@ __device__ inline void hide_columns(Accumulator<MT, NT> &scores, const fa_cuda_a
                                     const Sequence &sequence, const Unit &unit, int first_row, int first,
                                     int end) {
   if constexpr (PROGRAMS)
-    if (a.bands) return hide_by_bands<MT, NT>(scores, a, unit, first_row, first);
+    if (has_several_bands(a)) return hide_by_bands<MT, NT>(scores, a, unit, first_row, first);
   for_each_packed_row<MT>(unit, first_row, [&](int m, int half, int r) {
     const int row = unit.row(r);
-    const Range visible = visible_columns(sequence, {row, row + 1});
+    const Range visible = columns_of_rows<PROGRAMS>(sequence, {row, row + 1});
 #pragma unroll
     for (int n = 0; n < NT; n++)
 #pragma unroll
@@ -528,12 +620,12 @@ __device__ inline void mend_row(const fa_cuda_arguments &a, const fa_cuda_cache 
                                 int r) {
   using Io = typename Kind::Io;
   const int row = unit.row(r), head = unit.head(r);
-  const Sequence s = cached_sequence(a, cache, unit.batch);
+  const Sequence s = cached_sequence<PROGRAMS>(a, cache, unit.batch);
   const KeyRows<Io> k(a.k, cache, s, unit.kv_head), v(a.v, cache, s, unit.kv_head);
   auto mended = row_of_o<Kind, HEAD_DIM>(
       a, {unit.batch, head, row, 0}, {0, s.num_columns()}, row_of<const Io>(a.q_rows, s, head, row),
       [&](auto visit) {
-        if (PROGRAMS && a.bands)
+        if (PROGRAMS && has_several_bands(a))
           for_each_band(a, unit.batch, visit);
         else
           visit(s.band);

@@ -552,6 +552,26 @@ __device__ inline void leave_zeros(const fa_cuda_arguments &a, const fa_cuda_map
   bulk_commit();
 }
 
+// The same, by a warp, of the column block of that number and, where no other of its heads sees more, of those
+// that would be begun after it before other heads': nobody need begin them.
+template <class Buffers>
+__device__ inline void leave_unseen(const fa_cuda_arguments &a, const fa_cuda_maps &maps,
+                                    const Buffers &buffers, int index) {
+  const int lane = threadIdx.x % 32;
+  int begin = index + 1, end = begin;
+  if (a.skips_unseen) {
+    end = next_column_heads(a, index);
+    if (lane == 0) begin = atomicMax(a.tickets, end);
+    begin = min(uniform(begin), end);
+  }
+  typename Buffers::Work work;
+#pragma unroll 1
+  for (int i = begin - 1 + lane; i < end; i += 32) {
+    work.find(a, i < begin ? index : i);
+    leave_zeros(a, maps, buffers, work);
+  }
+}
+
 // By one thread: tells the warp that sends dq how many steps the `count`-th column block has, when the first of
 // these have been told; negative: there is no such block. And consumers, where steps may be left out.
 template <class Buffers>
@@ -620,7 +640,7 @@ __device__ inline void load_told_sides(const fa_cuda_arguments &a, const fa_cuda
         if constexpr (Buffers::Shape::skips_hidden) num_steps = told + work.count_shown(a, seen);
         if (Buffers::TELLS_SENDER && lane == 0) tell_num_steps(buffers, count, num_steps);
         if (num_steps == 0) {
-          if (Buffers::leaves_zeros(a) && lane == 0) leave_zeros(a, maps, buffers, work);
+          if (Buffers::leaves_zeros(a)) leave_unseen(a, maps, buffers, index);
           return;
         }
         const StepRows rows = Work::heard_rows(buffers.visit(steps, FINDER));
@@ -715,7 +735,7 @@ __device__ inline void produce(const fa_cuda_arguments &a, const fa_cuda_maps &m
     load_sides<K_SIDE, END>(a, maps, buffers, index, count, steps, k_phase);
   // Main ends behind its statistics, so that what waits for it waits for both.
   if (!Buffers::Shape::single_column && a.heads_done) wait_for_launch_before();
-  if (Buffers::HAS_ZEROS && threadIdx.x % 32 == 0) bulk_wait_read<0>();
+  if (Buffers::HAS_ZEROS) bulk_wait_read<0>();
 }
 
 // ---- dq to memory: one warp for each share -----------------------------------------------------------

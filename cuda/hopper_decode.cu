@@ -146,15 +146,16 @@ struct DecodeProducer {
     }
   }
 
-  // Pages are looked up long before they are wanted.
-  template <class StageAt>
-  __device__ void produce(StageAt stage_at) const {
+  // Pages are looked up long before they are wanted. before(column): what else is to be done for a tile.
+  template <class StageAt, class Before>
+  __device__ void produce(StageAt stage_at, Before before) const {
     Place next = find(0), places;
     Ring<Shape::stages> ring;
     int at = tiles_at_once;
 #pragma unroll 1
     for (int i = 0; i < share.count; i++, at++, ring.advance()) {
       if (at == tiles_at_once) at = 0, places = checked(next), next = find(i + tiles_at_once);
+      before(share.column(i));
       load(stage_at(ring.stage), ring.phase, places, at * boxes);
     }
   }
@@ -179,6 +180,7 @@ struct DecodeConsumer {
   const SeenColumns &seen;
   const int first_row;
   const bool has_rows;  // a warp without some only takes part in products
+  const decode::AddendsOf<PROGRAMS, typename Kind::Io, 1, NT> addends;
 
   float o[1][DT][4] = {}, scores[1][NT][4];
   uint32_t p[1][PV_STEPS][4] = {};
@@ -193,7 +195,8 @@ struct DecodeConsumer {
         share(share),
         seen(seen),
         first_row(uniform(threadIdx.x / 32) * 16),
-        has_rows(first_row < unit.num_rows) {}
+        has_rows(first_row < unit.num_rows),
+        addends(a, sequence, unit, first_row) {}
 
   __device__ void load_queries() const {
     using Io = typename Kind::Io;
@@ -234,8 +237,7 @@ struct DecodeConsumer {
   __device__ bool make_exponentials(int column) {
     if (!has_rows) return false;
     finish_scores<Kind, 1, NT>(scores, a.score, 1);
-    if constexpr (PROGRAMS)
-      decode::add_program<typename Kind::Io, 1, NT>(scores, a, sequence, unit, first_row, column);
+    addends.add(scores, column);
     if (column < seen.all.begin || column + Shape::block_k > seen.all.end)
       decode::hide_columns<PROGRAMS, 1, NT>(scores, a, sequence, unit, first_row, column, seen.any.end);
     return softmax.update(scores, exponent_of_unit<Kind>(a.score));
@@ -287,14 +289,19 @@ __global__ void __launch_bounds__(Shape::num_threads, Shape::blocks_per_sm)
   __syncthreads();
   const int part = blockIdx.x % d.num_parts;
   const Unit unit = decode::unit_at<Shape>(a, blockIdx.x / d.num_parts);
-  const Sequence sequence = decode::cached_sequence(a, d.cache, unit.batch);
+  const Sequence sequence = decode::cached_sequence<PROGRAMS>(a, d.cache, unit.batch);
   const SeenColumns seen = decode::seen_by<PROGRAMS>(a, sequence, unit);
   const Share<Shape> share(seen.any, part, d.num_parts);
   const int warp = uniform(threadIdx.x / 32);
   if (warp == 4) {
-    DecodeProducer<Shape>(a, d, maps.k, buffers, unit, share).produce([&](int i) { return buffers.k(i); });
+    DecodeProducer<Shape>(a, d, maps.k, buffers, unit, share)
+        .produce([&](int i) { return buffers.k(i); },
+                 [&](int column) {
+                   if constexpr (PROGRAMS) decode::prefetch_bias<Shape::block_k>(a, unit, column);
+                 });
   } else if (warp == 5) {
-    DecodeProducer<Shape>(a, d, maps.v, buffers, unit, share).produce([&](int i) { return buffers.v(i); });
+    DecodeProducer<Shape>(a, d, maps.v, buffers, unit, share)
+        .produce([&](int i) { return buffers.v(i); }, [](int) {});
   } else {
     using Consumer = DecodeConsumer<Kind, Shape, PROGRAMS>;
     Consumer consumer(a, buffers, sequence, unit, share, seen);

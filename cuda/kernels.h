@@ -218,8 +218,8 @@ typedef struct fa_cuda_arguments {
    * late ones are in any, so that multiprocessors end with short ones, and together. NULL: there are no late
    * ones. A backward's are column blocks. */
   const int32_t *num_early;
-  /* Of a forward whose row blocks are begun in groups of heads that share plans: those of a group that see
-   * nothing come last, and if one of them is begun others need not be. */
+  /* Where blocks, a forward's of rows and a backward's of columns, are begun in groups of heads that share
+   * plans: those of a group that see nothing come last, and if one of them is begun others need not be. */
   bool skips_unseen;
 } fa_cuda_arguments;
 

@@ -49,6 +49,9 @@ __device__ inline void barrier(int number) {
 // A loop that waits for what other threads write calls this each time.
 __device__ inline void let_others_run() {}
 
+// Has the part of a cache line that holds a byte brought to the second cache, and waits for nothing.
+__device__ inline void prefetch_l2(const void *from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
+
 // To the compiler, this is a number that may have changed: what follows from it is worked out again behind this
 // point, and not kept in registers.
 __device__ inline void forget(uint32_t &x) { asm volatile("" : "+r"(x)); }

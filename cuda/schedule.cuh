@@ -342,6 +342,12 @@ __device__ inline ColumnBlock column_block_of(const fa_cuda_arguments &a, int in
   return {batch_head / heads, batch_head % heads, index / num_heads};
 }
 
+// The index in that order where the next heads begin.
+__device__ inline int next_column_heads(const fa_cuda_arguments &a, int index) {
+  const int together = a.heads_at_once * a.num_k_blocks;
+  return min((index / together + 1) * together, a.batch * a.num_kv_heads * a.num_k_blocks);
+}
+
 // The index in that order of the column block that is begun as the `ticket`-th, where some are late; beyond the
 // last one it is the ticket itself.
 __device__ inline int column_block_in_phases(const fa_cuda_arguments &a, int ticket) {

@@ -857,8 +857,8 @@ static void test_statistics_beside(void) {
   }
 }
 
-/* Batches that end early, of so many heads that few of each are begun together: row blocks that see nothing are
- * left out, and their rows written all the same. */
+/* Batches that end early, of so many heads that few of each are begun together: row blocks that see nothing,
+ * and in the backward column blocks that nobody sees, are left out, and written all the same. */
 static void test_rows_unseen(void) {
   if (getenv("EMULATED_SM")) {
     printf("skipped: rows that see nothing, of many heads: too many for an emulated GPU\n");
@@ -887,6 +887,12 @@ static void test_rows_unseen(void) {
       num_wrong += !(own == other || fabs(own - other) < 1e-4 * (1 + fabs(other)));
     }
     CHECK(num_wrong == 0, "%d: lse of %lld rows is not the CPU's", i, (long long)num_wrong);
+    for (int id = FA_TENSOR_DQ; id <= FA_TENSOR_DV; id++) memset(x.data[id], 0x3c, size_of(&problem, id));
+    run_on_device(&x, FA_PASS_BACKWARD);
+    host_must_run(&y, cpu, FA_PASS_BACKWARD);
+    for (int id = FA_TENSOR_DQ; id <= FA_TENSOR_DV; id++)
+      CHECK(relative_error(&x, &y, id) < 0.01, "%d: %s is %.3g from the CPU's", i, fa_tensor_name(id),
+            relative_error(&x, &y, id));
     host_free(&x);
     host_free(&y);
   }

@@ -56,6 +56,8 @@ inline void barrier(int number, Site site = Site()) {
 }
 inline void let_others_run(Site site = Site()) { emulated::yield("waits for memory to change", -1, site); }
 
+inline void prefetch_l2(const void *) {}
+
 inline void forget(uint32_t &) {}
 inline void forget(float &) {}
 
