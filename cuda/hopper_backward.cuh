@@ -538,38 +538,25 @@ __device__ inline void load_plain_sides(const fa_cuda_arguments &a, const fa_cud
   if (work.num_steps > 0) k_phase ^= 1;
 }
 
-// Writes 0 to the dk and dv of a column block that nobody sees, by one thread, which waits for nothing.
+// Writes 0 to the dk and dv of a column block that nobody sees, a lane to each box, and waits for nothing.
 template <class Buffers>
-__device__ inline void leave_zeros(const fa_cuda_arguments &a, const fa_cuda_maps &maps, const Buffers &buffers,
-                                   const typename Buffers::Work &work) {
-  const ColumnBlock &block = work.block;
-  for (int column = work.columns.begin; column < work.columns.end; column += ZERO_BOX_ROWS)
-#pragma unroll
-    for (int d = 0; d < Buffers::Shape::head_dim; d += 64) {
-      store_box(maps.dk, buffers.zero_box(), d, column, block.kv_head, block.batch);
-      store_box(maps.dv, buffers.zero_box(), d, column, block.kv_head, block.batch);
-    }
+__device__ inline void leave_zeros(const fa_cuda_maps &maps, const Buffers &buffers, const ColumnBlock &block) {
+  using Shape = typename Buffers::Shape;
+  constexpr int ROWS = Shape::block_k / ZERO_BOX_ROWS, BOXES = ROWS * (Shape::head_dim / 64);
+  static_assert(2 * BOXES <= 32 && Shape::head_dim % 64 == 0, "a warp has a lane for each");
+  const int lane = threadIdx.x % 32, box = lane % BOXES;
+  if (lane < 2 * BOXES)
+    store_box(lane < BOXES ? maps.dk : maps.dv, buffers.zero_box(), box / ROWS * 64,
+              block.k_block * Shape::block_k + box % ROWS * ZERO_BOX_ROWS, block.kv_head, block.batch);
   bulk_commit();
 }
 
-// The same, by a warp, of the column block of that number and, where no other of its heads sees more, of those
-// that would be begun after it before other heads': nobody need begin them.
+// Moves the tickets behind a column block that nobody sees on to the next heads, where others of its heads see
+// no more: writers leave their zeros.
 template <class Buffers>
-__device__ inline void leave_unseen(const fa_cuda_arguments &a, const fa_cuda_maps &maps,
-                                    const Buffers &buffers, int index) {
-  const int lane = threadIdx.x % 32;
-  int begin = index + 1, end = begin;
-  if (a.skips_unseen) {
-    end = next_column_heads(a, index);
-    if (lane == 0) begin = atomicMax(a.tickets, end);
-    begin = min(uniform(begin), end);
-  }
-  typename Buffers::Work work;
-#pragma unroll 1
-  for (int i = begin - 1 + lane; i < end; i += 32) {
-    work.find(a, i < begin ? index : i);
-    leave_zeros(a, maps, buffers, work);
-  }
+__device__ inline void skip_unseen(const fa_cuda_arguments &a, int index) {
+  if (a.skips_unseen && Buffers::leaves_zeros(a) && threadIdx.x % 32 == 0)
+    atomicMax(a.tickets, next_column_heads(a, index));
 }
 
 // By one thread: tells the warp that sends dq how many steps the `count`-th column block has, when the first of
@@ -640,7 +627,10 @@ __device__ inline void load_told_sides(const fa_cuda_arguments &a, const fa_cuda
         if constexpr (Buffers::Shape::skips_hidden) num_steps = told + work.count_shown(a, seen);
         if (Buffers::TELLS_SENDER && lane == 0) tell_num_steps(buffers, count, num_steps);
         if (num_steps == 0) {
-          if (Buffers::leaves_zeros(a)) leave_unseen(a, maps, buffers, index);
+          if (work.num_steps == 0)
+            skip_unseen<Buffers>(a, index);
+          else if (Buffers::leaves_zeros(a))  // flags hide it
+            leave_zeros(maps, buffers, work.block);
           return;
         }
         const StepRows rows = Work::heard_rows(buffers.visit(steps, FINDER));
@@ -939,6 +929,16 @@ __device__ inline void leave_cells(const fa_cuda_arguments &a, const Buffers &bu
 
 // ---- dq from its sum: two warps, the writers ---------------------------------------------------------
 
+// Leaves zeros of one column block more, if nobody sees it, by a writer; next: its number among all.
+template <class Buffers>
+__device__ inline void leave_next_zeros(const fa_cuda_arguments &a, const fa_cuda_maps &maps,
+                                        const Buffers &buffers, int &next) {
+  const int head = next / a.num_k_blocks, batch = head / a.num_kv_heads;
+  const fa_cuda_block_plan plan = plan_at<false>(a, batch, next % a.num_k_blocks);
+  if (plan.num_visits == 0) leave_zeros(maps, buffers, {batch, head % a.num_kv_heads, plan.block});
+  next += gridDim.x * Buffers::Shape::num_writers;
+}
+
 // Takes the next free row block, and writes its dq when all column blocks have added to it. Its sum then serves
 // the row block num_sums further on, so that dq_sum stays in cache and column blocks seldom wait for it. A
 // piece is half of the 64 rows and 64 columns that one consumer has of dq.
@@ -954,7 +954,12 @@ __device__ inline void write_dq(const fa_cuda_arguments &a, const fa_cuda_maps &
   const uint32_t from = buffers.sum(writer), tile = buffers.piece(writer);
   const uint32_t full = buffers.barrier(SUM_FULL, writer);
   if constexpr (Buffers::general) report_unseen<Shape>(a, writer);
+  // Zeros are left between row blocks, so that other copies do not wait long behind them.
+  int next_zeros = blockIdx.x * Shape::num_writers + writer,
+      end_zeros = Buffers::leaves_zeros(a) ? a.batch * a.num_kv_heads * a.num_k_blocks : 0;
   for (uint32_t phase = 0;;) {
+    if constexpr (Buffers::HAS_ZEROS)
+      if (next_zeros < end_zeros) leave_next_zeros(a, maps, buffers, next_zeros);
     const int index = uniform(lane == 0 ? atomicAdd(a.tickets + 1, 1) : 0);
     if (index >= num_positions) break;
     RowBlock mine;
@@ -1019,7 +1024,9 @@ __device__ inline void write_dq(const fa_cuda_arguments &a, const fa_cuda_maps &
       if constexpr (Buffers::general) report_if_unseen<Shape>(a, row_block_at(a, position + a.num_sums));
     }
   }
-  if (lane == 0) bulk_wait_read<0>();
+  if constexpr (Buffers::HAS_ZEROS)
+    while (next_zeros < end_zeros) leave_next_zeros(a, maps, buffers, next_zeros);
+  bulk_wait_read<0>();
 }
 
 // ---- the consumers -----------------------------------------------------------------------------------
