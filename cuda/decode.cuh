@@ -631,7 +631,7 @@ __device__ inline void mend_row(const fa_cuda_arguments &a, const fa_cuda_cache 
           visit(s.band);
       },
       [&](int column) { return k.row(column); }, [&](int column) { return v.row(column); });
-  mended.template mend<false>(row_of<Io>(a.o, s, head, row), lse_at(a, s, head, row));
+  mended.mend(row_of<Io>(a.o, s, head, row), lse_at(a, s, head, row), PROGRAMS && a.program.bias.data);
 }
 
 // By all threads of a block that have written their share of a unit's packed rows, see for_each_four: mends it,

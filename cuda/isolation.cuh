@@ -251,13 +251,13 @@ struct RowOfO {
 
   // By a warp that sees what was written of o and lse: makes both again where o has a NaN that need not be its
   // own. A NaN that is shows in lse; but of SCALED kinds infinite operands, whose parts are NaN, do so too, and
-  // where terms may be folded (FOLDS), hidden keys.
-  template <bool FOLDS, class Out>
-  __device__ void mend(Out *to, float *lse) {
+  // hidden keys where a number that was added hides them, which leaves a NaN what it is (adds_up).
+  template <class Out>
+  __device__ void mend(Out *to, float *lse, bool adds_up) {
     if (!row_has_nan(to, a.head_dim)) return;
     float reference = *lse;
     const bool was_right = all_say(reference < INFINITY);
-    if (!was_right && (Kind::SCALED || (FOLDS && a.program.keys.terms))) reference = largest();
+    if (!was_right && (Kind::SCALED || adds_up)) reference = largest();
     if (!all_say(reference < INFINITY)) return;
     const float lse_again = store(to, reference);
     if (!was_right && threadIdx.x % 32 == 0) *lse = lse_again;
@@ -288,7 +288,7 @@ __device__ __noinline__ void mend_rows(const fa_cuda_arguments &a, const RowsToM
         [&](auto visit) { for_each_band(a, mine.batch, visit); },
         [&](int column) { return column_of<const Io>(a.k_rows, s, kv_head, column); },
         [&](int column) { return column_of<const Io>(a.v_rows, s, kv_head, column); });
-    mended.template mend<FOLDS>(row_of<Out>(a.o, out, head, row), lse_at(a, out, head, row));
+    mended.mend(row_of<Out>(a.o, out, head, row), lse_at(a, out, head, row), FOLDS && a.program.keys.terms);
   }
 }
 
