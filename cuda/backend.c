@@ -373,7 +373,7 @@ static int32_t box_rows(const fa_problem *p, const fa_cuda_kernel *kernel) {
  * pages suit its boxes. */
 static bool row_fits(const fa_problem *p, const fa_cuda_kernel *row) {
   if (row->most_key_bytes && fa_cuda_key_bytes(p) > (double)row->most_key_bytes) return false;
-  if (row->merge && row->mapped) return box_rows(p, row) >= LEAST_BOX_ROWS;
+  if (row->merge && row->mapped && box_rows(p, row) < LEAST_BOX_ROWS) return false;
   return !row->merge || fa_cuda_packed_rows(p) <= row->block_q || row[1].bucket != row->bucket;
 }
 

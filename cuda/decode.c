@@ -88,8 +88,9 @@ static bool suits(const fa_problem *p, const fa_cuda_kernel *kernel) {
 /* What one block of threads alone reads in a microsecond: less where rows that share a tile have products of
  * their own, or where something is added to each score, mostly by a single warp. */
 static double bytes_a_us(const fa_problem *p, const fa_cuda_kernel *kernel) {
-  const bool adds = p->bias_batch > 0 || p->alibi_batch > 0;
-  if (kernel->mapped && adds) return kernel->bucket <= 64 ? 15e3 : 27e3;
+  const bool adds = p->bias_batch > 0 || p->alibi_batch > 0, spreads = kernel->block_q <= FEWEST_ROWS;
+  if (kernel->mapped && adds && !spreads) return kernel->bucket <= 64 ? 15e3 : 27e3;
+  if (kernel->mapped && adds) return kernel->bucket <= 64 ? 24e3 : 34e3;
   if (kernel->mapped) return kernel->bucket <= 64 ? 38e3 : 48e3;
   return kernel->block_q <= FEWEST_ROWS ? 45e3 : 12.5e3;
 }

@@ -206,11 +206,13 @@ __device__ inline SeenColumns seen_by(const fa_cuda_arguments &a, const Sequence
   return {columns_of_rows<PROGRAMS>(sequence, rows), overlap(first, last)};
 }
 
-// Starts the copy of a unit's rows of q; where these lie anywhere, it is done on return.
-template <class Io, class Copy>
+// Starts the copy of a unit's rows of q; where these lie anywhere, it is done on return. A tile has them once,
+// or again every REPEATED rows.
+template <class Io, int REPEATED = 0, class Copy>
 __device__ inline void copy_queries(const Copy &copy, uint32_t tile, const fa_cuda_arguments &a,
                                     const Sequence &sequence, const Unit &unit) {
   auto row_at = [&](int r) {
+    if constexpr (REPEATED > 0) r %= REPEATED;
     return r < unit.num_rows ? rows_of<Io>(a.q, sequence, unit.head(r)) + unit.row(r) * a.q.stride_row
                              : nullptr;
   };

@@ -1,7 +1,8 @@
 // The forward of few rows on Hopper, of 16-bit types: what decode.cu does, but a product takes 64 packed rows
 // at once, so that up to 64 cost what one does, and keys come by tensor map, from pages as from anywhere. Two
 // warps copy tiles of k and of v ahead of the warpgroup that computes; a part takes tiles that lie num_parts
-// apart.
+// apart. Up to 16 rows stand in the tile of q four times, and each of the four warps takes a quarter of the
+// columns: one with all of them would have a tile's scores last when keys come fast or something is added.
 //
 //     q, o [batch, seqlen_q, num_heads, head_dim]     k, v [batch, seqlen_k, num_kv_heads, head_dim]
 //                                                  or      [num_pages, page_size, num_kv_heads, head_dim]
@@ -17,10 +18,13 @@ using decode::SeenColumns;
 using decode::Unit;
 
 // A row of the table; none of it changes results by more than rounding.
-template <int HEAD_DIM, int BLOCK_K, int STAGES, int BLOCKS_PER_SM, int MOST_KEY_BYTES = 0>
+template <int HEAD_DIM, int BLOCK_Q, int BLOCK_K, int STAGES, int BLOCKS_PER_SM, int MOST_KEY_BYTES = 0>
 struct DecodeShape {
-  static constexpr int head_dim = HEAD_DIM, block_q = 64, block_k = BLOCK_K, stages = STAGES;
-  static constexpr int num_threads = WARPGROUP + 64, num_streams = 1, blocks_per_sm = BLOCKS_PER_SM;
+  static constexpr int head_dim = HEAD_DIM, block_q = BLOCK_Q, block_k = BLOCK_K, stages = STAGES;
+  // A stream has the block_q rows, and some of the columns of each tile.
+  static constexpr int num_streams = 64 / block_q, stream_columns = block_k / num_streams;
+  static constexpr int num_threads = WARPGROUP + 64, blocks_per_sm = BLOCKS_PER_SM;
+  static_assert(num_streams == 1 || (num_streams == 4 && stream_columns == 16), "a warp's rows, a step of p");
   static constexpr int most_key_bytes = MOST_KEY_BYTES;
 };
 
@@ -28,7 +32,8 @@ struct DecodeShape {
 // empty. In the end the rows' maxima and sums take the place of q, and sums of o what follows.
 template <class Shape>
 struct DecodeBuffers {
-  struct QTile : BoxTile<Shape::block_q, Shape::head_dim> {
+  static constexpr int ROWS = Shape::num_streams * Shape::block_q;
+  struct QTile : BoxTile<ROWS, Shape::head_dim> {
     static constexpr int CHUNKS = Shape::head_dim / 8;
   };
   using KTile = BoxTile<Shape::block_k, Shape::head_dim>;
@@ -37,10 +42,12 @@ struct DecodeBuffers {
   static constexpr int BYTES = BARRIERS_AT + NUM_BARRIERS * 8;
   static_assert(Shape::blocks_per_sm * (BYTES + 1024) <= 228 * 1024, "blocks share a multiprocessor");
 
-  static constexpr int STATES_BYTES = Shape::block_q * sizeof(float2), SUMS_AT = STATES_BYTES;
+  static constexpr int STATES_BYTES = Shape::block_q * sizeof(float2);
+  static constexpr int SUMS_AT =
+      (Shape::num_streams + (Shape::num_streams > 1)) * STATES_BYTES;  // the block's, too
   // Rows of sums lie so that those of an accumulator's lanes fill the banks.
   static constexpr int SUM_STRIDE = Shape::head_dim + 8;
-  static_assert(SUMS_AT + Shape::block_q * SUM_STRIDE * 4 <= BARRIERS_AT, "sums take the place of tiles");
+  static_assert(SUMS_AT + ROWS * SUM_STRIDE * 4 <= BARRIERS_AT, "sums take the place of tiles");
 
   struct Stage {
     uint32_t tile, full, empty;
@@ -61,8 +68,8 @@ struct DecodeBuffers {
   }
 
   __device__ uint32_t state(int stream, int row) const { return base + stream * STATES_BYTES + row * 8; }
-  __device__ uint32_t sum(int, int row, int column) const {
-    return base + SUMS_AT + (row * SUM_STRIDE + column) * 4;
+  __device__ uint32_t sum(int stream, int row, int column) const {
+    return base + SUMS_AT + ((stream * Shape::block_q + row) * SUM_STRIDE + column) * 4;
   }
 };
 
@@ -161,14 +168,15 @@ struct DecodeProducer {
   }
 };
 
-// The warpgroup that computes, each warp 16 rows.
+// The warpgroup that computes, each warp 16 rows, or all of these and some of the columns.
 template <class Kind, class Shape, bool PROGRAMS>
 struct DecodeConsumer {
   using Buffers = DecodeBuffers<Shape>;
   using Stage = typename Buffers::Stage;
   using QTile = typename Buffers::QTile;
   using KTile = typename Buffers::KTile;
-  static constexpr int NT = Shape::block_k / 8, DT = Shape::head_dim / 8;
+  static constexpr int NT = Shape::block_k / 8, OWN_NT = Shape::stream_columns / 8, DT = Shape::head_dim / 8;
+  static constexpr bool SPREADS = Shape::num_streams > 1;
   static constexpr int QK_STEPS = Shape::head_dim / 16, PV_STEPS = Shape::block_k / 16;
   static constexpr int BARRIER = 1;
 
@@ -178,9 +186,9 @@ struct DecodeConsumer {
   const Unit &unit;
   const Share<Shape> &share;
   const SeenColumns &seen;
-  const int first_row;
+  const int stream, first_row;
   const bool has_rows;  // a warp without some only takes part in products
-  const decode::AddendsOf<PROGRAMS, typename Kind::Io, 1, NT> addends;
+  const decode::AddendsOf<PROGRAMS, typename Kind::Io, 1, OWN_NT> addends;
 
   float o[1][DT][4] = {}, scores[1][NT][4];
   uint32_t p[1][PV_STEPS][4] = {};
@@ -194,14 +202,15 @@ struct DecodeConsumer {
         unit(unit),
         share(share),
         seen(seen),
-        first_row(uniform(threadIdx.x / 32) * 16),
+        stream(SPREADS ? uniform(threadIdx.x / 32) : 0),
+        first_row(SPREADS ? 0 : uniform(threadIdx.x / 32) * 16),
         has_rows(first_row < unit.num_rows),
         addends(a, sequence, unit, first_row) {}
 
   __device__ void load_queries() const {
     using Io = typename Kind::Io;
     const decode::TileCopy<Io, QTile, WARPGROUP> copy = {int(threadIdx.x), a.q.num_cols};
-    decode::copy_queries<Io>(copy, buffers.base, a, sequence, unit);
+    decode::copy_queries<Io, SPREADS ? Shape::block_q : 0>(copy, buffers.base, a, sequence, unit);
     copy_async_wait_all();
     fence_async();
     named_barrier_wait(BARRIER, WARPGROUP);
@@ -233,14 +242,43 @@ struct DecodeConsumer {
     named_barrier_wait(BARRIER, WARPGROUP);
   }
 
-  // Products become exponentials; true where o is due a rescale_rows.
-  __device__ bool make_exponentials(int column) {
-    if (!has_rows) return false;
-    finish_scores<Kind, 1, NT>(scores, a.score, 1);
-    addends.add(scores, column);
-    if (column < seen.all.begin || column + Shape::block_k > seen.all.end)
-      decode::hide_columns<PROGRAMS, 1, NT>(scores, a, sequence, unit, first_row, column, seen.any.end);
-    return softmax.update(scores, exponent_of_unit<Kind>(a.score));
+  // The warp's products, from `column` on, become exponentials; true where o is due a rescale_rows.
+  __device__ bool make_exponentials(float (&own)[1][OWN_NT][4], int column) {
+    finish_scores<Kind, 1, OWN_NT>(own, a.score, 1);
+    addends.add(own, column);
+    if (column < seen.all.begin || column + Shape::stream_columns > seen.all.end)
+      decode::hide_columns<PROGRAMS, 1, OWN_NT>(own, a, sequence, unit, first_row, column, seen.any.end);
+    return softmax.update(own, exponent_of_unit<Kind>(a.score));
+  }
+
+  // Makes p of a tile's products. before_p: what must come first, as o's product of the tile before reads p.
+  template <class BeforeP>
+  __device__ void make_p(int column, BeforeP before_p) {
+    if constexpr (SPREADS) {
+      float own[1][OWN_NT][4];
+      uint32_t step[1][1][4];
+#pragma unroll
+      for (int n = 0; n < OWN_NT; n++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          // By a number that is not uniform: of branches ptxas would have products wait for each other.
+          own[0][n][i] = scores[0][n][i];
+#pragma unroll
+          for (int other = 1; other < Shape::num_streams; other++)
+            own[0][n][i] = int(threadIdx.x / 32) == other ? scores[0][other * OWN_NT + n][i] : own[0][n][i];
+        }
+      const bool moved = make_exponentials(own, column + stream * Shape::stream_columns);
+      before_p(moved);
+      convert<Kind>(step, own);
+#pragma unroll
+      for (int k = 0; k < PV_STEPS; k++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) p[0][k][i] = k == stream ? step[0][0][i] : 0;
+    } else {
+      const bool moved = has_rows && make_exponentials(scores, column);
+      before_p(moved);
+      if (has_rows) convert<Kind>(p, scores);
+    }
   }
 
   // The scores of a tile are computed beside o's product of the one before, whose exponentials are p.
@@ -251,8 +289,7 @@ struct DecodeConsumer {
     start_scores(ring);
     wgmma_wait<0>(scores[0]);
     barrier_arrive_warp(buffers.k(ring.stage).empty);
-    make_exponentials(share.column(0));
-    if (has_rows) convert<Kind>(p, scores);
+    make_p(share.column(0), [](bool) {});
 #pragma unroll 1
     for (int i = 1; i < share.count; i++) {
       Ring<Shape::stages> next = ring;
@@ -261,11 +298,11 @@ struct DecodeConsumer {
       start_o(ring, share.column(i - 1));
       wgmma_wait<1>(scores[0]);
       barrier_arrive_warp(buffers.k(next.stage).empty);
-      const bool moved = make_exponentials(share.column(i));
-      wgmma_wait<0>(o[0], p);
-      barrier_arrive_warp(buffers.v(ring.stage).empty);
-      if (moved) softmax.rescale_rows(o);
-      if (has_rows) convert<Kind>(p, scores);
+      make_p(share.column(i), [&](bool moved) {
+        wgmma_wait<0>(o[0], p);
+        barrier_arrive_warp(buffers.v(ring.stage).empty);
+        if (moved) softmax.rescale_rows(o);
+      });
       ring = next;
     }
     start_o(ring, share.column(share.count - 1));
@@ -273,7 +310,7 @@ struct DecodeConsumer {
   }
 
   __device__ void put() const {
-    if (has_rows) decode::put_sums<Kind>(buffers, 0, first_row, softmax.max[0], softmax.sum[0], o[0]);
+    if (has_rows) decode::put_sums<Kind>(buffers, stream, first_row, softmax.max[0], softmax.sum[0], o[0]);
   }
 };
 
@@ -340,15 +377,21 @@ constexpr fa_cuda_kernel row(const char *name) {
 #define PROGRAM_ROW(rest, ...) KERNEL(true, __VA_ARGS__)(NAME(rest "/program"))
 
 // Stages are what there is room for: 96 KiB a block where two share a multiprocessor. What few keys take is the
-// time of the longest part, whose tiles are better small; many come faster in large ones.
+// time of the longest part, whose tiles are better small; many come faster in large ones. Of a bucket, those
+// for fewer rows come first.
 const fa_cuda_kernel FA_JOIN(fa_hopper_decode_, FA_KIND)[] = {
-    // bucket, block_k, stages, blocks per multiprocessor, most bytes of keys
-    ROW("/d64/k64", 64, 64, 6, 2, 32 << 20),
-    ROW("/d64/k128", 64, 128, 3, 2),
-    ROW("/d128", 128, 64, 3, 2),
-    ROW("/d256", 256, 64, 3, 1),
-    PROGRAM_ROW("/d64", 64, 64, 6, 2),
-    PROGRAM_ROW("/d128", 128, 64, 3, 2),
-    PROGRAM_ROW("/d256", 256, 64, 3, 1),
+    // bucket, block_q, block_k, stages, blocks per multiprocessor, most bytes of keys
+    ROW("/d64/k64/r16", 64, 16, 64, 6, 2, 32 << 20),
+    ROW("/d64/k64", 64, 64, 64, 6, 2, 32 << 20),
+    ROW("/d64/k128", 64, 64, 128, 3, 2),
+    ROW("/d128/r16", 128, 16, 64, 3, 2),
+    ROW("/d128", 128, 64, 64, 3, 2),
+    ROW("/d256", 256, 64, 64, 3, 1),
+    PROGRAM_ROW("/d64/r16", 64, 16, 64, 6, 2),
+    PROGRAM_ROW("/d64", 64, 64, 64, 6, 2),
+    PROGRAM_ROW("/d128/r16", 128, 16, 64, 3, 2),
+    PROGRAM_ROW("/d128", 128, 64, 64, 3, 2),
+    PROGRAM_ROW("/d256/r16", 256, 16, 64, 3, 1),
+    PROGRAM_ROW("/d256", 256, 64, 64, 3, 1),
     {},
 };

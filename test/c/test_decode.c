@@ -362,16 +362,19 @@ static void test_page_shapes(void) {
         "pages of another number than batches pass without a table");
 }
 
-/* On Hopper few rows beside keys that end at lengths have kernels by how many bytes the keys have, and by
- * whether their rows lie within lines of the cache. */
+/* On Hopper few rows beside keys that end at lengths have kernels by how many bytes the keys have, by whether
+ * their rows lie within lines of the cache, and by whether 16 rows are enough for those of a key head. */
 static void test_kernels(fa_device device) {
   static const struct {
     int64_t batch, seqlen_q, seqlen_k, num_heads, head_dim;
     const char *kernel;
-  } cases[] = {{1, 1, 8192, 32, 128, "cuda/sm90/decode/bf16/d128"},
-               {1, 1, 3109, 32, 64, "cuda/sm90/decode/bf16/d64/k64"},
+  } cases[] = {{1, 1, 8192, 32, 128, "cuda/sm90/decode/bf16/d128/r16"},
+               {1, 4, 8192, 32, 128, "cuda/sm90/decode/bf16/d128/r16"},
+               {1, 5, 8192, 32, 128, "cuda/sm90/decode/bf16/d128"},
+               {1, 1, 3109, 32, 64, "cuda/sm90/decode/bf16/d64/k64/r16"},
+               {1, 5, 3109, 32, 64, "cuda/sm90/decode/bf16/d64/k64"},
                {16, 1, 8192, 64, 64, "cuda/sm90/decode/bf16/d64/k128"},
-               {3, 1, 5000, 32, 80, "cuda/sm90/decode/bf16/d128"},
+               {3, 1, 5000, 32, 80, "cuda/sm90/decode/bf16/d128/r16"},
                {8, 1, 8192, 64, 80, "cuda/decode/bf16/d128/r16"},
                {8, 3, 8192, 64, 80, "cuda/sm90/decode/bf16/d128"},
                {8, 1, 8192, 64, 160, "cuda/sm90/decode/bf16/d256"}};
