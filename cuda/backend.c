@@ -369,12 +369,13 @@ static int32_t box_rows(const fa_problem *p, const fa_cuda_kernel *kernel) {
   return (int32_t)rows;
 }
 
-/* Whether a kernel's blocks are as small as they may be, those after it in the table being larger; and whether
+/* Whether a kernel's blocks have room for the rows, or no larger ones come after it in the table; and whether
  * pages suit its boxes. */
 static bool row_fits(const fa_problem *p, const fa_cuda_kernel *row) {
   if (row->most_key_bytes && fa_cuda_key_bytes(p) > (double)row->most_key_bytes) return false;
   if (row->merge && row->mapped && box_rows(p, row) < LEAST_BOX_ROWS) return false;
-  return !row->merge || fa_cuda_packed_rows(p) <= row->block_q || row[1].bucket != row->bucket;
+  const bool larger_follow = row[1].bucket == row->bucket && row[1].block_q > row->block_q;
+  return !row->merge || fa_cuda_packed_rows(p) <= row->block_q || !larger_follow;
 }
 
 /* How many columns a row sees, about. What bands say is not known here: they share the columns out. */

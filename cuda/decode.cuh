@@ -100,8 +100,7 @@ __device__ inline Sequence cached_sequence(const fa_cuda_arguments &a, const fa_
   return sequence;
 }
 
-// The columns that any of the rows sees, which lie outside of the sequence's band only where it is a band of
-// bands.
+// The columns that any of the rows sees. Rows may lie outside of the sequence's band where PROGRAMS.
 template <bool PROGRAMS>
 __device__ inline Range columns_of_rows(const Sequence &sequence, Range rows) {
   return PROGRAMS ? seen_in_band<true>(sequence.band, rows) : visible_columns(sequence, rows);

@@ -363,24 +363,29 @@ static void test_page_shapes(void) {
 }
 
 /* On Hopper few rows beside keys that end at lengths have kernels by how many bytes the keys have, by whether
- * their rows lie within lines of the cache, and by whether 16 rows are enough for those of a key head. */
+ * their rows lie within lines of the cache, and by whether 16 rows are enough for those of a key head; more
+ * than any has room for are several blocks of the first that has the most. */
 static void test_kernels(fa_device device) {
   static const struct {
     int64_t batch, seqlen_q, seqlen_k, num_heads, head_dim;
     const char *kernel;
-  } cases[] = {{1, 1, 8192, 32, 128, "cuda/sm90/decode/bf16/d128/r16"},
-               {1, 4, 8192, 32, 128, "cuda/sm90/decode/bf16/d128/r16"},
-               {1, 5, 8192, 32, 128, "cuda/sm90/decode/bf16/d128"},
-               {1, 1, 3109, 32, 64, "cuda/sm90/decode/bf16/d64/k64/r16"},
-               {1, 5, 3109, 32, 64, "cuda/sm90/decode/bf16/d64/k64"},
-               {16, 1, 8192, 64, 64, "cuda/sm90/decode/bf16/d64/k128"},
-               {3, 1, 5000, 32, 80, "cuda/sm90/decode/bf16/d128/r16"},
-               {8, 1, 8192, 64, 80, "cuda/decode/bf16/d128/r16"},
-               {8, 3, 8192, 64, 80, "cuda/sm90/decode/bf16/d128"},
-               {8, 1, 8192, 64, 160, "cuda/sm90/decode/bf16/d256"}};
+    int64_t page_size;
+  } cases[] = {{1, 1, 8192, 32, 128, "cuda/sm90/decode/bf16/d128/r16", 0},
+               {1, 4, 8192, 32, 128, "cuda/sm90/decode/bf16/d128/r16", 0},
+               {1, 5, 8192, 32, 128, "cuda/sm90/decode/bf16/d128", 0},
+               {1, 1, 3109, 32, 64, "cuda/sm90/decode/bf16/d64/k64/r16", 0},
+               {1, 5, 3109, 32, 64, "cuda/sm90/decode/bf16/d64/k64", 0},
+               {1, 70, 8192, 8, 64, "cuda/sm90/decode/bf16/d64/k64", 64},
+               {16, 1, 8192, 64, 64, "cuda/sm90/decode/bf16/d64/k128", 0},
+               {3, 1, 5000, 32, 80, "cuda/sm90/decode/bf16/d128/r16", 0},
+               {8, 1, 8192, 64, 80, "cuda/decode/bf16/d128/r16", 0},
+               {8, 3, 8192, 64, 80, "cuda/sm90/decode/bf16/d128", 0},
+               {8, 1, 8192, 64, 160, "cuda/sm90/decode/bf16/d256", 0}};
   for (int i = 0; i < (int)(sizeof cases / sizeof *cases); i++) {
     fa_problem p = problem_of(cases[i].batch, cases[i].seqlen_q, cases[i].seqlen_k, cases[i].head_dim);
     p.dtype = FA_DTYPE_BF16, p.num_heads = cases[i].num_heads, p.num_kv_heads = 8, p.lengths_batch = p.batch;
+    if (cases[i].page_size > 0)
+      p.page_size = cases[i].page_size, p.max_pages = p.num_pages = p.seqlen_k / p.page_size;
     fa_plan plan;
     fa_error error;
     CHECK(!fa_plan_init(&plan, &p, FA_PASS_FORWARD, device, &error), "%s", error.message);
