@@ -15,7 +15,7 @@ namespace fa {
 template <int HEAD_DIM, int BLOCK_Q, int BLOCK_K, int NUM_WARPS, int BLOCKS_PER_SM, int STAGES, int SCORE_WARPS,
           int DKV_WARPS, int DQ_WARPS>
 struct BackwardShape {
-  static constexpr bool folds_slopes = false, drops = false, splits_heads = false;  // drops: with halves of p
+  static constexpr bool folds_slopes = false, splits_heads = false;
   static constexpr int head_dim = HEAD_DIM, block_q = BLOCK_Q, block_k = BLOCK_K, num_warps = NUM_WARPS;
   static constexpr int blocks_per_sm = BLOCKS_PER_SM;
   static constexpr int stages = STAGES, score_warps = SCORE_WARPS, dkv_warps = DKV_WARPS, dq_warps = DQ_WARPS;
@@ -321,8 +321,8 @@ constexpr fa_cuda_kernel row(const char *name) {
           .takes = GENERAL ? FA_CUDA_ALL_NEEDS : FA_CUDA_PLAIN_NEEDS,
           .row_warps = Shape::score_warps,
           .main = address_of_kernel(backward<Kind, Shape, GENERAL>),
-          .statistics = address_of_kernel(statistics<Kind, Shape>),
-          .finish_dq = address_of_kernel(finish_dq<Kind, Shape>),
+          .statistics = address_of_kernel(statistics<Kind, RowsOf<Shape>>),
+          .finish_dq = address_of_kernel(finish_dq<Kind, DqShare<Shape>>),
           .finish_threads = Layout::THREADS};
 }
 

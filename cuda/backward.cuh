@@ -6,8 +6,9 @@
 namespace fa {
 
 // How num_warps warps, `down` of them along the rows, share out a product [rows, columns].
-template <int ROWS, int COLUMNS, int NUM_WARPS_, int DOWN>
+template <int ROWS_, int COLUMNS_, int NUM_WARPS_, int DOWN>
 struct Share {
+  static constexpr int ROWS = ROWS_, COLUMNS = COLUMNS_;
   static constexpr int NUM_WARPS = NUM_WARPS_, ACROSS = NUM_WARPS / DOWN;
   static constexpr int WARP_ROWS = ROWS / DOWN, WARP_COLUMNS = COLUMNS / ACROSS;
   static constexpr int MT = WARP_ROWS / 16, NT = WARP_COLUMNS / 8;
@@ -15,6 +16,15 @@ struct Share {
   __device__ static int row() { return threadIdx.x / 32 % DOWN * WARP_ROWS; }
   __device__ static int column() { return threadIdx.x / 32 / DOWN * WARP_COLUMNS; }
 };
+
+// All that the small kernels know of the main one's shape, so that shapes with the same rows have the same.
+template <int HEAD_DIM, int BLOCK_Q, bool FOLDS_SLOPES = false>
+struct RowsShape {
+  static constexpr int head_dim = HEAD_DIM, block_q = BLOCK_Q;
+  static constexpr bool folds_slopes = FOLDS_SLOPES;
+};
+template <class Shape>
+using RowsOf = RowsShape<Shape::head_dim, Shape::block_q, Shape::folds_slopes>;
 
 // ---- dq in memory: four elements of an accumulator block in each lane ------------------------------
 
@@ -283,9 +293,10 @@ __device__ inline void store_dq(Share<ROWS, COLUMNS, NUM_WARPS, DOWN> share, Io 
                                 num_rows - share.row(), num_cols - share.column(), dq, scale);
 }
 
-// One block a row block of a head: dq = scale * dq_sum.
-template <class Kind, class Shape, class Dq = DqShare<Shape>>
+// One block a row block of a head: dq = scale * dq_sum, which lies as Dq shares it out.
+template <class Kind, class Dq>
 __global__ void __launch_bounds__(Dq::NUM_WARPS * 32) finish_dq(const __grid_constant__ fa_cuda_arguments a) {
+  using Shape = RowsShape<Dq::COLUMNS, Dq::ROWS>;
   using Io = typename Kind::Io;
   const RowBlock mine = row_block_at(a, blockIdx.x);
   const Sequence sequence = sequence_of(a, mine.batch);
@@ -359,7 +370,7 @@ struct RowStatistics {
     if (is_read)
       sum -= dlse_at(a, dlse, lse_at(a, sequence_of(a, mine.batch), mine.head, mine.row), mine.batch);
     if (a.suspect && is_read && (!isfinite(sum) || !(lse < INFINITY))) note_suspect(a);
-    a.delta[index] = Shape::drops ? sum * a.delta_factor : sum;
+    a.delta[index] = sum * a.delta_factor;
     const float shift = lse == -INFINITY ? INFINITY : row_shift<Kind>(lse);
     float of_slope = 0;
     if constexpr (Shape::folds_slopes) {

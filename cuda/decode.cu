@@ -199,7 +199,7 @@ __global__ void __launch_bounds__(Shape::num_threads, Shape::blocks_per_sm)
   using Io = typename Kind::Io;
   constexpr int AHEAD = Shape::stages - 1;
   const int part = blockIdx.x % d.num_parts;
-  const Unit unit = unit_at<Shape>(a, blockIdx.x / d.num_parts);
+  const Unit unit = unit_at<Shape::block_q>(a, blockIdx.x / d.num_parts);
   const Sequence sequence = cached_sequence<PROGRAMS>(a, d.cache, unit.batch);
   const SeenColumns seen = seen_by<PROGRAMS>(a, sequence, unit);
   const Range columns = seen.any;
@@ -264,7 +264,7 @@ constexpr fa_cuda_kernel row(const char *name) {
           .takes = PROGRAMS ? FA_CUDA_FEW_ROWS_NEEDS : FA_CUDA_CACHE_NEEDS,
           .main = address_of_kernel(attend<Kind, Shape, PROGRAMS, PROGRAMS>),
           .main_that_mends = address_of_kernel(attend<Kind, Shape, true, PROGRAMS>),
-          .merge = address_of_kernel(merge_parts<Kind, Shape>),
+          .merge = address_of_kernel(merge_parts<Kind, Shape::head_dim, Shape::block_q>),
           .blocks_per_sm = Shape::blocks_per_sm};
 }
 

@@ -172,15 +172,15 @@ struct Unit {
   __device__ int head(int r) const { return kv_head * group + first + r - row(r) * group; }
 };
 
-template <class Shape>
+template <int BLOCK_Q>
 __device__ inline Unit unit_at(const fa_cuda_arguments &a, int index) {
   const int group = heads_per_kv(a), batch_head = index / a.num_q_blocks;
-  const int first = index % a.num_q_blocks * Shape::block_q;
+  const int first = index % a.num_q_blocks * BLOCK_Q;
   return {index,
           batch_head / a.num_kv_heads,
           batch_head % a.num_kv_heads,
           first,
-          min(Shape::block_q, a.window.seqlen_q * group - first),
+          min(BLOCK_Q, a.window.seqlen_q * group - first),
           group};
 }
 
@@ -707,14 +707,14 @@ __device__ inline void finish_unit(const fa_cuda_arguments &a, const fa_cuda_par
 }
 
 // Merges the parts of packed rows, d.groups_a_row groups of threads those of each, which take parts in turn.
-template <class Kind, class Shape>
+template <class Kind, int HEAD_DIM, int BLOCK_Q>
 __global__ void __launch_bounds__(FA_CUDA_PARTS_THREADS)
     merge_parts(const __grid_constant__ fa_cuda_arguments a, const __grid_constant__ fa_cuda_parts d) {
-  constexpr int FOURS = Shape::head_dim / 4, GROUPS = FA_CUDA_PARTS_THREADS / FOURS;
+  constexpr int FOURS = HEAD_DIM / 4, GROUPS = FA_CUDA_PARTS_THREADS / FOURS;
   wait_for_launch_before();
   const int group = threadIdx.x / FOURS, number = (blockIdx.x * GROUPS + group) / d.groups_a_row;
   const int first_group = group / d.groups_a_row * d.groups_a_row, column = threadIdx.x % FOURS * 4;
-  const Unit unit = unit_at<Shape>(a, number / d.rows_a_unit);
+  const Unit unit = unit_at<BLOCK_Q>(a, number / d.rows_a_unit);
   const int r = number % d.rows_a_unit;
   const bool is_there = unit.batch < a.batch && r < unit.num_rows;
   const int64_t first = int64_t(unit.index) * d.num_parts * d.rows_a_unit + r;
@@ -723,7 +723,7 @@ __global__ void __launch_bounds__(FA_CUDA_PARTS_THREADS)
       group - first_group, is_there ? d.num_parts : 0, d.groups_a_row, unit_exponent,
       [&](int i) { return d.states[first + int64_t(i) * d.rows_a_unit]; },
       [&](int i) {
-        return *reinterpret_cast<const float4 *>(d.o + (first + int64_t(i) * d.rows_a_unit) * Shape::head_dim +
+        return *reinterpret_cast<const float4 *>(d.o + (first + int64_t(i) * d.rows_a_unit) * HEAD_DIM +
                                                  column);
       });
   __shared__ float4 sums[GROUPS][FOURS];

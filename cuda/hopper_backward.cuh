@@ -1171,13 +1171,13 @@ constexpr fa_cuda_kernel row_of_kernel(const char *name, const void *main) {
                         .folds = Shape::folds,
                         .halves = Shape::drops,
                         .main = main,
-                        .statistics = address_of_kernel(statistics<Kind, Shape>),
+                        .statistics = address_of_kernel(statistics<Kind, RowsOf<Shape>>),
                         .statistics_beside = Shape::single_column || Kind::SCALED
                                                  ? nullptr
-                                                 : address_of_kernel(statistics_beside<Kind, Shape>),
+                                                 : address_of_kernel(statistics_beside<Kind, RowsOf<Shape>>),
                         .finish_threads = Buffers::Dq::NUM_WARPS * 32};
   if constexpr (Shape::num_writers == 0 && !Shape::single_column)
-    row.finish_dq = address_of_kernel(finish_dq<Kind, Shape, typename Buffers::Dq>);
+    row.finish_dq = address_of_kernel(finish_dq<Kind, typename Buffers::Dq>);
   return row;
 }
 template <class Consumer>

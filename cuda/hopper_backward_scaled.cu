@@ -16,14 +16,14 @@ namespace hopper {
 
 // A consumer's dq^T [head_dim, block_q]: a product gives 64 rows, 16 to a warp. (dq_offset counts the warps of
 // all consumers, whose shares follow one another.)
-template <class Shape>
+template <int COLUMNS_, int ROWS_>
 struct DqTransposed {
-  static constexpr int MT = Shape::head_dim / 64, NT = Shape::block_q / 8, NUM_WARPS = 4;
+  static constexpr int ROWS = ROWS_, COLUMNS = COLUMNS_, MT = COLUMNS / 64, NT = ROWS / 8, NUM_WARPS = 4;
 };
-template <class Shape, class Io>
-__device__ inline void store_dq(DqTransposed<Shape>, Io *to, int64_t stride_row, int num_rows, int num_cols,
-                                float (&dq)[Shape::head_dim / 64][Shape::block_q / 8][4], float scale) {
-  for_each_element<Shape::head_dim / 64, Shape::block_q / 8>(dq, [&](int i, int row, float &x) {
+template <int COLUMNS, int ROWS, class Io>
+__device__ inline void store_dq(DqTransposed<COLUMNS, ROWS>, Io *to, int64_t stride_row, int num_rows,
+                                int num_cols, float (&dq)[COLUMNS / 64][ROWS / 8][4], float scale) {
+  for_each_element<COLUMNS / 64, ROWS / 8>(dq, [&](int i, int row, float &x) {
     const int d = i / 16 * 64 + threadIdx.x / 32 * 16 + i % 16;
     if (row < num_rows && d < num_cols) to[row * stride_row + d] = scale * x;
   });
@@ -33,7 +33,7 @@ __device__ inline void store_dq(DqTransposed<Shape>, Io *to, int64_t stride_row,
 template <class Kind, class Shape, bool GENERAL>
 struct BackwardBuffers : CommonBuffers<Kind, Shape, GENERAL> {
   using Common = CommonBuffers<Kind, Shape, GENERAL>;
-  using Dq = DqTransposed<Shape>;
+  using Dq = DqTransposed<Shape::head_dim, Shape::block_q>;
   using DsTile = BoxTile<Shape::block_q, 64>;
   static constexpr int WORDS_AT = Shape::dq_shares * Common::DQ_BYTES;
   static constexpr int BYTES = Common::OWN_AT + WORDS_AT + Shape::num_warps * 4;

@@ -325,7 +325,7 @@ __global__ void __launch_bounds__(Shape::num_threads, Shape::blocks_per_sm)
   if (threadIdx.x == 0) buffers.init_barriers();
   __syncthreads();
   const int part = blockIdx.x % d.num_parts;
-  const Unit unit = decode::unit_at<Shape>(a, blockIdx.x / d.num_parts);
+  const Unit unit = decode::unit_at<Shape::block_q>(a, blockIdx.x / d.num_parts);
   const Sequence sequence = decode::cached_sequence<PROGRAMS>(a, d.cache, unit.batch);
   const SeenColumns seen = decode::seen_by<PROGRAMS>(a, sequence, unit);
   const Share<Shape> share(seen.any, part, d.num_parts);
@@ -362,7 +362,7 @@ constexpr fa_cuda_kernel row(const char *name) {
           .mapped = true,
           .main = address_of_kernel(attend<Kind, Shape, PROGRAMS, PROGRAMS>),
           .main_that_mends = address_of_kernel(attend<Kind, Shape, true, PROGRAMS>),
-          .merge = address_of_kernel(decode::merge_parts<Kind, Shape>),
+          .merge = address_of_kernel(decode::merge_parts<Kind, Shape::head_dim, Shape::block_q>),
           .blocks_per_sm = Shape::blocks_per_sm,
           .most_key_bytes = Shape::most_key_bytes};
 }
