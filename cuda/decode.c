@@ -8,8 +8,15 @@
 #include "../c_src/core/problem.h"
 
 /* FEW_ROWS: for which a tile of the ordinary kernels is mostly empty; FEWEST_ROWS: that one product takes
- * without maps. */
-enum { FEW_ROWS = 64, FEWEST_ROWS = 16, MOST_CLUSTERED = 16, MOST_PARTS = 512, TILE_ROWS = 128 };
+ * without maps; MOST_TOGETHER: multiprocessors that lie together, among which a cluster has to find its own. */
+enum {
+  FEW_ROWS = 64,
+  FEWEST_ROWS = 16,
+  MOST_CLUSTERED = 16,
+  MOST_TOGETHER = 18,
+  MOST_PARTS = 512,
+  TILE_ROWS = 128
+};
 
 int64_t fa_cuda_packed_rows(const fa_problem *p) { return p->seqlen_q * (p->num_heads / p->num_kv_heads); }
 
@@ -86,13 +93,16 @@ static bool suits(const fa_problem *p, const fa_cuda_kernel *kernel) {
 }
 
 /* What one block of threads alone reads in a microsecond: less where rows that share a tile have products of
- * their own, or where something is added to each score, mostly by a single warp. */
+ * their own, for each of which f32 is split anew, or where something is added to each score, mostly by a single
+ * warp. */
 static double bytes_a_us(const fa_problem *p, const fa_cuda_kernel *kernel) {
   const bool adds = p->bias_batch > 0 || p->alibi_batch > 0, spreads = kernel->block_q <= FEWEST_ROWS;
   if (kernel->mapped && adds && !spreads) return kernel->bucket <= 64 ? 15e3 : 27e3;
   if (kernel->mapped && adds) return kernel->bucket <= 64 ? 24e3 : 34e3;
   if (kernel->mapped) return kernel->bucket <= 64 ? 38e3 : 48e3;
-  return kernel->block_q <= FEWEST_ROWS ? 45e3 : 12.5e3;
+  if (spreads) return 45e3;
+  const bool splits = p->dtype == FA_DTYPE_F32 && p->precision != FA_PRECISION_DEFAULT;
+  return splits && kernel->bucket > 64 ? 7.5e3 : 12.5e3;
 }
 
 /* Of a second kernel that merges parts, which are f32 rows of o: it begins, reads them one after the other,
@@ -114,11 +124,12 @@ static fa_cuda_parts best_parts(const fa_problem *p, const fa_cuda_kernel *kerne
   const int64_t most = fa_min(fa_divide_up(num_keys, kernel->block_k), MOST_PARTS);
   fa_cuda_parts best = {.num_parts = 1};
   *least = estimate(&c, 1, (double)num_slots, 0, MEMORY_BYTES_A_US);
-  /* Clusters of more than 8 blocks begin late and read slowly; those that would share multiprocessors do not
-   * begin together. */
+  /* Clusters of more than 8 blocks begin late and read slowly, and each takes all of the multiprocessors that
+   * lie together; those that would share multiprocessors do not begin together. */
   for (int64_t parts = 2; can_cluster && parts <= fa_min(most, MOST_CLUSTERED); parts *= 2) {
     const bool is_large = parts > 8;
-    const double time = estimate(&c, (double)parts, (double)num_multiprocessors,
+    const int64_t together = is_large ? num_multiprocessors / MOST_TOGETHER * parts : num_multiprocessors;
+    const double time = estimate(&c, (double)parts, (double)together,
                                  is_large ? 0.6 + 2.2 * fmax(kernel->bucket, 128) / 128 : 1,
                                  is_large ? LARGE_CLUSTERS_BYTES_A_US : MEMORY_BYTES_A_US);
     if (time < *least) *least = time, best = (fa_cuda_parts){.num_parts = (int32_t)parts, .in_cluster = 1};

@@ -22,14 +22,18 @@ struct DecodeShape {
   static constexpr int block_q = ROW_TILES * 16 * WARPS_A_STREAM, blocks_per_sm = BLOCKS_PER_SM;
 };
 
-// Shared memory: q, whose place the maxima and sums of streams, and of the block, take in the end; then the
-// streams' stages of k and v, whose place their sums of o take. Two blocks of it just fit a multiprocessor.
+// Shared memory: q, or its fragments, whose place the maxima and sums of streams, and of the block, take in the
+// end; then the streams' stages of k and v, whose place their sums of o take. Two blocks of it just fit a
+// multiprocessor.
 template <class Kind, class Shape>
 struct DecodeLayout {
   using QTile = TileOf<Kind, Shape::block_q, Shape::head_dim>;
   using KTile = TileOf<Kind, Shape::block_k, Shape::head_dim>;
+  // Whether fragments of q are made: two parts take twice the time to read, which many rows have not.
+  static constexpr bool HAS_FRAGMENTS = Kind::SCALED && (Kind::PARTS == 1 || Shape::num_streams > 1);
   static constexpr int STAGE_BYTES = 2 * KTile::BYTES, STREAM_BYTES = Shape::stages * STAGE_BYTES;
-  static constexpr int STAGES_AT = QTile::BYTES, STAGES_BYTES = Shape::num_streams * STREAM_BYTES;
+  static constexpr int STAGES_AT = (HAS_FRAGMENTS ? Kind::PARTS : 1) * QTile::BYTES;
+  static constexpr int STAGES_BYTES = Shape::num_streams * STREAM_BYTES;
   static constexpr int STATES_BYTES = Shape::block_q * sizeof(float2), BYTES = STAGES_AT + STAGES_BYTES;
   static_assert((Shape::num_streams + 1) * STATES_BYTES <= QTile::BYTES, "they take the place of q");
   static_assert(Shape::blocks_per_sm * (BYTES + 1024) <= 228 * 1024, "blocks share a multiprocessor");
@@ -130,7 +134,8 @@ struct Stream {
   __device__ void multiply_scores(float (&scores)[MT][NT][4], const Queries &q, uint32_t k_tile) const {
     using KTile = typename Layout::KTile;
     if constexpr (Kind::SCALED) {
-      multiply_wide_scores<Kind, MT, NT, typename Layout::QTile, KTile>(scores, q.tile, first_row(), k_tile);
+      multiply_wide_scores<Kind, Layout::HAS_FRAGMENTS, MT, NT, typename Layout::QTile, KTile>(
+          scores, q.tile, first_row(), k_tile);
     } else {
       using Keys = TileOperand<KTile, false, true>;
       constexpr int KT = Shape::head_dim / 16, LATER = MT == 1 ? KT / 2 : 0;
@@ -234,6 +239,8 @@ __global__ void __launch_bounds__(Shape::num_threads, Shape::blocks_per_sm)
   for (int i = 0; i < AHEAD; i++) load(i);
   copy_async_wait<AHEAD>();
   __syncthreads();  // q is there
+  if constexpr (Layout::HAS_FRAGMENTS)
+    Fragments<Kind, typename Layout::QTile>::template make<Shape::num_threads>(layout.base);
   const auto q = stream.queries(layout.base);
   const typename Stream<Kind, Shape>::template Addends<PROGRAMS> addends(a, sequence, unit, stream.first_row());
 
@@ -294,7 +301,7 @@ const fa_cuda_kernel FA_JOIN(fa_cuda_decode_, FA_KIND)[] = {
     PROGRAM_ROW("/d256/r16", 256, 1, 1, 16, 3, 1),
 #else
     ROW("/d64/r16", 64, 1, 1, 16, 3, 2),
-    ROW("/d64/r64", 64, 1, 4, 16, 3, 1),
+    ROW("/d64/r64", 64, 2, 2, 16, 2, 2),
     ROW("/d128/r16", 128, 1, 1, 16, 3, 1),
     ROW("/d128/r64", 128, 1, 4, 16, 2, 1),
     ROW("/d256/r16", 256, 1, 1, 8, 2, 1),

@@ -48,13 +48,13 @@ struct TileCopy {
   __device__ int wanted(int pass) const { return min(max(num_cols - chunk(pass) * IN_CHUNK, 0), IN_CHUNK); }
   __device__ uint32_t offset(int pass) const { return T::offset(row(pass), chunk(pass)); }
 
-  // Rows stride_row apart, all of which are there; `from`: the first.
+  // Rows stride_row apart, all of which are there; `from`: the first. Where nothing of a chunk is there,
+  // nothing is read.
   __device__ void start(uint32_t tile, const Io *from, int64_t stride_row) const {
     const Io *mine = from + row(0) * stride_row;
 #pragma unroll
     for (int pass = 0; pass < PASSES; pass++) {
-      const int count = wanted(pass);
-      copy_async(tile + offset(pass), count > 0 ? mine + chunk(pass) * IN_CHUNK : from, count * sizeof(Io));
+      copy_async(tile + offset(pass), mine + chunk(pass) * IN_CHUNK, wanted(pass) * sizeof(Io));
       if (pass % PASSES_A_ROW == PASSES_A_ROW - 1) mine += (ROWS_APART ? ROWS_APART : 1) * stride_row;
     }
   }
@@ -383,11 +383,17 @@ struct StepsFrom {
 
 // ---- products of f32 ----------------------------------------------------------------------------------------
 
-// A number as the sum of one or two that have 11 bits.
+// A number as the sum of one or two that have 11 bits. Of two the first is rounded by hand, as cvt spends most
+// of its instructions on what is not finite, and of the rest a product reads no more bits. A NaN that becomes 0
+// by the addition is one in the rest.
 template <int PARTS>
 __device__ inline void split_tf32(uint32_t (&parts)[PARTS][4], int i, float x) {
-  parts[0][i] = round_to_tf32(x);
-  if constexpr (PARTS == 2) parts[1][i] = round_to_tf32(x - __uint_as_float(parts[0][i]));
+  if constexpr (PARTS == 1) {
+    parts[0][i] = round_to_tf32(x);
+  } else {
+    parts[0][i] = (__float_as_uint(x) + 0x1000) & 0xffffe000;
+    parts[1][i] = __float_as_uint(x - __uint_as_float(parts[0][i]));
+  }
 }
 template <int PARTS>
 __device__ inline void split_tf32(uint32_t (&parts)[PARTS][4], float4 x) {
@@ -413,9 +419,87 @@ __device__ inline void add_fresh(float (&acc)[4], const float (&fresh)[PARTS][4]
   for (int i = 0; i < 4; i++) acc[i] += PARTS == 2 ? fresh[0][i] + fresh[PARTS - 1][i] : fresh[0][i];
 }
 
+// q of f32 as products of all tiles of keys read it: split once, part after part, and each lane's fragment of a
+// step of eight columns together. Two steps, in which a lane has four columns of two rows, are those of 16 rows
+// from first_row on and the k-th 16 columns.
+template <class Kind, class QTile>
+struct Fragments {
+  static constexpr int PARTS = Kind::PARTS, TWICE_A_ROW = QTile::COLS / 16;
+  using Two = uint32_t[2][PARTS][4];
+
+  __device__ static uint32_t at(uint32_t q_tile, int part, int first_row, int k, int step) {
+    return q_tile + part * QTile::BYTES + first_row * (QTile::COLS * 4) +
+           ((k * 2 + step) * 32 + threadIdx.x % 32) * 16;
+  }
+  // What the lane has of q as it was copied, and the fragments of that.
+  struct Rows {
+    float4 half[2];
+  };
+  __device__ static Rows rows_of(uint32_t q_tile, int first_row, int k) {
+    const int row = first_row + threadIdx.x % 32 / 4, chunk = k * 4 + threadIdx.x % 4;
+    return {{load_shared_four(q_tile + QTile::offset(row, chunk)),
+             load_shared_four(q_tile + QTile::offset(row + 8, chunk))}};
+  }
+  __device__ static void split(Two &a, const Rows &rows) {
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      uint32_t parts[PARTS][4];
+      split_tf32<PARTS>(parts, rows.half[half]);
+#pragma unroll
+      for (int part = 0; part < PARTS; part++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) a[i / 2][part][i % 2 * 2 + half] = parts[part][i];
+    }
+  }
+
+  // Puts all of them where q is and, if there is a second part, behind it, by all threads of a block.
+  template <int THREADS>
+  __device__ static void make(uint32_t q_tile) {
+    constexpr int WARPS = THREADS / 32, OWN = QTile::ROWS / 16 * TWICE_A_ROW / WARPS;
+    static_assert(QTile::ROWS / 16 * TWICE_A_ROW % WARPS == 0, "every warp has equally many");
+    auto first_row = [](int i) { return (threadIdx.x / 32 + i * WARPS) / TWICE_A_ROW * 16; };
+    auto k = [](int i) { return (threadIdx.x / 32 + i * WARPS) % TWICE_A_ROW; };
+    Rows own[OWN];
+#pragma unroll
+    for (int i = 0; i < OWN; i++) own[i] = rows_of(q_tile, first_row(i), k(i));
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < OWN; i++) {
+      Two a;
+      split(a, own[i]);
+#pragma unroll
+      for (int step = 0; step < 2; step++)
+#pragma unroll
+        for (int part = 0; part < PARTS; part++) {
+          const uint32_t(&x)[4] = a[step][part];
+          store_shared(at(q_tile, part, first_row(i), k(i), step), make_uint4(x[0], x[1], x[2], x[3]));
+        }
+    }
+    __syncthreads();
+  }
+
+  // Fragments that have been made, or are here.
+  template <bool MADE>
+  __device__ static void read(Two &a, uint32_t q_tile, int first_row, int k) {
+    if constexpr (MADE) {
+#pragma unroll
+      for (int step = 0; step < 2; step++)
+#pragma unroll
+        for (int part = 0; part < PARTS; part++) {
+          const float4 x = load_shared_four(at(q_tile, part, first_row, k, step));
+          uint32_t(&own)[4] = a[step][part];
+          own[0] = __float_as_uint(x.x), own[1] = __float_as_uint(x.y);
+          own[2] = __float_as_uint(x.z), own[3] = __float_as_uint(x.w);
+        }
+    } else {
+      split(a, rows_of(q_tile, first_row, k));
+    }
+  }
+};
+
 // scores[16 * MT, 8 * NT] = q * k^T of tiles of f32, from row q_row of q's on. A sum may run in any order if
 // both operands keep to it: the lanes that share a row take four numbers each, of two steps of k.
-template <class Kind, int MT, int NT, class QTile, class KTile>
+template <class Kind, bool MADE, int MT, int NT, class QTile, class KTile>
 __device__ inline void multiply_wide_scores(float (&scores)[MT][NT][4], uint32_t q_tile, int q_row,
                                             uint32_t k_tile) {
   constexpr int PARTS = Kind::PARTS;
@@ -425,11 +509,7 @@ __device__ inline void multiply_wide_scores(float (&scores)[MT][NT][4], uint32_t
   for (int k = 0; k < KTile::COLS / 16; k++) {
     uint32_t q[MT][2][PARTS][4];
 #pragma unroll
-    for (int m = 0; m < MT; m++)
-#pragma unroll
-      for (int half = 0; half < 2; half++)
-        split_tf32<PARTS>(q[m][half], load_shared_four(q_tile + QTile::offset(q_row + m * 16 + half * 8 + group,
-                                                                              k * 4 + lane)));
+    for (int m = 0; m < MT; m++) Fragments<Kind, QTile>::template read<MADE>(q[m], q_tile, q_row + m * 16, k);
 #pragma unroll
     for (int n = 0; n < NT; n++) {
       uint32_t keys[PARTS][4];
@@ -438,16 +518,12 @@ __device__ inline void multiply_wide_scores(float (&scores)[MT][NT][4], uint32_t
       for (int m = 0; m < MT; m++)
 #pragma unroll
         for (int step = 0; step < 2; step++) {
-          uint32_t a[PARTS][4], b[PARTS][2];
+          uint32_t b[PARTS][2];
 #pragma unroll
           for (int part = 0; part < PARTS; part++)
 #pragma unroll
-            for (int i = 0; i < 2; i++) {
-              b[part][i] = keys[part][step * 2 + i];
-#pragma unroll
-              for (int half = 0; half < 2; half++) a[part][i * 2 + half] = q[m][half][part][step * 2 + i];
-            }
-          multiply_parts<PARTS>(fresh[m][n], a, b);
+            for (int i = 0; i < 2; i++) b[part][i] = keys[part][step * 2 + i];
+          multiply_parts<PARTS>(fresh[m][n], q[m][step], b);
         }
     }
   }
