@@ -57,9 +57,11 @@ struct BackwardShape {
   static constexpr bool single_column = TRAITS & SINGLE_COLUMN;
   static constexpr bool leaves_by_map = TRAITS & LEAVES_BY_MAP, splits_heads = TRAITS & SPLITS_HEADS,
                         uneven = TRAITS & UNEVEN;
-  // Whether k and v are brought to the cache while those of the column block before are in use. At 128 it makes
-  // no difference.
-  static constexpr bool prefetches = leaves_by_map && !single_column && HEAD_DIM == 64;
+  // k and v are brought to the cache while those of the column block before are in use, where so many steps or
+  // fewer are too short a time to bring them. At 128 it makes no difference to others, or costs them 1 %.
+  static constexpr int most_steps_prefetched = !leaves_by_map || single_column ? 0
+                                               : HEAD_DIM == 64                ? INT32_MAX
+                                                                               : 2;
   static constexpr bool sums = TRAITS & SUMS, asks_early = TRAITS & ASKS_EARLY,
                         places_lanes = TRAITS & PLACES_LANES;
   static constexpr Forms forms = !(TRAITS & FORMS) ? USUAL_FORM : PROGRAM ? NO_SOFTCAP : ANY_FORM;
@@ -518,8 +520,10 @@ __device__ inline void load_plain_sides(const fa_cuda_arguments &a, const fa_cud
                                         const Buffers &buffers, int index, uint32_t &steps, uint32_t &k_phase) {
   typename Buffers::Work work;
   if (!find_work(a, index, work)) return;
-  if constexpr (BEGIN == K_SIDE && Buffers::Shape::prefetches)
-    if (threadIdx.x % 32 == 0 && work.num_steps > 0) prefetch_columns<Buffers>(a, maps, work);
+  constexpr int PREFETCHED = Buffers::Shape::most_steps_prefetched;
+  if constexpr (BEGIN == K_SIDE && PREFETCHED > 0)
+    if (threadIdx.x % 32 == 0 && steps > 0 && work.num_steps > 0 && work.num_steps <= PREFETCHED)
+      prefetch_columns<Buffers>(a, maps, work);
   typename Buffers::Work::Step step = work.first_step(a);
   for (int i = 0; i < work.num_steps; i++, steps++, step = work.next(a, step)) {
     const StepRows rows = work.rows_of(a, step);

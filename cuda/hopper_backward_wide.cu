@@ -25,9 +25,10 @@ struct WideShape {
   static constexpr Forms forms = TRAITS & FORMS ? ANY_FORM : USUAL_FORM;
   static constexpr bool sums = true, has_cells = false, has_flags = false, drops = false, folds = false,
                         folds_slopes = false, tells_work = false, single_column = false, leaves_by_map = false,
-                        splits_heads = false, uneven = false, prefetches = false;
+                        splits_heads = false, uneven = false;
   static constexpr int num_warps = 4, dq_warps = 4;  // of DQ_GROUP, which comes first (see DqShare)
-  static constexpr int dq_columns = 64, num_writers = 0, num_leavers = 0;  // dq_columns: of one product
+  static constexpr int dq_columns = 64;              // of one product
+  static constexpr int num_writers = 0, num_leavers = 0, most_steps_prefetched = 0;
   static constexpr int sum_shares = HEAD_DIM > 192 ? 2 : 1;  // of dk's and dv's columns, a product each
   static constexpr int num_threads = NUM_GROUPS * WARPGROUP, num_finders = 2, steps_found = 8;
   static constexpr int dq_registers = 72, main_registers = 192, producer_registers = 56;
