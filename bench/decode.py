@@ -204,15 +204,16 @@ def added(page, library, args):
 
 
 def other_types(page, library, args):
-    page.say("\n## Other types, one row, with lengths\n")
-    page.table("batch x keys, heads", "type", "us", "GB/s")
+    page.say("\n## Other types, with lengths\n")
+    page.table("batch x keys, heads", "type", "us", "GB/s", "16 rows, us")
     for case in [(1, 4096, 32, 8, 128), (8, 4096, 32, 8, 128)]:
         for type_name, options in (("f16", {}), ("f32", {}), ("f32", {"precision": 2})):
-            inputs = inputs_of(case, 1, type_name)
-            times = microseconds({"this": This(library, *inputs, lengths_of(*inputs[:2]), **options).forward}, args.turns)
-            size = 2 * inputs[1].numel() * inputs[1].element_size()
-            page.say(f"| {name_of(case)} | {type_name}{' default' if options else ''} | {times['this']:.1f} | "
-                     f"{size / times['this'] / 1e3:.0f} |")
+            inputs = {rows: inputs_of(case, rows, type_name) for rows in (1, 16)}
+            times = microseconds({rows: This(library, *x, lengths_of(*x[:2]), **options).forward
+                                  for rows, x in inputs.items()}, args.turns)
+            size = 2 * inputs[1][1].numel() * inputs[1][1].element_size()
+            page.say(f"| {name_of(case)} | {type_name}{' default' if options else ''} | {times[1]:.1f} | "
+                     f"{size / times[1] / 1e3:.0f} | {times[16]:.1f} |")
 
 
 def main():
