@@ -8,7 +8,7 @@
 #include "../c_src/core/problem.h"
 
 /* FEW_ROWS: for which a tile of the ordinary kernels is mostly empty; FEWEST_ROWS: that one product takes
- * without maps; MOST_TOGETHER: multiprocessors that lie together, among which a cluster has to find its own. */
+ * without maps; MOST_TOGETHER: multiprocessors of a group, on an H100 and an H200. */
 enum {
   FEW_ROWS = 64,
   FEWEST_ROWS = 16,
@@ -100,8 +100,8 @@ static double bytes_a_us(const fa_problem *p, const fa_cuda_kernel *kernel) {
   if (kernel->mapped && adds && !spreads) return kernel->bucket <= 64 ? 15e3 : 27e3;
   if (kernel->mapped && adds) return kernel->bucket <= 64 ? 24e3 : 34e3;
   if (kernel->mapped) return kernel->bucket <= 64 ? 38e3 : 48e3;
-  if (spreads) return 45e3;
   const bool splits = p->dtype == FA_DTYPE_F32 && p->precision != FA_PRECISION_DEFAULT;
+  if (spreads) return splits && kernel->bucket <= 64 ? 28e3 : 45e3;
   return splits && kernel->bucket > 64 ? 7.5e3 : 12.5e3;
 }
 
@@ -110,6 +110,16 @@ static double bytes_a_us(const fa_problem *p, const fa_cuda_kernel *kernel) {
 static double merge_time(const fa_problem *p, double num_parts) {
   const double rows = (double)(p->batch * p->seqlen_q * p->num_heads);
   return 3.8 + 0.02 * num_parts + rows * num_parts * 8 * (double)p->head_dim / MEMORY_BYTES_A_US;
+}
+
+/* How many blocks of clusters of so many begin together. A cluster lies in one of the groups of multiprocessors
+ * that a GPU is made of, and what these have beyond whole clusters is left over; blocks that can share a
+ * multiprocessor do so where there is no other. */
+static int64_t num_clustered(const fa_cuda_kernel *kernel, int64_t num_multiprocessors, int64_t size) {
+  if (num_multiprocessors < MOST_TOGETHER) return num_multiprocessors;
+  const int64_t in_whole_groups = num_multiprocessors / MOST_TOGETHER * (MOST_TOGETHER / size * size);
+  const int64_t all = in_whole_groups + num_multiprocessors % MOST_TOGETHER / size * size;
+  return fa_min(all * kernel->blocks_per_sm, num_multiprocessors);
 }
 
 /* The parts that take the least time, and that time. */
@@ -124,12 +134,10 @@ static fa_cuda_parts best_parts(const fa_problem *p, const fa_cuda_kernel *kerne
   const int64_t most = fa_min(fa_divide_up(num_keys, kernel->block_k), MOST_PARTS);
   fa_cuda_parts best = {.num_parts = 1};
   *least = estimate(&c, 1, (double)num_slots, 0, MEMORY_BYTES_A_US);
-  /* Clusters of more than 8 blocks begin late and read slowly, and each takes all of the multiprocessors that
-   * lie together; those that would share multiprocessors do not begin together. */
+  /* Clusters of more than 8 blocks begin late and read slowly. */
   for (int64_t parts = 2; can_cluster && parts <= fa_min(most, MOST_CLUSTERED); parts *= 2) {
     const bool is_large = parts > 8;
-    const int64_t together = is_large ? num_multiprocessors / MOST_TOGETHER * parts : num_multiprocessors;
-    const double time = estimate(&c, (double)parts, (double)together,
+    const double time = estimate(&c, (double)parts, (double)num_clustered(kernel, num_multiprocessors, parts),
                                  is_large ? 0.6 + 2.2 * fmax(kernel->bucket, 128) / 128 : 1,
                                  is_large ? LARGE_CLUSTERS_BYTES_A_US : MEMORY_BYTES_A_US);
     if (time < *least) *least = time, best = (fa_cuda_parts){.num_parts = (int32_t)parts, .in_cluster = 1};
