@@ -92,13 +92,16 @@ static bool suits(const fa_problem *p, const fa_cuda_kernel *kernel) {
            fa_cuda_key_bytes(p) > CACHE_BYTES);
 }
 
+/* Whether something is added to each score. */
+static bool adds(const fa_problem *p) { return p->bias_batch > 0 || p->alibi_batch > 0; }
+
 /* What one block of threads alone reads in a microsecond: less where rows that share a tile have products of
  * their own, for each of which f32 is split anew, or where something is added to each score, mostly by a single
  * warp. */
 static double bytes_a_us(const fa_problem *p, const fa_cuda_kernel *kernel) {
-  const bool adds = p->bias_batch > 0 || p->alibi_batch > 0, spreads = kernel->block_q <= FEWEST_ROWS;
-  if (kernel->mapped && adds && !spreads) return kernel->bucket <= 64 ? 15e3 : 27e3;
-  if (kernel->mapped && adds) return kernel->bucket <= 64 ? 24e3 : 34e3;
+  const bool spreads = kernel->block_q <= FEWEST_ROWS;
+  if (kernel->mapped && adds(p) && !spreads) return kernel->bucket <= 64 ? 15e3 : 27e3;
+  if (kernel->mapped && adds(p)) return kernel->bucket <= 64 ? 24e3 : 34e3;
   if (kernel->mapped) return kernel->bucket <= 64 ? 38e3 : 48e3;
   const bool splits = p->dtype == FA_DTYPE_F32 && p->precision != FA_PRECISION_DEFAULT;
   if (spreads) return splits && kernel->bucket <= 64 ? 28e3 : 45e3;
@@ -114,12 +117,15 @@ static double merge_time(const fa_problem *p, double num_parts) {
 
 /* How many blocks of clusters of so many begin together. A cluster lies in one of the groups of multiprocessors
  * that a GPU is made of, and what these have beyond whole clusters is left over; blocks that can share a
- * multiprocessor do so where there is no other. */
-static int64_t num_clustered(const fa_cuda_kernel *kernel, int64_t num_multiprocessors, int64_t size) {
+ * multiprocessor do so where there is no other. Those that read as fast as at 128 one row does, to which
+ * nothing is added, then take twice as long, as if they had begun one after the other. */
+static int64_t num_clustered(const fa_problem *p, const fa_cuda_kernel *kernel, int64_t num_multiprocessors,
+                             int64_t size) {
   if (num_multiprocessors < MOST_TOGETHER) return num_multiprocessors;
   const int64_t in_whole_groups = num_multiprocessors / MOST_TOGETHER * (MOST_TOGETHER / size * size);
   const int64_t all = in_whole_groups + num_multiprocessors % MOST_TOGETHER / size * size;
-  return fa_min(all * kernel->blocks_per_sm, num_multiprocessors);
+  const bool shares = kernel->block_q > FEWEST_ROWS || kernel->bucket <= 64 || adds(p);
+  return fa_min(all * (shares ? kernel->blocks_per_sm : 1), num_multiprocessors);
 }
 
 /* The parts that take the least time, and that time. */
@@ -137,9 +143,10 @@ static fa_cuda_parts best_parts(const fa_problem *p, const fa_cuda_kernel *kerne
   /* Clusters of more than 8 blocks begin late and read slowly. */
   for (int64_t parts = 2; can_cluster && parts <= fa_min(most, MOST_CLUSTERED); parts *= 2) {
     const bool is_large = parts > 8;
-    const double time = estimate(&c, (double)parts, (double)num_clustered(kernel, num_multiprocessors, parts),
-                                 is_large ? 0.6 + 2.2 * fmax(kernel->bucket, 128) / 128 : 1,
-                                 is_large ? LARGE_CLUSTERS_BYTES_A_US : MEMORY_BYTES_A_US);
+    const double time =
+        estimate(&c, (double)parts, (double)num_clustered(p, kernel, num_multiprocessors, parts),
+                 is_large ? 0.6 + 2.2 * fmax(kernel->bucket, 128) / 128 : 1,
+                 is_large ? LARGE_CLUSTERS_BYTES_A_US : MEMORY_BYTES_A_US);
     if (time < *least) *least = time, best = (fa_cuda_parts){.num_parts = (int32_t)parts, .in_cluster = 1};
   }
   /* An eighth of the slots, twice as many, ... up to all four times: what few keys take is mostly the merge of
