@@ -117,8 +117,8 @@ static double merge_time(const fa_problem *p, double num_parts) {
 
 /* How many blocks of clusters of so many begin together. A cluster lies in one of the groups of multiprocessors
  * that a GPU is made of, and what these have beyond whole clusters is left over; blocks that can share a
- * multiprocessor do so where there is no other. Those that read as fast as at 128 one row does, to which
- * nothing is added, then take twice as long, as if they had begun one after the other. */
+ * multiprocessor do so where there is no other. Those of few rows at 128, to which nothing is added, read so
+ * fast that they take twice as long then, as if they had begun one after the other. */
 static int64_t num_clustered(const fa_problem *p, const fa_cuda_kernel *kernel, int64_t num_multiprocessors,
                              int64_t size) {
   if (num_multiprocessors < MOST_TOGETHER) return num_multiprocessors;

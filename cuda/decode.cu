@@ -29,7 +29,8 @@ template <class Kind, class Shape>
 struct DecodeLayout {
   using QTile = TileOf<Kind, Shape::block_q, Shape::head_dim>;
   using KTile = TileOf<Kind, Shape::block_k, Shape::head_dim>;
-  // Whether fragments of q are made: two parts take twice the time to read, which many rows have not.
+  // Whether fragments of q are made. Two parts take twice as long to read: where warps share tiles, longer than
+  // to split q again.
   static constexpr bool HAS_FRAGMENTS = Kind::SCALED && (Kind::PARTS == 1 || Shape::num_streams > 1);
   static constexpr int STAGE_BYTES = 2 * KTile::BYTES, STREAM_BYTES = Shape::stages * STAGE_BYTES;
   static constexpr int STAGES_AT = (HAS_FRAGMENTS ? Kind::PARTS : 1) * QTile::BYTES;
