@@ -104,14 +104,6 @@ enum { CACHED_SUM_BYTES = 16 << 20, HEADS_WHERE_HIDDEN = 6 };
 /* A box of a tensor map is swizzled by so many rows. */
 enum { LEAST_BOX_ROWS = 8 };
 
-static fa_cuda_kind kind_of(const fa_problem *problem) {
-  switch (problem->dtype) {
-    case FA_DTYPE_BF16: return FA_CUDA_BF16;
-    case FA_DTYPE_F16: return FA_CUDA_F16;
-    default: return problem->precision == FA_PRECISION_DEFAULT ? FA_CUDA_F32_AS_F16 : FA_CUDA_F32;
-  }
-}
-
 static fa_status unsupported(fa_error *error, const char *argument, const char *expected, int64_t got) {
   return fa_fail(error, FA_STATUS_UNSUPPORTED, argument, expected, FA_TEXT("%lld", (long long)got));
 }
@@ -213,7 +205,8 @@ static bool adds_numbers(const fa_problem *p) {
 
 /* See FA_CUDA_NEEDS_EXTREMES. The fast tanh errs by 2e-7 of the softcap; a score of 2^26 by 4. */
 static bool is_extreme(const fa_problem *p) {
-  return !kinds[kind_of(p)].scaled && (p->softcap > 0x1p12 || (p->softcap == 0 && fabs(p->scale) > 0x1p16));
+  return !kinds[fa_cuda_kind_of(p)].scaled &&
+         (p->softcap > 0x1p12 || (p->softcap == 0 && fabs(p->scale) > 0x1p16));
 }
 
 /* See FA_CUDA_NEEDS_LATE_TERMS. What a number is over the scale, f16's parts have to hold: at most 2^30. */
@@ -356,7 +349,7 @@ static int64_t num_key_parts(const fa_plan *whole) {
 static bool is_for_key_parts(const fa_plan *whole, int capability) {
   const fa_problem *p = &whole->problem;
   if (whole->pass != FA_PASS_FORWARD || !family_serves(HOPPER, whole, capability)) return false;
-  for (const fa_cuda_kernel *row = kinds[kind_of(p)].forward[HOPPER]; row->name; row++)
+  for (const fa_cuda_kernel *row = kinds[fa_cuda_kind_of(p)].forward[HOPPER]; row->name; row++)
     if (row->in_parts && p->head_dim <= row->bucket && !(needs_of(p) & ~row->takes))
       return num_key_parts(whole) > 1;
   return false;
@@ -414,7 +407,7 @@ static fa_status choose_kernel(const fa_plan *plan, int family, const fa_cuda_ke
   const bool in_parts = is_for_key_parts(whole, capability);
   for (; family < NUM_FAMILIES; family++) {
     if (!family_serves(family, whole, capability) || (family <= DECODE && in_parts)) continue;
-    const fa_cuda_kind kind = kind_of(problem);
+    const fa_cuda_kind kind = fa_cuda_kind_of(problem);
     const fa_cuda_kernel *row =
         plan->pass == FA_PASS_FORWARD ? kinds[kind].forward[family] : kinds[kind].backward[family];
     for (; row && row->name; row++) {
@@ -487,7 +480,7 @@ static fa_cuda_operand operand(const fa_problem *p, const fa_cuda_kernel *kernel
                                int64_t seqlen, int64_t num_heads, fa_arena *workspace, cuda_job *job) {
   fa_cuda_splits *splits = &job->splits;
   fa_cuda_operand operand = view(p, tensor, seqlen, num_heads);
-  if (!kinds[kind_of(p)].scaled || kernel->merge) return operand;
+  if (!kinds[fa_cuda_kind_of(p)].scaled || kernel->merge) return operand;
   operand.num_cols = (int32_t)fa_divide_up(p->head_dim, 8) * 8;
   operand.aligned = true;
   operand.stride_row = operand.num_cols;
@@ -529,7 +522,8 @@ static int32_t forward_heads_at_once(const fa_problem *p) {
  * cuda_log.md, "Hopper, backward"). */
 static bool adds_in_order(const fa_plan *whole, const fa_cuda_kernel *kernel, int64_t num_k_blocks) {
   const fa_problem *p = &whole->problem;
-  const bool has_two_sums = kernel->persistent && kernel->bucket == 128 && kinds[kind_of(p)].num_parts == 2;
+  const bool has_two_sums =
+      kernel->persistent && kernel->bucket == 128 && kinds[fa_cuda_kind_of(p)].num_parts == 2;
   return p->deterministic || (has_two_sums && p->batch * p->num_kv_heads * num_k_blocks >=
                                                   3 * num_multiprocessors(whole->device.index));
 }
@@ -778,7 +772,7 @@ static void lay_out_program(const fa_plan *plan, const fa_cuda_kernel *kernel, c
   if (kernel->halves) a->delta_factor = (float)(2 * kept);
   for (int i = 0; i < FA_CUDA_NUM_HEAD_NUMBERS; i++)
     if (is_there(p, of_heads[i])) a->program.of_heads[i] = cells_of(p, of_heads[i], t);
-  if (adds_numbers(p) && !kinds[kind_of(p)].scaled && !kernel->folds)
+  if (adds_numbers(p) && !kinds[fa_cuda_kind_of(p)].scaled && !kernel->folds)
     a->program.factor = a->score.factor, a->score.factor = 1;
   if (is_there(p, FA_TENSOR_BIAS)) a->program.bias = cells_of(p, FA_TENSOR_BIAS, t);
   if (has_bias_of_batches(p)) {
@@ -1102,8 +1096,8 @@ static cuda_job lay_out(const fa_plan *plan, const fa_cuda_kernel *kernel, const
   lay_out_column_parts(plan, t, &workspace, &job);
   if (backward) a->heads_together = backward_heads_together(p, a), a->block_k = kernel->block_k;
   lay_out_key_parts(plan, kernel, &workspace, &job);
-  job.splits =
-      (fa_cuda_splits){.num_parts = kinds[kind_of(p)].num_parts, .batch = a->batch, .head_dim = a->head_dim};
+  job.splits = (fa_cuda_splits){
+      .num_parts = kinds[fa_cuda_kind_of(p)].num_parts, .batch = a->batch, .head_dim = a->head_dim};
   a->q = kernel->mapped && !backward ? view(p, t->q, p->seqlen_q, p->num_heads)
                                      : operand(p, kernel, t->q, p->seqlen_q, p->num_heads, &workspace, &job);
   a->k = operand(p, kernel, t->k, p->seqlen_k, p->num_kv_heads, &workspace, &job);
@@ -1250,7 +1244,7 @@ static fa_status launch_look(const fa_plan *plan, cuda_job *job, cudaStream_t st
   const int64_t num_warps = p->batch * p->num_kv_heads * fa_divide_up(p->seqlen_k, 32);
   const int64_t num_blocks = fa_divide_up(num_warps, FA_CUDA_SMALL_KERNEL_THREADS / 32);
   CHECK((job->launches_early ? fa_cuda_launch_early : fa_cuda_launch)(
-      fa_cuda_look_kernels[kind_of(p)],
+      fa_cuda_look_kernels[fa_cuda_kind_of(p)],
       blocks(fa_min(num_blocks, LOOKING_BLOCKS * (int64_t)job->num_multiprocessors)),
       FA_CUDA_SMALL_KERNEL_THREADS, 0, (void *[]){&job->arguments}, stream));
   return FA_STATUS_OK;
@@ -1327,7 +1321,7 @@ static fa_status launch_reductions(cuda_job *job, cudaStream_t stream, fa_error 
 static fa_status launch_mending(const fa_plan *plan, const fa_cuda_kernel *kernel, cuda_job *job,
                                 cudaStream_t stream, fa_error *error) {
   const char *operation = "launch of the mending of NaN";
-  const fa_cuda_kind kind = kind_of(&plan->problem);
+  const fa_cuda_kind kind = fa_cuda_kind_of(&plan->problem);
   const bool backward = plan->pass == FA_PASS_BACKWARD;
   const void *mend = backward        ? fa_cuda_mend_kernels[kind]
                      : kernel->merge ? fa_cuda_mend_few_kernels[kind]
@@ -1421,7 +1415,7 @@ static bool make_maps(const fa_plan *plan, const fa_cuda_kernel *kernel, const f
   const fa_problem *p = &plan->problem;
   fa_cuda_arguments *a = &job->arguments;
   fa_cuda_maps *maps = &job->maps;
-  const bool scaled = kinds[kind_of(p)].scaled, backward = plan->pass == FA_PASS_BACKWARD;
+  const bool scaled = kinds[fa_cuda_kind_of(p)].scaled, backward = plan->pass == FA_PASS_BACKWARD;
   if (!map_bias(p, kernel, backward, job)) return false;
   const fa_dtype element = scaled ? FA_DTYPE_F16 : p->dtype;
   if (kernel->merge) return map_keys(p, element, job);

@@ -103,7 +103,7 @@ static double bytes_a_us(const fa_problem *p, const fa_cuda_kernel *kernel) {
   if (kernel->mapped && adds(p) && !spreads) return kernel->bucket <= 64 ? 15e3 : 27e3;
   if (kernel->mapped && adds(p)) return kernel->bucket <= 64 ? 24e3 : 34e3;
   if (kernel->mapped) return kernel->bucket <= 64 ? 38e3 : 48e3;
-  const bool splits = p->dtype == FA_DTYPE_F32 && p->precision != FA_PRECISION_DEFAULT;
+  const bool splits = fa_cuda_kind_of(p) == FA_CUDA_F32;
   if (spreads) return splits && kernel->bucket <= 64 ? 28e3 : 45e3;
   return splits && kernel->bucket > 64 ? 7.5e3 : 12.5e3;
 }

@@ -478,7 +478,7 @@ struct Fragments {
     __syncthreads();
   }
 
-  // Fragments that have been made, or are here.
+  // Those of two steps: MADE before, or here from q as it was copied.
   template <bool MADE>
   __device__ static void read(Two &a, uint32_t q_tile, int first_row, int k) {
     if constexpr (MADE) {
@@ -498,7 +498,8 @@ struct Fragments {
 };
 
 // scores[16 * MT, 8 * NT] = q * k^T of tiles of f32, from row q_row of q's on. A sum may run in any order if
-// both operands keep to it: the lanes that share a row take four numbers each, of two steps of k.
+// both operands keep to it: the lanes that share a row take four numbers each, of two steps of k. MADE: whether
+// the tile of q holds its fragments.
 template <class Kind, bool MADE, int MT, int NT, class QTile, class KTile>
 __device__ inline void multiply_wide_scores(float (&scores)[MT][NT][4], uint32_t q_tile, int q_row,
                                             uint32_t k_tile) {

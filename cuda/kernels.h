@@ -345,6 +345,14 @@ typedef enum fa_cuda_kind {
   FA_CUDA_NUM_KINDS,
 } fa_cuda_kind;
 
+static inline fa_cuda_kind fa_cuda_kind_of(const fa_problem *problem) {
+  switch (problem->dtype) {
+    case FA_DTYPE_BF16: return FA_CUDA_BF16;
+    case FA_DTYPE_F16: return FA_CUDA_F16;
+    default: return problem->precision == FA_PRECISION_DEFAULT ? FA_CUDA_F32_AS_F16 : FA_CUDA_F32;
+  }
+}
+
 /* What a problem may ask of a kernel beyond plain attention. A row of the tables lists what it takes, and the
  * selector goes on to the next row where a problem needs more. */
 enum {
