@@ -208,7 +208,8 @@ __global__ void __launch_bounds__(Shape::num_threads, Shape::blocks_per_sm)
   const Unit unit = unit_at<Shape::block_q>(a, blockIdx.x / d.num_parts);
   const Sequence sequence = cached_sequence<PROGRAMS>(a, d.cache, unit.batch);
   const SeenColumns seen = seen_by<PROGRAMS>(a, sequence, unit);
-  const Range columns = seen.any;
+  Range columns = seen.any;
+  if (PROGRAMS) columns.begin -= columns.begin % 2;  // what is added is read in pairs
   const int num_tiles = max(columns.end - columns.begin + Shape::block_k - 1, 0) / Shape::block_k;
   const int first_tile = int64_t(num_tiles) * part / d.num_parts;
   const int end_tile = int64_t(num_tiles) * (part + 1) / d.num_parts;

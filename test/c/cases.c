@@ -327,6 +327,10 @@ static const fa_case cases[] = {
            BIAS(1, 6, 5), ALIBI(2), KEY_LENGTHS(2), WINDOW(600, 0), .softcap = 5, .scale = -0.4,
            .num_sinks = 2),
     ROW("few rows: bias, wide", LENGTHS(33, 450), HEADS(2, 1), .head_dim = 256, BIAS(1, 2, 33), CAUSAL),
+    TAGGED("few rows: bias from an odd column on", CASE_QUICK, LENGTHS(3, 1104), .batch = 2, HEADS(4, 2),
+           .head_dim = 48, BIAS(1, 4, 3), KEY_LENGTHS(2), WINDOW(300, 0)),
+    ROW("few rows: mask from an odd column on", LENGTHS(1, 1200), HEADS(4, 1), .head_dim = 128, MASK(1, 1, 1),
+        WINDOW(334, 0)),
     STRIDED("few rows: lengths, strided", CASE_QUICK, LENGTHS(3, 1201), .batch = 3, HEADS(4, 2), .head_dim = 56,
             KEY_LENGTHS(3), CAUSAL),
 
