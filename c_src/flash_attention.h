@@ -241,6 +241,7 @@ typedef struct fa_problem {
   int32_t deterministic;             /* 1: the backward is bitwise repeatable */
   int32_t constant_bias;             /* 1: the backward gives no dbias */
   int32_t constant_alibi_slopes;     /* 1: nor dalibi_slopes */
+  int32_t inference;                 /* 1: no backward follows, whose rounding the forward must share */
   /* Where this problem lies in the one that the caller asked about, of which fa_run_anywhere runs slices: its
    * first batch, head and row there, by which dropout counts: on CUDA a multiple of 16 rows. Zeros for callers.
    */

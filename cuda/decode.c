@@ -178,19 +178,28 @@ static bool pays_beside_cache(const fa_problem *p, int64_t num_multiprocessors) 
 
 /* What the ordinary kernels were measured at stays theirs, but where the model says that they take longer and
  * heads share keys, which these read once for few rows; or where their tiles leave two multiprocessors of three
- * idle and they take half as long again. A tile of one row reads 60 GB/s, one of 128 rows less. The products of
- * f32 here are not those of its backward, which must round scores as the forward did. */
+ * idle and they take half as long again. A tile of one row reads 60 GB/s, one of 128 rows less. */
 static bool pays_for_plain(const fa_problem *p, const fa_cuda_kernel *kernel, int64_t num_multiprocessors,
                            bool can_cluster) {
   const int64_t num_tiles = num_tiles_of(p);
   const bool few = (kernel->mapped || kernel->block_q <= FEWEST_ROWS) && p->num_heads > p->num_kv_heads &&
                    fa_cuda_packed_rows(p) <= FEW_ROWS;
-  if (p->dtype == FA_DTYPE_F32 || (!few && num_tiles * 3 > num_multiprocessors)) return false;
+  if (!few && num_tiles * 3 > num_multiprocessors) return false;
   const costs ordinary = {(double)num_tiles, (double)num_keys_of(p, fa_divide_up(p->seqlen_q, TILE_ROWS)),
                           bytes_a_key(p), 60e3, ORDINARY_BEGIN};
   double least;
   best_parts(p, kernel, num_multiprocessors, can_cluster, &least);
   return least * (few ? 1 : 1.5) <= estimate(&ordinary, 1, (double)num_multiprocessors, 0, MEMORY_BYTES_A_US);
+}
+
+/* Of f32 the ordinary kernels split keys anew in a kernel before, and are 1.2 to 30 times slower for few rows.
+ * But their products are those of the backward, whose scores must be rounded as the forward's were: so they
+ * stay where one may follow. */
+static bool pays_for_f32(const fa_problem *p, int64_t num_multiprocessors) {
+  const int64_t rows = fa_cuda_packed_rows(p);
+  return p->inference &&
+         (rows * 2 <= FEW_ROWS ||
+          (rows <= FEW_ROWS && (p->num_heads > p->num_kv_heads || num_tiles_of(p) * 3 <= num_multiprocessors)));
 }
 
 /* Every row looks at all bands of its batch, and distances are those of one. */
@@ -200,6 +209,7 @@ static bool has_few_bands(const fa_problem *p) { return p->num_bands <= (p->alib
 bool fa_cuda_pays_in_parts(const fa_problem *p, const fa_cuda_kernel *kernel, int64_t num_multiprocessors,
                            bool can_cluster) {
   if (!suits(p, kernel) || !has_few_bands(p)) return false;
-  return reads_cache(p) ? pays_beside_cache(p, num_multiprocessors)
-                        : pays_for_plain(p, kernel, num_multiprocessors, can_cluster);
+  if (reads_cache(p)) return pays_beside_cache(p, num_multiprocessors);
+  return p->dtype == FA_DTYPE_F32 ? pays_for_f32(p, num_multiprocessors)
+                                  : pays_for_plain(p, kernel, num_multiprocessors, can_cluster);
 }

@@ -109,9 +109,11 @@ if Code.ensure_loaded?(Axon) do
     defp attend(tensors, optional, mode, rate, opts) do
       {key, optional} = Keyword.pop(optional, :key)
 
-      if key && mode == :train,
-        do: drop(tensors, key, rate, optional, opts),
-        else: attend(tensors, optional, opts)
+      cond do
+        mode != :train -> attend(tensors, optional, Keyword.put_new(opts, :inference, true))
+        key -> drop(tensors, key, rate, optional, opts)
+        true -> attend(tensors, optional, opts)
+      end
     end
 
     defp drop(tensors, key, rate, optional, opts) do

@@ -233,7 +233,10 @@ if Code.ensure_loaded?(Axon) and FlashAttention.Defn.supported?() do
               offset: offset
             }
 
-            case prepare(tensors, model, dropout(dropout_key, dropout_rate, layer_opts[:mode]) ++ opts) do
+            mode = layer_opts[:mode]
+            opts = [inference: mode != :train] ++ dropout(dropout_key, dropout_rate, mode) ++ opts
+
+            case prepare(tensors, model, opts) do
               {:ok, options} ->
                 note(nil, node)
                 attend(tensors, options)

@@ -44,12 +44,16 @@ static void find_isas(void) {
     num_isas = sizeof disabled / sizeof *disabled;
 }
 
+static const char *kernel_of(const fa_problem *problem) {
+  fa_plan plan;
+  return fa_plan_init(&plan, problem, FA_PASS_FORWARD, options.device, NULL) ? "" : plan.kernel;
+}
+
 /* Whether the problem has another kernel then than the one before, which it replaces. */
 static bool use_isa(int isa, const fa_problem *problem, const char **kernel) {
-  fa_plan plan;
   const char *before = *kernel;
   if (num_isas > 1) setenv("FLASH_ATTENTION_DISABLE", disabled[isa], 1);
-  *kernel = fa_plan_init(&plan, problem, FA_PASS_FORWARD, options.device, NULL) ? "" : plan.kernel;
+  *kernel = kernel_of(problem);
   return !before || strcmp(before, *kernel) != 0;
 }
 
@@ -109,10 +113,11 @@ static fa_outcome run_and_repeat(const fa_case *c, fa_pass pass, fa_values *valu
   return outcome;
 }
 
-/* Both passes with one instruction set. The oracle computes first where it is known that there is something to
- * compare. */
+/* Both passes with one instruction set, or the forward where no other follows. The oracle computes first where
+ * it is known that there is something to compare. */
 static void check_passes(const fa_case *c, fa_values *values, fa_tolerance *tolerance, bool *have_tolerance) {
-  for (fa_pass pass = FA_PASS_FORWARD; pass <= FA_PASS_BACKWARD; pass++) {
+  const fa_pass last = c->problem.inference ? FA_PASS_FORWARD : FA_PASS_BACKWARD;
+  for (fa_pass pass = FA_PASS_FORWARD; pass <= last; pass++) {
     const fa_outcome outcome = run_and_repeat(c, pass, values);
     num_skipped += outcome == OUTCOME_UNSUPPORTED;
     if (outcome != OUTCOME_RAN) break;
@@ -137,13 +142,22 @@ static void check_case(const fa_case *c) {
   if (have_tolerance) tolerance_free(&tolerance);
 }
 
+/* Few rows have other kernels where no backward follows. */
+static void check_inference(fa_case c) {
+  const char *before = kernel_of(&c.problem);
+  c.problem.inference = 1;
+  if (strcmp(before, kernel_of(&c.problem)) != 0) check_case(&c);
+}
+
 /* A GPU has kernels for aligned tensors and others for all, and a deterministic mode of both. */
 static void check_modes(fa_case c) {
   check_case(&c);
   if (options.device.kind != FA_DEVICE_CUDA) return;
+  check_inference(c);
   fa_case aligned = c;
   aligned.layout |= LAYOUT_ALIGNED;
   check_case(&aligned);
+  check_inference(aligned);
   if (c.problem.deterministic) return;
   c.problem.deterministic = aligned.problem.deterministic = 1;
   check_case(&c);

@@ -170,9 +170,9 @@ static void test_overflow(void) {
 /* ---- options ---------------------------------------------------------------------------------------- */
 
 static void test_option_table(void) {
-  static const char *const names[] = {"scale",         "window_left",   "window_right",
-                                      "softcap",       "dropout",       "precision",
-                                      "deterministic", "constant_bias", "constant_alibi_slopes"};
+  static const char *const names[] = {
+      "scale",         "window_left",   "window_right",          "softcap",  "dropout", "precision",
+      "deterministic", "constant_bias", "constant_alibi_slopes", "inference"};
   const size_t num_names = sizeof names / sizeof *names;
   size_t num_options;
   const fa_option *options = fa_options(&num_options);

@@ -121,7 +121,7 @@ static void test_length(const fa_setup *setup, fa_dtype dtype, int64_t seqlen_q,
 /* One head of a few rows, and many keys: its only tile leaves most of any GPU idle. */
 static fa_problem few_rows(fa_dtype dtype, int64_t seqlen_q, uint64_t seed) {
   fa_problem p = problem_of(1, seqlen_q, 8209, 40);
-  p.num_heads = p.num_kv_heads = 1, p.dtype = dtype, p.deterministic = 1;
+  p.num_heads = p.num_kv_heads = 1, p.dtype = dtype, p.deterministic = 1, p.inference = dtype == FA_DTYPE_F32;
   p.window_right = seed % 2 ? 0 : FA_UNBOUNDED, p.num_sinks = (int64_t)(seed % 3);
   p.softcap = seed % 4 == 3 ? 7 : 0;
   if (seed % 5 == 4) p.window_left = 8191;
@@ -161,18 +161,20 @@ static void test_few_rows(const fa_setup *setup, fa_dtype dtype, int64_t seqlen_
   values_free(&y);
 }
 
-/* What stays with the ordinary kernels: few keys, tiles that take more than a third of any GPU, f32, and what
- * kernels for few rows do not take. */
+/* What stays with the ordinary kernels: few keys, tiles that take more than a third of any GPU, f32 that a
+ * backward may follow, and what kernels for few rows do not take. */
 static void test_few_rows_are_declined(const fa_setup *setup) {
   const fa_problem p = few_rows(FA_DTYPE_BF16, 1, 0);
-  fa_problem few_keys = p, many_tiles = p, single = p, many_bands = p, distances = p, dropout = p;
+  fa_problem few_keys = p, many_tiles = p, single = p, many_bands = p, distances = p, dropout = p, many_rows;
   few_keys.seqlen_k = 128;
   many_tiles.num_heads = many_tiles.num_kv_heads = 1 << 16;
-  single.dtype = FA_DTYPE_F32;
+  single.dtype = FA_DTYPE_F32, many_rows = single;
+  many_rows.inference = 1, many_rows.seqlen_q = 65;
   many_bands.num_bands = 9, many_bands.bands_batch = 1;
   distances.num_bands = 2, distances.bands_batch = distances.alibi_batch = 1;
   dropout.num_seed_words = 2, dropout.dropout = 0.25;
-  const fa_problem *const declined[] = {&few_keys, &many_tiles, &single, &many_bands, &distances, &dropout};
+  const fa_problem *const declined[] = {&few_keys,   &many_tiles, &single, &many_rows,
+                                        &many_bands, &distances,  &dropout};
   for (size_t i = 0; i < sizeof declined / sizeof *declined; i++)
     CHECK(!has_kernel_for_few_rows(setup, declined[i], FA_PASS_FORWARD), "problem %d", (int)i);
 }
@@ -407,7 +409,7 @@ static void test_device(fa_device device) {
         test_length(&setup, dtype, seqlen_q, length, NAN);
       }
     test_anything(&setup, dtype);
-    if (device.kind == FA_DEVICE_CUDA && dtype != FA_DTYPE_F32)
+    if (device.kind == FA_DEVICE_CUDA)
       for (uint64_t seed = 0; seed < 12; seed++) test_few_rows(&setup, dtype, 1 + (int64_t)seed * 5 % 16, seed);
     test_page_sizes(&setup, dtype);
   }

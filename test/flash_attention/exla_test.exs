@@ -176,7 +176,8 @@ defmodule FlashAttention.EXLATest do
              "precision" => ~s("highest"),
              "deterministic" => ~s("false"),
              "constant_bias" => ~s("false"),
-             "constant_alibi_slopes" => ~s("false")
+             "constant_alibi_slopes" => ~s("false"),
+             "inference" => ~s("false")
            }
 
     # One axis, or XLA would lay them out as it likes.

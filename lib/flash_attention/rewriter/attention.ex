@@ -101,7 +101,8 @@ if FlashAttention.Defn.supported?() do
       tensors = for shape <- shapes(match), do: Nx.template(shape, type)
       optional = for {name, shape, type} <- optional(match, type), do: {name, Nx.template(shape, type)}
 
-      options = [causal: false, softcap: abs(match.softcap), dropout: rate(match)] ++ own(opts) ++ device(opts)
+      options =
+        [causal: false, softcap: abs(match.softcap), dropout: rate(match)] ++ own(match, opts) ++ device(opts)
 
       attention = fn [q, k, v], optional ->
         optional =
@@ -143,7 +144,9 @@ if FlashAttention.Defn.supported?() do
 
     # A compiler for another device than the one that is here is asked about that.
     defp device(opts), do: if(opts[:kind], do: [device: opts[:kind]], else: [])
-    defp own(opts), do: Keyword.get(opts, :attention, [])
+
+    # A program whose attention has no gradients computes none later.
+    defp own(match, opts), do: [inference: match.gradients == []] ++ Keyword.get(opts, :attention, [])
 
     defp shapes(match) do
       %{batch: batch, rows: rows, columns: columns, heads: heads, groups: groups} = match.axes
@@ -219,7 +222,7 @@ if FlashAttention.Defn.supported?() do
         [causal: false, scale: scale(match), softcap: abs(match.softcap)] ++
           visible(match, inputs) ++
           bias(match, added(match), inputs, type) ++
-          slopes(match, inputs) ++ sink(match, inputs) ++ dropout(match, inputs) ++ own(opts)
+          slopes(match, inputs) ++ sink(match, inputs) ++ dropout(match, inputs) ++ own(match, opts)
 
       {o, lse} = FlashAttention.attention_with_lse(wide_q, wide_k, wide_v, options)
 
