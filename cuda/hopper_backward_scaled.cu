@@ -91,6 +91,9 @@ struct BackwardConsumer {
   uint32_t p_operand[Kind::PARTS][Q_STEPS][4], ds_operand[Kind::PARTS][Q_STEPS][4];
   // Stages and phases follow from these counts: of column blocks, of those that have steps, and of steps.
   uint32_t blocks = 0, busy_blocks = 0, steps = 0;
+  // Of a bias that all rows share: the numbers of the lane's two keys, and the head that they are of.
+  float addends[2];
+  int keys_head;
 
   __device__ BackwardConsumer(const fa_cuda_arguments &a, const fa_cuda_maps &, const Buffers &buffers,
                               int consumer)
@@ -182,6 +185,20 @@ struct BackwardConsumer {
     fence_async();
   }
 
+  // Adds them to the scores of a head, whose columns begin with `column` for the warp.
+  __device__ void add_keys(const Work &work, int head, int column) {
+    if (head != keys_head) {
+      keys_head = head;
+      const float *own = addends_of(a.program.keys, work.block.batch, head, column) + threadIdx.x % 32 / 4;
+#pragma unroll
+      for (int half = 0; half < 2; half++) addends[half] = own[half * 8] == INFINITY ? 0 : own[half * 8];
+    }
+#pragma unroll
+    for (int n = 0; n < NT; n++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) scores[0][n][i] = with_addend(scores[0][n][i], addends[i / 2]);
+  }
+
   // A step begins with its scores computed and its dp running, and ends with those of the next step.
   template <bool IS_LAST>
   __device__ void do_step(const Work &work, Step step, bool is_first) {
@@ -198,6 +215,7 @@ struct BackwardConsumer {
           scores, a, score, visit.band, visit.rows, {first_column, first_column + 64},
           {work.block.batch, visit.head, visit.rows.begin, first_column + warp_row},
           power_of_two(-exponent(Q_FULL, stage) - exponent(K_FULL)));
+    if constexpr (Shape::has_keys) add_keys(work, Work::heard_rows(visit).head, first_column + warp_row);
     if (!is_first) hand_over_dq();  // of the previous step, when the fence waits for nothing
     make_transposed_p<Kind>(scores, p_operand, score, RowNumbers(buffers.shift(stage)), 1 << P_EXPONENT);
     if (Shape::asks_early) wait_to_store();
@@ -248,6 +266,7 @@ struct BackwardConsumer {
     for (; consumers_work(a, buffers, blocks, work); next_work(buffers, blocks)) {
       set_zero<1, DT>(dk);
       set_zero<1, DT>(dv);
+      keys_head = -1;
       if (work.num_steps > 0) go_through_rows(work);
       store_dk_and_dv(a, buffers, blocks, work, consumer * 64 + warp_row, dk, dv);
     }
@@ -257,7 +276,7 @@ struct BackwardConsumer {
 }  // namespace hopper
 }  // namespace fa
 
-// A shape has a plain kernel, and a general one that takes every problem.
+// A shape has a plain kernel, and general ones, of which one takes a bias of keys whose gradient nobody wants.
 #define ROW(rest, general, ...)                                                                           \
   fa::hopper::row<                                                                                        \
       fa::hopper::BackwardConsumer<fa::kinds::FA_KIND, fa::hopper::BackwardShape<__VA_ARGS__>, general>>( \
@@ -267,12 +286,14 @@ struct BackwardConsumer {
 // dp) and 0.5 a part (p or ds) for its arrays. Two parts take 162 and 225 KiB of shared memory.
 using namespace fa::hopper;
 const fa_cuda_kernel FA_JOIN(fa_hopper_backward_, FA_KIND)[] = {
-    // bucket, block_q, dq's shares, writers, traits
+    // bucket, block_q, dq's shares, writers, traits, program
     ROW("/d64", false, 64, 64, 2, 0, ASKS_EARLY),
     ROW("/d64/forms", false, 64, 64, 2, 0, FORMS),
     ROW("/d128", false, 128, 32, 2, 0, 0),
     ROW("/d128/forms", false, 128, 32, 2, 0, FORMS),
     ROW("/d64/general", true, 64, 64, 2, 0, FORMS),
+    ROW("/d64/keys", true, 64, 64, 2, 0, FORMS, KEYS),
     ROW("/d128/general", true, 128, 32, 2, 0, FORMS),
+    ROW("/d128/keys", true, 128, 32, 2, 0, FORMS, KEYS),
     {},
 };

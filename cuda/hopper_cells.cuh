@@ -28,8 +28,8 @@ constexpr uint32_t needs_of_program(int program) {
 constexpr int acting_program(int program) { return program == FLAGS ? NO_PROGRAM : program; }
 
 // Whether a kernel makes numbers a key, or slopes, parts of q·k: terms. Beside other things that act on scores
-// they come late.
-constexpr bool folds_terms(int program) { return program == KEYS || program == SLOPES; }
+// they come late, and of scaled kinds, whose products are to be multiplied first.
+constexpr bool folds_terms(int program) { return !FA_KIND_SCALED && (program == KEYS || program == SLOPES); }
 
 // The needs that a kernel takes with that much of a program. sums: of a backward, whether it gives the
 // gradients by what is added; goes_through_visits: of a forward, which so leaves out blocks of keys that are

@@ -402,6 +402,14 @@ struct Consumer {
       finish_slopes(visit.distance(), visit.column(), is_told_behind(flags), due);
   }
 
+  // Whether a consumer that has rows takes visits, too, that only others see: of f32 at 256 ptxas keeps o in
+  // memory where there is a second place that finishes products, behind a consumer's own visits.
+  static constexpr bool TAKES_ALL = SCALED && Shape::head_dim > 128;
+  __device__ bool takes(uint32_t flags) const {
+    if constexpr (TAKES_ALL) return __any_sync(~0u, row < tile.rows.end && flags & ToldVisit::SEEN_BY_ANY);
+    return is_mine(flags);
+  }
+
   // The flags of the visit at a stage of k, when that is full.
   __device__ uint32_t next_visit(const Ring<Buffers::STAGES> &at) {
     barrier_wait(buffers.k(at.stage).full, at.phase);
@@ -548,7 +556,7 @@ struct Consumer {
     bool settled = false;  // every row has seen something, so that exponentials may follow
     for (;;) {
 #pragma unroll 1
-      while (!is_mine(flags)) {
+      while (!takes(flags)) {
         release_stored();
         if (turn) turns.wait(), turns.pass();
         turn = true;
@@ -576,7 +584,7 @@ struct Consumer {
       for (;;) {
         if (is_last(told)) return true;
         flags = told >> ToldVisit::NEXT;
-        if (!is_mine(flags)) break;
+        if (!TAKES_ALL && !is_mine(flags)) break;
         if (Shape::has_runs && (!Shape::follows || settled) && __any_sync(~0u, ToldVisit::run(told) > 0)) {
           take_run(ToldVisit::run(told), q_rows, q, of_o);
           told = buffers.visit(ring).flags();
@@ -636,13 +644,15 @@ struct Consumer {
         ring = next;
         of_o = of_next_o;
       }
-      const Stage v = buffers.v(ring.stage);
-      clear_lacking();
-      barrier_wait(v.full, ring.phase);
-      start_o(v);
-      finish_o(v, of_o);
-      ring.advance();
-      told = next_visit(ring);  // of a visit that other consumers take
+      if constexpr (!TAKES_ALL) {
+        const Stage v = buffers.v(ring.stage);
+        clear_lacking();
+        barrier_wait(v.full, ring.phase);
+        start_o(v);
+        finish_o(v, of_o);
+        ring.advance();
+        told = next_visit(ring);  // of a visit that other consumers take
+      }
     }
   }
 
@@ -859,15 +869,16 @@ constexpr fa_cuda_kernel row(const char *name, int least_columns = Shape::least_
 }  // namespace fa
 
 // Kernels for plain problems, and general ones that take bands; some for parts of keys; and some that take
-// programs too, whose consumers need registers for what is added. f32's forward leaves programs to the portable
-// kernels, as its backward does, which must round scores as the forward did.
+// programs too, whose consumers need registers for what is added. f32's leave a number or a flag a score, and
+// dropout, to the portable kernels, as its backward does.
 #define KERNEL(general, ...)    fa::hopper::row<fa::kinds::FA_KIND, fa::hopper::ForwardShape<__VA_ARGS__>, general>
 #define NAME(rest)              "cuda/sm90/" FA_QUOTE(FA_KIND) rest
 #define ROW(rest, general, ...) KERNEL(general, __VA_ARGS__)(NAME(rest))
 // Of a kernel that takes bands, for problems without them, too, if these are so long, and take so long, that
-// the kernel of plans before it does not matter: at 64 its loop spills nothing, which that of the other one
-// does.
-#define LONG_ROW(rest, general, ...) KERNEL(general, __VA_ARGS__)(NAME(rest), 2048, 1 << 28)
+// the kernel of plans before it does not matter: at 64, and of f32's two parts at 256, its loop spills less
+// than that of the other one.
+#define ROW_FROM(rest, least_columns, least_scores, general, ...) \
+  KERNEL(general, __VA_ARGS__)(NAME(rest), least_columns, least_scores)
 
 // Registers a consumer's thread needs for its arrays: (block_k * 1.5 + head_dim) / 2, and block_k + head_dim of
 // f32 in two parts (at 256 3/4 of head_dim). Three consumers at 64, which use each column block for 192 rows;
@@ -880,14 +891,20 @@ const fa_cuda_kernel FA_JOIN(fa_hopper_forward_, FA_KIND)[] = {
     ROW("/d64", false, 64, 128, 2, 2, 240, 24, 0),
     ROW("/d64/forms", false, 64, 128, 2, 2, 240, 24, FORMS),
     ROW("/d64/general", true, 64, 128, 2, 2, 240, 24, FORMS),
+    ROW("/d64/terms", true, 64, 128, 2, 2, 240, 24, FORMS, SLOPES | KEYS),
     ROW("/d128", false, 128, 64, 2, 1, 240, 24, FORMS),
     ROW("/d128/general", true, 128, 64, 2, 1, 240, 24, FORMS),
+    ROW("/d128/terms", true, 128, 64, 2, 1, 240, 24, FORMS, SLOPES | KEYS),
+#if FA_KIND_PARTS == 2
+    ROW_FROM("/d256/long/general", 128, 1 << 22, true, 256, 32, 2, 1, 240, 24, FORMS),
+#endif
     ROW("/d256", false, 256, 32, 2, 1, 240, 24, FORMS),
     ROW("/d256/general", true, 256, 32, 2, 1, 240, 24, FORMS),
+    ROW("/d256/terms", true, 256, 32, 2, 1, 240, 24, FORMS, SLOPES | KEYS),
 #else
     ROW("/d64/parts", false, 64, 128, 2, 2, 216, 72, FORMS | IN_PARTS),
     ROW("/d128/parts", false, 128, 128, 2, 2, 240, 24, FORMS | HOLDS_Q | IN_PARTS),
-    LONG_ROW("/d64/long/general", true, 64, 128, 3, 2, 160, 32, FORMS | FOLLOWS),
+    ROW_FROM("/d64/long/general", 2048, 1 << 28, true, 64, 128, 3, 2, 160, 32, FORMS | FOLLOWS),
     ROW("/d64", false, 64, 128, 3, 2, 160, 32, FORMS),
     ROW("/d64/long/general", true, 64, 128, 3, 2, 160, 32, FORMS | FOLLOWS),
     ROW("/d64/general", true, 64, 128, 3, 2, 160, 32, 0),

@@ -90,7 +90,7 @@ struct OnlineSoftmax {
       for (int half = 0; half < 2; half++) {
         const float reference = max[m][half] == -INFINITY ? 0 : max[m][half];  // -inf - -inf would be NaN
         shift[m][half] = Kind::SCALED ? reference : reference * unit;
-        if constexpr (SOME_DUE) shift[m][half] = fmaf(-due[m][half], unit, shift[m][half]);
+        if constexpr (SOME_DUE) shift[m][half] = less_due(shift[m][half], due[m][half], unit);
         large |= is_large(shift[m][half]);
       }
     if (LARGE && __builtin_expect(__any_sync(~0u, large), 0)) {
@@ -103,7 +103,7 @@ struct OnlineSoftmax {
         for (int half = 0; half < 2; half++)
           if (is_large(shift[m][half])) {
             shift[m][half] = 0;
-            if constexpr (SOME_DUE) shift[m][half] = -due[m][half] * unit;
+            if constexpr (SOME_DUE) shift[m][half] = less_due(0, due[m][half], unit);
           }
     }
     for_each_visible([&](int m, int half, float &x) {
@@ -122,6 +122,10 @@ struct OnlineSoftmax {
     return lags;
   }
 
+  // What exponential takes off where a score is due something.
+  __device__ static float less_due(float shift, float due, float unit) {
+    return Kind::SCALED ? shift - due : fmaf(-due, unit, shift);
+  }
   __device__ static bool is_large(float shift) { return fabsf(shift) > 0x1p24f; }
 
   // The same against the references as they are, without a look for the largest score, which its exponential
@@ -137,7 +141,7 @@ struct OnlineSoftmax {
         // With this one whatever is seen has an infinite exponential.
         shift[m][half] = max[m][half] == -INFINITY ? -1e30f : max[m][half] * unit;
         if constexpr (!std::is_same<Due, NothingDue>::value)
-          shift[m][half] = fmaf(-due[m][half], unit, shift[m][half]);
+          shift[m][half] = less_due(shift[m][half], due[m][half], unit);
         added[m][half] = 0;
       }
 #pragma unroll
