@@ -1,7 +1,7 @@
 defmodule FlashAttention.AxonTest do
   use ExUnit.Case, async: true
 
-  alias FlashAttention.Test.Transformer
+  alias FlashAttention.Test.{Forwards, Transformer}
 
   @moduletag :axon
   @moduletag :capture_log
@@ -16,6 +16,7 @@ defmodule FlashAttention.AxonTest do
               Nx.Random,
               Polaris.Optimizers,
               FlashAttention.Axon,
+              Forwards,
               Transformer
             ]}
 
@@ -42,6 +43,26 @@ defmodule FlashAttention.AxonTest do
     opts = [causal: false, window: {3, 1}, softcap: 5.0, scale: 0.2]
     {o, _} = run(FlashAttention.Axon.attention(q, k, v, opts ++ [name: "here"]), inputs)
     assert o == FlashAttention.attention(tq, tk, tv, opts)
+  end
+
+  test "a layer says that no backward follows in inference, where nobody says otherwise" do
+    [q, k, v] = for name <- ["q", "k", "v"], do: Axon.input(name)
+
+    inputs =
+      for {name, seed} <- [{"q", 1}, {"k", 2}, {"v", 3}], into: %{}, do: {name, random(seed, {1, 6, 3, 4})}
+
+    for {opts, mode, expected} <- [
+          {[], :inference, true},
+          {[inference: false], :inference, false},
+          {[], :train, nil},
+          {[dropout_rate: 0.1], :train, nil},
+          {[dropout_rate: 0.1], :inference, true}
+        ] do
+      {init, predict} = Axon.build(FlashAttention.Axon.attention(q, k, v, opts), mode: mode)
+      state = init.(inputs, Axon.ModelState.empty())
+      assert [told] = Nx.Defn.debug_expr(predict).(state, inputs) |> Forwards.options()
+      assert told[:inference] == expected
+    end
   end
 
   test "sinks are parameters, f32 under mixed precision too" do

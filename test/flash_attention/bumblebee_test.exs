@@ -6,7 +6,8 @@ defmodule FlashAttention.BumblebeeTest do
   alias FlashAttention.Bumblebee, as: Flash
   alias FlashAttention.Dropout
   alias FlashAttention.Test.BumblebeeFamilies, as: Families
-  alias Nx.Defn.{Composite, Evaluator, Tree}
+  alias FlashAttention.Test.Forwards
+  alias Nx.Defn.Evaluator
 
   @moduletag :bumblebee
   @moduletag :capture_log
@@ -18,8 +19,7 @@ defmodule FlashAttention.BumblebeeTest do
               Axon.MixedPrecision,
               Bumblebee,
               Flash,
-              Composite,
-              Tree,
+              Forwards,
               Nx,
               Nx.Defn,
               Nx.Random
@@ -39,24 +39,13 @@ defmodule FlashAttention.BumblebeeTest do
 
   defp count(model), do: Axon.reduce_nodes(model, 0, &if(&1.op_name == :flash_attention, do: &2 + 1, else: &2))
 
-  # How many of the library's forwards the swapped model computes on such inputs.
-  defp forwards(spec, inputs, opts \\ []) do
+  # What the library's forwards in the swapped model are told on such inputs; and how many there are.
+  defp told(spec, inputs, opts \\ []) do
     {state, predict} = spec |> Bumblebee.build_model() |> Flash.swap_attention() |> Families.build(inputs, opts)
-    outputs = Nx.Defn.debug_expr(predict).(state, inputs)
-    {_seen, forwards} = Composite.reduce(outputs, {MapSet.new(), 0}, &count_forwards/2)
-    forwards
+    Nx.Defn.debug_expr(predict).(state, inputs) |> Forwards.options()
   end
 
-  defp count_forwards(%{data: %{id: id, op: op, args: args}} = tensor, {seen, count} = acc) do
-    if id in seen do
-      acc
-    else
-      forward? = op == :block and is_struct(hd(args), FlashAttention.Defn.Forward)
-      acc = {MapSet.put(seen, id), if(forward?, do: count + 1, else: count)}
-      {_, acc} = Tree.apply_args(tensor, :all, acc, &{&1, count_forwards(&1, &2)})
-      acc
-    end
-  end
+  defp forwards(spec, inputs), do: length(told(spec, inputs))
 
   defp assert_close(original, swapped, tolerance \\ 2.0e-6) do
     pairs = Enum.zip(flatten(original), flatten(swapped))
@@ -277,6 +266,15 @@ defmodule FlashAttention.BumblebeeTest do
     [mask, offset] = for input <- ~w(mask offset), do: if(inputs[input], do: Axon.input(input), else: none)
     {output, weights} = apply(Bumblebee.Layers, :attention, [query, key, value, mask, none, none, offset, opts])
     Axon.container({weights, output})
+  end
+
+  test "forwards are told that no backward follows in inference" do
+    inputs = %{"input_ids" => Nx.tensor(@tokens)}
+
+    for {mode, expected} <- [inference: true, train: false] do
+      assert [_, _] = told = told(spec(Text.Bert), inputs, mode: mode)
+      for opts <- told, do: assert(opts[:inference] == expected)
+    end
   end
 
   test "weights are dropped out in training, by the key that the model keeps" do

@@ -6,8 +6,8 @@ defmodule FlashAttention.RewriterTest do
   import ExUnit.CaptureLog
 
   alias FlashAttention.Rewriter
-  alias FlashAttention.Test.{AttentionForms, Layers, RecordingCompiler}
-  alias Nx.Defn.{Composite, Evaluator, Expr, Kernel, Tree}
+  alias FlashAttention.Test.{AttentionForms, Forwards, Layers, RecordingCompiler}
+  alias Nx.Defn.{Composite, Evaluator, Expr, Kernel}
 
   @moduletag :defn
   @compile {:no_warn_undefined,
@@ -22,8 +22,8 @@ defmodule FlashAttention.RewriterTest do
               Composite,
               Expr,
               Kernel,
-              Tree,
               AttentionForms,
+              Forwards,
               Layers,
               Rewriter,
               RecordingCompiler
@@ -66,18 +66,10 @@ defmodule FlashAttention.RewriterTest do
   defp found(fun, args, opts \\ []),
     do: for(place <- Rewriter.explain(fun, args, opts), do: place[:as] || place.reason)
 
-  defp blocks(fun, args), do: fun |> Nx.Defn.debug_expr() |> apply(args) |> Rewriter.rewrite() |> blocks()
-  defp blocks(expression), do: expression |> Composite.reduce({MapSet.new(), 0}, &count/2) |> elem(1)
+  defp told(fun, args),
+    do: fun |> Nx.Defn.debug_expr() |> apply(args) |> Rewriter.rewrite() |> Forwards.options()
 
-  defp count(%{data: %{id: id, op: op, args: args}} = node, {seen, count}) do
-    if id in seen do
-      {seen, count}
-    else
-      ours = if op == :block and match?([%FlashAttention.Defn.Forward{} | _], args), do: 1, else: 0
-      {_, acc} = Tree.apply_args(node, :all, {MapSet.put(seen, id), count + ours}, &{&1, count(&1, &2)})
-      acc
-    end
-  end
+  defp blocks(fun, args), do: length(told(fun, args))
 
   describe "the compiler" do
     test "hands its own options to nobody, and all others on" do
@@ -214,6 +206,13 @@ defmodule FlashAttention.RewriterTest do
       assert same.data.id == before.data.id
       assert o.names == [:batch, :head, :row, nil]
       assert_same(fun, qkv())
+    end
+
+    test "say that no backward follows where they have no gradients" do
+      assert [opts] = told(&plain/3, qkv())
+      assert opts[:inference] == true
+      assert [opts] = told(gradients_of_three(&plain/3), qkv())
+      assert opts[:inference] == false
     end
 
     test "have attention in bodies of while and in branches of cond" do
