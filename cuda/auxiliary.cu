@@ -83,8 +83,9 @@ __device__ inline void put_term(const fa_cuda_key_reading &a, int64_t key, float
     put(__nv_bfloat16());
 }
 
-// Numbers that are finite are read as at most 2^20: no score comes near, and one that is far beyond, as masks
-// are made of, has a rounding error that its exponential would be made of.
+// Beside 16-bit q numbers that are finite are read as at most 2^20: no score comes near, and one that is far
+// beyond, as masks are made of, has a rounding error that its exponential would be made of. f32's exponents are
+// differences of scores, which are exact.
 __device__ inline float bounded_number(float number) {
   return isfinite(number) ? fminf(fmaxf(number, -0x1p20f), 0x1p20f) : number;
 }
@@ -103,9 +104,13 @@ __device__ inline void read_block(const fa_cuda_key_reading &a, int64_t block, i
   bool shows = false, adds = false, hides = false;
   auto read = [&](auto type) {
     const auto *numbers = numbers_of<const decltype(type)>(a.bias, batch, head);
+    auto number_at = [&](int key) {
+      const float number = static_cast<float>(numbers[key]);
+      return a.bounds ? bounded_number(number) : number;
+    };
     for (int i = 0; i < FA_CUDA_KEYS_BLOCK; i += 32) {
       const bool is_there = first + i < a.seqlen_k;
-      const float addend = is_there ? bounded_number(static_cast<float>(numbers[first + i])) : 0;
+      const float addend = is_there ? number_at(first + i) : 0;
       const int64_t key = block * FA_CUDA_KEYS_BLOCK + threadIdx.x % 32 + i;
       if (a.to.addends)
         a.to.addends[key] = is_flag<decltype(type)> && addend == 0 ? INFINITY : addend;

@@ -808,6 +808,7 @@ static void lay_out_keys(const fa_problem *p, const fa_cuda_kernel *kernel, fa_a
                                     .to = keys,
                                     .per_scale = (float)(1 / p->scale),
                                     .of_f16 = p->dtype == FA_DTYPE_F16,
+                                    .bounds = !kinds[fa_cuda_kind_of(p)].scaled,
                                     .seqlen_k = (int32_t)p->seqlen_k,
                                     .num_heads = (int32_t)p->num_heads,
                                     .blocks_a_row = (int32_t)a_row,

@@ -324,6 +324,7 @@ typedef struct fa_cuda_key_reading {
   fa_cuda_keys to;
   float per_scale; /* of terms: what a number is multiplied with to be one of q·k */
   int32_t of_f16;  /* of terms: their elements are f16, or bf16 */
+  int32_t bounds;  /* whether finite numbers are read as at most 2^20 */
   int32_t seqlen_k, num_heads, blocks_a_row;
   int64_t num_blocks; /* in all rows: of batches and heads that these tell apart */
 } fa_cuda_key_reading;
