@@ -169,11 +169,16 @@ fa_cuda_parts fa_cuda_choose_parts(const fa_problem *p, const fa_cuda_kernel *ke
   return parts;
 }
 
+/* Whether the ordinary kernels' tiles leave two multiprocessors of three idle. */
+static bool leaves_most_idle(const fa_problem *p, int64_t num_multiprocessors) {
+  return num_tiles_of(p) * 3 <= num_multiprocessors;
+}
+
 /* Tiles of rows that take a third of the multiprocessors are as fast as all of these are on smaller tiles,
  * whose products are slower. */
 static bool pays_beside_cache(const fa_problem *p, int64_t num_multiprocessors) {
   return p->max_pages > 0 || fa_cuda_packed_rows(p) <= FEW_ROWS ||
-         (num_tiles_of(p) * 3 <= num_multiprocessors && p->seqlen_k >= 4096);
+         (leaves_most_idle(p, num_multiprocessors) && p->seqlen_k >= 4096);
 }
 
 /* What the ordinary kernels were measured at stays theirs, but where the model says that they take longer and
@@ -181,11 +186,10 @@ static bool pays_beside_cache(const fa_problem *p, int64_t num_multiprocessors) 
  * idle and they take half as long again. A tile of one row reads 60 GB/s, one of 128 rows less. */
 static bool pays_for_plain(const fa_problem *p, const fa_cuda_kernel *kernel, int64_t num_multiprocessors,
                            bool can_cluster) {
-  const int64_t num_tiles = num_tiles_of(p);
   const bool few = (kernel->mapped || kernel->block_q <= FEWEST_ROWS) && p->num_heads > p->num_kv_heads &&
                    fa_cuda_packed_rows(p) <= FEW_ROWS;
-  if (!few && num_tiles * 3 > num_multiprocessors) return false;
-  const costs ordinary = {(double)num_tiles, (double)num_keys_of(p, fa_divide_up(p->seqlen_q, TILE_ROWS)),
+  if (!few && !leaves_most_idle(p, num_multiprocessors)) return false;
+  const costs ordinary = {(double)num_tiles_of(p), (double)num_keys_of(p, fa_divide_up(p->seqlen_q, TILE_ROWS)),
                           bytes_a_key(p), 60e3, ORDINARY_BEGIN};
   double least;
   best_parts(p, kernel, num_multiprocessors, can_cluster, &least);
@@ -197,9 +201,8 @@ static bool pays_for_plain(const fa_problem *p, const fa_cuda_kernel *kernel, in
  * stay where one may follow. */
 static bool pays_for_f32(const fa_problem *p, int64_t num_multiprocessors) {
   const int64_t rows = fa_cuda_packed_rows(p);
-  return p->inference &&
-         (rows * 2 <= FEW_ROWS ||
-          (rows <= FEW_ROWS && (p->num_heads > p->num_kv_heads || num_tiles_of(p) * 3 <= num_multiprocessors)));
+  if (!p->inference || rows > FEW_ROWS) return false;
+  return rows * 2 <= FEW_ROWS || p->num_heads > p->num_kv_heads || leaves_most_idle(p, num_multiprocessors);
 }
 
 /* Every row looks at all bands of its batch, and distances are those of one. */

@@ -152,10 +152,8 @@ __device__ inline __attribute__((always_inline)) void consume_blocks(
     leave_head(work);
     program_head = at.head;
     if constexpr (Shape::has_slopes) slope = number_of_head(a.program, FA_CUDA_ALIBI_SLOPES, at, 0);
-    if (Shape::has_keys && a.program.keys.addends) {
-      const float *own = addends_of(a.program.keys, at.batch, at.head, at.column) + threadIdx.x % 32 / 4;
-      for (int half = 0; half < 2; half++) addends[half] = own[half * 8] == INFINITY ? 0 : own[half * 8];
-    }
+    if (Shape::has_keys && a.program.keys.addends)
+      read_two_addends(addends, a.program.keys, at.batch, at.head, at.column);
   };
 
   // Whether the step's columns are seen by all of its rows, where somebody tells; heard while products run.

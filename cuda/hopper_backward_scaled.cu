@@ -189,9 +189,7 @@ struct BackwardConsumer {
   __device__ void add_keys(const Work &work, int head, int column) {
     if (head != keys_head) {
       keys_head = head;
-      const float *own = addends_of(a.program.keys, work.block.batch, head, column) + threadIdx.x % 32 / 4;
-#pragma unroll
-      for (int half = 0; half < 2; half++) addends[half] = own[half * 8] == INFINITY ? 0 : own[half * 8];
+      read_two_addends(addends, a.program.keys, work.block.batch, head, column);
     }
 #pragma unroll
     for (int n = 0; n < NT; n++)

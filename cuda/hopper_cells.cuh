@@ -168,6 +168,13 @@ __device__ inline int64_t place_of_key(const fa_cuda_keys &keys, int batch, int 
 __device__ inline const float *addends_of(const fa_cuda_keys &keys, int batch, int head, int column) {
   return keys.addends + place_of_key(keys, batch, head, column);
 }
+// In a transposed accumulator, whose first column this is, what the lane's two keys add: flags that show add 0.
+__device__ inline void read_two_addends(float (&addends)[2], const fa_cuda_keys &keys, int batch, int head,
+                                        int column) {
+  const float *own = addends_of(keys, batch, head, column) + threadIdx.x % 32 / 4;
+#pragma unroll
+  for (int half = 0; half < 2; half++) addends[half] = own[half * 8] == INFINITY ? 0 : own[half * 8];
+}
 __device__ inline const uint32_t *terms_of(const fa_cuda_keys &keys, int batch, int head, int column) {
   return keys.terms + place_of_key(keys, batch, head, column) * FA_CUDA_TERM_WORDS;
 }

@@ -406,7 +406,7 @@ struct Consumer {
   // memory where there is a second place that finishes products, behind a consumer's own visits.
   static constexpr bool TAKES_ALL = SCALED && Shape::head_dim > 128;
   __device__ bool takes(uint32_t flags) const {
-    if constexpr (TAKES_ALL) return __any_sync(~0u, row < tile.rows.end && flags & ToldVisit::SEEN_BY_ANY);
+    if constexpr (TAKES_ALL) return __any_sync(~0u, row < tile.rows.end && flags & ToldVisit::any_sees_any());
     return is_mine(flags);
   }
 

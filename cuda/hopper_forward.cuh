@@ -44,8 +44,8 @@ struct ForwardShape {
   // Whether consumers are told how many visits follow that all rows see whole, and ask nothing about these.
   // With keys at 64 and with flags that is 2 to 15 % slower; and of f32's two parts at 256 ptxas would keep
   // more of o in memory.
-  static constexpr bool has_runs = PROGRAM ? folds && !has_slopes && HEAD_DIM >= 128
-                                           : !(FA_KIND_SCALED && FA_KIND_PARTS == 2 && HEAD_DIM == 256);
+  static constexpr bool has_runs =
+      PROGRAM ? folds && !has_slopes && HEAD_DIM >= 128 : !(FA_KIND_PARTS == 2 && HEAD_DIM == 256);
   static_assert(!finds_runs || !PROGRAM || (folds && !has_slopes), "runs leave nothing to do with scores");
   // A kernel that follows is one for problems whose rows see so many columns, where they have another one.
   static constexpr int least_columns = PROGRAM || !follows        ? 0
@@ -184,7 +184,7 @@ struct ToldVisit {
   __device__ static constexpr uint32_t behind(int consumer) { return 1 << (KINDS_AT + consumer); }
   __device__ static constexpr uint32_t sees_any(int consumer) { return 2 << consumer * 2; }
   __device__ static constexpr uint32_t sees_all(int consumer) { return 4 << consumer * 2; }
-  static constexpr uint32_t SEEN_BY_ANY = 2 | 2 << 2 | 2 << 4;
+  __device__ static constexpr uint32_t any_sees_any() { return sees_any(0) | sees_any(1) | sees_any(2); }
   // Whether each of the tile's rows sees some of the columns.
   static constexpr uint32_t ALL_SEE_SOME = 1 << 7;
 
