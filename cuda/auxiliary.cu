@@ -215,12 +215,19 @@ __device__ inline uint32_t transposed_bits(uint32_t x) {
   return x;
 }
 
-// Puts down an accumulator's row of 128 columns, which are those of one block or two; words: as for one.
+// Puts down an accumulator's row of 128 columns, which are those of one block, two or four; words: as for one.
 __device__ inline void put_flags(const fa_cuda_flags &flags, int batch, int head, int row, int column,
                                  uint4 words) {
   const int64_t to = row_of_flags(flags, batch, head, column / flags.columns) + row;
   if (flags.columns == FA_CUDA_MOST_FLAG_COLUMNS) {
     static_cast<uint4 *>(flags.words)[to] = words;
+  } else if (flags.columns == FA_CUDA_MOST_FLAG_COLUMNS / 4) {
+    uint32_t *const quarters = static_cast<uint32_t *>(flags.words) + to;
+    auto byte = [](uint32_t x, int i) { return x >> i * 8 & 0xff; };
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+      quarters[i * flags.num_rows] =
+          byte(words.x, i) | byte(words.y, i) << 8 | byte(words.z, i) << 16 | byte(words.w, i) << 24;
   } else {
     uint2 *const halves = static_cast<uint2 *>(flags.words) + to;
     auto lower = [](uint32_t x, uint32_t y) { return (x & 0xffff) | y << 16; };

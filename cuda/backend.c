@@ -1383,7 +1383,7 @@ static bool map_bias(const fa_problem *p, const fa_cuda_kernel *kernel, bool bac
   fa_cuda_program *program = &job->arguments.program;
   const fa_cuda_cells *bias = &program->bias;
   const int64_t bytes = (int64_t)fa_dtype_bytes(bias->dtype), row = p->seqlen_k;
-  if (!has_cells(p)) return true;
+  if (!has_cells(p) || kinds[fa_cuda_kind_of(p)].scaled) return true; /* read from memory */
   if (backward && program->dbias.data && !program->dbias.in_fours) return false;
   const fa_cuda_operand cells = {.data = bias->data,
                                  .num_cols = (int32_t)p->seqlen_k,

@@ -166,30 +166,32 @@ __device__ inline void load_pairs(uint2 (&pairs)[COUNT], const typename Pair::Nu
 
 // Adds the bias to the scores of one row of an accumulator, those of `half`; rows and columns that are not
 // there have none.
-template <class Io, int NT>
-__device__ inline void add_bias(float (&scores)[NT][4], int half, const fa_cuda_arguments &a, const Place &at,
-                                int row) {
+template <class Pair, int NT>
+__device__ inline void add_bias_of(float (&scores)[NT][4], int half, const fa_cuda_arguments &a,
+                                   const Place &at, int row) {
   const fa_cuda_cells &bias = a.program.bias;
   const int first = at.column + threadIdx.x % 4 * 2;
   const int wanted = row < a.window.seqlen_q ? a.window.seqlen_k - first : 0;
-  with_pairs<Io>(bias, [&](auto pair) {
-    using Pair = decltype(pair);
-    const auto *from = numbers_of<const typename Pair::Number>(bias, at.batch, at.head, row) + first;
-    constexpr int AT_ONCE = NT < 8 ? NT : 8;  // on their way from memory
-    static_assert(NT % AT_ONCE == 0, "all at once, or whole eights");
+  const auto *from = numbers_of<const typename Pair::Number>(bias, at.batch, at.head, row) + first;
+  constexpr int AT_ONCE = NT < 8 ? NT : 8;  // on their way from memory
+  static_assert(NT % AT_ONCE == 0, "all at once, or whole eights");
 #pragma unroll
-    for (int begin = 0; begin < NT; begin += AT_ONCE) {
-      uint2 pairs[AT_ONCE];
-      load_pairs<Pair>(pairs, from + begin * 8, wanted - begin * 8);
+  for (int begin = 0; begin < NT; begin += AT_ONCE) {
+    uint2 pairs[AT_ONCE];
+    load_pairs<Pair>(pairs, from + begin * 8, wanted - begin * 8);
 #pragma unroll
-      for (int n = 0; n < AT_ONCE; n++)
+    for (int n = 0; n < AT_ONCE; n++)
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
-          float &score = scores[begin + n][half * 2 + i];
-          score = with_addend(score, Pair::number(pairs[n], i));
-        }
-    }
-  });
+      for (int i = 0; i < 2; i++) {
+        float &score = scores[begin + n][half * 2 + i];
+        score = with_addend(score, Pair::number(pairs[n], i));
+      }
+  }
+}
+template <class Io, int NT>
+__device__ inline void add_bias(float (&scores)[NT][4], int half, const fa_cuda_arguments &a, const Place &at,
+                                int row) {
+  with_pairs<Io>(a.program.bias, [&](auto pair) { add_bias_of<decltype(pair)>(scores, half, a, at, row); });
 }
 
 // What finish_scores made of products becomes scores as they are, in one row of an accumulator.

@@ -34,21 +34,6 @@ struct BackwardBuffers : CommonBuffers<Kind, Shape, GENERAL> {
   __device__ uint32_t piece(int writer) const { return this->own(PIECE_AT + writer * PieceTile::BYTES); }
 };
 
-// Where a step is, as a program asks: its band, the place of a warp's part, and how distances go.
-struct ProgramStep {
-  fa_band band;
-  Place at;
-  Distance distance;
-
-  template <class Work>
-  __device__ ProgramStep(const Work &work, uint32_t told, float slope, int column) {
-    const Visit heard = work.heard_visit(told);
-    band = heard.band;
-    at = {work.block.batch, heard.head, heard.rows.begin, column};
-    distance = {slope, distance_of_origin(band)};
-  }
-};
-
 // The consumers' work is one function with lambdas: members of a struct gave the same instructions in an order
 // that was 3 % slower.
 template <class Kind, class Shape, bool GENERAL>

@@ -70,7 +70,7 @@ struct BackwardShape {
                                                                 : AT_SHIFT_IF_FINITE;
   static constexpr bool from_shift = beginning != AT_ZERO, has_slopes = PROGRAM & SLOPES,
                         has_keys = PROGRAM & KEYS, has_cells = PROGRAM & CELLS, drops = PROGRAM & DROPOUT,
-                        has_flags = PROGRAM & FLAGS;
+                        has_flags = PROGRAM & FLAGS, tiles_cells = hopper::tiles_cells(PROGRAM);
   static constexpr bool folds = folds_terms(PROGRAM), folds_slopes = folds && has_slopes,
                         adds_late = !folds && PROGRAM & ~(DROPOUT | FLAGS);
   // Whether consumers are told what they need of a column block, where there are bands, or find it by
@@ -82,7 +82,7 @@ struct BackwardShape {
   static constexpr int head_dim = HEAD_DIM, block_q = BLOCK_Q, num_consumers = 2, block_k = num_consumers * 64;
   static constexpr int num_warps = num_consumers * 4, dq_warps = block_q / 16;  // see DqShare
   static constexpr int dq_shares = DQ_SHARES, num_writers = NUM_WRITERS;
-  static constexpr int num_leavers = sums && has_cells ? 2 : 0;  // see leave_cells
+  static constexpr int num_leavers = sums && tiles_cells ? 2 : 0;  // see leave_cells
   static constexpr int num_threads = (num_consumers + 1) * WARPGROUP, num_finders = 1;
   // At a time, by one of num_finders: see load_told_sides. What else is in shared memory leaves no room for
   // more.
@@ -256,9 +256,10 @@ struct Work<Shape, true> : ColumnWork<Shape, true> {
 
 // ---- shared memory --------------------------------------------------------------------------------------
 
-// Shared memory of every kernel: k and v; two stages of q, dout, shift and delta; for SCALED kinds the
-// exponents of the powers of two that scale k, v, q and dout; barriers; the numbers of two column blocks; for
-// GENERAL kernels visits as load_told_sides tells of them. What the kernel's own Buffers add begins at OWN_AT.
+// Shared memory of every kernel: k and v; two stages of q, dout, shift and delta; for SCALED kinds what ds is
+// scaled by, and the exponents of the powers of two that scale k, v, q and dout; barriers; the numbers of two
+// column blocks; for GENERAL kernels visits as load_told_sides tells of them. What the kernel's own Buffers add
+// begins at OWN_AT.
 template <class Kind_, class Shape_, bool GENERAL, int NUM_BARRIERS = NUM_BARRIER_KINDS>
 struct CommonBuffers {
   using Kind = Kind_;
@@ -279,13 +280,16 @@ struct CommonBuffers {
   using BiasTile = hopper::BiasTile<Shape::block_q, Shape::block_k>;
   // Or flags, in the same place.
   static constexpr int FLAGS_BYTES = Shape::has_flags ? BYTES_OF_FLAGS<Shape::block_k, Shape::block_q> : 0;
-  static constexpr int BIAS_BYTES = Shape::has_cells ? BiasTile::BYTES : FLAGS_BYTES;
+  static constexpr int BIAS_BYTES = Shape::tiles_cells ? BiasTile::BYTES : FLAGS_BYTES;
   static constexpr int ROWS_AT = NUM_SIDES * K_BYTES, BIAS_AT = ROWS_AT + NUM_SIDES * STAGES * Q_BYTES,
                        STATISTICS_AT = BIAS_AT + STAGES * BIAS_BYTES;
   // Of dropout, the words of a step's rows, which come with its q.
   static constexpr int WORDS_AT = STATISTICS_AT + NUM_SIDES * STAGES * ROW_BYTES,
                        WORDS_BYTES = Shape::drops ? ROW_BYTES : 0;
-  static constexpr int EXPONENTS_AT = WORDS_AT + STAGES * WORDS_BYTES;
+  // Of each warp of the consumers the largest of its ds.
+  static constexpr int MAXIMA_AT = WORDS_AT + STAGES * WORDS_BYTES,
+                       MAXIMA_BYTES = Kind::SCALED ? Shape::num_warps * 4 : 0;
+  static constexpr int EXPONENTS_AT = MAXIMA_AT + MAXIMA_BYTES;
   static constexpr int BARRIERS_AT = EXPONENTS_AT + DQ_SENT * STAGES * 4;
   static constexpr int BLOCKS_AT = BARRIERS_AT + NUM_BARRIERS * STAGES * 8;
   static constexpr bool TELLS_WORK = GENERAL && Shape::tells_work;
@@ -326,6 +330,7 @@ struct CommonBuffers {
   __device__ uint32_t shift(int stage) const { return statistic(K_SIDE, stage); }
   __device__ uint32_t delta(int stage) const { return statistic(V_SIDE, stage); }
   __device__ uint32_t words(int stage) const { return base + WORDS_AT + stage * WORDS_BYTES; }
+  __device__ uint32_t maxima(int consumer) const { return base + MAXIMA_AT + consumer * 16; }
   __device__ uint32_t exponent(int full, int stage = 0) const {
     return base + EXPONENTS_AT + (full * STAGES + stage) * 4;
   }
@@ -466,7 +471,7 @@ __device__ inline void load_rows(const fa_cuda_arguments &a, const fa_cuda_maps 
   if (threadIdx.x % 32 != 0) return;
   if constexpr (Kind::SCALED) store_shared(buffers.exponent(Q_FULL + side, stage), exponent);
   int bias_bytes = 0;
-  if constexpr (Buffers::Shape::has_cells)
+  if constexpr (Buffers::Shape::tiles_cells)
     if (side == K_SIDE) bias_bytes = Buffers::BiasTile::bytes(a.program);
   const int keys_bytes = side == K_SIDE ? Buffers::KEYS_BYTES : 0;
   const int words_bytes = side == K_SIDE && a.program.row_words ? Buffers::WORDS_BYTES : 0;
@@ -478,7 +483,7 @@ __device__ inline void load_rows(const fa_cuda_arguments &a, const fa_cuda_maps 
               Buffers::Shape::folds_slopes ? terms_of_slope(a.program.keys, batch, rows.head, rows.behind)
                                            : terms_of(a.program.keys, batch, rows.head, column),
               keys_bytes, barrier);
-  if constexpr (Buffers::Shape::has_cells)
+  if constexpr (Buffers::Shape::tiles_cells)
     if (bias_bytes > 0)
       Buffers::BiasTile::load(buffers.bias(stage), a.program, maps.bias, barrier, batch, rows.head, row,
                               column);
@@ -1053,6 +1058,21 @@ __device__ inline void hide_told(float (&scores)[1][NT][4], const Work &work, ui
                                       {work.block.batch, visit.head, visit.rows.begin, column});
 }
 
+// Where a step is, as a program asks: its band, the place of a warp's part, and how distances go.
+struct ProgramStep {
+  fa_band band;
+  Place at;
+  Distance distance;
+
+  template <class Work>
+  __device__ ProgramStep(const Work &work, uint32_t told, float slope, int column) {
+    const Visit heard = work.heard_visit(told);
+    band = heard.band;
+    at = {work.block.batch, heard.head, heard.rows.begin, column};
+    distance = {slope, distance_of_origin(band)};
+  }
+};
+
 // Turns a warp's products k q^T, whose columns begin with `column`, into scores.
 template <class Kind, class Work, int NT>
 __device__ inline void make_told_scores(float (&scores)[1][NT][4], const fa_cuda_score &score, const Work &work,
@@ -1173,7 +1193,7 @@ constexpr fa_cuda_kernel row_of_kernel(const char *name, const void *main) {
                         .splits_heads = Shape::splits_heads,
                         .uneven = Shape::uneven,
                         .folds = Shape::folds,
-                        .halves = Shape::drops,
+                        .halves = Shape::drops && !Kind::SCALED,
                         .main = main,
                         .statistics = address_of_kernel(statistics<Kind, RowsOf<Shape>>),
                         .statistics_beside = Shape::single_column || Kind::SCALED

@@ -29,25 +29,23 @@ __device__ inline void store_dq(DqTransposed<COLUMNS, ROWS>, Io *to, int64_t str
   });
 }
 
-// The common buffers, the ds and then the dq of each consumer, and a word for each of their warps.
+// The common buffers, and the ds and then the dq of each consumer.
 template <class Kind, class Shape, bool GENERAL>
 struct BackwardBuffers : CommonBuffers<Kind, Shape, GENERAL> {
   using Common = CommonBuffers<Kind, Shape, GENERAL>;
   using Dq = DqTransposed<Shape::head_dim, Shape::block_q>;
   using DsTile = BoxTile<Shape::block_q, 64>;
-  static constexpr int WORDS_AT = Shape::dq_shares * Common::DQ_BYTES;
-  static constexpr int BYTES = Common::OWN_AT + WORDS_AT + Shape::num_warps * 4;
+  static constexpr int BYTES = Common::OWN_AT + Shape::dq_shares * Common::DQ_BYTES;
   static_assert(Kind::PARTS * DsTile::BYTES <= Common::DQ_BYTES, "ds lies where dq is written");
 
   __device__ uint32_t dq(int consumer) const { return this->own(consumer * Common::DQ_BYTES); }
-  __device__ uint32_t words(int consumer) const { return this->own(WORDS_AT + consumer * 16); }
 };
 
 // A hardware barrier after DQ_WRITTEN of each share, where the warps of a consumer meet.
 
 // The exponent by which a consumer scales its ds: by what is finite of it.
 template <int NT>
-__device__ inline int exponent_of_largest(const float (&ds)[1][NT][4], uint32_t words, int consumer) {
+__device__ inline int exponent_of_largest(const float (&ds)[1][NT][4], uint32_t maxima, int consumer) {
   auto largest_of = [&](auto magnitude) {
     float largest = 0;
 #pragma unroll
@@ -55,9 +53,9 @@ __device__ inline int exponent_of_largest(const float (&ds)[1][NT][4], uint32_t 
 #pragma unroll
       for (int i = 0; i < 4; i++) largest = fmaxf(largest, magnitude(ds[0][n][i]));
     const uint32_t bits = __reduce_max_sync(~0u, __float_as_uint(largest));
-    if (threadIdx.x % 32 == 0) store_shared(words + threadIdx.x / 32 % 4 * 4, bits);
+    if (threadIdx.x % 32 == 0) store_shared(maxima + threadIdx.x / 32 % 4 * 4, bits);
     named_barrier_wait(CONSUMER_MEETS + consumer, WARPGROUP);
-    const float4 all = load_shared_four(words);
+    const float4 all = load_shared_four(maxima);
     return fmaxf(fmaxf(all.x, all.y), fmaxf(all.z, all.w));
   };
   float largest = largest_of([](float x) { return fabsf(x); });
@@ -91,9 +89,12 @@ struct BackwardConsumer {
   uint32_t p_operand[Kind::PARTS][Q_STEPS][4], ds_operand[Kind::PARTS][Q_STEPS][4];
   // Stages and phases follow from these counts: of column blocks, of those that have steps, and of steps.
   uint32_t blocks = 0, busy_blocks = 0, steps = 0;
-  // Of a bias that all rows share: the numbers of the lane's two keys, and the head that they are of.
-  float addends[2];
-  int keys_head;
+  // Of the steps' head, where there is a program: its number, what it adds to the lane's two keys, its slope,
+  // and what its steps give.
+  int program_head;
+  float addends[2], slope = 0;
+  HeadSums head_sums;
+  fa_words column_words;  // of dropout: those of the lane's two keys
 
   __device__ BackwardConsumer(const fa_cuda_arguments &a, const fa_cuda_maps &, const Buffers &buffers,
                               int consumer)
@@ -185,16 +186,93 @@ struct BackwardConsumer {
     fence_async();
   }
 
-  // Adds them to the scores of a head, whose columns begin with `column` for the warp.
-  __device__ void add_keys(const Work &work, int head, int column) {
-    if (head != keys_head) {
-      keys_head = head;
-      read_two_addends(addends, a.program.keys, work.block.batch, head, column);
+  __device__ bool drops() const { return Shape::drops && a.program.dropout_threshold > 0; }
+
+  // As make_transposed_p and make_transposed_ds, with dropout: of what is dropped p's operand is 0, and p
+  // stands negative where the scores were. What the others gain is left to dv, and to dp.
+  __device__ void make_dropped_p(const fa_cuda_score &score, int stage) {
+    const TransposedDraws draw = {SharedWords(buffers.words(stage)), column_words};
+    fa_words draws[2];
+    make_transposed_p<Kind>(scores, score, RowNumbers(buffers.shift(stage)), NoShiftDue(),
+                            [&](int n, const float(&p)[4], const float(&)[4]) {
+                              if (n % 2 == 0) draw(draws, n);
+                              float left[4];
+#pragma unroll
+                              for (int i = 0; i < 4; i++) {
+                                const bool it_stays = stays(draws[i % 2].x[i / 2], n % 2, a.program);
+                                left[i] = it_stays ? p[i] : 0, scores[0][n][i] = it_stays ? p[i] : -p[i];
+                              }
+#pragma unroll
+                              for (int half = 0; half < 2; half++)
+                                convert_pair<Kind>(p_operand, n, half, left[half * 2], left[half * 2 + 1],
+                                                   1 << P_EXPONENT);
+                            });
+  }
+  __device__ void make_dropped_ds(int stage, float unscale) {
+    const RowNumbers delta(buffers.delta(stage));
+#pragma unroll
+    for (int n = 0; n < NT; n++) {
+      const float2 row_delta = delta[n];
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const float p = scores[0][n][i], dp = p < 0 ? 0 : ds[0][n][i] * unscale;
+        ds[0][n][i] = ds_of(fabsf(p), dp, i % 2 ? row_delta.y : row_delta.x);
+      }
     }
+  }
+
+  __device__ bool adds_keys() const {
+    return Shape::has_keys && (Shape::program == KEYS || a.program.keys.addends);
+  }
+  // Adds what the steps of a head gave to the warp's sums.
+  __device__ void leave_head(const Work &work) {
+    if (!Shape::sums || program_head < 0) return;
+    head_sums.add(a, work.block.batch, program_head,
+                  work.block.k_block * (Shape::num_threads / 32) + threadIdx.x / 32);
+    head_sums = HeadSums();
+  }
+  __device__ void enter_head(const Work &work, const Place &at) {
+    leave_head(work);
+    program_head = at.head;
+    if constexpr (Shape::has_slopes) slope = number_of_head(a.program, FA_CUDA_ALIBI_SLOPES, at, 0);
+    if (adds_keys()) read_two_addends(addends, a.program.keys, at.batch, at.head, at.column);
+  }
+
+  // Adds what the program does to the scores of a step, whose columns begin with `column` for the warp.
+  __device__ void add_program(const Work &work, uint32_t told, int stage, int column) {
+    const StepRows rows = Work::heard_rows(told);
+    const Place at = {work.block.batch, rows.head, rows.row, column};
+    if (at.head != program_head) enter_head(work, at);
+    if (adds_keys())
 #pragma unroll
-    for (int n = 0; n < NT; n++)
+      for (int n = 0; n < NT; n++)
 #pragma unroll
-      for (int i = 0; i < 4; i++) scores[0][n][i] = with_addend(scores[0][n][i], addends[i / 2]);
+        for (int i = 0; i < 4; i++) scores[0][n][i] = with_addend(scores[0][n][i], addends[i / 2]);
+    if (has_slopes<Shape::program>(a.program))
+      add_transposed_slopes(scores[0], ProgramStep(work, told, slope, column).distance, at);
+    if constexpr (Shape::has_cells)
+      if (reads_cells(a.program)) add_transposed_cells(scores[0], a, at);
+    if constexpr (Shape::has_flags)
+      if (a.program.flags.words) {
+        LaneFlags<NT> flags;
+        flags.hear(buffers.bias(stage), consumer * PART + warp_row);
+        flags.template hide<1>(scores[0]);
+      }
+  }
+
+  // Leaves what the step's ds gives by what the program adds.
+  __device__ void leave_gradients(const Work &work, uint32_t told, int column) {
+    const bool gives_bias = a.program.dbias.data,
+               adds_rows = gives_bias && a.program.dbias_step == FA_CUDA_CELLS_ADD_ROWS;
+    if (!gives_bias && !a.program.head_sums[FA_CUDA_ALIBI_SLOPES]) return;
+    const ProgramStep it(work, told, slope, column);
+    take_gradients<Shape::program>(ds, a, it.at, it.distance, SlopeTerms(it.distance, it.at, NT * 8, 16),
+                                   head_sums);
+    ColumnSums<NT> sums;
+    if (adds_rows)
+      add_row(sums, ds, scores, a, it.at);
+    else if (gives_bias)
+      leave_transposed_cells(ds[0], a, it.at);
   }
 
   // A step begins with its scores computed and its dp running, and ends with those of the next step.
@@ -213,21 +291,29 @@ struct BackwardConsumer {
           scores, a, score, visit.band, visit.rows, {first_column, first_column + 64},
           {work.block.batch, visit.head, visit.rows.begin, first_column + warp_row},
           power_of_two(-exponent(Q_FULL, stage) - exponent(K_FULL)));
-    if constexpr (Shape::has_keys) add_keys(work, Work::heard_rows(visit).head, first_column + warp_row);
+    if constexpr (Shape::whole_program) add_program(work, visit, stage, first_column + warp_row);
     if (!is_first) hand_over_dq();  // of the previous step, when the fence waits for nothing
-    make_transposed_p<Kind>(scores, p_operand, score, RowNumbers(buffers.shift(stage)), 1 << P_EXPONENT);
+    if (drops())
+      make_dropped_p(score, stage);
+    else
+      make_transposed_p<Kind>(scores, p_operand, score, RowNumbers(buffers.shift(stage)), 1 << P_EXPONENT);
     if (Shape::asks_early) wait_to_store();
     wgmma_wait<0>(ds[0]);
 #pragma unroll
     for (int i = 0; i < Dq::MT; i++) start_chunk(i, stage);
     const int exponent_dout = exponent(DOUT_FULL, stage);
-    make_transposed_ds<Kind>(
-        ds, [&](int n) { return four_of(scores[0][n]); }, RowNumbers(buffers.delta(stage)),
-        power_of_two(-exponent_dout - exponent(V_FULL)));
+    const float of_dp = power_of_two(-exponent_dout - exponent(V_FULL)),
+                of_kept = drops() ? a.program.kept_factor : 1;
+    if (drops())
+      make_dropped_ds(stage, of_dp * of_kept);
+    else
+      make_transposed_ds<Kind>(
+          ds, [&](int n) { return four_of(scores[0][n]); }, RowNumbers(buffers.delta(stage)), of_dp);
+    if constexpr (Shape::sums) leave_gradients(work, visit, first_column + warp_row);
     if (IS_LAST) arrive_once(buffers.barrier(V_EMPTY));
-    const int exponent_ds = exponent_of_largest(ds, buffers.words(consumer), consumer);
+    const int exponent_ds = exponent_of_largest(ds, buffers.maxima(consumer), consumer);
     put_ds(exponent_ds);
-    const float of_dv = power_of_two(-P_EXPONENT - exponent_dout);
+    const float of_dv = power_of_two(-P_EXPONENT - exponent_dout) * of_kept;
     const float of_dk = power_of_two(-exponent_ds - exponent(Q_FULL, stage));
     steps++;
     add_chunks<IS_LAST>(stage, of_dv, of_dk);
@@ -264,8 +350,10 @@ struct BackwardConsumer {
     for (; consumers_work(a, buffers, blocks, work); next_work(buffers, blocks)) {
       set_zero<1, DT>(dk);
       set_zero<1, DT>(dv);
-      keys_head = -1;
+      program_head = -1;
+      if (drops()) column_words = lanes_column(a.program, work.columns.begin + consumer * 64 + warp_row);
       if (work.num_steps > 0) go_through_rows(work);
+      if constexpr (Shape::sums) leave_head(work);
       store_dk_and_dv(a, buffers, blocks, work, consumer * 64 + warp_row, dk, dv);
     }
   }
@@ -274,7 +362,8 @@ struct BackwardConsumer {
 }  // namespace hopper
 }  // namespace fa
 
-// A shape has a plain kernel, and general ones, of which one takes a bias of keys whose gradient nobody wants.
+// A shape has a plain kernel, and general ones: one takes a bias of keys whose gradient nobody wants, and one
+// any program.
 #define ROW(rest, general, ...)                                                                           \
   fa::hopper::row<                                                                                        \
       fa::hopper::BackwardConsumer<fa::kinds::FA_KIND, fa::hopper::BackwardShape<__VA_ARGS__>, general>>( \
@@ -291,7 +380,9 @@ const fa_cuda_kernel FA_JOIN(fa_hopper_backward_, FA_KIND)[] = {
     ROW("/d128/forms", false, 128, 32, 2, 0, FORMS),
     ROW("/d64/general", true, 64, 64, 2, 0, FORMS),
     ROW("/d64/keys", true, 64, 64, 2, 0, FORMS, KEYS),
+    ROW("/d64/program", true, 64, 64, 2, 0, FORMS | SUMS, WHOLE_PROGRAM),
     ROW("/d128/general", true, 128, 32, 2, 0, FORMS),
     ROW("/d128/keys", true, 128, 32, 2, 0, FORMS, KEYS),
+    ROW("/d128/program", true, 128, 32, 2, 0, FORMS | SUMS, WHOLE_PROGRAM),
     {},
 };

@@ -3,7 +3,9 @@
 // others do so with slopes. In the rest it comes as f32, and with slopes makes terms of columns, which cost an
 // addition each. A bias with a number for each score comes in tiles, in the stage of k (forward) or of q
 // (backward), which only some kernels have room for; one that no tensor map can describe is left to the
-// portable kernels, and so is one of f32. A mask with a flag for each score comes in the same stages, as bits.
+// portable kernels, and so is one of f32 beside 16-bit types. Those of scaled kinds have no room for tiles, and
+// take so long for a visit that consumers read its numbers from memory. A mask with a flag for each score comes
+// in the same stages, as bits.
 #pragma once
 
 #include "hopper.cuh"
@@ -26,6 +28,9 @@ constexpr uint32_t needs_of_program(int program) {
 // What of a program changes scores that are shown. Flags alone hide scores as bands do, and leave the rest of a
 // kernel as it is without a program.
 constexpr int acting_program(int program) { return program == FLAGS ? NO_PROGRAM : program; }
+
+// Whether a bias with a number a score comes in tiles.
+constexpr bool tiles_cells(int program) { return !FA_KIND_SCALED && program & CELLS; }
 
 // Whether a kernel makes numbers a key, or slopes, parts of q·k: terms. Beside other things that act on scores
 // they come late, and of scaled kinds, whose products are to be multiplied first.
@@ -122,17 +127,19 @@ struct LaneFlags {
 
   // tile: in shared memory; row: the accumulator's first.
   __device__ void hear(uint32_t tile, int row) {
-    constexpr bool WHOLE = NT == FA_CUDA_MOST_FLAG_COLUMNS / 8;
-    const uint32_t own = tile + (row + threadIdx.x % 32 / 4) * NT + threadIdx.x % 4 * (NT / 4);
+    const int lane = threadIdx.x % 4;
+    const uint32_t first = tile + (row + threadIdx.x % 32 / 4) * NT, own = first + lane * (NT / 4);
 #pragma unroll
     for (int half = 0; half < 2; half++)
-      of_rows[half] = WHOLE ? load_shared_word(own + half * 8 * NT) : load_shared_half(own + half * 8 * NT);
+      of_rows[half] = NT == 16  ? load_shared_word(own + half * 8 * NT)
+                      : NT == 8 ? load_shared_half(own + half * 8 * NT)
+                                : load_shared_word(first + half * 8 * NT) >> lane * 8;
   }
   // Bits that ptxas finds beside each other become predicates together. In a backward it had better not find
   // so many: TILES a row, of eight columns each.
   template <int TILES>
   __device__ void hide(float (&scores)[NT][4]) const {
-    static_assert(NT == 16 || NT == 8, "words have so many bits for each row");
+    static_assert(NT == 16 || NT == 8 || NT == 4, "words have so many bits for each row");
 #pragma unroll
     for (int first = 0; first < NT; first += TILES)
 #pragma unroll
@@ -403,6 +410,19 @@ __device__ inline float add_transposed_terms(float (&scores)[NT][4], const fa_cu
   return of_each;
 }
 
+// Adds what a slope makes of distances to a transposed accumulator's scores, one by one.
+template <int NT>
+__device__ inline void add_transposed_slopes(float (&scores)[NT][4], const Distance &distance,
+                                             const Place &at) {
+  const int lane = threadIdx.x % 32;
+  const float first = float(distance.of_origin + at.row + lane % 4 * 2 - at.column - lane / 4);
+#pragma unroll
+  for (int n = 0; n < NT; n++)
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+      scores[n][i] = fmaf(-distance.slope, fabsf(first + float(n * 8 + i % 2 - i / 2 * 8)), scores[n][i]);
+}
+
 // ---- a bias with a number for each score -------------------------------------------------------------------
 
 // Adds a visit's bias. factor: that of scores to which nothing has been added, or 1. tile: where the
@@ -415,6 +435,75 @@ __device__ inline void add_cells(float (&scores)[NT][4], const fa_cuda_program &
 #pragma unroll
     for (int i = 0; i < 4; i++) scores[n][i] = with_addend(scores[n][i] * factor, numbers[i]);
   });
+}
+
+// Whether there is such a bias of f32, to be read from memory.
+__device__ inline bool reads_cells(const fa_cuda_program &program) {
+  return program.bias.stride_row && program.bias.dtype == FA_DTYPE_F32;
+}
+
+// Adds that to an accumulator; rows and columns that are not there have none.
+template <int NT>
+__device__ inline void add_cells_from_memory(float (&scores)[NT][4], const fa_cuda_arguments &a,
+                                             const Place &at) {
+  auto add = [&](auto pair) {
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+      add_bias_of<decltype(pair)>(scores, half, a, at, at.row + half * 8 + threadIdx.x % 32 / 4);
+  };
+  a.program.bias.in_pairs ? add(Pair<float, true>()) : add(Pair<float, false>());
+}
+// The same in two steps: what a visit adds is on its way meanwhile.
+template <int NT>
+struct CellsOnTheirWay {
+  uint2 pairs[2][NT];
+
+  __device__ void load(const fa_cuda_arguments &a, const Place &at) {
+    const fa_cuda_cells &bias = a.program.bias;
+    const int own_row = at.row + threadIdx.x % 32 / 4, first = at.column + threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const int row = own_row + half * 8, wanted = row < a.window.seqlen_q ? a.window.seqlen_k - first : 0;
+      const float *from = numbers_of<const float>(bias, at.batch, at.head, row) + first;
+      if (bias.in_pairs)
+        load_pairs<Pair<float, true>>(pairs[half], from, wanted);
+      else
+        load_pairs<Pair<float, false>>(pairs[half], from, wanted);
+    }
+  }
+  __device__ void add(float (&scores)[NT][4]) const {
+#pragma unroll
+    for (int n = 0; n < NT; n++)
+#pragma unroll
+      for (int i = 0; i < 4; i++)
+        scores[n][i] = with_addend(scores[n][i], Pair<float, true>::number(pairs[i / 2][n], i % 2));
+  }
+};
+
+// The same of a transposed accumulator.
+template <int NT>
+__device__ inline void add_transposed_cells(float (&scores)[NT][4], const fa_cuda_arguments &a,
+                                            const Place &at) {
+  const fa_cuda_cells &bias = a.program.bias;
+  const int row = at.row + threadIdx.x % 4 * 2, column = at.column + threadIdx.x % 32 / 4;
+  const float *from = numbers_of<const float>(bias, at.batch, at.head, row) + column;
+  constexpr int AT_ONCE = 4;  // on their way from memory, in eights of rows
+#pragma unroll
+  for (int begin = 0; begin < NT; begin += AT_ONCE) {
+    float numbers[AT_ONCE][4];
+#pragma unroll
+    for (int n = 0; n < AT_ONCE; n++, from += 8 * bias.stride_row)
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const bool is_there =
+            row + (begin + n) * 8 + i % 2 < a.window.seqlen_q && column + i / 2 * 8 < a.window.seqlen_k;
+        numbers[n][i] = is_there ? from[i % 2 * bias.stride_row + i / 2 * 8] : 0;
+      }
+#pragma unroll
+    for (int n = 0; n < AT_ONCE; n++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) scores[begin + n][i] = with_addend(scores[begin + n][i], numbers[n][i]);
+  }
 }
 
 // ---- words for dropout -------------------------------------------------------------------------------------
@@ -528,6 +617,27 @@ __device__ inline void add_row(ColumnSums<NT> &sums, const float (&ds)[1][NT][4]
     const int column = at.column + half * 8 + threadIdx.x % 32 / 4;
     if (threadIdx.x % 4 == 0 && column < a.window.seqlen_k) atomicAdd(to + column, sum);
   }
+}
+
+// Leaves ds of a transposed accumulator as the gradient by a bias of f32 numbers in memory, or adds it there.
+template <int NT>
+__device__ inline void leave_transposed_cells(const float (&ds)[NT][4], const fa_cuda_arguments &a,
+                                              const Place &at) {
+  const fa_cuda_cells &dbias = a.program.dbias;
+  const int row = at.row + threadIdx.x % 4 * 2, column = at.column + threadIdx.x % 32 / 4;
+  float *to = numbers_of<float>(dbias, at.batch, at.head, row) + column;
+  auto for_each = [&](auto leave) {
+#pragma unroll
+    for (int n = 0; n < NT; n++, to += 8 * dbias.stride_row)
+#pragma unroll
+      for (int i = 0; i < 4; i++)
+        if (row + n * 8 + i % 2 < a.window.seqlen_q && column + i / 2 * 8 < a.window.seqlen_k)
+          leave(to + i % 2 * dbias.stride_row + i / 2 * 8, ds[n][i]);
+  };
+  if (a.program.dbias_step == FA_CUDA_CELLS_STORE)
+    for_each([](float *own, float x) { *own = x; });
+  else
+    for_each([](float *own, float x) { add_number(own, x); });
 }
 
 // The gradient by slopes, of ds.

@@ -117,15 +117,16 @@ struct Consumer {
   // additions, into o: over a long sum, what the tensor cores cut off would add up.
   float o[1][DT][4], fresh[1][FRESH_DT][4], scores[1][NT][4];
   uint32_t p[Kind::PARTS][PV_STEPS][4], q_held[1][QK_STEPS][4];
-  using Softmax = OnlineSoftmax<Kind, 1, Shape::has_cells>;
+  using Softmax = OnlineSoftmax<Kind, 1, Shape::tiles_cells>;
   Softmax softmax;
   // Of the visit whose product is due: whether v has columns that its band does not have.
   bool lacks_columns = false;
   // Of the tile, without bands: where a column block may begin that all of the consumer's rows see whole.
   int first_whole, last_whole;
-  fa_words row_words[1];     // of dropout: those of the lane's rows
-  LaneFlags<NT> lane_flags;  // of the visit whose scores are due
-  float slope;               // of the tile's head
+  fa_words row_words[1];      // of dropout: those of the lane's rows
+  LaneFlags<NT> lane_flags;   // of the visit whose scores are due
+  CellsOnTheirWay<NT> cells;  // of the same
+  float slope;                // of the tile's head
 
   __device__ Consumer(const fa_cuda_arguments &a, const fa_cuda_maps &maps, const Buffers &buffers,
                       int consumer)
@@ -427,9 +428,11 @@ struct Consumer {
   }
 
   __device__ bool hides(uint32_t flags) const { return __any_sync(~0u, flags & ToldVisit::hides(consumer)); }
-  // Reads the flags of the visit at a stage of k, which is full.
+  // Reads the flags of the visit at a stage of k, which is full; or its numbers.
   __device__ void hear_flags([[maybe_unused]] const Ring<Buffers::STAGES> &stage) {
     if constexpr (Shape::has_flags) lane_flags.hear(buffers.bias(stage.stage), warp_row);
+    if constexpr (Shape::reads_ahead)
+      cells.load(a, {tile.batch, tile.head, first_row, buffers.visit(stage).column()});
   }
   __device__ void hide_by_flags([[maybe_unused]] uint32_t flags) {
     if constexpr (Shape::has_flags)
@@ -450,9 +453,13 @@ struct Consumer {
       add_addends(scores[0], factor, addends);
     if (Shape::has_keys && kinds & FA_CUDA_KEYS_HIDE)
       hide_keys(scores[0], a.program.bias.dtype == FA_DTYPE_U8, addends);
-    if constexpr (Shape::has_cells)
+    if constexpr (Shape::tiles_cells)
       add_cells<typename Kind::Io, typename Buffers::BiasTile, false>(scores[0], a.program, slopes ? 1 : factor,
                                                                       buffers.bias(stage.stage), warp_row, 0);
+    else if (Shape::reads_ahead)
+      cells.add(scores[0]);
+    else if (Shape::has_cells && reads_cells(a.program))
+      add_cells_from_memory(scores[0], a, {tile.batch, tile.head, first_row, visit.column()});
   }
 
   // Sets columns of v that the band does not have to 0, in the visit whose product is due: garbage times 0 may
@@ -869,8 +876,7 @@ constexpr fa_cuda_kernel row(const char *name, int least_columns = Shape::least_
 }  // namespace fa
 
 // Kernels for plain problems, and general ones that take bands; some for parts of keys; and some that take
-// programs too, whose consumers need registers for what is added. f32's leave a number or a flag a score, and
-// dropout, to the portable kernels, as its backward does.
+// programs too, whose consumers need registers for what is added.
 #define KERNEL(general, ...)    fa::hopper::row<fa::kinds::FA_KIND, fa::hopper::ForwardShape<__VA_ARGS__>, general>
 #define NAME(rest)              "cuda/sm90/" FA_QUOTE(FA_KIND) rest
 #define ROW(rest, general, ...) KERNEL(general, __VA_ARGS__)(NAME(rest))
@@ -892,15 +898,24 @@ const fa_cuda_kernel FA_JOIN(fa_hopper_forward_, FA_KIND)[] = {
     ROW("/d64/forms", false, 64, 128, 2, 2, 240, 24, FORMS),
     ROW("/d64/general", true, 64, 128, 2, 2, 240, 24, FORMS),
     ROW("/d64/terms", true, 64, 128, 2, 2, 240, 24, FORMS, SLOPES | KEYS),
+    ROW("/d64/flags", true, 64, 128, 2, 2, 240, 24, FORMS, FLAGS),
+    ROW("/d64/cells", true, 64, 64, 2, 2, 240, 24, FORMS, CELLS),
+    ROW("/d64/dropout", true, 64, 128, 2, 2, 240, 24, FORMS, KEYS | DROPOUT),
+    ROW("/d64/program", true, 64, 128, 2, 2, 240, 24, FORMS, WHOLE_PROGRAM),
     ROW("/d128", false, 128, 64, 2, 1, 240, 24, FORMS),
     ROW("/d128/general", true, 128, 64, 2, 1, 240, 24, FORMS),
     ROW("/d128/terms", true, 128, 64, 2, 1, 240, 24, FORMS, SLOPES | KEYS),
+    ROW("/d128/flags", true, 128, 64, 2, 1, 240, 24, FORMS, FLAGS),
+    ROW("/d128/cells", true, 128, 32, 2, 1, 240, 24, FORMS, CELLS),
+    ROW("/d128/dropout", true, 128, 64, 2, 1, 240, 24, FORMS, KEYS | DROPOUT),
+    ROW("/d128/program", true, 128, 64, 2, 1, 240, 24, FORMS, WHOLE_PROGRAM),
 #if FA_KIND_PARTS == 2
     ROW_FROM("/d256/long/general", 128, 1 << 22, true, 256, 32, 2, 1, 240, 24, FORMS),
 #endif
     ROW("/d256", false, 256, 32, 2, 1, 240, 24, FORMS),
     ROW("/d256/general", true, 256, 32, 2, 1, 240, 24, FORMS),
     ROW("/d256/terms", true, 256, 32, 2, 1, 240, 24, FORMS, SLOPES | KEYS),
+    ROW("/d256/program", true, 256, 32, 2, 1, 240, 24, FORMS, WHOLE_PROGRAM),
 #else
     ROW("/d64/parts", false, 64, 128, 2, 2, 216, 72, FORMS | IN_PARTS),
     ROW("/d128/parts", false, 128, 128, 2, 2, 240, 24, FORMS | HOLDS_Q | IN_PARTS),

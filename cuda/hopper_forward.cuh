@@ -30,7 +30,7 @@ struct ForwardShape {
                        q_stages = Q_STAGES;
   static constexpr int block_q = NUM_CONSUMERS * 64, num_threads = (NUM_CONSUMERS + 1) * WARPGROUP;
   static constexpr int consumer_registers = CONSUMER_REGISTERS, producer_registers = PRODUCER_REGISTERS;
-  static constexpr bool follows = TRAITS & FOLLOWS || PROGRAM == CELLS;
+  static constexpr bool follows = TRAITS & FOLLOWS || (PROGRAM == CELLS && !FA_KIND_SCALED);
   // What may act on scores; then GENERAL, but for what is folded. And what of it changes those that are shown.
   static constexpr int whole_program = PROGRAM, program = acting_program(PROGRAM);
   // Whether a consumer works out once a tile which columns all of its rows see whole. It has its price in
@@ -40,7 +40,7 @@ struct ForwardShape {
   static constexpr Forms forms = !(TRAITS & FORMS) ? USUAL_FORM : folds ? NO_SOFTCAP : ANY_FORM;
   static constexpr bool has_slopes = PROGRAM & SLOPES, has_keys = PROGRAM & KEYS, has_cells = PROGRAM & CELLS,
                         drops = PROGRAM & DROPOUT, has_flags = PROGRAM & FLAGS,
-                        folds_slopes = folds && has_slopes;
+                        tiles_cells = hopper::tiles_cells(PROGRAM), folds_slopes = folds && has_slopes;
   // Whether consumers are told how many visits follow that all rows see whole, and ask nothing about these.
   // With keys at 64 and with flags that is 2 to 15 % slower; and of f32's two parts at 256 ptxas would keep
   // more of o in memory.
@@ -52,6 +52,8 @@ struct ForwardShape {
                                        : finds_runs && waits_late ? 4096
                                        : finds_runs               ? 512
                                                                   : 1024;
+  // Whether a bias is read from memory while the products run that it is added to, where registers suffice.
+  static constexpr bool reads_ahead = PROGRAM == CELLS && !tiles_cells;
   // Whether exponentials beside a mask's flags stand in the code apart from others, as ptxas then orders both
   // better: 2 % at 128, while at 64 it would spill.
   static constexpr bool hides_apart = PROGRAM == FLAGS && HEAD_DIM >= 128;
@@ -351,7 +353,7 @@ struct ForwardBuffers {
   // Or flags, in the same place.
   static constexpr int FLAGS_BYTES = Shape::has_flags ? BYTES_OF_FLAGS<Shape::block_q, Shape::block_k> : 0;
   static constexpr int BIAS_AT = V_AT + V_TILES * K_BYTES,
-                       BIAS_BYTES = Shape::has_cells ? BiasTile::BYTES : FLAGS_BYTES;
+                       BIAS_BYTES = Shape::tiles_cells ? BiasTile::BYTES : FLAGS_BYTES;
   static constexpr int KEYS_AT = BIAS_AT + STAGES * BIAS_BYTES,
                        KEY_BYTES = Shape::folds ? HalvesOperand::ROW_BYTES : 4,
                        KEYS_BYTES = Shape::has_keys || Shape::folds ? Shape::block_k * KEY_BYTES : 0;
@@ -486,7 +488,7 @@ struct Producer {
     barrier_wait(k.empty, ring.phase ^ 1);
     const bool adds_keys = Shape::folds || (Shape::has_keys && a.program.keys.kinds);
     int more_bytes = adds_keys ? Buffers::KEYS_BYTES : 0;
-    if constexpr (Shape::has_cells) more_bytes += Buffers::BiasTile::bytes(a.program);
+    if constexpr (Shape::tiles_cells) more_bytes += Buffers::BiasTile::bytes(a.program);
     const int words_bytes = a.program.column_words ? Buffers::WORDS_BYTES : 0;
     more_bytes += words_bytes;
     const int flags_bytes = a.program.flags.words ? Buffers::FLAGS_BYTES : 0;
@@ -506,7 +508,7 @@ struct Producer {
     if (flags_bytes > 0)
       load_flags<Shape::block_q, Shape::block_k>(buffers.bias(ring.stage), a.program.flags, k.full, tile.batch,
                                                  tile.head, tile.rows.begin, column);
-    if constexpr (Shape::has_cells)
+    if constexpr (Shape::tiles_cells)
       Buffers::BiasTile::load(buffers.bias(ring.stage), a.program, maps.bias, k.full, tile.batch, tile.head,
                               tile.rows.begin, column);
   }

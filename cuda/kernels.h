@@ -90,9 +90,9 @@ typedef struct fa_cuda_keys {
 
 /* A mask with a flag for each score, as kernels that read by tensor maps have it: bits, as an accumulator's
  * lanes want them. Rows and columns are the accumulator's: those of the problem in a forward, and the other way
- * round in a backward. Of each block of 128 or 64 columns a row has four words, of 32 bits or 16, of which the
- * i-th has those of columns 8n + 2i and the next as its bits 2n and 2n + 1: 1 where the score is shown, 0 where
- * it is hidden or not there. Where nothing is seen they are not written. */
+ * round in a backward. Of each block of 128, 64 or 32 columns a row has four words, of 32 bits, 16 or 8, of
+ * which the i-th has those of columns 8n + 2i and the next as its bits 2n and 2n + 1: 1 where the score is
+ * shown, 0 where it is hidden or not there. Where nothing is seen they are not written. */
 enum { FA_CUDA_FLAG_ROWS = 64, FA_CUDA_SHOWN_ROWS = 32, FA_CUDA_MOST_FLAG_COLUMNS = 128 };
 typedef struct fa_cuda_flags {
   void *words; /* [batch or 1, num_heads or 1, num_blocks, num_rows, 4], or NULL */
