@@ -9,7 +9,7 @@ there their bias holds the mask. Prints a page of Markdown and keeps it in RESUL
 
 Medians of event timings, all implementations by turns, the L2 cache flushed before each. TFLOP/s count what a problem
 without any of this counts: 4*b*h*s*s*d operations forward, half of that under a causal mask, 2.5 times as many
-backward. bf16, hidden size 2048, inputs normal, [batch, seqlen, heads, head_dim].
+backward. bf16, and at the end f32, hidden size 2048, inputs normal, [batch, seqlen, heads, head_dim].
 """
 import argparse
 import sys
@@ -22,7 +22,6 @@ from torch.nn.attention import sdpa_kernel
 from gpu import HIDDEN, Library, Page, This, Torch, attempt, median_ms, pair
 from c_library import PASSES
 
-TYPE = torch.bfloat16
 BATCH, SEQLEN, RATE = 8, 2048, 0.1
 
 
@@ -55,8 +54,8 @@ class Peer:
 
 
 class Case:
-    def __init__(self, head_dim, causal):
-        self.head_dim, self.causal, self.heads = head_dim, causal, HIDDEN // head_dim
+    def __init__(self, head_dim, causal, dtype):
+        self.head_dim, self.causal, self.heads, self.dtype = head_dim, causal, HIDDEN // head_dim, dtype
         self.operations = 4 * BATCH * self.heads * SEQLEN**2 * head_dim * (0.5 if causal else 1)
 
     def __str__(self):
@@ -64,7 +63,10 @@ class Case:
 
     def inputs(self):
         shape = BATCH, SEQLEN, self.heads, self.head_dim
-        return [torch.randn(shape, device="cuda", dtype=TYPE) for _ in range(4)]
+        return [self.normal(*shape) for _ in range(4)]
+
+    def normal(self, *shape):
+        return torch.randn(shape, device="cuda", dtype=self.dtype)
 
     def milliseconds(self, made, budget_ms):
         """{(implementation, pass): milliseconds}"""
@@ -75,10 +77,6 @@ class Case:
         """TFLOP/s of such a dictionary."""
         return {(name, which): self.operations * (2.5 if which == "backward" else 1) / ms / 1e9
                 for (name, which), ms in measured.items()}
-
-
-def normal(*shape):
-    return torch.randn(shape, device="cuda", dtype=TYPE)
 
 
 def flags(*shape):
@@ -109,7 +107,7 @@ def missed_marks(page, measured, marks):
 
 
 def bias_row(page, library, case, args):
-    qkv, bias = case.inputs(), normal(1, case.heads, SEQLEN, SEQLEN)
+    qkv, bias = case.inputs(), case.normal(1, case.heads, SEQLEN, SEQLEN)
     made = {"this": attempt(lambda: This(library, *qkv, case.causal, dict(bias=bias), constant_bias=1)),
             "dbias": attempt(lambda: This(library, *qkv, case.causal, dict(bias=bias), ["bias"])),
             "cudnn": attempt(Peer, "cudnn", *qkv, case.causal, bias),
@@ -146,10 +144,10 @@ def documents(batch):
 
 
 # What leaves nearly all of the work as it is: name, and how much longer it may take.
-def cheap(heads):
-    slopes = 2.0 ** -torch.linspace(0.25, 8, heads, device="cuda")[None]
-    return {"bias [b, 1, 1, s]": (1.08, dict(bias=normal(BATCH, 1, 1, SEQLEN)), (), dict(constant_bias=1)),
-            "the same, with dbias": (None, dict(bias=normal(BATCH, 1, 1, SEQLEN)), ["bias"], {}),
+def cheap(case):
+    slopes = 2.0 ** -torch.linspace(0.25, 8, case.heads, device="cuda")[None]
+    return {"bias [b, 1, 1, s]": (1.08, dict(bias=case.normal(BATCH, 1, 1, SEQLEN)), (), dict(constant_bias=1)),
+            "the same, with dbias": (None, dict(bias=case.normal(BATCH, 1, 1, SEQLEN)), ["bias"], {}),
             "u8 [b, 1, 1, s]": (1.08, dict(bias=flags(BATCH, 1, 1, SEQLEN)), (), {}),
             "u8 [b, 1, 1, s], padding": (1.08, dict(bias=padding(BATCH)), (), {}),
             "u8 [b, 1, s, s]": (1.08, dict(bias=flags(BATCH, 1, SEQLEN, SEQLEN)), (), {}),
@@ -159,8 +157,30 @@ def cheap(heads):
 
 
 def cheap_rows(page, library, case, args):
-    qkv, made = case.inputs(), {}
-    added = cheap(case.heads)
+    rows_of_added(page, library, case, args, case.inputs(), cheap(case))
+
+
+def dropout_seed():
+    return torch.tensor([17, 4], dtype=torch.int32, device="cuda").view(torch.uint32)
+
+
+# Everything, of f32, which has no marks here, and beside it the only kernel of torch that takes f32.
+def f32_rows(page, library, case, args):
+    qkv, bias = case.inputs(), case.normal(1, case.heads, SEQLEN, SEQLEN)
+    added = {"bias [1, h, s, s]": (None, dict(bias=bias), (), dict(constant_bias=1)),
+             "bias, with dbias": (None, dict(bias=bias), ["bias"], {}),
+             f"dropout {RATE}": (None, dict(dropout_seed=dropout_seed()), (), dict(dropout=RATE)),
+             **{name: (None, *rest) for name, (_, *rest) in cheap(case).items()}}
+    peers = {"none": attempt(Peer, "efficient", *qkv, case.causal),
+             "bias [1, h, s, s]": attempt(Peer, "efficient", *qkv, case.causal, bias),
+             "bias, with dbias": attempt(Peer, "efficient", *qkv, case.causal, bias, True),
+             f"dropout {RATE}": attempt(lambda: Peer("efficient", *qkv, case.causal, dropout=RATE))}
+    rows_of_added(page, library, case, args, qkv, added, peers)
+
+
+# A row for each; peers: by name, for a column more.
+def rows_of_added(page, library, case, args, qkv, added, peers=None):
+    made = {f"efficient {name}": peer for name, peer in (peers or {}).items()}
     for name, (_, optional, differentiated, options) in added.items():
         made[name] = attempt(lambda: This(library, *qkv, case.causal, optional, differentiated, **options))
     made["none"] = This(library, *qkv, case.causal)
@@ -172,13 +192,15 @@ def cheap_rows(page, library, case, args):
         page.say("| " + " | ".join([
             f"{case} {name}", *(" / ".join(f"{times.get((one, which), float('nan')):.3f}" for which in PASSES)
                                 for one in (name, "none")),
-            " / ".join(f"{ratio:.3f}" for ratio in ratios.values()), verdict(missed) if most else "-"]) + " |")
+            " / ".join(f"{ratio:.3f}" for ratio in ratios.values()),
+            *([] if peers is None else [" / ".join(f"{times[f'efficient {name}', which]:.2f}" for which in PASSES)
+                                        if peers.get(name) else "-"]),
+            *([verdict(missed) if most else "-"] if peers is None else [])]) + " |")
 
 
 def dropout_row(page, library, case, args):
     qkv = case.inputs()
-    seed = torch.tensor([17, 4], dtype=torch.int32, device="cuda").view(torch.uint32)
-    made = {"this": attempt(lambda: This(library, *qkv, case.causal, dict(dropout_seed=seed), dropout=RATE)),
+    made = {"this": attempt(lambda: This(library, *qkv, case.causal, dict(dropout_seed=dropout_seed()), dropout=RATE)),
             "flash": attempt(lambda: Peer("flash", *qkv, case.causal, dropout=RATE)),
             "cudnn": attempt(lambda: Peer("cudnn", *qkv, case.causal, dropout=RATE)),
             "none": This(library, *qkv, case.causal)}
@@ -203,13 +225,13 @@ def main():
     library, page, name = Library(args.library), Page(), torch.cuda.get_device_name()
     result = args.result or "bench/results/" + name.lower().replace("nvidia ", "").replace(" ", "-") + "_scores"
     began = time.time()
-    cases = [Case(head_dim, causal) for head_dim in (64, 128) for causal in (False, True)]
 
-    def section(title, text, columns, row):
+    def section(title, text, columns, row, dtype=torch.bfloat16):
         page.say(f"\n## {title}\n\n{text}\n")
         page.table(*columns)
-        for case in cases:
-            row(page, library, case, args)
+        for head_dim in (64, 128):
+            for causal in (False, True):
+                row(page, library, Case(head_dim, causal, dtype), args)
             torch.cuda.empty_cache()
         print(f"{time.time() - began:.0f} s", file=sys.stderr)
 
@@ -228,6 +250,8 @@ def main():
             ("case", "with it", "none", "times", "marks"), cheap_rows)
     section(f"Dropout, rate {RATE}", "none: this without dropout.",
             ("case", "this", "FLASH", "cuDNN", "none", "over FLASH", "over cuDNN", "over none", "marks"), dropout_row)
+    section("f32", "Milliseconds, precision \"highest\". efficient: torch's memory-efficient kernel with the same.",
+            ("case", "with it", "none", "times", "efficient"), f32_rows, torch.float32)
     page.say("\n## Marks\n\nHow many of the rows meet each.\n")
     page.verdicts()
     page.keep(result + ".md")
