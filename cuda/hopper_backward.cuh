@@ -300,7 +300,8 @@ struct CommonBuffers {
   // Whether the warp that sends dq hears of steps, too, and how many of them a column block has: to find them
   // it would need twice its registers, and what it spills is slow, as each of its fences empties the cache.
   // Where terms are folded it is 2 to 7 % slower.
-  static constexpr bool TELLS_SENDER = GENERAL && Shape::num_writers > 0 && !Shape::folds;
+  static constexpr bool TELLS_SENDER =
+      GENERAL && (Shape::num_writers > 0 || Shape::skips_hidden) && !Shape::folds;
   // Of folded terms the right operand, and of the left one the zeros, and with each stage of q the numbers.
   static constexpr int NUM_STEPS_AT = VISITS_AT + GENERAL * Shape::num_finders * VISITS * VISIT_BYTES;
   static constexpr int TERMS_AT = NUM_STEPS_AT + TELLS_SENDER * 16,
@@ -853,9 +854,8 @@ __device__ inline void send_dq(const fa_cuda_arguments &a, const Buffers &buffer
 
 // The same of steps that are told.
 template <bool IN_ORDER, class Buffers>
-__device__ inline void send_told_dq(const fa_cuda_arguments &a, const Buffers &buffers) {
+__device__ inline void send_told_dq(const fa_cuda_arguments &a, const Buffers &buffers, int share) {
   using Work = typename Buffers::Work;
-  static_assert(Buffers::Shape::dq_shares == 1, "one warp sends all of a step's");
   const int lane = threadIdx.x % 32;
   uint32_t steps = 0;
   for (uint32_t blocks = 0;; next_work(buffers, blocks)) {
@@ -873,7 +873,7 @@ __device__ inline void send_told_dq(const fa_cuda_arguments &a, const Buffers &b
         find_work(a, load_shared_word(buffers.block(blocks % 2)), work);
         return work.place_of(a, work.step_after(a, work.num_steps - steps_left + own));
       };
-      send_steps(a, buffers, 0, IN_ORDER, num_steps, position, place_of);
+      send_steps(a, buffers, share, IN_ORDER, num_steps, position, place_of);
       steps += num_steps, steps_left -= num_steps;
     }
   }
@@ -1158,7 +1158,7 @@ __global__ void __launch_bounds__(Consumer::Buffers::Shape::num_threads, 1)
       if constexpr (Shape::single_column)
         send_whole_dq(a, maps, buffers);
       else if constexpr (Buffers::TELLS_SENDER)
-        a.in_order ? send_told_dq<true>(a, buffers) : send_told_dq<false>(a, buffers);
+        a.in_order ? send_told_dq<true>(a, buffers, share) : send_told_dq<false>(a, buffers, share);
       else
         send_dq(a, buffers, share);
     }

@@ -352,6 +352,7 @@ struct BackwardConsumer {
       set_zero<1, DT>(dv);
       program_head = -1;
       if (drops()) column_words = lanes_column(a.program, work.columns.begin + consumer * 64 + warp_row);
+      if constexpr (Shape::skips_hidden) work.num_steps = uniform(hear_num_steps(buffers, blocks));
       if (work.num_steps > 0) go_through_rows(work);
       if constexpr (Shape::sums) leave_head(work);
       store_dk_and_dv(a, buffers, blocks, work, consumer * 64 + warp_row, dk, dv);
@@ -362,8 +363,8 @@ struct BackwardConsumer {
 }  // namespace hopper
 }  // namespace fa
 
-// A shape has a plain kernel, and general ones: one takes a bias of keys whose gradient nobody wants, and one
-// any program.
+// A shape has a plain kernel, and general ones: one takes a bias of keys whose gradient nobody wants, one
+// leaves out what flags hide, and one takes any program.
 #define ROW(rest, general, ...)                                                                           \
   fa::hopper::row<                                                                                        \
       fa::hopper::BackwardConsumer<fa::kinds::FA_KIND, fa::hopper::BackwardShape<__VA_ARGS__>, general>>( \
@@ -380,9 +381,11 @@ const fa_cuda_kernel FA_JOIN(fa_hopper_backward_, FA_KIND)[] = {
     ROW("/d128/forms", false, 128, 32, 2, 0, FORMS),
     ROW("/d64/general", true, 64, 64, 2, 0, FORMS),
     ROW("/d64/keys", true, 64, 64, 2, 0, FORMS, KEYS),
+    ROW("/d64/flags", true, 64, 64, 2, 0, FORMS, FLAGS),
     ROW("/d64/program", true, 64, 64, 2, 0, FORMS | SUMS, WHOLE_PROGRAM),
     ROW("/d128/general", true, 128, 32, 2, 0, FORMS),
     ROW("/d128/keys", true, 128, 32, 2, 0, FORMS, KEYS),
+    ROW("/d128/flags", true, 128, 32, 2, 0, FORMS, FLAGS),
     ROW("/d128/program", true, 128, 32, 2, 0, FORMS | SUMS, WHOLE_PROGRAM),
     {},
 };
