@@ -1158,7 +1158,8 @@ __global__ void __launch_bounds__(Consumer::Buffers::Shape::num_threads, 1)
       if constexpr (Shape::single_column)
         send_whole_dq(a, maps, buffers);
       else if constexpr (Buffers::TELLS_SENDER)
-        a.in_order ? send_told_dq<true>(a, buffers, share) : send_told_dq<false>(a, buffers, share);
+        a.in_order ? send_told_dq<true>(a, buffers, Shape::dq_shares == 1 ? 0 : share)
+                   : send_told_dq<false>(a, buffers, Shape::dq_shares == 1 ? 0 : share);
       else
         send_dq(a, buffers, share);
     }
