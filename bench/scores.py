@@ -171,15 +171,17 @@ def f32_rows(page, library, case, args):
              "bias, with dbias": (None, dict(bias=bias), ["bias"], {}),
              f"dropout {RATE}": (None, dict(dropout_seed=dropout_seed()), (), dict(dropout=RATE)),
              **{name: (None, *rest) for name, (_, *rest) in cheap(case).items()}}
-    peers = {"none": attempt(Peer, "efficient", *qkv, case.causal),
-             "bias [1, h, s, s]": attempt(Peer, "efficient", *qkv, case.causal, bias),
+    peers = {"bias [1, h, s, s]": attempt(Peer, "efficient", *qkv, case.causal, bias),
              "bias, with dbias": attempt(Peer, "efficient", *qkv, case.causal, bias, True),
              f"dropout {RATE}": attempt(lambda: Peer("efficient", *qkv, case.causal, dropout=RATE))}
     rows_of_added(page, library, case, args, qkv, added, peers)
 
 
-# A row for each; peers: by name, for a column more.
+# A row for each. peers: by name, whose times are the last column, in the place of marks.
 def rows_of_added(page, library, case, args, qkv, added, peers=None):
+    def milliseconds(name, digits=3):
+        return " / ".join(f"{times.get((name, which), float('nan')):.{digits}f}" for which in PASSES)
+
     made = {f"efficient {name}": peer for name, peer in (peers or {}).items()}
     for name, (_, optional, differentiated, options) in added.items():
         made[name] = attempt(lambda: This(library, *qkv, case.causal, optional, differentiated, **options))
@@ -189,13 +191,13 @@ def rows_of_added(page, library, case, args, qkv, added, peers=None):
         ratios = {which: times.get((name, which), float("inf")) / times["none", which] for which in PASSES}
         missed = [which for which in PASSES if most and not page.mark(
             f"{name}, {which}: at most {most} times the time of none", ratios[which] <= most)]
+        if peers:
+            last = milliseconds(f"efficient {name}", 2) if name in peers else "-"
+        else:
+            last = verdict(missed) if most else "-"
         page.say("| " + " | ".join([
-            f"{case} {name}", *(" / ".join(f"{times.get((one, which), float('nan')):.3f}" for which in PASSES)
-                                for one in (name, "none")),
-            " / ".join(f"{ratio:.3f}" for ratio in ratios.values()),
-            *([] if peers is None else [" / ".join(f"{times[f'efficient {name}', which]:.2f}" for which in PASSES)
-                                        if peers.get(name) else "-"]),
-            *([verdict(missed) if most else "-"] if peers is None else [])]) + " |")
+            f"{case} {name}", milliseconds(name), milliseconds("none"),
+            " / ".join(f"{ratio:.3f}" for ratio in ratios.values()), last]) + " |")
 
 
 def dropout_row(page, library, case, args):
@@ -232,7 +234,7 @@ def main():
         for head_dim in (64, 128):
             for causal in (False, True):
                 row(page, library, Case(head_dim, causal, dtype), args)
-            torch.cuda.empty_cache()
+                torch.cuda.empty_cache()
         print(f"{time.time() - began:.0f} s", file=sys.stderr)
 
     page.say(f"# Scores changed by their places on an {name}\n")

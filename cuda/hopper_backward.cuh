@@ -1157,10 +1157,10 @@ __global__ void __launch_bounds__(Consumer::Buffers::Shape::num_threads, 1)
     if (share >= 0 && share < Shape::dq_shares) {
       if constexpr (Shape::single_column)
         send_whole_dq(a, maps, buffers);
-      else if constexpr (Buffers::TELLS_SENDER)
-        a.in_order ? send_told_dq<true>(a, buffers, Shape::dq_shares == 1 ? 0 : share)
-                   : send_told_dq<false>(a, buffers, Shape::dq_shares == 1 ? 0 : share);
-      else
+      else if constexpr (Buffers::TELLS_SENDER) {
+        const int known = Shape::dq_shares == 1 ? 0 : share;  // ptxas does not know that the only one is 0
+        a.in_order ? send_told_dq<true>(a, buffers, known) : send_told_dq<false>(a, buffers, known);
+      } else
         send_dq(a, buffers, share);
     }
     if constexpr (Shape::num_leavers > 0)

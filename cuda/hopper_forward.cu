@@ -428,8 +428,8 @@ struct Consumer {
   }
 
   __device__ bool hides(uint32_t flags) const { return __any_sync(~0u, flags & ToldVisit::hides(consumer)); }
-  // Reads the flags of the visit at a stage of k, which is full; or its numbers.
-  __device__ void hear_flags([[maybe_unused]] const Ring<Buffers::STAGES> &stage) {
+  // Reads what a bias or mask has for each score of the visit at a stage of k, which is full.
+  __device__ void hear_cells([[maybe_unused]] const Ring<Buffers::STAGES> &stage) {
     if constexpr (Shape::has_flags) lane_flags.hear(buffers.bias(stage.stage), warp_row);
     if constexpr (Shape::reads_ahead)
       cells.load(a, {tile.batch, tile.head, first_row, buffers.visit(stage).column()});
@@ -576,7 +576,7 @@ struct Consumer {
       if (turn) turns.wait();
       start_scores(q_rows, buffers.k(ring.stage), ring.stage, is_told_behind(flags));
       if (turn) turns.pass();
-      hear_flags(ring);
+      hear_cells(ring);
       turn = true;
       release_stored();
       wgmma_wait<0>(scores[0]);
@@ -607,7 +607,7 @@ struct Consumer {
         barrier_wait(v.full, ring.phase);
         start_o(v);
         turns.pass();
-        hear_flags(next);
+        hear_cells(next);
         told = buffers.visit(next).flags();
         of_scores = unscaling(exponent_q, a.k, buffers.visit(next));
         const float of_next_o = unscaling(P_EXPONENT, a.v, buffers.visit(next));
