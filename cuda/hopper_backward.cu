@@ -75,6 +75,9 @@ __device__ inline __attribute__((always_inline)) void consume_blocks(
   [[maybe_unused]] fa_words column_words = {};  // of dropout: those of the lane's keys
   // Of the steps' head, where there is a program.
   HeadSums head_sums;
+  [[maybe_unused]] ColumnSums column_sums;
+  [[maybe_unused]] const bool gives_keys =
+      Shape::sums && Shape::has_keys && a.program.dbias_step == FA_CUDA_CELLS_ADD_ROWS;
   [[maybe_unused]] float slope = 0, addends[2] = {0, 0};  // these of the lane's keys
   int program_head = -1;
   // Hides what a mask with a flag a score does in the step whose rows are in the current stage.
@@ -125,11 +128,17 @@ __device__ inline __attribute__((always_inline)) void consume_blocks(
     named_barrier_arrive(DQ_WRITTEN, Shape::num_consumers * WARPGROUP + 32);
   };
 
-  // Adds what the steps of a head gave to the warp's sums.
+  // Adds what was summed up to the sums of a head in memory.
+  [[maybe_unused]] auto leave_columns = [&](const Work &work, int head) {
+    column_sums.leave(a, {work.block.batch, head, 0, work.columns.begin + consumer * 64 + warp_row});
+    column_sums = ColumnSums();
+  };
   auto leave_head = [&](const Work &work) {
-    if (Shape::sums && program_head >= 0)
+    if (Shape::sums && program_head >= 0) {
       head_sums.add(a, work.block.batch, program_head,
                     work.block.k_block * (Shape::num_threads / 32) + threadIdx.x / 32);
+      if (!Shape::folds && gives_keys) leave_columns(work, program_head);
+    }
     head_sums = HeadSums();
   };
 
@@ -218,27 +227,21 @@ __device__ inline __attribute__((always_inline)) void consume_blocks(
     wgmma_wait<0>(ds[0]);
     if (IS_LAST && !Shape::leaves_by_map) arrive_once(buffers.barrier(V_EMPTY));
     multiply<Kind, Q_STEPS>(dv[0], p_operand, BoxOperand<QTile, false>(buffers.dout(stage)), true);
-    [[maybe_unused]] const bool sums_up =
-        Shape::sums && Shape::has_keys && a.program.dbias_step == FA_CUDA_CELLS_ADD_ROWS;
-    [[maybe_unused]] ColumnSums<NT> sums;
-    if constexpr (Shape::program && (!Shape::folds || (Shape::has_keys && Shape::sums))) {
-      auto make_ds = [&](auto take) {
-        make_transposed_ds_by_program<Kind, Shape::drops>(ds, scores, Rows(buffers.delta(stage)), take);
-      };
-      if (sums.MADE_WITH_DS && sums_up)
-        make_ds([&](int half, float x, float p) { sums.add(half, x, p); });
-      else
-        make_ds([](int, float, float) {});
-    } else {
+    if constexpr (Shape::program && !Shape::folds)
+      make_transposed_ds_by_program<Kind, Shape::drops>(ds, scores, Rows(buffers.delta(stage)));
+    else
       make_transposed_ds<Kind>(ds, slopes_of, Rows(buffers.delta(stage)));
-    }
     if constexpr (Shape::sums && (Shape::has_slopes || Shape::has_keys))
-      if (sums_up || a.program.head_sums[FA_CUDA_ALIBI_SLOPES]) {
+      if (gives_keys || a.program.head_sums[FA_CUDA_ALIBI_SLOPES]) {
         const ProgramStep it(work, visit, slope, first_column + warp_row);  // heard again, not kept
         if (Shape::folds_slopes && it.at.head != program_head) leave_head(work), program_head = it.at.head;
         take_gradients<Shape::program>(ds, a, it.at, it.distance, SlopeTerms(it.distance, it.at, NT * 8, 16),
                                        head_sums);
-        if (sums_up) add_row(sums, ds, scores, a, it.at);
+        if (gives_keys) {
+          column_sums.add(ds);
+          // Where terms are folded there are no registers that would hold them until the head's last step.
+          if (Shape::folds) leave_columns(work, it.at.head);
+        }
       }
     convert<Kind>(ds_operand, ds);
     multiply<Kind, Q_STEPS>(dk[0], ds_operand, BoxOperand<QTile, false>(buffers.q(stage)), true);

@@ -268,11 +268,13 @@ struct BackwardConsumer {
     const ProgramStep it(work, told, slope, column);
     take_gradients<Shape::program>(ds, a, it.at, it.distance, SlopeTerms(it.distance, it.at, NT * 8, 16),
                                    head_sums);
-    ColumnSums<NT> sums;
-    if (adds_rows)
-      add_row(sums, ds, scores, a, it.at);
-    else if (gives_bias)
+    if (adds_rows) {
+      ColumnSums sums;
+      sums.add(ds);
+      sums.leave(a, it.at);
+    } else if (gives_bias) {
       leave_transposed_cells(ds[0], a, it.at);
+    }
   }
 
   // A step begins with its scores computed and its dp running, and ends with those of the next step.

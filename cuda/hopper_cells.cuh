@@ -565,15 +565,11 @@ __device__ inline void make_transposed_p_by_program(float (&scores)[1][NT][4],
   }
 }
 
-// Of a cell that is hidden 0, whatever its dp is.
-__device__ inline float shown_ds(float ds, float p) { return p == 0 ? 0 : ds; }
-
-// dp becomes ds; p: of make_transposed_p_by_program. take(half, ds, p) hears of every element, of the lane's
-// column of that half. delta comes with its delta_factor. |p| + p is twice a p that stays, and 0 of another: an
-// addition, where a maximum would go to the units that drawing keeps busy.
-template <class Kind, bool DROPS, int NT, bool IS_PLACED, class Take>
+// dp becomes ds; p: of make_transposed_p_by_program. delta comes with its delta_factor. |p| + p is twice a p
+// that stays, and 0 of another: an addition, where a maximum would go to the units that drawing keeps busy.
+template <class Kind, bool DROPS, int NT, bool IS_PLACED>
 __device__ inline void make_transposed_ds_by_program(float (&ds)[1][NT][4], const float (&p)[1][NT][4],
-                                                     RowNumbers<IS_PLACED> delta, Take take) {
+                                                     RowNumbers<IS_PLACED> delta) {
 #pragma unroll
   for (int n = 0; n < NT; n++) {
     const float2 row_delta = delta[n];
@@ -582,42 +578,39 @@ __device__ inline void make_transposed_ds_by_program(float (&ds)[1][NT][4], cons
       const float own_delta = i % 2 ? row_delta.y : row_delta.x, weight = p[0][n][i];
       ds[0][n][i] = DROPS ? fmaf(fabsf(weight), -own_delta, (fabsf(weight) + weight) * ds[0][n][i])
                           : weight * (ds[0][n][i] - own_delta);
-      take(i / 2, ds[0][n][i], weight);
     }
   }
 }
 
-// The sums of the lane's two columns, where somebody wants them: made with ds, if p would else have to be kept
-// in more registers than there are, or of ds and p.
-template <int NT>
+// The gradient by numbers that all rows share, of the lane's two columns. Of a cell that is hidden ds is 0, or
+// NaN, which shows in dq, too, and is mended with it.
 struct ColumnSums {
-  static constexpr bool MADE_WITH_DS = NT > 8;
   float of[2] = {0, 0};
 
-  __device__ void add(int half, float ds, float p) { of[half] += shown_ds(ds, p); }
-  __device__ void add_all(const float (&ds)[1][NT][4], const float (&p)[1][NT][4]) {
+  template <int NT>
+  __device__ void add(const float (&ds)[1][NT][4]) {
+    float sums[4] = {};  // four chains of additions, none of which waits for another
 #pragma unroll
     for (int n = 0; n < NT; n++)
 #pragma unroll
-      for (int i = 0; i < 4; i++) add(i / 2, ds[0][n][i], p[0][n][i]);
+      for (int i = 0; i < 4; i++) sums[i] += ds[0][n][i];
+    of[0] += sums[0] + sums[1];
+    of[1] += sums[2] + sums[3];
+  }
+
+  // Adds them to those in memory; at: of the warp's columns.
+  __device__ void leave(const fa_cuda_arguments &a, const Place &at) const {
+    float *to = numbers_of<float>(a.program.dbias, at.batch, at.head);
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      float sum = of[half];
+      sum += __shfl_xor_sync(~0u, sum, 1);
+      sum += __shfl_xor_sync(~0u, sum, 2);
+      const int column = at.column + half * 8 + threadIdx.x % 32 / 4;
+      if (threadIdx.x % 4 == 0 && column < a.window.seqlen_k) atomicAdd(to + column, sum);
+    }
   }
 };
-
-// Adds that by a row that all rows share to the sums of the warp's columns.
-template <int NT>
-__device__ inline void add_row(ColumnSums<NT> &sums, const float (&ds)[1][NT][4], const float (&p)[1][NT][4],
-                               const fa_cuda_arguments &a, const Place &at) {
-  float *to = numbers_of<float>(a.program.dbias, at.batch, at.head);
-  if (!sums.MADE_WITH_DS) sums.add_all(ds, p);
-#pragma unroll
-  for (int half = 0; half < 2; half++) {
-    float sum = sums.of[half];
-    sum += __shfl_xor_sync(~0u, sum, 1);
-    sum += __shfl_xor_sync(~0u, sum, 2);
-    const int column = at.column + half * 8 + threadIdx.x % 32 / 4;
-    if (threadIdx.x % 4 == 0 && column < a.window.seqlen_k) atomicAdd(to + column, sum);
-  }
-}
 
 // Leaves ds of a transposed accumulator as the gradient by a bias of f32 numbers in memory, or adds it there.
 template <int NT>

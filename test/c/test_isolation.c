@@ -258,6 +258,29 @@ static void test_planted(fa_device device) {
     }
 }
 
+/* A weight of 0 that no mask made: the row's lse is infinite. What its dout holds has a right to all that the
+ * row sees, 0 times that as well. */
+static void test_infinite_lse(fa_device device) {
+  for (int dtype = 0; dtype < FA_NUM_FLOATS; dtype++)
+    for (size_t i = 0; i < sizeof table / sizeof *table; i++) {
+      const fa_problem p = problem_of(&table[i], (fa_dtype)dtype);
+      fa_values inputs = values_new(&p), got = values_new(&p), expected = values_new(&p);
+      values_fill(&inputs, &p, p.dtype, FILL_NORMAL, seed);
+      if (check_pass(device, &p, FA_PASS_FORWARD, &inputs, &got, &expected, "lse and dout")) {
+        for (int id = FA_TENSOR_O; id <= FA_TENSOR_LSE; id++) {
+          memcpy(inputs.data[id], expected.data[id], (size_t)values_count(&p, id) * sizeof(double));
+          round_values(&p, id, &inputs);
+        }
+        plant_row(&p, &inputs, FA_TENSOR_LSE, p.batch - 1, p.seqlen_q - 1, 0, INFINITY);
+        plant_row(&p, &inputs, FA_TENSOR_DOUT, p.batch - 1, p.seqlen_q - 1, 0, NAN);
+        check_pass(device, &p, FA_PASS_BACKWARD, &inputs, &got, &expected, "lse and dout");
+      }
+      values_free(&inputs);
+      values_free(&got);
+      values_free(&expected);
+    }
+}
+
 /* ---- padding ----------------------------------------------------------------------------------------------
  */
 
@@ -468,6 +491,7 @@ static void test_device(fa_device device) {
   test_nan_rows(device);
   test_padding(device);
   test_planted(device);
+  test_infinite_lse(device);
   test_infinite_rows(device);
 }
 
