@@ -76,7 +76,7 @@ __device__ inline __attribute__((always_inline)) void consume_blocks(
   // Of the steps' head, where there is a program.
   HeadSums head_sums;
   [[maybe_unused]] ColumnSums column_sums;
-  [[maybe_unused]] const bool gives_keys =
+  [[maybe_unused]] const bool adds_rows =
       Shape::sums && Shape::has_keys && a.program.dbias_step == FA_CUDA_CELLS_ADD_ROWS;
   [[maybe_unused]] float slope = 0, addends[2] = {0, 0};  // these of the lane's keys
   int program_head = -1;
@@ -128,16 +128,17 @@ __device__ inline __attribute__((always_inline)) void consume_blocks(
     named_barrier_arrive(DQ_WRITTEN, Shape::num_consumers * WARPGROUP + 32);
   };
 
-  // Adds what was summed up to the sums of a head in memory.
+  // Adds the sums of the warp's columns to those of a head in memory, and begins anew.
   [[maybe_unused]] auto leave_columns = [&](const Work &work, int head) {
     column_sums.leave(a, {work.block.batch, head, 0, work.columns.begin + consumer * 64 + warp_row});
     column_sums = ColumnSums();
   };
+  // Adds what the steps of a head gave to its sums.
   auto leave_head = [&](const Work &work) {
     if (Shape::sums && program_head >= 0) {
       head_sums.add(a, work.block.batch, program_head,
                     work.block.k_block * (Shape::num_threads / 32) + threadIdx.x / 32);
-      if (!Shape::folds && gives_keys) leave_columns(work, program_head);
+      if (!Shape::folds && adds_rows) leave_columns(work, program_head);
     }
     head_sums = HeadSums();
   };
@@ -232,12 +233,12 @@ __device__ inline __attribute__((always_inline)) void consume_blocks(
     else
       make_transposed_ds<Kind>(ds, slopes_of, Rows(buffers.delta(stage)));
     if constexpr (Shape::sums && (Shape::has_slopes || Shape::has_keys))
-      if (gives_keys || a.program.head_sums[FA_CUDA_ALIBI_SLOPES]) {
+      if (adds_rows || a.program.head_sums[FA_CUDA_ALIBI_SLOPES]) {
         const ProgramStep it(work, visit, slope, first_column + warp_row);  // heard again, not kept
         if (Shape::folds_slopes && it.at.head != program_head) leave_head(work), program_head = it.at.head;
         take_gradients<Shape::program>(ds, a, it.at, it.distance, SlopeTerms(it.distance, it.at, NT * 8, 16),
                                        head_sums);
-        if (gives_keys) {
+        if (adds_rows) {
           column_sums.add(ds);
           // Where terms are folded there are no registers that would hold them until the head's last step.
           if (Shape::folds) leave_columns(work, it.at.head);

@@ -213,8 +213,15 @@ static void round_values(const fa_problem *p, fa_tensor_id id, fa_values *x) {
   }
 }
 
-/* planted: a bit for every tensor, of the inputs in clean. The backward gets the oracle's o and lse, so that
- * both have the same inputs. */
+/* The backward's o and lse become the oracle's, so that both have the same inputs. */
+static void take_forward(const fa_problem *p, fa_values *inputs, const fa_values *expected) {
+  for (int id = FA_TENSOR_O; id <= FA_TENSOR_LSE; id++) {
+    memcpy(inputs->data[id], expected->data[id], (size_t)values_count(p, id) * sizeof(double));
+    round_values(p, id, inputs);
+  }
+}
+
+/* planted: a bit for every tensor, of the inputs in clean. */
 static void check_planted(fa_device device, const fa_problem *p, const fa_values *clean, unsigned planted,
                           int kind, const char *what) {
   fa_random random = random_stream(seed, (uint64_t)kind);
@@ -229,13 +236,9 @@ static void check_planted(fa_device device, const fa_problem *p, const fa_values
             device.kind == FA_DEVICE_CUDA && id != FA_TENSOR_V && (id == FA_TENSOR_K || sees_all(p)));
   if (check_pass(device, p, FA_PASS_FORWARD, &inputs, &got, &expected, what)) {
     static const fa_tensor_id saved[] = {FA_TENSOR_O, FA_TENSOR_LSE, FA_TENSOR_DOUT};
-    for (size_t i = 0; i < sizeof saved / sizeof *saved; i++) {
-      if (saved[i] != FA_TENSOR_DOUT)
-        memcpy(inputs.data[saved[i]], expected.data[saved[i]],
-               (size_t)values_count(p, saved[i]) * sizeof(double));
-      round_values(p, saved[i], &inputs);
+    take_forward(p, &inputs, &expected);
+    for (size_t i = 0; i < sizeof saved / sizeof *saved; i++)
       if (planted >> saved[i] & 1) plant(p, &inputs, saved[i], &random, kind + (int)i, false);
-    }
     check_pass(device, p, FA_PASS_BACKWARD, &inputs, &got, &expected, what);
   }
   values_free(&inputs);
@@ -267,10 +270,7 @@ static void test_infinite_lse(fa_device device) {
       fa_values inputs = values_new(&p), got = values_new(&p), expected = values_new(&p);
       values_fill(&inputs, &p, p.dtype, FILL_NORMAL, seed);
       if (check_pass(device, &p, FA_PASS_FORWARD, &inputs, &got, &expected, "lse and dout")) {
-        for (int id = FA_TENSOR_O; id <= FA_TENSOR_LSE; id++) {
-          memcpy(inputs.data[id], expected.data[id], (size_t)values_count(&p, id) * sizeof(double));
-          round_values(&p, id, &inputs);
-        }
+        take_forward(&p, &inputs, &expected);
         plant_row(&p, &inputs, FA_TENSOR_LSE, p.batch - 1, p.seqlen_q - 1, 0, INFINITY);
         plant_row(&p, &inputs, FA_TENSOR_DOUT, p.batch - 1, p.seqlen_q - 1, 0, NAN);
         check_pass(device, &p, FA_PASS_BACKWARD, &inputs, &got, &expected, "lse and dout");
@@ -379,12 +379,7 @@ static void check_infinite_row(fa_device device, fa_dtype dtype, int64_t num_sin
     CHECK(got.data[FA_TENSOR_LSE][INFINITE_ROW] == lse ||
               fabs(got.data[FA_TENSOR_LSE][INFINITE_ROW] - lse) < 1e-5,
           "%s, %s: lse is %g, not %g", fa_dtype_name(dtype), what, got.data[FA_TENSOR_LSE][INFINITE_ROW], lse);
-    memcpy(inputs.data[FA_TENSOR_O], expected.data[FA_TENSOR_O],
-           (size_t)values_count(&p, FA_TENSOR_O) * sizeof(double));
-    memcpy(inputs.data[FA_TENSOR_LSE], expected.data[FA_TENSOR_LSE],
-           (size_t)values_count(&p, FA_TENSOR_LSE) * sizeof(double));
-    round_values(&p, FA_TENSOR_O, &inputs);
-    round_values(&p, FA_TENSOR_LSE, &inputs);
+    take_forward(&p, &inputs, &expected);
     if (check_pass(device, &p, FA_PASS_BACKWARD, &inputs, &got, &expected, what)) {
       for (int64_t c = 0; c < p.head_dim; c++) total += fabs(dq[c]);
       CHECK(total == 0, "%s, %s: dq is not 0", fa_dtype_name(dtype), what);
