@@ -990,10 +990,18 @@ static void lay_out_parts(const fa_plan *plan, const fa_cuda_kernel *kernel, con
   job->parts.states = fa_take(workspace, num_states, 2 * sizeof(float));
 }
 
-/* Whether some row may not see some column: masks hide cells, and so does -inf in a bias. A single row sees
- * nothing beside what others see. */
-static bool hides_cells(const fa_problem *p, bool backward) {
-  return is_there(p, FA_TENSOR_BIAS) || (is_uneven(p) && (backward || p->seqlen_q > 1));
+/* Whether a single row sees all keys up to its last one. */
+static bool sees_from_first(const fa_problem *p) {
+  return p->num_bands == 0 && p->window_left + 1 >= p->seqlen_k && p->window_right >= 0;
+}
+
+/* Whether a row may not see some column that its tiles have: masks hide cells, and so does -inf in a bias. Of a
+ * single row what lies behind its last key is in no tile; kernels for few rows leave out what lies before the
+ * first one, too, but not what lies between bands. */
+static bool hides_cells(const fa_problem *p, const fa_cuda_kernel *kernel, bool backward) {
+  if (is_there(p, FA_TENSOR_BIAS)) return true;
+  if (backward || p->seqlen_q > 1) return is_uneven(p);
+  return kernel->merge ? p->num_bands > 1 : is_uneven(p) && !sees_from_first(p);
 }
 
 /* Whether there may be columns that no row sees. */
@@ -1085,7 +1093,7 @@ static cuda_job lay_out(const fa_plan *plan, const fa_cuda_kernel *kernel, const
       a->shift_behind = fa_take(&workspace, rows * a->padded_rows, sizeof *a->shift_behind);
     a->delta = fa_take(&workspace, rows * a->padded_rows, sizeof *a->delta);
   }
-  if (hides_cells(p, backward)) {
+  if (hides_cells(p, kernel, backward)) {
     a->suspect = fa_take(&workspace, 1, sizeof *a->suspect);
     if (kernel->leaves_notes) a->notes = fa_take(&workspace, rows * a->padded_rows / 16, sizeof *a->notes);
   }

@@ -119,6 +119,8 @@ fa_tensor fa_merge_contiguous(const fa_merge *merge, void *data) {
                      .stride_head = merge->head_dim};
 }
 
+static bool is_empty(const fa_merge *merge) { return merge->batch == 0 || merge->seqlen_q == 0; }
+
 /* ---- checks ---------------------------------------------------------------------------------------------- */
 
 static fa_status check_pointer(const char *name, const void *pointer, fa_error *error) {
@@ -146,12 +148,13 @@ static fa_status check(const fa_merge *merge, bool is_backward, fa_error *error)
   if (!status && (unsigned)merge->merged.dtype >= FA_NUM_FLOATS)
     status = fa_fail(error, FA_STATUS_INVALID_ARGUMENT, "o", "type f32, f64, bf16 or f16",
                      fa_dtype_name(merge->merged.dtype));
-  if (status || merge->batch == 0 || merge->seqlen_q == 0) return status;
+  if (!status && merge->num_sinks && (!is_empty(merge) || merge->dsink))
+    status = check_pointer("sink", merge->sink, error);
+  if (status || is_empty(merge)) return status;
   status = check_part(merge, "o", "lse", &merge->merged, error);
   for (int p = 0; !status && p < merge->num_parts; p++)
     status =
         check_part(merge, FA_TEXT("o of part %d", p), FA_TEXT("lse of part %d", p), &merge->parts[p], error);
-  if (!status && merge->num_sinks) status = check_pointer("sink", merge->sink, error);
   if (!is_backward) return status;
   if (!status) status = check_dtype(merge, "dout", merge->dmerged.dtype, error);
   if (!status) status = check_pointer("dout", merge->dmerged.o.data, error);
@@ -161,8 +164,6 @@ static fa_status check(const fa_merge *merge, bool is_backward, fa_error *error)
 }
 
 /* ---- running --------------------------------------------------------------------------------------------- */
-
-static bool is_empty(const fa_merge *merge) { return merge->batch == 0 || merge->seqlen_q == 0; }
 
 size_t fa_merge_workspace_bytes(const fa_merge *merge) {
   const bool sums_rows = merge->num_sinks && !merge->sink_per_row && !is_empty(merge);

@@ -189,17 +189,51 @@ static REAL T(share_of)(REAL sink, REAL lse) {
   return sink == -INFINITY ? 0 : T(first)(T(exp)(T(min)(T(splat)(EXP_HIGHEST), T(splat)(sink - lse))));
 }
 
+/* Whether some score of the row is not -inf. buffer [2][head_dim]. */
+static bool T(has_score)(const fa_cpu_job *job, const fa_sequence *sequence, int64_t head, int64_t row,
+                         REAL *buffer) {
+  const fa_problem *problem = job->problem;
+  const int64_t d = problem->head_dim, kv_head = head / (problem->num_heads / problem->num_kv_heads);
+  const T(rows) k = T(rows_of)(job, FA_TENSOR_K, sequence, kv_head);
+  const REAL *q_row = T(load_row)(T(rows_of)(job, FA_TENSOR_Q, sequence, head), row, d, buffer);
+  fa_band band;
+  for (int64_t j = 0; j < sequence->seqlen_k; j++) {
+    if (!fa_sees_any(sequence, row, (fa_range){j, j + 1}, &band)) continue;
+    const fa_cell at = {.batch = sequence->batch, .head = head, .row = row, .column = j};
+    const REAL bias = problem->bias_heads > 0 ? T(number_at)(job, FA_TENSOR_BIAS, &at) : 0;
+    if (bias == -INFINITY) continue;
+    const fa_tile tile = {sequence, &band, head, {row, row + 1}, {j, j + 1}};
+    const T(score_terms) terms = T(scoring_of)(job, &tile);
+    const REAL *k_row = T(load_row)(k, j, d, buffer + d);
+    REAL product = 0;
+    for (int64_t p = 0; p < d; p++) product += q_row[p] * k_row[p];
+    const REAL slope = terms.of_head[ALIBI_SLOPE] * (REAL)fa_band_distance(band, row, j);
+    if (T(first)(T(score)(terms, false, T(splat)(product * terms.scale)).s) + bias - slope != -INFINITY)
+      return true;
+  }
+  return false;
+}
+
+/* Whether the row sees nothing. Scores are looked at where that matters: where its o and dout, of which one is
+ * 0 then, do not tell. */
+static bool T(sees_nothing)(const fa_cpu_job *job, const fa_sequence *sequence, int64_t head, int64_t row,
+                            REAL delta, REAL *buffer) {
+  return fa_sees_nothing(sequence, row) ||
+         (!isfinite(delta) && !T(has_score)(job, sequence, head, row, buffer));
+}
+
 /* Whether a row's o, dout and lse say nothing of sinks: it sees nothing, so that its o is 0 whatever they are;
  * its lse is theirs, if a loss depends on that. */
-static bool T(leaves_sinks)(const fa_cpu_job *job, const fa_sequence *sequence, int64_t row) {
-  return job->problem->dlse_batch == 0 && fa_sees_nothing(sequence, row);
+static bool T(leaves_sinks)(const fa_cpu_job *job, const fa_sequence *sequence, int64_t head, int64_t row,
+                            REAL delta, REAL *buffer) {
+  return job->problem->dlse_batch == 0 && T(sees_nothing)(job, sequence, head, row, delta, buffer);
 }
 
 /* drow_sinks[b,i,t,h] = -exp(row_sinks[b,i,t,h] - lse[i]) * delta[i] */
 static void T(find_drow_sinks)(const fa_cpu_job *job, const fa_sequence *sequence, int64_t head, int64_t row,
-                               REAL delta) {
+                               REAL delta, REAL *buffer) {
   const fa_problem *problem = job->problem;
-  const bool is_left = T(leaves_sinks)(job, sequence, row);
+  const bool is_left = problem->num_row_sinks > 0 && T(leaves_sinks)(job, sequence, head, row, delta, buffer);
   const REAL lse = ((const REAL *)job->tensors->lse.data)[fa_first_stat(sequence, head) + row];
   fa_cell at = {.batch = sequence->batch, .head = head, .row = row};
   for (; at.number < problem->num_row_sinks; at.number++) {
@@ -221,11 +255,12 @@ static void T(find_delta)(const fa_cpu_job *job, const T(task_rows) * chunk, T(b
     REAL sum = 0;
     for (int64_t p = 0; p < d; p++) sum += o_row[p] * dout_row[p];
     if (problem->dlse_batch > 0) {
-      if (fa_sees_nothing(&chunk->sequence, r)) sum = 0; /* its o is 0, and its lse that of the sinks */
+      if (T(sees_nothing)(job, &chunk->sequence, chunk->head, r, sum, s.buffer))
+        sum = 0; /* its o is 0, and its lse that of the sinks */
       sum -= T(number_at)(job, FA_TENSOR_DLSE, &(fa_cell){.batch = batch, .head = chunk->head, .row = r});
     }
     delta[fa_first_stat(&chunk->sequence, chunk->head) + r] = sum;
-    T(find_drow_sinks)(job, &chunk->sequence, chunk->head, r, sum);
+    T(find_drow_sinks)(job, &chunk->sequence, chunk->head, r, sum, s.buffer);
   }
 }
 
@@ -419,12 +454,13 @@ static fa_tensor_id T(head_sum_at)(int number) {
 
 /* dsink[t,h] = -sum_{b,i} exp(sink[t,h] - lse[i]) * delta[i]: sum with the terms of a sequence. */
 static double T(add_sink_terms)(const fa_cpu_job *job, const T(backward_shared) * shared,
-                                const fa_sequence *sequence, const fa_cell *cell, double sum) {
+                                const fa_sequence *sequence, const fa_cell *cell, double sum, REAL *buffer) {
   const int64_t stats = fa_first_stat(sequence, cell->head);
   const REAL *lse = (const REAL *)job->tensors->lse.data + stats, *delta = shared->delta + stats;
   const REAL sink = T(number_at)(job, FA_TENSOR_SINK, cell);
   for (int64_t i = 0; i < sequence->seqlen_q; i++)
-    if (!T(leaves_sinks)(job, sequence, i)) sum -= (double)(T(share_of)(sink, lse[i]) * delta[i]);
+    if (!T(leaves_sinks)(job, sequence, cell->head, i, delta[i], buffer))
+      sum -= (double)(T(share_of)(sink, lse[i]) * delta[i]);
   return sum;
 }
 
@@ -440,7 +476,7 @@ static double T(add_cell_sums)(const fa_problem *problem, const T(backward_share
 }
 
 static void T(finish_head_sum)(const fa_cpu_job *job, const T(backward_shared) * shared, int number,
-                               int64_t element) {
+                               int64_t element, REAL *buffer) {
   const fa_problem *problem = job->problem;
   const fa_tensor_id id = T(head_sum_at)(number);
   const fa_cell cell = fa_cell_of(problem, id, element);
@@ -449,7 +485,7 @@ static void T(finish_head_sum)(const fa_cpu_job *job, const T(backward_shared) *
   for (int64_t batch = cell.batch; batch < cell.batch + num_batches; batch++) {
     fa_sequence sequence = fa_sequence_of(problem, job->tensors, batch);
     sum = number < NUM_HEAD_NUMBERS ? T(add_cell_sums)(problem, shared, number, &sequence, &cell, sum)
-                                    : T(add_sink_terms)(job, shared, &sequence, &cell, sum);
+                                    : T(add_sink_terms)(job, shared, &sequence, &cell, sum, buffer);
   }
   ((float *)fa_tensor_get(job->tensors, id)->data)[element] = (float)sum;
 }
@@ -474,13 +510,13 @@ static void T(finish_rows)(const fa_cpu_job *job, fa_tensor_id id, REAL *sums, c
 }
 
 static void T(finish_task)(const fa_cpu_job *job, int64_t task, void *scratch) {
-  (void)scratch;
   const fa_problem *problem = job->problem;
+  T(backward_scratch) s = T(lay_out_backward)(&(fa_arena){.base = scratch}, problem);
   T(backward_shared) shared = T(lay_out_shared)(&(fa_arena){.base = job->shared}, problem);
   for (int number = 0; number < T(NUM_HEAD_SUMS); number++) {
     const int64_t num_tasks = T(num_head_sum_tasks)(problem, number);
     if (task < num_tasks) {
-      T(finish_head_sum)(job, &shared, number, task);
+      T(finish_head_sum)(job, &shared, number, task, s.buffer);
       return;
     }
     task -= num_tasks;

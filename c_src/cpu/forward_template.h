@@ -98,10 +98,11 @@ static int64_t T(sums_of_row)(const fa_problem *problem) { return fa_round_up(pr
 /* [batch, num_heads, parts, seqlen_q] sums, where there are several parts. */
 static size_t T(forward_shared_bytes)(const fa_problem *problem) {
   const int64_t parts = T(forward_num_parts)(problem);
-  return parts == 1 ? 0
-                    : (size_t)(problem->batch * problem->num_heads * parts * problem->seqlen_q *
-                               T(sums_of_row)(problem)) *
-                          sizeof(REAL);
+  fa_arena sizes = {0};
+  if (parts > 1)
+    fa_take(&sizes, problem->batch * problem->num_heads * problem->seqlen_q,
+            (size_t)(parts * T(sums_of_row)(problem)) * sizeof(REAL));
+  return sizes.used;
 }
 
 static REAL *T(sums_at)(const fa_cpu_job *job, int64_t pair, int64_t part, int64_t row) {

@@ -44,11 +44,11 @@ static REAL T(largest_lse)(const fa_merge *merge, int64_t batch, int64_t head, i
   REAL largest = -INFINITY;
   for (int p = 0; p < merge->num_parts; p++) {
     const REAL lse = T(part_lse)(merge, &merge->parts[p], batch, head)[row];
-    if (!(lse <= largest)) largest = lse; /* a NaN stays */
+    if (!(lse <= largest) && !isnan(largest)) largest = lse; /* a NaN stays */
   }
   for (int64_t t = 0; t < merge->num_sinks; t++) {
     const REAL sink = T(row_sinks)(merge, batch, head, row)[t * merge->num_heads];
-    if (!(sink <= largest)) largest = sink;
+    if (!(sink <= largest) && !isnan(largest)) largest = sink;
   }
   return largest;
 }

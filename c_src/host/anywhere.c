@@ -541,7 +541,7 @@ static bool has_results_for_ring(const host_run *run) {
 static void choose_places(host_run *run) {
   if (!writes_in_place(run)) return;
   fa_arena ring = {.base = fa_staging_memory(run->lane->staging)};
-  run->in_ring = has_results_for_ring(run);
+  run->in_ring = ring.base && has_results_for_ring(run);
   for (int id = 0; id < FA_NUM_TENSORS; id++) {
     tensor_place *t = &run->tensors[id];
     if (is_written_in_place(run, id)) t->device = t->given, t->copied = false;

@@ -17,6 +17,7 @@ struct fa_book {
   int32_t num_pages, num_free;
   int32_t *free;             /* [num_free], the next one to be taken last */
   int32_t *owners, *readers; /* [num_pages] sequences that hold a page, and readings under way */
+  int32_t *rows;             /* [num_pages] of a page, that sequences have had */
 };
 
 /* ---- books ----------------------------------------------------------------------------------------------- */
@@ -30,7 +31,7 @@ fa_status fa_book_new(int64_t num_pages, int64_t page_size, fa_book **book, fa_e
     return fa_fail(error, FA_STATUS_INVALID_ARGUMENT, "page_size", "1 to 2^31 - 1",
                    FA_TEXT("%lld", (long long)page_size));
   fa_book *made = calloc(1, sizeof *made);
-  int32_t *numbers = calloc((size_t)num_pages, 3 * sizeof *numbers);
+  int32_t *numbers = calloc((size_t)num_pages, 4 * sizeof *numbers);
   if (!made || !numbers) {
     free(made), free(numbers);
     return fa_fail_message(error, FA_STATUS_OUT_OF_MEMORY, "num_pages", "no memory for the book of pages");
@@ -40,7 +41,8 @@ fa_status fa_book_new(int64_t num_pages, int64_t page_size, fa_book **book, fa_e
                     .num_free = (int32_t)num_pages,
                     .free = numbers,
                     .owners = numbers + num_pages,
-                    .readers = numbers + 2 * num_pages};
+                    .readers = numbers + 2 * num_pages,
+                    .rows = numbers + 3 * num_pages};
   for (int32_t i = 0; i < made->num_pages; i++) made->free[i] = made->num_pages - 1 - i;
   pthread_mutex_init(&made->mutex, NULL);
   pthread_cond_init(&made->appended, NULL);
@@ -65,7 +67,7 @@ int64_t fa_book_num_free(fa_book *book) {
 
 static int32_t take_page(fa_book *book) {
   const int32_t page = book->free[--book->num_free];
-  book->owners[page] = 1;
+  book->owners[page] = 1, book->rows[page] = 0;
   return page;
 }
 
@@ -165,6 +167,13 @@ static bool mark(fa_append *appends, int64_t count, fa_error *error) {
   return true;
 }
 
+/* Whether somebody else holds the sequence's last page, or may read more of its rows there than it has itself:
+ * those of a sequence that it was forked from in the middle of an append, which has left the page since. */
+static bool shares_last_page(const fa_book *book, const fa_sequence_pages *sequence, int64_t rest) {
+  const int32_t page = sequence->pages[sequence->num_pages - 1];
+  return book->owners[page] > 1 || (book->readers[page] > 0 && book->rows[page] > rest);
+}
+
 /* How many pages the new rows of a sequence take. */
 static int64_t size_append(const fa_book *book, int64_t num_rows, fa_append *append) {
   const fa_sequence_pages *sequence = append->sequence;
@@ -172,7 +181,7 @@ static int64_t size_append(const fa_book *book, int64_t num_rows, fa_append *app
   append->first_row = sequence->length, append->num_rows = num_rows;
   append->first_page = sequence->num_pages;
   append->num_copied_rows = 0;
-  if (num_rows > 0 && rest > 0 && book->owners[sequence->pages[sequence->num_pages - 1]] > 1) {
+  if (num_rows > 0 && rest > 0 && shares_last_page(book, sequence, rest)) {
     append->first_page--;
     append->copy_from = sequence->pages[append->first_page];
     append->num_copied_rows = (int32_t)rest;
@@ -190,7 +199,7 @@ static fa_status fail_full(const fa_book *book, int64_t num_wanted, fa_error *er
 static fa_status prepare(fa_book *book, fa_append *appends, int64_t count, int64_t num_rows, fa_error *error) {
   int64_t num_wanted = 0;
   for (int64_t i = 0; i < count; i++) {
-    if (appends[i].sequence->length + num_rows > INT32_MAX)
+    if (num_rows > INT32_MAX - appends[i].sequence->length)
       return fa_fail(error, FA_STATUS_INVALID_ARGUMENT, "k", "sequences of at most 2^31 - 1 rows", "more");
     const int64_t num_pages = size_append(book, num_rows, &appends[i]);
     num_wanted += num_pages;
@@ -242,6 +251,9 @@ static void commit(fa_book *book, const fa_append *append) {
   for (int32_t i = 0; i < append->num_pages; i++) sequence->pages[append->first_page + i] = append->pages[i];
   sequence->num_pages = append->first_page + append->num_pages;
   sequence->length += append->num_rows;
+  if (append->num_rows > 0)
+    book->rows[sequence->pages[sequence->num_pages - 1]] =
+        (int32_t)((sequence->length - 1) % book->page_size + 1);
 }
 
 void fa_append_end(fa_book *book, fa_append *appends, int64_t count, bool is_done) {

@@ -461,7 +461,9 @@ void fa_staging_take_fetched(fa_staging *staging, const fa_copy *copies, int num
   copy_at_once(staging, copies, num_copies, true);
 }
 
-char *fa_staging_memory(const fa_staging *staging) { return staging->ring[0].memory; }
+char *fa_staging_memory(const fa_staging *staging) {
+  return staging->slot_bytes ? staging->ring[0].memory : NULL;
+}
 
 void fa_staging_stop(fa_staging *staging) {
   atomic_store(&staging->failed, true);
