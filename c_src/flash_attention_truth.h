@@ -530,6 +530,7 @@ struct access {
 /* The accesses to one word that a later one may race with. */
 struct cell {
   access write, read, other_read;
+  access plain_write, plain_read; /* the last not atomic: atomic ones that follow hide no race with them */
 };
 
 struct region {
@@ -717,6 +718,10 @@ inline access this_access(bool atomic) {
   return {m.serial, m.phase, m.warps[thread / warp_size].phase, uint16_t(thread), atomic};
 }
 
+inline bool is_of_warp(const access &before, const access &now) {
+  return before.block == now.block && before.thread / warp_size == now.thread / warp_size;
+}
+
 /* The region where all of the words lie; nullptr after a finding. */
 inline bool check_bounds(const region &r, const char *p, size_t bytes, const char *kind) {
   if (p >= r.begin && p + bytes <= r.end) return true;
@@ -738,14 +743,17 @@ inline place note_read(const void *address, size_t words, bool atomic, bool plai
   for (size_t i = 0; i < words; i++, p += 4) {
     cell &c = r->cells[size_t(p - r->begin) / 4];
     check_race(*r, p, c.write, "written", "read", atomic);
+    if (atomic) check_race(*r, p, c.plain_write, "written", "read", atomic);
     if (!(plain && r->shared) && is_unwritten(*r, p, c))
       add_finding("unwritten", array_name(*r, p),
                   who() + " reads " + element_name(*r, p) + ", which nobody wrote");
     const access now = this_access(atomic);
-    if (is_over(c.read, r->shared) || c.read.thread == now.thread)
+    if (!atomic) c.plain_read = now;
+    const bool same_warp = is_of_warp(c.read, now), others_warp = is_of_warp(c.other_read, now);
+    if (is_over(c.read, r->shared) || (same_warp && c.read.thread == now.thread))
       c.read = now;
-    else
-      c.other_read = now;
+    else if (!same_warp || others_warp || is_over(c.other_read, r->shared))
+      c.other_read = now; /* of two warps where there are such: what orders one of them leaves the other */
   }
   return place::memory;
 }
@@ -760,9 +768,12 @@ inline place note_write(const void *address, size_t words, bool atomic) {
   for (size_t i = 0; i < words; i++, p += 4) {
     cell &c = r->cells[size_t(p - r->begin) / 4];
     check_race(*r, p, c.write, "written", "written", atomic);
+    if (atomic) check_race(*r, p, c.plain_write, "written", "written", atomic);
+    if (atomic) check_race(*r, p, c.plain_read, "read", "written", atomic);
     check_race(*r, p, c.read, "read", "written", atomic);
     check_race(*r, p, c.other_read, "read", "written", atomic);
     c.write = this_access(atomic);
+    if (!atomic) c.plain_write = c.write;
   }
   return place::memory;
 }
@@ -1992,6 +2003,8 @@ inline bool set_option(const std::string &word) {
     options().arithmetic = settings::f32;
   else if (word == "--early-return")
     options().allow_early_return = true;
+  else if (word == "--unrounded-halves")
+    options().round_halves = false;
   else
     return false;
   return true;

@@ -170,7 +170,7 @@ static bool read_operands(xla_call *call) {
 /* ---- results --------------------------------------------------------------------------------------- */
 
 /* "f32[2, 5, 3]" */
-static const char *shape_text(char text[128], const fa_shape *shape) {
+const char *fa_xla_shape_text(char text[128], const fa_shape *shape) {
   int used = snprintf(text, 128, "%s[", fa_dtype_name(shape->dtype));
   for (int i = 0; i < shape->rank && i < FA_MAX_RANK; i++)
     used += snprintf(text + used, 128 - (size_t)used, "%s%lld", i ? ", " : "", (long long)shape->dims[i]);
@@ -182,10 +182,10 @@ static bool bind_result(xla_call *call, fa_tensor_id id, const XLA_FFI_Buffer *b
   const fa_shape wanted = fa_tensor_shape(&call->problem, id);
   char expected[128], got[128];
   fa_shape shape;
-  if (!buffer) return reject(call, fa_tensor_name(id), shape_text(expected, &wanted), "no such result");
+  if (!buffer) return reject(call, fa_tensor_name(id), fa_xla_shape_text(expected, &wanted), "no such result");
   if (!read_shape(call, id, buffer, &shape)) return false;
   const bool flat = shape.rank == 1 && shape.dtype == wanted.dtype && shape.size_bytes == wanted.size_bytes;
-  if (strcmp(shape_text(got, &shape), shape_text(expected, &wanted)) != 0 && !flat)
+  if (strcmp(fa_xla_shape_text(got, &shape), fa_xla_shape_text(expected, &wanted)) != 0 && !flat)
     return reject(call, fa_tensor_name(id), expected, got);
   *fa_tensor_at(&call->tensors, id) = fa_tensor_contiguous(&call->problem, id, buffer->data);
   return true;

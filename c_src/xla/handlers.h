@@ -28,4 +28,7 @@ bool fa_xla_read_shape(const XLA_FFI_Buffer *buffer, const XLA_FFI_Array *array,
 /* XLA's error, "flash_attention_<call>: <message>". */
 XLA_FFI_Error *fa_xla_make_error(const XLA_FFI_CallFrame *frame, const char *call, const fa_error *error);
 
+/* "f32[2, 5, 3]" */
+const char *fa_xla_shape_text(char text[128], const fa_shape *shape);
+
 #endif

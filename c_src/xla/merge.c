@@ -86,6 +86,7 @@ static bool read_operands(merge_call *call) {
   if (has_sink &&
       !fa_xla_read_shape(buffers[args->size - 1], call->sink_shape, "sink", &call->sink, &call->error))
     return false;
+  if (call->sink_shape && !has_sink) return reject(call, "sink", "an operand of that name", "a shape alone");
   if (fa_merge_set_shapes(m, &o, has_sink ? &call->sink : NULL, &call->error)) return false;
   if (has_sink) m->sink = buffers[args->size - 1]->data;
   m->merged.dtype = o.dtype; /* of a forward it becomes that of its result */
@@ -112,28 +113,33 @@ static bool read_operands(merge_call *call) {
 
 /* ---- results --------------------------------------------------------------------------------------------- */
 
-/* The next result, which has that many elements of that type, in their own shape or flat. */
-static bool bind_result(merge_call *call, const char *name, fa_dtype dtype, int64_t count, void **data) {
+/* The next result, of that type and shape, or flat. */
+static bool bind_result(merge_call *call, const char *name, const fa_shape *wanted, void **data) {
   const XLA_FFI_Rets *rets = &call->frame->rets;
-  char expected[64], got[64];
-  snprintf(expected, sizeof expected, "%s of %lld elements", fa_dtype_name(dtype), (long long)count);
+  char expected[128], got[128];
+  fa_xla_shape_text(expected, wanted);
   if (call->num_results >= rets->size) return reject(call, name, expected, "no such result");
   const XLA_FFI_Buffer *buffer = rets->rets[call->num_results++];
   fa_shape shape;
   if (!fa_xla_read_shape(buffer, NULL, name, &shape, &call->error)) return false;
   *data = buffer->data;
-  if (shape.dtype == dtype && shape.size_bytes == count * (int64_t)fa_dtype_bytes(dtype)) return true;
-  snprintf(got, sizeof got, "%s of %lld bytes", fa_dtype_name(shape.dtype), (long long)shape.size_bytes);
-  return reject(call, name, expected, got);
+  const bool flat = shape.rank == 1 && shape.dtype == wanted->dtype && shape.size_bytes == wanted->size_bytes;
+  return strcmp(fa_xla_shape_text(got, &shape), expected) == 0 || flat || reject(call, name, expected, got);
+}
+
+static fa_shape shape_of(fa_dtype dtype, int32_t rank, const int64_t *dims) {
+  fa_shape shape = {.dtype = dtype, .rank = rank, .size_bytes = (int64_t)fa_dtype_bytes(dtype)};
+  for (int i = 0; i < rank; i++) shape.size_bytes *= shape.dims[i] = dims[i];
+  return shape;
 }
 
 static bool bind_part(merge_call *call, const char *names[2], fa_dtype dtype, fa_part *part) {
   const fa_merge *m = &call->merge;
-  const int64_t rows = m->batch * m->seqlen_q * m->num_heads;
+  const fa_shape of_o = shape_of(dtype, 4, (int64_t[]){m->batch, m->seqlen_q, m->num_heads, m->head_dim});
+  const fa_shape of_lse = shape_of(m->merged.dtype == FA_DTYPE_F64 ? FA_DTYPE_F64 : FA_DTYPE_F32, 3,
+                                   (int64_t[]){m->batch, m->num_heads, m->seqlen_q});
   void *o;
-  if (!bind_result(call, names[0], dtype, rows * m->head_dim, &o) ||
-      !bind_result(call, names[1], m->merged.dtype == FA_DTYPE_F64 ? FA_DTYPE_F64 : FA_DTYPE_F32, rows,
-                   &part->lse))
+  if (!bind_result(call, names[0], &of_o, &o) || !bind_result(call, names[1], &of_lse, &part->lse))
     return false;
   part->o = fa_merge_contiguous(m, o);
   part->dtype = dtype;
@@ -148,7 +154,7 @@ static bool bind_gradients(merge_call *call) {
       return false;
   if (!m->sink) return true;
   void *dsink;
-  if (!bind_result(call, "dsink", FA_DTYPE_F32, call->sink.size_bytes / 4, &dsink)) return false;
+  if (!bind_result(call, "dsink", &call->sink, &dsink)) return false;
   m->dsink = dsink;
   return true;
 }

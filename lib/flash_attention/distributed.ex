@@ -222,10 +222,25 @@ defmodule FlashAttention.Distributed do
   @doc "The whole tensor of all ranks' shards, on each of them: `FlashAttention.Distributed.Deal.undispatch/3`."
   @spec gather(Group.t(), Deal.t(), tensor, Deal.axis()) :: {:ok, tensor} | {:error, Error.t()}
   def gather(%Group{} = group, %Deal{} = deal, shard, axis \\ :rows) do
-    call(group, fn -> {:ok, [call: "gather"], nil} end, fn number, nil ->
+    call(group, fn -> gather_problem(group, deal, shard, axis) end, fn number, nil ->
       with {:ok, shards} <- Passes.share(group, {number, :shards}, shard),
            do: {:ok, Deal.undispatch(deal, for(rank <- 0..(group.num_ranks - 1), do: shards[rank]), axis)}
     end)
+  end
+
+  defp gather_problem(group, deal, shard, axis) do
+    with :ok <- check_deal(group, deal),
+         {:ok, _axis} <- one_of(:axis, axis, %{rows: :rows, columns: :columns}),
+         {:ok, type, shape} <- Deal.check_shard(deal, group.rank, shard, axis) do
+      {:ok,
+       [
+         call: "gather",
+         deal: "number #{hash(deal)}",
+         axis: axis,
+         shard: "type #{inspect(type)}",
+         shard: "shape #{inspect(put_elem(shape, 1, :_))}"
+       ], nil}
+    end
   end
 
   # ---- passes --------------------------------------------------------------------------------------------

@@ -137,6 +137,16 @@ defmodule FlashAttention.Distributed.Deal do
   end
 
   @doc false
+  # The type and shape of a rank's shard, or what is wrong with it.
+  def check_shard(deal, rank, shard, axis) do
+    {{_data, type, shape}, _names} = read!(shard, :shard)
+    check_seqlen!(:shard, shape, deal |> ranges!(rank, axis) |> Ranges.count())
+    {:ok, type, shape}
+  rescue
+    error in Error -> {:error, error}
+  end
+
+  @doc false
   # What a rank needs of another's columns, or of its own.
   def needed(%__MODULE__{} = deal, rank, owner), do: deal |> seen(rank) |> Ranges.intersect(deal.columns[owner])
 
@@ -302,7 +312,7 @@ defmodule FlashAttention.Distributed.Deal do
   def seqlen(%__MODULE__{size: {_seqlen_q, seqlen_k}}, :columns), do: seqlen_k
 
   defp read!(tensor, argument) do
-    case TensorLike.to_native(tensor, {:cpu, 0}) do
+    case Tensor.read(tensor, {:cpu, 0}) do
       {:ok, {data, _type, shape} = native, names} when is_binary(data) and tuple_size(shape) > 1 ->
         {native, names}
 

@@ -34,18 +34,19 @@ defmodule FlashAttention.Distributed.Messages do
       Inbox.post(group.peers[rank], group.rank, number, taken, :long)
     end
 
-    {:ok, {for({rank, _counts} <- gets, do: {rank, number}), likes}}
+    seqlen = for({_rank, counts} <- gets, count <- counts, do: count) |> Enum.sum()
+    {:ok, {for({rank, _counts} <- gets, do: {rank, number}), likes, seqlen}}
   end
 
   @impl true
-  def await(group, {keys, likes}) do
+  def await(group, {keys, likes, seqlen}) do
     with {:ok, came} <- Inbox.await(group.inbox, keys, group.timeout) do
       taken = Enum.map(keys, &came[&1])
 
       {:ok,
        for(
          {like, index} <- Enum.with_index(likes),
-         do: taken |> Enum.map(&Enum.at(&1, index)) |> Rows.join(like)
+         do: taken |> Enum.map(&Enum.at(&1, index)) |> Rows.join(like, seqlen)
        )}
     end
   end

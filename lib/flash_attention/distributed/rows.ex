@@ -14,14 +14,9 @@ defmodule FlashAttention.Distributed.Rows do
           for({first, last} <- ranges, do: binary_part(data, (b * seqlen + first) * row, (last - first) * row))
   end
 
-  @doc "A tensor like that one of the rows that several gave, one behind the other in each batch."
-  def join([], {_data, type, shape}), do: {<<>>, type, put_elem(shape, 1, 0)}
-
-  def join(taken, {_data, type, shape}) do
-    data = taken |> Enum.zip_with(& &1) |> IO.iodata_to_binary()
-    seqlen = div(byte_size(data), max(1, elem(shape, 0) * row_bytes(type, shape)))
-    {data, type, put_elem(shape, 1, seqlen)}
-  end
+  @doc "A tensor like that one of the rows that several gave, so many of each batch, one behind the other."
+  def join(taken, {_data, type, shape}, seqlen),
+    do: {taken |> Enum.zip_with(& &1) |> IO.iodata_to_binary(), type, put_elem(shape, 1, seqlen)}
 
   @doc "Whether so many rows are fewer than all, and can be read where they are, as well aligned as the whole."
   def slices?({_data, type, {batch, seqlen, _, _} = shape}, first, count),

@@ -115,7 +115,18 @@ defmodule Mix.Tasks.FlashAttention.Truth do
     if not (is_list(cases) and cases != [] and Enum.all?(cases, &Keyword.keyword?/1)),
       do: Mix.raise("--case: expected #{path} to give a list of keyword lists")
 
+    Enum.each(cases, &check_keys!/1)
     cases
+  end
+
+  @launch_keys [:kernel, :args, :grid, :block, :shared]
+  @case_keys [:name, :arrays, :backward, :gradients, :seeds] ++ (@launch_keys -- [:kernel])
+
+  # What is misspelt would be compared with nothing, and agree.
+  defp check_keys!(c) do
+    for {given, keys} <- [{c, @case_keys} | Enum.map(launches(c[:backward]), &{&1, @launch_keys})],
+        key <- Keyword.keys(given) -- keys,
+        do: Mix.raise("--case: expected keys among #{Enum.join(keys, ", ")}, got #{inspect(key)}")
   end
 
   # ---- the program -------------------------------------------------------------------------------------------
