@@ -112,10 +112,11 @@ defmodule FlashAttention.Training do
   defp check_loss!(loss), do: raise(Error.invalid(:loss, "a number or a scalar", Error.show(loss)))
 
   @doc """
-  Attention as a stage: `{q, k, v}` or `{q, k, v, %{sink: sink}}` to `{o, pullback}`.
+  Attention as a stage: `{q, k, v}` or `{q, k, v, optional}`, a map as `%{sink: sink}`, to `{o, pullback}`.
 
-  The pullback takes `dout` and returns what goes with the inputs: `{dq, dk, dv}` or
-  `{dq, dk, dv, %{sink: dsink}}`, as often as it is called. The options are those of `FlashAttention.forward/4`.
+  The pullback takes `dout` and returns what goes with the inputs: `{dq, dk, dv}`, or `{dq, dk, dv, gradients}` where
+  `sink`, `bias` or `alibi_slopes` have gradients, as `%{sink: dsink}`; as often as it is called. The options are those
+  of `FlashAttention.forward/4`, of which `:device` names one device here.
 
       iex> one = FlashAttention.Tensor.new(<<1.0::float-32-native>>, :f32, {1, 1, 1, 1})
       iex> {o, pullback} = FlashAttention.Training.attention({one, one, one})

@@ -4,10 +4,11 @@ defmodule FlashAttention.Training.Model do
 
     * `embed` - parameters and a batch to `{q, k, v}`, or to `{q, k, v, optional}`, a map of attention's options that
       parameters or the batch make: `%{sink: sink, mask: mask}`. Its pullback takes the gradients in the same form, the
-      map with those of sinks alone and left out where there are none, and returns those of the parameters.
+      map with those of `sink`, `bias` and `alibi_slopes`, as the backward returns them, and left out where there are none,
+      and returns those of the parameters.
     * `head` - parameters, attention's output and a batch to the loss. Its pullback takes the gradient by the
       loss, a number, and returns `{gradients of the parameters, gradient of attention's output}`.
-    * `attention` - options of `FlashAttention.forward/4`
+    * `attention` - options of `FlashAttention.forward/4`; `:device` is one device, as what the backward needs stays on it
 
   Gradients of parameters are nested as the parameters are; a parameter that a stage does not use is left out.
   Batches are whatever the two stages make of them.

@@ -22,10 +22,12 @@ if Code.ensure_loaded?(Nx) do
     alias Nx.Defn
 
     @doc """
-    The model whose embedding is `embed.(params, batch)`, giving `{q, k, v}` or `{q, k, v, optional}` (sinks, a mask), and
-    whose loss is `head.(params, o, batch)`, a scalar.
+    The model whose embedding is `embed.(params, batch)`, giving `{q, k, v}` or `{q, k, v, optional}` (a map of `sink`,
+    `bias` and `alibi_slopes`, through which the parameters have gradients, and of a mask), and whose loss is
+    `head.(params, o, batch)`, a scalar.
 
-    Both may use any of the parameters. The options are those of `FlashAttention.forward/4`.
+    Both may use any of the parameters. The options are those of `FlashAttention.forward/4`, of which `:device` names one
+    device here.
     """
     @spec model(fun, fun, keyword) :: Model.t()
     def model(embed, head, attention \\ []),
