@@ -11,12 +11,12 @@ defmodule FlashAttention.Telemetry do
 
   Times are in native units (`System.convert_time_unit/3`). `kernel_time` is how long the device computed; bytes are
   those that crossed the bus, 0 on the CPU. Metadata of both: `pass` (`:forward` or `:backward`), `device` (such as
-  `{:cuda, 0}`, or a list of several), `type` and `shape` of q, and `error` of the second: `nil`, or the `FlashAttention.Error`, whose
-  measurements are 0. Where `device: :auto` goes on to another device, that one has events of its own.
+  `{:cuda, 0}`, or a list of several), `type` and `shape` of q, and `error` of the second: `nil`, or the `FlashAttention.Error`, with
+  which `kernel_time` and bytes are 0. Where `device: :auto` goes on to another device, that one has events of its own.
 
   Each append to a `FlashAttention.Cache` gives `[:flash_attention, :cache, :append]` when it is done: measurements are
-  `duration`, `rows` (of all its sequences), and `free_pages` that are left; metadata `device`, `type`, `shape` of k, and
-  `error`, which is `:out_of_memory` where the cache was full.
+  `duration`, `rows` (of all its sequences; 0 on an error), and `free_pages` that are left; metadata `device`, `type`, `shape` of
+  k, and `error`: `nil`, or the `FlashAttention.Error`, whose `reason` is `:out_of_memory` where the cache was full.
 
       :telemetry.attach("log", [:flash_attention, :run, :stop], fn _event, measurements, metadata, _config ->
         IO.inspect({metadata.pass, metadata.device, measurements.bytes_to_device})
