@@ -15,7 +15,7 @@
 -export([cache/1, sequence/1, append/3, fork/1, sequence_length/1, cache_info/1]).
 -export([mask/1, plan/3, plan/4, backend_info/0, release/1, states_bytes/1, trim/0]).
 
--export_type([tensor/0, options/0, mask/0, states/0, cache/0, sequence/0, error/0]).
+-export_type([tensor/0, options/0, mask/0, states/0, cache/0, sequence/0, plan/0, device_info/0, error/0]).
 
 -type type() :: f32 | f64 | bf16 | f16 | u8 | s32 | u32 | {f, 16 | 32 | 64} | {bf, 16} | {u, 8 | 32} | {s, 32}.
 -type tensor() :: {Data :: term(), type(), Shape :: tuple()}
@@ -45,6 +45,10 @@
 -type error() :: #{reason := atom(), argument := atom(), expected := binary() | undefined,
                    got := binary() | undefined, message := binary()}.
 -type device() :: cpu | {atom(), non_neg_integer()}.
+-type plan() :: #{device := device(), forward := binary(), backward := binary() | undefined}.
+-type device_info() :: #{device := device(), name := binary(), features := [binary()], threads := pos_integer(),
+                         memory_bytes := pos_integer() | undefined, page_bytes := non_neg_integer(),
+                         memory := #{atom() => non_neg_integer()} | undefined}.
 
 %% @doc Attention over the rows of sequences of a cache, one for each batch of Q.
 -spec forward(tensor(), [sequence()]) -> {ok, tensor()} | {error, error()}.
@@ -132,17 +136,21 @@ cache_info(Cache) -> plain('Elixir.FlashAttention.Cache':info(Cache)).
 -spec mask(mask()) -> {ok, map()} | {error, error()}.
 mask(Description) -> plain(to_mask(Description)).
 
-%% @doc Which device and kernels calls with these tensors and options would use; nothing is computed.
--spec plan(tensor(), tensor(), tensor()) ->
-          {ok, #{device := device(), forward := binary(), backward := binary()}} | {error, error()}.
+%% @doc Which device and kernels calls with these tensors and options would use; nothing is computed. The backward
+%% is `undefined' with a `page_table', which only the forward takes.
+-spec plan(tensor(), tensor(), tensor()) -> {ok, plan()} | {error, error()}.
 plan(Q, K, V) -> plan(Q, K, V, []).
 
--spec plan(tensor(), tensor(), tensor(), options()) ->
-          {ok, #{device := device(), forward := binary(), backward := binary()}} | {error, error()}.
-plan(Q, K, V, Options) -> plain(call(plan, [in(Q), in(K), in(V)], Options)).
+-spec plan(tensor(), tensor(), tensor(), options()) -> {ok, plan()} | {error, error()}.
+plan(Q, K, V, Options) ->
+    case call(plan, [in(Q), in(K), in(V)], Options) of
+        {ok, Plan} -> {ok, undefined_for_nil(Plan)};
+        Error -> plain(Error)
+    end.
 
-%% @doc What computes here: devices, and why there is no CUDA where there is none.
--spec backend_info() -> #{version := binary(), devices := [map()], cuda := binary() | undefined}.
+%% @doc What computes here: devices, and why there is no CUDA where there is none. What is not known of a device, or
+%% not there, is `undefined'.
+-spec backend_info() -> #{version := binary(), devices := [device_info()], cuda := binary() | undefined}.
 backend_info() -> undefined_for_nil('Elixir.FlashAttention':backend_info()).
 
 %% @doc Gives back the memory of a device that states, a tensor or a sequence hold.
@@ -271,5 +279,8 @@ plain({error, #{'__struct__' := _} = Error}) ->
     {error, undefined_for_nil(maps:without(['__struct__', '__exception__'], Error))};
 plain(Result) -> Result.
 
-undefined_for_nil(Map) ->
-    maps:map(fun(_Key, nil) -> undefined; (_Key, Value) -> Value end, Map).
+%% In maps and lists as deep as they go.
+undefined_for_nil(nil) -> undefined;
+undefined_for_nil(Map) when is_map(Map) -> maps:map(fun(_Key, Value) -> undefined_for_nil(Value) end, Map);
+undefined_for_nil(List) when is_list(List) -> [undefined_for_nil(Element) || Element <- List];
+undefined_for_nil(Value) -> Value.

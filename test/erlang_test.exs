@@ -216,6 +216,15 @@ defmodule ErlangTest do
     assert cuda == :undefined or is_binary(cuda)
   end
 
+  test "what is not there is undefined" do
+    assert %{devices: [%{device: :cpu, memory: :undefined, features: [_ | _]} | _]} =
+             :flash_attention.backend_info()
+
+    q = tuple(random(1, :f32, {1, 2, 1, 4}))
+    options = %{page_table: {<<0::32, 0::32>>, :s32, {1, 2}}, device: :cpu}
+    assert {:ok, %{forward: "cpu/" <> _, backward: :undefined}} = :flash_attention.plan(q, q, q, options)
+  end
+
   test "errors are maps" do
     q = tuple(random(1, :f32, {1, 2, 1, 4}))
 
