@@ -68,8 +68,9 @@ defmodule FlashAttention do
   by then; who computes others on another stream waits for that first. Results are complete when the call returns. A
   GPU's memory that runs out is an error that says how much was asked for and is free.
 
-  With `device: [{:cuda, 0}, {:cuda, 1}]`, or `:all` of them, the GPUs divide the batches or heads of a call among them, and
-  each copies over its own bus. For sequences too long for one GPU see `FlashAttention.Distributed`.
+  With `device: [{:cuda, 0}, {:cuda, 1}]`, or `:all` of them, the GPUs divide the batches or heads of a call of `forward/4`,
+  `forward_with_states/4` or `backward/7` among them, and each copies over its own bus. For sequences too long for one GPU see
+  `FlashAttention.Distributed`.
 
   `FlashAttention.Telemetry` tells what was moved and how long it took.
 
@@ -476,7 +477,8 @@ defmodule FlashAttention do
   by the others it has none: asking for that raises.
 
   On EXLA it is a custom call on the device that the computation runs on, see `FlashAttention.EXLA`. With a
-  `:device` other than `:auto`, the default, the library computes there, whatever compiles the rest.
+  `:device` other than `:auto`, the default, the library computes there, whatever compiles the rest: on one device, not
+  on several.
 
       defn loss(q, k, v), do: FlashAttention.attention(q, k, v, window: {127, 0}) |> Nx.sum()
       defn gradients(q, k, v), do: grad({q, k, v}, fn {q, k, v} -> loss(q, k, v) end)

@@ -76,9 +76,10 @@ defmodule FlashAttention.Cache do
     * `:num_kv_heads`, `:head_dim`: of `k` and `v`
     * `:page_size`: rows on a page, #{@defaults[:page_size]} unless it is given. A small one wastes less on the last page of a
       sequence, a large one is found faster
-    * `:device`: as in `FlashAttention.forward/4`; `:auto`, the default, is the first that takes a forward from pages
+    * `:device`: as in `FlashAttention.forward/4`, but one; `:auto`, the default, is the first that takes a forward from pages
 
-  Errors: `:invalid_argument`, which names the option; `:out_of_memory`.
+  Errors: `:invalid_argument`, which names the option; `:no_device`; `:unsupported` where the device takes no forward from
+  such pages; `:out_of_memory`.
 
       iex> {:ok, cache} = FlashAttention.Cache.new(bytes: 1000, type: :f32, num_kv_heads: 1, head_dim: 4, device: :cpu)
       iex> {cache.num_pages, cache.page_size}

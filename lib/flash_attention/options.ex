@@ -110,7 +110,8 @@ defmodule FlashAttention.Options do
       default: :auto,
       doc:
         "Where to compute; `:auto` is the first CUDA device where there is one that takes the problem, and else " <>
-          "the CPU. Several devices divide the batches or heads of tensors of the host's memory among them; `:all` is every GPU."
+          "the CPU. Several devices divide the batches or heads of tensors of the host's memory among them; `:all` is every GPU. " <>
+          "Only `forward/4`, `forward_with_states/4` and `backward/7` of tensors take several, and where nothing stays on a device."
     ],
     precision: [
       type: {:in, [:highest, :high, :default]},
@@ -341,13 +342,13 @@ defmodule FlashAttention.Options do
   defp describe(:boolean), do: %{expected: "true or false", doc: "`true`, `false`", spec: quote(do: boolean)}
 
   defp describe(:scale),
-    do: %{expected: "a number other than 0", doc: "number, not 0", spec: quote(do: number)}
+    do: %{expected: "a number other than 0", doc: "number from -1e30 to 1e30, not 0", spec: quote(do: number)}
 
   defp describe(:rate),
-    do: %{expected: "a number from 0 to 1 - 2⁻¹⁶", doc: "number ≥ 0, < 1", spec: quote(do: number)}
+    do: %{expected: "a number from 0 to 1 - 2⁻¹⁶", doc: "number from 0 to 1 - 2⁻¹⁶", spec: quote(do: number)}
 
   defp describe(:softcap),
-    do: %{expected: "a number of at least 0", doc: "number ≥ 0", spec: quote(do: number)}
+    do: %{expected: "a number of at least 0", doc: "number from 0 to 1e30", spec: quote(do: number)}
 
   defp describe(:window) do
     %{
