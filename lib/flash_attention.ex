@@ -38,9 +38,12 @@ defmodule FlashAttention do
   | `q`, `o`, `dout`, `dq` | `{batch, seqlen_q, num_heads, head_dim}`   | `f32`, `bf16`, `f16`, `f64` (CPU only) |
   | `k`, `v`, `dk`, `dv`   | `{batch, seqlen_k, num_kv_heads, head_dim}`| as `q`                                 |
   | `lse`                  | `{batch, num_heads, seqlen_q}`             | `f32` (`f64` with `f64`)               |
+  | `dlse`                 | `{batch or 1, num_heads, seqlen_q}`        | as `lse`                               |
   | `sink`, `dsink`        | `{num_sinks, num_heads}`, or a row's own, `{batch, seqlen_q, num_sinks, num_heads}` | `f32` |
   | `alibi_slopes`, `dalibi_slopes` | `{batch or 1, num_heads}`         | `f32`                                  |
   | `bias`, `dbias`        | `{batch or 1, num_heads or 1, seqlen_q or 1, seqlen_k}` | as `q`, `f32`, or `u8` (0 hides) |
+  | `dropout_seed`         | `{2}`                                      | `u32`                                  |
+  | `bands` (of a mask)    | `{batch or 1, num_bands, 6}`               | `s32`                                  |
   | `key_lengths`          | `{batch or 1}`                             | `s32`                                  |
   | `page_table`           | `{batch, max_pages}`; `k` and `v` are then `{num_pages, page_size, num_kv_heads, head_dim}` | `s32` |
 
@@ -151,7 +154,7 @@ defmodule FlashAttention do
   end
 
   @doc """
-  As `forward/4`, but returns `o` or raises.
+  As `forward/4`, but returns `o` or raises; `forward!(q, [sequence, ...], opts)` is that from a cache.
 
       iex> one = FlashAttention.Tensor.new(<<1.0::float-32-native>>, :f32, {1, 1, 1, 1})
       iex> FlashAttention.forward!(one, one, one).data
@@ -160,6 +163,7 @@ defmodule FlashAttention do
       ** (FlashAttention.Error) causal: expected true or false, got :yes
   """
   @spec forward!(tensor, tensor, tensor, [option]) :: tensor
+  @spec forward!(tensor, [Cache.Sequence.t(), ...], [option]) :: tensor
   def forward!(q, k, v, opts \\ []), do: forward(q, k, v, opts) |> unwrap!()
 
   @doc "As `forward/3` of `q`, sequences of a `FlashAttention.Cache` and no options."
@@ -172,6 +176,8 @@ defmodule FlashAttention do
   Takes the options of `forward/4`. With `keep: :device` a `FlashAttention.States` comes in place of `lse`: on a GPU,
   what `backward/2` needs stays in its memory, and only `dout` has to be uploaded then. It is given back when the
   states are collected, or at once by `release/1`.
+
+  `forward_with_states(q, [sequence, ...], opts)` is that of `forward/4` from a cache, with `lse`; it does not take `:keep`.
 
       iex> zero = FlashAttention.Tensor.new(<<0.0::float-64-native>>, :f64, {1, 1, 1, 1})
       iex> sink = FlashAttention.Tensor.new(<<0.0::float-32-native>>, :f32, {1, 1})
@@ -188,6 +194,8 @@ defmodule FlashAttention do
   """
   @spec forward_with_states(tensor, tensor, tensor, [option]) ::
           {:ok, tensor, tensor | States.t()} | {:error, Error.t()}
+  @spec forward_with_states(tensor, [Cache.Sequence.t(), ...], [option]) ::
+          {:ok, tensor, tensor} | {:error, Error.t()}
   def forward_with_states(q, k, v, opts \\ [])
 
   def forward_with_states(q, sequences, opts, []) when is_list(sequences) do
@@ -201,7 +209,8 @@ defmodule FlashAttention do
   end
 
   @doc """
-  As `forward_with_states/4`, but returns `{o, lse}` or `{o, states}`, or raises.
+  As `forward_with_states/4`, but returns `{o, lse}` or `{o, states}`, or raises. From a cache it is
+  `forward_with_states!(q, [sequence, ...], opts)`.
 
       iex> one = FlashAttention.Tensor.new(<<1.0::float-32-native>>, :f32, {1, 1, 1, 1})
       iex> {o, lse} = FlashAttention.forward_with_states!(one, one, one)
@@ -209,6 +218,7 @@ defmodule FlashAttention do
       {{1, 1, 1, 1}, {1, 1, 1}}
   """
   @spec forward_with_states!(tensor, tensor, tensor, [option]) :: {tensor, tensor | States.t()}
+  @spec forward_with_states!(tensor, [Cache.Sequence.t(), ...], [option]) :: {tensor, tensor}
   def forward_with_states!(q, k, v, opts \\ []), do: forward_with_states(q, k, v, opts) |> unwrap!()
 
   @doc """
