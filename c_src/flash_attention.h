@@ -125,6 +125,12 @@
  * processors of the process's first thread, as many as its control group's quota is worth, and take no signals.
  * After a fork() the child begins anew: what was allocated on a GPU, and for one, is its parent's alone.
  *
+ * The environment. FLASH_ATTENTION_NUM_THREADS, from 1 to 1023, is how many threads a plan for the CPU takes,
+ * where it has work for so many; otherwise, and with anything else, it is the number of processors, and fewer
+ * for a small problem. FLASH_ATTENTION_DISABLE lists, with commas between, what is not used though it is there:
+ * amx, avx512bf16, avx512 (and with it both of these), avx2, and sm90, Hopper's own kernels.
+ * FLASH_ATTENTION_CACHE=0 leaves no memory at hand on a GPU (fa_device_alloc).
+ *
  * Errors: functions return FA_STATUS_OK (0) or another status, and describe what went wrong in the
  * fa_error that the caller passes (NULL where the text is not wanted). Outputs are unspecified after an
  * error. No function aborts, and none prints.
@@ -855,7 +861,7 @@ FA_API void fa_link_free(fa_link *link);
  * 48".
  */
 
-/* Registers both calls on both platforms with the XLA runtime whose XLA_FFI_GetApi() returned api: once a
+/* Registers the four calls on both platforms with the XLA runtime whose XLA_FFI_GetApi() returned api: once a
  * runtime, before it compiles the first of them. FA_STATUS_UNSUPPORTED where the library was built without
  * XLA's header, or where the runtime does not take them; the error says why. */
 FA_API fa_status fa_xla_register(const void *api, fa_error *error);

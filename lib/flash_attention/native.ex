@@ -345,8 +345,9 @@ defmodule FlashAttention.Native do
   def cache_release(sequence), do: once_loaded(:cache_release, [sequence])
 
   @doc """
-  Registers the passes with the XLA that is loaded in this VM as the library of that name, as the custom calls
-  `flash_attention_forward` and `flash_attention_backward`. The C header says what they take.
+  Registers the passes and merges of parts with the XLA that is loaded in this VM as the library of that name, as the custom
+  calls `flash_attention_forward`, `flash_attention_backward`, `flash_attention_merge` and `flash_attention_merge_backward`.
+  The C header says what they take.
 
   Once, before the first of them is compiled. EXLA loads XLA as `libxla_extension.so` when its NIF is loaded:
 
