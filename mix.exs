@@ -68,7 +68,8 @@ defmodule FlashAttention.MixProject do
 
   # A list with Hex packages fails at once where Hex is not installed, and nothing here needs one. Nx 0.7 runs on
   # Elixir 1.14; the newest, and what stands on it, needs 1.17. Only for those who depend on this and have EXLA and
-  # Axon do they matter when it is compiled (:prod): working on it should not bring XLA along.
+  # Axon do they matter when it is compiled (:prod): `mix deps.get` fetches them, but who works on this need not
+  # compile them, nor XLA for them.
   defp deps do
     cond do
       not Code.ensure_loaded?(Hex) -> []
