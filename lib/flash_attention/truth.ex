@@ -42,7 +42,7 @@ defmodule FlashAttention.Truth do
   The worst of what was compared for an argument.
 
     * `where` - the element's index, or `{:direction, n}`
-    * `got`, `expected` - the gradient that the backward gave, and the difference quotient
+    * `got`, `expected` - the gradient that the backward gave, `:nan` where it is not finite, and the difference quotient
     * `units` - their distance, in units of `bar`, which is what rounding and the step size explain
     * `outcome` - `:failed` where `units` is more than allowed
   """
@@ -50,7 +50,7 @@ defmodule FlashAttention.Truth do
           name: atom,
           outcome: :passed | :failed | :unresolved,
           where: tuple,
-          got: float,
+          got: float | :nan,
           expected: float,
           bar: float,
           units: float | :infinity,
@@ -73,13 +73,13 @@ defmodule FlashAttention.Truth do
     * `:loss_of` - positions of the outputs that the loss depends on, default all; the others' gradients are zeros
     * `:ignore` - elements not to look at, as `[k: fn index -> boolean end]`; the index is a tuple
     * `:elements` - how many elements of each input are looked at one by one, default 16, or `:all`
-    * `:directions` - how many directions besides, default 2
+    * `:directions` - how many directions besides, default 2; not 0 where `:elements` is
     * `:step` - of the smallest difference, default the fifth root of the type's roundoff
     * `:allowed` - default 2.0
     * `:seed` - of directions, elements and the outputs' gradients, default 0
     * `:type` - of binaries, default `{:f, 32}`
 
-  Raises `ArgumentError` where the functions give what does not fit.
+  Raises `ArgumentError` where the functions give what does not fit, and where there is nothing to look at.
   """
   @spec check(([tensor] -> term), ([tensor], [tensor], [tensor] -> term), [tensor] | keyword(tensor), keyword) ::
           report
@@ -96,6 +96,9 @@ defmodule FlashAttention.Truth do
         seed: 0,
         type: {:f, 32}
       ])
+
+    if opts[:elements] == 0 and opts[:directions] == 0,
+      do: raise(ArgumentError, "elements, directions: expected one of them to be more than 0")
 
     named = named(inputs)
     arguments = for {name, value} <- named, do: Arguments.read(name, value, opts[:type])

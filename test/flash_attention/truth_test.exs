@@ -137,6 +137,10 @@ defmodule FlashAttention.TruthTest do
     assert_raise ArgumentError, "x: no element is left to look at", fn ->
       Truth.check(&forward/1, &backward/3, inputs(:f32), ignore: [x: fn _ -> true end])
     end
+
+    assert_raise ArgumentError, "elements, directions: expected one of them to be more than 0", fn ->
+      Truth.check(&forward/1, &backward/3, inputs(:f32), elements: 0, directions: 0)
+    end
   end
 
   test "assert_gradients raises with the table" do
