@@ -72,7 +72,7 @@ defmodule FlashAttention.Mask do
 
   These are the `cu_seqlens` of other libraries: sequence `n` has the rows from number `n` to number `n + 1`.
   """
-  @spec packed_at(numbers, numbers) :: t
+  @spec packed_at(numbers, numbers | nil) :: t
   def packed_at(cu_seqlens_q, cu_seqlens_k \\ nil) do
     numbers = %{q: cu_seqlens_q, k: cu_seqlens_k || cu_seqlens_q}
     for name <- [:q, :k], is_list(numbers[name]), do: check_ascending!(:"cu_seqlens_#{name}", numbers[name])

@@ -12,8 +12,8 @@ defprotocol FlashAttention.TensorLike do
   @doc """
   The tensor as data, type and shape, and the names of its axes; or why it has none, as an error names it.
 
-  The data are a binary. Where the elements lie in the memory of the device, which is the one that will compute,
-  they may be `{address, bytes, tensor}`.
+  The data are a binary, or the `ref` of a `FlashAttention.DeviceMemory`. Where the elements lie in the memory of the device,
+  which is the one that will compute, they may be `{address, bytes, tensor}`.
 
       iex> tensor = FlashAttention.Tensor.new(<<1.0::float-32-native>>, :f32, {1})
       iex> FlashAttention.TensorLike.to_native(tensor, {:cpu, 0})

@@ -1,8 +1,8 @@
 defmodule FlashAttention.Check.Cases do
   @moduledoc false
 
-  # What is checked: sizes that are multiples of nothing, and every option. q and k are shapes
-  # {batch, seqlen, heads, head_dim}; options are the C library's.
+  # What is checked: awkward sizes, causal masks, windows, scales, softcap, grouped heads and sinks, alone and together.
+  # q and k are shapes {batch, seqlen, heads, head_dim}; options are the C library's.
 
   @causal [window_right: 0]
 

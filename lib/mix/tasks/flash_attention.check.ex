@@ -8,7 +8,8 @@ defmodule Mix.Tasks.FlashAttention.Check do
 
   For every type and a set of awkward cases, all outputs are held against the naive float64 implementation, and
   the gradients against central differences and against the derivative of the forward algorithm itself.
-  `FlashAttention.Check` says how.
+  `FlashAttention.Check` says how. The cases have causal masks, windows, scales, softcap, grouped heads and sinks, alone
+  and together; what else there is (masks as data, biases, ALiBi, dropout, pages) is left to the library's own tests.
 
   ## Options
 

@@ -12,6 +12,8 @@ defmodule Mix.Tasks.FlashAttention.Truth do
 
   ## Options
 
+  The file, `--kernel`, `--out` and `--case` are required.
+
     * `--kernel NAME` - the forward kernel, or a plain function; with its template arguments: `"forward<float, 64>"`
     * `--backward NAME` - the backward kernel, where the cases do not name it
     * `--in NAMES` - the arrays whose gradients are wanted, default those that a case has gradients of
