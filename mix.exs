@@ -50,7 +50,10 @@ defmodule FlashAttention.MixProject do
       name: "FlashAttention",
       description: "Exact attention, forward and backward, as a C library with an Elixir API",
       package: package(),
-      docs: [main: "FlashAttention", extras: ["README.md", "CHANGELOG.md" | Path.wildcard("guides/*.md")]]
+      docs: [
+        main: "FlashAttention",
+        extras: ["README.md", "CHANGELOG.md", "CONTRIBUTING.md" | Path.wildcard("guides/*.md")]
+      ]
     ]
   end
 
@@ -83,12 +86,14 @@ defmodule FlashAttention.MixProject do
 
   defp tools, do: [{:telemetry, "~> 1.0", optional: true}, {:ex_doc, "~> 0.30", only: :dev, runtime: false}]
 
+  # With what README, the guides and `make help` speak of, tests and benchmarks too.
   defp package do
     [
       licenses: ["Apache-2.0"],
       links: %{},
       files:
-        ~w(c_src cuda examples guides lib src Makefile mix.exs .formatter.exs README.md LICENSE CHANGELOG.md)
+        ~w(bench c_src cuda examples guides lib src test Makefile mix.exs .formatter.exs .clang-format .ci) ++
+          ~w(README.md LICENSE CHANGELOG.md CONTRIBUTING.md)
     ]
   end
 end
