@@ -129,7 +129,7 @@
  * where it has work for so many; otherwise, and with anything else, it is the number of processors, and fewer
  * for a small problem. FLASH_ATTENTION_DISABLE lists, with commas between, what is not used though it is there:
  * amx, avx512bf16, avx512 (and with it both of these), avx2, and sm90, Hopper's own kernels.
- * FLASH_ATTENTION_CACHE=0 leaves no memory at hand on a GPU (fa_device_alloc).
+ * FLASH_ATTENTION_CACHE=0 uses no memory of a GPU again (fa_device_alloc).
  *
  * Errors: functions return FA_STATUS_OK (0) or another status, and describe what went wrong in the
  * fa_error that the caller passes (NULL where the text is not wanted). Outputs are unspecified after an
