@@ -83,13 +83,6 @@ __device__ inline void put_term(const fa_cuda_key_reading &a, int64_t key, float
     put(__nv_bfloat16());
 }
 
-// Beside 16-bit q numbers that are finite are read as at most 2^20: no score comes near, and one that is far
-// beyond, as masks are made of, has a rounding error that its exponential would be made of. f32's exponents are
-// differences of scores, which are exact.
-__device__ inline float bounded_number(float number) {
-  return isfinite(number) ? fminf(fmaxf(number, -0x1p20f), 0x1p20f) : number;
-}
-
 // The terms of one of a head's two blocks, by a warp.
 __device__ inline void read_slope(const fa_cuda_key_reading &a, int64_t block, int batch, int head) {
   const float slope = bounded_slope(*numbers_of<const float>(a.bias, batch, head), fabsf(1 / a.per_scale)) *
@@ -349,6 +342,26 @@ __device__ inline double block_sum(int64_t count, Term term) {
   return sums[0];
 }
 
+// Whether bands show a row a column, and the bias does, if there is one.
+__device__ inline bool sees_something(const fa_cuda_arguments &a, int batch, int head, int row) {
+  const fa_cuda_cells &bias = a.program.bias;
+  if (!bias.data) return bands_show<true>(a, batch, row);
+  bool sees = false;
+  auto look = [&](auto type) {
+    const auto *numbers = numbers_of<const decltype(type)>(bias, batch, head, row);
+    for (int number = 0; !sees && number < num_bands_of(a); number++) {
+      const Range seen = seen_in_band<true>(band_at(a, batch, number), {row, row + 1});
+      for (int column = seen.begin; !sees && column < seen.end; column++)
+        sees = static_cast<float>(numbers[column]) != -INFINITY;
+    }
+  };
+  if (bias.dtype == FA_DTYPE_BF16)
+    look(__nv_bfloat16());
+  else
+    with_type<__half>(bias.dtype, look);
+  return sees;
+}
+
 // dsink = -sum over batch and rows of exp(sink - lse) * delta; of a row that sees nothing o is 0, whatever it
 // and dout hold.
 __global__ void __launch_bounds__(THREADS)
@@ -361,7 +374,7 @@ __global__ void __launch_bounds__(THREADS)
     if (row >= sequence.num_rows()) return 0;
     const float *lse = lse_at(a, sequence, head, row);
     float delta = delta_of(a, {batch, head, row});
-    if (isnan(delta) && !bands_show<true>(a, batch, row)) delta = -dlse_at(a, dlse, lse, batch);
+    if (isnan(delta) && !sees_something(a, batch, head, row)) delta = -dlse_at(a, dlse, lse, batch);
     return *lse == -INFINITY || delta == 0 ? 0 : expf(sink - *lse) * delta;
   });
   if (threadIdx.x == 0) a.dsink[blockIdx.x] = static_cast<float>(-sum);

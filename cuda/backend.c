@@ -995,13 +995,13 @@ static bool sees_from_first(const fa_problem *p) {
   return p->num_bands == 0 && p->window_left + 1 >= p->seqlen_k && p->window_right >= 0;
 }
 
-/* Whether a row may not see some column that its tiles have: masks hide cells, and so does -inf in a bias. Of a
- * single row what lies behind its last key is in no tile; kernels for few rows leave out what lies before the
- * first one, too, but not what lies between bands. */
+/* Whether a kernel may read what a row does not see: masks hide cells, and so does -inf in a bias. Of a single
+ * row no kernel reads what lies behind its last key, and those for few rows read nothing that it does not see,
+ * but for those that take bands, which leave gaps, and read what is added in pairs. */
 static bool hides_cells(const fa_problem *p, const fa_cuda_kernel *kernel, bool backward) {
   if (is_there(p, FA_TENSOR_BIAS)) return true;
-  if (backward || p->seqlen_q > 1) return is_uneven(p);
-  return kernel->merge ? p->num_bands > 1 : is_uneven(p) && !sees_from_first(p);
+  const bool reads_seen = kernel->merge && !(kernel->takes & FA_CUDA_NEEDS_BANDS);
+  return is_uneven(p) && (backward || p->seqlen_q > 1 || !(reads_seen || sees_from_first(p)));
 }
 
 /* Whether there may be columns that no row sees. */

@@ -371,7 +371,12 @@ struct RowStatistics {
       sum -= dlse_at(a, dlse, lse_at(a, sequence_of(a, mine.batch), mine.head, mine.row), mine.batch);
     if (a.suspect && is_read && (!isfinite(sum) || !(lse < INFINITY))) note_suspect(a);
     a.delta[index] = sum * a.delta_factor;
-    const float shift = lse == -INFINITY ? INFINITY : row_shift<Kind>(lse);
+    // Where numbers of keys are bounded and lse is of a row that sees none but larger ones, as others read
+    // them, its p would be infinite, and of no use either way: lse does not hold what such a row has beside
+    // them.
+    const bool is_lost =
+        lse == -INFINITY || (a.program.keys.kinds && sizeof(Io) < sizeof(float) && lse < LEAST_BOUNDED_LSE);
+    const float shift = is_lost ? INFINITY : row_shift<Kind>(lse);
     float of_slope = 0;
     if constexpr (Shape::folds_slopes) {
       of_slope = slope_of_head(a, mine.batch, mine.head) * LOG2_E * float(index % Shape::block_q);

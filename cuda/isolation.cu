@@ -19,17 +19,23 @@ __device__ inline void for_each_row_of(int batch, int num_heads, int num_rows, V
 
 // Numbers that are not finite are noticed by what depends on them: those of a row in lse or delta, or in q
 // where it sees nothing, and those of a column in the o and lse of rows that see it. Columns that none may see
-// show in dq, where finish_dq looks at that, and here for other kernels, whose bias, if any, is one of keys.
+// show in dq, where finish_dq looks at that, and here for other kernels. A number of a key that none may see is
+// noticed here, too: added to scores that are hidden by -inf, it may make NaN of them.
 
+// Whether the bias, one of keys, shows a column to some row; one of flags may hide any from all of them.
 template <class Io>
 __device__ inline bool bias_shows(const fa_cuda_arguments &a, int batch, int kv_head, int column) {
   const fa_cuda_cells &bias = a.program.bias;
   if (!bias.data) return true;
+  if (bias.stride_row) return false;
   bool shows = true;
   const int group = bias.stride_head ? heads_per_kv(a) : 1;
   with_type<Io>(bias.dtype, [&](auto type) {
-    for (int head = kv_head * group; head < (kv_head + 1) * group; head++)
-      shows &= static_cast<float>(numbers_of<const decltype(type)>(bias, batch, head)[column]) != -INFINITY;
+    for (int head = kv_head * group; head < (kv_head + 1) * group; head++) {
+      const float number = static_cast<float>(numbers_of<const decltype(type)>(bias, batch, head)[column]);
+      shows &= number != -INFINITY;
+      if (!(number < INFINITY)) note_suspect(a);
+    }
   });
   return shows;
 }
@@ -72,8 +78,8 @@ __global__ void __launch_bounds__(THREADS) look_at_columns(const __grid_constant
     const int first = block * 32, column = first + lane, end = min(first + 32, a.window.seqlen_k);
     if (!is_visited(a, batch, first)) return;
     const bool all_shown = one_band_shows(a, batch, {first, end});  // all lanes ask
-    const bool unseen = column < end && !((all_shown || bands_show<false>(a, batch, column)) &&
-                                          bias_shows<Io>(a, batch, kv_head, column));
+    const bool unseen = column < end && !(bias_shows<Io>(a, batch, kv_head, column) &&
+                                          (all_shown || bands_show<false>(a, batch, column)));
     const Sequence s = sequence_of(a, batch);
     const int lanes = FA_CUDA_STATISTICS_LANES(a.head_dim), d = lane % lanes * 8;  // that share a column
     float sum = 0;

@@ -55,7 +55,7 @@ struct CellScore {
 };
 template <class Io>
 __device__ inline CellScore score_of_cell(const fa_cuda_arguments &a, const fa_band &band, const Place &at,
-                                          float product) {
+                                          float product, bool bounded) {
   using Kind = kinds::f32;
   CellScore cell = {0, 1};
   if (a.score.form == FA_CUDA_SCORE_SOFTCAP) {
@@ -75,7 +75,8 @@ __device__ inline CellScore score_of_cell(const fa_cuda_arguments &a, const fa_b
   if (program.bias.data)
     with_type<Io>(program.bias.dtype, [&](auto type) {
       const auto *numbers = numbers_of<const decltype(type)>(program.bias, at.batch, at.head, at.row);
-      cell.score = with_addend(cell.score, static_cast<float>(numbers[at.column]));
+      const float number = static_cast<float>(numbers[at.column]);
+      cell.score = with_addend(cell.score, bounded ? bounded_number(number) : number);
     });
   return cell;
 }
@@ -103,7 +104,8 @@ __device__ inline bool gradient_of_cell(const fa_cuda_arguments &a, const fa_ban
   if (lse == -INFINITY) return false;
   const CellScore it = score_of_cell<Io>(a, band, at,
                                          dot(row_of<const Io>(a.q_rows, s, at.head, at.row),
-                                             column_of<const Io>(a.k_rows, s, kv_head, at.column), a.head_dim));
+                                             column_of<const Io>(a.k_rows, s, kv_head, at.column), a.head_dim),
+                                         is_bounded<Io>(a, lse));
   if (it.score == -INFINITY) return false;
   const float p = expf(it.score - lse), keep = keep_of_cell(a, at);
   const float dp = dot(row_of<const Io>(a.dout_rows, s, at.head, at.row),
@@ -195,11 +197,12 @@ struct RowOfO {
   ForBands for_bands;
   KeyAt key_at;
   ValueAt value_at;
+  bool bounded = false;  // whether a bias of keys is
 
   __device__ float score(const fa_band &band, int column) {
     at.column = column;
     const Io *key = key_at(column);
-    return score_of_cell<Io>(a, band, at, key ? dot(q, key, a.head_dim) : 0).score;
+    return score_of_cell<Io>(a, band, at, key ? dot(q, key, a.head_dim) : 0, bounded).score;
   }
   template <class Make, class Take, class IsLost>
   __device__ void for_each_column(Make make, Take take, IsLost is_lost) {
@@ -259,6 +262,7 @@ struct RowOfO {
     const bool was_right = all_say(reference < INFINITY);
     if (!was_right && (Kind::SCALED || adds_up)) reference = largest();
     if (!all_say(reference < INFINITY)) return;
+    bounded = was_right && is_bounded<Io>(a, reference);
     const float lse_again = store(to, reference);
     if (!was_right && threadIdx.x % 32 == 0) *lse = lse_again;
   }

@@ -195,7 +195,7 @@ __global__ void __launch_bounds__(FA_CUDA_SMALL_KERNEL_THREADS)
   if (batch >= a.bands_batch) return;
   const int32_t words[6] = {0,         a.window.seqlen_q, 0, min(a.key_lengths[batch], a.window.seqlen_k),
                             INT32_MAX, INT32_MAX};
-  for (int i = 0; i < 6; i++) const_cast<int32_t *>(a.bands)[batch * 6 + i] = words[i];
+  for (int i = 0; i < 6; i++) const_cast<int32_t *>(a.bands)[int64_t(batch) * 6 + i] = words[i];
 }
 
 }  // namespace fa
