@@ -327,7 +327,8 @@ static int64_t num_parts_of(const fa_plan *whole, const fa_cuda_kernel *kernel) 
 /* Whether column blocks had better be shared out, and a general kernel follows that does. */
 static bool is_left_to_parts(const fa_plan *whole, const fa_cuda_kernel *row) {
   return whole->pass == FA_PASS_BACKWARD && row->mapped && !is_general(row) && !row->single_column &&
-         num_head_parts(whole, row) == 1 && num_column_parts(whole, row) > 1;
+         !(row->takes & FA_CUDA_PROGRAM_NEEDS) && num_head_parts(whole, row) == 1 &&
+         num_column_parts(whole, row) > 1;
 }
 
 /* Whether one column block holds all keys, and every row sees some of them. Slices of the problem have this in

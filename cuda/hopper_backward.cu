@@ -101,7 +101,7 @@ __device__ inline __attribute__((always_inline)) void consume_blocks(
           if constexpr (HIDES_EARLY) {
             const uint32_t told = buffers.visit(steps);
             const int column = work.columns.begin + consumer * 64;
-            if (!Work::see_all(work.heard_flags(told, column)))
+            if (!Work::see_all(Work::heard_flags(told, consumer)))
               hide_told(scores, work, told, column + warp_row);
           }
         });
@@ -154,11 +154,14 @@ __device__ inline __attribute__((always_inline)) void consume_blocks(
   // Whether the step's columns are seen by all of its rows, where somebody tells; heard while products run.
   [[maybe_unused]] bool see_all = false, crossed = false;
   [[maybe_unused]] typename Work::Due due = {};
-  auto hear = [&](const Work &work) {
+  auto hear = [&] {
     if constexpr (GENERAL) {
-      const uint32_t flags = work.heard_flags(buffers.visit(steps), work.columns.begin + consumer * 64);
+      const uint32_t flags = Work::heard_flags(buffers.visit(steps), consumer);
       see_all = Work::see_all(flags);
       if constexpr (Shape::folds_slopes) crossed = Work::are_crossed(flags);
+      if constexpr (!Shape::from_shift) due = Work::heard_due(buffers.visit(steps));
+    } else if constexpr (Shape::folds_slopes) {
+      crossed = Work::are_crossed(Work::heard_flags(buffers.visit(steps), consumer));
       if constexpr (!Shape::from_shift) due = Work::heard_due(buffers.visit(steps));
     }
   };
@@ -189,6 +192,11 @@ __device__ inline __attribute__((always_inline)) void consume_blocks(
     const int stage = steps % 2;
     forget(buffers.base);  // or ptxas keeps every address of this step in a register
     [[maybe_unused]] float of_each = 0;
+    [[maybe_unused]] auto add_crossing = [&](const Visit &seen) {
+      if constexpr (Shape::folds_slopes)
+        add_behind(scores[0], Work::heard_slope(buffers.visit(steps)) / exponent_of_unit<Kind>(score),
+                   distance_of_origin(seen.band) + seen.rows.begin - (first_column + warp_row));
+    };
     if constexpr (Shape::adds_late) {
       ProgramStep it(work, visit, slope, first_column + warp_row);
       if (it.at.head != program_head) enter_head(work, it.at), it.distance.slope = slope;
@@ -203,18 +211,22 @@ __device__ inline __attribute__((always_inline)) void consume_blocks(
       if (!see_all) mask_transposed_scores<true, 1, NT>(scores, it.band, it.at);
     } else if constexpr (GENERAL) {
       make_told_scores<Kind>(scores, score, work, visit, HIDES_EARLY || see_all, first_column + warp_row);
+      if (Shape::folds_slopes && crossed) add_crossing(work.heard_visit(visit));
     } else {
-      make_scores_in_band<Kind, true, false, 1, NT>(
-          scores, a, score, visit.band, visit.rows, {first_column, first_column + 64},
-          {work.block.batch, visit.head, visit.rows.begin, first_column + warp_row});
+      const Range columns = {first_column, first_column + 64};
+      const Place at = {work.block.batch, visit.head, visit.rows.begin, first_column + warp_row};
+      if constexpr (Shape::folds_slopes) {
+        finish_scores<Kind, 1, NT>(scores, score, 1);
+        const bool hides = !see_all_in_band<false>(a, visit.band, visit.rows, columns);
+        if (hides || crossed) {  // both are rare, and one branch costs less than two
+          if (hides) mask_transposed_scores<false, 1, NT>(scores, visit.band, at);
+          if (crossed) add_crossing(visit);
+        }
+      } else {
+        make_scores_in_band<Kind, true, false, 1, NT>(scores, a, score, visit.band, visit.rows, columns, at);
+      }
     }
     hide_by_flags();
-    if constexpr (Shape::folds_slopes)
-      if (crossed) {
-        const ProgramStep it(work, visit, 0, first_column + warp_row);
-        add_behind(scores[0], Work::heard_slope(visit) / exponent_of_unit<Kind>(score),
-                   it.distance.of_origin + it.at.row - it.at.column);
-      }
     if constexpr (Shape::adds_late || Shape::drops)
       make_transposed_p_by_program<Kind, Shape::drops>(
           scores, p_operand, a, {SharedWords(buffers.words(stage)), column_words}, Rows(buffers.shift(stage)),
@@ -275,7 +287,7 @@ __device__ inline __attribute__((always_inline)) void consume_blocks(
     if (!IS_FIRST && !alone) finish_dq(steps - 2);
     if constexpr (!IS_LAST) {
       start_dp();
-      hear(work);
+      hear();
       wgmma_wait<1>(scores[0]);
     } else {
       wait_for_ds(steps - 1);
@@ -304,7 +316,7 @@ __device__ inline __attribute__((always_inline)) void consume_blocks(
       start_scores(work);
       barrier_wait(buffers.barrier(V_FULL), busy_blocks % 2);
       start_dp();
-      hear(work);
+      hear();
       wgmma_wait<1>(scores[0]);
       busy_blocks++;
       Step step = work.consumers_first();
@@ -371,6 +383,7 @@ const fa_cuda_kernel FA_JOIN(fa_hopper_backward_, FA_KIND)[] = {
     ROW("/d128/general", true, 128, 64, 1, 2, FROM_SHIFT | ASKS_EARLY | LEAVES_BY_MAP),
     ROW("/d128/general/forms", true, 128, 64, 1, 2, FROM_SHIFT | FORMS | ASKS_EARLY | LEAVES_BY_MAP),
     ROW("/d64/keys", true, 64, 128, 1, 2, FORMS | LEAVES_BY_MAP, KEYS),
+    ROW("/d64/keys/sums", false, 64, 128, 1, 2, SUMS | LEAVES_BY_MAP | PLACES_LANES, KEYS),
     ROW("/d64/slopes", true, 64, 128, 1, 2, FORMS | LEAVES_BY_MAP | PLACES_LANES, SLOPES),
     ROW("/d64/slopes/sums", true, 64, 128, 1, 2, SUMS | PLACES_LANES, SLOPES),
     ROW("/d64/terms", true, 64, 128, 1, 2, SUMS | ASKS_EARLY | LEAVES_BY_MAP, SLOPES | KEYS),
@@ -381,9 +394,12 @@ const fa_cuda_kernel FA_JOIN(fa_hopper_backward_, FA_KIND)[] = {
     ROW("/d64/dropout", true, 64, 128, 1, 2, LEAVES_BY_MAP | PLACES_LANES, DROPOUT),
     ROW("/d64/dropout/keys", true, 64, 128, 1, 2, SUMS | LEAVES_BY_MAP | PLACES_LANES, KEYS | DROPOUT),
     ROW("/d64/program", true, 64, 64, 1, 0, FORMS | SUMS, WHOLE_PROGRAM),
-    ROW("/d128/keys", true, 128, 64, 1, 2, FROM_SHIFT | SUMS | ASKS_EARLY | LEAVES_BY_MAP, KEYS),
-    ROW("/d128/slopes", true, 128, 64, 1, 2, FROM_SHIFT | FORMS | LEAVES_BY_MAP, SLOPES),
-    ROW("/d128/slopes/sums", true, 128, 64, 1, 2, FROM_SHIFT | FORMS | SUMS | PLACES_LANES, SLOPES),
+    ROW("/d128/keys", false, 128, 64, 1, 2, FROM_SHIFT | SUMS | LEAVES_BY_MAP | SPLITS_HEADS, KEYS),
+    ROW("/d128/keys/general", true, 128, 64, 1, 2, FROM_SHIFT | SUMS | ASKS_EARLY | LEAVES_BY_MAP, KEYS),
+    ROW("/d128/slopes", false, 128, 64, 1, 2, LEAVES_BY_MAP | PLACES_LANES, SLOPES),
+    ROW("/d128/slopes/general", true, 128, 64, 1, 2, FROM_SHIFT | FORMS | LEAVES_BY_MAP, SLOPES),
+    ROW("/d128/slopes/sums", false, 128, 64, 1, 2, SUMS | PLACES_LANES, SLOPES),
+    ROW("/d128/slopes/sums/general", true, 128, 64, 1, 2, FROM_SHIFT | FORMS | SUMS | PLACES_LANES, SLOPES),
     ROW("/d128/terms", true, 128, 64, 1, 2, FROM_SHIFT | FORMS | SUMS | LEAVES_BY_MAP, SLOPES | KEYS),
     ROW("/d128/flags", true, 128, 64, 1, 2, ASKS_EARLY | LEAVES_BY_MAP | PLACES_LANES, FLAGS),
     ROW("/d128/cells", true, 128, 64, 1, 0, ASKS_EARLY | LEAVES_BY_MAP, CELLS),

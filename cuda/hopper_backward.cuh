@@ -114,21 +114,73 @@ struct SingleColumnWork : ColumnWork<Shape, false> {
   }
 };
 
+// What a folded slope makes of a step: of all shifts' due, and itself, negative where columns lie behind, both
+// in units of exponents; and whether they do, see lie_behind, and for each part of the columns whether some of
+// them lie behind a row that sees them, and others may not.
+struct StepSlope {
+  float due = 0, slope = 0;
+  uint32_t flags = 0;
+};
+
 // The rows of a step: their head, the first one, counted from the sequence's, and the row block's position. Of
-// slopes also whether they lie behind them, see lie_behind.
+// slopes also whether columns lie behind them, and, without bands, what consumers are to be told.
 struct StepRows {
   int head, row, position;
   bool behind = false;
+  StepSlope slope = {};
+};
+
+// What consumers are told of a step in shared memory: a word of flags, for each part of its columns whether all
+// rows see them, and what StepSlope has; and of slopes what is due, and the slope.
+template <class Shape>
+struct ToldStep {
+  static constexpr int PARTS = Shape::block_k / PART, CROSSED_AT = PARTS + 1, SLOPE_AT = 24, FLAGS_AT = 44;
+  static constexpr uint32_t ALL = (1 << PARTS) - 1, BEHIND = 1 << PARTS;
+  using Due = std::conditional_t<Shape::folds_slopes, ShiftDue, NoShiftDue>;
+
+  // Those of a part of the columns.
+  __device__ static uint32_t heard_flags(uint32_t told, int part) {
+    return load_shared_word(told + FLAGS_AT) >> part;
+  }
+  __device__ static bool see_all(uint32_t flags) { return flags & 1; }
+  __device__ static bool are_crossed(uint32_t flags) { return flags >> CROSSED_AT & 1; }
+  __device__ static Due heard_due([[maybe_unused]] uint32_t told) {
+    if constexpr (Shape::folds_slopes)
+      return {load_shared_pair(told + SLOPE_AT).x};
+    else
+      return {};
+  }
+  __device__ static float heard_slope(uint32_t told) { return load_shared_pair(told + SLOPE_AT).y; }
+
+  // By one thread, of a step whose slope is all that consumers do not find by themselves.
+  __device__ static void tell_slope(const StepSlope &slope, uint32_t to) {
+    store_shared(to + SLOPE_AT, __float_as_uint(slope.due));
+    store_shared(to + SLOPE_AT + 4, __float_as_uint(slope.slope));
+    store_shared(to + FLAGS_AT, slope.flags);
+  }
+
+  // Of the rows of a visit and the columns from `first` on.
+  __device__ static StepSlope slope_of(const fa_cuda_arguments &a, int batch, const Visit &visit, int first) {
+    StepSlope told;
+    const int distance = distance_of_origin(visit.band);
+    const bool behind = lie_behind(distance, visit.rows, first);
+    told.slope = slope_of_head(a, batch, visit.head) * (behind ? -LOG2_E : LOG2_E);
+    told.due = told.slope * float(distance + visit.rows.begin - first);
+    if (behind) told.flags |= BEHIND;
+#pragma unroll 1
+    for (int part = 0; part < PARTS && !behind && visit.band.right > 0; part++)
+      if (distance + visit.rows.begin < first + (part + 1) * PART - 1) told.flags |= 1 << (CROSSED_AT + part);
+    return told;
+  }
 };
 
 // A column block's work as the warps share it. Without bands every warp finds the steps by itself. With bands
 // the producer finds them, and tells the consumers of each, and which of them need not test elements: consumers
 // have hardly any time for questions.
 template <class Shape, bool GENERAL>
-struct Work : std::conditional_t<Shape::single_column, SingleColumnWork<Shape>, ColumnWork<Shape, GENERAL>> {
+struct Work : std::conditional_t<Shape::single_column, SingleColumnWork<Shape>, ColumnWork<Shape, GENERAL>>,
+              ToldStep<Shape> {
   static constexpr bool may_be_part = Shape::single_column || Shape::splits_heads;
-  using Due = NoShiftDue;
-  __device__ static Due heard_due(uint32_t) { return {}; }
   using ConsumerStep = typename ColumnWork<Shape, GENERAL>::Step;
   __device__ ConsumerStep consumers_first() const { return this->first; }
   __device__ ConsumerStep consumers_next(const fa_cuda_arguments &a, ConsumerStep step) const {
@@ -137,12 +189,19 @@ struct Work : std::conditional_t<Shape::single_column, SingleColumnWork<Shape>, 
   __device__ Visit consumers_visit(const fa_cuda_arguments &a, ConsumerStep step, uint32_t) const {
     return this->visit_of(a, step);
   }
+  __device__ Visit heard_visit(const Visit &visit) const { return visit; }
   __device__ StepRows rows_of(const fa_cuda_arguments &a, ConsumerStep step) const {
-    return {step.head, this->q_block_of(step) * Shape::block_q, this->position_of(a, step)};
+    StepRows rows = {step.head, this->q_block_of(step) * Shape::block_q, this->position_of(a, step)};
+    if constexpr (Shape::folds_slopes) {
+      rows.slope = this->slope_of(a, this->block.batch, this->visit_of(a, step), this->columns.begin);
+      rows.behind = rows.slope.flags & this->BEHIND;
+    }
+    return rows;
   }
 };
 template <class Shape>
-struct Work<Shape, true> : ColumnWork<Shape, true> {
+struct Work<Shape, true> : ColumnWork<Shape, true>, ToldStep<Shape> {
+  using ToldStep<Shape>::ALL, ToldStep<Shape>::BEHIND, ToldStep<Shape>::FLAGS_AT;
   static constexpr bool may_be_part = !Shape::program;
   __device__ void find(const fa_cuda_arguments &a, int index) {
     ColumnBlock block = column_block_of(a, index, a.num_k_blocks * a.num_column_parts, 1);
@@ -194,27 +253,6 @@ struct Work<Shape, true> : ColumnWork<Shape, true> {
   static constexpr int PLACE_AT = 24;
   __device__ static int heard_place(uint32_t told) { return load_shared_word(told + PLACE_AT); }
 
-  // What is told of a step in one word: for each part whether its columns are seen by all rows; of slopes
-  // whether they lie behind these, and for each part whether some of them lie behind a row that sees them, and
-  // others may not.
-  static constexpr int PARTS = Shape::block_k / PART, CROSSED_AT = PARTS + 1;
-  static constexpr uint32_t ALL = (1 << PARTS) - 1, BEHIND = 1 << PARTS;
-  // Of a consumer's columns, from `column` on.
-  __device__ uint32_t heard_flags(uint32_t told, int column) const {
-    return load_shared_word(told + 44) >> (column - this->columns.begin) / PART;
-  }
-  __device__ static bool see_all(uint32_t flags) { return flags & 1; }
-  __device__ static bool are_crossed(uint32_t flags) { return flags >> CROSSED_AT & 1; }
-  // What a slope makes all shifts due, and itself, negative where columns lie behind, in their units.
-  using Due = std::conditional_t<Shape::folds_slopes, ShiftDue, NoShiftDue>;
-  __device__ static Due heard_due([[maybe_unused]] uint32_t told) {
-    if constexpr (Shape::folds_slopes)
-      return {load_shared_pair(told + SLOPE_AT).x};
-    else
-      return {};
-  }
-  __device__ static float heard_slope(uint32_t told) { return load_shared_pair(told + SLOPE_AT).y; }
-  static constexpr int SLOPE_AT = 24;
   // Puts down a step's rows, a bit for each part whose columns are seen by all of them, and, where somebody
   // looks at it, the band.
   __device__ void tell_step(const fa_cuda_arguments &a, const typename ColumnWork<Shape, true>::Step &step,
@@ -230,20 +268,13 @@ struct Work<Shape, true> : ColumnWork<Shape, true> {
         flags |= see_all_in_band<true>(a, band, visit.rows, {first + column, first + column + PART})
                  << column / PART;
     }
-    float slope = 0, due = 0;
-    if constexpr (Shape::folds_slopes) {
-      const int distance = distance_of_origin(band);
-      const bool behind = lie_behind(distance, visit.rows, first);
-      slope = slope_of_head(a, this->block.batch, visit.head) * (behind ? -LOG2_E : LOG2_E);
-      due = slope * float(distance + visit.rows.begin - first);
-      if (behind) flags |= BEHIND;
-#pragma unroll 1
-      for (int part = 0; part < PARTS && !behind && band.right > 0; part++)
-        if (distance + visit.rows.begin < first + (part + 1) * PART - 1) flags |= 1 << (CROSSED_AT + part);
-    }
+    StepSlope slope;
+    if constexpr (Shape::folds_slopes)
+      slope = this->slope_of(a, this->block.batch, visit, first), flags |= slope.flags;
     if (Shape::program || flags != ALL) {
       store_shared(to, make_uint4(band.q_begin, band.q_end, band.k_begin, band.k_end));
-      store_shared(to + 16, make_uint4(band.left, band.right, __float_as_uint(due), __float_as_uint(slope)));
+      store_shared(to + 16,
+                   make_uint4(band.left, band.right, __float_as_uint(slope.due), __float_as_uint(slope.slope)));
     }
     if constexpr (Shape::skips_hidden)
       if (a.in_order)
@@ -296,14 +327,15 @@ struct CommonBuffers {
   static constexpr int WORK_AT = BLOCKS_AT + STAGES * 4, WORK_BYTES = TELLS_WORK ? 32 : 0;
   static constexpr int VISITS_AT = WORK_AT + STAGES * WORK_BYTES, VISIT_BYTES = 48;
   // Steps found at a time, for which f32 leaves little room, and those and others before them that still run.
-  static constexpr int FOUND = Kind::SCALED ? 8 : Shape::steps_found, VISITS = 2 * FOUND;
+  static constexpr int FOUND = Kind::SCALED ? 8 : Shape::steps_found, VISITS = GENERAL ? 2 * FOUND : STAGES;
   // Whether the warp that sends dq hears of steps, too, and how many of them a column block has: to find them
   // it would need twice its registers, and what it spills is slow, as each of its fences empties the cache.
   // Where terms are folded it is 2 to 7 % slower.
   static constexpr bool TELLS_SENDER =
       GENERAL && (Shape::num_writers > 0 || Shape::skips_hidden) && !Shape::folds;
   // Of folded terms the right operand, and of the left one the zeros, and with each stage of q the numbers.
-  static constexpr int NUM_STEPS_AT = VISITS_AT + GENERAL * Shape::num_finders * VISITS * VISIT_BYTES;
+  static constexpr int NUM_STEPS_AT =
+      VISITS_AT + (GENERAL ? Shape::num_finders * VISITS : Shape::folds_slopes * STAGES) * VISIT_BYTES;
   static constexpr int TERMS_AT = NUM_STEPS_AT + TELLS_SENDER * 16,
                        TERMS_BYTES = Shape::folds ? Shape::block_q * HalvesOperand::ROW_BYTES : 0;
   static constexpr int KEYS_AT = TERMS_AT + TERMS_BYTES,
@@ -477,6 +509,8 @@ __device__ inline void load_rows(const fa_cuda_arguments &a, const fa_cuda_maps 
   const int keys_bytes = side == K_SIDE ? Buffers::KEYS_BYTES : 0;
   const int words_bytes = side == K_SIDE && a.program.row_words ? Buffers::WORDS_BYTES : 0;
   const int flags_bytes = side == K_SIDE && a.program.flags.words ? Buffers::FLAGS_BYTES : 0;
+  if constexpr (!Buffers::general && Buffers::Shape::folds_slopes)
+    if (side == K_SIDE) Buffers::Work::tell_slope(rows.slope, buffers.visit(step));
   barrier_expect(barrier,
                  Buffers::Q_BYTES + Buffers::ROW_BYTES + bias_bytes + keys_bytes + words_bytes + flags_bytes);
   if (keys_bytes > 0)
@@ -1064,8 +1098,8 @@ struct ProgramStep {
   Place at;
   Distance distance;
 
-  template <class Work>
-  __device__ ProgramStep(const Work &work, uint32_t told, float slope, int column) {
+  template <class Work, class Told>
+  __device__ ProgramStep(const Work &work, const Told &told, float slope, int column) {
     const Visit heard = work.heard_visit(told);
     band = heard.band;
     at = {work.block.batch, heard.head, heard.rows.begin, column};

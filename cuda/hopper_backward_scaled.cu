@@ -285,7 +285,7 @@ struct BackwardConsumer {
     decltype(auto) score = known_score<Shape::forms>(a.score);
     forget(buffers.base);  // or ptxas keeps every address of this step in a register
     if constexpr (GENERAL)
-      make_told_scores<Kind>(scores, score, work, visit, Work::see_all(work.heard_flags(visit, first_column)),
+      make_told_scores<Kind>(scores, score, work, visit, Work::see_all(Work::heard_flags(visit, consumer)),
                              first_column + warp_row,
                              power_of_two(-exponent(Q_FULL, stage) - exponent(K_FULL)));
     else

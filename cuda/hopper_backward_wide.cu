@@ -134,7 +134,7 @@ __device__ inline void consume_scores(const fa_cuda_arguments &a, WideBuffers<Ki
     const int column = work.columns.begin, stage = steps % 2;
     forget(buffers.base);  // or ptxas keeps every address of this step in a register
     if constexpr (GENERAL)
-      make_told_scores<Kind>(scores, score, work, visit, Work::see_all(work.heard_flags(visit, column)),
+      make_told_scores<Kind>(scores, score, work, visit, Work::see_all(Work::heard_flags(visit, 0)),
                              column + warp_row);
     else
       make_scores_in_band<Kind, true, false, 1, NT>(
