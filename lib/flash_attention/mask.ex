@@ -273,9 +273,18 @@ defmodule FlashAttention.Mask do
 
   @doc false
   # A mask as the library takes it: a tensor [batch or 1, num_bands, 6] of s32.
-  def to_bands(%__MODULE__{kind: :bands, numbers: %{bands: bands}, window: {:infinity, :infinity}}, _size)
-      when not is_list(bands),
-      do: bands
+  def to_bands(%__MODULE__{kind: :bands, numbers: %{bands: bands}, window: {:infinity, :infinity}} = mask, size)
+      when not is_list(bands) do
+    # Of another rank or type they are brought there, as inside of defn.
+    case bands do
+      %{type: {class, bits}, shape: shape}
+      when class in [:s, :u] and (tuple_size(shape) == 2 or {class, bits} != {:s, 32}) ->
+        mask |> bands(size) |> Bands.to_tensor()
+
+      _ ->
+        bands
+    end
+  end
 
   def to_bands(%__MODULE__{} = mask, size), do: mask |> bands(size) |> Bands.to_tensor()
 

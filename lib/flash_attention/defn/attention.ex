@@ -11,13 +11,14 @@ if FlashAttention.Defn.supported?() do
     @doc false
     def attention_with_lse(q, k, v, opts) do
       {inputs, opts} = check!([q: q, k: k, v: v], opts)
-      plan!(:forward, inputs, opts)
 
       # Every vectorized axis is a part of the batch.
       [q | _] = tensors = Nx.broadcast_vectors([inputs[:q], inputs[:k], inputs[:v]])
       {_q_k_v, optional} = Enum.split(inputs, 3)
       tensors = Enum.map(tensors ++ Keyword.values(optional), &flatten/1)
-      {o, lse} = inputs |> Keyword.keys() |> Enum.zip(tensors) |> forward(opts)
+      inputs = inputs |> Keyword.keys() |> Enum.zip(tensors)
+      plan!(:forward, inputs, opts)
+      {o, lse} = forward(inputs, opts)
 
       [batch, seqlen_q, num_heads, _head_dim] = q.names
       {batches, rows, heads, _} = q.shape
@@ -39,13 +40,16 @@ if FlashAttention.Defn.supported?() do
     defp check!(inputs, opts) do
       tensors = Options.parse!(opts, Options.keys() -- [:keep, :results, :dlse]).tensors
       inputs = for {name, tensor} <- inputs, do: {name, tensor!(name, tensor)}
-      size = {Nx.axis_size(inputs[:q], 1), Nx.axis_size(inputs[:k], 1) * pages_a_batch(tensors[:page_table])}
+      size = {seqlen(inputs[:q]), seqlen(inputs[:k]) * pages_a_batch(tensors[:page_table])}
 
       optional =
         for name <- @optional_names, tensor = tensors[name], do: {name, tensor!(name, numbers(tensor, size))}
 
       {inputs ++ optional, Keyword.drop(opts, Keyword.values(@optional))}
     end
+
+    # Where there is none, the library says what is wrong with the shape.
+    defp seqlen(%{shape: shape}), do: if(tuple_size(shape) > 1, do: elem(shape, 1), else: 0)
 
     # Where k is pages, its axis 1 is a page's.
     defp pages_a_batch(%{shape: {_batch, max_pages}}), do: max_pages
@@ -61,6 +65,8 @@ if FlashAttention.Defn.supported?() do
     defp tensor!(name, other), do: raise(Error.invalid(name, "an Nx tensor", Error.show(other)))
 
     # Without names, and with vectorized axes folded into the first one.
+    defp flatten(%{shape: {}} = tensor), do: Nx.devectorize(tensor, keep_names: false)
+
     defp flatten(%{vectorized_axes: axes, shape: shape} = tensor) do
       batch = Enum.product([elem(shape, 0) | Keyword.values(axes)])
       Nx.revectorize(tensor, [], target_shape: put_elem(shape, 0, batch))

@@ -43,6 +43,10 @@ defmodule FlashAttention.Mask.Bands do
   end
 
   def of(:segments, %{q: q_ids, k: k_ids}, _static, _size), do: of_segments(q_ids, k_ids)
+  # A tensor [num_bands, 6] is one for all batches.
+  def of(_kind, %{bands: [[number | _] | _] = bands}, _static, _size) when is_integer(number),
+    do: [Enum.map(bands, &List.to_tuple/1)]
+
   def of(_kind, %{bands: bands}, _static, _size), do: bands
 
   defp range(:right, length, _seqlen), do: [0, length]

@@ -20,6 +20,10 @@ if Code.ensure_loaded?(Nx.Container) do
     def tensor([[band | _] | _] = bands) when is_tuple(band),
       do: bands |> Mask.Bands.to_tensor() |> tensor()
 
+    # Bands of which there are none.
+    def tensor([[] | _] = bands), do: bands |> Mask.Bands.to_tensor() |> tensor()
+    def tensor([]), do: tensor([[]])
+
     def tensor(numbers) when is_list(numbers), do: Nx.tensor(numbers, type: :s32)
 
     def tensor(numbers) do

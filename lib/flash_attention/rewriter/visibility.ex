@@ -243,8 +243,14 @@ defmodule FlashAttention.Rewriter.Visibility do
   defp whole(:as_type, %{type: {to, bits}}, [arg], {terms, _view, axes}) do
     {from, from_bits} = graph_type(terms, arg)
 
-    if from in [:s, :u] and (to in [:f, :bf] or bits > from_bits or {to, bits} == {from, from_bits}),
-      do: whole(terms, arg, axes)
+    # Below 0 there is nothing without a sign: it goes round there, too.
+    wider? = bits > from_bits and {from, to} != {:s, :u}
+
+    with true <- from in [:s, :u] and (to in [:f, :bf] or wider? or {to, bits} == {from, from_bits}),
+         %{} = number <- whole(terms, arg, axes),
+         true <- bits > 16 or to in [:s, :u] or below_256?(number),
+         do: number,
+         else: (_ -> nil)
   end
 
   defp whole(:constant, %{opts: x}, _args, _context) when is_number(x),
@@ -286,6 +292,12 @@ defmodule FlashAttention.Rewriter.Visibility do
   end
 
   defp whole(_op, _value, _args, _context), do: nil
+
+  # Of rows and columns below 128: see exact?/1.
+  defp below_256?(number) do
+    Enum.all?(Map.keys(number), &(&1 in [:constant, :i, :j])) and
+      abs(number[:constant] || 0) + 127 * (abs(number[:i] || 0) + abs(number[:j] || 0)) <= 256
+  end
 
   @doc "A whole number of `row` and `column`, which are digits, as a sum; nil of what is no such number."
   def position(terms, view, {row, column}), do: whole(terms, view, {row, column})
