@@ -300,6 +300,28 @@ __device__ inline void dot_with_dout(const fa_merge &m, const fa_part &part, con
   for (int n = 0; n < PAIR; n++) dots[n] = sum_lanes<LANES>(dots[n]);
 }
 
+// Where there are no parts o is all of an attention's, and 0 of a row that sees nothing, whose dout may hold
+// anything: its dot is 0. By whole warps.
+template <int LANES, bool ALIKE>
+__device__ inline void clear_dots_of_zeros(const fa_merge &m, const Row (&rows)[PAIR], float (&dots)[PAIR]) {
+  bool is_nan = false;
+#pragma unroll
+  for (int n = 0; n < PAIR; n++) is_nan |= isnan(dots[n]);
+  if (!__any_sync(~0u, is_nan)) return;
+  float numbers[PAIR] = {};  // that are not 0
+  for (int d = threadIdx.x % LANES * 8; d < m.head_dim; d += LANES * 8) {
+    float x[PAIR][8];
+    load_pair<ALIKE>(m, m.merged, rows, d, x);
+#pragma unroll
+    for (int n = 0; n < PAIR; n++)
+#pragma unroll
+      for (int i = 0; i < 8; i++) numbers[n] += x[n][i] != 0;
+  }
+#pragma unroll
+  for (int n = 0; n < PAIR; n++)
+    if (sum_lanes<LANES>(numbers[n]) == 0) dots[n] = 0;
+}
+
 // A negative weight: the part has nothing for the row.
 template <int LANES, bool ALIKE>
 __device__ inline void store_scaled_dout(const fa_merge &m, const fa_part &to, const Row (&rows)[PAIR],
@@ -356,6 +378,7 @@ __global__ void __launch_bounds__(THREADS, 12)
       lse[n] = lse_of(m, m.merged, rows[n]);
     }
     dot_with_dout<LANES, ALIKE>(m, m.merged, rows, delta);
+    if (m.num_parts == 0) clear_dots_of_zeros<LANES, ALIKE>(m, rows, delta);
 #pragma unroll
     for (int n = 0; n < PAIR; n++) {
       if (m.dmerged.lse) delta[n] -= lse_of(m, m.dmerged, rows[n]);
