@@ -349,6 +349,54 @@ static void test_padding(fa_device device) {
       for (int bad = 0; bad < 2; bad++) check_padding(device, i, (fa_dtype)dtype, bads[bad]);
 }
 
+/* ---- what is added to columns that nobody sees ---------------------------------------------------------- */
+
+static void check_backward(fa_device device, const fa_problem *p, fa_values *inputs, const char *what) {
+  fa_values got = values_new(p), expected = values_new(p);
+  if (check_pass(device, p, FA_PASS_FORWARD, inputs, &got, &expected, what)) {
+    take_forward(p, inputs, &expected);
+    check_pass(device, p, FA_PASS_BACKWARD, inputs, &got, &expected, what);
+  }
+  values_free(&got);
+  values_free(&expected);
+}
+
+/* A mask with a flag a score shows column 5 to row 0 alone, from which the triangle hides it. */
+static void check_hidden_column(fa_device device, fa_dtype dtype, int64_t head_dim, fa_tensor_id id) {
+  const sizes of = {1, 140, 140, 2, 2, head_dim, ANY, 0, 0, 0, 0, WITH_BIAS | WITH_CELLS};
+  fa_problem p = problem_of(&of, dtype);
+  p.bias_heads = 1, p.bias_dtype = FA_DTYPE_U8;
+  fa_values inputs = values_new(&p);
+  values_fill(&inputs, &p, dtype, FILL_NORMAL, seed);
+  for (int64_t i = 0; i < values_count(&p, FA_TENSOR_BIAS); i++)
+    inputs.data[FA_TENSOR_BIAS][i] = i % p.seqlen_k != 5 || i / p.seqlen_k == 0;
+  plant_row(&p, &inputs, id, 0, 5, 0, NAN);
+  check_backward(device, &p, &inputs, "a column that flags hide");
+  values_free(&inputs);
+}
+
+/* The bias of a key before every row's window. */
+static void check_unseen_number(fa_device device, fa_dtype dtype, int64_t head_dim, double bad, bool constant) {
+  const sizes of = {1, 100, 300, 2, 2, head_dim, 20, 0, 0, 0, 0, WITH_BIAS};
+  fa_problem p = problem_of(&of, dtype);
+  p.bias_heads = 1, p.constant_bias = constant;
+  fa_values inputs = values_new(&p);
+  values_fill(&inputs, &p, dtype, FILL_NORMAL, seed);
+  inputs.data[FA_TENSOR_BIAS][150] = bad;
+  check_backward(device, &p, &inputs, "a number of a key that nobody sees");
+  values_free(&inputs);
+}
+
+static void test_unseen(fa_device device) {
+  for (int dtype = 0; dtype < FA_NUM_FLOATS; dtype++)
+    for (int64_t head_dim = 64; head_dim <= 256; head_dim *= 2)
+      for (int i = 0; i < 2; i++) {
+        check_hidden_column(device, (fa_dtype)dtype, head_dim, i ? FA_TENSOR_V : FA_TENSOR_K);
+        check_unseen_number(device, (fa_dtype)dtype, head_dim, NAN, i);
+        check_unseen_number(device, (fa_dtype)dtype, head_dim, INFINITY, i);
+      }
+}
+
 /* ---- rows whose every visible score is -inf ------------------------------------------------------------- */
 
 enum { INFINITE_ROW = 33, COLUMN = 2 };
@@ -485,6 +533,7 @@ static void test_nan_rows(fa_device device) {
 static void test_device(fa_device device) {
   test_nan_rows(device);
   test_padding(device);
+  test_unseen(device);
   test_planted(device);
   test_infinite_lse(device);
   test_infinite_rows(device);
