@@ -349,6 +349,102 @@ static void test_findings() {
   expect_only("launch", "2000 threads a block (1 to 1024) and 8 bytes of shared memory (up to 232448)", 0);
 }
 
+/* Races that other accesses stand between, and the same with barriers. */
+enum {
+  ZERO_THEN_ADD,
+  ZERO_THEN_ADD_OF_BLOCKS,
+  READ_THEN_ADD,
+  IN_PLACE_OVER_BLOCKS,
+  READ_BEHIND_ANOTHER_WARPS,
+  READ_ZERO_AND_ADD_IN_TURN
+};
+
+__global__ void races(const number *x, number *y, number *z, int how) {
+  __shared__ number row[1];
+  const int i = threadIdx.x;
+  number seen = 0.f;
+  switch (how) {
+    case ZERO_THEN_ADD:
+      if (i == 0) y[0] = 0.f;
+      atomicAdd(&y[0], x[i]);
+      break;
+    case ZERO_THEN_ADD_OF_BLOCKS:
+      if (blockIdx.x == 0 && i == 0) y[0] = 0.f;
+      __syncthreads();
+      atomicAdd(&y[0], x[i]);
+      break;
+    case READ_THEN_ADD:
+      if (i == 0) z[0] = y[0];
+      atomicAdd(&y[0], x[i]);
+      break;
+    case IN_PLACE_OVER_BLOCKS:
+      z[blockIdx.x] = y[0];
+      if (blockIdx.x == 1) y[0] = 2.f * y[0];
+      break;
+    case READ_BEHIND_ANOTHER_WARPS:
+      if (i == 0) row[0] = x[0];
+      __syncthreads();
+      if (i == 0 || i == 40) seen = row[0];
+      if (i < 32) {
+        /* Thread 1 reads after thread 40, which nothing here orders before the write. */
+        __shfl_sync(~0u, seen, 0);
+        if (i == 1) seen = row[0];
+        __syncwarp();
+        if (i == 0) row[0] = 5.f;
+      }
+      z[i] = seen;
+      break;
+    case READ_ZERO_AND_ADD_IN_TURN:
+      if (i == 0) z[0] = y[0];
+      __syncthreads();
+      atomicAdd(&y[0], x[i]);
+      __syncthreads();
+      if (i == 0) y[0] = 0.f;
+      __syncthreads();
+      atomicAdd(&y[0], x[i]);
+      if (i < 32) __syncwarp();
+      atomicAdd(&y[0], x[i]);
+      break;
+  }
+}
+
+static void race(int how, int blocks, int threads) {
+  start_again();
+  truth::array<> x("x", random_numbers(64, 1)), y("y", {3}), z("z", 64);
+  truth::launch(races, blocks, threads, 0, x, y, z, how);
+}
+
+static void test_races() {
+  /* An addition reads and writes, and each of the two races. */
+  race(ZERO_THEN_ADD, 1, 64);
+  expect_only("race",
+              "y[0] is written by thread (0, 0, 0) of block (0, 0, 0) and read by thread (1, 0, 0) of block "
+              "(0, 0, 0), without a barrier between them",
+              125);
+  race(ZERO_THEN_ADD_OF_BLOCKS, 2, 2);
+  expect_only("race",
+              "y[0] is written by thread (0, 0, 0) of block (0, 0, 0) and read by thread (0, 0, 0) of block "
+              "(1, 0, 0), and nothing orders blocks",
+              3);
+  race(READ_THEN_ADD, 1, 64);
+  expect_only("race",
+              "y[0] is read by thread (0, 0, 0) of block (0, 0, 0) and written by thread (1, 0, 0) of block "
+              "(0, 0, 0), without a barrier between them",
+              62);
+  race(IN_PLACE_OVER_BLOCKS, 2, 1);
+  expect_only("race",
+              "y[0] is read by thread (0, 0, 0) of block (0, 0, 0) and written by thread (0, 0, 0) of block "
+              "(1, 0, 0), and nothing orders blocks",
+              0);
+  race(READ_BEHIND_ANOTHER_WARPS, 1, 64);
+  expect_only("race",
+              "row[0] is read by thread (40, 0, 0) of block (0, 0, 0) and written by thread (0, 0, 0) of block "
+              "(0, 0, 0), without a barrier between them",
+              0);
+  race(READ_ZERO_AND_ADD_IN_TURN, 1, 64);
+  expect_nothing("reads, zeros and additions with barriers between them");
+}
+
 __global__ void leaves_early(number *y, int n, int delta) {
   if ((int)threadIdx.x >= n) return;
   __syncthreads();
@@ -437,6 +533,7 @@ int main(int count, char **words) {
   test_plain_code();
   test_arithmetic_of_f32();
   test_findings();
+  test_races();
   test_early_return();
   test_command(count > 1 ? words[1] : ".");
   test_memory();
