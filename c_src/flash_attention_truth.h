@@ -30,9 +30,11 @@
  * memory of char[] and offsets in bytes work as on a GPU. Values and derivatives are doubles;
  * truth::options().arithmetic rounds every value to f32 instead. Loops, branches on data, updates in place and
  * atomics are simply recorded. half, __half and __nv_bfloat16 are rounded to, and the derivative of rounding is
- * 1; each takes four bytes here, so that two of them are not a word. The bits of a number cannot be looked at:
- * __float_as_int gives its name, which is enough to carry it through atomicCAS. Conversions to bool, int and
- * double are explicit and end the derivative.
+ * 1; each takes four bytes here, so that two of them are not a word. A gradient that a kernel stores in them is
+ * as far from the exact one as they round: truth::options().round_halves = false rounds none of them, so that
+ * what is left is what the kernel does. The bits of a number cannot be looked at: __float_as_int gives its
+ * name, which is enough to carry it through atomicCAS. Conversions to bool, int and double are explicit and end
+ * the derivative.
  *
  * Gradients. truth::reverse goes over the tape once and gives d(loss)/d(every number); `of(array)` gives those
  * of what the array was filled with. truth::forward gives the derivative of every number along one direction.
@@ -95,8 +97,9 @@
 extern "C" {
 #endif
 
-/* An array of count elements, of the type that the kernel has which takes it first. The values are copied; NULL
- * is for an output, which nobody has written. Replaces an array of the same name. */
+/* An array of count elements, of the type that the kernel has which takes it first; a launch that takes it as
+ * another is refused. The values are copied; NULL is for an output, which nobody has written. Replaces an array
+ * of the same name. */
 TRUTH_API int truth_array(const char *name, const double *values, size_t count);
 
 /* Runs a kernel: "NAME grid=X,Y,Z block=X,Y,Z shared=BYTES args=..." with names of arrays for pointers and
@@ -121,7 +124,7 @@ TRUTH_API int truth_direction(const char *input, const double *direction, size_t
 /* The derivative of what is in the output now, along the direction. */
 TRUTH_API int truth_tangent(const char *output, double *tangent, size_t count);
 
-/* An option of the command line: "--f32" or "--early-return". */
+/* An option of the command line: "--f32", "--early-return" or "--unrounded-halves". */
 TRUTH_API int truth_option(const char *option);
 
 /* Forgets arrays, numbers, seeds, directions, findings and options. */
@@ -1789,9 +1792,12 @@ inline __attribute__((used)) void __ubsan_handle_out_of_bounds_abort(const truth
  *     --equal OUTPUT=ARRAY    ARRAY, of a file, must hold what the forward wrote to OUTPUT
  *     --tolerance T           how far they may be apart, relative to the largest expected; default 1e-6
  *     --write DIRECTORY       writes OUTPUT.f64 of every --seed and d_INPUT.f64 of every --gradient there; then
- *                             `--gradient INPUT` compares with nothing
+ *                             `--gradient INPUT` may compare with nothing
  *     --f32                   rounds every value to f32
  *     --early-return          allows threads to leave before others' barriers
+ *     --unrounded-halves      rounds no half and bf16, where gradients are stored in them
+ *
+ * An array has the type of the kernels that take it, which must all take it as the same.
  *
  * The status is 0 where nothing was found and everything agrees, 1 where not, 2 where the command is wrong.
  * ------------------------------------------------------------------------------------------------- */
@@ -1890,7 +1896,8 @@ inline specification specify(const std::string &what) {
   return {specification::zeros, size_t(number_of(what.substr(0, what.size() - 2))), {}};
 }
 
-/* Arrays, made when a kernel first takes them, of the type that it takes. */
+/* Arrays, made when a kernel first takes them, of the type that it takes. No two have a name, since what one
+ * kernel writes to an array another would not see in one of its own. */
 class arrays_by_name {
  public:
   /* Replaces what has that name. */
@@ -1907,7 +1914,11 @@ class arrays_by_name {
   template <class T>
   array<T> &get(const std::string &name) {
     auto &of_type = std::get<made<T>>(all);
-    if (!of_type.count(name)) of_type[name] = make<T>(name);
+    if (!of_type.count(name)) {
+      const char *other = type_of(name);
+      if (other) refuse(name + ": expected an array of " + other + ", as before, got one of " + name_of<T>());
+      of_type[name] = make<T>(name);
+    }
     return *of_type[name];
   }
 
@@ -1927,8 +1938,29 @@ class arrays_by_name {
   using made = std::map<std::string, std::unique_ptr<array<T>>>;
   using types = std::tuple<made<half>, made<bf16>, made<int>, made<unsigned>, made<long>, made<long long>,
                            made<unsigned long>, made<unsigned char>, made<real>>;
+  static constexpr const char *type_names[] = {"half",          "__nv_bfloat16", "int",
+                                               "unsigned",      "long",          "long long",
+                                               "unsigned long", "unsigned char", "float"};
   types all;
   std::map<std::string, specification> specifications;
+
+  template <class T, size_t type = 0>
+  static const char *name_of() {
+    if constexpr (std::is_same_v<std::tuple_element_t<type, types>, made<T>>)
+      return type_names[type];
+    else
+      return name_of<T, type + 1>();
+  }
+
+  /* Of which type the array is; nullptr where nothing took it yet. */
+  const char *type_of(const std::string &name) const {
+    const char *found = nullptr;
+    size_t type = 0;
+    std::apply(
+        [&](auto &...of_type) { ((found = of_type.count(name) ? type_names[type] : found, type++), ...); },
+        all);
+    return found;
+  }
 
   template <class T>
   std::unique_ptr<array<T>> make(const std::string &name) {
@@ -1956,27 +1988,30 @@ inline dim3 size_of(const std::string &word) {
   return {of[0], of[1], of[2]};
 }
 
+enum class act { take, launch }; /* only make the arrays that a kernel takes, or run it, too */
+
 struct runnable {
   std::string name;
-  std::function<void(arrays_by_name &, const std::string &)> run;
+  std::function<void(arrays_by_name &, const std::string &, act)> run;
 };
 
 template <class R, class... P, size_t... I>
 void run_words(R (*kernel)(P...), arrays_by_name &arrays, dim3 grid, dim3 block, size_t shared,
-               const command::strings &words, std::index_sequence<I...>) {
-  launch(kernel, grid, block, shared, argument<std::decay_t<P>>(arrays, words[I])...);
+               const command::strings &words, act act, std::index_sequence<I...>) {
+  const auto arguments = std::make_tuple(argument<std::decay_t<P>>(arrays, words[I])...);
+  if (act == act::launch) launch(kernel, grid, block, shared, std::get<I>(arguments)...);
 }
 
 template <class R, class... P>
 runnable make_runnable(const std::string &name, R (*kernel)(P...)) {
-  return {name, [=](arrays_by_name &arrays, const std::string &line) {
+  return {name, [=](arrays_by_name &arrays, const std::string &line, act act) {
             std::map<std::string, std::string> is;
             for (const std::string &word : split(line, ' ')) is.insert(split_pair(word));
             const command::strings words = split(is["args"], ',');
             if (words.size() != sizeof...(P))
               refuse(name + text(": expected args= with %zu arguments, got %zu", sizeof...(P), words.size()));
             run_words(kernel, arrays, size_of(is["grid"]), size_of(is["block"]),
-                      is["shared"].empty() ? 0 : size_t(number_of(is["shared"])), words,
+                      is["shared"].empty() ? 0 : size_t(number_of(is["shared"])), words, act,
                       std::index_sequence_for<P...>());
           }};
 }
@@ -2036,13 +2071,17 @@ inline command parse(int count, char **words) {
     else
       refuse(word + ": no such option");
   }
+  for (const auto &[input, array] : c.gradients)
+    if (array.empty() && c.directory.empty())
+      refuse("--gradient " + input + ": expected an array to compare with, or --write");
   return c;
 }
 
-inline void run_line(const std::vector<runnable> &kernels, arrays_by_name &arrays, const std::string &line) {
+inline void run_line(const std::vector<runnable> &kernels, arrays_by_name &arrays, const std::string &line,
+                     act act = act::launch) {
   const std::string name = line.substr(0, line.find(' '));
   for (const runnable &kernel : kernels)
-    if (kernel.name == name) return kernel.run(arrays, line);
+    if (kernel.name == name) return kernel.run(arrays, line, act);
   refuse(name + ": expected the name of a kernel");
 }
 
@@ -2062,6 +2101,9 @@ inline int run_command(const command &c, const std::vector<runnable> &kernels) {
   const auto values = [&](const std::string &name) {
     return arrays.with(name, [](auto &a) { return a.values(); });
   };
+  /* First all arrays, of the types that kernels take them as: seeds are read before the backward takes them. */
+  for (const auto *lines : {&c.forward, &c.backward})
+    for (const std::string &line : *lines) run_line(kernels, arrays, line, act::take);
   for (const std::string &line : c.forward) run_line(kernels, arrays, line);
   std::vector<beside> seeds;
   for (const auto &[output, seed] : c.seeds) {

@@ -476,15 +476,43 @@ __global__ void square_backward(const number *x, const number *dy, number *dx, n
   dx[threadIdx.x] = factor * x[threadIdx.x] * dy[threadIdx.x];
 }
 
-static void check_program(std::vector<std::string> words, int expected_status, const char *expected_text) {
+template <class T>
+__global__ void square_narrow(const T *x, T *y) {
+  const int i = threadIdx.x;
+  y[i] = T(number(x[i]) * number(x[i]));
+}
+
+template <class T>
+__global__ void square_narrow_backward(const T *x, const T *dy, T *dx, number factor) {
+  const int i = threadIdx.x;
+  dx[i] = T(factor * number(x[i]) * number(dy[i]));
+}
+
+__global__ void largest(const number *x, int *where, number *y) {
+  where[0] = 0;
+  for (int i = 1; i < 3; i++)
+    if (x[i] > x[where[0]]) where[0] = i;
+  y[0] = x[where[0]];
+}
+
+__global__ void largest_backward(const unsigned *where, const number *dy, number *dx) { dx[where[0]] = dy[0]; }
+
+static void check_program(std::vector<std::string> words, int expected_status, const char *expected_text,
+                          const std::string &expected_error = "") {
   start_again();
   words.insert(words.begin(), "program");
   std::vector<char *> pointers;
   for (std::string &word : words) pointers.push_back(&word[0]);
   truth::options().out = tmpfile();
-  const int status =
-      truth::run_command(int(words.size()), pointers.data(),
-                         truth::make_runnables("square, square_backward", square, square_backward));
+  const auto kernels = truth::make_runnables(
+      "square, square_backward, square<half>, square_backward<half>, square<bf16>, square_backward<bf16>, "
+      "largest, largest_backward",
+      square, square_backward, square_narrow<half>, square_narrow_backward<half>, square_narrow<truth::bf16>,
+      square_narrow_backward<truth::bf16>, largest, largest_backward);
+  std::string error;
+  const int status = truth::status_of(
+      [&] { return truth::run_command(truth::parse(int(words.size()), pointers.data()), kernels); }, error);
+  CHECK_TEXT(error.c_str(), expected_error.c_str());
   CHECK(status == expected_status, "status %d, expected %d", status, expected_status);
   CHECK_TEXT(truth::findings().empty() ? "" : truth::findings()[0].text.c_str(), expected_text);
 }
@@ -512,6 +540,50 @@ static void test_command(const std::string &directory) {
       "1.00e-06 allowed");
 }
 
+/* Kernels of 16 bits, whose d(loss)/d(y) is rounded as they read it. */
+static void test_command_of_halves(const std::string &directory) {
+  const std::string x = directory + "/truth_x.txt", dy = directory + "/truth_dy.txt";
+  std::ofstream(x) << "0.1 2.3 -3.7";
+  std::ofstream(dy) << "0.3 0.7 -1.9";
+  for (const std::string type : {"<half>", "<bf16>"}) {
+    std::vector<std::string> words = {"--array",    "x=" + x,
+                                      "--array",    "dy=" + dy,
+                                      "--array",    "y=3",
+                                      "--array",    "dx=3",
+                                      "--forward",  "square" + type + " block=3 args=x,y",
+                                      "--seed",     "y=dy",
+                                      "--gradient", "x=dx",
+                                      "--backward", "square_backward" + type + " block=3 args=x,dy,dx,2",
+                                      "--tolerance"};
+    const auto with = [&](std::vector<std::string> more) {
+      more.insert(more.begin(), words.begin(), words.end());
+      return more;
+    };
+    /* Half a place of the largest: of dx alone, not of the dy that it is made of. */
+    check_program(with({type == "<half>" ? "0.0005" : "0.004"}), 0, "");
+    check_program(with({"1e-6", "--unrounded-halves"}), 0, "");
+    words[15] = "square_backward" + type + " block=3 args=x,dy,dx,1";
+    check_program(with({"1e-6", "--unrounded-halves"}), 1,
+                  "gradient of x is wrong, most at 2: expected 14.06, got 7.03; the error is 5.00e-01 of the "
+                  "largest, 1.00e-06 allowed");
+  }
+}
+
+static void test_refused_commands(const std::string &directory) {
+  const std::string x = directory + "/truth_x.txt";
+  std::vector<std::string> words = {"--array", "x=" + x, "--array",   "where=1",
+                                    "--array", "y=1",    "--array",   "dy=1:0",
+                                    "--array", "dx=3:0", "--forward", "largest args=x,where,y",
+                                    "--seed",  "y=dy",   "--gradient"};
+  const auto with = [&](std::vector<std::string> more) {
+    more.insert(more.begin(), words.begin(), words.end());
+    return more;
+  };
+  check_program(with({"x"}), 2, "", "--gradient x: expected an array to compare with, or --write");
+  check_program(with({"x=dx", "--backward", "largest_backward args=where,dy,dx"}), 2, "",
+                "where: expected an array of int, as before, got one of unsigned");
+}
+
 /* ---- memory ---- */
 
 static void test_memory() {
@@ -536,6 +608,8 @@ int main(int count, char **words) {
   test_races();
   test_early_return();
   test_command(count > 1 ? words[1] : ".");
+  test_command_of_halves(count > 1 ? words[1] : ".");
+  test_refused_commands(count > 1 ? words[1] : ".");
   test_memory();
   return report();
 }

@@ -16,7 +16,8 @@ defmodule Mix.Tasks.FlashAttention.Truth do
 
     * `--kernel NAME` - the forward kernel, or a plain function; with its template arguments: `"forward<float, 64>"`
     * `--backward NAME` - the backward kernel, where the cases do not name it
-    * `--in NAMES` - the arrays whose gradients are wanted, default those that a case has gradients of
+    * `--in NAMES` - the arrays whose gradients are wanted, default those that a case has gradients of; one of which it
+      has none is for `--write`
     * `--out NAMES` - the arrays that the loss depends on
     * `--grid X,Y,Z`, `--block X,Y,Z`, `--shared BYTES` - of launches for which a case says nothing else
     * `--case FILE` - the cases, in Elixir
@@ -25,6 +26,8 @@ defmodule Mix.Tasks.FlashAttention.Truth do
     * `--seed N` - of random numbers, default 0
     * `--f32` - rounds every value to f32
     * `--early-return` - threads may leave before the others' barriers
+    * `--unrounded-halves` - rounds no `half` and `__nv_bfloat16`: a gradient that a kernel stores in them is then as
+      close to the exact one as any, where it would be as far as they round
 
   The compiler is `$CXX`, or `c++`. The exit status is 0 where nothing was found and everything agrees.
 
@@ -71,7 +74,8 @@ defmodule Mix.Tasks.FlashAttention.Truth do
     write: :string,
     seed: :integer,
     f32: :boolean,
-    early_return: :boolean
+    early_return: :boolean,
+    unrounded_halves: :boolean
   ]
 
   @header Path.expand("../../../c_src/flash_attention_truth.h", __DIR__)
@@ -202,6 +206,14 @@ defmodule Mix.Tasks.FlashAttention.Truth do
     Mix.shell().info(name)
     inputs = if opts[:in], do: names(opts[:in]), else: Keyword.keys(c[:gradients] || [])
 
+    for input <- inputs,
+        !c[:gradients][input],
+        !opts[:write],
+        do:
+          Mix.raise(
+            "--in: expected gradients of #{input} in #{name}, or --write, as nothing is compared with it"
+          )
+
     arguments =
       Enum.flat_map(c[:arrays], fn {array, what} ->
         ["--array", "#{array}=" <> array(what, array, index, directory, opts)]
@@ -278,6 +290,7 @@ defmodule Mix.Tasks.FlashAttention.Truth do
       {:tolerance, tolerance} -> ["--tolerance", "#{tolerance}"]
       {:f32, true} -> ["--f32"]
       {:early_return, true} -> ["--early-return"]
+      {:unrounded_halves, true} -> ["--unrounded-halves"]
       {:write, directory} -> ["--write", directory |> Path.join(name) |> tap(&File.mkdir_p!/1)]
       _other -> []
     end)

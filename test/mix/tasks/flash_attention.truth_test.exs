@@ -80,6 +80,63 @@ defmodule Mix.Tasks.FlashAttention.TruthTest do
     assert output =~ ~r/race: bytes\[\d\] is/
   end
 
+  @narrow """
+  #include <cuda_bf16.h>
+  #include <cuda_fp16.h>
+  template <typename T>
+  __global__ void square(const T *x, T *y) {
+    const float a = x[threadIdx.x];
+    y[threadIdx.x] = T(a * a);
+  }
+  template <typename T>
+  __global__ void square_backward(const T *x, const T *dy, T *dx, float factor) {
+    const float a = x[threadIdx.x], d = dy[threadIdx.x];
+    dx[threadIdx.x] = T(factor * a * d);
+  }
+  """
+
+  test "half and bf16: what is right agrees, and a wrong factor does not", %{tmp_dir: directory} do
+    for type <- ["half", "__nv_bfloat16"], {factor, status} <- [{2, 0}, {1, 1}] do
+      c = [
+        arrays: [x: {:random, 8}, y: 8, dx: 8],
+        args: [:x, :y],
+        backward: [kernel: "square_backward<#{type}>", args: [:x, :dy, :dx, factor]],
+        gradients: [x: :dx]
+      ]
+
+      arguments = ["--kernel", "square<#{type}>", "--out", "y", "--block", "8"]
+      assert {^status, output} = run(directory, @narrow, [c], ["--unrounded-halves" | arguments])
+      assert output =~ if(status == 0, do: "gradient of x agrees", else: "gradient of x is wrong")
+
+      # The random dy is rounded as the kernel reads it, so dx alone is off.
+      assert {^status, _output} = run(directory, @narrow, [c], ["--tolerance", "4.0e-3" | arguments])
+      assert {1, _output} = run(directory, @narrow, [c], arguments)
+    end
+  end
+
+  test "what would be compared with nothing is refused", %{tmp_dir: directory} do
+    [c] = cases(2)
+    misspelt = fn change -> run(directory, @kernels, [change.(c)], @arguments) end
+
+    assert_raise Mix.Error, ~r/^--case: expected keys among .*gradients.*, got :gradient$/, fn ->
+      misspelt.(&Keyword.put(&1, :gradient, &1[:gradients]))
+    end
+
+    assert_raise Mix.Error, "--case: expected keys among kernel, args, grid, block, shared, got :arg", fn ->
+      misspelt.(&put_in(&1, [:backward, :arg], []))
+    end
+
+    assert_raise Mix.Error,
+                 "--in: expected gradients of x in four, or --write, as nothing is compared with it",
+                 fn ->
+                   run(directory, @kernels, [Keyword.delete(c, :gradients)], ["--in", "x" | @arguments])
+                 end
+
+    arguments = ["--in", "x", "--write", directory | @arguments]
+    assert {0, _output} = run(directory, @kernels, [Keyword.delete(c, :gradients)], arguments)
+    assert File.exists?(Path.join(directory, "four/d_x.f64"))
+  end
+
   test "what is wrong with a command is told in a line", %{tmp_dir: directory} do
     assert_raise Mix.Error, "expected a file of kernels", fn -> run([]) end
     assert_raise Mix.Error, "--kernel: expected a value", fn -> run(["x.cu"]) end
