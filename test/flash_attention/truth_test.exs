@@ -199,4 +199,28 @@ defmodule FlashAttention.TruthTest do
       assert {:k, :failed} in outcomes(report)
     end
   end
+
+  # Zeros are within what rounding to 16 bits blurs, and yet nobody saw that they are right.
+  for type <- [:bf16, :f16] do
+    test "a gradient by sinks that is forgotten does not pass: #{type}" do
+      inputs = attention_inputs(unquote(type)) ++ [sink: random(4, :f32, {2, 4})]
+
+      forward = fn [q, k, v, sink] ->
+        {:ok, o, lse} = FlashAttention.forward_with_states(q, k, v, [sink: sink] ++ @options)
+        [o, lse]
+      end
+
+      forgets = fn [q, k, v, sink], [o, lse], [dout, _dlse] ->
+        {dq, dk, dv, %{sink: dsink}} = FlashAttention.backward!(dout, q, k, v, o, lse, [sink: sink] ++ @options)
+
+        [dq, dk, dv, tensor(dsink, List.duplicate(0.0, 8))]
+      end
+
+      for seed <- 1..5 do
+        report = Truth.check(forward, forgets, inputs, loss_of: [0], seed: seed, elements: :all)
+        assert outcomes(report)[:sink] in [:failed, :unresolved], Truth.format(report)
+        assert report.outcome != :passed
+      end
+    end
+  end
 end

@@ -179,7 +179,7 @@ defmodule FlashAttention.Truth.Differences do
     outcome =
       cond do
         worst.units > allowed -> :failed
-        largest > 0 and sharpest > largest -> :unresolved
+        largest > 0 and allowed * sharpest > largest -> :unresolved
         true -> :passed
       end
 
