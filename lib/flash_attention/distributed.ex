@@ -161,7 +161,24 @@ defmodule FlashAttention.Distributed do
   def run(ranks, fun, opts \\ [])
   def run(count, fun, opts) when is_integer(count) and count > 0, do: run(List.duplicate([], count), fun, opts)
 
-  def run([_ | _] = ranks, fun, opts) when is_function(fun, 1) do
+  def run(ranks, fun, opts) do
+    cond do
+      not (is_list(ranks) and ranks != [] and Enum.all?(ranks, &Keyword.keyword?/1)) ->
+        expected = "a whole number of at least 1, or a list of options of each rank"
+        {:error, Error.invalid(:ranks, expected, Error.show(ranks))}
+
+      not is_function(fun, 1) ->
+        {:error, Error.invalid(:fun, "a function of the group", Error.show(fun))}
+
+      not Keyword.keyword?(opts) ->
+        {:error, Error.invalid(:opts, "a keyword list", Error.show(opts))}
+
+      true ->
+        run_ranks(ranks, fun, opts)
+    end
+  end
+
+  defp run_ranks(ranks, fun, opts) do
     name = {node(), make_ref()}
     count = length(ranks)
 

@@ -231,6 +231,46 @@ defmodule FlashAttention.DistributedTest do
     end
   end
 
+  test "a rank that gathers something else: the same error on every rank, and the group goes on" do
+    rows = fn s, count -> %{s | q: random(1, :f32, {1, count, 2, 4})} end
+
+    for {change, message} <- [
+          {&rows.(&1, 7), "rank 2: shard: expected a second axis of 8 as in the deal, got 7"},
+          {&%{&1 | q: :junk}, ~r/^rank 2: shard: expected a tensor.*, got :junk$/},
+          {&%{&1 | q: random(1, :f64, {1, 8, 2, 4})},
+           "shard: expected type {:f, 32} as on rank 0, got type {:f, 64} on rank 2"},
+          {&%{&1 | q: random(1, :f32, {1, 8, 4, 2})},
+           "shard: expected shape {1, :_, 2, 4} as on rank 0, got shape {1, :_, 4, 2} on rank 2"},
+          {&%{&1 | deal: Distributed.deal({24, 24}, 3, chunk: 2)},
+           ~r/^deal: expected number .* as on rank 0, got number .* on rank 2$/},
+          {&%{&1 | deal: Distributed.deal({24, 24}, 2)},
+           "rank 2: deal: expected one for 3 ranks as in the group, got one for 2"},
+          {&Map.put(&1, :axis, :heads), "rank 2: axis: expected :columns or :rows, got :heads"},
+          {&Map.put(&1, :axis, :columns), "axis: expected :rows as on rank 0, got :columns on rank 2"}
+        ] do
+      gather = fn s -> Distributed.gather(s.group, s.deal, s.q, Map.get(s, :axis, :rows)) end
+
+      results =
+        errors(3, fn s ->
+          {:error, error} = gather.(if(s.group.rank == 2, do: change.(s), else: s))
+          {:ok, whole} = gather.(s)
+          {Exception.message(error), whole}
+        end)
+
+      q = problem(1, :f32, {1, 24, 24, 2, 2, 4}, sink: 1).q
+      assert [{same, ^q}, {same, ^q}, {same, ^q}] = results
+      if is_binary(message), do: assert(same == message), else: assert(same =~ message)
+    end
+  end
+
+  test "a batch of none is attention of none, of any number of ranks" do
+    for num_ranks <- 1..3, opts <- [[], [mask: Mask.packed([5, 11])], [sink: 1]] do
+      problem = problem(1, :f32, {0, 16, 16, 2, 2, 4}, opts)
+      results = on_ranks(problem, num_ranks)
+      for name <- [:o, :dq, :dk, :dv], do: assert(%{data: <<>>, shape: {0, 16, 2, 4}} = results[name])
+    end
+  end
+
   test "a rank with another call" do
     [same, same] =
       errors(2, fn s ->
@@ -257,6 +297,22 @@ defmodule FlashAttention.DistributedTest do
 
     assert [same, same, same] = results
     assert same =~ ~r/^rank \d: bands: expected bands that share no cell/
+  end
+
+  test "wrong arguments of a run" do
+    for {arguments, message} <- [
+          {[0, & &1], "ranks: expected a whole number of at least 1, or a list of options of each rank, got 0"},
+          {[[], & &1],
+           "ranks: expected a whole number of at least 1, or a list of options of each rank, got []"},
+          {[[1], & &1],
+           "ranks: expected a whole number of at least 1, or a list of options of each rank, got [1]"},
+          {[1, fn -> nil end], ~r/^fun: expected a function of the group, got #Function/},
+          {[1, & &1, 5], "opts: expected a keyword list, got 5"}
+        ] do
+      assert {:error, %Error{} = error} = apply(Distributed, :run, arguments)
+      text = Exception.message(error)
+      if is_binary(message), do: assert(text == message), else: assert(text =~ message)
+    end
   end
 
   test "wrong arguments of a group" do

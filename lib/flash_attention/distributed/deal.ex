@@ -18,7 +18,7 @@ defmodule FlashAttention.Distributed.Deal do
   for rotary embeddings and whatever else depends on where a token stands.
   """
 
-  alias FlashAttention.{Error, Mask, Tensor, TensorLike}
+  alias FlashAttention.{Error, Mask, Options, Tensor, TensorLike}
   alias FlashAttention.Distributed.{Bands, Ranges}
 
   @enforce_keys [:size, :num_ranks, :bands, :rows, :columns, :areas]
@@ -58,6 +58,9 @@ defmodule FlashAttention.Distributed.Deal do
     columns = if seqlen_q == seqlen_k, do: rows, else: parts(seqlen_k, num_ranks)
     %__MODULE__{size: size, num_ranks: num_ranks, bands: bands, rows: rows, columns: columns, areas: areas}
   end
+
+  def new(size, _num_ranks, _opts),
+    do: raise(Error.invalid(:size, "{seqlen_q, seqlen_k}", Error.show(size)))
 
   @doc """
   How much more than the average the rank sees that sees most: 1.0 is a perfect balance.
@@ -114,15 +117,17 @@ defmodule FlashAttention.Distributed.Deal do
       <<0, 1, 2, 3>>
   """
   @spec undispatch(t, [TensorLike.t()], axis) :: TensorLike.t()
-  def undispatch(%__MODULE__{num_ranks: num_ranks} = deal, [first | _] = shards, axis \\ :rows)
-      when length(shards) == num_ranks do
+  def undispatch(%__MODULE__{} = deal, shards, axis \\ :rows) do
+    check_number!(shards, deal.num_ranks)
+    first = hd(shards)
     {{_data, type, like}, names} = read!(first, :shards)
 
     pieces =
       for {shard, rank} <- Enum.with_index(shards) do
         ranges = ranges!(deal, rank, axis)
-        {{data, ^type, shape}, _names} = read!(shard, :shards)
+        {{data, own_type, shape}, _names} = read!(shard, :shards)
         check_seqlen!(:shards, shape, Ranges.count(ranges))
+        check_like!({own_type, shape}, {type, like})
         row = row_bytes(type, shape)
 
         for batch <- batches(shape), {first, last, at} <- Ranges.placed(ranges) do
@@ -329,6 +334,24 @@ defmodule FlashAttention.Distributed.Deal do
       do: raise(Error.invalid(argument, "a second axis of #{seqlen} as in the deal", "#{elem(shape, 1)}"))
   end
 
+  defp check_number!(shards, num_ranks) do
+    got = if is_list(shards), do: length(shards), else: Error.show(shards)
+
+    if got != num_ranks,
+      do: raise(Error.invalid(:shards, "a list of #{num_ranks}, one of each rank", "#{got}"))
+  end
+
+  # Shards differ in their rows alone.
+  defp check_like!({type, shape}, {first_type, first_shape}) do
+    for {what, got, expected} <- [
+          {"type", type, first_type},
+          {"shape", put_elem(shape, 1, :_), put_elem(first_shape, 1, :_)}
+        ],
+        got != expected,
+        do:
+          raise(Error.invalid(:shards, "#{what} #{inspect(expected)} as of rank 0", "#{what} #{inspect(got)}"))
+  end
+
   defp rows_of(data, type, shape, ranges) do
     row = row_bytes(type, shape)
 
@@ -356,7 +379,10 @@ defmodule FlashAttention.Distributed.Deal do
     if unknown != [],
       do: raise(Error.invalid(:opts, "keys among #{Enum.join(keys, ", ")}", Error.show(hd(unknown))))
 
-    opts
+    case opts |> Keyword.delete(:chunk) |> Options.parse(keys -- [:chunk]) do
+      {:ok, _options} -> opts
+      {:error, error} -> raise error
+    end
   end
 
   defp check_count!(name, count, least) do
@@ -368,7 +394,7 @@ defmodule FlashAttention.Distributed.Deal do
     window = opts[:window] || {:infinity, :infinity}
     mask = opts[:mask] || Mask.from_bands([{0, seqlen_q, 0, seqlen_k, :infinity, :infinity}])
     mask = Mask.intersect_window(mask, window)
-    mask = if Keyword.get(opts, :causal, true), do: Mask.intersect_window(mask, {:infinity, 0}), else: mask
+    mask = if opts[:causal] != false, do: Mask.intersect_window(mask, {:infinity, 0}), else: mask
     batches = Mask.bands(mask, size)
     for bands <- batches, {band, index} <- Enum.with_index(bands), do: check_band!(band, index, size)
     batches

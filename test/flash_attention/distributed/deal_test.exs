@@ -152,19 +152,40 @@ defmodule FlashAttention.Distributed.DealTest do
           {{-1, 4}, 1, [], "seqlen_q: expected a whole number of at least 0, got -1"},
           {{4, 4}, 1, [chunk: 0], "chunk: expected a whole number of at least 1, got 0"},
           {{4, 4}, 1, [chunks: 1], "opts: expected keys among causal, window, mask, chunk, got :chunks"},
-          {{4, 4}, 1, [mask: Mask.packed([5])], "bands: expected q_end from 0 to seqlen_q 4 in band 0, got 5"}
+          {{4, 4}, 1, [mask: Mask.packed([5])], "bands: expected q_end from 0 to seqlen_q 4 in band 0, got 5"},
+          {4, 1, [], "size: expected {seqlen_q, seqlen_k}, got 4"},
+          {{4}, 1, [], "size: expected {seqlen_q, seqlen_k}, got {4}"},
+          {{4, 4}, 1, [causal: 1], "causal: expected true or false, got 1"},
+          {{4, 4}, 1, [mask: 3], "mask: expected a FlashAttention.Mask, got 3"},
+          {{4, 4}, 1, [mask: {4}], "mask: expected a FlashAttention.Mask, got {4}"},
+          {{4, 4}, 1, [window: 3], ~r/^window: expected \{left, right\}.*, got 3$/}
         ] do
       assert_raise Error, message, fn -> Deal.new(size, num_ranks, opts) end
     end
 
+    # nil is a default's name, as in other calls.
+    assert Deal.new({4, 4}, 2, causal: nil, window: nil, mask: nil, chunk: nil) == Deal.new({4, 4}, 2, [])
+
     deal = Deal.new({4, 4}, 2, [])
     tensor = Tensor.new(<<0, 0>>, :u8, {1, 2})
+    whole = Tensor.new(<<0::32>>, :u8, {1, 4})
 
     for {fun, message} <- [
           {fn -> Deal.positions(deal, 2) end, "rank: expected 0 to 1, got 2"},
           {fn -> Deal.positions(deal, 0, :keys) end, "axis: expected :rows or :columns, got :keys"},
           {fn -> Deal.dispatch(deal, 0, tensor) end,
-           "tensor: expected a second axis of 4 as in the deal, got 2"}
+           "tensor: expected a second axis of 4 as in the deal, got 2"},
+          {fn -> Deal.dispatch(deal, 0, :junk) end, ~r/^tensor: expected a tensor.*, got :junk$/},
+          {fn -> Deal.undispatch(deal, [tensor]) end, "shards: expected a list of 2, one of each rank, got 1"},
+          {fn -> Deal.undispatch(deal, tensor) end, ~r/^shards: expected a list of 2, one of each rank, got/},
+          {fn -> Deal.undispatch(deal, [tensor, whole]) end,
+           "shards: expected a second axis of 2 as in the deal, got 4"},
+          {fn -> Deal.undispatch(deal, [tensor, Tensor.new(<<0::64>>, :f32, {1, 2})]) end,
+           "shards: expected type {:u, 8} as of rank 0, got type {:f, 32}"},
+          {fn -> Deal.undispatch(deal, [tensor, Tensor.new(<<0::32>>, :u8, {1, 2, 2})]) end,
+           "shards: expected shape {1, :_} as of rank 0, got shape {1, :_, 2}"},
+          {fn -> Deal.undispatch(deal, [tensor, tensor], :keys) end,
+           "axis: expected :rows or :columns, got :keys"}
         ],
         do: assert_raise(Error, message, fun)
   end
