@@ -63,6 +63,13 @@ static void test_refusals(void) {
   CHECK(fa_cache_view_begin(sequences, 0, &view, &error) == FA_STATUS_INVALID_ARGUMENT, "a view of nothing");
   CHECK_TEXT(error.message, "sequences: expected at least one, got none");
   CHECK(fa_cache_append(sequences, 1, row, row, -1, &error) == FA_STATUS_INVALID_ARGUMENT, "rows below 0");
+  CHECK(fa_cache_append(sequences, 1, row, row, INT64_MAX, &error) == FA_STATUS_INVALID_ARGUMENT,
+        "as many rows as there are numbers");
+  CHECK(!fa_cache_append(sequences, 1, row, row, 1, &error), "%s", error.message);
+  CHECK(fa_cache_append(sequences, 1, row, row, INT64_MAX, &error) == FA_STATUS_INVALID_ARGUMENT,
+        "as many rows as there are numbers, behind one");
+  CHECK_TEXT(error.message, "k: expected sequences of at most 2^31 - 1 rows, got more");
+  CHECK(fa_cache_length(sequences[0]) == 1, "a refusal changed the length");
   fa_cache_free_sequence(sequences[0]), fa_cache_free_sequence(sequences[1]);
   fa_cache_free(one), fa_cache_free(other);
 }

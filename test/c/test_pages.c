@@ -1,7 +1,7 @@
 /*
- * The book of a cache's pages: what it refuses; random appends, forks, releases and readings, one beginning
- * before another has ended, after which every row of every sequence is what was written to it and no page is
- * lost; and the same by several threads at once on the same sequences.
+ * The book of a cache's pages: what it refuses; a fork that is made in the middle of an append; random appends,
+ * forks, releases and readings, one beginning before another has ended, after which every row of every sequence
+ * is what was written to it and no page is lost; and the same by several threads at once on the same sequences.
  */
 #include <pthread.h>
 #include <stdlib.h>
@@ -73,6 +73,17 @@ static bool holds(const cache *c, const fa_reading *reading, int64_t batch, cons
   return true;
 }
 
+/* A fork of another's rows is a writer of its own from their end on. */
+static bool fork_tracked(fa_book *book, const tracked *from, tracked *to, int64_t writer) {
+  memcpy(to->writers, from->writers, sizeof to->writers);
+  memcpy(to->begins, from->begins, sizeof to->begins);
+  if (fa_sequence_fork(book, &from->pages, &to->pages, NULL)) return false;
+  to->num_writers = from->num_writers + 1;
+  to->writers[to->num_writers - 1] = writer;
+  to->begins[to->num_writers - 1] = fa_sequence_length(book, &to->pages);
+  return true;
+}
+
 /* ---- what is refused ------------------------------------------------------------------------------------- */
 
 static void test_refusals(void) {
@@ -97,6 +108,10 @@ static void test_refusals(void) {
   CHECK(!fa_append_begin(c.book, appends, 1, 9, &error), "%s", error.message);
   fa_append_end(c.book, appends, 1, true);
   CHECK(fa_book_num_free(c.book) == 0 && fa_sequence_length(c.book, &a) == 9, "three pages");
+  const fa_status status = fa_append_begin(c.book, appends, 1, INT64_MAX, &error);
+  CHECK(status == FA_STATUS_INVALID_ARGUMENT, "as many rows as there are numbers, behind nine");
+  if (!status) fa_append_end(c.book, appends, 1, false); /* or the next append would wait for it */
+  CHECK_TEXT(error.message, "k: expected sequences of at most 2^31 - 1 rows, got more");
   CHECK(!fa_append_begin(c.book, appends, 1, 3, &error), "room on the last page: %s", error.message);
   fa_append_end(c.book, appends, 1, false);
   CHECK(!fa_sequence_fork(c.book, &a, &fork, &error), "%s", error.message);
@@ -112,6 +127,53 @@ static void test_refusals(void) {
   CHECK(fa_sequence_length(c.book, &fork) == -1, "its length");
   fa_sequence_release(c.book, &a);
   CHECK(fa_book_num_free(c.book) == 3, "%d pages are free", (int)fa_book_num_free(c.book));
+  cache_free(&c);
+}
+
+/* ---- a fork in the middle of an append ------------------------------------------------------------------- */
+
+static void append_rows(const cache *c, tracked *t, int64_t num_rows) {
+  fa_append append = {.sequence = &t->pages};
+  fa_error error;
+  CHECK(!fa_append_begin(c->book, &append, 1, num_rows, &error), "%s", error.message);
+  write_rows(c, &append, t->writers[t->num_writers - 1]);
+  fa_append_end(c->book, &append, 1, true);
+}
+
+/* The fork has fewer rows of the last page than the sequence has written there, and is the only one to hold it
+ * once the sequence is released. It may append in place only where no reading of the sequence looks at those
+ * rows any more. */
+static void check_fork_amid_append(bool is_read) {
+  cache c = cache_new(3, 8);
+  tracked *source = tracked_new(1), *fork = tracked_new(2);
+  fa_append append = {.sequence = &source->pages};
+  fa_reading reading;
+  const fa_sequence_pages *sequence = &source->pages;
+  fa_error error;
+  append_rows(&c, source, 3);
+  CHECK(!fa_append_begin(c.book, &append, 1, 2, &error), "%s", error.message);
+  CHECK(fork_tracked(c.book, source, fork, 2) && fa_sequence_length(c.book, &fork->pages) == 3,
+        "a fork failed");
+  write_rows(&c, &append, 1);
+  fa_append_end(c.book, &append, 1, true);
+  CHECK(!fa_reading_begin(c.book, &sequence, 1, &reading, &error), "%s", error.message);
+  fa_sequence_release(c.book, &source->pages);
+  CHECK(holds(&c, &reading, 0, source) && reading.lengths[0] == 5, "the sequence's rows");
+  if (!is_read) fa_reading_end(c.book, &reading);
+  append_rows(&c, fork, 1);
+  CHECK(fa_book_num_free(c.book) == (is_read ? 1 : 2), "%d pages are free where a page is %s",
+        (int)fa_book_num_free(c.book), is_read ? "read" : "the fork's alone");
+  if (is_read) {
+    CHECK(holds(&c, &reading, 0, source), "a fork wrote over rows that are read");
+    fa_reading_end(c.book, &reading);
+  }
+  sequence = &fork->pages;
+  CHECK(!fa_reading_begin(c.book, &sequence, 1, &reading, &error), "%s", error.message);
+  CHECK(holds(&c, &reading, 0, fork) && reading.lengths[0] == 4, "the fork's rows");
+  fa_reading_end(c.book, &reading);
+  fa_sequence_release(c.book, &fork->pages);
+  CHECK(fa_book_num_free(c.book) == 3, "%d of 3 pages are free", (int)fa_book_num_free(c.book));
+  free(source), free(fork);
   cache_free(&c);
 }
 
@@ -210,17 +272,6 @@ static void end(play *p, under_way *u) {
   for (int i = 0; i < u->num_appends; i++)
     write_rows(&p->c, &u->appends[i], u->sequences[i]->writers[u->sequences[i]->num_writers - 1]);
   fa_append_end(p->c.book, u->appends, u->num_appends, random_integer(&p->random, 0, 5) != 0);
-}
-
-/* A fork of another's rows is a writer of its own from their end on. */
-static bool fork_tracked(fa_book *book, const tracked *from, tracked *to, int64_t writer) {
-  memcpy(to->writers, from->writers, sizeof to->writers);
-  memcpy(to->begins, from->begins, sizeof to->begins);
-  if (fa_sequence_fork(book, &from->pages, &to->pages, NULL)) return false;
-  to->num_writers = from->num_writers + 1;
-  to->writers[to->num_writers - 1] = writer;
-  to->begins[to->num_writers - 1] = fa_sequence_length(book, &to->pages);
-  return true;
 }
 
 static void fork_or_release(play *p, int slot) {
@@ -361,6 +412,8 @@ static void test_threads(void) {
 
 int main(void) {
   test_refusals();
+  check_fork_amid_append(true);
+  check_fork_amid_append(false);
   test_random(40, 1, 1);
   test_random(30, 3, 2);
   test_random(25, 16, 3);
