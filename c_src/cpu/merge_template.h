@@ -144,7 +144,7 @@ static void T(merge_sink_task)(const fa_merge_job *job, int64_t head, void *scra
   for (int64_t t = 0; t < merge->num_sinks; t++) {
     const REAL sink = merge->sink[t * merge->num_heads + head];
     double sum = 0;
-    for (int64_t batch = 0; batch < merge->batch; batch++) {
+    for (int64_t batch = 0; merge->seqlen_q > 0 && batch < merge->batch; batch++) {
       const REAL *lse = T(part_lse)(merge, &merge->merged, batch, head);
       const REAL *delta = (const REAL *)job->delta + (batch * merge->num_heads + head) * merge->seqlen_q;
       for (int64_t row = 0; sink != -INFINITY && row < merge->seqlen_q; row++)

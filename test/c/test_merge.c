@@ -1,8 +1,8 @@
 /*
  * Parts: merges and their gradients against the header's formulas in double, of 0 to 17 parts in any mixture of
- * types, with rows that parts leave empty and sinks of both layouts; the gradients against central differences;
- * and the contract that the backward of a part with the merged o and lse gives the part's gradients. Sums of
- * gradients, bit for bit.
+ * types, with rows that parts leave empty, NaN and sinks of both layouts; the gradients against central
+ * differences; and the contract that the backward of a part with the merged o and lse gives the part's
+ * gradients. Sums of gradients, bit for bit.
  *
  *   --device cuda   on the GPU; without one it says that it is skipped
  */
@@ -421,6 +421,42 @@ static void test_in_place(void) {
   }
 }
 
+/* A NaN among the lse of parts and the sinks is in what they merge to, wherever it stands and whatever stands
+ * before and behind it. */
+static void test_nan(fa_dtype stat) {
+  enum { PARTS = 3, SINKS = 2, PLACES = PARTS + SINKS };
+  const double others[] = {1, 70, -INFINITY};
+  for (int place = 0; place < PLACES; place++)
+    for (int before = 0; before < 3; before++)
+      for (int behind = 0; behind < 3; behind++) {
+        fa_random random = random_stream(25, 0);
+        merge_case c = {.batch = 1,
+                        .seqlen_q = 1,
+                        .num_heads = 1,
+                        .head_dim = 4,
+                        .num_parts = PARTS,
+                        .num_sinks = SINKS,
+                        .stat = stat};
+        c = case_new(c, &random, &stat, 1);
+        for (int i = 0; i < PLACES; i++) {
+          numbers *n = i < PARTS ? &c.parts[i].lse : &c.sink;
+          n->x[i < PARTS ? 0 : i - PARTS] = i == place ? NAN : others[i < place ? before : behind];
+          upload(n);
+        }
+        for (int p = 0; p < PARTS; p++) draw(&c.parts[p].o, &random, 1), upload(&c.parts[p].o);
+        const fa_merge m = merge_of(&c);
+        run(&m, false, 1);
+        download(&c.merged.o);
+        download(&c.merged.lse);
+        bool is_nan = isnan(c.merged.lse.x[0]);
+        for (int d = 0; d < c.head_dim; d++) is_nan = is_nan && isnan(c.merged.o.x[d]);
+        CHECK(is_nan, "%s: a NaN at %d of %d lse and sinks, %g before it and %g behind: lse %g, o %g",
+              fa_dtype_name(stat), place, PLACES, others[before], others[behind], c.merged.lse.x[0],
+              c.merged.o.x[0]);
+        case_free(&c);
+      }
+}
+
 /* loss = sum(o * dout) + sum(lse * dlse) of a forward */
 static double loss_of(merge_case *c, const fa_merge *m) {
   double loss = 0;
@@ -664,11 +700,19 @@ static void test_refused(void) {
   m.num_parts = 0, m.num_sinks = 1, m.sink = numbers_of, m.dsink = numbers_of, m.dmerged = m.merged;
   CHECK(fa_merge_backward(&m, device, &execution, &error), "no workspace passes");
   CHECK_TEXT(error.message, "workspace: expected at least 8 bytes, got 0");
-  m.seqlen_q = 0, m.num_parts = 0;
-  if (device.kind != FA_DEVICE_CPU) return;
-  numbers_of[0] = 7;
+  m.seqlen_q = 0, m.num_parts = 0, m.sink = NULL;
+  CHECK(fa_merge_backward(&m, device, &execution, &error), "no sink passes where its gradient is wanted");
+  CHECK_TEXT(error.message, "sink: expected a pointer, got NULL");
+  m.dsink = NULL;
+  CHECK(fa_merge_forward(&m, device, &execution, &error) == FA_STATUS_OK, "%s", error.message);
   CHECK(fa_merge_backward(&m, device, &execution, &error) == FA_STATUS_OK, "%s", error.message);
-  CHECK(numbers_of[0] == 0, "the sum over no rows is %g", numbers_of[0]);
+  m.sink = m.dsink = numbers_of;
+  if (device.kind != FA_DEVICE_CPU) return;
+  for (int log = 0; log <= 40; log += 40) { /* whose 2^40 batches nobody has the time to visit */
+    numbers_of[0] = 7, m.batch = INT64_C(1) << log;
+    CHECK(fa_merge_backward(&m, device, &execution, &error) == FA_STATUS_OK, "%s", error.message);
+    CHECK(numbers_of[0] == 0, "the sum over no rows is %g", numbers_of[0]);
+  }
 }
 
 /* ---- sums of gradients --------------------------------------------------------------------------------------
@@ -748,8 +792,10 @@ int main(int argc, char **argv) {
   test_random(floats, 3);
   for (int i = 0; i < 3; i++) test_random(floats + i, 1);
   test_in_place();
+  test_nan(FA_DTYPE_F32);
   if (device.kind == FA_DEVICE_CPU) {
     test_random(f64, 1);
+    test_nan(FA_DTYPE_F64);
     test_differences();
     test_attention_in_parts(FA_DTYPE_F64, 1e-13);
   }
