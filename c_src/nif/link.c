@@ -78,13 +78,13 @@ static int64_t elements_of(const fa_shape *shape, int first_axis) {
   return count;
 }
 
-/* Whether its elements can be counted. */
+/* Whether its elements can be counted, those of some of its axes, too, where another has none. */
 static bool has_size(const fa_shape *shape) {
   double count = 1;
   bool valid = shape->rank >= 2 && shape->rank <= FA_MAX_RANK;
   for (int i = 0; valid && i < shape->rank; i++) {
     valid = shape->dims[i] >= 0;
-    count *= (double)shape->dims[i];
+    count *= shape->dims[i] > 0 ? (double)shape->dims[i] : 1;
   }
   return valid && count < 0x1p48;
 }
@@ -217,9 +217,11 @@ static bool sum_rows(nif_sum *call, char *result, int64_t batch, int64_t first, 
 
 static bool sum_all(nif_sum *call) {
   char *result = call->has_own_memory ? fa_memory_data(call->on_device) : (char *)call->binary.binary.data;
+  /* Of nothing there may be so many batches that no one could visit them. */
+  const int64_t num_batches = elements_of(&call->shape, 0) > 0 ? call->shape.dims[0] : 0;
   bool done = true;
   find_edges(call);
-  for (int64_t batch = 0; batch < call->shape.dims[0]; batch++)
+  for (int64_t batch = 0; done && batch < num_batches; batch++)
     for (int i = 1; done && i < call->num_edges; i++)
       done = sum_rows(call, result, batch, call->edges[i - 1], call->edges[i]);
   /* The device must be done with the parts, after an error too. */
