@@ -59,6 +59,7 @@ static void T(merge_row)(const fa_merge *merge, int64_t batch, int64_t head, int
   const int64_t head_dim = merge->head_dim;
   const REAL largest = T(largest_lse)(merge, batch, head, row);
   const bool has_nothing = largest == -INFINITY;
+  bool has_part = false;
   REAL total = 0;
   memset(sum, 0, (size_t)head_dim * sizeof *sum);
   for (int p = 0; !has_nothing && p < merge->num_parts; p++) {
@@ -66,12 +67,13 @@ static void T(merge_row)(const fa_merge *merge, int64_t batch, int64_t head, int
     if (lse == -INFINITY) continue;
     const REAL weight = T(weight)(lse - largest);
     total += weight;
+    has_part = true;
     const T(rows) from = T(part_rows)(&merge->parts[p], batch, head);
     T(add_scaled)(sum, weight, T(load_row)(from, row, head_dim, buffer), head_dim);
   }
   for (int64_t t = 0; !has_nothing && t < merge->num_sinks; t++)
     total += T(weight)(T(row_sinks)(merge, batch, head, row)[t * merge->num_heads] - largest);
-  const REAL share = has_nothing ? 0 : 1 / total;
+  const REAL share = has_part ? 1 / total : 0; /* o is 0 beside sinks alone, whatever they are */
   for (int64_t i = 0; i < head_dim; i++) sum[i] *= share;
   T(store_row)(T(part_rows)(&merge->merged, batch, head), row, head_dim, sum);
   T(part_lse)(merge, &merge->merged, batch, head)[row] = has_nothing ? largest : largest + LOG(total);
