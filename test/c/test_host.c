@@ -601,6 +601,57 @@ static void test_no_pinned_memory(fa_pass pass) {
   setting_free(&s);
 }
 
+/* Takes lanes that are idle, so that the next call has to make one. */
+static int hold_lanes(fa_heap *heap, fa_lane **lanes, int most) {
+  int count = 0;
+  while (heap->idle_lanes && count < most)
+    if (fa_lane_take(heap, 0, &lanes[count++], NULL)) exit(2);
+  return count;
+}
+
+/* A call that would pass few bytes through a ring, and gets none: its lane is a new one, or had a ring before.
+ * Then another call has that memory now, where nothing may be written. */
+static void test_no_ring(bool is_new) {
+  enum { MOST_LANES = 64, RESULT_BYTES = 4096 };
+  fa_random random = random_stream(19, 0);
+  const fa_slicing slicing = fa_host_slicing;
+  fa_heap *heap = heap_of(0);
+  fa_lane *held[MOST_LANES], *lane = NULL, *other = NULL;
+  setting s = mixed_setting(FA_PASS_FORWARD, &random);
+  for (int id = 0; id < FA_NUM_TENSORS; id++) s.where[id] = PAGEABLE;
+  fa_host_slicing = (fa_slicing){INT64_MAX, INT64_MAX, 1, 1, 1};
+  setting_place(&s);
+  trim();
+  const int num_held = hold_lanes(heap, held, MOST_LANES);
+  char *ring = NULL;
+  if (!is_new) {
+    check_run(&s); /* makes a lane, which has a ring */
+    CHECK(!fa_lane_take(heap, 1, &lane, NULL) && (ring = fa_staging_memory(lane->staging)), "no ring");
+    fa_lane_give(lane, true);
+    CHECK(!fa_lane_take(heap, 0, &lane, NULL) && !fa_staging_memory(lane->staging), "a ring for no bytes");
+    CHECK(!fa_lane_take(heap, 1, &other, NULL) && other != lane, "one lane for two calls");
+    CHECK(fa_staging_memory(other->staging) == ring, "another ring");
+    memset(ring, 7, RESULT_BYTES);
+    fa_lane_give(lane, true);
+  }
+  fake_settings.pinned_bytes = 0;
+  for (int id = 0; id < FA_NUM_TENSORS; id++)
+    if (role_of(&s, id) == FA_ROLE_OUTPUT) memset(s.given[id], 0xff, size_of(&s, id));
+  const long before = fake_get_state().num_pageable_copies;
+  for (int i = 0; i < 2; i++) check_run(&s); /* measured, and not */
+  CHECK(fake_get_state().num_pageable_copies > before, "there was a ring after all");
+  int64_t num_written = 0;
+  for (int i = 0; ring && i < RESULT_BYTES; i++) num_written += ring[i] != 7;
+  CHECK(num_written == 0, "%d bytes of another call's ring were written", (int)num_written);
+  fake_settings.pinned_bytes = SIZE_MAX;
+  if (other) fa_lane_give(other, true);
+  for (int i = 0; i < num_held; i++) fa_lane_give(held[i], true);
+  check_nothing_is_used("after calls without a ring");
+  setting_remove(&s);
+  setting_free(&s);
+  fa_host_slicing = slicing;
+}
+
 /* Enqueues a copy in so many pieces that it takes a while. */
 static void copy_slowly(char *to, char *from, size_t bytes, void *stream) {
   for (size_t at = 0; at < bytes; at += 40) {
@@ -1280,6 +1331,8 @@ int main(void) {
   test_out_of_memory();
   test_no_pinned_memory(FA_PASS_FORWARD);
   test_no_pinned_memory(FA_PASS_BACKWARD);
+  test_no_ring(true);
+  test_no_ring(false);
   test_order();
   test_order_on_device(FA_PASS_FORWARD);
   test_order_on_device(FA_PASS_BACKWARD);
