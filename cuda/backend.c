@@ -123,12 +123,41 @@ static fa_status check_sizes(const fa_problem *p, const fa_cuda_kernel *kernel, 
   for (size_t i = 0; i < sizeof counts / sizeof *counts; i++)
     if (counts[i].size > most_blocks)
       return unsupported(error, counts[i].name, "below 2^30 on CUDA", counts[i].size);
+  if (p->num_pages > INT32_MAX) return unsupported(error, "num_pages", "below 2^31 on CUDA", p->num_pages);
+  if (kernel->merge && fa_cuda_packed_rows(p) > most_blocks)
+    return unsupported(error, "seqlen_q", "fewer than 2^30 rows of all heads of a KV head on CUDA",
+                       fa_cuda_packed_rows(p));
   const int64_t seqlen = p->seqlen_q > p->seqlen_k ? p->seqlen_q : p->seqlen_k;
   const int64_t block = kernel->block_q < kernel->block_k ? kernel->block_q : kernel->block_k;
   const double blocks = (double)p->batch * (double)p->num_heads * (double)fa_divide_up(seqlen, block);
   if (blocks > (double)most_blocks || (double)p->num_sinks * (double)p->num_heads > (double)most_blocks)
     return unsupported(error, "batch", "less work for one call on CUDA", p->batch);
   return FA_STATUS_OK;
+}
+
+/* A merge of the problem's sizes that ends in its o and lse. */
+static fa_merge merge_of(const fa_problem *p, const fa_tensors *t) {
+  fa_merge merge;
+  fa_merge_init(&merge);
+  merge.batch = p->batch, merge.seqlen_q = p->seqlen_q;
+  merge.num_heads = p->num_heads, merge.head_dim = p->head_dim;
+  merge.merged = (fa_part){t->o, t->lse.data, p->dtype};
+  return merge;
+}
+
+/* That of its rows with their own sinks. */
+static fa_merge merge_of_row_sinks(const fa_problem *p, const fa_tensors *t) {
+  fa_merge merge = merge_of(p, t);
+  merge.num_sinks = p->num_row_sinks, merge.sink_per_row = 1, merge.sink = t->row_sinks.data;
+  return merge;
+}
+
+static fa_status check_row_sinks(const fa_problem *p, fa_error *error) {
+  if (p->num_row_sinks == 0) return FA_STATUS_OK;
+  if (p->dlse_batch == 1 && p->batch > 1)
+    return fa_fail(error, FA_STATUS_UNSUPPORTED, "dlse", "all batches beside row_sinks on CUDA", "1");
+  const fa_merge merge = merge_of_row_sinks(p, &(fa_tensors){0});
+  return fa_cuda_check_merge(&merge, error);
 }
 
 static fa_status check_problem(const fa_plan *plan, int major, fa_error *error) {
@@ -140,12 +169,10 @@ static fa_status check_problem(const fa_plan *plan, int major, fa_error *error) 
   if (plan->problem.dropout != 0 && plan->problem.origin.row % 16 != 0)
     return unsupported(error, "origin", "a multiple of 16 rows where there is dropout on CUDA",
                        plan->problem.origin.row);
-  if (plan->problem.num_row_sinks > 0 && plan->problem.dlse_batch == 1 && plan->problem.batch > 1)
-    return fa_fail(error, FA_STATUS_UNSUPPORTED, "dlse", "all batches beside row_sinks on CUDA", "1");
   if (major < 8)
     return fa_fail(error, FA_STATUS_UNSUPPORTED, "device", "compute capability 8.0 or newer",
                    FA_TEXT("%d.x", major));
-  return FA_STATUS_OK;
+  return check_row_sinks(&plan->problem, error);
 }
 
 /* Whether every row sees every column. */
@@ -1452,16 +1479,6 @@ static bool make_maps(const fa_plan *plan, const fa_cuda_kernel *kernel, const f
   return scaled || q_mapped;
 }
 
-/* A merge of the problem's sizes that ends in its o and lse. */
-static fa_merge merge_of(const fa_problem *p, const fa_tensors *t) {
-  fa_merge merge;
-  fa_merge_init(&merge);
-  merge.batch = p->batch, merge.seqlen_q = p->seqlen_q;
-  merge.num_heads = p->num_heads, merge.head_dim = p->head_dim;
-  merge.merged = (fa_part){t->o, t->lse.data, p->dtype};
-  return merge;
-}
-
 static fa_status merge_key_parts(const fa_plan *plan, const cuda_job *job, const fa_tensors *t,
                                  const fa_execution *execution, fa_error *error) {
   const fa_problem *p = &plan->problem;
@@ -1498,8 +1515,7 @@ static fa_status run_row_sinks(const fa_plan *plan, const fa_tensors *t, const f
   const fa_problem *p = &plan->problem;
   const bool backward = plan->pass == FA_PASS_BACKWARD;
   if (p->num_row_sinks == 0) return FA_STATUS_OK;
-  fa_merge merge = merge_of(p, t);
-  merge.num_sinks = p->num_row_sinks, merge.sink_per_row = 1, merge.sink = t->row_sinks.data;
+  fa_merge merge = merge_of_row_sinks(p, t);
   merge.parts[0] = merge.merged;
   merge.num_parts = backward ? 0 : 1;
   if (backward) {

@@ -81,8 +81,7 @@ static fa_status enqueue(fa_merge *merge, bool is_backward, bool begins_early, c
   return FA_STATUS_OK;
 }
 
-fa_status fa_cuda_merge(const fa_merge *merge, bool is_backward, int32_t index, const fa_execution *execution,
-                        fa_error *error) {
+fa_status fa_cuda_check_merge(const fa_merge *merge, fa_error *error) {
   const double most = 1 << 30;
   if (merge->merged.dtype == FA_DTYPE_F64)
     return fa_fail(error, FA_STATUS_UNSUPPORTED, "o", "type f32, bf16 or f16 on CUDA", "f64");
@@ -94,9 +93,15 @@ fa_status fa_cuda_merge(const fa_merge *merge, bool is_backward, int32_t index, 
   if (merge->batch > 65535)
     return fa_fail(error, FA_STATUS_UNSUPPORTED, "batch", "at most 65535 in a merge on CUDA",
                    FA_TEXT("%lld", (long long)merge->batch));
+  return FA_STATUS_OK;
+}
+
+fa_status fa_cuda_merge(const fa_merge *merge, bool is_backward, int32_t index, const fa_execution *execution,
+                        fa_error *error) {
   fa_merge copy = *merge; /* launches take arguments that are not const */
   fa_cuda_facts facts;
-  fa_status status = fa_cuda_facts_of(index, &facts, error);
+  fa_status status = fa_cuda_check_merge(merge, error);
+  if (!status) status = fa_cuda_facts_of(index, &facts, error);
   if (status) return status;
   fa_scope scope;
   status = enter_device(&scope, index, error);

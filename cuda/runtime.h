@@ -10,9 +10,11 @@
 /* Memory, streams and events, for the backend's table. */
 extern const fa_memory_ops fa_cuda_memory;
 
-/* The backend's merge. */
+/* The backend's merge; and whether its kernels can count what is merged, which plans that end in one ask, too.
+ */
 fa_status fa_cuda_merge(const fa_merge *merge, bool is_backward, int32_t index, const fa_execution *execution,
                         fa_error *error);
+fa_status fa_cuda_check_merge(const fa_merge *merge, fa_error *error);
 
 /* Links by NCCL, and sums. */
 extern const fa_link_ops fa_cuda_link;

@@ -718,6 +718,30 @@ static void test_origins(void) {
   CHECK_TEXT(error.message, "origin: expected a multiple of 16 rows where there is dropout on CUDA, got 40");
 }
 
+static void refuse(fa_problem problem, const char *message) {
+  fa_error error;
+  fa_plan plan;
+  CHECK(fa_plan_init(&plan, &problem, FA_PASS_FORWARD, cuda, &error) == FA_STATUS_UNSUPPORTED,
+        "a plan for \"%s\"", message);
+  CHECK_TEXT(error.message, message);
+}
+
+/* What a run could not launch, or would count wrong in 32 bits, is refused when it is planned. */
+static void test_limits(void) {
+  fa_problem p = problem_of(FA_DTYPE_BF16, 65536, 1, 1, 64);
+  p.num_row_sinks = 1;
+  refuse(p, "batch: expected at most 65535 in a merge on CUDA, got 65536");
+  p.batch = 1, p.seqlen_q = 1 << 20, p.num_heads = p.num_kv_heads = 32, p.num_row_sinks = 32;
+  refuse(p, "o: expected fewer than 2^30 rows of heads, and sinks of them, on CUDA, got more");
+  p.seqlen_q = 1 << 25, p.num_row_sinks = 1;
+  refuse(p, "o: expected fewer than 2^30 rows of heads, and sinks of them, on CUDA, got more");
+  p = problem_of(FA_DTYPE_BF16, 1, 1, 1, 64);
+  p.seqlen_k = 64, p.page_size = 16, p.max_pages = 4, p.num_pages = INT64_C(1) << 31;
+  refuse(p, "num_pages: expected below 2^31 on CUDA, got 2147483648");
+  p.num_pages = 4, p.seqlen_q = 512, p.num_heads = 1 << 22, p.num_kv_heads = 1;
+  refuse(p, "seqlen_q: expected fewer than 2^30 rows of all heads of a KV head on CUDA, got 2147483648");
+}
+
 static void test_no_such_device(void) {
   fa_error error;
   fa_plan plan;
@@ -910,6 +934,7 @@ int main(int argc, char **argv) {
   test_no_such_device();
   test_needs();
   test_origins();
+  test_limits();
   test_long_plan();
   test_few_keys();
   test_long();
