@@ -123,7 +123,8 @@
  * memory and streams of GPUs at hand, and nothing that changes a result. A plan is immutable once initialised
  * and may be run by several threads at once, each with its own workspace. The library's own threads run on the
  * processors of the process's first thread, as many as its control group's quota is worth, and take no signals.
- * After a fork() the child begins anew: what was allocated on a GPU, and for one, is its parent's alone.
+ * After a fork() the child begins anew: what was allocated on a GPU, and for one, is its parent's alone, as are
+ * caches on any device, which another thread of the parent may have been in the middle of changing.
  *
  * The environment. FLASH_ATTENTION_NUM_THREADS, from 1 to 1023, is how many threads a plan for the CPU takes,
  * where it has work for so many; otherwise, and with anything else, it is the number of processors, and fewer
