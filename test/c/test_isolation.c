@@ -349,6 +349,134 @@ static void test_padding(fa_device device) {
       for (int bad = 0; bad < 2; bad++) check_padding(device, i, (fa_dtype)dtype, bads[bad]);
 }
 
+/* ---- a single row -------------------------------------------------------------------------------------- */
+
+/* Under a window, or with bands that leave out what lies between them. So many keys that kernels have several
+ * tiles of them, and parts; what takes a kernel for few rows, and what does not. */
+static const struct {
+  int64_t batch, seqlen_k, num_heads, num_kv_heads, head_dim, window_left, num_bands;
+  unsigned has;
+} single[] = {
+    {2, 90, 2, 1, 24, 30, 0, 0},
+    {1, 300, 2, 2, 64, 70, 0, 0},
+    {2, 700, 4, 2, 64, 100, 0, 0},
+    {2, 200, 2, 1, 40, ANY, 2, 0},
+    {1, 170, 2, 1, 200, 33, 0, 0},
+    {1, 2600, 2, 1, 64, 1300, 0, 0},
+    {1, 300, 2, 1, 256, ANY, 2, 0},
+    {1, 700, 4, 2, 128, ANY, 3, 0},
+    {1, 2600, 2, 1, 64, ANY, 3, 0},
+    {2, 500, 4, 2, 128, 200, 0, WITH_KEY_LENGTHS},
+    {2, 300, 2, 1, 64, 40, 0, WITH_ALIBI},
+    {2, 260, 2, 1, 128, ANY, 2, WITH_BIAS},
+    {1, 260, 2, 1, 64, ANY, 2, WITH_DROPOUT},
+    {1, 260, 2, 1, 128, 100, 0, WITH_DROPOUT},
+};
+
+/* k and v of every column that the row does not see are garbage. */
+static long
+    num_reached; /* elements that the test itself would spoil, if it took such a column for a hidden one */
+static void check_single(fa_device device, size_t number, fa_dtype dtype, double garbage) {
+  const sizes of = {single[number].batch,
+                    1,
+                    single[number].seqlen_k,
+                    single[number].num_heads,
+                    single[number].num_kv_heads,
+                    single[number].head_dim,
+                    single[number].window_left,
+                    ANY,
+                    0,
+                    0,
+                    single[number].num_bands,
+                    single[number].has};
+  const fa_problem p = problem_of(&of, dtype);
+  fa_values inputs = values_new(&p), got = values_new(&p), expected = values_new(&p);
+  values_fill(&inputs, &p, dtype, FILL_NORMAL, seed);
+  const int64_t width = p.seqlen_k / (2 * p.num_bands + 1); /* of a band, and of a gap */
+  for (int64_t b = 0; b < p.batch; b++) {
+    const int64_t length = p.lengths_batch ? p.seqlen_k - 77 * b : p.seqlen_k;
+    if (p.lengths_batch) inputs.data[FA_TENSOR_KEY_LENGTHS][b] = (double)length;
+    for (int64_t n = 0; n < p.num_bands; n++) {
+      const double band[] = {0,         1,        (double)(width * (2 * n + 1)), (double)(width * (2 * n + 2)),
+                             INT32_MAX, INT32_MAX};
+      memcpy(inputs.data[FA_TENSOR_BANDS] + (b * p.num_bands + n) * 6, band, sizeof band);
+    }
+    for (int64_t j = 0; j < p.seqlen_k; j++) {
+      const bool is_in_window = j < length && (p.window_left == ANY || length - 1 - j <= p.window_left);
+      const bool is_in_band = p.num_bands == 0 || (j / width % 2 == 1 && j / width < 2 * p.num_bands);
+      if (is_in_window && is_in_band) continue;
+      for (int64_t h = 0; h < p.num_kv_heads; h++)
+        plant_row(&p, &inputs, FA_TENSOR_K, b, j, h, garbage),
+            plant_row(&p, &inputs, FA_TENSOR_V, b, j, h, garbage);
+    }
+  }
+  if (check_pass(device, &p, FA_PASS_FORWARD, &inputs, &got, &expected, "a single row")) {
+    for (int64_t i = 0; i < values_count(&p, FA_TENSOR_O); i++)
+      if (!isfinite(expected.data[FA_TENSOR_O][i]) || !isfinite(expected.data[FA_TENSOR_LSE][0])) num_reached++;
+    take_forward(&p, &inputs, &expected);
+    check_pass(device, &p, FA_PASS_BACKWARD, &inputs, &got, &expected, "a single row");
+  }
+  values_free(&inputs);
+  values_free(&got);
+  values_free(&expected);
+}
+
+static void test_single(fa_device device) {
+  num_reached = 0;
+  for (int dtype = 0; dtype < FA_NUM_FLOATS; dtype++)
+    for (size_t i = 0; i < sizeof single / sizeof *single; i++)
+      for (int bad = 0; bad < 2; bad++) check_single(device, i, (fa_dtype)dtype, bads[bad]);
+  CHECK(num_reached == 0, "the test's own columns reach %ld numbers", num_reached);
+}
+
+/* ---- rows that a bias hides whole ------------------------------------------------------------------------ */
+
+enum { HIDES_BY_U8 = 1, HAS_ROW_SINKS = 2, HAS_DLSE = 4, NUM_HIDINGS = 8 };
+
+/* The first row, the last, and a tile's worth of them. */
+static bool is_hidden(const fa_problem *p, int64_t row) {
+  return row == 0 || row == p->seqlen_q - 1 || (row >= 20 && row < 90);
+}
+
+/* Their dout is garbage, which no gradient has, above all not that of the sinks, which are all that the lse of
+ * such a row is made of. */
+static void check_hidden(fa_device device, fa_dtype dtype, unsigned has, double garbage) {
+  const sizes of = {2, 100, 70, 2, 1, 24, ANY, ANY, 1, 0, 0, WITH_BIAS | WITH_CELLS};
+  fa_problem p = problem_of(&of, dtype);
+  char what[64];
+  if (has & HIDES_BY_U8) p.bias_dtype = FA_DTYPE_U8;
+  if (has & HAS_ROW_SINKS) p.num_row_sinks = 2;
+  if (has & HAS_DLSE) p.dlse_batch = p.batch;
+  snprintf(what, sizeof what, "rows hidden by a bias, dout %g", garbage);
+  fa_values inputs = values_new(&p), got = values_new(&p), expected = values_new(&p);
+  values_fill(&inputs, &p, dtype, FILL_NORMAL, seed);
+  for (int64_t i = 0; i < values_count(&p, FA_TENSOR_BIAS); i++) {
+    double *bias = &inputs.data[FA_TENSOR_BIAS][i];
+    if (has & HIDES_BY_U8)
+      *bias = !is_hidden(&p, i / p.seqlen_k % p.seqlen_q);
+    else if (is_hidden(&p, i / p.seqlen_k % p.seqlen_q))
+      *bias = -INFINITY;
+  }
+  if (check_pass(device, &p, FA_PASS_FORWARD, &inputs, &got, &expected, what)) {
+    take_forward(&p, &inputs, &expected);
+    for (int64_t b = 0; b < p.batch; b++)
+      for (int64_t row = 0; row < p.seqlen_q; row++)
+        for (int64_t h = 0; h < p.num_heads; h++)
+          if (is_hidden(&p, row)) plant_row(&p, &inputs, FA_TENSOR_DOUT, b, row, h, garbage);
+    check_pass(device, &p, FA_PASS_BACKWARD, &inputs, &got, &expected, what);
+    CHECK(isfinite(expected.data[FA_TENSOR_DSINK][0]), "%s: the oracle's dsink is not finite", what);
+  }
+  values_free(&inputs);
+  values_free(&got);
+  values_free(&expected);
+}
+
+static void test_hidden(fa_device device) {
+  for (int dtype = 0; dtype < FA_NUM_FLOATS; dtype++)
+    for (unsigned has = 0; has < NUM_HIDINGS; has++)
+      for (int bad = 0; bad < 3; bad++) check_hidden(device, (fa_dtype)dtype, has, bads[bad]);
+}
+
 /* ---- what is added to columns that nobody sees ---------------------------------------------------------- */
 
 static void check_backward(fa_device device, const fa_problem *p, fa_values *inputs, const char *what) {
@@ -534,6 +662,8 @@ static void test_device(fa_device device) {
   test_nan_rows(device);
   test_padding(device);
   test_unseen(device);
+  test_single(device);
+  test_hidden(device);
   test_planted(device);
   test_infinite_lse(device);
   test_infinite_rows(device);
