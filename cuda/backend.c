@@ -130,6 +130,10 @@ static fa_status check_sizes(const fa_problem *p, const fa_cuda_kernel *kernel, 
   const int64_t seqlen = p->seqlen_q > p->seqlen_k ? p->seqlen_q : p->seqlen_k;
   const int64_t block = kernel->block_q < kernel->block_k ? kernel->block_q : kernel->block_k;
   const double blocks = (double)p->batch * (double)p->num_heads * (double)fa_divide_up(seqlen, block);
+  const double rows =
+      (double)p->batch * (double)p->num_heads * (double)fa_round_up(p->seqlen_q, kernel->block_q);
+  if (kernel->leaves_notes && rows / 16 > INT32_MAX)
+    return unsupported(error, "batch", "fewer than 2^35 rows of heads for one call on CUDA", p->batch);
   if (blocks > (double)most_blocks || (double)p->num_sinks * (double)p->num_heads > (double)most_blocks)
     return unsupported(error, "batch", "less work for one call on CUDA", p->batch);
   return FA_STATUS_OK;
