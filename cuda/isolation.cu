@@ -22,17 +22,26 @@ __device__ inline void for_each_row_of(int batch, int num_heads, int num_rows, V
 // show in dq, where finish_dq looks at that, and here for other kernels. A number of a key that none may see is
 // noticed here, too: added to scores that are hidden by -inf, it may make NaN of them.
 
-// Whether the bias, one of keys, shows a column to some row; one of flags may hide any from all of them.
+// A row to which some band shows a column; negative: there is none.
+__device__ inline int some_row_of(const fa_cuda_arguments &a, int batch, int column) {
+  for (int number = 0; number < num_bands_of(a); number++) {
+    const Range rows = seen_in_band<false>(band_at(a, batch, number), {column, column + 1});
+    if (rows.begin < rows.end) return rows.begin;
+  }
+  return -1;
+}
+
+// Whether the bias, one of keys or of flags, shows a column to that row: what it hides from one may be hidden
+// from all.
 template <class Io>
-__device__ inline bool bias_shows(const fa_cuda_arguments &a, int batch, int kv_head, int column) {
+__device__ inline bool bias_shows(const fa_cuda_arguments &a, int batch, int kv_head, int row, int column) {
   const fa_cuda_cells &bias = a.program.bias;
   if (!bias.data) return true;
-  if (bias.stride_row) return false;
   bool shows = true;
   const int group = bias.stride_head ? heads_per_kv(a) : 1;
   with_type<Io>(bias.dtype, [&](auto type) {
     for (int head = kv_head * group; head < (kv_head + 1) * group; head++) {
-      const float number = static_cast<float>(numbers_of<const decltype(type)>(bias, batch, head)[column]);
+      const float number = static_cast<float>(numbers_of<const decltype(type)>(bias, batch, head, row)[column]);
       shows &= number != -INFINITY;
       if (!(number < INFINITY)) note_suspect(a);
     }
@@ -78,8 +87,11 @@ __global__ void __launch_bounds__(THREADS) look_at_columns(const __grid_constant
     const int first = block * 32, column = first + lane, end = min(first + 32, a.window.seqlen_k);
     if (!is_visited(a, batch, first)) return;
     const bool all_shown = one_band_shows(a, batch, {first, end});  // all lanes ask
-    const bool unseen = column < end && !(bias_shows<Io>(a, batch, kv_head, column) &&
-                                          (all_shown || bands_show<false>(a, batch, column)));
+    bool unseen = false;
+    if (column < end) {
+      const int row = all_shown && !a.program.bias.stride_row ? 0 : some_row_of(a, batch, column);
+      unseen = !bias_shows<Io>(a, batch, kv_head, max(row, 0), column) || row < 0;
+    }
     const Sequence s = sequence_of(a, batch);
     const int lanes = FA_CUDA_STATISTICS_LANES(a.head_dim), d = lane % lanes * 8;  // that share a column
     float sum = 0;
