@@ -52,7 +52,7 @@ static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
 static fake_block *blocks;
 static fake_stream *streams, default_stream = {-1, NULL, &default_stream.first, false, NULL};
 static fake_state state;
-static int num_waiting; /* threads, for an event or a stream */
+static bool is_awaited; /* whether a thread waits for an event or a stream, since the last work was done */
 
 fake_state fake_get_state(void) {
   pthread_mutex_lock(&mutex);
@@ -169,7 +169,7 @@ static bool may_be_drawn(const fake_stream *stream) { return stream != late && c
 static fake_stream *draw_stream(unsigned *seed) {
   int num_ready = may_be_drawn(&default_stream);
   for (fake_stream *stream = streams; stream; stream = stream->next) num_ready += may_be_drawn(stream);
-  if (num_ready == 0) return late && num_waiting > 0 && can_go_on(late) ? late : NULL;
+  if (num_ready == 0) return late && is_awaited && can_go_on(late) ? late : NULL;
   int drawn = rand_r(seed) % num_ready;
   if (may_be_drawn(&default_stream) && drawn-- == 0) return &default_stream;
   for (fake_stream *stream = streams;; stream = stream->next)
@@ -236,6 +236,7 @@ static void *work_on(void *unused) {
     stream->first = work->next;
     if (!stream->first) stream->last = &stream->first;
     free(work);
+    is_awaited = false; /* until those for whom this was not enough have seen it */
     pthread_cond_broadcast(&changed);
   }
   return NULL;
@@ -379,9 +380,11 @@ static fa_status stream_wait(int32_t index, void *stream, void *event, fa_error 
   return status;
 }
 
-static void begin_to_wait(void) {
-  num_waiting++;
-  pthread_cond_broadcast(&changed);
+/* Under the mutex. */
+static void wait_for_change(void) {
+  if (!is_awaited) pthread_cond_broadcast(&changed);
+  is_awaited = true;
+  pthread_cond_wait(&changed, &mutex);
 }
 
 static fa_status event_wait(int32_t index, void *event, fa_error *error) {
@@ -389,9 +392,7 @@ static fa_status event_wait(int32_t index, void *event, fa_error *error) {
   if (status) return status;
   const fake_event *waited = event;
   pthread_mutex_lock(&mutex);
-  begin_to_wait();
-  while (waited->done < waited->recorded) pthread_cond_wait(&changed, &mutex);
-  num_waiting--;
+  while (waited->done < waited->recorded) wait_for_change();
   pthread_mutex_unlock(&mutex);
   return FA_STATUS_OK;
 }
@@ -406,9 +407,7 @@ static fa_status synchronize(int32_t index, void *stream, fa_error *error) {
   (void)index;
   const fake_stream *waited = stream ? stream : &default_stream;
   pthread_mutex_lock(&mutex);
-  begin_to_wait();
-  while (waited->first) pthread_cond_wait(&changed, &mutex);
-  num_waiting--;
+  while (waited->first) wait_for_change();
   pthread_mutex_unlock(&mutex);
   return may_fail(index, error);
 }
