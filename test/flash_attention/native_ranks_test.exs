@@ -75,6 +75,8 @@ defmodule FlashAttention.NativeRanksTest do
           {{data, {:f, 32}, {2}}, [], @cpu},
           {{data, {:f, 32}, {1, -2, 1}}, [], @cpu},
           {{data, {:f, 32}, {huge, huge, huge, huge}}, [], @cpu},
+          {{data, {:f, 32}, {0, huge, huge, 2}}, [], @cpu},
+          {{data, {:f, 32}, {0, 1, 0x4000000000000000, 4}}, [], @cpu},
           {{data, {:f, 32}, {1, 2, 1, 1, 1}}, [], @cpu},
           {{data, {:s, 32}, {1, 2, 1, 1}}, [], @cpu},
           {one, :parts, @cpu},
@@ -96,6 +98,14 @@ defmodule FlashAttention.NativeRanksTest do
       like = with {_data, type, shape} <- like, do: {type, shape}
       assert {:error, {reason, _argument, _expected, _got, _message}} = Native.sum(parts, like, device)
       assert reason in [:invalid_argument, :unsupported, :no_device]
+    end
+  end
+
+  test "a sum of nothing takes no time, however many batches have nothing" do
+    for shape <- [{0x10000000000, 0, 1, 1}, {0x10000000000, 3, 0}] do
+      part = {<<>>, {:f, 32}, shape}
+      count = elem(shape, 1)
+      assert {:ok, {<<>>, {:f, 32}, ^shape}} = Native.sum([{part, [{0, 0, count}]}], {{:f, 32}, shape}, @cpu)
     end
   end
 
