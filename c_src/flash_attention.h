@@ -837,6 +837,9 @@ FA_API void fa_link_free(fa_link *link);
  * are, and an operand of another rank than its own comes with an attribute of its name that says its shape:
  * q = array<i64: 2, 128, 8, 64>.
  *
+ * Every result has memory of its own: one that XLA lays over an operand (output_operand_aliases) is refused, as
+ * operands are read until the call ends.
+ *
  * workspace is a result that nobody reads, u8[n], where n is at least workspace_bytes of the plan
  * (fa_plan_init) that the device makes of the problem. On CUDA it may be left out only where that is 0: memory
  * that the call took itself would be gone when a command buffer that recorded the call is replayed. On the host
@@ -855,7 +858,8 @@ FA_API void fa_link_free(fa_link *link);
  * Operands come in this order; the number of them tells how many parts there are, of a backward perhaps none,
  * and whether there is a sink. Each o has a type of its own. Attributes are the shapes of every o and of the
  * sink where tensors come flat, o = array<i64: 2, 128, 8, 64> and sink, and no others. Results may be flat
- * likewise. The workspace is wanted on CUDA where dsink is summed over rows: u8[n] of fa_merge_workspace_bytes.
+ * likewise, and those of a merge may lie where an o and an lse of the parts do, whose numbers they replace. The
+ * workspace is wanted on CUDA where dsink is summed over rows: u8[n] of fa_merge_workspace_bytes.
  *
  * On CUDA a call enqueues on XLA's stream and does not wait: it is compatible with command buffers. Whatever is
  * wrong with a call is an error of XLA whose text names the argument: "k: expected head_dim 64 as in q, got

@@ -169,6 +169,31 @@ static bool read_operands(xla_call *call) {
 
 /* ---- results --------------------------------------------------------------------------------------- */
 
+static bool is_empty(const XLA_FFI_Buffer *buffer) {
+  for (int64_t i = 0; i < buffer->rank; i++)
+    if (buffer->dims[i] == 0) return true;
+  return false;
+}
+
+/* Nothing lies in an empty buffer, wherever it is. */
+int fa_xla_operand_under(const XLA_FFI_CallFrame *frame, const XLA_FFI_Buffer *result) {
+  const XLA_FFI_Args *args = &frame->args;
+  for (int64_t i = 0; i < args->size && !is_empty(result); i++) {
+    const XLA_FFI_Buffer *operand = args->args[i];
+    if (operand->data == result->data && !is_empty(operand)) return (int)i;
+  }
+  return -1;
+}
+
+/* A pass reads its operands until it ends. */
+static bool check_own_memory(xla_call *call, const char *name, const XLA_FFI_Buffer *result) {
+  const int operand = fa_xla_operand_under(call->frame, result);
+  char got[64];
+  if (operand < 0) return true;
+  snprintf(got, sizeof got, "that of %s", fa_tensor_name(call->operands[operand]));
+  return reject(call, name, "memory of its own", got);
+}
+
 /* "f32[2, 5, 3]" */
 const char *fa_xla_shape_text(char text[128], const fa_shape *shape) {
   int used = snprintf(text, 128, "%s[", fa_dtype_name(shape->dtype));
@@ -187,8 +212,22 @@ static bool bind_result(xla_call *call, fa_tensor_id id, const XLA_FFI_Buffer *b
   const bool flat = shape.rank == 1 && shape.dtype == wanted.dtype && shape.size_bytes == wanted.size_bytes;
   if (strcmp(fa_xla_shape_text(got, &shape), fa_xla_shape_text(expected, &wanted)) != 0 && !flat)
     return reject(call, fa_tensor_name(id), expected, got);
+  if (!check_own_memory(call, fa_tensor_name(id), buffer)) return false;
   *fa_tensor_at(&call->tensors, id) = fa_tensor_contiguous(&call->problem, id, buffer->data);
   return true;
+}
+
+/* Whether the result is the gradient by an operand without elements, as of 0 sinks, which the problem leaves
+ * out. A workspace may be empty, too. */
+static bool is_empty_gradient(const xla_call *call, int id, const XLA_FFI_Buffer *buffer) {
+  if (call->pass != FA_PASS_BACKWARD || !buffer || buffer->dtype == XLA_FFI_DataType_U8 || !is_empty(buffer))
+    return false;
+  for (int i = 0; i < call->num_operands; i++) {
+    const fa_tensor_id operand = call->operands[i];
+    if (fa_tensor_gradient(operand) == id)
+      return fa_tensor_role_in(&call->problem, call->pass, operand) == FA_ROLE_NONE;
+  }
+  return false;
 }
 
 static bool bind_workspace(xla_call *call, const XLA_FFI_Buffer *buffer) {
@@ -196,7 +235,7 @@ static bool bind_workspace(xla_call *call, const XLA_FFI_Buffer *buffer) {
     return reject(call, "workspace", "u8[n]", "another type or rank");
   call->execution.workspace = buffer->data;
   call->execution.workspace_bytes = (size_t)buffer->dims[0];
-  return true;
+  return check_own_memory(call, "workspace", buffer);
 }
 
 /* Results are the outputs of the pass, in the order of the tensor table, then the workspace. */
@@ -204,8 +243,11 @@ static bool bind_results(xla_call *call) {
   const XLA_FFI_Rets *rets = &call->frame->rets;
   int64_t used = 0;
   for (int id = 0; id < FA_NUM_TENSORS; id++) {
-    if (fa_tensor_role_in(&call->problem, call->pass, id) != FA_ROLE_OUTPUT) continue;
-    if (!bind_result(call, id, used < rets->size ? rets->rets[used] : NULL)) return false;
+    const XLA_FFI_Buffer *next = used < rets->size ? rets->rets[used] : NULL;
+    if (fa_tensor_role_in(&call->problem, call->pass, id) != FA_ROLE_OUTPUT &&
+        !is_empty_gradient(call, id, next))
+      continue;
+    if (!bind_result(call, id, next)) return false;
     used++;
   }
   if (rets->size > used + 1) return reject_count(call, "results", rets->size, "at most ", used + 1);
@@ -282,9 +324,10 @@ static XLA_FFI_Error *handle(const XLA_FFI_CallFrame *frame, fa_pass pass, fa_de
   XLA_FFI_Error *error =
       fa_has_own_memory(kind) ? fa_xla_find_stream(frame, &call.device, &call.execution) : NULL;
   if (error) return error;
-  bool done = read_attributes(&call) && read_operands(&call) && bind_results(&call) &&
+  /* Results that no plan is for have no right shape, as dk beside pages, which are of the forward alone. */
+  bool done = read_attributes(&call) && read_operands(&call) &&
               fa_plan_init(&call.plan, &call.problem, pass, call.device, &call.error) == FA_STATUS_OK &&
-              run(&call);
+              bind_results(&call) && run(&call);
   return done ? NULL : fa_xla_make_error(frame, fa_pass_name(pass), &call.error);
 }
 

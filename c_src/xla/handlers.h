@@ -28,6 +28,9 @@ bool fa_xla_read_shape(const XLA_FFI_Buffer *buffer, const XLA_FFI_Array *array,
 /* XLA's error, "flash_attention_<call>: <message>". */
 XLA_FFI_Error *fa_xla_make_error(const XLA_FFI_CallFrame *frame, const char *call, const fa_error *error);
 
+/* The number of the operand that lies where the result does (XLA's output_operand_aliases), or -1. */
+int fa_xla_operand_under(const XLA_FFI_CallFrame *frame, const XLA_FFI_Buffer *result);
+
 /* "f32[2, 5, 3]" */
 const char *fa_xla_shape_text(char text[128], const fa_shape *shape);
 

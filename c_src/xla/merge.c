@@ -113,6 +113,17 @@ static bool read_operands(merge_call *call) {
 
 /* ---- results --------------------------------------------------------------------------------------------- */
 
+/* What is merged may replace a part's numbers, o those of an o and lse those of an lse: of each, what a thread
+ * reads lies where it then writes. A backward reads what it was given until it ends. */
+static bool check_own_memory(merge_call *call, const char *name, const XLA_FFI_Buffer *result) {
+  const int operand = fa_xla_operand_under(call->frame, result);
+  const bool may_be_part = !call->is_backward && operand < 2 * call->merge.num_parts;
+  if (operand < 0 || (may_be_part && operand % 2 == call->num_results - 1)) return true;
+  char got[32];
+  snprintf(got, sizeof got, "that of operand %d", operand);
+  return reject(call, name, call->is_backward ? "memory of its own" : "memory of its own, or a part's", got);
+}
+
 /* The next result, of that type and shape, or flat. */
 static bool bind_result(merge_call *call, const char *name, const fa_shape *wanted, void **data) {
   const XLA_FFI_Rets *rets = &call->frame->rets;
@@ -123,6 +134,7 @@ static bool bind_result(merge_call *call, const char *name, const fa_shape *want
   fa_shape shape;
   if (!fa_xla_read_shape(buffer, NULL, name, &shape, &call->error)) return false;
   *data = buffer->data;
+  if (!check_own_memory(call, name, buffer)) return false;
   const bool flat = shape.rank == 1 && shape.dtype == wanted->dtype && shape.size_bytes == wanted->size_bytes;
   return strcmp(fa_xla_shape_text(got, &shape), expected) == 0 || flat || reject(call, name, expected, got);
 }
@@ -169,6 +181,8 @@ static bool bind_results(merge_call *call) {
   const XLA_FFI_Buffer *workspace = rets->rets[call->num_results];
   if (rets->size > call->num_results + 1 || workspace->dtype != XLA_FFI_DataType_U8 || workspace->rank != 1)
     return reject_count(call, "results", "those of the call, and perhaps a workspace u8[n]", rets->size);
+  if (fa_xla_operand_under(call->frame, workspace) >= 0)
+    return reject(call, "workspace", "memory of its own", "an operand's");
   call->execution.workspace = workspace->data;
   call->execution.workspace_bytes = (size_t)workspace->dims[0];
   return true;
