@@ -16,6 +16,10 @@ import math
 import time
 import warnings
 
+import needs
+
+needs.modules("torch")
+
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import sdpa_kernel

@@ -10,6 +10,10 @@ import statistics
 import sys
 import time
 
+import needs
+
+needs.modules("torch")
+
 import torch
 import torch.nn.functional as F
 

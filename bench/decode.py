@@ -13,6 +13,10 @@ import os
 import random
 import statistics
 
+import needs
+
+needs.modules("torch")
+
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel

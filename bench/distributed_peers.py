@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from pathlib import Path
 
 DIM = 128
@@ -36,7 +37,12 @@ def best(repeats, run):
 
 
 def not_run(peer, why):
-    print(f"{peer} did not run here: {str(why).strip().splitlines()[0] if str(why).strip() else type(why).__name__}", flush=True)
+    """Why is a text, or an error. An assertion may have none, but a place."""
+    text = str(why).strip()
+    if not text:
+        at = traceback.extract_tb(why.__traceback__)[-1]
+        text = f"{type(why).__name__} in {at.filename}, line {at.lineno}: {at.line}"
+    print(f"{peer} did not run here: {text.splitlines()[0]}", flush=True)
 
 
 # ---- torch: a process a GPU --------------------------------------------------------------------------------------------------
@@ -167,6 +173,8 @@ def run_jax(args):
         import numpy as np
         from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
+        if len(jax.devices()) < args.ranks:
+            raise RuntimeError(f"{args.ranks} ranks want as many devices, JAX has {len(jax.devices())}")
         library = shards.c_library.Library(args.library)
         attention, parts = (what(library, args.platform) for what in (shards.Attention, shards.Parts))
         mesh = Mesh(np.array(jax.devices()[: args.ranks]), ("seq",))

@@ -22,6 +22,10 @@ import os
 import statistics
 import sys
 
+import needs
+
+needs.modules("torch")
+
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel

@@ -19,6 +19,10 @@ import subprocess
 import sys
 import time
 
+import needs
+
+needs.modules("torch")
+
 import torch
 
 sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), "../test/xla"))

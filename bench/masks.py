@@ -16,6 +16,10 @@ import random
 import sys
 import time
 
+import needs
+
+needs.modules("numpy", "torch")
+
 import numpy
 import torch
 

@@ -20,6 +20,10 @@ import time
 os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
 sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), "../test/xla"))
 
+import needs
+
+needs.modules("jax")
+
 import jax
 import jax.numpy as jnp
 import numpy as np

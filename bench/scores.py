@@ -15,6 +15,10 @@ import argparse
 import sys
 import time
 
+import needs
+
+needs.modules("torch")
+
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import sdpa_kernel

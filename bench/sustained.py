@@ -8,6 +8,10 @@ import ctypes
 import threading
 import time
 
+import needs
+
+needs.modules("torch")
+
 import torch
 
 

@@ -25,6 +25,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
 
+import needs
+
+needs.modules("jax", "torch")
+
 import jax
 import torch
 
