@@ -25,7 +25,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import c_library
-from jax_attention import Attention, Parts
+from jax_attention import MERGE, MERGE_BACKWARD, Attention, Parts
 
 jax.config.update("jax_enable_x64", True)
 
@@ -129,6 +129,55 @@ def test_merges(parts_of):
                 y = np.where(np.isnan(y), 0, y)
                 own = max(allowed, 1e-6) if i == len(tree[0]) - 1 and sink is not None else allowed
                 check_near(x, y, own, f"merge of {count} parts, sinks {layout}, {np.dtype(dtype).name}: result {i}")
+
+
+def test_merge_results(parts_of):
+    """Results of the right shape alone, and none over an operand but what is merged, over a part."""
+    o, other, dout = (random(i, (2, 7, 3, 20)) for i in range(3))
+    lse, more, dlse = (random(i, (2, 3, 7)) for i in range(3, 6))
+    parts = [o, lse, other, more]
+
+    def call(target, results, operands, aliases=None, **attributes):
+        f = jax.ffi.ffi_call(target, [jax.ShapeDtypeStruct(*x) for x in results], input_output_aliases=aliases)
+        return jax.block_until_ready(jax.jit(lambda *x: f(*x, **attributes))(*operands))
+
+    def expect_error(expected, *arguments, **named):
+        got = "no error"
+        try:
+            call(*arguments, **named)
+        except Exception as error:  # XLA's own kind has no public name
+            got = str(error)
+        check(expected in got, f"a merge: expected {expected!r}, got {got!r}")
+
+    of_o, of_lse = ((2, 7, 3, 20), np.float32), ((2, 3, 7), np.float32)
+    flat_o, flat_lse = ((840,), np.float32), ((42,), np.float32)
+    merged = call(MERGE, [of_o, of_lse], parts)
+    for x, y in zip(call(MERGE, [flat_o, flat_lse], parts), merged):
+        check(np.array_equal(x, np.ravel(y)), "a merge: flat results are others")
+    for expected, results, attributes in [
+            ("o: expected f32[2, 7, 3, 20], got f32[2, 3, 7, 20]", [((2, 3, 7, 20), np.float32), of_lse], {}),
+            ("o: expected f32[2, 7, 3, 20], got f32[14, 60]", [((14, 60), np.float32), of_lse], {}),
+            ("lse: expected f32[2, 3, 7], got f32[2, 7, 3]", [of_o, ((2, 7, 3), np.float32)], {}),
+            ("lse: expected f32[2, 3, 7], got f32[41]", [of_o, ((41,), np.float32)], {}),
+            ("sink: expected an operand of that name, got a shape alone", [of_o, of_lse], dict(sink=np.array([1, 2])))]:
+        expect_error(f"{MERGE}: {expected}", MERGE, results, parts, **attributes)
+    backward, gradients = [dout, dlse, *merged, *parts], [of_o, of_lse, of_o, of_lse]
+    expect_error("the gradient by o: expected f32[2, 7, 3, 20], got f32[20, 3, 7, 2]", MERGE_BACKWARD,
+                 [((20, 3, 7, 2), np.float32), *gradients[1:]], backward)
+    expect_error("the gradient by lse: expected f32[2, 3, 7], got f32[3, 2, 7]", MERGE_BACKWARD,
+                 [*gradients[:3], ((3, 2, 7), np.float32)], backward)
+
+    for aliases in ({0: 0, 1: 1}, {2: 0, 3: 1}, {0: 0}, {1: 1}):
+        for x, y in zip(call(MERGE, [of_o, of_lse], parts, aliases), merged):
+            check(np.array_equal(x, y), f"a merge over its parts, {aliases}: the result is another")
+    expect_error("the gradient by o: expected memory of its own, got that of operand 0", MERGE_BACKWARD, gradients,
+                 backward, {0: 0})
+    expect_error("the gradient by lse: expected memory of its own, got that of operand 5", MERGE_BACKWARD, gradients,
+                 backward, {5: 1})
+    # Sinks of rows, whose shape an o may have.
+    narrow, flat = random(7, (2, 7, 3, 3)), random(8, (2, 3, 7))
+    expect_error("o: expected memory of its own, or a part's, got that of operand 2", MERGE,
+                 [((2, 7, 3, 3), np.float32), of_lse], [narrow, flat, random(9, (2, 7, 3, 3))], {2: 0})
 
 
 # ---- attention of several devices -----------------------------------------------------------------------------------
@@ -256,6 +305,7 @@ def main():
     library = c_library.Library(args.library)
     attention, parts = Attention(library, args.platform), Parts(library, args.platform)
     test_merges(parts)
+    test_merge_results(parts)
     test_attention(attention, parts)
     print(f"{passed} passed, {len(failures)} failed")
     sys.exit(bool(failures))

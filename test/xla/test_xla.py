@@ -366,7 +366,7 @@ class Tests:
         q, o = (np.zeros((2, 5, 4, 8), np.float32) for _ in range(2))
         k = np.zeros((2, 6, 2, 8), np.float32)
         lse, sink = np.zeros((2, 4, 5), np.float32), np.zeros((3, 4), np.float32)
-        o_and_lse = [o, lse]
+        o_and_lse, pages = [o, lse], np.zeros((3, 4, 2, 8), np.float32)
         for expected, which, operands, results, options in [
                 ("k: expected head_dim 8 as in q, got 7", FORWARD, [q, k[..., :7], k], o_and_lse, {}),
                 ("v: expected a tensor of shape [batch, seqlen_k, num_kv_heads, head_dim], got none",
@@ -419,14 +419,27 @@ class Tests:
                  FORWARD, [q, k.ravel(), k], o_and_lse, dict(k=7)),
                 ("o: expected f32[2, 5, 4, 8], got f32[319]", FORWARD, [q, k, k], [o.ravel()[1:], lse], {}),
                 ("scale: expected an f64, f32, i64, i32, i1 or a string, got an attribute of another type",
-                 FORWARD, [q, k, k], o_and_lse, dict(scale=np.arange(2)))]:
+                 FORWARD, [q, k, k], o_and_lse, dict(scale=np.arange(2))),
+                # What is refused is the pass, and not the shape of dk, which no pass has.
+                ("page_table: expected none in the backward, got a tensor", BACKWARD,
+                 [o, q, pages, pages, o, lse, np.zeros((2, 2), np.int32)], [q, pages, pages],
+                 dict(operands="dout,q,k,v,o,lse,page_table"))]:
             self.expect_error(f"{which}: {expected}", which, operands, results, options)
+        # Results that XLA lays over operands, which are read until the end.
+        backward, gradients = [o, q, k, k, o, lse], [q, k, k]
+        for expected, which, operands, results, aliases in [
+                ("o: expected memory of its own, got that of q", FORWARD, [q, k, k], o_and_lse, {0: 0}),
+                ("dq: expected memory of its own, got that of dout", BACKWARD, backward, gradients, {0: 0}),
+                ("dk: expected memory of its own, got that of k", BACKWARD, backward, gradients, {2: 1}),
+                ("dv: expected memory of its own, got that of v", BACKWARD, backward, gradients, {3: 2}),
+                ("dq: expected memory of its own, got that of o", BACKWARD, backward, gradients, {4: 0})]:
+            self.expect_error(f"{which}: {expected}", which, operands, results, {}, input_output_aliases=aliases)
         if self.args.platform == "cuda":  # f32 needs a workspace
             self.expect_error(f"{FORWARD}: workspace: expected at least", FORWARD, [q, k, k], o_and_lse, {})
             self.expect_error(f"{FORWARD}: dtype: expected f32, bf16 or f16 on CUDA, got f64", FORWARD,
                               [x.astype(np.float64) for x in (q, k, k)], [x.astype(np.float64) for x in o_and_lse], {})
 
-    def expect_error(self, expected, which, operands, results, options):
+    def expect_error(self, expected, which, operands, results, options, **of_call):
         """Operands have the names of the pass's, in the order of the header, unless the options say so."""
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results]
         names = {FORWARD: "q,k,v,sink", BACKWARD: "dout,q,k,v,o,lse,sink"}[which].split(",")[:len(operands)]
@@ -435,10 +448,24 @@ class Tests:
         got = "no error"
         try:
             operands = [self.put(x, x.dtype) for x in operands]
-            jax.block_until_ready(jax.jit(lambda *x: jax.ffi.ffi_call(which, shapes)(*x, **attributes))(*operands))
+            jax.block_until_ready(jax.jit(lambda *x: jax.ffi.ffi_call(which, shapes, **of_call)(*x, **attributes))(*operands))
         except Exception as error:  # XLA's own kind has no public name
             got = str(error)
         check(expected in got, f"bad call: expected {expected!r}, got {got!r}")
+
+    # Tensors without elements: sinks of which there are none, and batches that lie at one place, being empty.
+
+    def empty(self):
+        q, k, v, dout = self.random((2, 5, 4, 8), (2, 6, 2, 8), (2, 6, 2, 8), (2, 5, 4, 8))
+        run = jax.jit(with_gradients(self.with_lse(window_right=0, deterministic=1)))
+        for name, x, y in zip(OUTPUTS, run(q, k, v, None, dout), run(q, k, v, self.put(np.zeros((0, 4)), np.float32), dout)):
+            check((x is None and y.shape == (0, 4)) or np.array_equal(x, y), f"0 sinks: {name} is another")
+        none = run(*(x[:0] for x in (q, k, v)), None, dout[:0])
+        check([x.shape[0] for x in none if x is not None and x.ndim > 0] == [0] * 5, "a batch of none has results")
+        shapes = [like(x) for x in (q[:0], k[:0], v[:0])]
+        operands = [x[:0] for x in (dout, q, k, v, dout)] + [self.put(np.zeros((0, 4, 5)), np.float32)]
+        call = jax.ffi.ffi_call(BACKWARD, shapes, input_output_aliases={0: 0, 2: 1, 3: 2})
+        check(len(jax.jit(lambda *x: call(*x, operands="dout,q,k,v,o,lse"))(*operands)) == 3, "a batch of none lies over itself")
 
     # Every way to write an attribute.
 
@@ -622,7 +649,7 @@ def main():
     parser.add_argument("--library", default="priv/libflash_attention.so")
     parser.add_argument("--harness", default="build/test/libharness.so")
     tests = Tests(parser.parse_args())
-    for test in (tests.exla, tests.vmap, tests.masks, tests.caches, tests.bad_calls, tests.attributes,
+    for test in (tests.exla, tests.vmap, tests.masks, tests.caches, tests.bad_calls, tests.empty, tests.attributes,
                  tests.command_buffers, tests.transfers, tests.table, tests.score_tensors):
         test()
     print(f"{passed} passed, {len(failures)} failed")
