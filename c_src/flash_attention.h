@@ -51,9 +51,9 @@
  * else nothing is added. Where a bias is -inf the score is -inf whatever q and k hold. What a bias holds in
  * cells that are not visible is not looked at, and dbias is 0 there and wherever the score is -inf. Tiles that
  * a bias hides whole may not be computed. Finite numbers that are large hide as well, but for a row that sees
- * no others; on CUDA, beside 16-bit q, those of a bias with seqlen_q of 1 count as at most 2^20, and slopes as
- * at most 2^23 times the scale. dbias is summed in f32 (f64 where dtype is f64), of terms that may be rounded
- * to dtype as those of dk are, then rounded to its type.
+ * no others; on CUDA, beside 16-bit q, those of a bias with seqlen_q of 1 may count as at most 2^20, gradients
+ * of such a row may be 0, and slopes count as at most 2^23 times the scale. dbias is summed in f32 (f64 where
+ * dtype is f64), of terms that may be rounded to dtype as those of dk are, then rounded to its type.
  *
  * Where there are key_lengths, the keys of a batch end there: in all formulas its seqlen_k is its length, so
  * that the last row of q stands beside the last key that there is. So a cache grows from step to step while

@@ -371,9 +371,9 @@ struct RowStatistics {
       sum -= dlse_at(a, dlse, lse_at(a, sequence_of(a, mine.batch), mine.head, mine.row), mine.batch);
     if (a.suspect && is_read && (!isfinite(sum) || !(lse < INFINITY))) note_suspect(a);
     a.delta[index] = sum * a.delta_factor;
-    // Where numbers of keys are bounded and lse is of a row that sees none but larger ones, as others read
-    // them, its p would be infinite, and of no use either way: lse does not hold what such a row has beside
-    // them.
+    // Where the numbers of keys are bounded, p would be infinite in a row that sees none but larger ones, if
+    // who made its lse read them as they are. It says nothing in any case: such an lse has no digits left for
+    // scores.
     const bool is_lost =
         lse == -INFINITY || (a.program.keys.kinds && sizeof(Io) < sizeof(float) && lse < LEAST_BOUNDED_LSE);
     const float shift = is_lost ? INFINITY : row_shift<Kind>(lse);
