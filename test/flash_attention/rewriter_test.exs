@@ -252,6 +252,95 @@ defmodule FlashAttention.RewriterTest do
       assert_same(fn q, k, v -> Nx.devectorize(fun.(q, k, v)) end, qkv())
     end
 
+    # Attention that sees what is true of its scores' places.
+    defp seeing(see), do: fn q, k, v -> plain(q, k, v, &Nx.select(Nx.broadcast(see.(&1), &1), &1, -1.0e9)) end
+
+    defp places(s, axis, type) do
+      shape = {1, 1, 1, 1} |> put_elem(axis, Nx.axis_size(s, axis))
+      Nx.iota(shape, axis: axis, type: type)
+    end
+
+    defp beyond(type, number, to),
+      do: fn s -> for axis <- [2, 3], do: s |> places(axis, type) |> Nx.add(number) |> Nx.as_type(to) end
+
+    test "have masks of positions where their type holds those, and where it does not the mask that they are" do
+      for {type, number, to, known?} <- [
+            {:s32, 0, :bf16, true},
+            {:s32, 251, :bf16, true},
+            {:s32, 252, :bf16, false},
+            {:s32, 1000, :bf16, false},
+            {:s32, 2043, :f16, true},
+            {:s32, 2044, :f16, false},
+            {:s32, 2 ** 24 - 5, :f32, true},
+            {:s32, 2 ** 24 - 4, :f32, false},
+            {:s32, 1_000_000_000, :f32, false},
+            {:s32, 1_000_000_000, :f64, true},
+            # Without a cast: sums are of the type, or go round.
+            {:f32, 1.0e9, :f32, false},
+            {:bf16, Nx.tensor(1000, type: :bf16), :bf16, false},
+            {:s32, 2 ** 31 - 6, :s32, true},
+            {:s32, 2 ** 31 - 5, :s32, false}
+          ] do
+        see = beyond(type, number, to)
+        fun = seeing(fn s -> apply(Nx, :greater_equal, see.(s)) end)
+        assert {[as], _} = {found(fun, qkv()), {type, number, to}}
+
+        assert {as =~ "causal", as =~ "mask of single scores", type, number, to} ==
+                 {known?, not known?, type, number, to}
+
+        assert_same(fun, qkv())
+      end
+    end
+
+    test "have masks of positions beside numbers of another type, which decides" do
+      for {number, type, known?} <- [{100, :bf16, true}, {1000, :bf16, false}, {1000, :f32, true}] do
+        # Positions of two axes, of which one is of that type and the other one becomes so.
+        fun =
+          seeing(fn s ->
+            rows = s |> places(2, type) |> Nx.subtract(Nx.tensor(0, type: type))
+            columns = s |> places(3, :s32) |> Nx.add(number)
+            Nx.greater_equal(rows, Nx.subtract(columns, Nx.tensor(number, type: type)))
+          end)
+
+        assert [as] = found(fun, qkv())
+        assert as =~ "causal" == known?, inspect({number, type, as})
+      end
+    end
+
+    test "have masks of distances as long as those have a sign, or never needed one" do
+      for {from, to, limit} <- [{:s32, :u64, 100}, {:s32, :u64, 3}, {:s16, :u32, 3}, {:s32, :u32, 3}] do
+        fun =
+          seeing(fn s ->
+            s |> places(2, from) |> Nx.subtract(places(s, 3, from)) |> Nx.as_type(to) |> Nx.less(limit)
+          end)
+
+        assert [as] = found(fun, qkv())
+        assert as =~ "mask of single scores", inspect({from, to, as})
+        assert_same(fun, qkv())
+      end
+    end
+
+    test "have offsets that only a run knows where a type holds the positions of sequences" do
+      for {type, known?} <- [{:s32, true}, {:f32, true}, {:bf16, false}, {:f16, false}] do
+        fun = fn q, k, v, offset ->
+          see = fn s ->
+            rows = s |> places(2, :s32) |> Nx.add(offset) |> Nx.as_type(type)
+            columns = s |> places(3, :s32) |> Nx.add(Nx.subtract(offset, 2)) |> Nx.as_type(type)
+            Nx.greater_equal(rows, columns)
+          end
+
+          seeing(see).(q, k, v)
+        end
+
+        for offset <- [4, 1000, 5000] do
+          args = qkv() ++ [Nx.tensor(offset, type: :s32)]
+          assert [as] = found(fun, args)
+          assert as =~ "mask of single scores" != known?, inspect({type, as})
+          assert_same(fun, args)
+        end
+      end
+    end
+
     test "that somebody looks into with a hook stay" do
       test = self()
 

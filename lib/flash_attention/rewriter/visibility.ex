@@ -126,8 +126,9 @@ defmodule FlashAttention.Rewriter.Visibility do
 
   defp conditions(op, _value, [a, b], holds, {terms, _view, axes})
        when op in [:equal, :not_equal, :greater, :less, :greater_equal, :less_equal] do
-    with :unknown <-
-           compare(if(holds, do: op, else: opposite(op)), whole(terms, a, axes), whole(terms, b, axes)),
+    [x, y] = for {arg, other} <- [{a, b}, {b, a}], do: whole_in(terms, arg, graph_type(terms, other), axes)
+
+    with :unknown <- compare(if(holds, do: op, else: opposite(op)), x, y),
          do: test(op, a, b, holds, terms, axes)
   end
 
@@ -226,31 +227,69 @@ defmodule FlashAttention.Rewriter.Visibility do
           value.op in [:add, :subtract, :multiply, :negate, :as_type],
           do: Terms.argument(terms, view, arg)
 
-    if exact?(value), do: whole(value.op, value, args, {terms, view, axes})
+    with true <- exact?(value),
+         %{} = number <- whole(value.op, value, args, {terms, view, axes}),
+         true <- holds?(value.type, number, axes),
+         do: number,
+         else: (_ -> nil)
   end
 
-  # Differences of unsigned numbers go round below 0, numbers of few bits at their end, and floating-point numbers of 16
-  # bits are whole ones up to 256.
+  # What is computed with in another type, or beside one: whole numbers become floating-point ones there.
+  defp whole_in(terms, view, {class, _bits} = type, axes) do
+    with %{} = number <- whole(terms, view, axes),
+         true <- class in [:s, :u] or holds?(type, number, axes),
+         do: number,
+         else: (_ -> nil)
+  end
+
+  # Differences of unsigned numbers go round below 0, numbers of few bits at their end.
   defp exact?(%{op: :constant}), do: true
   defp exact?(%{op: op, type: {:u, _}}) when op in [:subtract, :negate], do: false
 
-  defp exact?(%{op: op, type: {_class, bits}, shape: shape}) when bits < 32,
+  defp exact?(%{op: op, type: {class, bits}, shape: shape}) when class in [:s, :u] and bits < 32,
     do: op not in [:add, :subtract, :multiply, :negate] and Enum.max([0 | Tuple.to_list(shape)]) < 128
 
   defp exact?(_value), do: true
 
+  # Up to where every whole number is one of the type.
+  @whole_numbers %{{:f, 64} => 2 ** 53, {:f, 32} => 2 ** 24, {:f, 16} => 2 ** 11, {:bf, 16} => 2 ** 8}
+
+  # Whether a type holds the number in all rows and columns. What is known at run time only is taken for a number that
+  # leaves the sum in an integer, in f32 and in f64: offsets and lengths are places in a sequence, below 2^24 in every loop
+  # that generates. Places beyond 2^8 and 2^11, of which types of 16 bits skip some, are usual ones.
+  defp holds?({class, bits} = type, number, axes) do
+    {lowest, highest} = range(number, axes)
+
+    case class do
+      :s ->
+        lowest >= -(2 ** (bits - 1)) and highest < 2 ** (bits - 1)
+
+      :u ->
+        lowest >= 0 and highest < 2 ** bits
+
+      _ ->
+        most = Map.get(@whole_numbers, type, 0)
+        lowest >= -most and highest <= most and (bits >= 32 or Enum.all?(Map.keys(number), &is_atom/1))
+    end
+  end
+
+  # The least and the most that a number is, but for what is known at run time.
+  defp range(number, {{_, _, rows}, {_, _, columns}}) do
+    ends = for {key, size} <- [i: rows, j: columns], do: Enum.min_max([0, (number[key] || 0) * (size - 1)])
+    {lowest, highest} = Enum.unzip(ends)
+    constant = number[:constant] || 0
+    {constant + Enum.sum(lowest), constant + Enum.sum(highest)}
+  end
+
   # What is made narrower may go round.
-  defp whole(:as_type, %{type: {to, bits}}, [arg], {terms, _view, axes}) do
+  defp whole(:as_type, %{type: {to, bits} = type}, [arg], {terms, _view, axes}) do
     {from, from_bits} = graph_type(terms, arg)
 
     # Below 0 there is nothing without a sign: it goes round there, too.
     wider? = bits > from_bits and {from, to} != {:s, :u}
 
-    with true <- from in [:s, :u] and (to in [:f, :bf] or wider? or {to, bits} == {from, from_bits}),
-         %{} = number <- whole(terms, arg, axes),
-         true <- bits > 16 or to in [:s, :u] or below_256?(number),
-         do: number,
-         else: (_ -> nil)
+    if from in [:s, :u] and (to in [:f, :bf] or wider? or type == {from, from_bits}),
+      do: whole(terms, arg, axes)
   end
 
   defp whole(:constant, %{opts: x}, _args, _context) when is_number(x),
@@ -266,17 +305,19 @@ defmodule FlashAttention.Rewriter.Visibility do
     end
   end
 
-  defp whole(:add, _value, [a, b], {terms, _view, axes}),
-    do: with(%{} = a <- whole(terms, a, axes), %{} = b <- whole(terms, b, axes), do: plus(a, b))
+  defp whole(:add, %{type: type}, [a, b], {terms, _view, axes}) do
+    with %{} = a <- whole_in(terms, a, type, axes), %{} = b <- whole_in(terms, b, type, axes), do: plus(a, b)
+  end
 
-  defp whole(:subtract, _value, [a, b], {terms, _view, axes}),
-    do: with(%{} = a <- whole(terms, a, axes), %{} = b <- whole(terms, b, axes), do: minus(a, b))
+  defp whole(:subtract, %{type: type}, [a, b], {terms, _view, axes}) do
+    with %{} = a <- whole_in(terms, a, type, axes), %{} = b <- whole_in(terms, b, type, axes), do: minus(a, b)
+  end
 
   defp whole(:negate, _value, [a], {terms, _view, axes}),
     do: with(%{} = a <- whole(terms, a, axes), do: minus(%{}, a))
 
-  defp whole(:multiply, _value, [a, b], {terms, _view, axes}) do
-    with %{} = a <- whole(terms, a, axes), %{} = b <- whole(terms, b, axes) do
+  defp whole(:multiply, %{type: type}, [a, b], {terms, _view, axes}) do
+    with %{} = a <- whole_in(terms, a, type, axes), %{} = b <- whole_in(terms, b, type, axes) do
       case {known(a), known(b)} do
         {x, _} when is_integer(x) -> times(b, x)
         {_, x} when is_integer(x) -> times(a, x)
@@ -292,12 +333,6 @@ defmodule FlashAttention.Rewriter.Visibility do
   end
 
   defp whole(_op, _value, _args, _context), do: nil
-
-  # Of rows and columns below 128: see exact?/1.
-  defp below_256?(number) do
-    Enum.all?(Map.keys(number), &(&1 in [:constant, :i, :j])) and
-      abs(number[:constant] || 0) + 127 * (abs(number[:i] || 0) + abs(number[:j] || 0)) <= 256
-  end
 
   @doc "A whole number of `row` and `column`, which are digits, as a sum; nil of what is no such number."
   def position(terms, view, {row, column}), do: whole(terms, view, {row, column})
