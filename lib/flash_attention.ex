@@ -550,6 +550,10 @@ defmodule FlashAttention do
 
         {:error, expected, got} ->
           {:halt, {:error, Error.invalid(name, expected, got)}}
+
+        # A mask says which of its numbers are wrong.
+        {:error, %Error{} = error} ->
+          {:halt, {:error, error}}
       end
     end)
   end
@@ -569,7 +573,7 @@ defmodule FlashAttention do
   defp native_tensor(bands, device) when is_function(bands, 0) do
     native_tensor(bands.(), device)
   rescue
-    error in Error -> {:error, error.expected || error.message, error.got || ""}
+    error in Error -> {:error, error}
     error -> {:error, "a mask that can be read", Error.raised(error)}
   end
 

@@ -40,6 +40,7 @@ defmodule FlashAttention.Dropout do
   def mask(seed, rate, {batch, num_heads, seqlen_q, seqlen_k} = shape) do
     words = words!(seed)
     threshold = threshold!(rate)
+    if not Enum.all?(Tuple.to_list(shape), &(is_integer(&1) and &1 >= 0)), do: raise(no_shape(shape))
 
     columns = for j <- indices(seqlen_k), do: {column(words, j), j}
 
@@ -57,6 +58,13 @@ defmodule FlashAttention.Dropout do
       {_, _} -> Tensor.new(data, {:u, 8}, shape)
       like -> TensorLike.from_native(like, {data, {:u, 8}, shape}, List.duplicate(nil, 4))
     end
+  end
+
+  def mask(_seed, _rate, shape), do: raise(no_shape(shape))
+
+  defp no_shape(shape) do
+    expected = "{batch, num_heads, seqlen_q, seqlen_k}, whole numbers of at least 0"
+    Error.invalid(:shape, expected, Error.show(shape))
   end
 
   defp words!({x, y}) when is_integer(x) and is_integer(y), do: {x &&& @word, y &&& @word}

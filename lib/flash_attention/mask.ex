@@ -28,7 +28,7 @@ defmodule FlashAttention.Mask do
   to step without a recompile.
   """
 
-  alias FlashAttention.{Error, Tensor}
+  alias FlashAttention.{Error, Tensor, TensorLike}
   alias FlashAttention.Mask.Bands
 
   @enforce_keys [:kind, :numbers]
@@ -75,7 +75,7 @@ defmodule FlashAttention.Mask do
   @spec packed_at(numbers, numbers | nil) :: t
   def packed_at(cu_seqlens_q, cu_seqlens_k \\ nil) do
     numbers = %{q: cu_seqlens_q, k: cu_seqlens_k || cu_seqlens_q}
-    for name <- [:q, :k], is_list(numbers[name]), do: check_ascending!(:"cu_seqlens_#{name}", numbers[name])
+    for name <- [:q, :k], do: check_numbers!(:"cu_seqlens_#{name}", numbers[name], &check_ascending!/2)
     %__MODULE__{kind: :packed, numbers: numbers}
   end
 
@@ -102,10 +102,8 @@ defmodule FlashAttention.Mask do
     side = Keyword.get(opts, :side, :right)
     if side not in [:right, :left], do: raise(Error.invalid(:side, ":right or :left", Error.show(side)))
 
-    numbers =
-      for {name, list} when list != nil <- [k: k_lengths, q: opts[:q_lengths]], into: %{}, do: {name, list}
-
-    for {name, list} when is_list(list) <- numbers, do: check_lengths!(:"#{name}_lengths", list)
+    numbers = if q_lengths = opts[:q_lengths], do: %{k: k_lengths, q: q_lengths}, else: %{k: k_lengths}
+    for {name, lengths} <- numbers, do: check_numbers!(:"#{name}_lengths", lengths, &check_lengths!/2)
     if is_list(numbers[:q]) and is_list(numbers.k), do: check_same!(:q_lengths, numbers.k, numbers.q)
     %__MODULE__{kind: :lengths, numbers: numbers, static: [side: side]}
   end
@@ -124,7 +122,7 @@ defmodule FlashAttention.Mask do
   """
   @spec prefix(numbers) :: t
   def prefix(lengths) do
-    if is_list(lengths), do: check_lengths!(:lengths, lengths)
+    check_numbers!(:lengths, lengths, &check_lengths!/2)
     %__MODULE__{kind: :prefix, numbers: %{k: lengths}}
   end
 
@@ -171,6 +169,7 @@ defmodule FlashAttention.Mask do
   def segments(q_ids, opts \\ []) do
     opts = check_options!(opts, [:k_ids, :max_segments])
     k_ids = opts[:k_ids] || q_ids
+    for {name, ids} <- [q_ids: q_ids, k_ids: k_ids], do: check_numbers!(name, ids, &check_ids!/2)
 
     if is_list(q_ids) and is_list(k_ids) do
       %{from_bands(Bands.of_segments(q_ids, k_ids)) | kind: :segments}
@@ -222,7 +221,10 @@ defmodule FlashAttention.Mask do
   def from_bands(bands) when is_list(bands),
     do: %__MODULE__{kind: :bands, numbers: %{bands: Bands.of_lists(bands)}}
 
-  def from_bands(bands), do: %__MODULE__{kind: :bands, numbers: %{bands: bands}}
+  def from_bands(bands) do
+    check_tensor!(:bands, bands)
+    %__MODULE__{kind: :bands, numbers: %{bands: bands}}
+  end
 
   @doc """
   What both the mask and a window of `{left, right}` columns around each row's own show, within each band.
@@ -264,7 +266,7 @@ defmodule FlashAttention.Mask do
   def bands(%__MODULE__{} = mask, size) do
     mask.kind
     |> Bands.of(
-      Map.new(mask.numbers, fn {name, numbers} -> {name, Bands.to_lists(numbers)} end),
+      Map.new(mask.numbers, fn {name, numbers} -> {name, Bands.to_lists(mask.kind, name, numbers)} end),
       mask.static,
       size
     )
@@ -338,6 +340,21 @@ defmodule FlashAttention.Mask do
   # ---- checks --------------------------------------------------------------------------------------------
 
   defp ends(lengths), do: [0 | Enum.scan(lengths, &(&1 + &2))]
+
+  defp check_numbers!(name, list, check!) when is_list(list), do: check!.(name, list)
+
+  defp check_numbers!(name, numbers, _check!), do: check_tensor!(name, numbers)
+
+  # What a tensor holds and which shape it has is seen when its numbers are asked for.
+  defp check_tensor!(name, numbers) do
+    if TensorLike.impl_for(numbers) == nil,
+      do: raise(Error.invalid(name, "a list, or a tensor of whole numbers", Error.show(numbers)))
+  end
+
+  defp check_ids!(name, batches) do
+    if not Enum.all?(batches, &is_list/1),
+      do: raise(Error.invalid(name, "a list of ids a batch", Error.show(batches)))
+  end
 
   defp check_lengths!(name, list) do
     if not (is_list(list) and Enum.all?(list, &(is_integer(&1) and &1 >= 0))),

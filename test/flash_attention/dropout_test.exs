@@ -101,5 +101,11 @@ defmodule FlashAttention.DropoutTest do
 
     for {seed, rate} <- [{5, 0.1}, {q, 0.1}, {{1, 2}, 1}, {{1, 2}, -0.1}, {{1, 2}, :half}],
         do: assert_raise(Error, fn -> Dropout.mask(seed, rate, {1, 1, 1, 1}) end)
+
+    for shape <- [{1, 1}, {1, 1, -1, 2}, {1, 1, 2, 2.0}, [1, 1, 1, 1], :shape] do
+      error = assert_raise Error, fn -> Dropout.mask({1, 2}, 0.5, shape) end
+      expected = "{batch, num_heads, seqlen_q, seqlen_k}, whole numbers of at least 0"
+      assert Exception.message(error) == "shape: expected #{expected}, got #{inspect(shape)}"
+    end
   end
 end

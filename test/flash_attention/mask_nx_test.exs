@@ -16,6 +16,12 @@ if Code.ensure_loaded?(Nx) do
       for {mask, size} <- [
             {Mask.packed([3, 0, 2], [2, 1, 4]), {5, 7}},
             {Mask.packed([3, 2]) |> Mask.intersect_window({1, 0}), {5, 5}},
+            {Mask.packed([]), {5, 5}},
+            {Mask.packed([]) |> Mask.intersect_window({1, 0}), {5, 5}},
+            {Mask.from_bands([]), {5, 5}},
+            {Mask.from_bands([[], []]), {5, 5}},
+            {Mask.ranges([], []), {5, 5}},
+            {Mask.segments([[1, 1], [1, 1]], k_ids: [[2, 2], [3, 3]]), {2, 2}},
             {Mask.lengths([2, 4]), {3, 4}},
             {Mask.lengths([2, 4], q_lengths: [1, 3], side: :left), {3, 4}},
             {Mask.prefix([0, 2, 9]), {2, 5}},
@@ -50,6 +56,67 @@ if Code.ensure_loaded?(Nx) do
     test "ids in a tensor without a most number of them are an error" do
       assert_raise FlashAttention.Error, ~r/max_segments/, fn ->
         Mask.Nx.bands(Mask.segments(Nx.tensor([[1]])), {1, 1})
+      end
+    end
+
+    test "numbers of another type or with other axes, and what is no tensor, have the same error in both" do
+      q = Nx.broadcast(Nx.tensor(0.0, type: :f32), {1, 4, 2, 4})
+
+      for {make, message} <- [
+            {fn -> Mask.lengths(Nx.tensor([2.9])) end,
+             "k_lengths: expected whole numbers, got a tensor of type {:f, 32}"},
+            {fn -> Mask.lengths(Nx.tensor([[2]])) end,
+             "k_lengths: expected [batch], got a tensor of shape {1, 1}"},
+            {fn -> Mask.prefix(Nx.tensor(2.0)) end,
+             "lengths: expected whole numbers, got a tensor of type {:f, 32}"},
+            {fn -> Mask.packed_at([0, 4], Nx.tensor([0.0, 4.0])) end,
+             "cu_seqlens_k: expected whole numbers, got a tensor of type {:f, 32}"},
+            {fn -> Mask.segments(Nx.tensor([1, 1, 2, 2]), k_ids: [[1, 1, 2, 2]], max_segments: 2) end,
+             "q_ids: expected [batch, seqlen_q], got a tensor of shape {4}"},
+            {fn -> Mask.from_bands(5) end, "bands: expected a list, or a tensor of whole numbers, got 5"},
+            {fn -> Mask.segments([1, 1, 2, 2]) end, "q_ids: expected a list of ids a batch, got [1, 1, 2, 2]"},
+            {fn -> Mask.lengths(:a) end, "k_lengths: expected a list, or a tensor of whole numbers, got :a"}
+          ],
+          call <- [
+            fn -> FlashAttention.forward!(q, q, q, mask: make.(), causal: false, device: :cpu) end,
+            fn -> FlashAttention.attention(q, q, q, mask: make.(), causal: false) end,
+            fn -> Nx.Defn.jit(&FlashAttention.attention(&1, &1, &1, mask: make.(), causal: false)).(q) end
+          ] do
+        error = assert_raise FlashAttention.Error, call
+        assert Exception.message(error) == message
+      end
+
+      # As an argument of a definition, too.
+      assert_raise FlashAttention.Error, ~r/^k_lengths: expected whole numbers/, fn ->
+        Nx.Defn.jit(&FlashAttention.attention(&1, &1, &1, mask: &2)).(q, Mask.lengths(Nx.tensor([2.9])))
+      end
+
+      assert_raise FlashAttention.Error, ~r/^k_lengths: expected one number at least, got none/, fn ->
+        FlashAttention.attention(q, q, q, mask: Mask.lengths([]))
+      end
+    end
+
+    test "no sequences and no bands: nothing is seen, and bands of another rank or type are the same bands" do
+      [q, k, v, _dout] = inputs()
+
+      attend = [
+        fn mask -> FlashAttention.forward!(q, k, v, mask: mask, causal: false, device: :cpu) end,
+        fn mask -> FlashAttention.attention(q, k, v, mask: mask, causal: false) end,
+        fn mask ->
+          Nx.Defn.jit(&FlashAttention.attention(&1, &2, &3, mask: &4, causal: false)).(q, k, v, mask)
+        end
+      ]
+
+      for mask <- [Mask.packed([]), Mask.from_bands([]), Mask.ranges([], []), Mask.block_causal([])],
+          attend <- attend,
+          do: assert(Nx.to_number(Nx.sum(Nx.abs(attend.(mask)))) == 0.0, inspect(mask))
+
+      bands = [[0, 3, 0, 4, 2, 1], [3, 7, 2, 7, 9, 9]]
+      expected = plain(q, k, v, Mask.from_bands(Enum.map(bands, &List.to_tuple/1)))
+
+      for type <- [:s32, :s64, :u8, :u32], numbers <- [bands, [bands], [bands, bands]], attend <- attend do
+        mask = Mask.from_bands(Nx.tensor(numbers, type: type))
+        assert_close(attend.(mask), expected)
       end
     end
 

@@ -124,10 +124,44 @@ defmodule FlashAttention.MaskTest do
           {fn -> Mask.ranges([{0, 1}], [0], :full) end, :k_ranges, "{begin, end}"},
           {fn -> Mask.from_bands([{0, 1, 0, 1, 0, 0}, {0, 1}]) end, :bands, "band 1"},
           {fn -> Mask.from_bands([[{0, 1, 0, 1, 0, 0}], []]) end, :bands, "every batch"},
-          {fn -> Mask.intersect_window(Mask.packed([1]), {-1, 0}) end, :window, "at least 0"}
+          {fn -> Mask.intersect_window(Mask.packed([1]), {-1, 0}) end, :window, "at least 0"},
+          {fn -> Mask.packed_at(5) end, :cu_seqlens_q, "a list, or a tensor of whole numbers, got 5"},
+          {fn -> Mask.packed_at([0, 1], :a) end, :cu_seqlens_k, "a list, or a tensor"},
+          {fn -> Mask.lengths(:a) end, :k_lengths, "a list, or a tensor of whole numbers, got :a"},
+          {fn -> Mask.lengths(nil) end, :k_lengths, "a list, or a tensor"},
+          {fn -> Mask.lengths([1], q_lengths: 1) end, :q_lengths, "a list, or a tensor"},
+          {fn -> Mask.prefix("x") end, :lengths, ~s(a list, or a tensor of whole numbers, got "x")},
+          {fn -> Mask.segments(:x) end, :q_ids, "a list, or a tensor"},
+          {fn -> Mask.segments([[1]], k_ids: 1) end, :k_ids, "a list, or a tensor"},
+          {fn -> Mask.segments([1, 1, 2, 2]) end, :q_ids, "a list of ids a batch, got [1, 1, 2, 2]"},
+          {fn -> Mask.segments([[1]], k_ids: [1]) end, :k_ids, "a list of ids a batch, got [1]"},
+          {fn -> Mask.from_bands(5) end, :bands, "a list, or a tensor of whole numbers, got 5"}
         ] do
       assert {:error, %Error{argument: ^argument} = error} = rescued(make)
       assert Exception.message(error) =~ words
+    end
+  end
+
+  test "tensors of another type or with other axes are named when their numbers are asked for" do
+    tensor = fn type, shape -> Tensor.new(:binary.copy(<<0::32>>, Tuple.product(shape)), type, shape) end
+
+    for {mask, message} <- [
+          {Mask.lengths(tensor.(:f32, {2})),
+           "k_lengths: expected whole numbers, got a tensor of type {:f, 32}"},
+          {Mask.lengths([1], q_lengths: tensor.(:s32, {1, 1})),
+           "q_lengths: expected [batch], got a tensor of shape {1, 1}"},
+          {Mask.packed_at(tensor.(:s32, {})),
+           "cu_seqlens_k: expected [num_sequences + 1], got a tensor of shape {}"},
+          {Mask.prefix(tensor.(:s32, {1, 1})), "lengths: expected [batch], got a tensor of shape {1, 1}"},
+          {Mask.segments(tensor.(:s32, {3}), k_ids: [[1]]),
+           "q_ids: expected [batch, seqlen_q], got a tensor of shape {3}"},
+          {Mask.from_bands(tensor.(:s32, {6})),
+           "bands: expected [num_bands, 6] or [batch or 1, num_bands, 6], got a tensor of shape {6}"},
+          {Mask.from_bands(tensor.(:f32, {1, 6})),
+           "bands: expected whole numbers, got a tensor of type {:f, 32}"}
+        ] do
+      assert {:error, error} = rescued(fn -> Mask.bands(mask, {3, 3}) end)
+      assert Exception.message(error) == message
     end
   end
 

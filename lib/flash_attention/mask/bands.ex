@@ -120,20 +120,53 @@ defmodule FlashAttention.Mask.Bands do
 
   defp side?(side), do: side == :infinity or is_integer(side)
 
-  @doc "Numbers as lists: a tensor's elements, nested as its shape says."
-  def to_lists(list) when is_list(list), do: list
+  # What the numbers of a kind are called where it is made, and which axes they have as tensors.
+  @tensors %{
+    {:packed, :q} => {:cu_seqlens_q, ["[num_sequences + 1]"]},
+    {:packed, :k} => {:cu_seqlens_k, ["[num_sequences + 1]"]},
+    {:lengths, :q} => {:q_lengths, ["[batch]"]},
+    {:lengths, :k} => {:k_lengths, ["[batch]"]},
+    {:prefix, :k} => {:lengths, ["[batch]"]},
+    {:segments, :q} => {:q_ids, ["[batch, seqlen_q]"]},
+    {:segments, :k} => {:k_ids, ["[batch, seqlen_k]"]}
+  }
+  @bands {:bands, ["[num_bands, 6]", "[batch or 1, num_bands, 6]"]}
 
-  def to_lists(tensor) do
-    case FlashAttention.TensorLike.to_native(tensor, {:cpu, 0}) do
-      {:ok, {data, {class, bits}, shape}, _names} when class in [:s, :u] and is_binary(data) ->
-        data |> integers(class, bits) |> nest(Tuple.to_list(shape)) |> as_bands(tuple_size(shape))
+  @doc "What the numbers of a mask of that kind are called in its function."
+  def argument(kind, name), do: elem(Map.get(@tensors, {kind, name}, @bands), 0)
 
-      {:ok, {_data, type, _shape}, _names} ->
-        raise Error.invalid(:mask, "whole numbers", "a tensor of type #{Error.show(type)}")
+  @doc "Raises unless the numbers of a mask, as a tensor of that type and shape, are whole and have their axes."
+  def check_tensor!(kind, name, type, shape) do
+    {argument, axes} = Map.get(@tensors, {kind, name}, @bands)
+
+    if not match?({class, _bits} when class in [:s, :u], type),
+      do: raise(Error.invalid(argument, "whole numbers", "a tensor of type #{Error.show(type)}"))
+
+    if tuple_size(shape) not in Enum.map(axes, &length(String.split(&1, ","))),
+      do: raise(Error.invalid(argument, Enum.join(axes, " or "), "a tensor of shape #{Error.show(shape)}"))
+  end
+
+  @doc "The data, the type and the shape of numbers of a mask that are a tensor."
+  def read!(kind, name, tensor) do
+    case Tensor.read(tensor, {:cpu, 0}) do
+      {:ok, {data, type, shape}, _names} when is_binary(data) ->
+        check_tensor!(kind, name, type, shape)
+        {data, type, shape}
+
+      {:ok, _elsewhere, _names} ->
+        raise Error.invalid(argument(kind, name), "a tensor in the host's memory", Error.show(tensor))
 
       {:error, expected, got} ->
-        raise Error.invalid(:mask, expected, got)
+        raise Error.invalid(argument(kind, name), expected, got)
     end
+  end
+
+  @doc "Numbers as lists: a tensor's elements, nested as its shape says."
+  def to_lists(_kind, _name, list) when is_list(list), do: list
+
+  def to_lists(kind, name, tensor) do
+    {data, {class, bits}, shape} = read!(kind, name, tensor)
+    data |> integers(class, bits) |> nest(Tuple.to_list(shape)) |> as_bands(tuple_size(shape))
   end
 
   defp integers(data, :s, bits), do: for(<<x::integer-signed-native-size(bits) <- data>>, do: x)

@@ -4,34 +4,38 @@ if Code.ensure_loaded?(Nx.Container) do
   defmodule FlashAttention.Mask.Nx do
     @moduledoc false
 
-    alias FlashAttention.{Error, Mask, TensorLike}
+    alias FlashAttention.{Error, Mask}
 
     @unbounded 0x7FFFFFFF
 
     @doc "The bands of a mask, s32 `[batch or 1, num_bands, 6]`, for a problem of that size."
     def bands(%Mask{} = mask, size) do
-      numbers = Map.new(mask.numbers, fn {name, numbers} -> {name, tensor(numbers)} end)
+      numbers = Map.new(mask.numbers, fn {name, numbers} -> {name, tensor(mask.kind, name, numbers)} end)
       mask.kind |> of(numbers, mask.static, size) |> within_window(mask.window)
     end
 
     @doc "Numbers of a mask as an Nx tensor, s32."
-    def tensor(%Nx.Tensor{} = numbers), do: Nx.as_type(numbers, :s32)
-
-    def tensor([[band | _] | _] = bands) when is_tuple(band),
-      do: bands |> Mask.Bands.to_tensor() |> tensor()
-
-    # Bands of which there are none.
-    def tensor([[] | _] = bands), do: bands |> Mask.Bands.to_tensor() |> tensor()
-    def tensor([]), do: tensor([[]])
-
-    def tensor(numbers) when is_list(numbers), do: Nx.tensor(numbers, type: :s32)
-
-    def tensor(numbers) do
-      case TensorLike.to_native(numbers, {:cpu, 0}) do
-        {:ok, {data, type, shape}, _names} -> data |> Nx.from_binary(type) |> Nx.reshape(shape) |> tensor()
-        {:error, expected, got} -> raise Error.invalid(:mask, expected, got)
-      end
+    def tensor(kind, name, %Nx.Tensor{type: type, shape: shape} = numbers) do
+      Mask.Bands.check_tensor!(kind, name, type, shape)
+      Nx.as_type(numbers, :s32)
     end
+
+    def tensor(kind, name, []),
+      do: raise(Error.invalid(Mask.Bands.argument(kind, name), "one number at least", "none"))
+
+    # Bands of a batch, of which there may be none.
+    def tensor(_kind, _name, [band | _] = bands) when band == [] or is_tuple(hd(band)), do: of_bands(bands)
+    def tensor(kind, name, list) when is_list(list), do: tensor(kind, name, Nx.tensor(list, type: :s32))
+
+    def tensor(kind, name, numbers) do
+      {data, type, shape} = Mask.Bands.read!(kind, name, numbers)
+      data |> Nx.from_binary(type) |> Nx.reshape(shape) |> Nx.as_type(:s32)
+    end
+
+    defp of_bands(bands), do: tensor(:bands, :bands, Mask.Bands.to_tensor(bands))
+
+    # No sequence: Nx has no tensors without elements, and the library wants one band at least.
+    defp of(:packed, %{q: %{shape: {1}}, k: %{shape: {1}}}, _static, _size), do: of_bands([[]])
 
     defp of(:packed, %{q: q, k: k}, _static, _size) do
       {q_begin, q_end} = runs(q)
@@ -62,8 +66,8 @@ if Code.ensure_loaded?(Nx.Container) do
       stack([q_begin, q_end, k_begin, k_end, @unbounded, @unbounded])
     end
 
-    defp of(:block_causal, numbers, static, size),
-      do: Mask.Bands.of(:block_causal, numbers, static, size) |> tensor()
+    defp of(:block_causal, numbers, [length: _] = static, size),
+      do: Mask.Bands.of(:block_causal, numbers, static, size) |> of_bands()
 
     defp of(_kind, %{bands: bands}, _static, _size),
       do: if(Nx.rank(bands) == 2, do: Nx.new_axis(bands, 0), else: bands)
@@ -105,7 +109,7 @@ if Code.ensure_loaded?(Nx.Container) do
         mask.numbers
         |> Enum.sort()
         |> Enum.map_reduce(acc, fn {name, numbers}, acc ->
-          {tensor, acc} = fun.(tensor(numbers), acc)
+          {tensor, acc} = fun.(tensor(mask.kind, name, numbers), acc)
           {{name, tensor}, acc}
         end)
 
@@ -116,15 +120,15 @@ if Code.ensure_loaded?(Nx.Container) do
       do:
         mask.numbers
         |> Enum.sort()
-        |> Enum.reduce(acc, fn {_name, numbers}, acc -> fun.(tensor(numbers), acc) end)
+        |> Enum.reduce(acc, fn {name, numbers}, acc -> fun.(tensor(mask.kind, name, numbers), acc) end)
 
     def serialize(mask), do: {__MODULE__, Enum.sort(mask.numbers), Map.take(mask, [:kind, :static, :window])}
     def deserialize(numbers, rest), do: struct!(FlashAttention.Mask, Map.put(rest, :numbers, Map.new(numbers)))
 
     # What a transformation made of the numbers passes through.
-    defp tensor(numbers) when is_list(numbers) or is_struct(numbers, FlashAttention.Tensor),
-      do: FlashAttention.Mask.Nx.tensor(numbers)
+    defp tensor(kind, name, numbers) when is_list(numbers) or is_struct(numbers, FlashAttention.Tensor),
+      do: FlashAttention.Mask.Nx.tensor(kind, name, numbers)
 
-    defp tensor(numbers), do: numbers
+    defp tensor(_kind, _name, numbers), do: numbers
   end
 end
