@@ -266,6 +266,26 @@ defmodule FlashAttention.DefnTest do
     assert Nx.devectorize(mixed)[0] |> Nx.rename(nil_names(4)) == first
   end
 
+  test "options that are tensors of a batch stand beside a batch that is vectorized axes" do
+    t = fn seed, shape -> Nx.sin(Nx.add(Nx.iota(shape, type: :f64), seed)) end
+    {q, k, bias} = {t.(1, {3, 2, 4, 2, 4}), t.(2, {2, 4, 2, 4}), t.(3, {6, 1, 4, 4})}
+    key_lengths = Nx.tensor([1, 3, 4, 2, 0, 4], type: :s32)
+    opts = [bias: bias, key_lengths: key_lengths]
+    {o, lse} = FlashAttention.attention_with_lse(Nx.vectorize(q, :n), k, k, opts)
+
+    for n <- 0..2 do
+      opts = [bias: bias[(2 * n)..(2 * n + 1)], key_lengths: key_lengths[(2 * n)..(2 * n + 1)]]
+      {alone, alone_lse} = FlashAttention.attention_with_lse(q[n], k, k, opts)
+      assert Nx.devectorize(o)[n] |> Nx.rename(nil_names(4)) == alone
+      assert Nx.devectorize(lse)[n] |> Nx.rename(nil_names(3)) == alone_lse
+    end
+
+    # The batch without its vectorized axes is not the batch.
+    assert_raise FlashAttention.Error, ~r/^key_lengths: /, fn ->
+      FlashAttention.attention(Nx.vectorize(q, :n), k, k, key_lengths: key_lengths[0..1])
+    end
+  end
+
   @tag :nx_vectorized
   test "vectorized axes have gradients" do
     {[q, k, v, sink], dout, opts} = problem(5)
@@ -410,6 +430,8 @@ defmodule FlashAttention.DefnTest do
           {q, t.({4, 2, 8}, :f32), [],
            "v: expected rank 4, [batch, seqlen_k, num_kv_heads, head_dim], got rank 3"},
           {q, 5, [], "v: expected an Nx tensor, got 5"},
+          {t.({}, :f32), q, [], "k: expected rank 4, [batch, seqlen_k, num_kv_heads, head_dim], got rank 0"},
+          {t.({4}, :f32), q, [], "k: expected rank 4, [batch, seqlen_k, num_kv_heads, head_dim], got rank 1"},
           {q, q, [results: :device],
            "opts: expected keys among #{Enum.join(Options.keys() -- [:keep, :results, :dlse], ", ")}, got :results"},
           {q, q, [causal: 1], "causal: expected true or false, got 1"},
@@ -424,6 +446,15 @@ defmodule FlashAttention.DefnTest do
         error = assert_raise FlashAttention.Error, call
         assert Exception.message(error) =~ message
       end
+    end
+
+    # A vectorized axis is a part of the batch, and stands for it where there is none.
+    k = t.({1, 4, 2, 8}, :f32)
+
+    for {q, rank} <- [{t.({}, :f32), 0}, {t.({4}, :f32), 1}, {Nx.vectorize(t.({2}, :f32), :x), 1}] do
+      error = assert_raise FlashAttention.Error, fn -> FlashAttention.attention(q, k, k) end
+      message = "q: expected rank 4, [batch, seqlen_q, num_heads, head_dim], got rank #{rank}"
+      assert Exception.message(error) == message
     end
   end
 
