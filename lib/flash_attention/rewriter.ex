@@ -48,7 +48,9 @@ if FlashAttention.Defn.supported?() do
 
     What is not the same function stays as it is: nothing is replaced that only looks like attention, no constant is taken for another.
     `explain/3` says of each place why. A row that sees nothing is what the program makes of it: the mean of the values where
-    hidden scores are a finite number, NaN where they are -infinity, with the gradients of that.
+    hidden scores are a finite number, NaN where they are -infinity, with the gradients of that. A finite number of -9000 or less (-30000
+    in f16) is taken to hide: scores are assumed to stay well above it. Where such a number is added, a row that it hides whole keeps its
+    scores as they were; a program in bf16 rounds them away first (-1.0e4 has neighbours 64 apart there), and gives another row.
 
     Which weights are dropped out are the program's own bits, s² of them, so attention with dropout stays. With `dropout: :resample`
     weights are dropped by `FlashAttention.Dropout` instead: at the same rate, seeded by the key that the program's bits were made
