@@ -1,6 +1,7 @@
 /* The pool: threads that wait for jobs, and the jobs that they may join. */
 #include "threads.h"
 
+#include <fenv.h>
 #include <sched.h>
 #include <signal.h>
 #include <stddef.h>
@@ -35,6 +36,16 @@ static bool run_next_task(fa_parallel *job, int worker) {
 
 static void run_tasks(fa_parallel *job, int worker) {
   while (run_next_task(job, worker)) continue;
+}
+
+/* Callers may flush denormals to 0, as XLA's threads do, or round otherwise. Tasks compute the same on every
+ * thread. */
+static void run_callers_tasks(fa_parallel *job) {
+  fenv_t callers;
+  fegetenv(&callers);
+  fesetenv(FE_DFL_ENV);
+  run_tasks(job, 0);
+  fesetenv(&callers);
 }
 
 /* How many threads of the pool would join the job now. */
@@ -85,6 +96,7 @@ static void take_process_priority(void) {
 static void *thread_main(void *unused) {
   (void)unused;
   take_process_priority();
+  fesetenv(FE_DFL_ENV);       /* it begins with that of the caller that started it, too */
   int awake_microseconds = 0; /* after the last fa_parallel */
   pthread_mutex_lock(&fa_threads_mutex);
   for (;;) {
@@ -196,7 +208,7 @@ void fa_parallel_begin(fa_parallel *parallel, int num_threads, int awake_microse
 bool fa_parallel_help(fa_parallel *parallel) { return run_next_task(parallel, 0); }
 
 void fa_parallel_end(fa_parallel *parallel) {
-  run_tasks(parallel, 0);
+  run_callers_tasks(parallel);
   if (parallel->is_shared) withdraw(parallel);
 }
 

@@ -251,9 +251,10 @@ static void commit(fa_book *book, const fa_append *append) {
   for (int32_t i = 0; i < append->num_pages; i++) sequence->pages[append->first_page + i] = append->pages[i];
   sequence->num_pages = append->first_page + append->num_pages;
   sequence->length += append->num_rows;
-  if (append->num_rows > 0)
-    book->rows[sequence->pages[sequence->num_pages - 1]] =
-        (int32_t)((sequence->length - 1) % book->page_size + 1);
+  if (append->num_rows == 0) return;
+  for (int64_t page = append->first_row / book->page_size; page < sequence->num_pages; page++)
+    book->rows[sequence->pages[page]] =
+        (int32_t)fa_min(sequence->length - page * book->page_size, book->page_size);
 }
 
 void fa_append_end(fa_book *book, fa_append *appends, int64_t count, bool is_done) {

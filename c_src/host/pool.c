@@ -141,12 +141,13 @@ static fa_block *take_idle(fa_pool *pool, size_t bytes, size_t *left) {
   pthread_mutex_lock(&pool->mutex);
   fa_block *block = pool->idle_limit > 0 ? find_idle(pool, bytes) : NULL;
   *left = bytes_left(pool);
-  if (block) {
+  if (block && block->bytes <= *left) {
     remove_idle(pool, block);
     add_used(pool, block);
     pool->used_bytes += block->bytes;
-  } else if (bytes <= *left) {
-    pool->used_bytes += bytes;
+  } else {
+    block = NULL; /* another caller has its place, and is about to free it */
+    if (bytes <= *left) pool->used_bytes += bytes;
   }
   pthread_mutex_unlock(&pool->mutex);
   return block;

@@ -184,9 +184,9 @@ static bool check_rows(const nif_rows *rows, const char *argument, const fa_cach
   snprintf(expected, sizeof expected, "[%u, rows, %lld, %lld], a batch a sequence", count,
            (long long)layout->num_kv_heads, (long long)layout->head_dim);
   size_t used = (size_t)snprintf(got, sizeof got, "[");
-  for (int i = 0; i < shape->rank && used < sizeof got - 32; i++)
+  for (int i = 0; i < shape->rank && i < FA_MAX_RANK && used < sizeof got - 32; i++)
     used += (size_t)snprintf(got + used, sizeof got - used, "%s%lld", i ? ", " : "", (long long)shape->dims[i]);
-  snprintf(got + used, sizeof got - used, "]");
+  snprintf(got + used, sizeof got - used, shape->rank > FA_MAX_RANK ? ", ...]" : "]");
   return fa_reject(error, FA_STATUS_INVALID_ARGUMENT, argument, expected, got);
 }
 

@@ -410,8 +410,11 @@ ERL_NIF_TERM fa_nif_link_begin(ErlNifEnv *env, int argc, const ERL_NIF_TERM argv
   fa_transfer *transfers = calloc(count + 1, sizeof *transfers);
   bool done = (exchange->memories && transfers) ||
               fa_reject(&error, FA_STATUS_OUT_OF_MEMORY, "transfers", "room for a list", "none");
-  done = done && read_transfers(env, argv[1], exchange, transfers, &error) &&
+  const bool is_read = done && read_transfers(env, argv[1], exchange, transfers, &error);
+  done = is_read &&
          fa_link_begin(link->link, transfers, (int32_t)count, &exchange->exchange, &error) == FA_STATUS_OK;
+  /* Some of it may be under way, in memory that is given back. */
+  if (is_read && !done) fa_link_abort(link->link);
   ERL_NIF_TERM term = enif_make_resource(env, exchange);
   enif_release_resource(exchange);
   free(transfers);

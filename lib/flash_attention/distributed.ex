@@ -37,7 +37,7 @@ defmodule FlashAttention.Distributed do
   rank's own, and the group is broken: later calls give the same error, and the ranks that are left may join a new one.
   """
 
-  alias FlashAttention.{Error, Native, Options, TensorLike}
+  alias FlashAttention.{Error, Native, Options, Tensor, TensorLike}
   alias FlashAttention.Distributed.{Deal, Group, Inbox, Messages, NCCL, Passes, Ranges, Stages, States}
 
   @transports %{messages: Messages, nccl: NCCL}
@@ -73,7 +73,7 @@ defmodule FlashAttention.Distributed do
            {:ok, 1} <- Inbox.next_call(inbox),
            {:ok, nil} <-
              agree(group, 1, {:ok, [num_ranks: num_ranks, transport: inspect(group.transport)], nil}),
-           {:ok, link} <- group.transport.open(group),
+           {:ok, link} <- open(group),
            :ok <- Inbox.on_break(inbox, fn -> group.transport.abort(link) end) do
         {:ok, %{group | link: link}}
       else
@@ -83,6 +83,10 @@ defmodule FlashAttention.Distributed do
       end
     end
   end
+
+  # Others may be waiting for what this rank did not get to.
+  defp open(group),
+    do: with({:error, error} <- group.transport.open(group), do: Inbox.break(group.inbox, error))
 
   defp check_rank(rank, num_ranks) do
     cond do
@@ -116,11 +120,13 @@ defmodule FlashAttention.Distributed do
     end
   end
 
-  defp check_timeout(timeout) when timeout == :infinity or (is_integer(timeout) and timeout > 0),
+  defp check_timeout(timeout) when timeout == :infinity or timeout in 1..0xFFFF_FFFF,
     do: {:ok, timeout}
 
   defp check_timeout(timeout),
-    do: {:error, Error.invalid(:timeout, "milliseconds, above 0, or :infinity", Error.show(timeout))}
+    do:
+      {:error,
+       Error.invalid(:timeout, "milliseconds, above 0 and below 2^32, or :infinity", Error.show(timeout))}
 
   defp one_of(name, key, choices) do
     case choices do
@@ -239,16 +245,22 @@ defmodule FlashAttention.Distributed do
   @doc "The whole tensor of all ranks' shards, on each of them: `FlashAttention.Distributed.Deal.undispatch/3`."
   @spec gather(Group.t(), Deal.t(), tensor, Deal.axis()) :: {:ok, tensor} | {:error, Error.t()}
   def gather(%Group{} = group, %Deal{} = deal, shard, axis \\ :rows) do
-    call(group, fn -> gather_problem(group, deal, shard, axis) end, fn number, nil ->
-      with {:ok, shards} <- Passes.share(group, {number, :shards}, shard),
-           do: {:ok, Deal.undispatch(deal, for(rank <- 0..(group.num_ranks - 1), do: shards[rank]), axis)}
+    call(group, fn -> gather_problem(group, deal, shard, axis) end, fn number, {native, names} ->
+      with {:ok, shards} <- Passes.share(group, {number, :shards}, native) do
+        shards = for rank <- 0..(group.num_ranks - 1), do: shards[rank] |> tensor()
+        whole = Deal.undispatch(deal, shards, axis)
+        {:ok, TensorLike.from_native(shard, {whole.data, whole.type, whole.shape}, names)}
+      end
     end)
   end
+
+  defp tensor({data, type, shape}), do: struct!(Tensor, data: data, type: type, shape: shape)
 
   defp gather_problem(group, deal, shard, axis) do
     with :ok <- check_deal(group, deal),
          {:ok, _axis} <- one_of(:axis, axis, %{rows: :rows, columns: :columns}),
-         {:ok, type, shape} <- Deal.check_shard(deal, group.rank, shard, axis) do
+         # What a tensor holds may be its node's own: others get it as a binary.
+         {:ok, {_data, type, shape} = native, names} <- Deal.read_shard(deal, group.rank, shard, axis) do
       {:ok,
        [
          call: "gather",
@@ -256,7 +268,7 @@ defmodule FlashAttention.Distributed do
          axis: axis,
          shard: "type #{inspect(type)}",
          shard: "shape #{inspect(put_elem(shape, 1, :_))}"
-       ], nil}
+       ], {native, names}}
     end
   end
 
@@ -380,6 +392,7 @@ defmodule FlashAttention.Distributed do
          native = Keyword.drop(options.native, [:window_left, :window_right]),
          :ok <- check_plan(group, tensors, native) do
       problem = %{
+        rank: group.rank,
         deal: deal,
         stages: Stages.of(deal, group.rank, num_stages),
         targets: Stages.targets(deal, group.rank, num_stages),
@@ -399,6 +412,7 @@ defmodule FlashAttention.Distributed do
     with :ok <- check_keys(opts, [:reduce]),
          {:ok, _reduce} <- one_of(:reduce, reduce, %{none: :none, sum: :sum, avg: :avg}),
          :ok <- check_deal(group, states.deal),
+         :ok <- check_states(group, states.problem.rank),
          {:ok, %{dout: dout}, _names, _on_host} <- read(group, dout: dout),
          :ok <- check_like(dout, states.problem.tensors.q) do
       {:ok, [call: "backward", states: "those of call #{states.number}", reduce: reduce], dout}
@@ -459,6 +473,12 @@ defmodule FlashAttention.Distributed do
     do:
       {:error,
        Error.invalid(:deal, "one for #{group.num_ranks} ranks as in the group", "one for #{deal.num_ranks}")}
+
+  # Of another group they may be, but not of another's rows.
+  defp check_states(%{rank: rank}, rank), do: :ok
+
+  defp check_states(group, rank),
+    do: {:error, Error.invalid(:states, "those of rank #{group.rank}", "those of rank #{rank}")}
 
   # One merge takes 32 parts.
   defp check_stages(num) when num in 1..31, do: :ok

@@ -143,7 +143,7 @@ static void append_rows(const cache *c, tracked *t, int64_t num_rows) {
 /* The fork has fewer rows of the last page than the sequence has written there, and is the only one to hold it
  * once the sequence is released. It may append in place only where no reading of the sequence looks at those
  * rows any more. */
-static void check_fork_amid_append(bool is_read) {
+static void check_fork_amid_append(int64_t num_rows, bool is_read) {
   cache c = cache_new(3, 8);
   tracked *source = tracked_new(1), *fork = tracked_new(2);
   fa_append append = {.sequence = &source->pages};
@@ -151,18 +151,21 @@ static void check_fork_amid_append(bool is_read) {
   const fa_sequence_pages *sequence = &source->pages;
   fa_error error;
   append_rows(&c, source, 3);
-  CHECK(!fa_append_begin(c.book, &append, 1, 2, &error), "%s", error.message);
+  CHECK(!fa_append_begin(c.book, &append, 1, num_rows, &error), "%s", error.message);
   CHECK(fork_tracked(c.book, source, fork, 2) && fa_sequence_length(c.book, &fork->pages) == 3,
         "a fork failed");
   write_rows(&c, &append, 1);
   fa_append_end(c.book, &append, 1, true);
   CHECK(!fa_reading_begin(c.book, &sequence, 1, &reading, &error), "%s", error.message);
   fa_sequence_release(c.book, &source->pages);
-  CHECK(holds(&c, &reading, 0, source) && reading.lengths[0] == 5, "the sequence's rows");
+  CHECK(holds(&c, &reading, 0, source) && reading.lengths[0] == 3 + num_rows, "the sequence's rows");
   if (!is_read) fa_reading_end(c.book, &reading);
   append_rows(&c, fork, 1);
-  CHECK(fa_book_num_free(c.book) == (is_read ? 1 : 2), "%d pages are free where a page is %s",
-        (int)fa_book_num_free(c.book), is_read ? "read" : "the fork's alone");
+  CHECK(fa_book_num_free(c.book) == (!is_read       ? 2
+                                     : num_rows > 5 ? 0
+                                                    : 1),
+        "%d pages are free where a page is %s", (int)fa_book_num_free(c.book),
+        is_read ? "read" : "the fork's alone");
   if (is_read) {
     CHECK(holds(&c, &reading, 0, source), "a fork wrote over rows that are read");
     fa_reading_end(c.book, &reading);
@@ -412,8 +415,10 @@ static void test_threads(void) {
 
 int main(void) {
   test_refusals();
-  check_fork_amid_append(true);
-  check_fork_amid_append(false);
+  for (int64_t num_rows = 2; num_rows <= 7; num_rows += 5) { /* on the same page, and beyond it */
+    check_fork_amid_append(num_rows, true);
+    check_fork_amid_append(num_rows, false);
+  }
   test_random(40, 1, 1);
   test_random(30, 3, 2);
   test_random(25, 16, 3);

@@ -321,7 +321,8 @@ defmodule FlashAttention.DistributedTest do
           {[:a, 0, 0], "num_ranks: expected a whole number of at least 1, got 0"},
           {[:a, 0, 1, [devices: 1]], "opts: expected keys among device, transport, timeout, got :devices"},
           {[:a, 0, 1, [transport: :pigeons]], "transport: expected :messages or :nccl, got :pigeons"},
-          {[:a, 0, 1, [timeout: 0]], "timeout: expected milliseconds, above 0, or :infinity, got 0"},
+          {[:a, 0, 1, [timeout: 0]],
+           "timeout: expected milliseconds, above 0 and below 2^32, or :infinity, got 0"},
           {[:a, 0, 1, [device: :tpu]],
            "device: expected :auto, :all, :cpu, :cuda, {kind, index} or a list of those of one kind, got :tpu"}
         ] do

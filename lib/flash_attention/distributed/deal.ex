@@ -142,11 +142,11 @@ defmodule FlashAttention.Distributed.Deal do
   end
 
   @doc false
-  # The type and shape of a rank's shard, or what is wrong with it.
-  def check_shard(deal, rank, shard, axis) do
-    {{_data, type, shape}, _names} = read!(shard, :shard)
+  # What a rank's shard holds, and the names of its axes, or what is wrong with it.
+  def read_shard(deal, rank, shard, axis) do
+    {{_data, _type, shape} = native, names} = read!(shard, :shard)
     check_seqlen!(:shard, shape, deal |> ranges!(rank, axis) |> Ranges.count())
-    {:ok, type, shape}
+    {:ok, native, names}
   rescue
     error in Error -> {:error, error}
   end

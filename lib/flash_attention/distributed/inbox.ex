@@ -131,17 +131,19 @@ defmodule FlashAttention.Distributed.Inbox do
 
   def handle_call(:tidy, _from, state), do: {:reply, :ok, forget(state, state.call + 1), :hibernate}
   def handle_call(:whole, _from, state), do: {:reply, :ok, state}
-  def handle_call(:unguard, _from, state), do: {:reply, :ok, %{state | guard: nil}}
 
-  def handle_call({:guard, timeout}, _from, state) do
-    guard = make_ref()
-    if timeout != :infinity, do: Process.send_after(self(), {:too_long, guard, timeout}, timeout)
-    {:reply, :ok, %{state | guard: guard}}
+  def handle_call(:unguard, _from, state) do
+    cancel(state.guard)
+    {:reply, :ok, %{state | guard: nil}}
   end
+
+  def handle_call({:guard, timeout}, _from, state), do: {:reply, :ok, %{state | guard: timer(timeout)}}
 
   def handle_call({:await, keys, timeout}, from, state), do: {:noreply, wait(state, from, keys, timeout)}
 
+  # Of a broken group nobody asks for it any more.
   @impl true
+  def handle_info({:post, _key, _value}, %{broken: error} = state) when error != nil, do: {:noreply, state}
   def handle_info({:post, key, value}, state), do: {:noreply, state |> put_in([:post, key], value) |> serve()}
 
   def handle_info({:hello, rank, _inbox, _owner}, %{peers: peers} = state) when is_map_key(peers, rank),
@@ -162,8 +164,10 @@ defmodule FlashAttention.Distributed.Inbox do
     {:noreply, state}
   end
 
-  # Who sees the other first says hello, and is answered.
-  def handle_info({:here, rank, inbox, owner}, state) do
+  # Who sees the other first says hello, and is answered; unless this rank has met another one by that name: who joins
+  # once more waits until this one does, too.
+  def handle_info({:here, rank, inbox, owner}, %{broken: nil} = state)
+      when not is_map_key(state.peers, rank) or :erlang.map_get(rank, state.peers) == inbox do
     send(inbox, {:hello, state.rank, self(), state.owner})
     handle_info({:hello, rank, inbox, owner}, state)
   end
@@ -183,12 +187,12 @@ defmodule FlashAttention.Distributed.Inbox do
   def handle_info({:lost, rank, error}, state), do: {:noreply, lose(state, rank, error)}
   def handle_info({:broken, error}, state), do: {:noreply, broken(state, error)}
 
-  def handle_info({:too_long, timer, timeout}, %{waiting: {_from, keys, timer}} = state) do
+  def handle_info({:timeout, timer, timeout}, %{waiting: {_from, keys, timer}} = state) do
     error = lost("#{missing(state, keys)} within #{timeout} ms")
     {:noreply, break_all(state, error)}
   end
 
-  def handle_info({:too_long, guard, timeout}, %{guard: guard} = state),
+  def handle_info({:timeout, guard, timeout}, %{guard: guard} = state),
     do: {:noreply, break_all(state, lost("rank #{state.rank}: an exchange did not end within #{timeout} ms"))}
 
   def handle_info(_late, state), do: {:noreply, state}
@@ -200,10 +204,15 @@ defmodule FlashAttention.Distributed.Inbox do
   # ---- waiting ---------------------------------------------------------------------------------------------
 
   defp wait(state, from, keys, timeout) do
-    timer = make_ref()
-    if timeout != :infinity, do: Process.send_after(self(), {:too_long, timer, timeout}, timeout)
-    serve(%{state | waiting: {from, keys, timer}})
+    serve(%{state | waiting: {from, keys, timer(timeout)}})
   end
+
+  defp timer(:infinity), do: nil
+  defp timer(timeout), do: :erlang.start_timer(timeout, self(), timeout)
+
+  # One that went off is a message that nobody waits for.
+  defp cancel(nil), do: :ok
+  defp cancel(timer), do: :erlang.cancel_timer(timer, async: true, info: false)
 
   defp serve(%{waiting: nil} = state), do: state
   defp serve(%{broken: error} = state) when error != nil, do: answer(state, {:error, error})
@@ -226,7 +235,8 @@ defmodule FlashAttention.Distributed.Inbox do
     end
   end
 
-  defp answer(%{waiting: {from, _keys, _timer}} = state, reply) do
+  defp answer(%{waiting: {from, _keys, timer}} = state, reply) do
+    cancel(timer)
     GenServer.reply(from, reply)
     %{state | waiting: nil}
   end

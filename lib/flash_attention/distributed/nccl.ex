@@ -22,8 +22,23 @@ defmodule FlashAttention.Distributed.NCCL do
     with {:ok, %{0 => made}} <- Passes.share(group, {1, :link_id}, made),
          {:ok, id} <- native(made),
          {:ok, link} <- native(Native.link_open(group.device, id, group.num_ranks, group.rank, timeout)),
-         :ok <- first_exchange(group, link),
-         do: {:ok, link}
+         do: connect(group, link)
+  end
+
+  # From here on a rank that is gone, or late, ends the link of all. None can have left before it is done with this.
+  defp connect(group, link) do
+    with :ok <- Inbox.on_break(group.inbox, fn -> abort(link) end),
+         :ok <- Inbox.whole(group.inbox),
+         :ok <- Inbox.guard(group.inbox, group.timeout),
+         exchanged = first_exchange(group, link),
+         :ok <- Inbox.unguard(group.inbox),
+         :ok <- with({:error, _} <- exchanged, do: with(:ok <- Inbox.whole(group.inbox), do: exchanged)) do
+      {:ok, link}
+    else
+      {:error, error} ->
+        abort(link)
+        {:error, error}
+    end
   end
 
   # NCCL connects two ranks when they first exchange something; that takes long.
