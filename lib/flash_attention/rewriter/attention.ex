@@ -432,7 +432,9 @@ if FlashAttention.Defn.supported?() do
 
     # Far beyond any sequence is far enough.
     @far 0x20000000
-    defp in_s32(%{type: {:s, 64}} = tensor), do: tensor |> Nx.max(-@far) |> Nx.min(@far) |> Nx.as_type(:s32)
+    defp in_s32(%{type: {:s, bits}} = tensor) when bits > 16,
+      do: tensor |> Nx.max(-@far) |> Nx.min(@far) |> Nx.as_type(:s32)
+
     defp in_s32(%{type: {:u, bits}} = tensor) when bits > 16, do: tensor |> Nx.min(@far) |> Nx.as_type(:s32)
     defp in_s32(tensor), do: Nx.as_type(tensor, :s32)
 

@@ -458,14 +458,13 @@ defmodule FlashAttention.Rewriter.Forward do
         step({:bias, y, -1.0}, terms, x)
 
       {false, true} ->
-        with {:ok, steps, product} <- step({:scale, -1.0}, terms, y) do
-          if Terms.term(terms, x) == %{},
-            do: {:ok, steps, product},
-            else: {:ok, [{:bias, x, 1.0} | steps], product}
-        end
+        subtracted(terms, x, y)
 
       _ ->
-        either(terms, y, x, &step({:bias, &1, -1.0}, terms, &2), "its scores are a sum of products")
+        with(
+          {:refuse, _} <- first_of_difference(terms, x, y),
+          do: {:refuse, "its scores are a sum of products"}
+        )
     end
   end
 
@@ -499,6 +498,27 @@ defmodule FlashAttention.Rewriter.Forward do
     else
       _ ->
         with {:ok, _, product} = found <- step.(x, y),
+             {:ok, _} <- operands(terms, product, %__MODULE__{}),
+             do: found
+    end
+  end
+
+  # What is subtracted is the scores, which change their sign.
+  defp subtracted(terms, x, y) do
+    with {:ok, steps, product} <- step({:scale, -1.0}, terms, y) do
+      if Terms.term(terms, x) == %{},
+        do: {:ok, steps, product},
+        else: {:ok, [{:bias, x, 1.0} | steps], product}
+    end
+  end
+
+  defp first_of_difference(terms, x, y) do
+    with {:ok, _, product} = found <- step({:bias, y, -1.0}, terms, x),
+         {:ok, _} <- operands(terms, product, %__MODULE__{}) do
+      found
+    else
+      _ ->
+        with {:ok, _, product} = found <- subtracted(terms, x, y),
              {:ok, _} <- operands(terms, product, %__MODULE__{}),
              do: found
     end

@@ -162,7 +162,8 @@ defmodule FlashAttention.Rewriter.Terms do
     end
   end
 
-  defp keeps?({from, _}, {to, _}) when to in [:f, :bf], do: from in [:f, :bf, :u, :s]
+  # Of 8 bits next to nothing is left: that is somebody's quantization.
+  defp keeps?({from, _}, {to, bits}) when to in [:f, :bf] and bits > 8, do: from in [:f, :bf, :u, :s]
   defp keeps?({class, from}, {class, to}), do: to >= from
   defp keeps?({:u, from}, {:s, to}), do: to > from
   defp keeps?(_from, _to), do: false
