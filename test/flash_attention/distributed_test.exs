@@ -323,6 +323,8 @@ defmodule FlashAttention.DistributedTest do
           {[:a, 0, 1, [transport: :pigeons]], "transport: expected :messages or :nccl, got :pigeons"},
           {[:a, 0, 1, [timeout: 0]],
            "timeout: expected milliseconds, above 0 and below 2^32, or :infinity, got 0"},
+          {[:a, 0, 1, [timeout: 0x100000000]],
+           "timeout: expected milliseconds, above 0 and below 2^32, or :infinity, got 4294967296"},
           {[:a, 0, 1, [device: :tpu]],
            "device: expected :auto, :all, :cpu, :cuda, {kind, index} or a list of those of one kind, got :tpu"}
         ] do
@@ -372,6 +374,65 @@ defmodule FlashAttention.DistributedTest do
     end
 
     for {pid, _ref} <- ranks, do: Process.exit(pid, :kill)
+  end
+
+  test "who joins by a name again meets those who do so, too, and not what they leave" do
+    parent = self()
+    deal = Distributed.deal({4, 4}, 2)
+
+    ranks =
+      for rank <- 0..1 do
+        spawn_monitor(fn ->
+          x = Deal.dispatch(deal, rank, random(1, :f32, {1, 4, 1, 2}))
+          {:ok, group} = Distributed.join({:again, parent}, rank, 2, device: :cpu)
+          {:ok, _o, _states} = Distributed.forward(group, deal, x, x, x)
+          # The other one's group is still there when rank 0 joins.
+          if rank == 1, do: Process.sleep(200)
+          :ok = Distributed.leave(group)
+          {:ok, group} = Distributed.join({:again, parent}, rank, 2, device: :cpu)
+          send(parent, {rank, elem(Distributed.forward(group, deal, x, x, x), 0)})
+          receive do: (:stop -> :ok)
+        end)
+      end
+
+    for rank <- 0..1, do: assert_receive({^rank, :ok})
+    for {pid, _ref} <- ranks, do: send(pid, :stop)
+  end
+
+  test "states of another group are taken of this rank alone" do
+    parent = self()
+    deal = Distributed.deal({4, 4}, 2)
+
+    ranks =
+      for rank <- 0..1 do
+        spawn_monitor(fn ->
+          x = Deal.dispatch(deal, rank, random(1, :f32, {1, 4, 1, 2}))
+          {:ok, group} = Distributed.join({:states, parent}, rank, 2, device: :cpu)
+          {:ok, swapped} = Distributed.join({:swapped, parent}, 1 - rank, 2, device: :cpu)
+          {:ok, o, states} = Distributed.forward(group, deal, x, x, x)
+          {:error, error} = Distributed.backward(swapped, o, states)
+          # The group goes on.
+          of_group = elem(Distributed.backward(group, o, states), 0)
+          send(parent, {rank, Exception.message(error), of_group})
+          receive do: (:stop -> :ok)
+        end)
+      end
+
+    for rank <- 0..1 do
+      assert_receive {^rank, message, :ok}
+      # Both say what the first of them says.
+      assert message =~ ~r/states: expected those of rank (0, got those of rank 1|1, got those of rank 0)/
+    end
+
+    for {pid, _ref} <- ranks, do: send(pid, :stop)
+  end
+
+  test "what comes for a broken group is not kept" do
+    {:ok, group} = Distributed.join({:broken, self()}, 0, 1, device: :cpu)
+    {:error, _} = Inbox.break(group.inbox, Inbox.lost("a rank is gone"))
+    Inbox.post(group.inbox, 0, {1, :keys}, "keys")
+    assert :sys.get_state(group.inbox).post == %{}
+    assert Distributed.leave(group) == :ok
   end
 
   @tag :epmd
