@@ -52,6 +52,11 @@ if FlashAttention.Defn.supported?() do
     in f16) is taken to hide: scores are assumed to stay well above it. Where such a number is added, a row that it hides whole keeps its
     scores as they were; a program in bf16 rounds them away first (-1.0e4 has neighbours 64 apart there), and gives another row.
 
+    Three rows are not the program's. One whose bias, known at run time, is -infinity everywhere gives 0, and gradients of 0, where the
+    program gives NaN. One that an added mask of -infinity hides whole is NaN as in the program, but adds 0 to the gradients of q and k,
+    where the program makes NaN of them. One whose scores are all large, as by a bias in f32, known at run time, of -1.0e9 everywhere, has
+    the program's result, but not its gradients: an f32 cannot hold the largest score plus log n, which the backward takes weights from.
+
     Which weights are dropped out are the program's own bits, s² of them, so attention with dropout stays. With `dropout: :resample`
     weights are dropped by `FlashAttention.Dropout` instead: at the same rate, seeded by the key that the program's bits were made
     of, so that a run can be repeated and each step and layer drops others, in the backward the same as in the forward. It is found where
