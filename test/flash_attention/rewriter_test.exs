@@ -341,6 +341,72 @@ defmodule FlashAttention.RewriterTest do
       end
     end
 
+    test "have bounds at the ends of their type, which do not go round" do
+      bounds = [2 ** 31 - 1, 2 ** 31 - 2, 3, -3, -(2 ** 31) + 1, -(2 ** 31)]
+
+      for {as, see} <- [
+            {"ends of columns", &Nx.less_equal(places(&1, 3, :s32), &2)},
+            {"starts of columns", &Nx.greater(places(&1, 3, :s32), &2)},
+            {"windows", &Nx.less(Nx.subtract(places(&1, 2, :s32), places(&1, 3, :s32)), &2)},
+            {"windows from", &Nx.greater_equal(Nx.subtract(places(&1, 2, :s32), places(&1, 3, :s32)), &2)}
+          ] do
+        fun = fn q, k, v, bound -> seeing(&see.(&1, bound)).(q, k, v) end
+        assert [found] = found(fun, qkv() ++ [Nx.tensor(0, type: :s32)])
+        refute found =~ "mask of single scores", as
+        for bound <- bounds, do: assert_same(fun, qkv() ++ [Nx.tensor(bound, type: :s32)])
+      end
+    end
+
+    defp scores(q, k), do: Nx.dot(q, [3], [0, 1], k, [3], [0, 1])
+    defp weighted(s, v), do: s |> softmax() |> Nx.dot([3], [0, 1], v, [2], [0, 1])
+
+    # Of each row the square of its length.
+    defp squares(x), do: Nx.dot(x, [3], [0, 1, 2], x, [3], [0, 1, 2])
+
+    test "whose scores are a difference of products have the sign of the one that they are" do
+      positions = normal(4, {6, 4}, :f64)
+
+      for {name, fun, word} <- [
+            {"one minus another",
+             fn q, k, v -> q |> scores(k) |> Nx.subtract(scores(q, Nx.sin(k))) |> weighted(v) end, "scale 1.0"},
+            {"minus distances",
+             fn q, k, v ->
+               squares = Nx.add(Nx.new_axis(squares(q), 3), Nx.new_axis(squares(k), 2))
+               squares |> Nx.subtract(Nx.multiply(2, scores(q, k))) |> Nx.negate() |> weighted(v)
+             end, "scale 2.0"},
+            {"what is relative minus them",
+             fn q, k, v -> q |> Nx.dot([3], positions, [1]) |> Nx.subtract(scores(q, k)) |> weighted(v) end,
+             "scale 1.0"},
+            {"them minus what is relative",
+             fn q, k, v -> q |> scores(k) |> Nx.subtract(Nx.dot(q, [3], positions, [1])) |> weighted(v) end,
+             "scale 1.0"}
+          ] do
+        for fun <- [fun, gradients_of_three(fun)] do
+          assert [as] = found(fun, qkv())
+          assert as =~ word, inspect({name, as})
+          assert as =~ "a bias"
+          assert_same(fun, qkv())
+        end
+      end
+    end
+
+    test "that somebody rounds to 8 bits stay" do
+      rounded = fn x, type -> x |> Nx.as_type({:f, 8}) |> Nx.as_type(type) end
+
+      for type <- [:f64, :f32] do
+        weights = fn q, k, v ->
+          q |> scores(k) |> softmax() |> rounded.(type) |> Nx.dot([3], [0, 1], v, [2], [0, 1])
+        end
+
+        before = fn q, k, v -> q |> scores(k) |> rounded.(type) |> weighted(v) end
+
+        args = qkv({2, 3, 6, 4}, type)
+        assert found(weights, args) == []
+        assert found(before, args) == ["as_type is done to its scores"]
+        for fun <- [weights, before], do: assert_same(fun, args, [], 0.0)
+      end
+    end
+
     test "that somebody looks into with a hook stay" do
       test = self()
 
