@@ -60,8 +60,9 @@ if FlashAttention.Defn.supported?() do
     Which weights are dropped out are the program's own bits, s² of them, so attention with dropout stays. With `dropout: :resample`
     weights are dropped by `FlashAttention.Dropout` instead: at the same rate, seeded by the key that the program's bits were made
     of, so that a run can be repeated and each step and layer drops others, in the backward the same as in the forward. It is found where
-    bits are those of `Nx.Random`, one for each weight, as in `Axon.dropout/2`; what is made of other bits stays. Weights of a row that sees
-    nothing are not dropped then: the row is what it would be on average.
+    bits are those of `Nx.Random`, one for each weight, as in `Axon.dropout/2`; what is made of other bits stays, and of attentions by one draw
+    those that do not drop the same weights as the first. Weights of a row that sees nothing are not dropped then: the row is what it
+    would be on average.
     """
 
     @behaviour Nx.Defn.Compiler

@@ -703,6 +703,36 @@ defmodule FlashAttention.RewriterTest do
       assert found(asked, args, dropout: :resample) == ["what its weights are dropped by is used elsewhere too"]
     end
 
+    test "of several attentions by one draw stays where they are not dropped alike" do
+      args = qkv() ++ [Nx.Random.key(7)]
+
+      two = fn one, other ->
+        fn q, k, v, key ->
+          [p, turned] = [softmax(scores(q, k)), softmax(scores(k, q))]
+          u = drawn(p, key)
+          [one, other] = [one.(p, u, key), other.(turned, u, key)]
+          {Nx.dot(one, [3], [0, 1], v, [2], [0, 1]), Nx.dot(other, [3], [0, 1], v, [2], [0, 1])}
+        end
+      end
+
+      kept = fn p, u, _key -> made_up(p, less(u)) end
+      others = fn p, u, _key -> Nx.select(less(u), zero(p), p) end
+      fewer = fn p, u, _key -> Nx.select(Nx.less(u, 0.5), p, zero(p)) end
+      turned = fn p, u, _key -> made_up(p, less(Nx.transpose(u, axes: [0, 1, 3, 2]))) end
+      of_other_key = fn p, _u, key -> made_up(p, less(drawn(p, Nx.add(key, 1)))) end
+
+      for other <- [kept, of_other_key],
+          do: assert(Enum.all?(found(two.(kept, other), args, dropout: :resample), &(&1 =~ "dropout 0.25")))
+
+      for other <- [others, fewer, turned] do
+        assert two.(kept, other) |> found(args, dropout: :resample) |> Enum.sort() ==
+                 [
+                   "another attention drops other weights by the same draw",
+                   "what its weights are dropped by is used elsewhere too"
+                 ]
+      end
+    end
+
     test "asks for one of two things" do
       message = "dropout: expected :refuse or :resample, got :keep"
       assert_raise FlashAttention.Error, message, fn -> found(&plain/3, qkv(), dropout: :keep) end

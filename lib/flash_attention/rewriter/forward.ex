@@ -162,15 +162,15 @@ defmodule FlashAttention.Rewriter.Forward do
 
   defp less(terms, softmax, %{kept: [kept]} = other, c) do
     if %{other | kept: []} == softmax,
-      do: dropped(terms, softmax, c, kept, &(1 - &1)),
+      do: dropped(terms, softmax, c, kept, &Random.opposite/1),
       else: {:refuse, @dropped}
   end
 
   defp less(_terms, _softmax, _other, _c), do: {:refuse, @dropped}
 
-  defp dropped(terms, softmax, c, kept, share) do
+  defp dropped(terms, softmax, c, kept, stays) do
     case Random.chance(terms, Terms.info(terms, kept).view) do
-      {:ok, drawn} -> whole(softmax, c, %{drawn | share: share.(drawn.share)})
+      {:ok, drawn} -> whole(softmax, c, stays.(drawn))
       :error -> {:refuse, why_not_alone(terms, kept)}
     end
   end
@@ -897,12 +897,21 @@ defmodule FlashAttention.Rewriter.Forward do
   # Whether a number was drawn for each weight, where weights are dropped.
   defp every_weight?(%{dropout: nil} = match), do: {:ok, match}
 
-  defp every_weight?(%{axes: axes, dropout: %{view: view}} = match) do
+  defp every_weight?(%{dropout: %{view: view}} = match) do
     drawn = view |> digits_of() |> Index.refine(match.atoms)
-    weights = Enum.concat([axes.batch, axes.heads, axes.groups, axes.rows, axes.columns])
 
-    if Enum.sort(drawn) == Enum.sort(weights),
+    if Enum.sort(drawn) == Enum.sort(weight_digits(match)),
       do: {:ok, match},
       else: {:refuse, "its weights are dropped out several at once"}
+  end
+
+  defp weight_digits(%{axes: axes}),
+    do: Enum.concat([axes.batch, axes.heads, axes.groups, axes.rows, axes.columns])
+
+  @doc "Which weights are dropped by which numbers: of one key the same ones where this is the same."
+  def dropped(%{dropout: %{view: {number, indices}, share: share, below: below}} = match) do
+    weights = weight_digits(match)
+    at = for index <- indices, do: index |> Index.refine(match.atoms) |> Enum.map(&position(weights, &1))
+    {number, at, for({_name, _stride, size} <- weights, do: size), share, below}
   end
 end

@@ -29,6 +29,7 @@ defmodule FlashAttention.Rewriter.Matcher do
     live = Graph.reachable(graph, graph.results)
     refused = for {number, {:refuse, reason}} <- found, number in live, do: {number, reason}
     {matches, refused} = taken(matches, &takes.(&1, graph), refused)
+    {matches, refused} = dropped_alike(matches, refused)
     {matches, unused} = settle(terms, matches, [], opts[:weights] == :keep)
     {graph, matches, Enum.sort(refused ++ unused)}
   end
@@ -38,6 +39,20 @@ defmodule FlashAttention.Rewriter.Matcher do
 
     {for({match, :ok} <- answers, do: match),
      refused ++ for({match, {:refuse, reason}} <- answers, do: {match.output, reason})}
+  end
+
+  # The library's bits are a key's and the size's: of one key the same for all, whichever of the program's numbers each has.
+  defp dropped_alike(matches, refused) do
+    first = for %{dropout: %{key: key}} = match <- Enum.reverse(matches), into: %{}, do: {key, match}
+
+    {alike, others} =
+      Enum.split_with(matches, fn
+        %{dropout: nil} -> true
+        %{dropout: %{key: key}} = match -> Forward.dropped(match) == Forward.dropped(first[key])
+      end)
+
+    reason = "another attention drops other weights by the same draw"
+    {alike, refused ++ for(match <- others, do: {match.output, reason})}
   end
 
   # Refuses what is still used, until nothing is.

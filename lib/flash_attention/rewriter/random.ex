@@ -43,7 +43,8 @@ defmodule FlashAttention.Rewriter.Random do
 
   @doc """
   `{:ok, drawn}` for a predicate that holds by chance, for each number drawn on its own from what Nx.Random makes of a
-  key: `share`, how often it holds; `view`, the numbers that were drawn; `key`, the values of the key's words.
+  key: `share`, how often it holds; `below`, whether it does for numbers below a bound, or for those above; `view`, the
+  numbers that were drawn; `key`, the values of the key's words.
   """
   def chance(terms, view) do
     view = Terms.strip(terms, view)
@@ -58,8 +59,11 @@ defmodule FlashAttention.Rewriter.Random do
 
   defp complement(terms, view) do
     [arg] = args(terms, view, [:logical_not])
-    with {:ok, drawn} <- chance(terms, arg), do: {:ok, %{drawn | share: 1 - drawn.share}}
+    with {:ok, drawn} <- chance(terms, arg), do: {:ok, opposite(drawn)}
   end
+
+  @doc "What holds where that does not."
+  def opposite(drawn), do: %{drawn | share: 1 - drawn.share, below: not drawn.below}
 
   # low < high, where one of them is drawn.
   defp drawn(terms, low, high) do
@@ -72,7 +76,7 @@ defmodule FlashAttention.Rewriter.Random do
   end
 
   defp with_share(drawn, bound, below?) when is_number(bound) and bound > 0 and bound < 1,
-    do: {:ok, Map.put(drawn, :share, if(below?, do: bound, else: 1 - bound))}
+    do: {:ok, Map.merge(drawn, %{share: if(below?, do: bound, else: 1 - bound), below: below?})}
 
   defp with_share(_drawn, _bound, _below?), do: :error
 
