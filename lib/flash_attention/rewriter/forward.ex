@@ -688,15 +688,29 @@ defmodule FlashAttention.Rewriter.Forward do
     %{match | biases: biases, hidden: hidden}
   end
 
-  defp scaled_mask(%{bias: {view, sign}} = mask, c),
-    do: %{mask | fill: scaled_fill(mask.fill, c), bias: {view, sign * c}}
-
-  defp scaled_mask(mask, c), do: %{mask | fill: scaled_fill(mask.fill, c)}
+  defp scaled_mask(mask, c) do
+    mask = %{mask | fill: mask.fill |> scaled_fill(c) |> rounded(mask.type)}
+    if mask[:bias], do: Map.update!(mask, :bias, fn {view, sign} -> {view, sign * c} end), else: mask
+  end
 
   defp scaled_fill(:neg_infinity, c) when c < 0, do: :infinity
   defp scaled_fill(:infinity, c) when c < 0, do: :neg_infinity
   defp scaled_fill(fill, _c) when is_atom(fill), do: fill
   defp scaled_fill(fill, c), do: fill * c
+
+  # From where on numbers are rounded to infinity: half a step beyond the largest that is finite.
+  @infinite %{{:f, 16} => 65520, {:bf, 16} => 2 ** 128 - 2 ** 119, {:f, 32} => 2 ** 128 - 2 ** 103}
+
+  # Of a fill that is infinite a row that sees nothing makes NaN, and no mean.
+  defp rounded(fill, type) when is_number(fill) and is_map_key(@infinite, type) do
+    cond do
+      fill >= @infinite[type] -> :infinity
+      fill <= -@infinite[type] -> :neg_infinity
+      true -> fill
+    end
+  end
+
+  defp rounded(fill, _type), do: fill
 
   # What is added is a mask where it is one of two numbers, of which one is 0.
   # What is added and hides is a mask, and what it adds where it does not hide is a bias.
@@ -769,6 +783,7 @@ defmodule FlashAttention.Rewriter.Forward do
 
   defp hide(terms, predicates, fill, how, match) do
     type = Graph.fetch!(terms.graph, elem(match.scores, 0)).type
+    fill = rounded(fill, type)
 
     if far?(fill, type),
       do:

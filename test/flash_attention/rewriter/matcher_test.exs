@@ -164,6 +164,35 @@ defmodule FlashAttention.Rewriter.MatcherTest do
       assert match.visibility.lower == [%{constant: 3}]
     end
 
+    test "a fill that a later factor takes beyond its type is infinite" do
+      for {type, fill, factor, empty_rows} <- [
+            {"f32", -3.0e38, 1.0, :mean},
+            {"f32", -3.0e38, 1.125, :mean},
+            {"f32", -3.4028235e38, 1.0, :mean},
+            {"f32", -3.0e38, 1.25, :nan},
+            {"f32", -1.0e39, 1.0, :nan},
+            {"f64", -3.0e38, 4.0, :mean},
+            {"bf16", -3.39e38, 1.0, :mean},
+            {"bf16", -3.4028235e38, 1.0, :nan},
+            {"f16", -6.0e4, 1.0, :mean},
+            {"f16", -6.0e4, 2.0, :nan}
+          ] do
+        # The last row sees nothing, as above.
+        text =
+          @forward
+          |> replace("hidden = constant(:neg_infinity)", "hidden = constant(#{fill})")
+          |> replace("s = select(all, scaled, hidden)", "filled = select(all, hidden, scaled)")
+          |> replace(
+            "m = reduce_max",
+            "factor = constant(#{factor}) :: f32\ns = multiply(filled, factor) :: f32(2, 4, 6)\nm = reduce_max"
+          )
+          |> replace("f32", type)
+
+        assert {[match], []} = run(text <> "result(o)\n")
+        assert {type, fill, factor, match.empty_rows} == {type, fill, factor, empty_rows}
+      end
+    end
+
     test "scores and weights that others ask for are theirs, unless told otherwise" do
       for name <- ["product", "s", "e", "p"] do
         text = @forward <> "result(o, #{name})\n"
