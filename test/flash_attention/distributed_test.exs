@@ -376,55 +376,50 @@ defmodule FlashAttention.DistributedTest do
     for {pid, _ref} <- ranks, do: Process.exit(pid, :kill)
   end
 
-  test "who joins by a name again meets those who do so, too, and not what they leave" do
+  # Two ranks, each a process with its rows of x; what fun makes is sent here, and they stay until the test ends.
+  defp two_ranks(fun) do
     parent = self()
     deal = Distributed.deal({4, 4}, 2)
 
-    ranks =
-      for rank <- 0..1 do
-        spawn_monitor(fn ->
-          x = Deal.dispatch(deal, rank, random(1, :f32, {1, 4, 1, 2}))
-          {:ok, group} = Distributed.join({:again, parent}, rank, 2, device: :cpu)
-          {:ok, _o, _states} = Distributed.forward(group, deal, x, x, x)
-          # The other one's group is still there when rank 0 joins.
-          if rank == 1, do: Process.sleep(200)
-          :ok = Distributed.leave(group)
-          {:ok, group} = Distributed.join({:again, parent}, rank, 2, device: :cpu)
-          send(parent, {rank, elem(Distributed.forward(group, deal, x, x, x), 0)})
-          receive do: (:stop -> :ok)
-        end)
-      end
+    for rank <- 0..1 do
+      spawn_link(fn ->
+        x = Deal.dispatch(deal, rank, random(1, :f32, {1, 4, 1, 2}))
+        send(parent, {rank, fun.(parent, rank, &Distributed.forward(&1, deal, x, x, x))})
+        Process.sleep(:infinity)
+      end)
+    end
+  end
+
+  test "who joins by a name again meets those who do so, too, and not what they leave" do
+    two_ranks(fn parent, rank, forward ->
+      join = fn -> Distributed.join({:again, parent}, rank, 2, device: :cpu) end
+      {:ok, group} = join.()
+      {:ok, _o, _states} = forward.(group)
+      # The other one's group is still there when rank 0 joins.
+      if rank == 1, do: Process.sleep(200)
+      :ok = Distributed.leave(group)
+      {:ok, group} = join.()
+      elem(forward.(group), 0)
+    end)
 
     for rank <- 0..1, do: assert_receive({^rank, :ok})
-    for {pid, _ref} <- ranks, do: send(pid, :stop)
   end
 
   test "states of another group are taken of this rank alone" do
-    parent = self()
-    deal = Distributed.deal({4, 4}, 2)
-
-    ranks =
-      for rank <- 0..1 do
-        spawn_monitor(fn ->
-          x = Deal.dispatch(deal, rank, random(1, :f32, {1, 4, 1, 2}))
-          {:ok, group} = Distributed.join({:states, parent}, rank, 2, device: :cpu)
-          {:ok, swapped} = Distributed.join({:swapped, parent}, 1 - rank, 2, device: :cpu)
-          {:ok, o, states} = Distributed.forward(group, deal, x, x, x)
-          {:error, error} = Distributed.backward(swapped, o, states)
-          # The group goes on.
-          of_group = elem(Distributed.backward(group, o, states), 0)
-          send(parent, {rank, Exception.message(error), of_group})
-          receive do: (:stop -> :ok)
-        end)
-      end
+    two_ranks(fn parent, rank, forward ->
+      {:ok, group} = Distributed.join({:states, parent}, rank, 2, device: :cpu)
+      {:ok, swapped} = Distributed.join({:swapped, parent}, 1 - rank, 2, device: :cpu)
+      {:ok, o, states} = forward.(group)
+      {:error, error} = Distributed.backward(swapped, o, states)
+      # The group goes on.
+      {Exception.message(error), elem(Distributed.backward(group, o, states), 0)}
+    end)
 
     for rank <- 0..1 do
-      assert_receive {^rank, message, :ok}
+      assert_receive {^rank, {message, :ok}}
       # Both say what the first of them says.
       assert message =~ ~r/states: expected those of rank (0, got those of rank 1|1, got those of rank 0)/
     end
-
-    for {pid, _ref} <- ranks, do: send(pid, :stop)
   end
 
   test "what comes for a broken group is not kept" do
