@@ -91,6 +91,15 @@ __device__ inline void read_slope(const fa_cuda_key_reading &a, int64_t block, i
     put_term(a, block * FA_CUDA_KEYS_BLOCK + key, slope * float(key));
 }
 
+// The same as with_type, where q's type is not known.
+template <class Visit>
+__device__ inline void with_any_type(fa_dtype dtype, Visit visit) {
+  if (dtype == FA_DTYPE_BF16)
+    visit(__nv_bfloat16());
+  else
+    with_type<__half>(dtype, visit);
+}
+
 // What a block of keys has, by a warp.
 __device__ inline void read_block(const fa_cuda_key_reading &a, int64_t block, int batch, int head) {
   const int first = block % a.blocks_a_row * FA_CUDA_KEYS_BLOCK + threadIdx.x % 32;
@@ -114,10 +123,7 @@ __device__ inline void read_block(const fa_cuda_key_reading &a, int64_t block, i
       adds |= addend != 0 && addend != -INFINITY;
     }
   };
-  if (a.bias.dtype == FA_DTYPE_BF16)
-    read(__nv_bfloat16());
-  else
-    with_type<__half>(a.bias.dtype, read);
+  with_any_type(a.bias.dtype, read);
   shows = __any_sync(~0u, shows), adds = __any_sync(~0u, adds), hides = __any_sync(~0u, hides);
   if (threadIdx.x % 32 == 0)
     a.to.kinds[block] = shows * FA_CUDA_KEYS_SHOW + adds * FA_CUDA_KEYS_ADD + hides * FA_CUDA_KEYS_HIDE;
@@ -345,7 +351,7 @@ __device__ inline double block_sum(int64_t count, Term term) {
 // Whether bands show a row a column, and the bias does, if there is one.
 __device__ inline bool sees_something(const fa_cuda_arguments &a, int batch, int head, int row) {
   const fa_cuda_cells &bias = a.program.bias;
-  if (!bias.data) return bands_show<true>(a, batch, row);
+  if (!bias.data) return first_seen<true>(a, batch, row) >= 0;
   bool sees = false;
   auto look = [&](auto type) {
     const auto *numbers = numbers_of<const decltype(type)>(bias, batch, head, row);
@@ -355,10 +361,7 @@ __device__ inline bool sees_something(const fa_cuda_arguments &a, int batch, int
         sees = static_cast<float>(numbers[column]) != -INFINITY;
     }
   };
-  if (bias.dtype == FA_DTYPE_BF16)
-    look(__nv_bfloat16());
-  else
-    with_type<__half>(bias.dtype, look);
+  with_any_type(bias.dtype, look);
   return sees;
 }
 

@@ -22,15 +22,6 @@ __device__ inline void for_each_row_of(int batch, int num_heads, int num_rows, V
 // show in dq, where finish_dq looks at that, and here for other kernels. A number of a key that none may see is
 // noticed here, too: added to scores that are hidden by -inf, it may make NaN of them.
 
-// A row to which some band shows a column; negative: there is none.
-__device__ inline int some_row_of(const fa_cuda_arguments &a, int batch, int column) {
-  for (int number = 0; number < num_bands_of(a); number++) {
-    const Range rows = seen_in_band<false>(band_at(a, batch, number), {column, column + 1});
-    if (rows.begin < rows.end) return rows.begin;
-  }
-  return -1;
-}
-
 // Whether the bias, one of keys or of flags, shows a column to that row: what it hides from one may be hidden
 // from all.
 template <class Io>
@@ -89,7 +80,7 @@ __global__ void __launch_bounds__(THREADS) look_at_columns(const __grid_constant
     const bool all_shown = one_band_shows(a, batch, {first, end});  // all lanes ask
     bool unseen = false;
     if (column < end) {
-      const int row = all_shown && !a.program.bias.stride_row ? 0 : some_row_of(a, batch, column);
+      const int row = all_shown && !a.program.bias.stride_row ? 0 : first_seen<false>(a, batch, column);
       unseen = !bias_shows<Io>(a, batch, kv_head, max(row, 0), column) || row < 0;
     }
     const Sequence s = sequence_of(a, batch);

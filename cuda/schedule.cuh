@@ -126,15 +126,16 @@ __device__ inline Range seen_in_band(const fa_band &band, Range own) {
   return OF_ROWS ? fa_band_columns(band, own) : fa_band_rows(band, own);
 }
 
-// How many bands a kernel goes through, and whether one of them shows a row or column something.
+// How many bands a kernel goes through, and the first column that one of them shows a row, or the first row to
+// which it shows a column; negative: there is none.
 __device__ inline int num_bands_of(const fa_cuda_arguments &a) { return a.bands ? a.num_bands : 1; }
 template <bool OF_ROWS>
-__device__ inline bool bands_show(const fa_cuda_arguments &a, int batch, int i) {
+__device__ inline int first_seen(const fa_cuda_arguments &a, int batch, int i) {
   for (int number = 0; number < num_bands_of(a); number++) {
     const Range seen = seen_in_band<OF_ROWS>(band_at(a, batch, number), {i, i + 1});
-    if (seen.begin < seen.end) return true;
+    if (seen.begin < seen.end) return seen.begin;
   }
-  return false;
+  return -1;
 }
 
 // The part of `size` columns from `column` on that a band has, counted from the first. Behind its ends padding

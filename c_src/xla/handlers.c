@@ -203,15 +203,23 @@ const char *fa_xla_shape_text(char text[128], const fa_shape *shape) {
   return text;
 }
 
+/* In that shape, or flat. */
+bool fa_xla_fits(const fa_shape *shape, const fa_shape *wanted) {
+  if (shape->dtype != wanted->dtype || shape->size_bytes != wanted->size_bytes) return false;
+  return shape->rank == 1 ||
+         (shape->rank == wanted->rank &&
+          memcmp(shape->dims, wanted->dims, (size_t)shape->rank * sizeof *shape->dims) == 0);
+}
+
 static bool bind_result(xla_call *call, fa_tensor_id id, const XLA_FFI_Buffer *buffer) {
   const fa_shape wanted = fa_tensor_shape(&call->problem, id);
   char expected[128], got[128];
   fa_shape shape;
   if (!buffer) return reject(call, fa_tensor_name(id), fa_xla_shape_text(expected, &wanted), "no such result");
   if (!read_shape(call, id, buffer, &shape)) return false;
-  const bool flat = shape.rank == 1 && shape.dtype == wanted.dtype && shape.size_bytes == wanted.size_bytes;
-  if (strcmp(fa_xla_shape_text(got, &shape), fa_xla_shape_text(expected, &wanted)) != 0 && !flat)
-    return reject(call, fa_tensor_name(id), expected, got);
+  if (!fa_xla_fits(&shape, &wanted))
+    return reject(call, fa_tensor_name(id), fa_xla_shape_text(expected, &wanted),
+                  fa_xla_shape_text(got, &shape));
   if (!check_own_memory(call, fa_tensor_name(id), buffer)) return false;
   *fa_tensor_at(&call->tensors, id) = fa_tensor_contiguous(&call->problem, id, buffer->data);
   return true;

@@ -31,6 +31,9 @@ XLA_FFI_Error *fa_xla_make_error(const XLA_FFI_CallFrame *frame, const char *cal
 /* The number of the operand that lies where the result does (XLA's output_operand_aliases), or -1. */
 int fa_xla_operand_under(const XLA_FFI_CallFrame *frame, const XLA_FFI_Buffer *result);
 
+/* Whether a result has the shape that is wanted, or is flat. */
+bool fa_xla_fits(const fa_shape *shape, const fa_shape *wanted);
+
 /* "f32[2, 5, 3]" */
 const char *fa_xla_shape_text(char text[128], const fa_shape *shape);
 

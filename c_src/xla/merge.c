@@ -135,8 +135,7 @@ static bool bind_result(merge_call *call, const char *name, const fa_shape *want
   if (!fa_xla_read_shape(buffer, NULL, name, &shape, &call->error)) return false;
   *data = buffer->data;
   if (!check_own_memory(call, name, buffer)) return false;
-  const bool flat = shape.rank == 1 && shape.dtype == wanted->dtype && shape.size_bytes == wanted->size_bytes;
-  return strcmp(fa_xla_shape_text(got, &shape), expected) == 0 || flat || reject(call, name, expected, got);
+  return fa_xla_fits(&shape, wanted) || reject(call, name, expected, fa_xla_shape_text(got, &shape));
 }
 
 static fa_shape shape_of(fa_dtype dtype, int32_t rank, const int64_t *dims) {

@@ -247,14 +247,16 @@ defmodule FlashAttention.Distributed do
   def gather(%Group{} = group, %Deal{} = deal, shard, axis \\ :rows) do
     call(group, fn -> gather_problem(group, deal, shard, axis) end, fn number, {native, names} ->
       with {:ok, shards} <- Passes.share(group, {number, :shards}, native) do
-        shards = for rank <- 0..(group.num_ranks - 1), do: shards[rank] |> tensor()
+        shards =
+          for rank <- 0..(group.num_ranks - 1),
+              {data, type, shape} = shards[rank],
+              do: Tensor.new(data, type, shape)
+
         whole = Deal.undispatch(deal, shards, axis)
         {:ok, TensorLike.from_native(shard, {whole.data, whole.type, whole.shape}, names)}
       end
     end)
   end
-
-  defp tensor({data, type, shape}), do: struct!(Tensor, data: data, type: type, shape: shape)
 
   defp gather_problem(group, deal, shard, axis) do
     with :ok <- check_deal(group, deal),

@@ -32,7 +32,7 @@ defmodule FlashAttention.Distributed.NCCL do
          :ok <- Inbox.guard(group.inbox, group.timeout),
          exchanged = first_exchange(group, link),
          :ok <- Inbox.unguard(group.inbox),
-         :ok <- with({:error, _} <- exchanged, do: with(:ok <- Inbox.whole(group.inbox), do: exchanged)) do
+         :ok <- told(exchanged, group) do
       {:ok, link}
     else
       {:error, error} ->
@@ -45,12 +45,12 @@ defmodule FlashAttention.Distributed.NCCL do
   defp first_exchange(group, link) do
     others = for rank <- 0..(group.num_ranks - 1), rank != group.rank, do: rank
 
-    with {:ok, given} <- native(Native.allocate(group.device, 16)),
-         {:ok, got} <- native(Native.allocate(group.device, 16)),
+    with {:ok, given} <- Native.allocate(group.device, 16),
+         {:ok, got} <- Native.allocate(group.device, 16),
          transfers =
            for(rank <- others, {way, memory} <- [send: given, receive: got], do: {way, rank, memory, 0, 16}),
-         {:ok, exchange} <- native(Native.link_begin(link, transfers)),
-         do: native(Native.link_await(exchange))
+         {:ok, exchange} <- Native.link_begin(link, transfers),
+         do: Native.link_await(exchange)
   end
 
   @impl true
