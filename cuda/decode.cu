@@ -35,13 +35,14 @@ struct DecodeLayout {
   static constexpr int STAGE_BYTES = 2 * KTile::BYTES, STREAM_BYTES = Shape::stages * STAGE_BYTES;
   static constexpr int STAGES_AT = (HAS_FRAGMENTS ? Kind::PARTS : 1) * QTile::BYTES;
   static constexpr int STAGES_BYTES = Shape::num_streams * STREAM_BYTES;
-  static constexpr int STATES_BYTES = Shape::block_q * sizeof(float2), BYTES = STAGES_AT + STAGES_BYTES;
+  static constexpr int STATES_BYTES = Shape::block_q * sizeof(float2);
   static_assert((Shape::num_streams + 1) * STATES_BYTES <= QTile::BYTES, "they take the place of q");
-  static_assert(Shape::blocks_per_sm * (BYTES + 1024) <= 228 * 1024, "blocks share a multiprocessor");
 
   // A stream's sum of o; rows lie so that those of an accumulator's lanes fill the banks.
   static constexpr int SUM_STRIDE = Shape::head_dim + 8, SUM_BYTES = Shape::block_q * SUM_STRIDE * 4;
-  static_assert(Shape::num_streams * SUM_BYTES <= STAGES_BYTES, "sums take the place of tiles");
+  static constexpr int SUMS_BYTES = Shape::num_streams * SUM_BYTES;  // these take the place of tiles
+  static constexpr int BYTES = STAGES_AT + (STAGES_BYTES > SUMS_BYTES ? STAGES_BYTES : SUMS_BYTES);
+  static_assert(Shape::blocks_per_sm * (BYTES + 1024) <= 228 * 1024, "blocks share a multiprocessor");
 
   uint32_t base;
   __device__ uint32_t stage(int stream, int i) const {
@@ -286,9 +287,10 @@ constexpr fa_cuda_kernel row(const char *name) {
 #define ROW(rest, ...)         KERNEL(false, __VA_ARGS__)(NAME(rest))
 #define PROGRAM_ROW(rest, ...) KERNEL(true, __VA_ARGS__)(NAME(rest "/program"))
 
-// Of a bucket, the rows of the table that take fewer rows come first; programs have the small ones alone. What
-// is under way at a time is 64 KiB a block, where two share a multiprocessor, and twice as much where one is
-// alone.
+// Of a bucket, the rows of the table that take fewer rows come first; programs have those for 16 alone. What is
+// under way at a time is 64 KiB a block, where two share a multiprocessor, and twice as much where one is
+// alone. The small ones are for multiprocessors with less shared memory, 99 or 163 KiB, where keys on pages
+// have no other kernels; f32 at 256 has none that 99 KiB hold.
 const fa_cuda_kernel FA_JOIN(fa_cuda_decode_, FA_KIND)[] = {
 //                  bucket, row tiles, warps a stream, block_k, stages, blocks per multiprocessor
 #if !FA_KIND_SCALED
@@ -301,6 +303,8 @@ const fa_cuda_kernel FA_JOIN(fa_cuda_decode_, FA_KIND)[] = {
     PROGRAM_ROW("/d64/r16", 64, 1, 1, 32, 3, 2),
     PROGRAM_ROW("/d128/r16", 128, 1, 1, 16, 3, 2),
     PROGRAM_ROW("/d256/r16", 256, 1, 1, 16, 3, 1),
+    PROGRAM_ROW("/d128/small", 128, 1, 1, 16, 2, 1),
+    PROGRAM_ROW("/d256/small", 256, 1, 2, 16, 1, 1),
 #else
     ROW("/d64/r16", 64, 1, 1, 16, 3, 2),
     ROW("/d64/r64", 64, 2, 2, 16, 2, 2),
@@ -311,6 +315,8 @@ const fa_cuda_kernel FA_JOIN(fa_cuda_decode_, FA_KIND)[] = {
     PROGRAM_ROW("/d64/r16", 64, 1, 1, 16, 3, 2),
     PROGRAM_ROW("/d128/r16", 128, 1, 1, 16, 3, 1),
     PROGRAM_ROW("/d256/r16", 256, 1, 1, 8, 2, 1),
+    PROGRAM_ROW("/d64/small", 64, 1, 1, 16, 2, 1),
+    PROGRAM_ROW("/d128/small", 128, 1, 1, 8, 2, 1),
 #endif
     {},
 };

@@ -325,6 +325,15 @@ static void test_page_sizes(const fa_setup *setup, fa_dtype dtype) {
     }
 }
 
+/* Wide heads, of which a GPU's blocks hold the fewest keys. On CUDA f32 at 256 is left to those that have more
+ * than 99 KiB of shared memory. */
+static void test_wide_pages(const fa_setup *setup, fa_dtype dtype) {
+  const int64_t widest = dtype == FA_DTYPE_BF16 || dtype == FA_DTYPE_F16 ? 256 : 128;
+  for (int64_t head_dim = 64; head_dim <= widest; head_dim *= 2)
+    for (uint64_t seed = 0; seed < 8; seed++)
+      test_pages(setup, dtype, 16, 20, seed % 2 ? 25 : 3, head_dim, seed);
+}
+
 static void test_page_refusals(void) {
   fa_problem p = problem_of(2, 1, 12, 8);
   p.page_size = 4, p.max_pages = 3, p.num_pages = 5;
@@ -412,6 +421,7 @@ static void test_device(fa_device device) {
     if (device.kind == FA_DEVICE_CUDA)
       for (uint64_t seed = 0; seed < 12; seed++) test_few_rows(&setup, dtype, 1 + (int64_t)seed * 5 % 16, seed);
     test_page_sizes(&setup, dtype);
+    test_wide_pages(&setup, dtype);
   }
   if (device.kind == FA_DEVICE_CUDA) {
     test_few_rows_are_declined(&setup);

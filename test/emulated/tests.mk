@@ -21,7 +21,7 @@ test-emulated:
 else
 # The longest first.
 EMULATED_RUNS := $(foreach test,isolation slices,test-emulated-$(test)-80 test-emulated-$(test)-90) \
-                 test-emulated-parts test-emulated-boxes test-emulated-decode \
+                 test-emulated-parts test-emulated-boxes test-emulated-decode-86 test-emulated-decode-90 \
                  $(foreach test,cache attention extremes calls,test-emulated-$(test)-80 test-emulated-$(test)-90)
 
 .PHONY: test-emulated-hopper test-emulated-itself emulated-programs $(EMULATED_RUNS)
@@ -48,10 +48,11 @@ test-emulated-boxes: emulated-programs
 	@echo "test_attention --device cuda --quick --sweep 0 --name boxes --dtype bf16, emulated sm_90"
 	@EMULATED_SM=90 $(EMULATED_BUILD)/test/test_attention --device cuda --quick --sweep 0 --name boxes --dtype bf16
 
-# Lengths and pages, which the kernels for few rows take.
-test-emulated-decode: emulated-programs
-	@echo "test_decode, emulated sm_90"
-	@EMULATED_SM=90 $(EMULATED_BUILD)/test/test_decode
+# Lengths and pages, which the kernels for few rows take; on a GPU with the least shared memory, too.
+test-emulated-decode-86: export EMULATED_SHARED_KIB := 99
+test-emulated-decode-86 test-emulated-decode-90: test-emulated-decode-%: emulated-programs
+	@echo "test_decode, emulated sm_$*"
+	@EMULATED_SM=$* $(EMULATED_BUILD)/test/test_decode
 
 # Keys that are split over multiprocessors which would have nothing to do.
 test-emulated-parts: emulated-programs
