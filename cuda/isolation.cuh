@@ -262,7 +262,7 @@ struct RowOfO {
     const bool was_right = all_say(reference < INFINITY);
     if (!was_right && (Kind::SCALED || adds_up)) reference = largest();
     if (!all_say(reference < INFINITY)) return;
-    bounded = was_right && is_bounded<Io>(a, reference);
+    bounded = was_right && bounds_numbers<Io>(a);
     const float lse_again = store(to, reference);
     if (!was_right && threadIdx.x % 32 == 0) *lse = lse_again;
   }
