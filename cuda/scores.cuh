@@ -31,11 +31,12 @@ __device__ inline float exponent_of_unit(const fa_cuda_score &score) {
 }
 
 // What lse is as an argument of exponential. Where it is so large that errors of rounding are exponents above
-// 8, it lies above all of them, so that no probability is infinite.
+// 8, it lies above all of them, so that no probability is infinite. It is finite where lse is: a hidden score's
+// difference from -inf would be NaN.
 template <class Kind>
 __device__ inline float row_shift(float lse) {
   if (Kind::SCALED) return lse;
-  const float shift = lse * LOG2_E;
+  const float shift = max_nan(lse * LOG2_E, -0x1p127f);
   return fabsf(shift) > 0x1p24f ? fmaf(fabsf(shift), 0x1p-21f, shift) : shift;
 }
 
