@@ -371,12 +371,8 @@ struct RowStatistics {
       sum -= dlse_at(a, dlse, lse_at(a, sequence_of(a, mine.batch), mine.head, mine.row), mine.batch);
     if (a.suspect && is_read && (!isfinite(sum) || !(lse < INFINITY))) note_suspect(a);
     a.delta[index] = sum * a.delta_factor;
-    // Where the numbers of keys are bounded, p would be infinite in a row that sees none but larger ones, if
-    // who made its lse read them as they are. It says nothing in any case: such an lse has no digits left for
-    // scores.
-    const bool is_lost =
-        lse == -INFINITY || (a.program.keys.kinds && sizeof(Io) < sizeof(float) && lse < LEAST_BOUNDED_LSE);
-    const float shift = is_lost ? INFINITY : row_shift<Kind>(lse);
+    float shift = is_lost<Io>(a, lse) ? INFINITY : row_shift<Kind>(lse);
+    if (is_read_otherwise<Io>(a, lse)) note_suspect(a), shift = NAN;  // so that what it gives is made again
     float of_slope = 0;
     if constexpr (Shape::folds_slopes) {
       of_slope = slope_of_head(a, mine.batch, mine.head) * LOG2_E * float(index % Shape::block_q);

@@ -155,20 +155,33 @@ __device__ inline float slope_of_head(const fa_cuda_arguments &a, int batch, int
 // Beside 16-bit q the keys kernel reads numbers that are finite as at most 2^20: no score comes near, and one
 // that is far beyond, as masks are made of, has a rounding error that its exponential would be made of. f32's
 // exponents are differences of scores, which are exact. Other kernels read them as they are.
+constexpr float MOST_NUMBER = 0x1p20f;
 __device__ inline float bounded_number(float number) {
-  return isfinite(number) ? fminf(fmaxf(number, -0x1p20f), 0x1p20f) : number;
+  return isfinite(number) ? fminf(fmaxf(number, -MOST_NUMBER), MOST_NUMBER) : number;
 }
 template <class Io>
 __device__ inline bool bounds_numbers(const fa_cuda_arguments &a) {
   return sizeof(Io) < sizeof(float) && a.program.keys.kinds;
 }
-// A backward need not read numbers as the forward did: where a row sees no others, or one that is larger than
-// all scores, its lse says what they were read as.
-constexpr float LEAST_BOUNDED_LSE = -0x1p21f;
+
+// A backward need not read numbers as the forward did: where a row sees no others, or one above all scores, lse
+// says what they were read as. Scores are taken to move it by so much at most.
+constexpr float MOST_MOVED = 0x1p10f;
 template <class Io>
 __device__ inline bool is_bounded(const fa_cuda_arguments &a, float lse) {
   return sizeof(Io) < sizeof(float) && a.program.bias.data && !a.program.bias.stride_row &&
-         fabsf(lse) <= -LEAST_BOUNDED_LSE;
+         fabsf(lse) <= MOST_NUMBER + MOST_MOVED;
+}
+// Where lse was made of larger negative numbers than are read now, p would be infinite. It says nothing in any
+// case: such an lse has few digits left for scores.
+template <class Io>
+__device__ inline bool is_lost(const fa_cuda_arguments &a, float lse) {
+  return lse == -INFINITY || (bounds_numbers<Io>(a) && lse < -MOST_NUMBER - MOST_MOVED);
+}
+// Where it was made of a positive number that is read as another now.
+template <class Io>
+__device__ inline bool is_read_otherwise(const fa_cuda_arguments &a, float lse) {
+  return lse >= MOST_NUMBER - MOST_MOVED && lse < INFINITY && bounds_numbers<Io>(a) != is_bounded<Io>(a, lse);
 }
 
 // A score with what is added to it, which hides it where it is -inf, whatever it is.

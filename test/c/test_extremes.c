@@ -243,6 +243,43 @@ static void test_large_mask(fa_device device, fa_dtype dtype, int64_t head_dim, 
   values_free(&expected);
 }
 
+/* A number for all keys or for one of them, of a size that some kernels read as less: whatever a forward makes
+ * of it, and its backward of that, results are finite. */
+static void test_large_number(fa_device device, fa_dtype dtype, int64_t seqlen_q, int64_t head_dim,
+                              double number, bool of_all) {
+  fa_problem p;
+  fa_problem_init(&p);
+  p.dtype = dtype, p.batch = 1, p.seqlen_q = seqlen_q, p.seqlen_k = 304, p.num_heads = 2, p.num_kv_heads = 1;
+  p.head_dim = head_dim, p.bias_dtype = FA_DTYPE_F32, p.bias_batch = p.bias_heads = p.bias_rows = 1;
+  const fa_setup setup = setup_of(device);
+  fa_values x = values_new(&p);
+  values_fill(&x, &p, dtype, FILL_NORMAL, 7);
+  for (int64_t j = 0; j < p.seqlen_k; j++) x.data[FA_TENSOR_BIAS][j] = of_all || j == 3 ? number : 0;
+  for (fa_pass pass = FA_PASS_FORWARD; pass <= FA_PASS_BACKWARD; pass++) {
+    must_run(&setup, &p, pass, &x);
+    for (int id = 0; id < FA_NUM_TENSORS; id++) {
+      if (fa_tensor_role_in(&p, pass, id) != FA_ROLE_OUTPUT) continue;
+      long num_lost = 0;
+      for (int64_t i = 0; i < values_count(&p, id); i++) num_lost += !isfinite(x.data[id][i]);
+      CHECK(num_lost == 0,
+            "%s, %s, head_dim %d, %d rows, a bias of %g for %s: %ld numbers of %s are not finite",
+            fa_device_kind_name(device.kind), fa_dtype_name(dtype), (int)head_dim, (int)seqlen_q, number,
+            of_all ? "all keys" : "one key", num_lost, fa_tensor_name(id));
+    }
+  }
+  values_free(&x);
+}
+
+static void test_large_numbers(fa_device device, fa_dtype dtype) {
+  static const double numbers[] = {-3e6, -1.5e6, 1.5e6, 3e6};
+  for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++)
+    for (int64_t head_dim = 64; head_dim <= 256; head_dim *= 2)
+      for (int64_t seqlen_q = 3; seqlen_q <= 70; seqlen_q += 67) {
+        test_large_number(device, dtype, seqlen_q, head_dim, numbers[i], true);
+        test_large_number(device, dtype, seqlen_q, head_dim, numbers[i], false);
+      }
+}
+
 static void test_layout(fa_device device) {
   const bool is_cuda = device.kind == FA_DEVICE_CUDA;
   for (size_t e = 0; e < sizeof extremes / sizeof *extremes; e++)
@@ -257,6 +294,8 @@ static void test_layout(fa_device device) {
       if (is_cuda) test_large_mask(device, FA_DTYPE_BF16, head_dim, rows);
       if (is_cuda) test_large_mask(device, FA_DTYPE_F16, head_dim, rows);
     }
+  for (fa_dtype dtype = 0; dtype < FA_NUM_FLOATS; dtype++)
+    if (!is_cuda || dtype != FA_DTYPE_F64) test_large_numbers(device, dtype);
   test_ties(device);
   test_subnormal(device, 33);
   test_subnormal(device, 64);
