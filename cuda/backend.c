@@ -743,7 +743,7 @@ static void lay_out_bias_gradient(const fa_problem *p, const fa_cuda_kernel *ker
   if (!is_of_rows && adds_here) {
     program->dbias = dbias;
     program->dbias_step = is_shared || p->num_bands > 1 ? FA_CUDA_CELLS_ADD : FA_CUDA_CELLS_STORE;
-    const bool writes_all = !is_uneven(p) && program->dbias_step == FA_CUDA_CELLS_STORE;
+    const bool writes_all = !is_uneven(p) && program->dbias_step == FA_CUDA_CELLS_STORE && p->batch > 0;
     job->zeroed_bias_bytes = writes_all ? 0 : (size_t)fa_tensor_shape(p, FA_TENSOR_DBIAS).size_bytes;
     return;
   }
@@ -949,7 +949,7 @@ static void lay_out_bands(const fa_plan *plan, const fa_cuda_kernel *kernel, con
   fa_cuda_plans *plans = &job->plans;
   if (!is_general(kernel)) return;
   a->bands = plans->bands = p->num_bands > 0 ? t->bands.data : NULL;
-  a->bands_batch = plans->bands_batch = (int32_t)fa_max(p->bands_batch, 1);
+  a->bands_batch = plans->bands_batch = p->num_bands > 0 ? (int32_t)p->bands_batch : 1;
   a->num_bands = plans->num_bands = (int32_t)fa_max(p->num_bands, 1);
   if (p->lengths_batch > 0) {
     plans->key_lengths = t->key_lengths.data;

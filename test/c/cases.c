@@ -207,6 +207,9 @@ static const fa_case cases[] = {
     STRIDED("bands, everything, strided", CASE_QUICK, LENGTHS(237, 267), .batch = 2, HEADS(4, 2),
             .head_dim = 80, .bands_batch = 2, .num_bands = 5, WINDOW(61, 7), .softcap = 4, .scale = -0.6,
             .num_sinks = 2, .deterministic = 1),
+    /* So many that who reads them where there are none does not find them in the memory behind. */
+    TAGGED("bands, no batch", CASE_QUICK, LENGTHS(3, 4), .batch = 0, .bands_batch = 0, .num_bands = 100,
+           .num_sinks = 1),
     ROW("bands, long", LENGTHS(701, 733), HEADS(2, 1), .head_dim = 64, BANDS(6), CAUSAL),
     ROW("bands, d128", LENGTHS(530, 517), HEADS(2, 1), .head_dim = 128, BANDS(6)),
     ROW("bands, shared columns", LENGTHS(790, 260), HEADS(16, 1), .head_dim = 64, BANDS(5)),
@@ -400,6 +403,7 @@ static const fa_case cases[] = {
     ROW("bias, long", LENGTHS(530, 517), .batch = 2, HEADS(2, 2), .head_dim = 64, BIAS(1, 2, 530), CAUSAL),
     FILLED("bias, large", FILL_LARGE, LENGTHS(75, 101), .head_dim = 64, BIAS(1, 1, 75)),
     TAGGED("bias, no keys", CASE_QUICK, LENGTHS(5, 0), .batch = 2, BIAS(2, 1, 5)),
+    TAGGED("bias, no batch", CASE_QUICK, LENGTHS(3, 4), .batch = 0, HEADS(2, 2), BIAS(1, 2, 3)),
     TAGGED("bias, no queries", CASE_QUICK, LENGTHS(0, 5), .batch = 2, BIAS(2, 1, 1)),
     TAGGED("mask of u8", CASE_QUICK, LENGTHS(301, 267), .batch = 2, HEADS(2, 1), .head_dim = 40,
            MASK(2, 1, 301)),
