@@ -268,7 +268,8 @@ struct Addends {
   const fa_cuda_arguments &a;
   const int num_rows;  // of the unit from first_row on
   const uint8_t *bias[MT][2] = {};
-  float slope[MT][2], beside[MT][2];  // the column of which the distance is 0
+  float slope[MT][2];
+  int beside[MT][2];  // the column of which the distance is 0
 
   __device__ Addends(const fa_cuda_arguments &a, const Sequence &sequence, const Unit &unit, int first_row)
       : a(a), num_rows(unit.num_rows - first_row) {
@@ -277,7 +278,7 @@ struct Addends {
       const Place at = {unit.batch, unit.head(r), 0, 0};
       const int row = unit.row(r);
       slope[m][half] = number_of_head(a.program, FA_CUDA_ALIBI_SLOPES, at, 0);
-      beside[m][half] = float(row + distance_of_origin(sequence.band));
+      beside[m][half] = row + distance_of_origin(sequence.band);
       if (a.program.bias.data) bias[m][half] = bytes_of_row(a.program.bias, at.batch, at.head, row);
     });
   }
@@ -303,7 +304,7 @@ struct Addends {
           factor = 1;
         };
         if (a.program.of_heads[FA_CUDA_ALIBI_SLOPES].data) {
-          const float distance = beside[m][half] - float(own);
+          const float distance = float(beside[m][half] - own);
           add_to_each([&](int n, int i) { return -slope[m][half] * fabsf(distance - float(n * 8 + i)); });
         }
         if (a.program.bias.data)

@@ -334,6 +334,31 @@ static void test_wide_pages(const fa_setup *setup, fa_dtype dtype) {
       test_pages(setup, dtype, 16, 20, seed % 2 ? 25 : 3, head_dim, seed);
 }
 
+/* Rows that see the last keys alone weigh them by the same distances however many there are before, more than
+ * f32 counts among them. All lie on one page. */
+static void test_far_keys(const fa_setup *setup, fa_dtype dtype) {
+  const int64_t page_size = 4096, max_pages[] = {1, (1 << 12) + 1};
+  fa_values x[2];
+  for (int i = 0; i < 2; i++) {
+    fa_problem p = problem_of(1, 3, page_size * max_pages[i], 24);
+    p.dtype = dtype, p.page_size = page_size, p.max_pages = max_pages[i], p.num_pages = 1;
+    p.window_left = 50, p.alibi_batch = 1;
+    x[i] = values_new(&p);
+    values_fill(&x[i], &p, dtype, FILL_NORMAL, 1);
+    memset(x[i].data[FA_TENSOR_PAGE_TABLE], 0, (size_t)p.max_pages * sizeof(double));
+    for (int64_t h = 0; h < p.num_heads; h++) x[i].data[FA_TENSOR_ALIBI_SLOPES][h] = 0.25;
+    must_run(setup, &p, FA_PASS_FORWARD, &x[i]);
+  }
+  const fa_problem p = problem_of(1, 3, page_size, 24);
+  const double bits = dtype == FA_DTYPE_BF16 ? 0x1p-7 : dtype == FA_DTYPE_F16 ? 0x1p-10 : 0x1p-20;
+  CHECK(values_error(&p, FA_TENSOR_O, &x[0], &x[1]) <= 4 * bits &&
+            values_error(&p, FA_TENSOR_LSE, &x[0], &x[1]) <= 0x1p-17,
+        "%s: behind 2^24 keys o is off by %g, lse by %g", fa_dtype_name(dtype),
+        values_error(&p, FA_TENSOR_O, &x[0], &x[1]), values_error(&p, FA_TENSOR_LSE, &x[0], &x[1]));
+  values_free(&x[0]);
+  values_free(&x[1]);
+}
+
 static void test_page_refusals(void) {
   fa_problem p = problem_of(2, 1, 12, 8);
   p.page_size = 4, p.max_pages = 3, p.num_pages = 5;
@@ -422,6 +447,7 @@ static void test_device(fa_device device) {
       for (uint64_t seed = 0; seed < 12; seed++) test_few_rows(&setup, dtype, 1 + (int64_t)seed * 5 % 16, seed);
     test_page_sizes(&setup, dtype);
     test_wide_pages(&setup, dtype);
+    test_far_keys(&setup, dtype);
   }
   if (device.kind == FA_DEVICE_CUDA) {
     test_few_rows_are_declined(&setup);
