@@ -455,6 +455,18 @@ static void test_device(fa_device device) {
   }
 }
 
+/* On Hopper other kernels take tensors of 16-bit types that are aligned. */
+static void test_aligned(fa_device device) {
+  const fa_setup setup = {.device = device, .layout = LAYOUT_ALIGNED, .num_threads = 3};
+  static const fa_dtype types[] = {FA_DTYPE_BF16, FA_DTYPE_F16};
+  for (int i = 0; i < 2; i++) {
+    test_anything(&setup, types[i]);
+    test_page_sizes(&setup, types[i]);
+    test_wide_pages(&setup, types[i]);
+    test_far_keys(&setup, types[i]);
+  }
+}
+
 int main(void) {
   test_refusals();
   test_call();
@@ -464,6 +476,6 @@ int main(void) {
   test_page_sizes(&reference, FA_DTYPE_BF16);
   test_device((fa_device){FA_DEVICE_CPU, 0});
   const fa_device cuda = {FA_DEVICE_CUDA, 0};
-  if (fa_num_devices(FA_DEVICE_CUDA, NULL) > 0) test_device(cuda), test_kernels(cuda);
+  if (fa_num_devices(FA_DEVICE_CUDA, NULL) > 0) test_device(cuda), test_aligned(cuda), test_kernels(cuda);
   return report();
 }
