@@ -62,7 +62,7 @@ if Code.ensure_loaded?(Axon) do
       Options.parse!(opts, @options)
       Options.parse!([dropout: dropout_rate], [:dropout])
       check_sinks!(num_sinks, nodes[:sink])
-      parameters = sinks(num_sinks, length(nodes)) ++ key(dropout_rate, seed, length(nodes))
+      parameters = sinks(num_sinks, length(nodes)) ++ key(dropout_rate, seed)
       {names, optional} = Enum.unzip(parameters ++ nodes)
 
       layer = layer(length(names), &attend(&1, Enum.zip(names, &2), &3[:mode], dropout_rate, opts))
@@ -72,31 +72,32 @@ if Code.ensure_loaded?(Axon) do
     defp sinks(none, _num_nodes) when none in [0, nil], do: []
 
     defp sinks(num_sinks, num_nodes) when is_integer(num_sinks) and num_sinks > 0,
-      do: [sink: Axon.param("sink", shape(num_nodes, &{num_sinks, elem(&1, 2)}), initializer: :zeros)]
+      do: [sink: Axon.parameter("sink", template(num_nodes, &sinks_like(&1, num_sinks)), initializer: :zeros)]
 
     defp sinks(other, _num_nodes),
       do: raise(Error.invalid(:num_sinks, "a whole number of at least 0", Error.show(other)))
+
+    defp sinks_like(query, num_sinks), do: Nx.template({num_sinks, elem(Nx.shape(query), 2)}, :f32)
 
     defp check_sinks!(num_sinks, layer) do
       if layer && num_sinks not in [0, nil],
         do: raise(Error.invalid(:num_sinks, "0 beside a layer that gives sinks", Error.show(num_sinks)))
     end
 
-    defp key(rate, _seed, _num_nodes) when rate in [0, 0.0, nil], do: []
+    defp key(rate, _seed) when rate in [0, 0.0, nil], do: []
 
-    defp key(_rate, seed, num_nodes) do
+    defp key(_rate, seed) do
       initializer = fn _shape, _type -> Nx.Random.key(seed) end
-      shape = shape(num_nodes, fn _query -> {2} end)
-      [key: Axon.param("key", shape, type: {:u, 32}, initializer: initializer, kind: :state)]
+      [key: Axon.param("key", {2}, type: {:u, 32}, initializer: initializer, kind: :state)]
     end
 
-    # Axon wants a parameter for each input. The last argument, what Axon adds to the options of a layer, must not
-    # end up among attention's.
+    # Axon wants a parameter for each input, and gives it the input's template: of shapes it knows tensors' alone, and a mask
+    # has none. The last argument, what Axon adds to the options of a layer, must not end up among attention's.
     for count <- 0..(length(@tensors) + 2) do
       optional = Macro.generate_arguments(count, __MODULE__)
       ignored = for _ <- optional, do: quote(do: _)
 
-      defp shape(unquote(count), of_query),
+      defp template(unquote(count), of_query),
         do: fn query, _key, _value, unquote_splicing(ignored) -> of_query.(query) end
 
       defp layer(unquote(count), attend),

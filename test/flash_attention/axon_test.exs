@@ -362,6 +362,23 @@ defmodule FlashAttention.AxonTest do
       end
     end
 
+    test "stand beside sinks and a key of the layer's own" do
+      mask = FlashAttention.Axon.mask(Axon.input("lengths"), &Mask.lengths/1)
+      model = with_mask(mask, causal: false, num_sinks: 3, dropout_rate: 0.4, seed: 7)
+      inputs = %{"x" => random(1, {2, 6, 5}), "lengths" => Nx.tensor([6, 3])}
+      {whole, state} = run(model, inputs)
+      assert %{"sink" => sink, "key" => key} = state.data["attention.attention"]
+      assert {Nx.shape(sink), Nx.type(sink)} == {{3, 2}, {:f, 32}}
+      assert key == Nx.Random.key(7)
+
+      # What is padding nobody sees, whatever is dropped.
+      {_init, predict} = Axon.build(model, mode: :train, compiler: Nx.Defn.Evaluator)
+      padded = update_in(inputs["x"], &Nx.put_slice(&1, [1, 3, 0], Nx.broadcast(9.0, {1, 3, 5})))
+      [o, same] = for inputs <- [inputs, padded], do: predict.(state, inputs).prediction
+      assert_close(o[[1, 0..2]], same[[1, 0..2]])
+      assert Nx.to_number(Nx.reduce_max(Nx.abs(Nx.subtract(o, whole)))) > 0.1
+    end
+
     test "keep whole numbers under mixed precision, and train with Axon.Loop" do
       policy = Axon.MixedPrecision.create_policy(params: {:bf, 16}, compute: {:bf, 16}, output: {:bf, 16})
       mask = FlashAttention.Axon.mask(Axon.input("cu_seqlens"), &Mask.packed_at/1)
