@@ -46,7 +46,11 @@ if Code.ensure_loaded?(Nx) do
 
     defp head(head) do
       value_and_grad = fn params, o, batch ->
-        Defn.value_and_grad({params, o}, fn {params, o} -> params |> head.(o, batch) |> check_loss!() end)
+        {loss, {gradients, dout}} =
+          Defn.value_and_grad({params, o}, fn {params, o} -> params |> head.(o, batch) |> check_loss!() end)
+
+        # Nx gives it the type of the loss, and attention takes that of o.
+        {loss, {gradients, Nx.as_type(dout, Nx.type(o))}}
       end
 
       fn params, o, batch ->

@@ -79,6 +79,28 @@ if Code.ensure_loaded?(Nx) do
       assert_close(gradients.sink, plain.sink, 1.0e-8)
     end
 
+    test "attention of 16 bits, whatever the type of the loss" do
+      {params, batch} = problem()
+      {_loss, exact} = Training.value_and_gradients(Policy.model(), params, batch)
+
+      for {type, roundoff} <- [{{:bf, 16}, 2 ** -8}, {{:f, 16}, 2 ** -11}], loss_type <- [type, {:f, 32}] do
+        cast = &Nx.Defn.Composite.traverse(&1, fn x -> Nx.as_type(x, &2) end)
+        batch = %{batch | states: cast.(batch.states, type)}
+        loss = fn params, o, batch -> Policy.loss(cast.(params, loss_type), cast.(o, loss_type), batch) end
+        model = FlashAttention.Training.Nx.model(&Policy.embed/2, loss)
+        {_loss, gradients} = Training.value_and_gradients(model, cast.(params, type), batch)
+
+        for {part, leaves} <- exact, {name, expected} <- leaves do
+          [error, largest] =
+            for x <- [Nx.subtract(cast.(gradients[part][name], @f64), expected), expected],
+                do: x |> Nx.abs() |> Nx.reduce_max() |> Nx.to_number()
+
+          # The most that was measured is 9 and 3 times the type's roundoff.
+          assert error <= 16 * roundoff * largest
+        end
+      end
+    end
+
     test "a loss that is no scalar and inputs that are no triple are named" do
       {params, batch} = problem()
       loss = fn params, o, batch -> Nx.broadcast(Policy.loss(params, o, batch), {2, 1}) end
