@@ -12,7 +12,8 @@ defmodule FlashAttention.Training.Optimizer do
                p -= r * (m / (1 - beta1^step)) / (sqrt(v / (1 - beta2^step)) + epsilon)
 
   Momentum is Polyak's (1964); Adam is that of Kingma and Ba (2015, arXiv 1412.6980). An optimizer is plain
-  data; `FlashAttention.Training.Parameter` computes these rules for each kind of tensor.
+  data; `FlashAttention.Training.Parameter` computes these rules for each kind of tensor, in f32 where a parameter of Nx
+  has 16 bits, which is rounded to its type after each step.
   """
 
   alias FlashAttention.Training.{Parameter, Params}

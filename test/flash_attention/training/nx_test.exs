@@ -185,5 +185,42 @@ if Code.ensure_loaded?(Nx) do
         end
       end
     end
+
+    test "optimizers compute in f32 what 16 bits do not hold, and keep the parameter's type" do
+      move = fn optimizer, type, gradient_type ->
+        [param, gradient] =
+          for {numbers, type} <- [{[1.0, 2.0, -3.0], type}, {[0.5, 0.0, -0.25], gradient_type}],
+              do: Nx.tensor(numbers, type: type)
+
+        for step <- 1..4, reduce: {%{p: param}, %{}} do
+          {params, slots} -> Optimizer.update(optimizer, step, params, %{p: gradient}, slots)
+        end
+        |> elem(0)
+      end
+
+      for optimizer <- [Optimizer.adam(learning_rate: 0.1), Optimizer.sgd(learning_rate: 0.1, momentum: 0.9)],
+          {type, most} <- [{{:bf, 16}, 2 ** -4}, {{:f, 16}, 2 ** -7}, {{:f, 32}, 2 ** -16}],
+          gradient_type <- [type, {:f, 32}, @f64] do
+        %{p: moved} = move.(optimizer, type, gradient_type)
+        assert Nx.type(moved) == type
+        # Four roundings of numbers below 4, in f32 that of 0.999.
+        distance = Nx.subtract(Nx.as_type(moved, @f64), move.(optimizer, @f64, @f64).p)
+        assert Nx.to_number(Nx.reduce_max(Nx.abs(distance))) <= most
+      end
+    end
+
+    test "optimizers refuse gradients of another shape, and whole numbers" do
+      param = Nx.tensor([1.0, 2.0, 3.0])
+
+      for {param, gradient, message} <- [
+            {param, Nx.tensor(1.0), "gradient: expected the parameter's shape {3}, got {}"},
+            {param, Nx.broadcast(1.0, {2, 3}), "gradient: expected the parameter's shape {3}, got {2, 3}"},
+            {Nx.tensor([1]), Nx.tensor([1.0]),
+             "parameter: expected a type of floating-point numbers, got {:s, 32}"}
+          ] do
+        update = fn -> Optimizer.update(Optimizer.sgd(), 1, %{p: param}, %{p: gradient}, %{}) end
+        assert Exception.message(assert_raise(FlashAttention.Error, update)) == message
+      end
+    end
   end
 end

@@ -1,12 +1,29 @@
 if Code.ensure_loaded?(Nx.Tensor) do
   defimpl FlashAttention.Training.Parameter, for: Nx.Tensor do
+    alias FlashAttention.Error
+
     def add(left, right), do: Nx.add(left, right)
 
+    # 16 bits hold neither Adam's 0.999 nor its 1.0e-8: a step is computed in f32 at least, slots stay in that, and the
+    # parameter, whatever its gradient's type, in its own.
     def update(parameter, gradient, slot, change) do
+      check_like!(parameter, gradient)
+      type = Nx.Type.merge(parameter.type, {:f, 32})
       [rule | numbers] = Tuple.to_list(change)
-      # In the parameter's own type, and as arguments: what changes from step to step is not compiled anew.
-      numbers = for number <- numbers, do: Nx.tensor(number, type: parameter.type)
-      move(rule, parameter, gradient, slot, numbers)
+      # As arguments: what changes from step to step is not compiled anew.
+      numbers = for number <- numbers, do: Nx.tensor(number, type: type)
+      {moved, slot} = move(rule, parameter, Nx.as_type(gradient, type), slot, numbers)
+      {Nx.as_type(moved, parameter.type), slot}
+    end
+
+    defp check_like!(parameter, gradient) do
+      if Nx.shape(parameter) != Nx.shape(gradient) do
+        expected = "the parameter's shape #{Error.show(Nx.shape(parameter))}"
+        raise Error.invalid(:gradient, expected, Error.show(Nx.shape(gradient)))
+      end
+
+      if Nx.Type.integer?(parameter.type),
+        do: raise(Error.invalid(:parameter, "a type of floating-point numbers", Error.show(parameter.type)))
     end
 
     defp move(:sgd, parameter, gradient, slot, numbers) do
