@@ -59,6 +59,7 @@ defmodule FlashAttention.Training do
   def train_step(params_or_state, batch, opts)
 
   def train_step(%State{} = state, batch, opts) do
+    opts = Keyword.validate!(opts, [:model, :learning_rate])
     {loss, gradients} = value_and_gradients(opts[:model], state.params, batch)
     step = state.step + 1
     optimizer = struct!(state.optimizer, Keyword.take(opts, [:learning_rate]))

@@ -172,6 +172,15 @@ defmodule FlashAttention.TrainingTest do
       assert state.params == params
       assert state.optimizer.learning_rate == 0.1
     end
+
+    test "refuses options that it does not know" do
+      {params, dout} = bare_problem()
+
+      for params_or_state <- [params, Training.init(params, Optimizer.sgd())] do
+        step = fn -> Training.train_step(params_or_state, dout, model: bare_model(), learning_rte: 0.1) end
+        assert Exception.message(assert_raise(ArgumentError, step)) =~ "unknown keys [:learning_rte]"
+      end
+    end
   end
 
   describe "optimizers" do
