@@ -69,9 +69,15 @@ defmodule FlashAttention.Examples.ByteModel.Train do
 
   defp run_settings(opts) do
     settings = for {switch, key} <- @run_settings, opts[switch], do: {key, opts[switch]}
-    # A shell makes it hard to write the end of a line.
-    separator = for text <- List.wrap(opts[:separator]), do: {:separator, Macro.unescape_string(text)}
+    separator = for text <- List.wrap(opts[:separator]), do: {:separator, unescape(text)}
     [device: Mix.FlashAttention.device!(opts[:device])] ++ separator ++ settings
+  end
+
+  # A shell makes it hard to write the end of a line.
+  defp unescape(text) do
+    Macro.unescape_string(text)
+  rescue
+    ArgumentError -> Mix.raise("--separator: expected text with escapes as in Elixir's strings, got #{text}")
   end
 
   defp text([file]), do: {file, File.read!(file)}

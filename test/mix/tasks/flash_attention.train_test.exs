@@ -118,6 +118,7 @@ defmodule Mix.Tasks.FlashAttention.TrainTest do
           {["--heads", "3"], "num_heads: expected a multiple of 4, for 256 logits of head_dim 64, got 3"},
           {["--head-dim", "12"], "head_dim: expected 8, 16, 32, 64, 128 or 256, got 12"},
           {["--learning-rate", "high"], "--learning-rate: expected a number, got high"},
+          {["--separator", "\\x"], "--separator: expected text with escapes as in Elixir's strings, got \\x"},
           {["--device", "gpu"], "--device: expected auto, cpu, cuda or cuda:INDEX, got gpu"},
           {["--seqlen", "180"], "text: expected at least 183 bytes, seqlen and 3 more, got 180"},
           {["--checkpoint", checkpoint],
