@@ -239,7 +239,7 @@ if Code.ensure_loaded?(Axon) and FlashAttention.Defn.supported?() do
             case prepare(tensors, model, opts) do
               {:ok, options} ->
                 note(nil, node)
-                attend(tensors, options)
+                attend(tensors, model, options)
 
               {:error, reason} ->
                 note(reason, node)
@@ -339,18 +339,22 @@ if Code.ensure_loaded?(Axon) and FlashAttention.Defn.supported?() do
 
     # ---- attention ---------------------------------------------------------------------------------------
 
-    defp attend(%{q: q, k: k, v: v} = tensors, options) do
+    defp attend(%{q: q, k: k, v: v} = tensors, model, options) do
       {o, lse} = FlashAttention.attention_with_lse(q, k, v, options)
 
       o =
         cond do
-          none?(tensors.key_mask) -> o
+          none?(tensors.key_mask) and not beyond?(q, k, window(model)) -> o
           none?(tensors.offset) -> or_mean(nothing?(lse, o), o, v)
           true -> or_mean_if_any(nothing?(lse, o), o, v)
         end
 
       if none?(tensors.head_mask), do: o, else: Nx.multiply(o, Nx.reshape(tensors.head_mask, {1, 1, :auto, 1}))
     end
+
+    # Whether the window of the last row begins behind the last key.
+    defp beyond?(_q, _k, {:infinity, _right}), do: false
+    defp beyond?(q, k, {left, _right}), do: Nx.axis_size(q, 1) > Nx.axis_size(k, 1) + left
 
     # Which elements of o are of rows that see nothing.
     defp nothing?(lse, o) do

@@ -238,6 +238,13 @@ defmodule FlashAttention.BumblebeeTest do
     end
   end
 
+  test "rows that stand so far behind the last key that their window shows none" do
+    for window <- [{2, 1}, {0, 0}, {5, 2}], causal <- [true, false], opts <- [[], [contiguous_masks: true]] do
+      inputs = %{"query" => Families.random({2, 13, 3, 4}, 4)}
+      assert_same_attention(inputs, [window_size: window, causal: causal], opts)
+    end
+  end
+
   defp assert_same_attention(inputs, opts, swap_opts \\ []) do
     inputs =
       Map.merge(inputs, %{
