@@ -349,6 +349,9 @@ if Code.ensure_loaded?(Axon) and FlashAttention.Defn.supported?() do
           true -> or_mean_if_any(nothing?(lse, o), o, v)
         end
 
+      # Weights take the bias's type where that is the wider, and so does what is made of them.
+      o = if none?(tensors.bias), do: o, else: Nx.as_type(o, Nx.Type.merge(o.type, tensors.bias.type))
+
       if none?(tensors.head_mask), do: o, else: Nx.multiply(o, Nx.reshape(tensors.head_mask, {1, 1, :auto, 1}))
     end
 

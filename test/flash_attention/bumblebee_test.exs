@@ -224,6 +224,14 @@ defmodule FlashAttention.BumblebeeTest do
     end
   end
 
+  test "a bias of another type gives results of the type that it has in Bumblebee" do
+    inputs = %{"query" => Families.random({2, 7, 3, 4}, 4), "bias" => Families.random({2, 3, 7, 7}, 1)}
+
+    for type <- [:f64, :f16, :s64], opts <- [[], [causal: true]] do
+      assert_same_attention(update_in(inputs["bias"], &Nx.as_type(&1, type)), opts)
+    end
+  end
+
   test "windows that look ahead, anywhere in a cache" do
     for offset <- 0..4, window <- [{2, 1}, {0, 3}, {9, 0}], rows <- [1, 3], causal <- [true, false] do
       inputs = %{
@@ -270,8 +278,11 @@ defmodule FlashAttention.BumblebeeTest do
   defp attention(inputs, opts) do
     [query, key, value] = for input <- ~w(query key value), do: Axon.input(input)
     none = Axon.layer(fn _query, _ -> struct(Axon.None) end, [query])
-    [mask, offset] = for input <- ~w(mask offset), do: if(inputs[input], do: Axon.input(input), else: none)
-    {output, weights} = apply(Bumblebee.Layers, :attention, [query, key, value, mask, none, none, offset, opts])
+
+    optional =
+      for input <- ~w(mask head_mask bias offset), do: if(inputs[input], do: Axon.input(input), else: none)
+
+    {output, weights} = apply(Bumblebee.Layers, :attention, [query, key, value] ++ optional ++ [opts])
     Axon.container({weights, output})
   end
 
