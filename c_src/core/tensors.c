@@ -7,8 +7,9 @@
 #include "error.h"
 #include "problem.h"
 
-#define SIZE(field, short_name, ...) \
-  { #field, short_name, offsetof(fa_problem, field), __VA_ARGS__ }
+/* The first fields are named in rows here, for clang to know that the rest is left out on purpose. */
+#define SIZE(size, letters, ...) \
+  { .name = #size, .short_name = letters, .offset = offsetof(fa_problem, size), __VA_ARGS__ }
 const fa_axis_row fa_axes[FA_NUM_AXES] = {
     [FA_AXIS_BATCH] = SIZE(batch, "b", 0),
     [FA_AXIS_SEQLEN_Q] = SIZE(seqlen_q, "sq", 0),
@@ -77,10 +78,11 @@ static const struct tensor_row {
   fa_status (*check)(const fa_problem *, const void *numbers,
                      fa_error *); /* what else numbers must be, or NULL */
 } rows[FA_NUM_TENSORS] = {
-#define ROW(id, name, ...) [FA_TENSOR_##id] = {#name, offsetof(fa_tensors, name), __VA_ARGS__}
-#define DERIVATIVES(id)    .gradient = FA_TENSOR_D##id, .tangent = FA_TENSOR_TANGENT_##id
-#define IN                 FA_ROLE_INPUT
-#define OUT                FA_ROLE_OUTPUT
+#define ROW(id, member, ...) \
+  [FA_TENSOR_##id] = {.name = #member, .offset = offsetof(fa_tensors, member), __VA_ARGS__}
+#define DERIVATIVES(id) .gradient = FA_TENSOR_D##id, .tangent = FA_TENSOR_TANGENT_##id
+#define IN              FA_ROLE_INPUT
+#define OUT             FA_ROLE_OUTPUT
 /* A tensor that is there where a size is not 0, its gradient and its tangent. */
 #define DIFFERENTIATED(id, name, size, ...)                                   \
   ROW(id, name, __VA_ARGS__, {IN, IN, IN}, .only_if = size, DERIVATIVES(id)), \

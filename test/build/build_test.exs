@@ -117,6 +117,16 @@ defmodule BuildTest do
     assert Enum.sort(File.ls!(path)) == ["Makefile", "a", "it's", "priv"]
   end
 
+  if System.find_executable("clang") do
+    test "clang compiles it without a warning", %{path: path} do
+      sh("cp -Rp Makefile c_src '#{path}/'")
+      # What is compiled fast will do.
+      File.write!("#{path}/cc", "#!/bin/sh\nexec clang \"$@\" -O0\n")
+      File.chmod!("#{path}/cc", 0o755)
+      sh("make --silent -C '#{path}' -j2 native CC=./cc FA_CUDA=0 WERROR=1 BUILD=build PRIV=priv")
+    end
+  end
+
   # A compiler that only says how it was called, and which release it is.
   @nvcc """
   #!/bin/sh
