@@ -144,6 +144,9 @@ defmodule FlashAttention.CheckTest do
     assert Values.decode(<<0xFF800000::32-native, 0x7F800000::32-native, 0x7FC00000::32-native>>, {:f, 32}) ==
              [:neg_infinity, :infinity, :nan]
 
+    for type <- [{:f, 64}, {:f, 32}, {:f, 16}, {:bf, 16}],
+        do: assert(Values.round_to([:neg_infinity, :infinity, :nan], type) == [:neg_infinity, :infinity, :nan])
+
     assert Values.max_difference([:neg_infinity, 1.0], [:neg_infinity, 1.5]) == 0.5
     assert Values.max_difference([:nan, 1.0], [:nan, 1.5]) == :infinity
   end

@@ -65,6 +65,30 @@ defmodule FlashAttention.TruthTest do
     assert Truth.format(report) =~ "infinity"
   end
 
+  test "numbers of an input that are not finite stay as they are, as those of a bias that hides" do
+    [q, k, v] = for seed <- 1..3, do: random(seed, :f32, {1, 2, 1, 4})
+
+    bias =
+      FlashAttention.Tensor.new(Values.encode([0.5, :neg_infinity, 0.25, -1.0], {:f, 32}), :f32, {1, 1, 2, 2})
+
+    forward = fn [q, k, v, bias] ->
+      {:ok, o, lse} = FlashAttention.forward_with_states(q, k, v, causal: false, bias: bias)
+      [o, lse]
+    end
+
+    backward = fn [q, k, v, bias], [o, lse], [dout, _dlse] ->
+      {:ok, dq, dk, dv, %{bias: dbias}} =
+        FlashAttention.backward(dout, q, k, v, o, lse, causal: false, bias: bias)
+
+      [dq, dk, dv, dbias]
+    end
+
+    report = Truth.check(forward, backward, [q: q, k: k, v: v, bias: bias], loss_of: [0], elements: :all)
+    assert report.outcome == :passed, Truth.format(report)
+    # Directions and elements: all but the one that cannot be moved.
+    assert List.last(report.arguments).compared == 2 + 3
+  end
+
   test "elements may be left out" do
     wrong = fn inputs, outputs, douts -> backward(inputs, outputs, douts) |> spoil(0, 5, &(&1 + 1)) end
     assert Truth.check(&forward/1, wrong, inputs(:f64), elements: :all).outcome == :failed

@@ -4,6 +4,8 @@ defmodule FlashAttention.Check.Values do
   # Numbers of tensors as lists, and as the NIF takes them. Infinities and NaN, which Erlang's floats have not,
   # are the atoms :infinity, :neg_infinity and :nan.
 
+  import Bitwise
+
   # Unit roundoff: the largest relative error of one rounding to the type.
   @roundoff %{
     {:f, 64} => :math.pow(2, -53),
@@ -13,6 +15,14 @@ defmodule FlashAttention.Check.Values do
   }
 
   def roundoff(type), do: Map.fetch!(@roundoff, type)
+
+  # The bits of its infinity.
+  @infinity %{
+    {:f, 64} => 0x7FF0000000000000,
+    {:f, 32} => 0x7F800000,
+    {:f, 16} => 0x7C00,
+    {:bf, 16} => 0x7F80
+  }
 
   def random(count, seed) do
     {numbers, _random} =
@@ -26,6 +36,7 @@ defmodule FlashAttention.Check.Values do
 
   def encode(numbers, type), do: for(x <- numbers, into: <<>>, do: element(type, x))
 
+  defp element({_class, bits} = type, x) when is_atom(x), do: <<bits(type, x)::size(bits)-native>>
   defp element({:f, bits}, x), do: <<x::float-size(bits)-native>>
 
   # The upper half of an f32, rounded to nearest, ties to even.
@@ -33,6 +44,10 @@ defmodule FlashAttention.Check.Values do
     <<bits::32>> = <<x::float-32>>
     <<div(bits + 0x7FFF + rem(div(bits, 0x10000), 2), 0x10000)::16-native>>
   end
+
+  defp bits(type, :infinity), do: Map.fetch!(@infinity, type)
+  defp bits({_class, bits} = type, :neg_infinity), do: 1 <<< (bits - 1) ||| bits(type, :infinity)
+  defp bits({_class, bits}, :nan), do: (1 <<< (bits - 1)) - 1
 
   def decode(binary, {_, bits} = type), do: for(<<x::binary-size(div(bits, 8)) <- binary>>, do: number(type, x))
 
