@@ -104,6 +104,19 @@ defmodule FlashAttention.CheckTest do
     assert Enum.any?(failures, &(&1.tensor == :o and &1.error == :infinity))
   end
 
+  test "NaN is a failure in float64, too, of every kind of evidence" do
+    for {pass, tensor, checks} <- [
+          {:forward, :o, [:backward, :differences, :forward, :tangent]},
+          {:backward, :dk, [:backward, :differences, :tangent]}
+        ] do
+      nan = fn numbers -> Enum.map(numbers, fn _ -> :nan end) end
+      failures = failures(cases: ["one key head"], runner: fault(pass, tensor, nan))
+      f64 = for %{type: {:f, 64}} = failure <- failures, do: failure
+      assert f64 |> Enum.map(& &1.check) |> Enum.uniq() |> Enum.sort() == checks
+      assert Enum.all?(f64, &(&1.error == :infinity))
+    end
+  end
+
   test "a type that the device does not take is said to be unsupported, and is no proof" do
     unsupported = fn pass, tensors, options, device ->
       if device == @device and match?({_, {:f, 16}, _}, tensors.q),
