@@ -67,7 +67,7 @@ defmodule FlashAttention.Check do
     opts = Keyword.validate!(opts, device: :auto, seed: 0, cases: cases(), runner: &Native.run/4)
     device = device!(opts[:device])
 
-    cases = for c <- Cases.all(), c.name in opts[:cases], do: Map.put(c, :seed, opts[:seed])
+    cases = for c <- chosen!(opts[:cases]), do: Map.put(c, :seed, opts[:seed])
     f64_device = if elem(device, 0) == :cuda, do: {:cpu, 0}, else: device
 
     Enum.flat_map(cases, fn c ->
@@ -90,6 +90,13 @@ defmodule FlashAttention.Check do
       {:ok, options} -> hd(options.devices)
       {:error, error} -> raise error
     end
+  end
+
+  # What is misspelt would be left out, and prove nothing.
+  defp chosen!(names) do
+    unknown = Enum.find(names, &(&1 not in cases()))
+    if unknown, do: raise(ArgumentError, "cases: expected names of cases/0, got #{inspect(unknown)}")
+    for c <- Cases.all(), c.name in names, do: c
   end
 
   # ---- against the naive implementation ------------------------------------------------------------------

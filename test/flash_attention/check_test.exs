@@ -117,6 +117,12 @@ defmodule FlashAttention.CheckTest do
     end
   end
 
+  test "a case that is not there is refused" do
+    assert_raise ArgumentError, ~s(cases: expected names of cases/0, got "casual"), fn ->
+      Check.run(device: :cpu, cases: ["causal", "casual"])
+    end
+  end
+
   test "a type that the device does not take is said to be unsupported, and is no proof" do
     unsupported = fn pass, tensors, options, device ->
       if device == @device and match?({_, {:f, 16}, _}, tensors.q),
