@@ -117,6 +117,21 @@ defmodule FlashAttention.CheckTest do
     end
   end
 
+  test "an error of any size is told" do
+    garbage = fn numbers -> Enum.map(numbers, fn _ -> 1.0e300 end) end
+    runner = fault(:backward, :dq, garbage)
+
+    only_f64 = fn pass, tensors, options, device ->
+      if match?({_, {:f, 64}, _}, tensors.q),
+        do: runner.(pass, tensors, options, device),
+        else: Native.run(pass, tensors, options, device)
+    end
+
+    failures = failures(cases: ["causal"], runner: only_f64)
+    assert [%{error: error}] = for(%{check: :backward} = failure <- failures, do: failure)
+    assert error > 0.9e300
+  end
+
   test "a case that is not there is refused" do
     assert_raise ArgumentError, ~s(cases: expected names of cases/0, got "casual"), fn ->
       Check.run(device: :cpu, cases: ["causal", "casual"])

@@ -85,9 +85,12 @@ defmodule FlashAttention.Check.Values do
     |> Enum.max_by(&share/1, fn -> {0.0, 0.0} end)
   end
 
-  defp share({:infinity, _allowed}), do: :infinity
-  defp share({difference, _allowed}) when difference == 0, do: 0.0
-  defp share({difference, allowed}), do: difference / allowed
+  # A difference as a part of what is allowed. Where it is more than 1.0e100 times as much, or where nothing is, a float may
+  # not say how much.
+  def share({:infinity, _allowed}), do: :infinity
+  def share({difference, _allowed}) when difference == 0, do: 0.0
+  def share({difference, allowed}) when difference / 1.0e100 >= allowed, do: :infinity
+  def share({difference, allowed}), do: difference / allowed
 
   def dot(xs, ys), do: Enum.zip_with(xs, ys, &(&1 * &2)) |> Enum.sum()
 

@@ -22,6 +22,7 @@ defmodule Mix.Tasks.FlashAttention.Check do
   use Mix.Task
 
   alias FlashAttention.Check
+  alias FlashAttention.Check.Values
 
   @switches [device: :string, seed: :integer]
   @titles [
@@ -45,7 +46,8 @@ defmodule Mix.Tasks.FlashAttention.Check do
     if !Check.passed?(results), do: exit({:shutdown, 1})
   end
 
-  defp table(results) do
+  @doc false
+  def table(results) do
     head = line(["check", "type", "cases", "worst", "where"])
 
     rows =
@@ -76,13 +78,11 @@ defmodule Mix.Tasks.FlashAttention.Check do
     do: Enum.zip_with(cells, @widths, &String.pad_trailing/2) |> Enum.join() |> String.trim_trailing()
 
   # Atoms come after numbers: an error of :infinity is the worst.
-  defp share(%{error: :infinity}), do: :infinity
-  # Where nothing can be rounded, nothing is allowed.
-  defp share(%{allowed: allowed, error: error}) when allowed == 0, do: if(error == 0, do: 0.0, else: 1.0e308)
-  defp share(result), do: result.error / result.allowed
+  defp share(result), do: Values.share({result.error, result.allowed})
 
   defp two_digits(:infinity), do: "inf"
-  defp two_digits(share), do: :erlang.float_to_binary(share, decimals: 2)
+  defp two_digits(share) when share < 1.0e4, do: :erlang.float_to_binary(share, decimals: 2)
+  defp two_digits(share), do: :erlang.float_to_binary(share, [{:scientific, 0}])
 
   defp summary(results) do
     counts = Enum.frequencies_by(results, & &1.outcome)

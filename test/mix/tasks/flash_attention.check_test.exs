@@ -24,6 +24,21 @@ defmodule Mix.Tasks.FlashAttention.CheckTest do
     refute_received {:mix_shell, :error, _}
   end
 
+  test "an error of any size has its place in the table" do
+    result = %{check: :forward, case: "causal", type: {:f, 64}, device: {:cpu, 0}, tensor: :o, outcome: :failed}
+
+    for {error, allowed, worst} <- [
+          {2.0e-3, 1.0e-6, "2000.00"},
+          {3.0e38, 1.0e-7, "3e+45"},
+          {1.0e300, 1.0e-15, "inf"},
+          {0.5, 0.0, "inf"},
+          {:infinity, 1.0e-6, "inf"}
+        ] do
+      table = Check.table([Map.merge(result, %{error: error, allowed: allowed})])
+      assert table =~ ~r/^forward, against float64 +f64 +1 +#{Regex.escape(worst)} *o, causal$/m
+    end
+  end
+
   test "refuses what it does not know" do
     for {args, message} <- [
           {["--device", "tpu"], "--device: expected auto, cpu, cuda or cuda:INDEX, got tpu"},
