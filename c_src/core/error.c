@@ -38,7 +38,8 @@ fa_status fa_fail_message(fa_error *error, fa_status status, const char *argumen
   error->status = status;
   bool named = argument && *argument;
   if (named) snprintf(error->argument, sizeof error->argument, "%s", argument);
-  snprintf(error->message, sizeof error->message, "%s%s%s", named ? argument : "", named ? ": " : "", message);
+  snprintf(error->message, sizeof error->message, "%s%s%s", named ? argument : "",
+           named && *message ? ": " : "", message);
   return status;
 }
 
@@ -46,9 +47,9 @@ fa_status fa_fail(fa_error *error, fa_status status, const char *argument, const
                   const char *got) {
   if (!error) return status;
   char message[sizeof error->message];
-  bool has_got = got && *got;
-  snprintf(message, sizeof message, "expected %s%s%s", expected ? expected : "", has_got ? ", got " : "",
-           has_got ? got : "");
+  const bool has_expected = expected && *expected, has_got = got && *got;
+  snprintf(message, sizeof message, "%s%s%s%s%s", has_expected ? "expected " : "", has_expected ? expected : "",
+           has_expected && has_got ? ", " : "", has_got ? "got " : "", has_got ? got : "");
   fa_fail_message(error, status, argument, message);
   snprintf(error->expected, sizeof error->expected, "%s", expected ? expected : "");
   snprintf(error->got, sizeof error->got, "%s", got ? got : "");

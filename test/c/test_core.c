@@ -22,6 +22,22 @@ static fa_problem valid_problem(void) {
 
 /* ---- names ------------------------------------------------------------------------------------------ */
 
+/* Whatever of it is missing. */
+static void check_failure(const char *argument, const char *expected, const char *got, const char *message) {
+  fa_error error;
+  CHECK(fa_fail(&error, FA_STATUS_UNSUPPORTED, argument, expected, got) == FA_STATUS_UNSUPPORTED, "its status");
+  CHECK_TEXT(error.message, message);
+}
+
+static void test_failures(void) {
+  check_failure("k", "head_dim 64", "48", "k: expected head_dim 64, got 48");
+  check_failure("k", "head_dim 64", NULL, "k: expected head_dim 64");
+  check_failure("k", "", "48", "k: got 48");
+  check_failure("", "head_dim 64", "48", "expected head_dim 64, got 48");
+  check_failure("k", NULL, NULL, "k");
+  check_failure(NULL, NULL, NULL, "");
+}
+
 static void test_names(void) {
   CHECK_TEXT(fa_status_name(FA_STATUS_OK), "ok");
   CHECK_TEXT(fa_status_name(FA_STATUS_INVALID_ARGUMENT), "invalid_argument");
@@ -846,6 +862,7 @@ static void test_xla(void) {
 }
 
 int main(void) {
+  test_failures();
   test_names();
   test_validation();
   test_overflow();
