@@ -72,6 +72,16 @@ fa_status fa_plan_init(fa_plan *plan, const fa_problem *problem, fa_pass pass, f
   return status ? status : fa_succeed(error);
 }
 
+fa_status fa_workspace_check(const fa_execution *execution, size_t bytes, fa_error *error) {
+  if (execution->workspace_bytes < bytes)
+    return fa_fail(error, FA_STATUS_INVALID_ARGUMENT, "workspace", FA_TEXT("at least %zu bytes", bytes),
+                   FA_TEXT("%zu", execution->workspace_bytes));
+  if (bytes && (!execution->workspace || (uintptr_t)execution->workspace % 64 != 0))
+    return fa_fail(error, FA_STATUS_INVALID_ARGUMENT, "workspace", "an address aligned to 64 bytes",
+                   FA_TEXT("%p", execution->workspace));
+  return FA_STATUS_OK;
+}
+
 fa_status fa_run(const fa_plan *plan, const fa_tensors *tensors, const fa_execution *execution,
                  fa_error *error) {
   for (int id = 0; id < FA_NUM_TENSORS; id++) {
@@ -79,15 +89,10 @@ fa_status fa_run(const fa_plan *plan, const fa_tensors *tensors, const fa_execut
     if (is_used && !fa_tensor_get(tensors, id)->data && fa_tensor_shape(&plan->problem, id).size_bytes > 0)
       return fa_fail(error, FA_STATUS_INVALID_ARGUMENT, fa_tensor_name(id), "a pointer", "NULL");
   }
-  if (execution->workspace_bytes < plan->workspace_bytes)
-    return fa_fail(error, FA_STATUS_INVALID_ARGUMENT, "workspace",
-                   FA_TEXT("at least %zu bytes", plan->workspace_bytes),
-                   FA_TEXT("%zu", execution->workspace_bytes));
-  if (plan->workspace_bytes && (!execution->workspace || (uintptr_t)execution->workspace % 64 != 0))
-    return fa_fail(error, FA_STATUS_INVALID_ARGUMENT, "workspace", "an address aligned to 64 bytes",
-                   FA_TEXT("%p", execution->workspace));
+  fa_status status = fa_workspace_check(execution, plan->workspace_bytes, error);
+  if (status) return status;
   if (writes_nothing(plan)) return fa_succeed(error);
   const fa_backend *backend = plan->backend;
-  fa_status status = backend->run(plan, tensors, execution, error);
+  status = backend->run(plan, tensors, execution, error);
   return status ? status : fa_succeed(error);
 }

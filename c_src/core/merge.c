@@ -172,13 +172,6 @@ size_t fa_merge_workspace_bytes(const fa_merge *merge) {
              : 0;
 }
 
-static fa_status check_workspace(const fa_merge *merge, const fa_execution *execution, fa_error *error) {
-  const size_t bytes = fa_merge_workspace_bytes(merge);
-  if (!merge->dsink || execution->workspace_bytes >= bytes) return FA_STATUS_OK;
-  return fa_fail(error, FA_STATUS_INVALID_ARGUMENT, "workspace", FA_TEXT("at least %zu bytes", bytes),
-                 FA_TEXT("%zu", execution->workspace_bytes));
-}
-
 static fa_status run(const fa_merge *merge, bool is_backward, fa_device device, const fa_execution *execution,
                      fa_error *error) {
   const fa_backend *backend;
@@ -187,7 +180,8 @@ static fa_status run(const fa_merge *merge, bool is_backward, fa_device device, 
   if (!status && !backend->merge)
     status = fa_fail(error, FA_STATUS_UNSUPPORTED, "device", "one that merges parts",
                      fa_device_kind_name(device.kind));
-  if (!status && is_backward) status = check_workspace(merge, execution, error);
+  if (!status && is_backward && merge->dsink)
+    status = fa_workspace_check(execution, fa_merge_workspace_bytes(merge), error);
   /* The sum over no rows is written all the same. */
   if (!status && (!is_empty(merge) || (is_backward && merge->dsink && merge->num_sinks)))
     status = backend->merge(merge, is_backward, device.index, execution, error);

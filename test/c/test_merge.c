@@ -702,6 +702,11 @@ static void test_refused(void) {
   m.num_parts = 0, m.num_sinks = 1, m.sink = numbers_of, m.dsink = numbers_of, m.dmerged = m.merged;
   CHECK(fa_merge_backward(&m, device, &execution, &error), "no workspace passes");
   CHECK_TEXT(error.message, "workspace: expected at least 8 bytes, got 0");
+  execution.workspace_bytes = 8;
+  CHECK(fa_merge_backward(&m, device, &execution, &error), "a workspace that is nowhere passes");
+  execution.workspace = (char *)64 + 8;
+  CHECK(fa_merge_backward(&m, device, &execution, &error), "a misaligned workspace passes");
+  CHECK_TEXT(error.message, "workspace: expected an address aligned to 64 bytes, got 0x48");
   m.seqlen_q = 0, m.num_parts = 0, m.sink = NULL;
   CHECK(fa_merge_backward(&m, device, &execution, &error), "no sink passes where its gradient is wanted");
   CHECK_TEXT(error.message, "sink: expected a pointer, got NULL");
