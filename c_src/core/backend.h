@@ -135,6 +135,9 @@ fa_status fa_backend_plan(fa_plan *plan, fa_error *error);
 /* Finds the backend of a device, or says why there is no such device. */
 fa_status fa_backend_find(fa_device device, const fa_backend **backend, fa_error *error);
 
+/* Whether a backend has the device, which is of its kind. */
+fa_status fa_backend_check_device(const fa_backend *backend, fa_device device, fa_error *error);
+
 /* Whether the caller's workspace is one of so many bytes. */
 fa_status fa_workspace_check(const fa_execution *execution, size_t bytes, fa_error *error);
 

@@ -14,15 +14,20 @@ int32_t fa_num_devices(fa_device_kind kind, fa_error *error) {
   return 0;
 }
 
-fa_status fa_backend_find(fa_device device, const fa_backend **backend, fa_error *error) {
-  int32_t num_devices = fa_num_devices(device.kind, error);
+fa_status fa_backend_check_device(const fa_backend *backend, fa_device device, fa_error *error) {
+  const int32_t num_devices = backend->num_devices(error);
   if (num_devices == 0) return FA_STATUS_NO_DEVICE;
-  if (device.index < 0 || device.index >= num_devices)
-    return fa_fail(error, FA_STATUS_NO_DEVICE, "device",
-                   FA_TEXT("a %s device from 0 to %d", fa_device_kind_name(device.kind), num_devices - 1),
-                   FA_TEXT("%d", device.index));
+  if (device.index >= 0 && device.index < num_devices) return FA_STATUS_OK;
+  return fa_fail(error, FA_STATUS_NO_DEVICE, "device",
+                 FA_TEXT("a %s device from 0 to %d", fa_device_kind_name(device.kind), num_devices - 1),
+                 FA_TEXT("%d", device.index));
+}
+
+fa_status fa_backend_find(fa_device device, const fa_backend **backend, fa_error *error) {
   *backend = fa_backend_of(device.kind);
-  return FA_STATUS_OK;
+  if (*backend) return fa_backend_check_device(*backend, device, error);
+  fa_num_devices(device.kind, error); /* says why there is none */
+  return FA_STATUS_NO_DEVICE;
 }
 
 fa_status fa_device_get_info(fa_device device, fa_device_info *info, fa_error *error) {

@@ -711,12 +711,14 @@ static fa_status check_devices(const fa_plan *plan, const fa_device *devices, in
   if (num_devices < 1 || num_devices > FA_MAX_DEVICES)
     return fa_fail(error, FA_STATUS_INVALID_ARGUMENT, "device", FA_TEXT("1 to %d devices", FA_MAX_DEVICES),
                    FA_TEXT("%d", num_devices));
-  for (int32_t i = 0; i < num_devices; i++)
-    if (devices[i].kind != plan->device.kind)
-      return fa_fail(
-          error, FA_STATUS_INVALID_ARGUMENT, "device", "devices of one kind",
-          FA_TEXT("%s and %s", fa_device_kind_name(plan->device.kind), fa_device_kind_name(devices[i].kind)));
-  return FA_STATUS_OK;
+  fa_status status = FA_STATUS_OK;
+  for (int32_t i = 0; !status && i < num_devices; i++)
+    status = devices[i].kind == plan->device.kind
+                 ? fa_backend_check_device(plan->backend, devices[i], error)
+                 : fa_fail(error, FA_STATUS_INVALID_ARGUMENT, "device", "devices of one kind",
+                           FA_TEXT("%s and %s", fa_device_kind_name(plan->device.kind),
+                                   fa_device_kind_name(devices[i].kind)));
+  return status;
 }
 
 /* The first error counts; measurements add up, but kernels of several devices run at the same time. */

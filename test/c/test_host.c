@@ -559,11 +559,17 @@ static void test_wrong_devices(void) {
   fa_random random = random_stream(25, 0);
   setting s = setting_of_devices(FA_PASS_FORWARD, &random);
   fa_error error;
+  char expected[96];
   setting_place(&s);
   CHECK(setting_run_on(&s, mixed, 2, NULL, NULL, &error) == FA_STATUS_INVALID_ARGUMENT, "devices of two kinds");
   CHECK_TEXT(error.message, "device: expected devices of one kind, got cuda and cpu");
   CHECK(setting_run_on(&s, mixed, FA_MAX_DEVICES + 1, NULL, NULL, &error) == FA_STATUS_INVALID_ARGUMENT,
         "many");
+  const fa_device beyond[] = {{FA_DEVICE_CUDA, 0}, {FA_DEVICE_CUDA, FAKE_DEVICES}};
+  CHECK(setting_run_on(&s, beyond, 2, NULL, NULL, &error) == FA_STATUS_NO_DEVICE, "a device that is not there");
+  snprintf(expected, sizeof expected, "device: expected a cuda device from 0 to %d, got %d", FAKE_DEVICES - 1,
+           FAKE_DEVICES);
+  CHECK_TEXT(error.message, expected);
   setting_remove(&s);
   setting_free(&s);
 }
@@ -1270,6 +1276,8 @@ static void test_kept_on_cpu(void) {
   tensors.dout.data = NULL; /* nobody asks for what is no tensor of the pass */
   placement.on_device.v.data = tensors.v.data;
   if (fa_plan_init(&plan, &s.problem, s.pass, reference, NULL)) exit(2);
+  const fa_device beyond[] = {reference, {FA_DEVICE_REFERENCE, 1}};
+  CHECK(fa_run_on_devices(&plan, beyond, 2, &tensors, NULL, &error) == FA_STATUS_NO_DEVICE, "reference 1");
   CHECK(fa_run_anywhere(&plan, &tensors, &placement, NULL, &error) == FA_STATUS_OK, "%s", error.message);
   for (int id = 0; id < FA_NUM_TENSORS; id++) {
     if (!role_of(&s, id)) continue;
