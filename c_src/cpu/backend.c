@@ -89,8 +89,9 @@ static const fa_cpu_kernel *kernel_for(fa_pass pass, fa_dtype dtype) {
 /* FLASH_ATTENTION_NUM_THREADS, or 0 where it is not set to a number. */
 static int32_t threads_wanted(void) {
   const char *text = getenv("FLASH_ATTENTION_NUM_THREADS");
-  long threads = text ? strtol(text, NULL, 10) : 0;
-  return threads > 0 && threads < 1024 ? (int32_t)threads : 0;
+  char *end = NULL;
+  const long threads = text ? strtol(text, &end, 10) : 0;
+  return end && !*end && threads > 0 && threads < 1024 ? (int32_t)threads : 0;
 }
 
 /* Threads that a call of this size keeps busy for longer than it takes to wake them up. */

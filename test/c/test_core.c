@@ -776,6 +776,26 @@ static void test_instruction_sets(void) {}
 
 #endif
 
+static int32_t threads_with(const char *text) {
+  fa_device_info info;
+  setenv("FLASH_ATTENTION_NUM_THREADS", text, 1);
+  if (fa_device_get_info((fa_device){FA_DEVICE_CPU, 0}, &info, NULL)) exit(2);
+  return info.num_threads;
+}
+
+static void test_threads(void) {
+  const char *set = getenv("FLASH_ATTENTION_NUM_THREADS");
+  char *before = set ? strdup(set) : NULL;
+  CHECK(threads_with("7") == 7 && threads_with("1023") == 1023, "threads that are asked for");
+  const int32_t processors = threads_with("");
+  static const char *const others[] = {"0", "-3", "1024", "99999999999999999999", "many", "1e3", "1,2"};
+  for (size_t i = 0; i < sizeof others / sizeof *others; i++)
+    CHECK(threads_with(others[i]) == processors, "%d threads for %s", threads_with(others[i]), others[i]);
+  unsetenv("FLASH_ATTENTION_NUM_THREADS");
+  if (before) setenv("FLASH_ATTENTION_NUM_THREADS", before, 1);
+  free(before);
+}
+
 static void test_devices(void) {
   static const fa_device_kind kinds[] = {FA_DEVICE_CPU, FA_DEVICE_REFERENCE};
   for (size_t i = 0; i < 2; i++) {
@@ -887,6 +907,7 @@ int main(void) {
   test_windows();
   test_plans();
   test_instruction_sets();
+  test_threads();
   test_devices();
   test_runs();
   test_xla();
