@@ -1097,8 +1097,11 @@ inline void run_block(uint3 index) {
 inline void run_grid(dim3 grid, dim3 block, size_t shared_bytes) {
   machine &m = the_machine();
   const size_t num_threads = size_t(block.x) * block.y * block.z;
-  if (num_threads == 0 || num_threads > 1024 || !grid.x || !grid.y || !grid.z ||
-      shared_bytes > most_shared_bytes) {
+  if (!grid.x || !grid.y || !grid.z) {
+    add_finding("launch", "", text("a grid of %u, %u, %u blocks (at least 1 each)", grid.x, grid.y, grid.z));
+    return;
+  }
+  if (num_threads == 0 || num_threads > 1024 || shared_bytes > most_shared_bytes) {
     add_finding("launch", "",
                 text("%zu threads a block (1 to 1024) and %zu bytes of shared memory (up to %zu)", num_threads,
                      shared_bytes, most_shared_bytes));

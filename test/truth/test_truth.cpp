@@ -347,6 +347,8 @@ static void test_findings() {
               "bytes[2] is outside of bytes, which has 2 elements: thread (2, 0, 0) of block (0, 0, 0)", 0);
   misbehave(RACE_IN_WARP, 1, 2000);
   expect_only("launch", "2000 threads a block (1 to 1024) and 8 bytes of shared memory (up to 232448)", 0);
+  misbehave(RACE_IN_WARP, 0, 32);
+  expect_only("launch", "a grid of 0, 1, 1 blocks (at least 1 each)", 0);
 }
 
 /* Races that other accesses stand between, and the same with barriers. */
