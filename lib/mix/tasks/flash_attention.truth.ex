@@ -88,7 +88,7 @@ defmodule Mix.Tasks.FlashAttention.Truth do
     Mix.Task.run("compile")
 
     case Mix.FlashAttention.parse!(args, @switches, 1) do
-      {opts, [source]} -> check(Path.expand(source), opts)
+      {opts, [source]} -> Mix.FlashAttention.run!(fn -> check(Path.expand(source), opts) end)
       {_opts, []} -> Mix.raise("expected a file of kernels")
     end
   end
@@ -122,6 +122,7 @@ defmodule Mix.Tasks.FlashAttention.Truth do
       do: Mix.raise("--case: expected #{path} to give a list of keyword lists")
 
     Enum.each(cases, &check_keys!/1)
+    for c <- cases, {name, what} <- c[:arrays] || [], do: check_array!(name, what)
     cases
   end
 
@@ -134,6 +135,18 @@ defmodule Mix.Tasks.FlashAttention.Truth do
         key <- Keyword.keys(given) -- keys,
         do: Mix.raise("--case: expected keys among #{Enum.join(keys, ", ")}, got #{inspect(key)}")
   end
+
+  defp check_array!(name, what) do
+    if not array?(what),
+      do:
+        Mix.raise(
+          "#{name}: expected numbers, a count, {:random, count}, {:zeros, count} or a file, got #{inspect(what)}"
+        )
+  end
+
+  defp array?({how, count}) when how in [:random, :zeros], do: is_integer(count) and count >= 0
+  defp array?(numbers) when is_list(numbers), do: Enum.all?(numbers, &is_number/1)
+  defp array?(what), do: is_binary(what) or (is_integer(what) and what >= 0)
 
   # ---- the program -------------------------------------------------------------------------------------------
 
@@ -255,14 +268,7 @@ defmodule Mix.Tasks.FlashAttention.Truth do
   defp array({:random, count}, name, index, directory, opts),
     do: count |> Values.random(:erlang.phash2({opts[:seed] || 0, index, name})) |> write(name, index, directory)
 
-  defp array(numbers, name, index, directory, _opts) when is_list(numbers),
-    do: write(numbers, name, index, directory)
-
-  defp array(other, name, _index, _directory, _opts),
-    do:
-      Mix.raise(
-        "#{name}: expected numbers, a count, {:random, count}, {:zeros, count} or a file, got #{inspect(other)}"
-      )
+  defp array(numbers, name, index, directory, _opts), do: write(numbers, name, index, directory)
 
   defp write(numbers, name, index, directory) do
     path = Path.join(directory, "#{index}_#{name}.f64")

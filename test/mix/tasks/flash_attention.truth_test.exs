@@ -149,11 +149,20 @@ defmodule Mix.Tasks.FlashAttention.TruthTest do
       run(directory, "int f(", cases(2), @arguments)
     end
 
-    assert_raise Mix.Error,
-                 "x: expected numbers, a count, {:random, count}, {:zeros, count} or a file, got nil",
-                 fn ->
-                   run(directory, @kernels, [[arrays: [x: nil, y: 4], args: []]], @arguments)
-                 end
+    for x <- [nil, -4, {:random, -4}, {:zeros, 1.5}, [1, :nan, 3, 4]] do
+      message = "x: expected numbers, a count, {:random, count}, {:zeros, count} or a file, got #{inspect(x)}"
+
+      assert_raise Mix.Error, message, fn ->
+        run(directory, @kernels, [[arrays: [x: x, y: 4], args: []]], @arguments)
+      end
+    end
+
+    file = Path.join(directory, "file")
+    File.write!(file, "")
+
+    assert_raise Mix.Error, ~r/could not make directory .*: (not a directory|file already exists)/, fn ->
+      run(directory, @kernels, cases(2), ["--write", file | @arguments])
+    end
   end
 
   test "the example" do
