@@ -152,9 +152,11 @@ extern "C" {
 #define FA_VERSION "0.1.0"
 
 #if defined(__GNUC__)
-#define FA_API __attribute__((visibility("default")))
+#define FA_API       __attribute__((visibility("default")))
+#define FA_EXTENSION __extension__ /* C11's structs without a name, of which -pedantic warns in C++ */
 #else
 #define FA_API
+#define FA_EXTENSION
 #endif
 
 /* ---------------------------------------------------------------------------------------------------
@@ -330,11 +332,9 @@ FA_API fa_status fa_option_set_choice(fa_problem *problem, const fa_option *opti
 
 typedef struct fa_tensor {
   void *data;
-  union {
+  FA_EXTENSION union {
     int64_t strides[FA_MAX_RANK - 1];
-    struct {
-      int64_t stride_batch, stride_row, stride_head;
-    };
+    FA_EXTENSION struct { int64_t stride_batch, stride_row, stride_head; };
   };
 } fa_tensor;
 

@@ -117,6 +117,14 @@ defmodule BuildTest do
     assert Enum.sort(File.ls!(path)) == ["Makefile", "a", "it's", "priv"]
   end
 
+  for compiler <- ["g++", "clang++"], System.find_executable(compiler) do
+    test "#{compiler} takes the header without a warning, in pedantic C++, too", %{path: path} do
+      File.write!("#{path}/header.cpp", "#include <flash_attention.h>\n")
+      pedantic = "-std=c++11 -Wall -Wextra -pedantic -Werror"
+      sh("#{unquote(compiler)} #{pedantic} -Ic_src -fsyntax-only '#{path}/header.cpp'")
+    end
+  end
+
   if System.find_executable("clang") do
     test "clang compiles it without a warning", %{path: path} do
       sh("cp -Rp Makefile c_src '#{path}/'")
