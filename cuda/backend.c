@@ -261,6 +261,7 @@ static uint32_t needs_of(const fa_problem *p) {
          (fa_is_sum(p, FA_TENSOR_DBIAS) || fa_is_sum(p, FA_TENSOR_DALIBI_SLOPES) ? FA_CUDA_NEEDS_SUMS : 0) |
          (has_keys(p) && p->bias_dtype == FA_DTYPE_U8 ? FA_CUDA_NEEDS_KEY_FLAGS : 0) |
          (has_slopes(p) && p->window_right > 0 && !sees_all(p) ? FA_CUDA_NEEDS_SLOPES_BEHIND : 0) |
+         (has_slopes(p) && p->window_right > 0 ? FA_CUDA_NEEDS_COLUMNS_BEHIND : 0) |
          (p->scale < FA_CUDA_LEAST_SCALE ? FA_CUDA_NEEDS_OTHER_SCALES : 0);
 }
 
@@ -268,7 +269,7 @@ static uint32_t needs_of(const fa_problem *p) {
 static fa_status no_kernel_takes(uint32_t needs, const fa_plan *plan, fa_error *error) {
   const char *const names[] = {"window",  "softcap", "num_sinks",    "bands",      "bias",  "bias",
                                "dropout", "bias",    "key_lengths",  "page_table", "scale", "scale",
-                               "bias",    "bias",    "alibi_slopes", "scale",      "bias"};
+                               "bias",    "bias",    "alibi_slopes", "scale",      "bias",  "alibi_slopes"};
   const char *name = NULL;
   for (int i = 0; !name; i++)
     if (needs & (uint32_t)FA_CUDA_NEEDS_OF_HEADS << i)
@@ -355,11 +356,15 @@ static int64_t num_parts_of(const fa_plan *whole, const fa_cuda_kernel *kernel) 
   return shares_steps(kernel) ? num_column_parts(whole, kernel) : num_head_parts(whole, kernel);
 }
 
-/* Whether column blocks had better be shared out, and a general kernel follows that does. */
+/* Whether column blocks had better be shared out, and a kernel follows that does: the next one by heads, or a
+ * general one by steps. */
 static bool is_left_to_parts(const fa_plan *whole, const fa_cuda_kernel *row) {
-  return whole->pass == FA_PASS_BACKWARD && row->mapped && !is_general(row) && !row->single_column &&
-         !(row->takes & FA_CUDA_PROGRAM_NEEDS) && num_head_parts(whole, row) == 1 &&
-         num_column_parts(whole, row) > 1;
+  if (whole->pass != FA_PASS_BACKWARD || !row->mapped || is_general(row) || row->single_column ||
+      row->takes & FA_CUDA_PROGRAM_NEEDS)
+    return false;
+  const fa_cuda_kernel *sharing = row->splits_heads ? row : row + 1;
+  if (num_head_parts(whole, sharing) > 1) return sharing != row;
+  return num_column_parts(whole, row) > 1;
 }
 
 /* Whether one column block holds all keys, and every row sees some of them. Slices of the problem have this in
@@ -447,7 +452,6 @@ static fa_status choose_kernel(const fa_plan *plan, int family, const fa_cuda_ke
       if (problem->head_dim > row->bucket || row->shared_bytes > device.shared_bytes) continue;
       if (!row_fits(problem, row) || !is_large_enough(problem, row)) continue;
       if (row->single_column && !is_single_column(problem, row)) continue;
-      if (row->uneven && !is_uneven(&whole->problem)) continue;
       if (row->in_parts && !in_parts) continue;
       if (needs_of(problem) & ~row->takes) {
         declined |= needs_of(problem) & ~row->takes;

@@ -52,7 +52,8 @@ __device__ inline __attribute__((always_inline)) void consume_blocks(
   constexpr int Q_STEPS = Shape::block_q / 16, K_STEPS = Shape::block_k / 16;
   static_assert(Dq::MT == 1, "one product of a warpgroup");
   // Whether ds is stored before dv is waited for: at head_dim 64 too many registers would be in use.
-  constexpr bool HURRIES_DS = Shape::head_dim == 128 && (!GENERAL || Shape::program == DROPOUT);
+  constexpr bool HURRIES_DS =
+      Shape::head_dim == 128 && (GENERAL ? Shape::program == DROPOUT : !Shape::none_behind);
   // Whether hidden scores begin at -inf, which is seen to while other products run: not where what is added
   // comes later, and beside slopes and dropout it is no gain.
   constexpr bool HIDES_EARLY =
@@ -190,7 +191,7 @@ __device__ inline __attribute__((always_inline)) void consume_blocks(
     const auto visit = work.consumers_visit(a, step, buffers.visit(steps));
     const int first_column = work.columns.begin + consumer * 64;
     const int stage = steps % 2;
-    forget(buffers.base);  // or ptxas keeps every address of this step in a register
+    if (Shape::forgets_addresses) forget(buffers.base);
     [[maybe_unused]] float of_each = 0;
     [[maybe_unused]] auto add_crossing = [&](const Visit &seen) {
       if constexpr (Shape::folds_slopes)
@@ -215,7 +216,7 @@ __device__ inline __attribute__((always_inline)) void consume_blocks(
     } else {
       const Range columns = {first_column, first_column + 64};
       const Place at = {work.block.batch, visit.head, visit.rows.begin, first_column + warp_row};
-      if constexpr (Shape::folds_slopes) {
+      if constexpr (Shape::folds_slopes && !Shape::none_behind) {
         finish_scores<Kind, 1, NT>(scores, score, 1);
         const bool hides = !see_all_in_band<false>(a, visit.band, visit.rows, columns);
         if (hides || crossed) {  // both are rare, and one branch costs less than two
@@ -370,12 +371,12 @@ struct BackwardConsumer {
 using namespace fa::hopper;
 const fa_cuda_kernel FA_JOIN(fa_hopper_backward_, FA_KIND)[] = {
     // bucket, block_q, dq's shares, writers, traits, program
-    ROW("/d64/single", false, 64, 128, 1, 0, SINGLE_COLUMN | ASKS_EARLY | LEAVES_BY_MAP),
+    ROW("/d64/single", false, 64, 128, 1, 0, SINGLE_COLUMN | LEAVES_BY_MAP | PLACES_LANES),
     ROW("/d64/single/forms", false, 64, 128, 1, 0, SINGLE_COLUMN | FORMS | LEAVES_BY_MAP),
     ROW("/d128/single", false, 128, 64, 1, 0, SINGLE_COLUMN | FROM_SHIFT | ASKS_EARLY | LEAVES_BY_MAP),
     ROW("/d128/single/forms", false, 128, 64, 1, 0, SINGLE_COLUMN | FROM_SHIFT | FORMS | LEAVES_BY_MAP),
-    ROW("/d64/uneven", false, 64, 128, 1, 2, FORMS | LEAVES_BY_MAP | SPLITS_HEADS | UNEVEN),
-    ROW("/d64", false, 64, 128, 1, 2, FORMS),
+    ROW("/d64", false, 64, 128, 1, 2, LEAVES_BY_MAP | PLACES_LANES),
+    ROW("/d64/forms", false, 64, 128, 1, 2, FORMS | LEAVES_BY_MAP | SPLITS_HEADS),
     ROW("/d128", false, 128, 64, 1, 2, FROM_SHIFT | LEAVES_BY_MAP | SPLITS_HEADS),
     ROW("/d128/forms", false, 128, 64, 1, 2, FROM_SHIFT | FORMS | LEAVES_BY_MAP | SPLITS_HEADS),
     ROW("/d64/general", true, 64, 128, 1, 2, LEAVES_BY_MAP | PLACES_LANES),
@@ -397,6 +398,7 @@ const fa_cuda_kernel FA_JOIN(fa_hopper_backward_, FA_KIND)[] = {
     ROW("/d64/program", true, 64, 64, 1, 0, FORMS | SUMS, WHOLE_PROGRAM),
     ROW("/d128/keys", false, 128, 64, 1, 2, FROM_SHIFT | SUMS | LEAVES_BY_MAP | SPLITS_HEADS, KEYS),
     ROW("/d128/keys/general", true, 128, 64, 1, 2, FROM_SHIFT | SUMS | ASKS_EARLY | LEAVES_BY_MAP, KEYS),
+    ROW("/d128/slopes/causal", false, 128, 64, 1, 2, FROM_SHIFT | LEAVES_BY_MAP | NONE_BEHIND, SLOPES),
     ROW("/d128/slopes", false, 128, 64, 1, 2, LEAVES_BY_MAP | PLACES_LANES, SLOPES),
     ROW("/d128/slopes/general", true, 128, 64, 1, 2, FROM_SHIFT | FORMS | LEAVES_BY_MAP, SLOPES),
     ROW("/d128/slopes/sums", false, 128, 64, 1, 2, SUMS | PLACES_LANES, SLOPES),

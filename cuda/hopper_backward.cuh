@@ -33,8 +33,8 @@ enum { K_SIDE, V_SIDE, NUM_SIDES };
 // it. ASKS_EARLY: whether ds may be stored is asked between the exponentials and the wait for dp, which ptxas
 // would else move to before them. LEAVES_BY_MAP: dk and dv go through shared memory to their maps. These two
 // are 1 to 5 % in some kernels, and a loss in others, and so is PLACES_LANES, see RowNumbers. SPLITS_HEADS:
-// blocks of threads may share the query heads of a column block. UNEVEN: for problems whose column blocks have
-// different lengths.
+// blocks of threads may share the query heads of a column block. NONE_BEHIND: for slopes where no row sees a
+// column behind its place.
 enum BackwardTraits {
   FORMS = 1,
   SUMS = 2,
@@ -43,8 +43,8 @@ enum BackwardTraits {
   ASKS_EARLY = 16,
   LEAVES_BY_MAP = 32,
   SPLITS_HEADS = 64,
-  UNEVEN = 128,
-  PLACES_LANES = 256
+  PLACES_LANES = 128,
+  NONE_BEHIND = 256
 };
 
 // A row of the table; it changes results by rounding alone. The consumers' warps come first, then the
@@ -55,15 +55,14 @@ enum BackwardTraits {
 template <int HEAD_DIM, int BLOCK_Q, int DQ_SHARES, int NUM_WRITERS, int TRAITS, int PROGRAM = NO_PROGRAM>
 struct BackwardShape {
   static constexpr bool single_column = TRAITS & SINGLE_COLUMN;
-  static constexpr bool leaves_by_map = TRAITS & LEAVES_BY_MAP, splits_heads = TRAITS & SPLITS_HEADS,
-                        uneven = TRAITS & UNEVEN;
+  static constexpr bool leaves_by_map = TRAITS & LEAVES_BY_MAP, splits_heads = TRAITS & SPLITS_HEADS;
   // k and v are brought to the cache while those of the column block before are in use, where so many steps or
   // fewer are too short a time to bring them. At 128 it makes no difference to others, or costs them 1 %.
   static constexpr int most_steps_prefetched = !leaves_by_map || single_column ? 0
                                                : HEAD_DIM == 64                ? INT32_MAX
                                                                                : 2;
-  static constexpr bool sums = TRAITS & SUMS, asks_early = TRAITS & ASKS_EARLY,
-                        places_lanes = TRAITS & PLACES_LANES;
+  static constexpr bool none_behind = TRAITS & NONE_BEHIND, sums = TRAITS & SUMS,
+                        asks_early = TRAITS & ASKS_EARLY, places_lanes = TRAITS & PLACES_LANES;
   static constexpr Forms forms = !(TRAITS & FORMS) ? USUAL_FORM : PROGRAM ? NO_SOFTCAP : ANY_FORM;
   static constexpr Beginning beginning = !(TRAITS & FROM_SHIFT) ? AT_ZERO
                                          : forms == USUAL_FORM  ? AT_SHIFT
@@ -88,6 +87,10 @@ struct BackwardShape {
   // more.
   static constexpr int steps_found = has_cells ? 8 : folds || (has_flags && HEAD_DIM == 64) ? 16 : 32;
   static constexpr int consumer_registers = 240, other_registers = 24;
+  // Whether consumers work out the addresses of each step anew. Kept from step to step, as ptxas would have
+  // them, they spill where registers are scarce; at 64 that is 1 to 9 % of the time in most kernels, but 4 %
+  // more where keys are added to and nothing else is.
+  static constexpr bool forgets_addresses = HEAD_DIM > 64 || (PROGRAM == KEYS && !FA_KIND_SCALED);
   // Whether a consumer waits for the other's ds before it needs that. One that may be a whole step ahead ends
   // up there, and does at any time what the other does. Where steps are short it pays.
   static constexpr bool keeps_pace = head_dim == 64 && block_q == 128;
@@ -1218,15 +1221,15 @@ constexpr fa_cuda_kernel row_of_kernel(const char *name, const void *main) {
                         .block_k = Shape::block_k,
                         .num_threads = Shape::num_threads,
                         .shared_bytes = Buffers::BYTES,
-                        .takes = takes_of_forms(Buffers::general, Shape::forms) |
-                                 takes_of_program(Shape::whole_program, Shape::sums),
+                        .takes = (takes_of_forms(Buffers::general, Shape::forms) |
+                                  takes_of_program(Shape::whole_program, Shape::sums)) &
+                                 ~(Shape::none_behind ? FA_CUDA_NEEDS_COLUMNS_BEHIND : 0u),
                         .row_warps = 1,
                         .mapped = true,
                         .persistent = true,
                         .begins_early = true,
                         .single_column = Shape::single_column,
                         .splits_heads = Shape::splits_heads,
-                        .uneven = Shape::uneven,
                         .folds = Shape::folds,
                         .halves = Shape::drops && !Kind::SCALED,
                         .main = main,

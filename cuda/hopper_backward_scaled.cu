@@ -283,7 +283,7 @@ struct BackwardConsumer {
     const auto visit = work.consumers_visit(a, step, buffers.visit(steps));
     const int first_column = work.columns.begin + consumer * 64, stage = steps % 2;
     decltype(auto) score = known_score<Shape::forms>(a.score);
-    forget(buffers.base);  // or ptxas keeps every address of this step in a register
+    if (Shape::forgets_addresses) forget(buffers.base);
     if constexpr (GENERAL)
       make_told_scores<Kind>(scores, score, work, visit, Work::see_all(Work::heard_flags(visit, consumer)),
                              first_column + warp_row,
@@ -381,8 +381,8 @@ const fa_cuda_kernel FA_JOIN(fa_hopper_backward_, FA_KIND)[] = {
     ROW("/d64/forms", false, 64, 64, 2, 0, FORMS),
     ROW("/d128", false, 128, 32, 2, 0, 0),
     ROW("/d128/forms", false, 128, 32, 2, 0, FORMS),
-    ROW("/d64/general", true, 64, 64, 2, 0, FORMS),
-    ROW("/d64/keys", true, 64, 64, 2, 0, FORMS, KEYS),
+    ROW("/d64/general", true, 64, 64, 2, 0, FORMS | ASKS_EARLY),
+    ROW("/d64/keys", true, 64, 64, 2, 0, FORMS | ASKS_EARLY, KEYS),
     ROW("/d64/flags", true, 64, 64, 2, 0, FORMS, FLAGS),
     ROW("/d64/program", true, 64, 64, 2, 0, FORMS | SUMS, WHOLE_PROGRAM),
     ROW("/d128/general", true, 128, 32, 2, 0, FORMS),

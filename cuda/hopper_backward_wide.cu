@@ -25,7 +25,7 @@ struct WideShape {
   static constexpr Forms forms = TRAITS & FORMS ? ANY_FORM : USUAL_FORM;
   static constexpr bool sums = true, has_cells = false, tiles_cells = false, has_flags = false, drops = false,
                         folds = false, folds_slopes = false, tells_work = false, single_column = false,
-                        leaves_by_map = false, splits_heads = false, uneven = false;
+                        leaves_by_map = false, splits_heads = false, none_behind = false;
   static constexpr int num_warps = 4, dq_warps = 4;  // of DQ_GROUP, which comes first (see DqShare)
   static constexpr int dq_columns = 64;              // of one product
   static constexpr int num_writers = 0, num_leavers = 0, most_steps_prefetched = 0;

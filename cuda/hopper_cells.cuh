@@ -41,8 +41,8 @@ constexpr bool folds_terms(int program) { return !FA_KIND_SCALED && (program == 
 // hidden, and asks of each whether slopes make its scores rise.
 constexpr uint32_t takes_of_program(int program, bool sums = true, bool goes_through_visits = true) {
   if (program == NO_PROGRAM) return 0;
-  return needs_of_program(program) | (folds_terms(program) ? 0 : FA_CUDA_NEEDS_LATE_TERMS) |
-         (sums ? FA_CUDA_NEEDS_SUMS : 0) |
+  return needs_of_program(program) | FA_CUDA_NEEDS_COLUMNS_BEHIND |
+         (folds_terms(program) ? 0 : FA_CUDA_NEEDS_LATE_TERMS) | (sums ? FA_CUDA_NEEDS_SUMS : 0) |
          (goes_through_visits ? FA_CUDA_NEEDS_KEY_FLAGS | FA_CUDA_NEEDS_SLOPES_BEHIND : 0);
 }
 

@@ -42,10 +42,11 @@ struct ForwardShape {
                         drops = PROGRAM & DROPOUT, has_flags = PROGRAM & FLAGS,
                         tiles_cells = hopper::tiles_cells(PROGRAM), folds_slopes = folds && has_slopes;
   // Whether consumers are told how many visits follow that all rows see whole, and ask nothing about these.
-  // With keys at 64 and with flags that is 2 to 15 % slower; and of f32's two parts at 256 ptxas would keep
-  // more of o in memory.
-  static constexpr bool has_runs =
-      PROGRAM ? folds && !has_slopes && HEAD_DIM >= 128 : !(FA_KIND_PARTS == 2 && HEAD_DIM == 256);
+  // With keys at 64 and with flags that is 2 to 15 % slower, and where problems at 64 are short up to 4 %; and
+  // of f32's two parts at 256 ptxas would keep more of o in memory.
+  static constexpr bool has_runs = PROGRAM          ? folds && !has_slopes && HEAD_DIM >= 128
+                                   : FA_KIND_SCALED ? !(FA_KIND_PARTS == 2 && HEAD_DIM == 256)
+                                                    : HEAD_DIM >= 128 || follows;
   static_assert(!finds_runs || !PROGRAM || (folds && !has_slopes), "runs leave nothing to do with scores");
   // A kernel that follows is one for problems whose rows see so many columns, where they have another one.
   static constexpr int least_columns = PROGRAM || !follows        ? 0

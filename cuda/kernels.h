@@ -377,17 +377,19 @@ enum {
   FA_CUDA_NEEDS_KEY_FLAGS = 1 << 13, /* of a forward: a mask of keys, which may hide whole blocks */
   /* Of a forward: slopes where some rows see a part of the columns behind the place beside them. */
   FA_CUDA_NEEDS_SLOPES_BEHIND = 1 << 14,
-  FA_CUDA_NEEDS_OTHER_SCALES = 1 << 15, /* one below FA_CUDA_LEAST_SCALE, thus negative ones too */
-  FA_CUDA_NEEDS_FLAGS = 1 << 16,        /* of a program: a mask with a flag a score */
+  FA_CUDA_NEEDS_OTHER_SCALES = 1 << 15,   /* one below FA_CUDA_LEAST_SCALE, thus negative ones too */
+  FA_CUDA_NEEDS_FLAGS = 1 << 16,          /* of a program: a mask with a flag a score */
+  FA_CUDA_NEEDS_COLUMNS_BEHIND = 1 << 17, /* of a backward: slopes where rows see columns behind their place */
   /* Of each fa_cuda_head_number the bit so far behind this one: kernels that do not know it decline. */
-  FA_CUDA_NEEDS_OF_HEADS = 1 << 17,
+  FA_CUDA_NEEDS_OF_HEADS = 1 << 18,
   FA_CUDA_NEEDS_SLOPES = FA_CUDA_NEEDS_OF_HEADS << FA_CUDA_ALIBI_SLOPES,
   FA_CUDA_NEEDS_ANY_OF_HEADS = (FA_CUDA_NEEDS_OF_HEADS << FA_CUDA_NUM_HEAD_NUMBERS) - FA_CUDA_NEEDS_OF_HEADS,
   FA_CUDA_PROGRAM_NEEDS = FA_CUDA_NEEDS_ANY_OF_HEADS | FA_CUDA_NEEDS_KEYS | FA_CUDA_NEEDS_CELLS |
                           FA_CUDA_NEEDS_DROPOUT | FA_CUDA_NEEDS_FLAGS,
   FA_CUDA_ALL_NEEDS = FA_CUDA_NEEDS_ANY_OF_HEADS | (FA_CUDA_NEEDS_PAGES - 1) | FA_CUDA_NEEDS_EXTREMES |
                       FA_CUDA_NEEDS_LATE_TERMS | FA_CUDA_NEEDS_SUMS | FA_CUDA_NEEDS_KEY_FLAGS |
-                      FA_CUDA_NEEDS_SLOPES_BEHIND | FA_CUDA_NEEDS_OTHER_SCALES | FA_CUDA_NEEDS_FLAGS,
+                      FA_CUDA_NEEDS_SLOPES_BEHIND | FA_CUDA_NEEDS_OTHER_SCALES | FA_CUDA_NEEDS_FLAGS |
+                      FA_CUDA_NEEDS_COLUMNS_BEHIND,
   /* What gives scores another form than the usual one. */
   FA_CUDA_FORM_NEEDS = FA_CUDA_NEEDS_SOFTCAP | FA_CUDA_NEEDS_OTHER_SCALES,
   FA_CUDA_PLAIN_NEEDS = FA_CUDA_NEEDS_WINDOW | FA_CUDA_FORM_NEEDS | FA_CUDA_NEEDS_SINKS,
@@ -417,7 +419,6 @@ typedef struct fa_cuda_kernel {
   bool begins_early;     /* main waits by itself for the small kernel in front of it */
   bool single_column;    /* backward: only for problems with one column block, which every row sees */
   bool splits_heads;     /* backward: a column block's query heads may be shared out, not only its steps */
-  bool uneven;           /* backward: only for problems whose column blocks differ in length */
   bool leaves_notes;     /* forward: main mends when it has taken all tiles, see fa_cuda_arguments.notes */
   bool folds;            /* main makes numbers a key, or slopes, parts of q·k: fa_cuda_keys.terms */
   bool halves;           /* backward: main has halves of the p that dropout leaves: delta_factor is 2 kept */

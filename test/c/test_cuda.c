@@ -828,19 +828,38 @@ static void test_forms(void) {
       }
 }
 
-/* On Hopper a backward of up to 64 columns has a kernel for column blocks of different lengths, whether a mask
- * or the window makes them so. Bands have their own. */
-static void test_uneven(void) {
-  fa_problem causal = problem_of(FA_DTYPE_BF16, 1, 2048, 64, 64);
-  fa_problem full = causal, window = causal, bands = causal;
-  full.window_right = window.window_right = FA_UNBOUNDED, window.window_left = 300;
-  bands.num_bands = bands.bands_batch = 1;
-  const fa_problem *const problems[] = {&full, &causal, &window, &bands};
+/* On Hopper a backward of up to 64 columns has a kernel whose blocks share the query heads of a column block:
+ * for few key heads, where a window makes column blocks differ, but not with bands. Where steps are shared,
+ * too, the head dimension's own kernel does it. */
+static void test_shared_heads(void) {
+  fa_problem few = problem_of(FA_DTYPE_BF16, 1, 1024, 16, 64);
+  few.num_kv_heads = 1;
+  fa_problem window = few, full = few, many = few, bands = few,
+             steps = problem_of(FA_DTYPE_BF16, 1, 2048, 16, 64);
+  window.window_left = 900, full.window_right = FA_UNBOUNDED, many.num_kv_heads = 16;
+  bands.num_bands = bands.bands_batch = 1, steps.num_kv_heads = 8;
+  const fa_problem *const problems[] = {&few, &window, &full, &many, &bands, &steps};
   for (int i = 0; i < (int)(sizeof problems / sizeof *problems); i++) {
     const fa_plan plan = plan_of(problems[i], FA_PASS_BACKWARD);
     if (!strstr(plan.kernel, "sm90")) continue;
-    CHECK((strstr(plan.kernel, "/uneven") != NULL) == (i == 1 || i == 2), "problem %d: %s", i, plan.kernel);
-    CHECK((strstr(plan.kernel, "/general") != NULL) == (i == 3), "problem %d: %s", i, plan.kernel);
+    CHECK(strstr(plan.kernel, "/d64"), "problem %d: %s", i, plan.kernel);
+    CHECK((strstr(plan.kernel, "/d64/forms") != NULL) == (i < 2), "problem %d: %s", i, plan.kernel);
+  }
+}
+
+/* On Hopper a backward with slopes that nobody differentiates by has a kernel of its own where no row sees
+ * columns behind its place. */
+static void test_causal_slopes(void) {
+  fa_problem causal = problem_of(FA_DTYPE_BF16, 1, 1024, 16, 128);
+  causal.alibi_batch = 1, causal.constant_alibi_slopes = 1;
+  fa_problem window = causal, ahead = causal, full = causal, differentiated = causal, bands = causal;
+  window.window_left = 300, ahead.window_right = 1, full.window_right = FA_UNBOUNDED;
+  differentiated.constant_alibi_slopes = 0, bands.num_bands = bands.bands_batch = 1;
+  const fa_problem *const problems[] = {&causal, &window, &ahead, &full, &differentiated, &bands};
+  for (int i = 0; i < (int)(sizeof problems / sizeof *problems); i++) {
+    const fa_plan plan = plan_of(problems[i], FA_PASS_BACKWARD);
+    if (strstr(plan.kernel, "sm90"))
+      CHECK((strstr(plan.kernel, "/slopes/causal") != NULL) == (i < 2), "problem %d: %s", i, plan.kernel);
   }
 }
 
@@ -939,7 +958,8 @@ int main(int argc, char **argv) {
   test_few_keys();
   test_long();
   test_forms();
-  test_uneven();
+  test_shared_heads();
+  test_causal_slopes();
   test_statistics_beside();
   test_rows_unseen();
   test_places();
