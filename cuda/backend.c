@@ -93,9 +93,9 @@ static const struct {
 enum { LEAST_STEPS_SHARED = 12, LEAST_STEPS_A_PART = 4, LEAST_STEPS_A_PART_IN_BANDS = 48 };
 
 /* Query heads of a column block are shared out until there are so many parts for each multiprocessor, or steps
- * become as few as that in a part; where rows and sums of all heads take more than so many bytes, of which
- * little stays in cache. */
-enum { HEAD_PARTS_A_SLOT = 3, LEAST_STEPS_A_HEAD_PART = 32, HEADS_IN_CACHE_BYTES = 200 << 20 };
+ * become as few as that in a part, or twice and four times as many where a multiprocessor has two and three;
+ * where rows and sums of all heads take more than so many bytes, of which little stays in cache. */
+enum { HEAD_PARTS_A_SLOT = 3, LEAST_STEPS_A_HEAD_PART = 8, HEADS_IN_CACHE_BYTES = 200 << 20 };
 
 /* Bytes of sums of dq that stay in cache beside what comes and goes, on an H100 and an H200; and for how many
  * times as many heads there are sums where bands may leave most column blocks of a head without steps. */
@@ -341,8 +341,10 @@ static int64_t num_head_parts(const fa_plan *whole, const fa_cuda_kernel *kernel
     return 1;
   int64_t num_steps = 0, parts = 1; /* of all column blocks of a group */
   for (int64_t i = 0; i < num_k_blocks; i++) num_steps += num_row_blocks(p, kernel, i) * group;
-  for (int64_t n = 2; n <= group && parts * num_blocks < HEAD_PARTS_A_SLOT * num_slots; n++)
-    if (group % n == 0 && num_steps >= n * num_k_blocks * LEAST_STEPS_A_HEAD_PART) parts = n;
+  for (int64_t n = 2; n <= group && parts * num_blocks < HEAD_PARTS_A_SLOT * num_slots; n++) {
+    const int64_t least = LEAST_STEPS_A_HEAD_PART << fa_min((n * num_blocks - 1) / num_slots, 2);
+    if (group % n == 0 && num_steps >= n * num_k_blocks * least) parts = n;
+  }
   return parts;
 }
 
@@ -438,7 +440,7 @@ static fa_status choose_kernel(const fa_plan *plan, int family, const fa_cuda_ke
   fa_status status = fa_cuda_facts_of(plan->device.index, &device, error);
   if (!status) status = check_problem(plan, device.major, error);
   if (status) return status;
-  int32_t largest = 0;
+  int32_t largest = 0, left_to_parts = INT32_MAX;
   uint32_t declined = 0;
   const int capability = device.major * 10 + device.minor;
   const bool in_parts = is_for_key_parts(whole, capability);
@@ -450,6 +452,7 @@ static fa_status choose_kernel(const fa_plan *plan, int family, const fa_cuda_ke
     for (; row && row->name; row++) {
       if (row->bucket > largest && row->shared_bytes <= device.shared_bytes) largest = row->bucket;
       if (problem->head_dim > row->bucket || row->shared_bytes > device.shared_bytes) continue;
+      if (row->bucket > left_to_parts) continue;
       if (!row_fits(problem, row) || !is_large_enough(problem, row)) continue;
       if (row->single_column && !is_single_column(problem, row)) continue;
       if (row->in_parts && !in_parts) continue;
@@ -458,7 +461,10 @@ static fa_status choose_kernel(const fa_plan *plan, int family, const fa_cuda_ke
         continue;
       }
       if (!pays(whole, row)) break;
-      if (is_left_to_parts(whole, row)) continue;
+      if (is_left_to_parts(whole, row)) {
+        left_to_parts = row->bucket;
+        continue;
+      }
       *chosen = row;
       return check_sizes(&plan->problem, row, error);
     }
