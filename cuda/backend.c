@@ -364,7 +364,7 @@ static bool is_left_to_parts(const fa_plan *whole, const fa_cuda_kernel *row) {
   if (whole->pass != FA_PASS_BACKWARD || !row->mapped || is_general(row) || row->single_column ||
       row->takes & FA_CUDA_PROGRAM_NEEDS)
     return false;
-  const fa_cuda_kernel *sharing = row->splits_heads ? row : row + 1;
+  const fa_cuda_kernel *sharing = !row->splits_heads && row[1].splits_heads ? row + 1 : row;
   if (num_head_parts(whole, sharing) > 1) return sharing != row;
   return num_column_parts(whole, row) > 1;
 }

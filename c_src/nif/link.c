@@ -1,4 +1,5 @@
 /* What ranks need of the library beside the passes: memory of a device, sums of tensors, and links. */
+#include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -281,7 +282,7 @@ typedef struct nif_link {
 
 typedef struct nif_exchange {
   nif_link *link;
-  fa_exchange *exchange; /* NULL once it was awaited */
+  _Atomic(fa_exchange *) exchange; /* NULL once somebody awaits it */
   fa_data *memories;
   int num_memories;
 } nif_exchange;
@@ -306,10 +307,11 @@ static void drop_memories(nif_exchange *exchange) {
 static void exchange_collected(ErlNifEnv *env, void *resource) {
   (void)env;
   nif_exchange *exchange = resource;
-  if (exchange->exchange) {
+  fa_exchange *left = atomic_load(&exchange->exchange);
+  if (left) {
     fa_error error;
     fa_link_abort(exchange->link->link);
-    fa_link_await(exchange->link->link, exchange->exchange, &error);
+    fa_link_await(exchange->link->link, left, &error);
   }
   drop_memories(exchange);
   if (exchange->link) enif_release_resource(exchange->link);
@@ -406,13 +408,14 @@ ERL_NIF_TERM fa_nif_link_begin(ErlNifEnv *env, int argc, const ERL_NIF_TERM argv
   }
   nif_exchange *exchange = enif_alloc_resource(exchange_type, sizeof *exchange);
   *exchange = (nif_exchange){.link = link, .memories = calloc(count + 1, sizeof(fa_data))};
+  fa_exchange *begun = NULL;
   enif_keep_resource(link);
   fa_transfer *transfers = calloc(count + 1, sizeof *transfers);
   bool done = (exchange->memories && transfers) ||
               fa_reject(&error, FA_STATUS_OUT_OF_MEMORY, "transfers", "room for a list", "none");
   const bool is_read = done && read_transfers(env, argv[1], exchange, transfers, &error);
-  done = is_read &&
-         fa_link_begin(link->link, transfers, (int32_t)count, &exchange->exchange, &error) == FA_STATUS_OK;
+  done = is_read && fa_link_begin(link->link, transfers, (int32_t)count, &begun, &error) == FA_STATUS_OK;
+  atomic_store(&exchange->exchange, begun);
   /* Some of it may be under way, in memory that is given back. */
   if (is_read && !done) fa_link_abort(link->link);
   ERL_NIF_TERM term = enif_make_resource(env, exchange);
@@ -426,12 +429,14 @@ ERL_NIF_TERM fa_nif_link_await(ErlNifEnv *env, int argc, const ERL_NIF_TERM argv
   (void)argc;
   nif_exchange *exchange;
   fa_error error;
-  if (!enif_get_resource(env, argv[0], exchange_type, (void **)&exchange) || !exchange->exchange) {
+  /* Of several processes one gets it. */
+  fa_exchange *awaited = NULL;
+  if (enif_get_resource(env, argv[0], exchange_type, (void **)&exchange))
+    awaited = atomic_exchange(&exchange->exchange, NULL);
+  if (!awaited) {
     fa_reject_term(env, &error, "exchange", "one that was not awaited before", argv[0]);
     return fa_make_error(env, &error);
   }
-  fa_exchange *awaited = exchange->exchange;
-  exchange->exchange = NULL;
   const fa_status status = fa_link_await(exchange->link->link, awaited, &error);
   /* After an error what others still write may be anywhere in it. */
   if (status) fa_link_abort(exchange->link->link);
