@@ -99,8 +99,10 @@ struct Stream {
     const TileCopy<Io, typename Layout::KTile, Shape::stream_threads> copy = {
         int(threadIdx.x) % Shape::stream_threads, operand.num_cols};
     auto row_at = [&](int row) -> const Io * {
-      const int64_t at = keys.pages ? __shfl_sync(~0u, place, row) : (first + row) * keys.stride_row;
-      return at >= 0 && first + row < end ? keys.data + at : nullptr;
+      const bool is_within = first + row < end;
+      if (!keys.pages) return is_within ? keys.at(first + row) : nullptr;
+      const int64_t at = __shfl_sync(~0u, place, row);
+      return at >= 0 && is_within ? keys.data + at : nullptr;
     };
     const bool is_whole = first + Shape::block_k <= end;
     // What lies on one page is copied as keys without pages are.

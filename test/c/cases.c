@@ -19,10 +19,12 @@
   {                                                                   \
     .name = label, .fill = with, .problem = { DEFAULTS, __VA_ARGS__ } \
   }
-#define STRIDED(label, tag, ...)                                                               \
-  {                                                                                            \
-    .name = label, .tags = tag, .layout = LAYOUT_STRIDED, .problem = { DEFAULTS, __VA_ARGS__ } \
+#define LAID_OUT(label, tag, how, ...)                                              \
+  {                                                                                 \
+    .name = label, .tags = tag, .layout = how, .problem = { DEFAULTS, __VA_ARGS__ } \
   }
+#define STRIDED(label, tag, ...)  LAID_OUT(label, tag, LAYOUT_STRIDED, __VA_ARGS__)
+#define REVERSED(label, tag, ...) LAID_OUT(label, tag, LAYOUT_STRIDED | LAYOUT_REVERSED, __VA_ARGS__)
 
 #define LENGTHS(q, k)  .seqlen_q = q, .seqlen_k = k
 #define HEADS(h, kv)   .num_heads = h, .num_kv_heads = kv
@@ -272,8 +274,8 @@ static const fa_case cases[] = {
     ROW("few keys, group of 7", LENGTHS(403, 121), HEADS(7, 1), .head_dim = 72),
     ROW("few keys, group of 16, causal", LENGTHS(151, 127), HEADS(16, 1), .head_dim = 128, CAUSAL),
     TAGGED("heads shared out", CASE_QUICK, LENGTHS(411, 261), HEADS(16, 1), .head_dim = 104, CAUSAL),
-    ROW("heads shared out, d64", LENGTHS(411, 397), HEADS(32, 1), .head_dim = 64, CAUSAL),
-    ROW("heads shared out, d64, in order", LENGTHS(409, 403), .batch = 2, HEADS(16, 2), .head_dim = 56,
+    ROW("heads shared out, d64", LENGTHS(283, 277), HEADS(24, 1), .head_dim = 64, CAUSAL),
+    ROW("heads shared out, d64, in order", LENGTHS(281, 275), .batch = 2, HEADS(16, 2), .head_dim = 56,
         WINDOW(300, 7), .softcap = 20, .deterministic = 1),
     ROW("heads shared out, in order", LENGTHS(409, 303), HEADS(24, 1), .head_dim = 128, WINDOW(300, 7),
         .num_sinks = 1, .deterministic = 1),
@@ -285,6 +287,9 @@ static const fa_case cases[] = {
     ROW("few keys, mask and dropout", LENGTHS(903, 90), HEADS(2, 1), .head_dim = 64, MASK(1, 1, 1),
         DROPOUT(0.25)),
     FILLED("few keys: large", FILL_LARGE, LENGTHS(1503, 88), .head_dim = 64),
+    REVERSED("few rows: reversed", CASE_QUICK, LENGTHS(1, 1201), .batch = 2, HEADS(4, 2), .head_dim = 56),
+    REVERSED("reversed", CASE_QUICK, LENGTHS(137, 141), .batch = 2, HEADS(4, 2), .head_dim = 40, CAUSAL),
+    REVERSED("reversed, d128", 0, LENGTHS(201, 133), HEADS(2, 1), .head_dim = 128, BANDS(3), .num_sinks = 1),
     STRIDED("few keys: strided", CASE_QUICK, LENGTHS(1201, 67), HEADS(4, 1), .head_dim = 56),
 
     /* Keys that end before the tensor does. */

@@ -337,7 +337,8 @@ typedef struct tensor_image {
   unsigned char *first; /* of an output: the image after the first run, if that is kept */
 } tensor_image;
 
-/* Of what may have strides of its own, heads lie apart and rows within them, with gaps between all of them. */
+/* Of what may have strides of its own, heads lie apart and rows within them, with gaps between all of them; the
+ * last row may come first. */
 static fa_tensor laid_out(const fa_problem *problem, fa_tensor_id id, fa_layout layout) {
   fa_tensor tensor = fa_tensor_contiguous(problem, id, NULL);
   fa_shape shape = fa_tensor_shape(problem, id);
@@ -346,6 +347,7 @@ static fa_tensor laid_out(const fa_problem *problem, fa_tensor_id id, fa_layout 
     tensor.stride_row = shape.dims[3] + 3 * unit;
     tensor.stride_head = shape.dims[1] * tensor.stride_row + 5 * unit;
     tensor.stride_batch = shape.dims[2] * tensor.stride_head + 7 * unit;
+    if (layout & LAYOUT_REVERSED) tensor.stride_row = -tensor.stride_row;
   }
   return tensor;
 }
@@ -374,7 +376,11 @@ static tensor_image image_new(const fa_problem *problem, fa_pass pass, fa_tensor
   const bool has_gaps = setup->layout & LAYOUT_STRIDED && fa_is_strided(id);
   image.width = has_gaps ? image.shape.dims[image.shape.rank - 1] : image.count;
   image.front = GUARD_BYTES + (setup->layout & LAYOUT_ALIGNED ? 0 : element);
-  size_t size = image.count ? element_at(&image, image.count - 1) + element : image.front;
+  const bool is_reversed = has_gaps && setup->layout & LAYOUT_REVERSED && image.count;
+  const int64_t before = is_reversed ? (image.shape.dims[1] - 1) * -image.tensor.stride_row : 0;
+  image.front += (size_t)before * element;
+  size_t size =
+      image.count ? element_at(&image, image.count - 1) + (size_t)(before + 1) * element : image.front;
   if (image.role == FA_ROLE_OUTPUT) size += GUARD_BYTES;
   image.bytes = bytes_new(setup->device, size, image.role == FA_ROLE_INPUT);
   if (image.role == FA_ROLE_OUTPUT) return image;
