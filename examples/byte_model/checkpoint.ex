@@ -37,9 +37,26 @@ defmodule FlashAttention.Examples.ByteModel.Checkpoint do
          :ok <- rename(unfinished, path) do
       :ok
     else
-      {:error, reason} -> {:error, "#{path} cannot be written: #{:file.format_error(reason)}"}
+      {:error, reason} -> cannot_write(path, reason)
     end
   end
+
+  @doc "Whether `write/2` may write the path, for who would learn it late otherwise. Makes the folder."
+  @spec check(Path.t()) :: :ok | {:error, message :: String.t()}
+  def check(path) do
+    unfinished = unfinished(path)
+
+    with :ok <- File.mkdir_p(Path.dirname(path)),
+         :ok <- if(File.dir?(path), do: {:error, :eisdir}, else: :ok),
+         :ok <- write_new(unfinished, []),
+         :ok <- File.rm(unfinished) do
+      :ok
+    else
+      {:error, reason} -> cannot_write(path, reason)
+    end
+  end
+
+  defp cannot_write(path, reason), do: {:error, "#{path} cannot be written: #{:file.format_error(reason)}"}
 
   @doc false
   def unfinished(path) do

@@ -3,7 +3,7 @@ defmodule FlashAttention.Examples.ByteModel.Train do
   The command `mix flash_attention.train`, which documents the options.
   """
 
-  alias FlashAttention.Examples.ByteModel.{Chart, Progress, TextRun}
+  alias FlashAttention.Examples.ByteModel.{Chart, Checkpoint, Progress, TextRun}
 
   @switches [
     steps: :integer,
@@ -65,6 +65,8 @@ defmodule FlashAttention.Examples.ByteModel.Train do
         Mix.raise("--#{String.replace(to_string(key), "_", "-")}: expected at least #{least}, got #{opts[key]}")
       end
     end
+
+    if opts[:checkpoint] == "", do: Mix.raise("--checkpoint: expected the path of a file, got an empty one")
   end
 
   defp run_settings(opts) do
@@ -152,6 +154,7 @@ defmodule FlashAttention.Examples.ByteModel.Train do
 
   defp train(%{state: %{step: step}} = run, opts) do
     if step < opts[:steps] do
+      with {:error, message} <- Checkpoint.check(checkpoint(opts)), do: Mix.raise(message)
       progress = Progress.new(step, opts[:steps], TextRun.tokens_per_step(run))
       {run, progress} = Enum.reduce((step + 1)..opts[:steps], {run, progress}, &step(&1, &2, opts))
       Progress.finish(progress)

@@ -123,9 +123,17 @@ defmodule Mix.Tasks.FlashAttention.TrainTest do
           {["--seqlen", "180"], "text: expected at least 183 bytes, seqlen and 3 more, got 180"},
           {["--checkpoint", checkpoint],
            "#{checkpoint} is not a checkpoint of this version; --no-resume starts anew, and overwrites it"},
+          {["--checkpoint", ""], "--checkpoint: expected the path of a file, got an empty one"},
           {["another"], "expected at most 1 arguments, got: #{file} another"}
         ] do
       assert_raise Mix.Error, message, fn -> train([file | @small] ++ args) end
+    end
+
+    # Before the first step, not when the first checkpoint is due.
+    for path <- [dir, Path.join(file, "below")] do
+      assert_raise Mix.Error, ~r/^#{Regex.escape(path)} cannot be written: /, fn ->
+        train([file | @small] ++ ["--steps", "100000", "--no-resume", "--checkpoint", path])
+      end
     end
 
     missing = Path.join(dir, "missing")
