@@ -294,8 +294,10 @@ static void test_layout(fa_device device) {
       if (is_cuda) test_large_mask(device, FA_DTYPE_BF16, head_dim, rows);
       if (is_cuda) test_large_mask(device, FA_DTYPE_F16, head_dim, rows);
     }
+  /* CUDA has no f64, and in the reference's f16, in which each score is rounded, such numbers are infinite. */
+  const fa_dtype lacks = is_cuda ? FA_DTYPE_F64 : FA_DTYPE_F16;
   for (fa_dtype dtype = 0; dtype < FA_NUM_FLOATS; dtype++)
-    if (!is_cuda || dtype != FA_DTYPE_F64) test_large_numbers(device, dtype);
+    if (dtype != lacks || device.kind == FA_DEVICE_CPU) test_large_numbers(device, dtype);
   test_ties(device);
   test_subnormal(device, 33);
   test_subnormal(device, 64);
