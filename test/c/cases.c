@@ -255,6 +255,7 @@ static const fa_case cases[] = {
     FILLED("few rows: large, d256", FILL_LARGE, LENGTHS(3, 500), HEADS(2, 1), .head_dim = 256),
     FILLED("few rows: lognormal", FILL_LOGNORMAL, LENGTHS(2, 1300), HEADS(2, 1), .head_dim = 128, CAUSAL),
     STRIDED("few rows: strided", CASE_QUICK, LENGTHS(1, 1201), .batch = 2, HEADS(4, 2), .head_dim = 56),
+    REVERSED("few rows: reversed", CASE_QUICK, LENGTHS(1, 1201), .batch = 2, HEADS(4, 2), .head_dim = 56),
 
     /* More rows than those, against more keys than their tiles keep a GPU busy with. */
     TAGGED("key parts, sinks", CASE_QUICK, LENGTHS(70, 2101), HEADS(2, 1), .head_dim = 64, CAUSAL,
@@ -287,9 +288,6 @@ static const fa_case cases[] = {
     ROW("few keys, mask and dropout", LENGTHS(903, 90), HEADS(2, 1), .head_dim = 64, MASK(1, 1, 1),
         DROPOUT(0.25)),
     FILLED("few keys: large", FILL_LARGE, LENGTHS(1503, 88), .head_dim = 64),
-    REVERSED("few rows: reversed", CASE_QUICK, LENGTHS(1, 1201), .batch = 2, HEADS(4, 2), .head_dim = 56),
-    REVERSED("reversed", CASE_QUICK, LENGTHS(137, 141), .batch = 2, HEADS(4, 2), .head_dim = 40, CAUSAL),
-    REVERSED("reversed, d128", 0, LENGTHS(201, 133), HEADS(2, 1), .head_dim = 128, BANDS(3), .num_sinks = 1),
     STRIDED("few keys: strided", CASE_QUICK, LENGTHS(1201, 67), HEADS(4, 1), .head_dim = 56),
 
     /* Keys that end before the tensor does. */
@@ -600,6 +598,8 @@ static const fa_case cases[] = {
     STRIDED("strided", CASE_QUICK, LENGTHS(45, 51), .batch = 2, HEADS(4, 2), .head_dim = 19),
     STRIDED("strided, causal", 0, LENGTHS(130, 105), .batch = 2, HEADS(2, 2), .head_dim = 64, CAUSAL),
     STRIDED("strided, one query", 0, LENGTHS(1, 77), .batch = 3, HEADS(3, 1), .head_dim = 33, CAUSAL),
+    REVERSED("reversed", CASE_QUICK, LENGTHS(137, 141), .batch = 2, HEADS(4, 2), .head_dim = 40, CAUSAL),
+    REVERSED("reversed, d128", 0, LENGTHS(201, 133), HEADS(2, 1), .head_dim = 128, BANDS(3), .num_sinks = 1),
 
     /* All at once. */
     ROW("everything", LENGTHS(123, 167), .batch = 2, HEADS(4, 2), .head_dim = 80, WINDOW(61, 7), .softcap = 9,

@@ -16,9 +16,9 @@ typedef enum fa_fill {
 typedef enum fa_layout {
   LAYOUT_CONTIGUOUS = 0,
   LAYOUT_STRIDED = 1 << 0,  /* heads before rows, and gaps after rows, heads and batches */
-  LAYOUT_REVERSED = 1 << 2, /* beside these the rows from the last to the first, by a negative stride */
   LAYOUT_ALIGNED = 1 << 1,  /* data at 64 bytes, as allocators give it, and gaps of whole 16 bytes; without it
                                data is aligned to its element and to nothing more */
+  LAYOUT_REVERSED = 1 << 2, /* beside LAYOUT_STRIDED: the last row first, by a negative stride */
 } fa_layout;
 
 enum fa_case_tag {

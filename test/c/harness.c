@@ -376,8 +376,8 @@ static tensor_image image_new(const fa_problem *problem, fa_pass pass, fa_tensor
   const bool has_gaps = setup->layout & LAYOUT_STRIDED && fa_is_strided(id);
   image.width = has_gaps ? image.shape.dims[image.shape.rank - 1] : image.count;
   image.front = GUARD_BYTES + (setup->layout & LAYOUT_ALIGNED ? 0 : element);
-  const bool is_reversed = has_gaps && setup->layout & LAYOUT_REVERSED && image.count;
-  const int64_t before = is_reversed ? (image.shape.dims[1] - 1) * -image.tensor.stride_row : 0;
+  const int64_t stride = image.tensor.stride_row;
+  const int64_t before = image.count && stride < 0 ? (image.shape.dims[1] - 1) * -stride : 0;
   image.front += (size_t)before * element;
   size_t size =
       image.count ? element_at(&image, image.count - 1) + (size_t)(before + 1) * element : image.front;
