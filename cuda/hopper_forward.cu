@@ -620,22 +620,15 @@ struct Consumer {
             finish_slopes(flags, buffers.visit(next), due);
             [[maybe_unused]] float none[1][2];
             if constexpr (Shape::program && !Shape::folds) add_program(flags, buffers.visit(next), next, none);
-            if (!Shape::hides_apart) hide_by_flags(flags);
+            hide_by_flags(flags);
           };
           make_own_scores();
           lacks_columns = false;
-          bool follows;
-          if (Shape::hides_apart && hides(flags)) {
-            hide_by_flags(flags);
-            follows = softmax.follow(scores, unit, due);
-          } else {
-            follows = softmax.follow(scores, unit, due);
-          }
+          const bool follows = softmax.follow(scores, unit, due);
           finish_o_beside(v, of_o);
           if (__builtin_expect(!follows, 0)) {
             start_again(q, k, buffers.keys(next.stage), false);
             make_own_scores();
-            if (Shape::hides_apart) hide_by_flags(flags);
             if (softmax.update(scores, unit, Shape::block_k, due)) softmax.rescale_rows(o);
           }
           barrier_arrive_warp(k.empty);
@@ -846,9 +839,8 @@ __global__ void __launch_bounds__(Shape::num_threads, 1)
 
 // least_scores: see fa_cuda_kernel.
 template <class Kind, class Shape, bool GENERAL>
-constexpr fa_cuda_kernel row(const char *name, int least_columns = Shape::least_columns,
-                             int64_t least_scores = 0) {
-  constexpr Mending MENDING = mending<Kind, Shape, GENERAL>;
+constexpr fa_cuda_kernel row(const char *name, int least_columns = 0, int64_t least_scores = 0) {
+  constexpr Mending MENDING = Shape::mending;
   // Of plain problems without a mask, which hide nothing: what mends is 1 % of short ones' time.
   constexpr Mending OF_MAIN = MENDING == AT_END && !GENERAL && !Shape::whole_program ? BEHIND : MENDING;
   return {
@@ -880,9 +872,9 @@ constexpr fa_cuda_kernel row(const char *name, int least_columns = Shape::least_
 #define KERNEL(general, ...)    fa::hopper::row<fa::kinds::FA_KIND, fa::hopper::ForwardShape<__VA_ARGS__>, general>
 #define NAME(rest)              "cuda/sm90/" FA_QUOTE(FA_KIND) rest
 #define ROW(rest, general, ...) KERNEL(general, __VA_ARGS__)(NAME(rest))
-// Of a kernel that takes bands, for problems without them, too, if these are so long, and take so long, that
-// the kernel of plans before it does not matter: at 64, and of f32's two parts at 256, its loop spills less
-// than that of the other one.
+// Only for problems that are so long, and take so long, see fa_cuda_kernel. Some kernels that take bands are
+// for problems without them, too, for which the kernel of plans before it does not matter then: at 64, and of
+// f32's two parts at 256, their loop spills less than that of the other one.
 #define ROW_FROM(rest, least_columns, least_scores, general, ...) \
   KERNEL(general, __VA_ARGS__)(NAME(rest), least_columns, least_scores)
 
@@ -919,42 +911,43 @@ const fa_cuda_kernel FA_JOIN(fa_hopper_forward_, FA_KIND)[] = {
 #else
     ROW("/d64/parts", false, 64, 128, 2, 2, 216, 72, FORMS | IN_PARTS),
     ROW("/d128/parts", false, 128, 128, 2, 2, 240, 24, FORMS | HOLDS_Q | IN_PARTS),
-    ROW_FROM("/d64/long/general", 2048, 1 << 28, true, 64, 128, 3, 2, 160, 32, FORMS | FOLLOWS),
-    ROW("/d64", false, 64, 128, 3, 2, 160, 32, 0),
-    ROW("/d64/forms", false, 64, 128, 3, 2, 160, 32, FORMS),
-    ROW("/d64/long/general", true, 64, 128, 3, 2, 160, 32, FORMS | FOLLOWS),
-    ROW("/d64/general", true, 64, 128, 3, 2, 160, 32, 0),
-    ROW("/d64/general/forms", true, 64, 128, 3, 2, 160, 32, FORMS),
-    ROW("/d64/keys", false, 64, 128, 3, 2, 160, 32, FOLLOWS, KEYS),
-    ROW("/d64/keys/general", true, 64, 128, 3, 2, 160, 32, FORMS | FOLLOWS, KEYS),
-    ROW("/d64/slopes", false, 64, 128, 3, 2, 160, 32, FORMS | FOLLOWS, SLOPES),
-    ROW("/d64/slopes/general", true, 64, 128, 3, 2, 160, 32, FORMS | FOLLOWS, SLOPES),
-    ROW("/d64/terms", true, 64, 128, 3, 2, 160, 32, FORMS, SLOPES | KEYS),
-    ROW("/d64/flags", true, 64, 128, 3, 2, 160, 32, FOLLOWS, FLAGS),
-    ROW("/d64/cells", true, 64, 128, 2, 2, 216, 72, FORMS, CELLS),
+    ROW_FROM("/d64/long/general", 2048, 1 << 28, true, 64, 128, 3, 2, 160, 32, FORMS | FOLLOWS | MENDS_AT_END),
+    ROW("/d64", false, 64, 128, 3, 2, 160, 32, MENDS_AT_END),
+    ROW("/d64/forms", false, 64, 128, 3, 2, 160, 32, FORMS | MENDS_AT_END),
+    ROW_FROM("/d64/long/general", 1024, 0, true, 64, 128, 3, 2, 160, 32, FORMS | FOLLOWS | MENDS_AT_END),
+    ROW("/d64/general", true, 64, 128, 3, 2, 160, 32, MENDS_AT_END),
+    ROW("/d64/general/forms", true, 64, 128, 3, 2, 160, 32, FORMS | MENDS_AT_END),
+    ROW("/d64/keys", false, 64, 128, 3, 2, 160, 32, FOLLOWS | MENDS_BEHIND, KEYS),
+    ROW("/d64/keys/general", true, 64, 128, 3, 2, 160, 32, FORMS | FOLLOWS | MENDS_AT_END, KEYS),
+    ROW("/d64/slopes", false, 64, 128, 3, 2, 160, 32, FOLLOWS | MENDS_BEHIND, SLOPES),
+    ROW("/d64/slopes/general", true, 64, 128, 3, 2, 160, 32, FORMS | FOLLOWS | MENDS_AT_END, SLOPES),
+    ROW("/d64/terms", true, 64, 128, 3, 2, 160, 32, FORMS | MENDS_AT_END, SLOPES | KEYS),
+    ROW("/d64/flags", true, 64, 128, 3, 2, 160, 32, FOLLOWS | MENDS_AT_END, FLAGS),
+    ROW("/d64/cells", true, 64, 128, 2, 2, 216, 72, FORMS | HOLDS_Q, CELLS),
     ROW("/d64/dropout", true, 64, 128, 2, 2, 232, 40, FORMS | HOLDS_Q | WAITS_LATE, KEYS | DROPOUT),
-    ROW("/d64/program", true, 64, 128, 2, 2, 216, 72, FORMS, WHOLE_PROGRAM),
-    ROW("/d128/longest", false, 128, 128, 2, 2, 240, 24, HOLDS_Q | FOLLOWS | WAITS_LATE | FINDS_RUNS),
-    ROW("/d128/long", false, 128, 128, 2, 2, 240, 24, HOLDS_Q | FOLLOWS | FINDS_RUNS),
-    ROW("/d128/long/forms", false, 128, 128, 2, 2, 240, 24, FORMS | HOLDS_Q | FOLLOWS),
-    ROW("/d128", false, 128, 128, 2, 2, 240, 24, HOLDS_Q),
-    ROW("/d128/forms", false, 128, 128, 2, 2, 240, 24, FORMS | HOLDS_Q),
-    ROW("/d128/long/general", true, 128, 128, 2, 2, 240, 24, HOLDS_Q | FOLLOWS | WAITS_LATE),
-    ROW("/d128/general", true, 128, 128, 2, 2, 240, 24, HOLDS_Q),
-    ROW("/d128/general/forms", true, 128, 128, 2, 2, 240, 24, FORMS | HOLDS_Q),
-    ROW("/d128/keys", false, 128, 128, 2, 2, 240, 24, FOLLOWS | FINDS_RUNS, KEYS),
+    ROW("/d64/program", true, 64, 128, 2, 2, 216, 72, FORMS | MENDS_AT_END, WHOLE_PROGRAM),
+    ROW_FROM("/d128/long", 1024, 0, false, 128, 128, 2, 2, 240, 24,
+             HOLDS_Q | FOLLOWS | WAITS_LATE | FINDS_RUNS),
+    ROW("/d128", false, 128, 128, 2, 2, 240, 24, FOLLOWS | WAITS_LATE),
+    ROW("/d128/forms", false, 128, 128, 2, 2, 240, 24, FORMS | FOLLOWS | MENDS_AT_END),
+    ROW_FROM("/d128/long/general", 1024, 0, true, 128, 128, 2, 2, 240, 24, HOLDS_Q | FOLLOWS | WAITS_LATE),
+    ROW("/d128/general", true, 128, 128, 2, 2, 240, 24, FOLLOWS | MENDS_AT_END),
+    ROW("/d128/general/forms", true, 128, 128, 2, 2, 240, 24, FORMS | FOLLOWS),
+    ROW("/d128/keys", false, 128, 128, 2, 2, 240, 24,
+        HOLDS_Q | FOLLOWS | WAITS_LATE | FINDS_RUNS | MENDS_AT_END, KEYS),
     ROW("/d128/keys/general", true, 128, 128, 2, 2, 240, 24, FORMS | HOLDS_Q | FOLLOWS, KEYS),
-    ROW("/d128/slopes", false, 128, 128, 2, 2, 240, 24, HOLDS_Q | FOLLOWS, SLOPES),
-    ROW("/d128/slopes/general", true, 128, 128, 2, 2, 240, 24, FORMS | HOLDS_Q | FOLLOWS, SLOPES),
+    ROW("/d128/slopes", false, 128, 128, 2, 2, 240, 24, HOLDS_Q | FOLLOWS | WAITS_LATE | MENDS_BEHIND, SLOPES),
+    ROW("/d128/slopes/general", true, 128, 128, 2, 2, 240, 24, FORMS | HOLDS_Q | FOLLOWS | MENDS_AT_END,
+        SLOPES),
     ROW("/d128/terms", true, 128, 128, 2, 2, 240, 24, FORMS, SLOPES | KEYS),
     ROW("/d128/flags", true, 128, 128, 2, 2, 240, 24, FOLLOWS, FLAGS),
-    ROW("/d128/cells", true, 128, 128, 2, 1, 240, 24, FORMS, CELLS),
-    ROW("/d128/dropout", true, 128, 128, 2, 2, 240, 24, FORMS | FOLLOWS | WAITS_LATE, KEYS | DROPOUT),
+    ROW("/d128/cells", true, 128, 128, 2, 1, 240, 24, FORMS | MENDS_AT_END, CELLS),
+    ROW("/d128/dropout", true, 128, 128, 2, 2, 240, 24, HOLDS_Q | FOLLOWS | MENDS_AT_END, KEYS | DROPOUT),
     ROW("/d128/program", true, 128, 128, 2, 1, 240, 24, FORMS, WHOLE_PROGRAM),
     ROW("/d192", false, 192, 112, 2, 1, 240, 24, 0),
     ROW("/d192/forms", false, 192, 112, 2, 1, 240, 24, FORMS),
     ROW("/d192/general", true, 192, 112, 2, 1, 240, 24, FORMS),
-    ROW("/d256", false, 256, 80, 2, 1, 240, 24, FORMS),
+    ROW("/d256", false, 256, 80, 2, 1, 240, 24, FORMS | WAITS_LATE),
     ROW("/d256/general", true, 256, 80, 2, 1, 240, 24, FORMS),
     ROW("/d256/program", true, 256, 64, 2, 1, 240, 24, FORMS, WHOLE_PROGRAM),
 #endif

@@ -13,12 +13,27 @@ namespace hopper {
 // where exponentials follow 1 to 2 % slower.
 // HOLDS_Q: a consumer's rows of q are in its registers.
 // FOLLOWS: exponentials are made against the last reference, and once more where that turns out to be too low.
-// Where problems are short it is no gain, so that there are rows with it and without.
+// At 64 it is no gain where problems are short, so that there are rows with it and without.
 // WAITS_LATE: o's product is waited for behind the exponentials that are made beside it, not before: 1 or 2 %
 // in some kernels, and a loss of 1 to 8 % in others. IN_PARTS: a tile is a part of the column blocks of its
 // rows, whose o and lse are to be merged with others'. FINDS_RUNS: column blocks that all of a consumer's rows
 // see whole are a loop of their own, which asks nothing about them: 2 to 5 % at 128, where exponentials follow.
-enum ForwardTraits { FORMS = 1, HOLDS_Q = 2, FOLLOWS = 4, WAITS_LATE = 8, IN_PARTS = 16, FINDS_RUNS = 32 };
+// MENDS_AT_END, MENDS_BEHIND: who makes again what is NaN beside hidden cells, see Mending.
+enum ForwardTraits {
+  FORMS = 1,
+  HOLDS_Q = 2,
+  FOLLOWS = 4,
+  WAITS_LATE = 8,
+  IN_PARTS = 16,
+  FINDS_RUNS = 32,
+  MENDS_AT_END = 64,
+  MENDS_BEHIND = 128
+};
+
+// Who makes again what is NaN beside hidden cells, see isolation.cuh: a kernel behind this one, which takes
+// 2 us, as f32's does; or the warp that wrote it, at its own end or, without a word, at the end of the tile.
+// What is fastest differs by up to 6 %: a call that stands among their loops, or behind them, is in ptxas' way.
+enum Mending { BEHIND, IN_PLACE, AT_END };
 
 // A row of the table; none of it changes results by more than rounding. Registers are per thread.
 template <int HEAD_DIM, int BLOCK_K, int NUM_CONSUMERS, int Q_STAGES, int CONSUMER_REGISTERS,
@@ -26,6 +41,9 @@ template <int HEAD_DIM, int BLOCK_K, int NUM_CONSUMERS, int Q_STAGES, int CONSUM
 struct ForwardShape {
   static constexpr bool holds_q = TRAITS & HOLDS_Q, waits_late = TRAITS & WAITS_LATE,
                         in_parts = TRAITS & IN_PARTS, finds_runs = TRAITS & FINDS_RUNS;
+  static constexpr Mending mending = FA_KIND_SCALED || TRAITS & MENDS_BEHIND ? BEHIND
+                                     : TRAITS & MENDS_AT_END                 ? AT_END
+                                                                             : IN_PLACE;
   static constexpr int head_dim = HEAD_DIM, block_k = BLOCK_K, num_consumers = NUM_CONSUMERS,
                        q_stages = Q_STAGES;
   static constexpr int block_q = NUM_CONSUMERS * 64, num_threads = (NUM_CONSUMERS + 1) * WARPGROUP;
@@ -48,16 +66,8 @@ struct ForwardShape {
                                    : FA_KIND_SCALED ? !(FA_KIND_PARTS == 2 && HEAD_DIM == 256)
                                                     : HEAD_DIM >= 128 || follows;
   static_assert(!finds_runs || !PROGRAM || (folds && !has_slopes), "runs leave nothing to do with scores");
-  // A kernel that follows is one for problems whose rows see so many columns, where they have another one.
-  static constexpr int least_columns = PROGRAM || !follows        ? 0
-                                       : finds_runs && waits_late ? 4096
-                                       : finds_runs               ? 512
-                                                                  : 1024;
   // Whether a bias is read from memory while the products run that it is added to, where registers suffice.
   static constexpr bool reads_ahead = PROGRAM == CELLS && !tiles_cells;
-  // Whether exponentials beside a mask's flags stand in the code apart from others, as ptxas then orders both
-  // better: 2 % at 128, while at 64 it would spill.
-  static constexpr bool hides_apart = PROGRAM == FLAGS && HEAD_DIM >= 128;
 };
 
 // Of the registers that a block of threads begins with, the same number for each thread, more than the row says
@@ -71,16 +81,6 @@ struct ForwardRegisters {
   static_assert(CONSUMER * Shape::num_consumers + PRODUCER <= EACH * (Shape::num_consumers + 1),
                 "no more than there are, or a consumer waits for them for ever");
 };
-
-// Who makes again what is NaN beside hidden cells, see isolation.cuh: a kernel behind this one, which takes
-// 2 us; or the warp that wrote it, at the end of the tile or at its own. That a call stands among their loops
-// costs kernels of 64 and of f32 3 % of their speed, and at their end it costs those of f32 and plain ones with
-// slopes 2 %.
-enum Mending { BEHIND, IN_PLACE, AT_END };
-template <class Kind, class Shape, bool GENERAL>
-constexpr Mending mending = Shape::in_parts || (Shape::head_dim >= 128 && !Kind::SCALED) ? IN_PLACE
-                            : Kind::SCALED || (Shape::has_slopes && !GENERAL)            ? BEHIND
-                                                                                         : AT_END;
 
 // Rows of a head that the consumers of a block of threads work on together.
 struct ForwardTile {
@@ -367,7 +367,7 @@ struct ForwardBuffers {
                        ZEROS_AT = LEFT_AT + (Shape::folds ? (NUM_LEFTS + 1) * LEFT_HALF : 0);
   static constexpr int BARRIERS_AT = ZEROS_AT + (Shape::folds ? KEYS_BYTES : 0),
                        NUM_BARRIERS = 2 * (Q_STAGES + 2 * STAGES);
-  static constexpr bool LEAVES_NOTES = mending<Kind, Shape, GENERAL> == AT_END;
+  static constexpr bool LEAVES_NOTES = Shape::mending == AT_END;
   static constexpr int NUM_VISITS = 2 * STAGES, TOLD_AT = BARRIERS_AT + NUM_BARRIERS * 8,
                        NEXT_AT = TOLD_AT + GENERAL * NUM_VISITS * 16,
                        VISITS_AT = NEXT_AT + !GENERAL * STAGES * ForwardTile::WORDS * 4,
