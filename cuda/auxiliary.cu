@@ -125,8 +125,10 @@ __device__ inline void read_block(const fa_cuda_key_reading &a, int64_t block, i
   };
   with_any_type(a.bias.dtype, read);
   shows = __any_sync(~0u, shows), adds = __any_sync(~0u, adds), hides = __any_sync(~0u, hides);
-  if (threadIdx.x % 32 == 0)
+  if (threadIdx.x % 32 == 0) {
     a.to.kinds[block] = shows * FA_CUDA_KEYS_SHOW + adds * FA_CUDA_KEYS_ADD + hides * FA_CUDA_KEYS_HIDE;
+    if (a.hides && (adds || hides)) *a.hides = a.call;
+  }
 }
 
 // A warp takes a block of keys.

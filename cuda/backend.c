@@ -265,6 +265,21 @@ static uint32_t needs_of(const fa_problem *p) {
          (p->scale < FA_CUDA_LEAST_SCALE ? FA_CUDA_NEEDS_OTHER_SCALES : 0);
 }
 
+/* Whether masks may turn out to hide nothing. Slices do not ask: what they hide is not what the whole does,
+ * whose results theirs are to the bit. */
+static bool may_hide_nothing(const fa_plan *plan) {
+  const fa_problem *p = &plan->problem;
+  const bool is_mask_of_keys = has_keys(p) && p->bias_dtype == FA_DTYPE_U8;
+  return !plan->whole && !(needs_of(p) & FA_CUDA_FORM_NEEDS) && p->num_bands <= 1 &&
+         (p->num_bands == 1 || p->lengths_batch > 0 || is_mask_of_keys);
+}
+
+/* Whether all batches have the same mask, or there is one batch. Where each has its own they mostly differ, and
+ * a forward that asks in vain takes 5 us longer. */
+static bool is_one_mask(const fa_problem *p) {
+  return p->bands_batch <= 1 && p->lengths_batch <= 1 && p->bias_batch <= 1;
+}
+
 /* What stood in the way where kernels fit the head_dim and the device, but none took these needs as well. */
 static fa_status no_kernel_takes(uint32_t needs, const fa_plan *plan, fa_error *error) {
   const char *const names[] = {"window",  "softcap", "num_sinks",    "bands",      "bias",  "bias",
@@ -417,9 +432,12 @@ static int64_t columns_seen(const fa_problem *p) {
   return (left + right) / fa_max(p->num_bands, 1);
 }
 
-/* Whether a problem is as large as a row wants it. */
+/* Whether a problem is as large as a row wants it. A backward in order, and one whose heads share keys, have
+ * plain kernels of any length. */
 static bool is_large_enough(const fa_problem *p, const fa_cuda_kernel *row) {
   const int64_t columns = columns_seen(p);
+  if (row->statistics && row->least_columns > 0 && (p->deterministic || p->num_heads > p->num_kv_heads))
+    return false;
   return columns >= row->least_columns &&
          (double)p->batch * p->num_heads * p->seqlen_q * columns >= (double)row->least_scores;
 }
@@ -456,6 +474,7 @@ static fa_status choose_kernel(const fa_plan *plan, int family, const fa_cuda_ke
       if (!row_fits(problem, row) || !is_large_enough(problem, row)) continue;
       if (row->single_column && !is_single_column(problem, row)) continue;
       if (row->in_parts && !in_parts) continue;
+      if (row->asks_only && !(may_hide_nothing(plan) && is_one_mask(problem))) continue;
       if (needs_of(problem) & ~row->takes) {
         declined |= needs_of(problem) & ~row->takes;
         continue;
@@ -1139,6 +1158,8 @@ static cuda_job lay_out(const fa_plan *plan, const fa_cuda_kernel *kernel, const
     a->suspect = fa_take(&workspace, 1, sizeof *a->suspect);
     if (kernel->leaves_notes) a->notes = fa_take(&workspace, rows * a->padded_rows / 16, sizeof *a->notes);
   }
+  if (kernel->asks && may_hide_nothing(plan) && a->num_column_parts == 1)
+    a->hides = fa_take(&workspace, 1, sizeof *a->hides);
   job.looks_at_columns = backward && leaves_columns(p) && !kernel->finish_dq;
   lay_out_keys(p, kernel, &workspace, &job);
   lay_out_flags(plan, kernel, &workspace, &job);
@@ -1518,6 +1539,8 @@ static fa_status run_on_device(const fa_plan *plan, const fa_tensors *tensors, c
     job = lay_out(plan, kernel, tensors, execution->workspace);
   }
   job.arguments.call = number_of_call();
+  job.plans.hides = job.keys.hides = job.arguments.hides;
+  job.plans.call = job.keys.call = job.arguments.call;
   fa_status status = enqueue(plan, kernel, execution->workspace, &job, execution->stream, error);
   return status || !kernel->in_parts ? status : merge_key_parts(plan, &job, tensors, execution, error);
 }

@@ -1179,8 +1179,7 @@ __device__ inline void store_dk_and_dv(const fa_cuda_arguments &a, const Buffers
 //   Consumer(a, maps, buffers, i)   is number i of Shape::num_consumers
 //   consume()                  goes through all column blocks
 template <class Consumer>
-__global__ void __launch_bounds__(Consumer::Buffers::Shape::num_threads, 1)
-    backward(const __grid_constant__ fa_cuda_arguments a, const __grid_constant__ fa_cuda_maps maps) {
+__device__ __forceinline__ void run_backward(const fa_cuda_arguments &a, const fa_cuda_maps &maps) {
   using Buffers = typename Consumer::Buffers;
   using Shape = typename Buffers::Shape;
   const Buffers buffers = set_up_buffers<Buffers>(a);
@@ -1205,6 +1204,24 @@ __global__ void __launch_bounds__(Consumer::Buffers::Shape::num_threads, 1)
     if constexpr (Shape::num_writers > 0)
       if (share >= Shape::dq_shares) write_dq(a, maps, buffers, share - Shape::dq_shares);
   }
+}
+
+template <class Consumer>
+__global__ void __launch_bounds__(Consumer::Buffers::Shape::num_threads, 1)
+    backward(const __grid_constant__ fa_cuda_arguments a, const __grid_constant__ fa_cuda_maps maps) {
+  run_backward<Consumer>(a, maps);
+}
+
+// Two in one: where masks turn out to hide nothing, what the plain kernel of Bare does. Statistics that are
+// made beside it were launched when that was known.
+template <class Consumer, class Bare>
+__global__ void __launch_bounds__(Consumer::Buffers::Shape::num_threads, 1)
+    backward_that_asks(const __grid_constant__ fa_cuda_arguments a, const __grid_constant__ fa_cuda_maps maps) {
+  if (!a.heads_done) wait_for_launch_before();
+  if (hides_nothing(a))
+    run_backward<Bare>(a, maps);
+  else
+    run_backward<Consumer>(a, maps);
 }
 
 // ---- the table ---------------------------------------------------------------------------------------------
@@ -1243,8 +1260,23 @@ constexpr fa_cuda_kernel row_of_kernel(const char *name, const void *main) {
   return row;
 }
 template <class Consumer>
-constexpr fa_cuda_kernel row(const char *name) {
-  return row_of_kernel<typename Consumer::Buffers>(name, address_of_kernel(backward<Consumer>));
+constexpr fa_cuda_kernel row(const char *name, int least_columns = 0, int64_t least_scores = 0) {
+  fa_cuda_kernel row = row_of_kernel<typename Consumer::Buffers>(name, address_of_kernel(backward<Consumer>));
+  row.least_columns = least_columns, row.least_scores = least_scores;
+  return row;
+}
+template <class Consumer, class Bare>
+constexpr fa_cuda_kernel row_that_asks(const char *name) {
+  using Buffers = typename Consumer::Buffers;
+  using Shape = typename Buffers::Shape;
+  using BareShape = typename Bare::Buffers::Shape;
+  static_assert(Shape::block_q == BareShape::block_q && Shape::block_k == BareShape::block_k &&
+                    Shape::num_threads == BareShape::num_threads && Bare::Buffers::BYTES <= Buffers::BYTES &&
+                    std::is_same<RowsOf<Shape>, RowsOf<BareShape>>::value,
+                "they share maps, statistics and what is launched");
+  fa_cuda_kernel row = row_of_kernel<Buffers>(name, address_of_kernel(backward_that_asks<Consumer, Bare>));
+  row.asks = true;
+  return row;
 }
 
 }  // namespace hopper

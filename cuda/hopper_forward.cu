@@ -813,37 +813,68 @@ struct Consumer {
 template <class Kind, class Shape, bool GENERAL>
 constexpr bool begins_early = GENERAL || Kind::SCALED || Shape::folds;
 
-template <class Kind, class Shape, bool GENERAL, Mending MENDING>
-__global__ void __launch_bounds__(Shape::num_threads, 1)
-    forward(const __grid_constant__ fa_cuda_arguments a, const __grid_constant__ fa_cuda_maps maps) {
+// Barriers and what else warps find in shared memory, by all threads.
+template <class Kind, class Shape, bool GENERAL>
+__device__ __forceinline__ ForwardBuffers<Kind, Shape, GENERAL> set_up_forward() {
   FA_DYNAMIC_SHARED(1024, uint8_t, shared);
   const ForwardBuffers<Kind, Shape, GENERAL> buffers = {shared_address(shared)};
   if (threadIdx.x == 0) buffers.init_barriers();
   if constexpr (Shape::folds) buffers.init_terms();
   if constexpr (decltype(buffers)::HAS_ZEROS) init_zero_box(buffers.zero_box());
   __syncthreads();
-  if constexpr (begins_early<Kind, Shape, GENERAL>) wait_for_launch_before();
+  return buffers;
+}
+
+template <class Kind, class Shape, bool GENERAL, Mending MENDING, class Registers>
+__device__ __forceinline__ void run_forward(const fa_cuda_arguments &a, const fa_cuda_maps &maps,
+                                            const ForwardBuffers<Kind, Shape, GENERAL> &buffers) {
   const int warpgroup = uniform(threadIdx.x / WARPGROUP);
   if (warpgroup == 0) {
-    give_registers<ForwardRegisters<Shape, GENERAL>::PRODUCER>();
+    give_registers<Registers::PRODUCER>();
     if (threadIdx.x == 0) Producer<Kind, Shape, GENERAL>{a, maps, buffers}.produce();
     if constexpr (GENERAL) {
       if (threadIdx.x / 32 == 1) Scout<Kind, Shape>{a, buffers}.scout();
       if (threadIdx.x / 32 == 2 && buffers.leaves_zeros(a)) leave_zeros<Shape>(a, maps, buffers);
     }
   } else {
-    take_registers<ForwardRegisters<Shape, GENERAL>::CONSUMER>();
+    take_registers<Registers::CONSUMER>();
     Consumer<Kind, Shape, GENERAL, MENDING>(a, maps, buffers, warpgroup - 1).consume();
   }
 }
 
-// least_scores: see fa_cuda_kernel.
-template <class Kind, class Shape, bool GENERAL>
+template <class Kind, class Shape, bool GENERAL, Mending MENDING>
+__global__ void __launch_bounds__(Shape::num_threads, 1)
+    forward(const __grid_constant__ fa_cuda_arguments a, const __grid_constant__ fa_cuda_maps maps) {
+  const auto buffers = set_up_forward<Kind, Shape, GENERAL>();
+  if constexpr (begins_early<Kind, Shape, GENERAL>) wait_for_launch_before();
+  run_forward<Kind, Shape, GENERAL, MENDING, ForwardRegisters<Shape, GENERAL>>(a, maps, buffers);
+}
+
+// Two in one: where masks turn out to hide nothing, what a plain kernel of shape Bare does. Its warps have the
+// registers of the other's, as ptxas can do nothing with two numbers.
+template <class Kind, class Shape, class Bare>
+__global__ void __launch_bounds__(Shape::num_threads, 1)
+    forward_that_asks(const __grid_constant__ fa_cuda_arguments a, const __grid_constant__ fa_cuda_maps maps) {
+  static_assert(Shape::block_q == Bare::block_q && Shape::block_k == Bare::block_k, "they share maps");
+  using Registers = ForwardRegisters<Shape, true>;
+  const auto buffers = set_up_forward<Kind, Shape, true>();
+  wait_for_launch_before();
+  if (hides_nothing(a))
+    run_forward<Kind, Bare, false, Bare::mending, Registers>(a, maps, set_up_forward<Kind, Bare, false>());
+  else
+    run_forward<Kind, Shape, true, Shape::mending, Registers>(a, maps, buffers);
+}
+
+// Plain shapes that have rows, and are a part of others.
+using LongBare = ForwardShape<128, 128, 2, 2, 240, 24, HOLDS_Q | FOLLOWS | WAITS_LATE | FINDS_RUNS>;
+using ShortBare = ForwardShape<128, 128, 2, 2, 240, 24, FOLLOWS | WAITS_LATE>;
+
+template <class Kind, class Shape, bool GENERAL, class Bare = void>
 constexpr fa_cuda_kernel row(const char *name, int least_columns = 0, int64_t least_scores = 0) {
   constexpr Mending MENDING = Shape::mending;
   // Of plain problems without a mask, which hide nothing: what mends is 1 % of short ones' time.
   constexpr Mending OF_MAIN = MENDING == AT_END && !GENERAL && !Shape::whole_program ? BEHIND : MENDING;
-  return {
+  fa_cuda_kernel row = {
       .name = name,
       .bucket = Shape::head_dim,
       .block_q = Shape::block_q,
@@ -858,10 +889,20 @@ constexpr fa_cuda_kernel row(const char *name, int least_columns = 0, int64_t le
       .begins_early = begins_early<Kind, Shape, GENERAL>,
       .leaves_notes = MENDING == AT_END,
       .folds = Shape::folds,
-      .in_parts = Shape::in_parts,
-      .main = address_of_kernel(forward<Kind, Shape, GENERAL, OF_MAIN>),
-      .main_that_mends =
-          MENDING == BEHIND ? nullptr : address_of_kernel(forward<Kind, Shape, GENERAL, MENDING>)};
+      .in_parts = Shape::in_parts};
+  if constexpr (std::is_void<Bare>::value) {
+    row.main = address_of_kernel(forward<Kind, Shape, GENERAL, OF_MAIN>);
+    if constexpr (MENDING != BEHIND)
+      row.main_that_mends = address_of_kernel(forward<Kind, Shape, GENERAL, MENDING>);
+  } else {
+    static_assert(GENERAL && MENDING != BEHIND && Bare::mending == IN_PLACE,
+                  "both mend, and leave no other notes");
+    static_assert(ForwardBuffers<Kind, Bare, false>::BYTES <= ForwardBuffers<Kind, Shape, GENERAL>::BYTES,
+                  "room");
+    row.asks = row.asks_only = true;
+    row.main = row.main_that_mends = address_of_kernel(forward_that_asks<Kind, Shape, Bare>);
+  }
+  return row;
 }
 
 }  // namespace hopper
@@ -877,6 +918,11 @@ constexpr fa_cuda_kernel row(const char *name, int least_columns = 0, int64_t le
 // f32's two parts at 256, their loop spills less than that of the other one.
 #define ROW_FROM(rest, least_columns, least_scores, general, ...) \
   KERNEL(general, __VA_ARGS__)(NAME(rest), least_columns, least_scores)
+
+// Of a general kernel with a plain shape's code for masks that hide nothing.
+#define ROW_THAT_ASKS(rest, least_columns, bare, ...)                                                 \
+  fa::hopper::row<fa::kinds::FA_KIND, fa::hopper::ForwardShape<__VA_ARGS__>, true, fa::hopper::bare>( \
+      NAME(rest), least_columns)
 
 // Registers a consumer's thread needs for its arrays: (block_k * 1.5 + head_dim) / 2, and block_k + head_dim of
 // f32 in two parts (at 256 3/4 of head_dim). Three consumers at 64, which use each column block for 192 rows;
@@ -930,11 +976,14 @@ const fa_cuda_kernel FA_JOIN(fa_hopper_forward_, FA_KIND)[] = {
              HOLDS_Q | FOLLOWS | WAITS_LATE | FINDS_RUNS),
     ROW("/d128", false, 128, 128, 2, 2, 240, 24, FOLLOWS | WAITS_LATE),
     ROW("/d128/forms", false, 128, 128, 2, 2, 240, 24, FORMS | FOLLOWS | MENDS_AT_END),
+    ROW_THAT_ASKS("/d128/long/asks", 1024, LongBare, 128, 128, 2, 2, 240, 24, HOLDS_Q | FOLLOWS | WAITS_LATE),
     ROW_FROM("/d128/long/general", 1024, 0, true, 128, 128, 2, 2, 240, 24, HOLDS_Q | FOLLOWS | WAITS_LATE),
+    ROW_THAT_ASKS("/d128/asks", 0, ShortBare, 128, 128, 2, 2, 240, 24, FOLLOWS | MENDS_AT_END),
     ROW("/d128/general", true, 128, 128, 2, 2, 240, 24, FOLLOWS | MENDS_AT_END),
     ROW("/d128/general/forms", true, 128, 128, 2, 2, 240, 24, FORMS | FOLLOWS),
     ROW("/d128/keys", false, 128, 128, 2, 2, 240, 24,
         HOLDS_Q | FOLLOWS | WAITS_LATE | FINDS_RUNS | MENDS_AT_END, KEYS),
+    ROW_THAT_ASKS("/d128/keys/asks", 0, LongBare, 128, 128, 2, 2, 240, 24, FORMS | HOLDS_Q | FOLLOWS, KEYS),
     ROW("/d128/keys/general", true, 128, 128, 2, 2, 240, 24, FORMS | HOLDS_Q | FOLLOWS, KEYS),
     ROW("/d128/slopes", false, 128, 128, 2, 2, 240, 24, HOLDS_Q | FOLLOWS | WAITS_LATE | MENDS_BEHIND, SLOPES),
     ROW("/d128/slopes/general", true, 128, 128, 2, 2, 240, 24, FORMS | HOLDS_Q | FOLLOWS | MENDS_AT_END,

@@ -221,6 +221,9 @@ typedef struct fa_cuda_arguments {
   /* Where blocks, a forward's of rows and a backward's of columns, are begun in groups of heads that share
    * plans: those of a group that see nothing come last, and if one of them is begun others need not be. */
   bool skips_unseen;
+  /* Of kernels that ask: a single band, key lengths and a mask of keys, whose contents the host does not know,
+   * may hide nothing. Where they hide something this becomes `call` before main begins. NULL: they do. */
+  int32_t *hides;
 } fa_cuda_arguments;
 
 /* The gradient by lse, as lse, for the kernel of a backward that makes delta; NULL: none. Batches are
@@ -261,6 +264,7 @@ typedef struct fa_cuda_plans {
   const int32_t *bands; /* [bands_batch, num_bands, 6], or NULL */
   int32_t bands_batch, num_bands, num_sides;
   int32_t *tickets;           /* to become 0, or NULL */
+  int32_t *hides, call;       /* see fa_cuda_arguments */
   const int32_t *key_lengths; /* NULL, or [bands_batch]: the one band of a batch is to be written first */
   fa_cuda_plan_side sides[2];
 } fa_cuda_plans;
@@ -326,7 +330,8 @@ typedef struct fa_cuda_key_reading {
   int32_t of_f16;  /* of terms: their elements are f16, or bf16 */
   int32_t bounds;  /* whether finite numbers are read as at most 2^20 */
   int32_t seqlen_k, num_heads, blocks_a_row;
-  int64_t num_blocks; /* in all rows: of batches and heads that these tell apart */
+  int64_t num_blocks;   /* in all rows: of batches and heads that these tell apart */
+  int32_t *hides, call; /* see fa_cuda_arguments */
 } fa_cuda_key_reading;
 
 /* The unpack kernel's argument: [num_rows, heads_a_row] rows of heads, pitches in bytes. */
@@ -423,7 +428,9 @@ typedef struct fa_cuda_kernel {
   bool folds;            /* main makes numbers a key, or slopes, parts of q·k: fa_cuda_keys.terms */
   bool halves;           /* backward: main has halves of the p that dropout leaves: delta_factor is 2 kept */
   bool in_parts;         /* forward: keys are split into parts, whose o and lse a merge follows */
-  const void *main;      /* one block a q block (forward) or k block (backward) of a head */
+  bool asks;        /* main takes masks that hide nothing as a plain kernel does: fa_cuda_arguments.hides */
+  bool asks_only;   /* and is there for nothing else */
+  const void *main; /* one block a q block (forward) or k block (backward) of a head */
   const void
       *main_that_mends;   /* forward: main of problems that hide cells. NULL: a kernel behind main mends o */
   const void *statistics; /* backward, fa_cuda_dlse beside the arguments: delta, shift, and what begins at 0 */

@@ -154,6 +154,14 @@ __device__ inline int find_late(const fa_cuda_plan_side &side, const Ranked *ran
   return side.num_blocks;
 }
 
+// Whether a batch has a single band, which is all that the window shows.
+__device__ inline bool is_whole(const fa_cuda_plans &a, const int32_t *bands) {
+  const fa_band whole = {0, a.window.seqlen_q, 0, a.window.seqlen_k, a.window.left, a.window.right};
+  const fa_band band = band_at(whole, bands, 0);
+  return a.num_bands == 1 && band.q_begin == 0 && band.q_end == whole.q_end && band.k_begin == 0 &&
+         band.k_end == whole.k_end && band.left == whole.left && band.right == whole.right;
+}
+
 __global__ void __launch_bounds__(FA_CUDA_PLAN_THREADS) plan(const __grid_constant__ fa_cuda_plans a) {
   __shared__ fa_cuda_block_plan shared[NUM_SHARED];
   __shared__ int firsts[NUM_KEYS];
@@ -163,6 +171,7 @@ __global__ void __launch_bounds__(FA_CUDA_PLAN_THREADS) plan(const __grid_consta
   const fa_cuda_plan_side &side = a.sides[blockIdx.y];
   const int32_t *bands = a.bands ? a.bands + int64_t(blockIdx.x) * a.num_bands * 6 : nullptr;
   fa_cuda_block_plan *to = side.plans + int64_t(blockIdx.x) * side.num_blocks;
+  if (a.hides && blockIdx.y == 0 && threadIdx.x == 0 && !is_whole(a, bands)) *a.hides = a.call;
   if (a.tickets && blockIdx.x == 0 && threadIdx.x < FA_CUDA_NUM_TICKETS) a.tickets[threadIdx.x] = 0;
   // Where they do not fit, they are made behind the plans that are to be.
   fa_cuda_block_plan *blocks = side.num_blocks <= NUM_SHARED     ? shared

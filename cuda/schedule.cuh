@@ -405,6 +405,9 @@ __device__ inline bool scaled_rows_at(const fa_cuda_operand &operand, int batch,
   return true;
 }
 
+// Whether masks of a general kernel's turn out to hide nothing, so that a plain one's code serves.
+__device__ inline bool hides_nothing(const fa_cuda_arguments &a) { return a.hides && *a.hides != a.call; }
+
 // ---- steps of a column block -------------------------------------------------------------------------------
 
 // The backward of a column block goes through the row blocks that see it, in every query head of its group: one

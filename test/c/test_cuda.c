@@ -4,6 +4,7 @@
  * device does not recover from. test_attention has the case table for it.
  *
  *   --quick   only what a sanitizer can follow
+ *   --masks   only masks that hide nothing
  *
  * What is too large for the reference is checked in slices. A few rows of a head are a problem of their own,
  * with the keys that they see; so are the gradients of a few keys, with the rows that see them and the o and
@@ -941,6 +942,86 @@ static void test_rows_unseen(void) {
   }
 }
 
+/* ---- masks that hide nothing ----------------------------------------------------------------------------- */
+
+/* How a problem is masked: by a band a batch, by lengths, by a mask of keys. */
+enum { BAND_A_BATCH, LENGTHS, MASK_OF_KEYS, NUM_MASKS };
+
+/* Shows each batch as many keys as it says; by bands of as many rows, too. */
+static void fill_mask(host *x, int mask, const int64_t *lengths) {
+  const fa_problem *p = &x->problem;
+  for (int64_t batch = 0; batch < p->batch; batch++) {
+    const int64_t length = lengths[batch], band[6] = {0, length, 0, length, INT32_MAX, INT32_MAX};
+    if (mask == BAND_A_BATCH) set_band(x, batch, band);
+    if (mask == LENGTHS) set(x, FA_TENSOR_KEY_LENGTHS, batch, (double)length);
+    for (int64_t key = 0; mask == MASK_OF_KEYS && key < p->seqlen_k; key++)
+      set(x, FA_TENSOR_BIAS, batch * p->seqlen_k + key, key < length);
+  }
+}
+
+static void compare_with_cpu(host *x, fa_pass pass, const char *what) {
+  host y = host_new(&x->problem);
+  host_copy(&y, x);
+  for (int id = 0; id < FA_NUM_TENSORS; id++)
+    if (fa_tensor_role_in(&x->problem, pass, id) == FA_ROLE_OUTPUT)
+      memset(x->data[id], 0x3c, size_of(&x->problem, id));
+  run_on_device(x, pass);
+  host_must_run(&y, cpu, pass);
+  for (int id = 0; id < FA_NUM_TENSORS; id++)
+    if (fa_tensor_role_in(&x->problem, pass, id) == FA_ROLE_OUTPUT && id != FA_TENSOR_LSE)
+      CHECK(relative_error(x, &y, id) < 0.01, "%s: %s is %.3g from the CPU's", what, fa_tensor_name(id),
+            relative_error(x, &y, id));
+  host_free(&y);
+}
+
+/* Where a mask shows everything, kernels that ask do what the problem without it does, bit for bit; others, and
+ * all where it hides something, what the CPU does. */
+static void test_masks_that_hide_nothing(void) {
+  const int64_t seqlen = 300;
+  for (int i = 0; i < 4 * NUM_MASKS; i++) {
+    const int mask = i % NUM_MASKS, wide = i / NUM_MASKS % 2, causal = (mask + wide) % 2;
+    const int64_t batch = 1 + i / NUM_MASKS / 2;
+    fa_problem bare = problem_of(i % 2 ? FA_DTYPE_BF16 : FA_DTYPE_F16, batch, seqlen, 2, wide ? 128 : 64);
+    bare.deterministic = 1;
+    if (!causal) bare.window_right = FA_UNBOUNDED;
+    fa_problem problem = bare;
+    if (mask == BAND_A_BATCH) problem.num_bands = 1, problem.bands_batch = problem.batch;
+    if (mask == LENGTHS) problem.lengths_batch = problem.batch;
+    if (mask == MASK_OF_KEYS)
+      problem.bias_batch = problem.batch, problem.bias_heads = problem.bias_rows = 1,
+      problem.bias_dtype = FA_DTYPE_U8;
+    char what[80];
+    snprintf(what, sizeof what, "mask %d, head_dim %d, %s", mask, (int)bare.head_dim,
+             causal ? "causal" : "full");
+    host x = host_new(&problem), y = host_new(&bare);
+    host_fill(&y);
+    host_copy(&x, &y);
+    for (int64_t length = seqlen; length > 0; length -= 163) {
+      fill_mask(&x, mask, batch == 1 ? (int64_t[]){length} : (int64_t[]){seqlen, length});
+      compare_with_cpu(&x, FA_PASS_FORWARD, what);
+      compare_with_cpu(&x, FA_PASS_BACKWARD, what);
+    }
+    fill_mask(&x, mask, (int64_t[]){seqlen, seqlen});
+    for (fa_pass pass = FA_PASS_FORWARD; pass <= FA_PASS_BACKWARD; pass++) {
+      const bool is_forward = pass == FA_PASS_FORWARD,
+                 asks = wide && (is_forward ? batch == 1 : mask != MASK_OF_KEYS);
+      const char *kernel = plan_of(&problem, pass).kernel;
+      if (!strstr(kernel, "sm90")) continue;
+      host_copy(&x, &y); /* of a backward o and lse, too */
+      CHECK(!is_forward || asks == (strstr(kernel, "/asks") != NULL), "%s, %d batches: %s", what, (int)batch,
+            kernel);
+      run_on_device(&y, pass);
+      if (!asks || strstr(plan_of(&bare, pass).kernel, "general")) continue; /* in parts */
+      run_on_device(&x, pass);
+      for (int id = 0; id < FA_NUM_TENSORS; id++)
+        if (fa_tensor_role_in(&bare, pass, id) == FA_ROLE_OUTPUT)
+          CHECK(memcmp(x.data[id], y.data[id], size_of(&bare, id)) == 0, "%s: %s", what, fa_tensor_name(id));
+    }
+    host_free(&x);
+    host_free(&y);
+  }
+}
+
 int main(int argc, char **argv) {
   const bool quick = argc > 1 && strcmp(argv[1], "--quick") == 0;
   setvbuf(stdout, NULL, _IOLBF, 0);
@@ -948,6 +1029,10 @@ int main(int argc, char **argv) {
   if (fa_num_devices(FA_DEVICE_CUDA, &error) == 0) {
     printf("skipped: %s\n", error.message);
     num_skipped++;
+    return report();
+  }
+  if (argc > 1 && strcmp(argv[1], "--masks") == 0) {
+    test_masks_that_hide_nothing();
     return report();
   }
   test_no_such_device();
@@ -962,6 +1047,7 @@ int main(int argc, char **argv) {
   test_causal_slopes();
   test_statistics_beside();
   test_rows_unseen();
+  test_masks_that_hide_nothing();
   test_places();
   test_order();
   test_repeats_of_table();

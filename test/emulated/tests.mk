@@ -9,7 +9,7 @@ CXX := c++
 endif
 EMULATED_BUILD := $(BUILD)/emulated
 EMULATED       ?= --quick --sweep 0 --name band --dtype bf16
-EMULATED_TESTS := $(addprefix $(EMULATED_BUILD)/test/test_,emulated attention slices calls isolation extremes decode cache)
+EMULATED_TESTS := $(addprefix $(EMULATED_BUILD)/test/test_,emulated attention slices calls isolation extremes decode cache cuda)
 
 .PHONY: test-emulated
 ifeq ($(findstring linux,$(TARGET))$(shell command -v $(CXX)),linux)
@@ -21,7 +21,7 @@ test-emulated:
 else
 # The longest first.
 EMULATED_RUNS := $(foreach test,isolation slices,test-emulated-$(test)-80 test-emulated-$(test)-90) \
-                 test-emulated-parts test-emulated-boxes test-emulated-decode-86 test-emulated-decode-90 \
+                 test-emulated-parts test-emulated-boxes test-emulated-masks test-emulated-decode-86 test-emulated-decode-90 \
                  $(foreach test,cache attention extremes calls,test-emulated-$(test)-80 test-emulated-$(test)-90)
 
 .PHONY: test-emulated-hopper test-emulated-itself emulated-programs $(EMULATED_RUNS)
@@ -53,6 +53,11 @@ test-emulated-decode-86: export EMULATED_SHARED_KIB := 99
 test-emulated-decode-86 test-emulated-decode-90: test-emulated-decode-%: emulated-programs
 	@echo "test_decode, emulated sm_$*"
 	@EMULATED_SM=$* $(EMULATED_BUILD)/test/test_decode
+
+# Masks that show everything, and of which a kernel asks.
+test-emulated-masks: emulated-programs
+	@echo "test_cuda --masks, emulated sm_90"
+	@EMULATED_SM=90 $(EMULATED_BUILD)/test/test_cuda --masks
 
 # Keys that are split over multiprocessors which would have nothing to do.
 test-emulated-parts: emulated-programs
