@@ -126,6 +126,7 @@ static bool computes_apart(const host_run *run, const fa_extent *own, int id) {
 /* Whether the only slice is what the caller planned. */
 static bool is_planned(const host_run *run) { return run->slices.count == 1 && run->whole == run->plan; }
 
+/* Whether some tensor crosses the bus. */
 static bool copies(const host_run *run) {
   for (int id = 0; id < FA_NUM_TENSORS; id++)
     if (run->tensors[id].role && run->tensors[id].copied) return true;
@@ -138,8 +139,7 @@ static fa_status plan_slice(host_run *run, int number, fa_error *error) {
   fa_plan *plan = &run->plans[number];
   *plan = *run->plan;
   if (is_planned(run)) {
-    /* Of binaries, whose size alone says whether there are slices, it is one, too: results are the same then.
-     */
+    /* Binaries are cut where they are large: what is one piece gives the bits of a slice, too. */
     if (copies(run)) plan->whole = run->whole;
     run->execution.workspace_bytes = plan->workspace_bytes;
     return FA_STATUS_OK;
