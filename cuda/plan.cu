@@ -36,6 +36,10 @@ __device__ inline int sum_before(int x) {
   return __reduce_add_sync(~0u, before) + sum - x;
 }
 
+__device__ inline fa_band whole_band(const fa_cuda_plans &a) {
+  return {0, a.window.seqlen_q, 0, a.window.seqlen_k, a.window.left, a.window.right};
+}
+
 // How many blocks of the other side a block visits in a band.
 template <bool OF_ROWS>
 __device__ inline int visits_in_band(const fa_cuda_plan_side &side, const fa_band &whole, const fa_band &band,
@@ -50,7 +54,7 @@ __device__ inline int visits_in_band(const fa_cuda_plan_side &side, const fa_ban
 template <bool OF_ROWS>
 __device__ inline void count_visits(const fa_cuda_plans &a, const fa_cuda_plan_side &side, const int32_t *bands,
                                     fa_cuda_block_plan *blocks) {
-  const fa_band whole = {0, a.window.seqlen_q, 0, a.window.seqlen_k, a.window.left, a.window.right};
+  const fa_band whole = whole_band(a);
 #pragma unroll 1
   for (int number = threadIdx.x / 32; number < a.num_bands; number += NUM_WARPS) {
     const fa_band band = band_at(whole, bands, number);
@@ -154,12 +158,11 @@ __device__ inline int find_late(const fa_cuda_plan_side &side, const Ranked *ran
   return side.num_blocks;
 }
 
-// Whether a batch has a single band, which is all that the window shows.
+// Whether the only band of a batch, as where `hides` is asked for there is one, is all that the window shows.
 __device__ inline bool is_whole(const fa_cuda_plans &a, const int32_t *bands) {
-  const fa_band whole = {0, a.window.seqlen_q, 0, a.window.seqlen_k, a.window.left, a.window.right};
-  const fa_band band = band_at(whole, bands, 0);
-  return a.num_bands == 1 && band.q_begin == 0 && band.q_end == whole.q_end && band.k_begin == 0 &&
-         band.k_end == whole.k_end && band.left == whole.left && band.right == whole.right;
+  const fa_band whole = whole_band(a), band = band_at(whole, bands, 0);
+  return band.q_begin == 0 && band.q_end == whole.q_end && band.k_begin == 0 && band.k_end == whole.k_end &&
+         band.left == whole.left && band.right == whole.right;
 }
 
 __global__ void __launch_bounds__(FA_CUDA_PLAN_THREADS) plan(const __grid_constant__ fa_cuda_plans a) {
