@@ -687,7 +687,8 @@ static void test_out_of_memory(void) {
   CHECK(works(), "the call after one that found no memory");
 }
 
-/* A kernel that does not take bands, or what acts on scores, is passed over for the next one, which does. */
+/* A kernel that does not take bands, or what acts on scores, is passed over for the next one, which does. On
+ * Hopper one for 16 bits and up to 128 columns asks what a single band hides. */
 static void test_needs(void) {
   for (size_t i = 0; i < NUM_DTYPES; i++)
     for (int64_t head_dim = 40; head_dim <= 256; head_dim += 72) {
@@ -697,12 +698,16 @@ static void test_needs(void) {
       const fa_plan biased = plan_of(&problem, FA_PASS_FORWARD);
       CHECK(strcmp(plain.kernel, biased.kernel) != 0, "%s with a bias too", plain.kernel);
       problem.bias_batch = problem.bias_heads = problem.bias_rows = 0;
-      problem.bands_batch = problem.num_bands = 1;
-      const fa_plan banded = plan_of(&problem, FA_PASS_FORWARD);
-      const size_t length = strlen(plain.kernel);
-      CHECK(
-          strncmp(plain.kernel, banded.kernel, length) == 0 && strcmp(banded.kernel + length, "/general") == 0,
-          "%s without bands, %s with them", plain.kernel, banded.kernel);
+      problem.bands_batch = 1;
+      for (problem.num_bands = 1; problem.num_bands <= 2; problem.num_bands++) {
+        const bool asks = problem.num_bands == 1 && head_dim == 112 && dtypes[i] != FA_DTYPE_F32 &&
+                          strstr(plain.kernel, "sm90");
+        const fa_plan banded = plan_of(&problem, FA_PASS_FORWARD);
+        const size_t length = strlen(plain.kernel);
+        CHECK(strncmp(plain.kernel, banded.kernel, length) == 0 &&
+                  strcmp(banded.kernel + length, asks ? "/asks" : "/general") == 0,
+              "%s without bands, %s with them", plain.kernel, banded.kernel);
+      }
     }
 }
 
@@ -793,8 +798,8 @@ static void test_few_keys(void) {
   }
 }
 
-/* On Hopper a forward of up to 64 columns of head_dim goes through visits where rows see many keys and there is
- * much to do. */
+/* On Hopper up to 64 columns of head_dim go through visits where rows see many keys and there is much to do;
+ * but not in a backward in order, nor where heads share keys. */
 static void test_long(void) {
   fa_problem is_long = problem_of(FA_DTYPE_BF16, 1, 2048, 64, 64);
   is_long.window_right = FA_UNBOUNDED;
@@ -802,11 +807,17 @@ static void test_long(void) {
   causal.window_right = 0, window.window_left = 900, few_heads.num_heads = few_heads.num_kv_heads = 63;
   wide.head_dim = 72;
   const fa_problem *const problems[] = {&is_long, &causal, &window, &few_heads, &wide};
-  for (int i = 0; i < (int)(sizeof problems / sizeof *problems); i++) {
-    const fa_plan plan = plan_of(problems[i], FA_PASS_FORWARD);
-    if (!strstr(plan.kernel, "sm90")) continue;
-    CHECK((strstr(plan.kernel, "/long/general") != NULL) == (i == 0), "problem %d: %s", i, plan.kernel);
-  }
+  for (int i = 0; i < (int)(sizeof problems / sizeof *problems); i++)
+    for (fa_pass pass = FA_PASS_FORWARD; pass <= FA_PASS_BACKWARD; pass++) {
+      const fa_plan plan = plan_of(problems[i], pass);
+      if (!strstr(plan.kernel, "sm90")) continue;
+      CHECK((strstr(plan.kernel, "/long/general") != NULL) == (i == 0), "problem %d: %s", i, plan.kernel);
+    }
+  fa_problem in_order = is_long, shared = is_long;
+  in_order.deterministic = 1, shared.num_kv_heads = 32;
+  const fa_plan plans[] = {plan_of(&in_order, FA_PASS_BACKWARD), plan_of(&shared, FA_PASS_BACKWARD)};
+  for (int i = 0; i < 2; i++)
+    if (strstr(plans[i].kernel, "sm90")) CHECK(!strstr(plans[i].kernel, "/long"), "%d: %s", i, plans[i].kernel);
 }
 
 /* Kernels for Hopper without code for other forms of scores leave these to others, which plain problems do not
