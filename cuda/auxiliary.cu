@@ -100,8 +100,8 @@ __device__ inline void with_any_type(fa_dtype dtype, Visit visit) {
     with_type<__half>(dtype, visit);
 }
 
-// What a block of keys has, by a warp.
-__device__ inline void read_block(const fa_cuda_key_reading &a, int64_t block, int batch, int head) {
+// What a block of keys has, by a warp; returns whether it shows something.
+__device__ inline bool read_block(const fa_cuda_key_reading &a, int64_t block, int batch, int head) {
   const int first = block % a.blocks_a_row * FA_CUDA_KEYS_BLOCK + threadIdx.x % 32;
   bool shows = false, adds = false, hides = false;
   auto read = [&](auto type) {
@@ -127,21 +127,34 @@ __device__ inline void read_block(const fa_cuda_key_reading &a, int64_t block, i
   shows = __any_sync(~0u, shows), adds = __any_sync(~0u, adds), hides = __any_sync(~0u, hides);
   if (threadIdx.x % 32 == 0) {
     a.to.kinds[block] = shows * FA_CUDA_KEYS_SHOW + adds * FA_CUDA_KEYS_ADD + hides * FA_CUDA_KEYS_HIDE;
-    if (a.hides && (adds || hides)) *a.hides = a.call;
+    if (!shows && a.to.hides && block % a.blocks_a_row < a.blocks_a_row - 1) *a.to.hides = a.call;
   }
+  return shows;
+}
+
+// Puts down what the blocks of a block of threads show, a byte of the bits, by all of these.
+__device__ inline void put_shown(const fa_cuda_key_reading &a, bool shows) {
+  static_assert(THREADS == 256, "a byte");
+  __shared__ bool shown[THREADS / 32];
+  if (threadIdx.x % 32 == 0) shown[threadIdx.x / 32] = shows;
+  __syncthreads();
+  const uint32_t bits = __ballot_sync(~0u, threadIdx.x < THREADS / 32 && shown[threadIdx.x % (THREADS / 32)]);
+  if (threadIdx.x == 0) reinterpret_cast<uint8_t *>(a.to.shown)[blockIdx.x] = uint8_t(bits);
 }
 
 // A warp takes a block of keys.
 __global__ void __launch_bounds__(THREADS) read_keys(const __grid_constant__ fa_cuda_key_reading a) {
   let_dependents_start();
   const int64_t block = int64_t(blockIdx.x) * (THREADS / 32) + threadIdx.x / 32;
+  bool shows = false;
   if (block < a.num_blocks) {
     const int row = block / a.blocks_a_row, heads = a.bias.stride_head ? a.num_heads : 1;
     if (a.of_slopes)
       read_slope(a, block, row / heads, row % heads);
     else
-      read_block(a, block, row / heads, row % heads);
+      shows = read_block(a, block, row / heads, row % heads);
   }
+  if (a.to.shown) put_shown(a, shows);
   wait_for_launch_before();  // see launch_beside_plans
 }
 

@@ -259,7 +259,6 @@ static uint32_t needs_of(const fa_problem *p) {
          (p->lengths_batch == 0 ? 0 : FA_CUDA_NEEDS_LENGTHS) | (p->max_pages == 0 ? 0 : FA_CUDA_NEEDS_PAGES) |
          (is_extreme(p) ? FA_CUDA_NEEDS_EXTREMES : 0) | (has_late_terms(p) ? FA_CUDA_NEEDS_LATE_TERMS : 0) |
          (fa_is_sum(p, FA_TENSOR_DBIAS) || fa_is_sum(p, FA_TENSOR_DALIBI_SLOPES) ? FA_CUDA_NEEDS_SUMS : 0) |
-         (has_keys(p) && p->bias_dtype == FA_DTYPE_U8 ? FA_CUDA_NEEDS_KEY_FLAGS : 0) |
          (has_slopes(p) && p->window_right > 0 && !sees_all(p) ? FA_CUDA_NEEDS_SLOPES_BEHIND : 0) |
          (has_slopes(p) && p->window_right > 0 ? FA_CUDA_NEEDS_COLUMNS_BEHIND : 0) |
          (p->scale < FA_CUDA_LEAST_SCALE ? FA_CUDA_NEEDS_OTHER_SCALES : 0);
@@ -269,22 +268,15 @@ static uint32_t needs_of(const fa_problem *p) {
  * whose results theirs are to the bit. */
 static bool may_hide_nothing(const fa_plan *plan) {
   const fa_problem *p = &plan->problem;
-  const bool is_mask_of_keys = has_keys(p) && p->bias_dtype == FA_DTYPE_U8;
   return !plan->whole && !(needs_of(p) & FA_CUDA_FORM_NEEDS) && p->num_bands <= 1 &&
-         (p->num_bands == 1 || p->lengths_batch > 0 || is_mask_of_keys);
-}
-
-/* Whether all batches have the same mask, or there is one batch. Where each has its own they mostly differ, and
- * a forward that asks in vain takes 5 us longer. */
-static bool is_one_mask(const fa_problem *p) {
-  return p->bands_batch <= 1 && p->lengths_batch <= 1 && p->bias_batch <= 1;
+         (p->num_bands == 1 || p->lengths_batch > 0);
 }
 
 /* What stood in the way where kernels fit the head_dim and the device, but none took these needs as well. */
 static fa_status no_kernel_takes(uint32_t needs, const fa_plan *plan, fa_error *error) {
-  const char *const names[] = {"window",  "softcap", "num_sinks",    "bands",      "bias",  "bias",
-                               "dropout", "bias",    "key_lengths",  "page_table", "scale", "scale",
-                               "bias",    "bias",    "alibi_slopes", "scale",      "bias",  "alibi_slopes"};
+  const char *const names[] = {"window",  "softcap",      "num_sinks",   "bands",      "bias",        "bias",
+                               "dropout", "bias",         "key_lengths", "page_table", "scale",       "scale",
+                               "bias",    "alibi_slopes", "scale",       "bias",       "alibi_slopes"};
   const char *name = NULL;
   for (int i = 0; !name; i++)
     if (needs & (uint32_t)FA_CUDA_NEEDS_OF_HEADS << i)
@@ -432,11 +424,11 @@ static int64_t columns_seen(const fa_problem *p) {
   return (left + right) / fa_max(p->num_bands, 1);
 }
 
-/* Whether a problem is as large as a row wants it. A backward in order, and one whose heads share keys, have
- * plain kernels of any length. */
+/* Whether a problem is as large as a row wants it. A backward in order, and one where many heads share keys,
+ * have plain kernels of any length. */
 static bool is_large_enough(const fa_problem *p, const fa_cuda_kernel *row) {
   const int64_t columns = columns_seen(p);
-  if (row->statistics && row->least_columns > 0 && (p->deterministic || p->num_heads > p->num_kv_heads))
+  if (row->statistics && row->least_columns > 0 && (p->deterministic || p->num_heads > 8 * p->num_kv_heads))
     return false;
   return columns >= row->least_columns &&
          (double)p->batch * p->num_heads * p->seqlen_q * columns >= (double)row->least_scores;
@@ -474,7 +466,6 @@ static fa_status choose_kernel(const fa_plan *plan, int family, const fa_cuda_ke
       if (!row_fits(problem, row) || !is_large_enough(problem, row)) continue;
       if (row->single_column && !is_single_column(problem, row)) continue;
       if (row->in_parts && !in_parts) continue;
-      if (row->asks_only && !(may_hide_nothing(plan) && is_one_mask(problem))) continue;
       if (needs_of(problem) & ~row->takes) {
         declined |= needs_of(problem) & ~row->takes;
         continue;
@@ -863,6 +854,10 @@ static void lay_out_keys(const fa_problem *p, const fa_cuda_kernel *kernel, fa_a
   else
     keys.addends = fa_take(workspace, num_keys, sizeof *keys.addends);
   if (!of_slopes) keys.kinds = fa_take(workspace, rows * a_row, sizeof *keys.kinds);
+  if (!of_slopes && kernel->skips_hidden_keys) {
+    keys.shown = fa_take(workspace, fa_divide_up(rows * a_row, 32), sizeof *keys.shown);
+    keys.hides = fa_take(workspace, 1, sizeof *keys.hides);
+  }
   program->keys = keys;
   job->keys = (fa_cuda_key_reading){.bias = *from,
                                     .of_slopes = of_slopes,
@@ -1539,7 +1534,7 @@ static fa_status run_on_device(const fa_plan *plan, const fa_tensors *tensors, c
     job = lay_out(plan, kernel, tensors, execution->workspace);
   }
   job.arguments.call = number_of_call();
-  job.plans.hides = job.keys.hides = job.arguments.hides;
+  job.plans.hides = job.arguments.hides;
   job.plans.call = job.keys.call = job.arguments.call;
   fa_status status = enqueue(plan, kernel, execution->workspace, &job, execution->stream, error);
   return status || !kernel->in_parts ? status : merge_key_parts(plan, &job, tensors, execution, error);

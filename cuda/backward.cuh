@@ -68,10 +68,10 @@ __device__ inline void count_on(int32_t *dq_order) {
 __device__ inline void fence_counts() { fence_acquire_release(); }
 
 // Of a mask with a flag a score: which column blocks it shows a row block something of.
-struct ShownBlocks {
+struct ShownByFlags {
   const uint8_t *shown;
 
-  __device__ ShownBlocks(const fa_cuda_arguments &a, const RowBlock &mine)
+  __device__ ShownByFlags(const fa_cuda_arguments &a, const RowBlock &mine)
       : shown(a.program.flags.kinds + shown_of_flags(a.program.flags, mine.batch, mine.head, mine.q_block)) {}
   __device__ bool has(int k_block) const { return __ldg(shown + k_block); }
   // How many of these there are.
@@ -87,21 +87,40 @@ struct ShownBlocks {
   }
 };
 
+template <class Shape>
+__device__ inline auto shown_blocks(const fa_cuda_arguments &a, const RowBlock &mine) {
+  if constexpr (Shape::skips_hidden)
+    return ShownByFlags(a, mine);
+  else if constexpr (Shape::skips_hidden_keys)
+    return ShownKeys(a.program.keys, mine.batch, 0, hides_column_blocks(a));
+  else
+    return AllBlocks();
+}
+
 // How many visits of a row block show something, of those before that of a column block in a band.
 template <class Shape>
 __device__ inline int shown_visits(const fa_cuda_arguments &a, const RowBlock &mine, int k_block, int number) {
   return place_of_visit<Shape>(a, mine.batch, plan_at<true>(a, mine.batch, mine.q_block),
                                row_range<Shape>(sequence_of(a, mine.batch), mine.q_block), k_block, number,
-                               ShownBlocks(a, mine));
+                               shown_blocks<Shape>(a, mine));
+}
+// The same where there are no bands.
+template <class Shape>
+__device__ inline int shown_before(const fa_cuda_arguments &a, const RowBlock &mine, int k_block) {
+  const Sequence sequence = sequence_of(a, mine.batch);
+  const Blocks blocks = k_blocks_of<Shape>(sequence, row_range<Shape>(sequence, mine.q_block));
+  const int first = blocks.last - blocks.count + 1;
+  return shown_blocks<Shape>(a, mine)({first, min(k_block, blocks.last + 1)});
 }
 
-// How many times a row block's dq is added to.
+// How many times a row block's dq is added to. hides_keys: whether keys hide whole column blocks.
 template <class Shape, bool GENERAL>
-__device__ inline int num_additions(const fa_cuda_arguments &a, const RowBlock &mine) {
+__device__ inline int num_additions(const fa_cuda_arguments &a, const RowBlock &mine, bool hides_keys) {
   if constexpr (!GENERAL) {
+    if (Shape::skips_hidden_keys && hides_keys) return shown_before<Shape>(a, mine, a.num_k_blocks);
     const Sequence sequence = sequence_of(a, mine.batch);
     return k_blocks_of<Shape>(sequence, row_range<Shape>(sequence, mine.q_block)).count;
-  } else if constexpr (Shape::skips_hidden) {
+  } else if (Shape::skips_hidden || (Shape::skips_hidden_keys && hides_keys)) {
     return shown_visits<Shape>(a, mine, a.num_k_blocks, 0);
   } else {
     return plan_at<true>(a, mine.batch, mine.q_block).num_visits;
@@ -120,19 +139,19 @@ __device__ inline bool is_unvisited(const fa_cuda_arguments &a, int batch, int q
 }
 // Reports a row block that has got a sum, and to which nobody will add.
 template <class Shape>
-__device__ inline void report_if_unseen(const fa_cuda_arguments &a, const RowBlock &block) {
-  if (num_additions<Shape, true>(a, block) == 0) report_end(a, position_of(a, block), true);
+__device__ inline void report_if_unseen(const fa_cuda_arguments &a, const RowBlock &block, bool hides_keys) {
+  if (num_additions<Shape, true>(a, block, hides_keys) == 0) report_end(a, position_of(a, block), true);
 }
 // The same of all that have one from the beginning, by the writers of all blocks of threads. Where statistics
 // are made beside, these have to set it to 0 first, as it is another row block's next.
 template <class Shape>
-__device__ inline void report_unseen(const fa_cuda_arguments &a, int writer) {
+__device__ inline void report_unseen(const fa_cuda_arguments &a, int writer, bool hides_keys) {
   const int num_blocks = min(a.num_sums, a.batch * a.num_heads * a.num_q_blocks);
   for (int first = blockIdx.x * Shape::num_writers + writer; first * 32 < num_blocks;
        first += gridDim.x * Shape::num_writers) {
     const int position = first * 32 + threadIdx.x % 32;
     if (position >= num_blocks) continue;
-    if (num_additions<Shape, true>(a, row_block_at(a, position)) > 0) continue;
+    if (num_additions<Shape, true>(a, row_block_at(a, position), hides_keys) > 0) continue;
     if (a.heads_done) wait_for_count(a.dq_order + position, 1);
     report_end(a, position, true);
   }
@@ -152,6 +171,7 @@ struct Visit {
 template <class Shape, bool GENERAL>
 struct ColumnWork {
   using Step = fa::Step;
+  static constexpr bool may_be_hidden = Shape::skips_hidden_keys;
   ColumnBlock block;
   int part;
   Range columns;
@@ -181,6 +201,7 @@ struct ColumnWork {
     q_blocks = q_blocks_of<Shape>(sequence, columns);
     num_steps = q_blocks.count * num_heads;
   }
+  __device__ void hide() { num_steps = 0; }
 
   __device__ Step first_step(const fa_cuda_arguments &) const { return first; }
   __device__ Step next(const fa_cuda_arguments &, const Step &step) const { return next_step(step, q_blocks); }
@@ -199,8 +220,7 @@ struct ColumnWork {
   }
   // How many steps add to the row block's dq before this one does, where they add in order.
   __device__ int place_of(const fa_cuda_arguments &a, const Step &step) const {
-    const Sequence sequence = sequence_of(a, block.batch);
-    return k_blocks_of<Shape>(sequence, row_range<Shape>(sequence, q_block_of(step))).place_of(block.k_block);
+    return shown_before<Shape>(a, {block.batch, step.head, q_block_of(step)}, block.k_block);
   }
 };
 
@@ -217,6 +237,7 @@ __device__ inline Range steps_of_part(const fa_cuda_arguments &a, int part, int 
 // to a row block's dq before others are begun before these.
 template <class Shape>
 struct ColumnWork<Shape, true> {
+  static constexpr bool may_be_hidden = Shape::skips_hidden_keys;
   struct Step {
     int head;
     Visits<true, false, Shape::block_q> visits;
@@ -225,6 +246,7 @@ struct ColumnWork<Shape, true> {
   Range columns;
   fa_cuda_block_plan plan;
   int part, steps_before, num_steps;
+  bool is_hidden = false;  // by keys, with all that bands show of it
 
   __device__ static int count(const fa_cuda_arguments &a) {
     return a.batch * a.num_kv_heads * a.num_k_blocks * a.num_column_parts;
@@ -243,6 +265,7 @@ struct ColumnWork<Shape, true> {
     steps_before = steps.begin;
     num_steps = steps.end - steps.begin;
   }
+  __device__ void hide() { is_hidden = true, num_steps = 0; }
 
   __device__ Step first_step(const fa_cuda_arguments &a) const {
     return steps_before > 0 ? step_after(a, 0) : first_of(a, block.kv_head * heads_per_kv(a));
@@ -271,10 +294,8 @@ struct ColumnWork<Shape, true> {
   }
   // A row block's visits are ordered by column block and band.
   __device__ int place_of(const fa_cuda_arguments &a, const Step &step) const {
-    const int q_block = q_block_of(step);
-    return place_of_visit<Shape>(a, block.batch, plan_at<true>(a, block.batch, q_block),
-                                 row_range<Shape>(sequence_of(a, block.batch), q_block), block.k_block,
-                                 step.visits.number);
+    return shown_visits<Shape>(a, {block.batch, step.head, q_block_of(step)}, block.k_block,
+                               step.visits.number);
   }
 
  private:

@@ -126,6 +126,52 @@ __device__ inline int64_t shown_of_flags(const fa_cuda_flags &flags, int batch, 
   return row_of_flags(flags, batch, head, block) / FA_CUDA_SHOWN_ROWS;
 }
 
+// Whether a bias of keys hides some block of keys whole.
+__device__ inline bool hides_blocks_of_keys(const fa_cuda_arguments &a) {
+  return a.program.keys.hides && *a.program.keys.hides == a.call;
+}
+// The same of a backward's column blocks, which are several heads': so all of these have to share the keys.
+__device__ inline bool hides_column_blocks(const fa_cuda_arguments &a) {
+  return a.program.keys.stride_head == 0 && hides_blocks_of_keys(a);
+}
+// Of which blocks it shows something.
+struct ShownKeys {
+  const uint32_t *bits;  // NULL: of all
+  uint32_t row;          // the bit of the first block
+
+  __device__ ShownKeys(const fa_cuda_keys &keys, int batch, int head, bool hides)
+      : bits(hides ? keys.shown : nullptr), row(batch * keys.stride_batch + head * keys.stride_head) {}
+  __device__ bool has(int block) const { return !bits || bits[(row + block) / 32] >> (row + block) % 32 & 1; }
+
+  // Calls visit(block, word) for each word of bits that has some of a range's: these, the first one's being
+  // that of the block; it may be one before the range.
+  template <class Visit>
+  __device__ void for_each_word(Range blocks, Visit visit) const {
+    const uint32_t begin = row + blocks.begin, end = row + blocks.end;
+    for (uint32_t at = begin & ~31u; at < end; at += 32) {
+      uint32_t word = bits[at / 32];
+      if (at < begin) word &= ~0u << (begin - at);
+      if (at + 32 > end) word &= ~0u >> (at + 32 - end);
+      visit(int(at - row), word);
+    }
+  }
+  __device__ int operator()(Range blocks) const {
+    if (!bits) return blocks.end - blocks.begin;
+    int count = 0;
+    for_each_word(blocks, [&](int, uint32_t word) { count += __popc(word); });
+    return count;
+  }
+  // Those of the blocks from the first to the last that shows something: what padding leaves.
+  __device__ Blocks within(Blocks blocks) const {
+    if (!bits) return blocks;
+    int first = INT32_MAX, last = -1;
+    for_each_word({blocks.at(blocks.count - 1), blocks.last + 1}, [&](int block, uint32_t word) {
+      if (word) first = min(first, block + __ffs(word) - 1), last = block + 31 - __clz(word);
+    });
+    return {max(last, 0), last < 0 ? 0 : last - first + 1};
+  }
+};
+
 // ---- what is added to scores -------------------------------------------------------------------------------
 
 // Of column 0 from the place beside row 0, in a band.

@@ -304,15 +304,16 @@ __device__ inline __attribute__((always_inline)) void consume_blocks(
     }
   };
 
+  auto agreed = [](bool it_is_so) { return Shape::votes ? all_say(it_is_so) : it_is_so; };
   Work work;
-  for (; consumers_work(a, buffers, blocks, work); next_work(buffers, blocks)) {
+  for (; agreed(consumers_work(a, buffers, blocks, work)); next_work(buffers, blocks)) {
     program_head = -1;
     if (Shape::drops && a.program.dropout_threshold > 0)
       column_words = lanes_column(a.program, work.columns.begin + consumer * 64 + warp_row);
     set_zero<1, DT>(dk);
     set_zero<1, DT>(dv);
     if constexpr (Shape::skips_hidden) work.num_steps = uniform(hear_num_steps(buffers, blocks));
-    if (work.num_steps > 0) {
+    if (agreed(work.num_steps > 0)) {
       barrier_wait(buffers.barrier(K_FULL), busy_blocks % 2);
       start_scores(work);
       barrier_wait(buffers.barrier(V_FULL), busy_blocks % 2);
@@ -322,12 +323,12 @@ __device__ inline __attribute__((always_inline)) void consume_blocks(
       busy_blocks++;
       Step step = work.consumers_first();
       int steps_left = work.num_steps - 1;
-      const bool alone = steps_left == 0;
+      const bool alone = agreed(steps_left == 0);
       if (!alone) {
         do_step(work, step, std::true_type(), std::false_type());
         for (;;) {
           step = work.consumers_next(a, step);
-          if (--steps_left == 0) break;
+          if (agreed(--steps_left == 0)) break;
           do_step(work, step, std::false_type(), std::false_type());
         }
       }
@@ -400,9 +401,10 @@ const fa_cuda_kernel FA_JOIN(fa_hopper_backward_, FA_KIND)[] = {
     ROW("/d64/general/forms", true, 64, 128, 1, 2, FORMS | LEAVES_BY_MAP | PLACES_LANES),
     ROW_THAT_ASKS("/d128/general", Bare128, 128, 64, 1, 2, FROM_SHIFT | ASKS_EARLY | LEAVES_BY_MAP),
     ROW("/d128/general/forms", true, 128, 64, 1, 2, FROM_SHIFT | FORMS | ASKS_EARLY | LEAVES_BY_MAP),
-    ROW("/d64/keys", false, 64, 128, 1, 2, LEAVES_BY_MAP | PLACES_LANES, KEYS),
+    ROW_FROM("/d64/keys/long/general", 2048, 1 << 28, 64, 128, 1, 2, LEAVES_BY_MAP | PLACES_LANES, KEYS),
+    ROW("/d64/keys", false, 64, 128, 1, 2, LEAVES_BY_MAP | PLACES_LANES | VOTES, KEYS),
     ROW("/d64/keys/general", true, 64, 128, 1, 2, FORMS | LEAVES_BY_MAP, KEYS),
-    ROW("/d64/keys/sums", false, 64, 128, 1, 2, SUMS | LEAVES_BY_MAP | PLACES_LANES, KEYS),
+    ROW("/d64/keys/sums", false, 64, 128, 1, 2, SUMS | LEAVES_BY_MAP | PLACES_LANES | VOTES, KEYS),
     ROW("/d64/slopes", true, 64, 128, 1, 2, FORMS | LEAVES_BY_MAP | PLACES_LANES, SLOPES),
     ROW("/d64/slopes/sums", true, 64, 128, 1, 2, SUMS | PLACES_LANES, SLOPES),
     ROW("/d64/terms", true, 64, 128, 1, 2, SUMS | ASKS_EARLY | LEAVES_BY_MAP, SLOPES | KEYS),

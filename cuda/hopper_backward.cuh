@@ -34,7 +34,8 @@ enum { K_SIDE, V_SIDE, NUM_SIDES };
 // would else move to before them. LEAVES_BY_MAP: dk and dv go through shared memory to their maps. These two
 // are 1 to 5 % in some kernels, and a loss in others, and so is PLACES_LANES, see RowNumbers. SPLITS_HEADS:
 // blocks of threads may share the query heads of a column block. NONE_BEHIND: for slopes where no row sees a
-// column behind its place.
+// column behind its place. VOTES: warps vote on the conditions of the consumers' loops, which makes these the
+// same for a whole warp to ptxas: 1 to 3 % in some kernels, and in others a loss of as much.
 enum BackwardTraits {
   FORMS = 1,
   SUMS = 2,
@@ -44,7 +45,8 @@ enum BackwardTraits {
   LEAVES_BY_MAP = 32,
   SPLITS_HEADS = 64,
   PLACES_LANES = 128,
-  NONE_BEHIND = 256
+  NONE_BEHIND = 256,
+  VOTES = 512
 };
 
 // A row of the table; it changes results by rounding alone. The consumers' warps come first, then the
@@ -61,7 +63,7 @@ struct BackwardShape {
   static constexpr int most_steps_prefetched = !leaves_by_map || single_column ? 0
                                                : HEAD_DIM == 64                ? INT32_MAX
                                                                                : 2;
-  static constexpr bool none_behind = TRAITS & NONE_BEHIND, sums = TRAITS & SUMS,
+  static constexpr bool votes = TRAITS & VOTES, none_behind = TRAITS & NONE_BEHIND, sums = TRAITS & SUMS,
                         asks_early = TRAITS & ASKS_EARLY, places_lanes = TRAITS & PLACES_LANES;
   static constexpr Forms forms = !(TRAITS & FORMS) ? USUAL_FORM : PROGRAM ? NO_SOFTCAP : ANY_FORM;
   static constexpr Beginning beginning = !(TRAITS & FROM_SHIFT) ? AT_ZERO
@@ -77,6 +79,9 @@ struct BackwardShape {
   static constexpr bool tells_work = HEAD_DIM == 64 || PROGRAM == DROPOUT;
   // Whether steps that flags hide whole are left out. Then consumers are told how many are left.
   static constexpr bool skips_hidden = PROGRAM == FLAGS;
+  // Whether column blocks are that keys hide whole. Beside dropout at 64 that is 3 to 7 % slower where rows are
+  // short, which is more than padding gives back.
+  static constexpr bool skips_hidden_keys = has_keys && !(drops && HEAD_DIM == 64 && !FA_KIND_SCALED);
   static constexpr int whole_program = PROGRAM, program = acting_program(PROGRAM);
   static constexpr int head_dim = HEAD_DIM, block_q = BLOCK_Q, num_consumers = 2, block_k = num_consumers * 64;
   static constexpr int num_warps = num_consumers * 4, dq_warps = block_q / 16;  // see DqShare
@@ -241,7 +246,7 @@ struct Work<Shape, true> : ColumnWork<Shape, true>, ToldStep<Shape> {
   }
   // Whether a mask shows something of a step, and how many of those from one on it does, by a warp.
   __device__ bool shows(const fa_cuda_arguments &a, const typename ColumnWork<Shape, true>::Step &step) const {
-    return ShownBlocks(a, {this->block.batch, step.head, this->q_block_of(step)}).has(this->block.k_block);
+    return ShownByFlags(a, {this->block.batch, step.head, this->q_block_of(step)}).has(this->block.k_block);
   }
   __device__ int count_shown(const fa_cuda_arguments &a, int first) const {
     int count = 0;
@@ -433,12 +438,26 @@ __device__ inline void arrive_once(uint32_t barrier) {
   barrier_arrive_warp(barrier);
 }
 
-// Finds the column block of that number; returns false where there is none.
+// Finds the column block of that number; returns false where there is none. If keys hide it, which who takes it
+// finds out for all, the number is the complement of its own, and there is nothing to do.
 template <class Work>
 __device__ inline bool find_work(const fa_cuda_arguments &a, int index, Work &work) {
+  const bool is_hidden = Work::may_be_hidden && index < 0;
+  if (is_hidden) index = ~index;
   if (index >= Work::count(a)) return false;
   work.find(a, index);
+  if (is_hidden) work.hide();
   return true;
+}
+template <class Work>
+__device__ inline int number_to_hand_on(const fa_cuda_arguments &a, int index) {
+  if constexpr (Work::may_be_hidden) {
+    Work work;
+    if (hides_column_blocks(a) && find_work(a, index, work) && work.num_steps > 0 &&
+        !ShownKeys(a.program.keys, work.block.batch, 0, true).has(work.block.k_block))
+      return ~index;
+  }
+  return index;
 }
 
 // Finds the column block that the producer hands to the other warps; returns false where there is none. A warp,
@@ -674,9 +693,9 @@ __device__ inline void load_told_sides(const fa_cuda_arguments &a, const fa_cuda
         if constexpr (Buffers::Shape::skips_hidden) num_steps = told + work.count_shown(a, seen);
         if (Buffers::TELLS_SENDER && lane == 0) tell_num_steps(buffers, count, num_steps);
         if (num_steps == 0) {
-          if (work.num_steps == 0)
+          if (work.num_steps == 0 && !work.is_hidden)
             skip_unseen<Buffers>(a, index);
-          else if (Buffers::leaves_zeros(a))  // flags hide it
+          else if (Buffers::leaves_zeros(a))  // a mask hides it
             leave_zeros(maps, buffers, work.block);
           return;
         }
@@ -745,6 +764,7 @@ __device__ inline bool take_work(const fa_cuda_arguments &a, const Buffers &buff
     index = KNOWN ? blockIdx.x + count * gridDim.x : atomicAdd(a.tickets, 1);
     if constexpr (Buffers::general)
       if (a.num_early) index = column_block_in_phases(a, index);
+    index = number_to_hand_on<typename Buffers::Work>(a, index);
     await_statistics<Buffers>(a, index);
     barrier_wait(buffers.barrier(BLOCK_EMPTY, count % 2), count / 2 % 2 ^ 1);
     if constexpr (!Buffers::TELLS_WORK) hand_over();
@@ -817,6 +837,12 @@ __device__ inline void send_whole_dq(const fa_cuda_arguments &a, const fa_cuda_m
   }
 }
 
+// Whether column blocks are left out that keys hide: a warp asks once.
+template <class Buffers>
+__device__ inline bool leaves_blocks_out(const fa_cuda_arguments &a) {
+  return Buffers::Work::may_be_hidden && all_say(hides_column_blocks(a));
+}
+
 // Adds dq of the next steps, up to a warp's, to their sums: a lane has the position of one, and place_of() the
 // place of its addition in the order. Reading a count from memory is slow, and so is a fence after additions.
 // So each lane reads the count for one step ahead of time, and reads it again only after the previous step,
@@ -825,7 +851,7 @@ template <class Buffers, class PlaceOf>
 __device__ inline __attribute__((always_inline)) void send_steps(const fa_cuda_arguments &a,
                                                                  const Buffers &buffers, int share,
                                                                  bool in_order, int num_steps, int position,
-                                                                 PlaceOf place_of) {
+                                                                 bool hides_keys, PlaceOf place_of) {
   using Shape = typename Buffers::Shape;
   constexpr int SHARES = Shape::dq_shares, THREADS = Shape::num_consumers / SHARES * WARPGROUP + 32;
   constexpr bool REPORTS = Buffers::general && Shape::num_writers > 0;
@@ -836,7 +862,8 @@ __device__ inline __attribute__((always_inline)) void send_steps(const fa_cuda_a
   if (in_order) place += place_of() * SHARES + share;
   // With bands, the count before this lane's addition: the last addition's is that of all. It takes long to
   // come, and is looked at when the lanes behind this one count.
-  const int last_count = REPORTS ? num_additions<Shape, Buffers::general>(a, row_block_at(a, position)) : 0;
+  const int last_count =
+      REPORTS ? num_additions<Shape, Buffers::general>(a, row_block_at(a, position), hides_keys) : 0;
   int count = 0;
   fence_async_global();
 #pragma unroll 1
@@ -878,12 +905,13 @@ __device__ inline __attribute__((always_inline)) void send_steps(const fa_cuda_a
 template <class Buffers>
 __device__ inline void send_dq(const fa_cuda_arguments &a, const Buffers &buffers, int share) {
   const int lane = threadIdx.x % 32;
+  const bool hides_keys = Buffers::general && leaves_blocks_out<Buffers>(a);
   typename Buffers::Work work;
   for (uint32_t blocks = 0; current_work(a, buffers, blocks, work); next_work(buffers, blocks)) {
     for (int first = 0; first < work.num_steps; first += 32) {
       const int num_steps = min(work.num_steps - first, 32);
       const typename Buffers::Work::Step here = work.step_after(a, first + min(lane, num_steps - 1));
-      send_steps(a, buffers, share, a.in_order, num_steps, work.position_of(a, here),
+      send_steps(a, buffers, share, a.in_order, num_steps, work.position_of(a, here), hides_keys,
                  [&] { return work.place_of(a, here); });
     }
   }
@@ -894,6 +922,7 @@ template <bool IN_ORDER, class Buffers>
 __device__ inline void send_told_dq(const fa_cuda_arguments &a, const Buffers &buffers, int share) {
   using Work = typename Buffers::Work;
   const int lane = threadIdx.x % 32;
+  const bool hides_keys = leaves_blocks_out<Buffers>(a);
   uint32_t steps = 0;
   for (uint32_t blocks = 0;; next_work(buffers, blocks)) {
     int steps_left = uniform(hear_num_steps(buffers, blocks));
@@ -910,7 +939,7 @@ __device__ inline void send_told_dq(const fa_cuda_arguments &a, const Buffers &b
         find_work(a, load_shared_word(buffers.block(blocks % 2)), work);
         return work.place_of(a, work.step_after(a, work.num_steps - steps_left + own));
       };
-      send_steps(a, buffers, share, IN_ORDER, num_steps, position, place_of);
+      send_steps(a, buffers, share, IN_ORDER, num_steps, position, hides_keys, place_of);
       steps += num_steps, steps_left -= num_steps;
     }
   }
@@ -999,7 +1028,8 @@ __device__ inline void write_dq(const fa_cuda_arguments &a, const fa_cuda_maps &
   const int num_positions = a.batch * a.num_heads * a.num_q_blocks;
   const uint32_t from = buffers.sum(writer), tile = buffers.piece(writer);
   const uint32_t full = buffers.barrier(SUM_FULL, writer);
-  if constexpr (Buffers::general) report_unseen<Shape>(a, writer);
+  const bool hides_keys = leaves_blocks_out<Buffers>(a);
+  if constexpr (Buffers::general) report_unseen<Shape>(a, writer, hides_keys);
   // Zeros are left between row blocks, so that other copies do not wait long behind them.
   int next_zeros = blockIdx.x * Shape::num_writers + writer,
       end_zeros = Buffers::leaves_zeros(a) ? a.batch * a.num_kv_heads * a.num_k_blocks : 0;
@@ -1021,7 +1051,7 @@ __device__ inline void write_dq(const fa_cuda_arguments &a, const fa_cuda_maps &
     float *sum = dq_sum_of<Shape, true>(a, position);
     if (lane == 0) {
       if constexpr (!Buffers::general)
-        wait_for_count(a.dq_order + position, 1 + num_additions<Shape, false>(a, mine));
+        wait_for_count(a.dq_order + position, 1 + num_additions<Shape, false>(a, mine, hides_keys));
       fence_async_global();
     }
     auto send = [&](int piece) {
@@ -1067,7 +1097,8 @@ __device__ inline void write_dq(const fa_cuda_arguments &a, const fa_cuda_maps &
     if (lane == 0 && sums_again) {
       if (!is_unseen) bulk_wait_done<0>();
       count_on(a.dq_order + position + a.num_sums);
-      if constexpr (Buffers::general) report_if_unseen<Shape>(a, row_block_at(a, position + a.num_sums));
+      if constexpr (Buffers::general)
+        report_if_unseen<Shape>(a, row_block_at(a, position + a.num_sums), hides_keys);
     }
   }
   if constexpr (Buffers::HAS_ZEROS)
@@ -1218,7 +1249,7 @@ template <class Consumer, class Bare>
 __global__ void __launch_bounds__(Consumer::Buffers::Shape::num_threads, 1)
     backward_that_asks(const __grid_constant__ fa_cuda_arguments a, const __grid_constant__ fa_cuda_maps maps) {
   if (!a.heads_done) wait_for_launch_before();
-  if (hides_nothing(a))
+  if (all_say(hides_nothing(a)))
     run_backward<Bare>(a, maps);
   else
     run_backward<Consumer>(a, maps);
@@ -1249,6 +1280,7 @@ constexpr fa_cuda_kernel row_of_kernel(const char *name, const void *main) {
                         .splits_heads = Shape::splits_heads,
                         .folds = Shape::folds,
                         .halves = Shape::drops && !Kind::SCALED,
+                        .skips_hidden_keys = Shape::skips_hidden_keys,
                         .main = main,
                         .statistics = address_of_kernel(statistics<Kind, RowsOf<Shape>>),
                         .statistics_beside = Shape::single_column || Kind::SCALED

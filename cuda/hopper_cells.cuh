@@ -37,13 +37,13 @@ constexpr bool tiles_cells(int program) { return !FA_KIND_SCALED && program & CE
 constexpr bool folds_terms(int program) { return !FA_KIND_SCALED && (program == KEYS || program == SLOPES); }
 
 // The needs that a kernel takes with that much of a program. sums: of a backward, whether it gives the
-// gradients by what is added; goes_through_visits: of a forward, which so leaves out blocks of keys that are
-// hidden, and asks of each whether slopes make its scores rise.
+// gradients by what is added; goes_through_visits: of a forward, which asks of each whether slopes make its
+// scores rise.
 constexpr uint32_t takes_of_program(int program, bool sums = true, bool goes_through_visits = true) {
   if (program == NO_PROGRAM) return 0;
   return needs_of_program(program) | FA_CUDA_NEEDS_COLUMNS_BEHIND |
          (folds_terms(program) ? 0 : FA_CUDA_NEEDS_LATE_TERMS) | (sums ? FA_CUDA_NEEDS_SUMS : 0) |
-         (goes_through_visits ? FA_CUDA_NEEDS_KEY_FLAGS | FA_CUDA_NEEDS_SLOPES_BEHIND : 0);
+         (goes_through_visits ? FA_CUDA_NEEDS_SLOPES_BEHIND : 0);
 }
 
 // The needs beside a program that a kernel takes.

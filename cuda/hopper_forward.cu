@@ -129,7 +129,7 @@ struct Consumer {
   float slope;                // of the tile's head
 
   __device__ Consumer(const fa_cuda_arguments &a, const fa_cuda_maps &maps, const Buffers &buffers,
-                      int consumer)
+                      int consumer, bool trims)
       : a(a),
         maps(maps),
         buffers(buffers),
@@ -137,7 +137,7 @@ struct Consumer {
         turns(consumer),
         unit(exponent_of_unit<Kind>(a.score)),
         warp_row(consumer * 64 + threadIdx.x / 32 % 4 * 16),
-        next_tile(GENERAL ? ForwardTile() : tile_of<Shape>(a, blockIdx.x)) {}
+        next_tile(GENERAL ? ForwardTile() : tile_of<Shape>(a, blockIdx.x, trims)) {}
 
   __device__ void release_stored() {
     if (!stored) return;
@@ -177,7 +177,8 @@ struct Consumer {
     const Blocks &all = tile.k_blocks;
     if (row >= tile.rows.end) return {all.count, all.count};
     Blocks own = k_blocks_of<Shape>(sequence_of(a, tile.batch), {row, min(row + 64, tile.rows.end)});
-    if constexpr (Shape::in_parts) own = blocks_within(own, {all.at(all.count - 1), all.last + 1});
+    if constexpr (Shape::in_parts || Shape::trims_keys)
+      own = blocks_within(own, {all.at(all.count - 1), all.last + 1});
     if (own.count == 0) return {all.count - 1, all.count};
     const int before = all.count - 1 - all.place_of(own.at(0));
     return {before, before + own.count};
@@ -829,16 +830,17 @@ template <class Kind, class Shape, bool GENERAL, Mending MENDING, class Register
 __device__ __forceinline__ void run_forward(const fa_cuda_arguments &a, const fa_cuda_maps &maps,
                                             const ForwardBuffers<Kind, Shape, GENERAL> &buffers) {
   const int warpgroup = uniform(threadIdx.x / WARPGROUP);
+  const bool trims = !GENERAL && Shape::trims_keys && all_say(hides_blocks_of_keys(a));
   if (warpgroup == 0) {
     give_registers<Registers::PRODUCER>();
-    if (threadIdx.x == 0) Producer<Kind, Shape, GENERAL>{a, maps, buffers}.produce();
+    if (threadIdx.x == 0) Producer<Kind, Shape, GENERAL>{a, maps, buffers, trims}.produce();
     if constexpr (GENERAL) {
       if (threadIdx.x / 32 == 1) Scout<Kind, Shape>{a, buffers}.scout();
       if (threadIdx.x / 32 == 2 && buffers.leaves_zeros(a)) leave_zeros<Shape>(a, maps, buffers);
     }
   } else {
     take_registers<Registers::CONSUMER>();
-    Consumer<Kind, Shape, GENERAL, MENDING>(a, maps, buffers, warpgroup - 1).consume();
+    Consumer<Kind, Shape, GENERAL, MENDING>(a, maps, buffers, warpgroup - 1, trims).consume();
   }
 }
 
@@ -859,7 +861,7 @@ __global__ void __launch_bounds__(Shape::num_threads, 1)
   using Registers = ForwardRegisters<Shape, true>;
   const auto buffers = set_up_forward<Kind, Shape, true>();
   wait_for_launch_before();
-  if (hides_nothing(a))
+  if (all_say(hides_nothing(a)))
     run_forward<Kind, Bare, false, Bare::mending, Registers>(a, maps, set_up_forward<Kind, Bare, false>());
   else
     run_forward<Kind, Shape, true, Shape::mending, Registers>(a, maps, buffers);
@@ -889,6 +891,7 @@ constexpr fa_cuda_kernel row(const char *name, int least_columns = 0, int64_t le
       .begins_early = begins_early<Kind, Shape, GENERAL>,
       .leaves_notes = MENDING == AT_END,
       .folds = Shape::folds,
+      .skips_hidden_keys = !GENERAL && Shape::trims_keys,
       .in_parts = Shape::in_parts};
   if constexpr (std::is_void<Bare>::value) {
     row.main = address_of_kernel(forward<Kind, Shape, GENERAL, OF_MAIN>);
@@ -899,7 +902,7 @@ constexpr fa_cuda_kernel row(const char *name, int least_columns = 0, int64_t le
                   "both mend, and leave no other notes");
     static_assert(ForwardBuffers<Kind, Bare, false>::BYTES <= ForwardBuffers<Kind, Shape, GENERAL>::BYTES,
                   "room");
-    row.asks = row.asks_only = true;
+    row.asks = true;
     row.main = row.main_that_mends = address_of_kernel(forward_that_asks<Kind, Shape, Bare>);
   }
   return row;
@@ -976,14 +979,12 @@ const fa_cuda_kernel FA_JOIN(fa_hopper_forward_, FA_KIND)[] = {
              HOLDS_Q | FOLLOWS | WAITS_LATE | FINDS_RUNS),
     ROW("/d128", false, 128, 128, 2, 2, 240, 24, FOLLOWS | WAITS_LATE),
     ROW("/d128/forms", false, 128, 128, 2, 2, 240, 24, FORMS | FOLLOWS | MENDS_AT_END),
-    ROW_THAT_ASKS("/d128/long/asks", 1024, LongBare, 128, 128, 2, 2, 240, 24, HOLDS_Q | FOLLOWS | WAITS_LATE),
-    ROW_FROM("/d128/long/general", 1024, 0, true, 128, 128, 2, 2, 240, 24, HOLDS_Q | FOLLOWS | WAITS_LATE),
-    ROW_THAT_ASKS("/d128/asks", 0, ShortBare, 128, 128, 2, 2, 240, 24, FOLLOWS | MENDS_AT_END),
-    ROW("/d128/general", true, 128, 128, 2, 2, 240, 24, FOLLOWS | MENDS_AT_END),
+    ROW_THAT_ASKS("/d128/long/general", 1024, LongBare, 128, 128, 2, 2, 240, 24,
+                  HOLDS_Q | FOLLOWS | WAITS_LATE),
+    ROW_THAT_ASKS("/d128/general", 0, ShortBare, 128, 128, 2, 2, 240, 24, FOLLOWS | MENDS_AT_END),
     ROW("/d128/general/forms", true, 128, 128, 2, 2, 240, 24, FORMS | FOLLOWS),
     ROW("/d128/keys", false, 128, 128, 2, 2, 240, 24,
-        HOLDS_Q | FOLLOWS | WAITS_LATE | FINDS_RUNS | MENDS_AT_END, KEYS),
-    ROW_THAT_ASKS("/d128/keys/asks", 0, LongBare, 128, 128, 2, 2, 240, 24, FORMS | HOLDS_Q | FOLLOWS, KEYS),
+        HOLDS_Q | FOLLOWS | WAITS_LATE | FINDS_RUNS | MENDS_BEHIND, KEYS),
     ROW("/d128/keys/general", true, 128, 128, 2, 2, 240, 24, FORMS | HOLDS_Q | FOLLOWS, KEYS),
     ROW("/d128/slopes", false, 128, 128, 2, 2, 240, 24, HOLDS_Q | FOLLOWS | WAITS_LATE | MENDS_BEHIND, SLOPES),
     ROW("/d128/slopes/general", true, 128, 128, 2, 2, 240, 24, FORMS | HOLDS_Q | FOLLOWS | MENDS_AT_END,

@@ -59,6 +59,8 @@ struct ForwardShape {
   static constexpr bool has_slopes = PROGRAM & SLOPES, has_keys = PROGRAM & KEYS, has_cells = PROGRAM & CELLS,
                         drops = PROGRAM & DROPOUT, has_flags = PROGRAM & FLAGS,
                         tiles_cells = hopper::tiles_cells(PROGRAM), folds_slopes = folds && has_slopes;
+  // Whether a tile without bands leaves out the column blocks that keys hide at its ends.
+  static constexpr bool trims_keys = folds && has_keys;
   // Whether consumers are told how many visits follow that all rows see whole, and ask nothing about these.
   // With keys at 64 and with flags that is 2 to 15 % slower, and where problems at 64 are short up to 4 %; and
   // of f32's two parts at 256 ptxas would keep more of o in memory.
@@ -136,9 +138,9 @@ __device__ inline Blocks blocks_within(const Blocks &blocks, Range range) {
 }
 
 // The tile that is begun as the index-th, where there are no bands. It takes as long as a product to find: the
-// producer does, ahead, and tells the consumers.
+// producer does, ahead, and tells the consumers. trims: whether keys hide some of their blocks.
 template <class Shape>
-__device__ inline ForwardTile tile_of(const fa_cuda_arguments &a, uint32_t index) {
+__device__ inline ForwardTile tile_of(const fa_cuda_arguments &a, uint32_t index, bool trims) {
   ForwardTile tile;
   RowBlock block;
   const uint32_t num_parts = Shape::in_parts ? a.num_column_parts : 1;
@@ -151,6 +153,10 @@ __device__ inline ForwardTile tile_of(const fa_cuda_arguments &a, uint32_t index
   if constexpr (Shape::in_parts) {
     part = blocks_of_part(a, index % num_parts);
     tile.k_blocks = blocks_within(tile.k_blocks, part);
+  }
+  if constexpr (Shape::trims_keys) {
+    static_assert(Shape::block_k == FA_CUDA_KEYS_BLOCK, "a column block is a block of keys");
+    tile.k_blocks = ShownKeys(a.program.keys, tile.batch, tile.head, trims).within(tile.k_blocks);
   }
   if (tile.k_blocks.count == 0) tile.k_blocks = {part.begin, 1};
   return tile;
@@ -454,6 +460,7 @@ struct Producer {
   const fa_cuda_arguments &a;
   const fa_cuda_maps &maps;
   const Buffers buffers;
+  const bool trims;  // see tile_of
   Ring<Buffers::Q_STAGES> q_ring;
   Ring<Buffers::STAGES> ring;
 
@@ -539,7 +546,7 @@ struct Producer {
       if (!K_AHEAD || i == 0) load_k(tile, kv_head, column);
       if (K_AHEAD && left > 0)
         load_next_k(tile, kv_head, first_column + block_at<Shape>(a, tile, i + 1) * Shape::block_k);
-      if (left == 0) next = tile_of<Shape>(a, index);
+      if (left == 0) next = tile_of<Shape>(a, index, trims);
       wait_for_empty(v);
       if (left == 0) next.tell(buffers.next_tile(ring.stage));
       load(v, maps.v, column, kv_head, tile.batch);
@@ -583,7 +590,7 @@ struct Producer {
     if constexpr (GENERAL) return go_through_visits();
     uint32_t index = blockIdx.x;
     ForwardTile next;
-    for (ForwardTile tile = tile_of<Shape>(a, index); tile.head >= 0; q_ring.advance()) {
+    for (ForwardTile tile = tile_of<Shape>(a, index, trims); tile.head >= 0; q_ring.advance()) {
       load_q(tile);
       go_through_columns(tile, index, next);
       tile = next;

@@ -85,6 +85,10 @@ typedef struct fa_cuda_keys {
   float *addends;  /* of flags +inf and -inf; NULL: there is no such bias, or it is folded */
   uint32_t *terms; /* FA_CUDA_TERM_WORDS a key, see terms.cuh: the parts of what it adds to q·k; or NULL */
   uint8_t *kinds;  /* of each block, the sum of the above; NULL: there is no such bias, or it is slopes */
+  /* A bit for each block: whether it shows something. And one number, which is that of the call if a block
+   * does not. NULL: nobody asks. */
+  uint32_t *shown;
+  int32_t *hides;
   int64_t stride_batch, stride_head;
 } fa_cuda_keys;
 
@@ -221,8 +225,8 @@ typedef struct fa_cuda_arguments {
   /* Where blocks, a forward's of rows and a backward's of columns, are begun in groups of heads that share
    * plans: those of a group that see nothing come last, and if one of them is begun others need not be. */
   bool skips_unseen;
-  /* Of kernels that ask: a single band, key lengths and a mask of keys, whose contents the host does not know,
-   * may hide nothing. Where they hide something this becomes `call` before main begins. NULL: they do. */
+  /* Of kernels that ask: a single band and key lengths, whose contents the host does not know, may hide
+   * nothing. Where they hide something this becomes `call` before main begins. NULL: they do. */
   int32_t *hides;
 } fa_cuda_arguments;
 
@@ -330,8 +334,8 @@ typedef struct fa_cuda_key_reading {
   int32_t of_f16;  /* of terms: their elements are f16, or bf16 */
   int32_t bounds;  /* whether finite numbers are read as at most 2^20 */
   int32_t seqlen_k, num_heads, blocks_a_row;
-  int64_t num_blocks;   /* in all rows: of batches and heads that these tell apart */
-  int32_t *hides, call; /* see fa_cuda_arguments */
+  int64_t num_blocks; /* in all rows: of batches and heads that these tell apart */
+  int32_t call;
 } fa_cuda_key_reading;
 
 /* The unpack kernel's argument: [num_rows, heads_a_row] rows of heads, pitches in bytes. */
@@ -378,23 +382,21 @@ enum {
   FA_CUDA_NEEDS_EXTREMES = 1 << 10,
   /* Numbers a key, or slopes, that cannot be parts of q·k: behind a softcap, or a scale far from 1. */
   FA_CUDA_NEEDS_LATE_TERMS = 1 << 11,
-  FA_CUDA_NEEDS_SUMS = 1 << 12,      /* of a backward: gradients by what a program adds */
-  FA_CUDA_NEEDS_KEY_FLAGS = 1 << 13, /* of a forward: a mask of keys, which may hide whole blocks */
+  FA_CUDA_NEEDS_SUMS = 1 << 12, /* of a backward: gradients by what a program adds */
   /* Of a forward: slopes where some rows see a part of the columns behind the place beside them. */
-  FA_CUDA_NEEDS_SLOPES_BEHIND = 1 << 14,
-  FA_CUDA_NEEDS_OTHER_SCALES = 1 << 15,   /* one below FA_CUDA_LEAST_SCALE, thus negative ones too */
-  FA_CUDA_NEEDS_FLAGS = 1 << 16,          /* of a program: a mask with a flag a score */
-  FA_CUDA_NEEDS_COLUMNS_BEHIND = 1 << 17, /* of a backward: slopes where rows see columns behind their place */
+  FA_CUDA_NEEDS_SLOPES_BEHIND = 1 << 13,
+  FA_CUDA_NEEDS_OTHER_SCALES = 1 << 14,   /* one below FA_CUDA_LEAST_SCALE, thus negative ones too */
+  FA_CUDA_NEEDS_FLAGS = 1 << 15,          /* of a program: a mask with a flag a score */
+  FA_CUDA_NEEDS_COLUMNS_BEHIND = 1 << 16, /* of a backward: slopes where rows see columns behind their place */
   /* Of each fa_cuda_head_number the bit so far behind this one: kernels that do not know it decline. */
-  FA_CUDA_NEEDS_OF_HEADS = 1 << 18,
+  FA_CUDA_NEEDS_OF_HEADS = 1 << 17,
   FA_CUDA_NEEDS_SLOPES = FA_CUDA_NEEDS_OF_HEADS << FA_CUDA_ALIBI_SLOPES,
   FA_CUDA_NEEDS_ANY_OF_HEADS = (FA_CUDA_NEEDS_OF_HEADS << FA_CUDA_NUM_HEAD_NUMBERS) - FA_CUDA_NEEDS_OF_HEADS,
   FA_CUDA_PROGRAM_NEEDS = FA_CUDA_NEEDS_ANY_OF_HEADS | FA_CUDA_NEEDS_KEYS | FA_CUDA_NEEDS_CELLS |
                           FA_CUDA_NEEDS_DROPOUT | FA_CUDA_NEEDS_FLAGS,
   FA_CUDA_ALL_NEEDS = FA_CUDA_NEEDS_ANY_OF_HEADS | (FA_CUDA_NEEDS_PAGES - 1) | FA_CUDA_NEEDS_EXTREMES |
-                      FA_CUDA_NEEDS_LATE_TERMS | FA_CUDA_NEEDS_SUMS | FA_CUDA_NEEDS_KEY_FLAGS |
-                      FA_CUDA_NEEDS_SLOPES_BEHIND | FA_CUDA_NEEDS_OTHER_SCALES | FA_CUDA_NEEDS_FLAGS |
-                      FA_CUDA_NEEDS_COLUMNS_BEHIND,
+                      FA_CUDA_NEEDS_LATE_TERMS | FA_CUDA_NEEDS_SUMS | FA_CUDA_NEEDS_SLOPES_BEHIND |
+                      FA_CUDA_NEEDS_OTHER_SCALES | FA_CUDA_NEEDS_FLAGS | FA_CUDA_NEEDS_COLUMNS_BEHIND,
   /* What gives scores another form than the usual one. */
   FA_CUDA_FORM_NEEDS = FA_CUDA_NEEDS_SOFTCAP | FA_CUDA_NEEDS_OTHER_SCALES,
   FA_CUDA_PLAIN_NEEDS = FA_CUDA_NEEDS_WINDOW | FA_CUDA_FORM_NEEDS | FA_CUDA_NEEDS_SINKS,
@@ -415,21 +417,21 @@ typedef struct fa_cuda_kernel {
   int32_t bucket; /* the largest head_dim that it takes */
   int32_t block_q, block_k, num_threads;
   int32_t shared_bytes;
-  int32_t least_columns; /* not for problems whose rows see fewer, on average, */
-  int64_t least_scores;  /* or that have fewer scores */
-  uint32_t takes;        /* which needs of a problem it serves */
-  int32_t row_warps;     /* backward, of one that takes a bias: so many warps share a column of a step */
-  bool mapped;           /* main reads by fa_cuda_maps */
-  bool persistent;       /* main has at most one block a multiprocessor, which takes one after the other */
-  bool begins_early;     /* main waits by itself for the small kernel in front of it */
-  bool single_column;    /* backward: only for problems with one column block, which every row sees */
-  bool splits_heads;     /* backward: a column block's query heads may be shared out, not only its steps */
-  bool leaves_notes;     /* forward: main mends when it has taken all tiles, see fa_cuda_arguments.notes */
-  bool folds;            /* main makes numbers a key, or slopes, parts of q·k: fa_cuda_keys.terms */
-  bool halves;           /* backward: main has halves of the p that dropout leaves: delta_factor is 2 kept */
-  bool in_parts;         /* forward: keys are split into parts, whose o and lse a merge follows */
+  int32_t least_columns;  /* not for problems whose rows see fewer, on average, */
+  int64_t least_scores;   /* or that have fewer scores */
+  uint32_t takes;         /* which needs of a problem it serves */
+  int32_t row_warps;      /* backward, of one that takes a bias: so many warps share a column of a step */
+  bool mapped;            /* main reads by fa_cuda_maps */
+  bool persistent;        /* main has at most one block a multiprocessor, which takes one after the other */
+  bool begins_early;      /* main waits by itself for the small kernel in front of it */
+  bool single_column;     /* backward: only for problems with one column block, which every row sees */
+  bool splits_heads;      /* backward: a column block's query heads may be shared out, not only its steps */
+  bool leaves_notes;      /* forward: main mends when it has taken all tiles, see fa_cuda_arguments.notes */
+  bool folds;             /* main makes numbers a key, or slopes, parts of q·k: fa_cuda_keys.terms */
+  bool halves;            /* backward: main has halves of the p that dropout leaves: delta_factor is 2 kept */
+  bool skips_hidden_keys; /* main leaves out what keys hide block by block: fa_cuda_keys.shown */
+  bool in_parts;          /* forward: keys are split into parts, whose o and lse a merge follows */
   bool asks;        /* main takes masks that hide nothing as a plain kernel does: fa_cuda_arguments.hides */
-  bool asks_only;   /* and is there for nothing else */
   const void *main; /* one block a q block (forward) or k block (backward) of a head */
   const void
       *main_that_mends;   /* forward: main of problems that hide cells. NULL: a kernel behind main mends o */
@@ -472,8 +474,7 @@ extern const void *const fa_cuda_lengths_kernel;  /* fa_cuda_plans; writes bands
 extern const void *const fa_cuda_sink_kernel;     /* fa_cuda_arguments, fa_cuda_dlse; a block a sink
                                                           and head: writes dsink */
 /* Of each kind: see isolation.cu. */
-extern const void
-    *const fa_cuda_look_kernels[FA_CUDA_NUM_KINDS]; /* fa_cuda_arguments; in front of a backward */
+extern const void *const fa_cuda_look_kernels[FA_CUDA_NUM_KINDS];         /* fa_cuda_arguments */
 extern const void *const fa_cuda_mend_forward_kernels[FA_CUDA_NUM_KINDS]; /* fa_cuda_arguments */
 extern const void *const fa_cuda_mend_few_kernels[FA_CUDA_NUM_KINDS];     /* fa_cuda_arguments, fa_cuda_cache */
 extern const void *const fa_cuda_mend_kernels[FA_CUDA_NUM_KINDS]; /* fa_cuda_arguments, fa_cuda_gradients */

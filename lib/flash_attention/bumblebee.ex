@@ -22,8 +22,9 @@ if Code.ensure_loaded?(Axon) and FlashAttention.Defn.supported?() do
     state keeps for that layer, which changes from step to step as it does in Bumblebee. The bits are others than those that Bumblebee
     draws from that key, and losses so the same on average.
 
-    A mask of keys is a bias of u8, which costs one number a column; on Hopper GPUs a forward leaves out 128
-    neighbouring keys that it hides, and of a mask of single scores blocks of queries and keys. Where a model's masks
+    A mask of keys is a bias of u8, which costs one number a column; on Hopper GPUs 128 neighbouring keys that it hides
+    are left out, in a forward of 16-bit types as far as they stand before all that it shows or behind, as padding does,
+    and of a mask of single scores blocks of queries and keys. Where a model's masks
     are known to have their ones in one run, as padding on one side leaves them, `contiguous_masks: true` makes bands
     of them (`FlashAttention.Mask`), and what is padding is not computed at all.
 

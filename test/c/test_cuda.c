@@ -687,8 +687,7 @@ static void test_out_of_memory(void) {
   CHECK(works(), "the call after one that found no memory");
 }
 
-/* A kernel that does not take bands, or what acts on scores, is passed over for the next one, which does. On
- * Hopper one for 16 bits and up to 128 columns asks what a single band hides. */
+/* A kernel that does not take bands, or what acts on scores, is passed over for the next one, which does. */
 static void test_needs(void) {
   for (size_t i = 0; i < NUM_DTYPES; i++)
     for (int64_t head_dim = 40; head_dim <= 256; head_dim += 72) {
@@ -699,15 +698,12 @@ static void test_needs(void) {
       CHECK(strcmp(plain.kernel, biased.kernel) != 0, "%s with a bias too", plain.kernel);
       problem.bias_batch = problem.bias_heads = problem.bias_rows = 0;
       problem.bands_batch = 1;
-      for (problem.num_bands = 1; problem.num_bands <= 2; problem.num_bands++) {
-        const bool asks = problem.num_bands == 1 && head_dim == 112 && dtypes[i] != FA_DTYPE_F32 &&
-                          strstr(plain.kernel, "sm90");
-        const fa_plan banded = plan_of(&problem, FA_PASS_FORWARD);
-        const size_t length = strlen(plain.kernel);
-        CHECK(strncmp(plain.kernel, banded.kernel, length) == 0 &&
-                  strcmp(banded.kernel + length, asks ? "/asks" : "/general") == 0,
-              "%s without bands, %s with them", plain.kernel, banded.kernel);
-      }
+      problem.num_bands = 1;
+      const fa_plan banded = plan_of(&problem, FA_PASS_FORWARD);
+      const size_t length = strlen(plain.kernel);
+      CHECK(
+          strncmp(plain.kernel, banded.kernel, length) == 0 && strcmp(banded.kernel + length, "/general") == 0,
+          "%s without bands, %s with them", plain.kernel, banded.kernel);
     }
 }
 
@@ -1014,13 +1010,10 @@ static void test_masks_that_hide_nothing(void) {
     }
     fill_mask(&x, mask, (int64_t[]){seqlen, seqlen});
     for (fa_pass pass = FA_PASS_FORWARD; pass <= FA_PASS_BACKWARD; pass++) {
-      const bool is_forward = pass == FA_PASS_FORWARD,
-                 asks = wide && (is_forward ? batch == 1 : mask != MASK_OF_KEYS);
+      const bool asks = wide && mask != MASK_OF_KEYS;
       const char *kernel = plan_of(&problem, pass).kernel;
       if (!strstr(kernel, "sm90")) continue;
       host_copy(&x, &y); /* of a backward o and lse, too */
-      CHECK(!is_forward || asks == (strstr(kernel, "/asks") != NULL), "%s, %d batches: %s", what, (int)batch,
-            kernel);
       run_on_device(&y, pass);
       if (!asks || strstr(plan_of(&bare, pass).kernel, "general")) continue; /* in parts */
       run_on_device(&x, pass);
@@ -1030,6 +1023,71 @@ static void test_masks_that_hide_nothing(void) {
     }
     host_free(&x);
     host_free(&y);
+  }
+}
+
+/* ---- keys that are hidden block by block ----------------------------------------------------------------- */
+
+/* Which keys of a row are shown: blocks of 128 of them are hidden whole on the right, on the left, within, all
+ * of them in one batch; and some keys of a block, but no block. */
+enum { RIGHT, LEFT, WITHIN, ALL_OF_A_BATCH, NO_BLOCK, NUM_PATTERNS };
+static bool is_key_shown(int pattern, int64_t batch, int64_t key) {
+  switch (pattern) {
+    case RIGHT: return key < (batch ? 150 : 390);
+    case LEFT: return key >= (batch ? 131 : 384);
+    case WITHIN: return key < 100 || (key >= 300 && key < 310) || (key >= 515 && batch);
+    case ALL_OF_A_BATCH: return batch == 1 && key % 3;
+    default: return key % 7 != 2 * batch;
+  }
+}
+
+/* What kernels leave out where a mask, or a bias of -inf, hides blocks of keys: each of these, in either pass,
+ * in order or not, beside bands, dropout, slopes and what some heads have for themselves. */
+static void test_hidden_keys(void) {
+  enum { WITH_GRADIENT = 1, IN_BANDS = 2, OF_HEADS = 4, SLOPED = 8, IN_ORDER = 16, CAUSAL = 32, DROPPED = 64 };
+  const int variants[] = {CAUSAL,
+                          0,
+                          WITH_GRADIENT | CAUSAL | IN_ORDER,
+                          IN_BANDS,
+                          IN_BANDS | IN_ORDER | WITH_GRADIENT,
+                          WITH_GRADIENT | OF_HEADS,
+                          SLOPED | IN_ORDER | CAUSAL,
+                          IN_ORDER,
+                          DROPPED | CAUSAL,
+                          DROPPED | IN_ORDER | IN_BANDS};
+  const int num_variants = sizeof variants / sizeof *variants;
+  for (int i = 0; i < NUM_PATTERNS * num_variants * 2; i++) {
+    const int pattern = i % NUM_PATTERNS, variant = variants[i / NUM_PATTERNS % num_variants],
+              wide = i / NUM_PATTERNS / num_variants;
+    fa_problem problem = problem_of(dtypes[(i + wide) % NUM_DTYPES], 2, 530, 2, wide ? 128 : 64);
+    problem.seqlen_q = variant & CAUSAL ? 530 : 210;
+    problem.num_kv_heads = variant & OF_HEADS ? 2 : 1;
+    if (!(variant & CAUSAL)) problem.window_right = FA_UNBOUNDED;
+    problem.deterministic = (variant & IN_ORDER) != 0;
+    problem.bias_batch = 2, problem.bias_heads = variant & OF_HEADS ? 2 : 1, problem.bias_rows = 1;
+    problem.bias_dtype = variant & WITH_GRADIENT ? problem.dtype : FA_DTYPE_U8;
+    problem.constant_bias = !(variant & WITH_GRADIENT);
+    if (variant & IN_BANDS) problem.num_bands = 2, problem.bands_batch = 1;
+    if (variant & SLOPED) problem.alibi_batch = 1, problem.constant_alibi_slopes = 1;
+    if (variant & DROPPED) problem.num_seed_words = 2, problem.dropout = 0.2;
+    char what[80];
+    snprintf(what, sizeof what, "pattern %d, variant %d, %s, head_dim %d", pattern, variant,
+             fa_dtype_name(problem.dtype), (int)problem.head_dim);
+    host x = host_new(&problem);
+    host_fill(&x);
+    for (int64_t at = 0; at < values_count(&problem, FA_TENSOR_BIAS); at++) {
+      const bool shown =
+          is_key_shown(pattern, at / problem.seqlen_k / problem.bias_heads, at % problem.seqlen_k);
+      set(&x, FA_TENSOR_BIAS, at, !shown && variant & WITH_GRADIENT ? -INFINITY : shown);
+    }
+    if (variant & IN_BANDS) {
+      const int64_t bands[2][6] = {{0, 90, 0, 280, INT32_MAX, INT32_MAX},
+                                   {90, 210, 140, 530, INT32_MAX, INT32_MAX}};
+      for (int64_t band = 0; band < 2; band++) set_band(&x, band, bands[band]);
+    }
+    compare_with_cpu(&x, FA_PASS_FORWARD, what);
+    compare_with_cpu(&x, FA_PASS_BACKWARD, what);
+    host_free(&x);
   }
 }
 
@@ -1044,6 +1102,7 @@ int main(int argc, char **argv) {
   }
   if (argc > 1 && strcmp(argv[1], "--masks") == 0) {
     test_masks_that_hide_nothing();
+    test_hidden_keys();
     return report();
   }
   test_no_such_device();
@@ -1059,6 +1118,7 @@ int main(int argc, char **argv) {
   test_statistics_beside();
   test_rows_unseen();
   test_masks_that_hide_nothing();
+  test_hidden_keys();
   test_places();
   test_order();
   test_repeats_of_table();
