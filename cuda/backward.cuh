@@ -89,12 +89,14 @@ struct ShownByFlags {
 
 template <class Shape>
 __device__ inline auto shown_blocks(const fa_cuda_arguments &a, const RowBlock &mine) {
-  if constexpr (Shape::skips_hidden)
+  if constexpr (Shape::skips_hidden) {
     return ShownByFlags(a, mine);
-  else if constexpr (Shape::skips_hidden_keys)
+  } else if constexpr (Shape::skips_hidden_keys) {
+    static_assert(Shape::block_k == FA_CUDA_KEYS_BLOCK, "a column block is a block of keys");
     return ShownKeys(a.program.keys, mine.batch, 0, hides_column_blocks(a));
-  else
+  } else {
     return AllBlocks();
+  }
 }
 
 // How many visits of a row block show something, of those before that of a column block in a band.

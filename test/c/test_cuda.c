@@ -1044,7 +1044,16 @@ static bool is_key_shown(int pattern, int64_t batch, int64_t key) {
 /* What kernels leave out where a mask, or a bias of -inf, hides blocks of keys: each of these, in either pass,
  * in order or not, beside bands, dropout, slopes and what some heads have for themselves. */
 static void test_hidden_keys(void) {
-  enum { WITH_GRADIENT = 1, IN_BANDS = 2, OF_HEADS = 4, SLOPED = 8, IN_ORDER = 16, CAUSAL = 32, DROPPED = 64 };
+  enum {
+    WITH_GRADIENT = 1,
+    IN_BANDS = 2,
+    OF_HEADS = 4,
+    SLOPED = 8,
+    IN_ORDER = 16,
+    CAUSAL = 32,
+    DROPPED = 64,
+    WINDOWED = 128
+  };
   const int variants[] = {CAUSAL,
                           0,
                           WITH_GRADIENT | CAUSAL | IN_ORDER,
@@ -1054,7 +1063,8 @@ static void test_hidden_keys(void) {
                           SLOPED | IN_ORDER | CAUSAL,
                           IN_ORDER,
                           DROPPED | CAUSAL,
-                          DROPPED | IN_ORDER | IN_BANDS};
+                          DROPPED | IN_ORDER | IN_BANDS,
+                          CAUSAL | WINDOWED | IN_ORDER};
   const int num_variants = sizeof variants / sizeof *variants;
   for (int i = 0; i < NUM_PATTERNS * num_variants * 2; i++) {
     const int pattern = i % NUM_PATTERNS, variant = variants[i / NUM_PATTERNS % num_variants],
@@ -1063,6 +1073,7 @@ static void test_hidden_keys(void) {
     problem.seqlen_q = variant & CAUSAL ? 530 : 210;
     problem.num_kv_heads = variant & OF_HEADS ? 2 : 1;
     if (!(variant & CAUSAL)) problem.window_right = FA_UNBOUNDED;
+    if (variant & WINDOWED) problem.window_left = 140;
     problem.deterministic = (variant & IN_ORDER) != 0;
     problem.bias_batch = 2, problem.bias_heads = variant & OF_HEADS ? 2 : 1, problem.bias_rows = 1;
     problem.bias_dtype = variant & WITH_GRADIENT ? problem.dtype : FA_DTYPE_U8;
