@@ -15,7 +15,7 @@ namespace fa {
 template <int HEAD_DIM, int BLOCK_Q, int BLOCK_K, int NUM_WARPS, int BLOCKS_PER_SM, int STAGES, int SCORE_WARPS,
           int DKV_WARPS, int DQ_WARPS>
 struct BackwardShape {
-  static constexpr bool folds_slopes = false, splits_heads = false, skips_hidden = false,
+  static constexpr bool folds_slopes = false, splits_heads = false, skips_hidden_steps = false,
                         skips_hidden_keys = false;
   static constexpr int head_dim = HEAD_DIM, block_q = BLOCK_Q, block_k = BLOCK_K, num_warps = NUM_WARPS;
   static constexpr int blocks_per_sm = BLOCKS_PER_SM;

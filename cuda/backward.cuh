@@ -89,7 +89,7 @@ struct ShownByFlags {
 
 template <class Shape>
 __device__ inline auto shown_blocks(const fa_cuda_arguments &a, const RowBlock &mine) {
-  if constexpr (Shape::skips_hidden) {
+  if constexpr (Shape::skips_hidden_steps) {
     return ShownByFlags(a, mine);
   } else if constexpr (Shape::skips_hidden_keys) {
     static_assert(Shape::block_k == FA_CUDA_KEYS_BLOCK, "a column block is a block of keys");
@@ -122,7 +122,7 @@ __device__ inline int num_additions(const fa_cuda_arguments &a, const RowBlock &
     if (Shape::skips_hidden_keys && hides_keys) return shown_before<Shape>(a, mine, a.num_k_blocks);
     const Sequence sequence = sequence_of(a, mine.batch);
     return k_blocks_of<Shape>(sequence, row_range<Shape>(sequence, mine.q_block)).count;
-  } else if (Shape::skips_hidden || (Shape::skips_hidden_keys && hides_keys)) {
+  } else if (Shape::skips_hidden_steps || (Shape::skips_hidden_keys && hides_keys)) {
     return shown_visits<Shape>(a, mine, a.num_k_blocks, 0);
   } else {
     return plan_at<true>(a, mine.batch, mine.q_block).num_visits;

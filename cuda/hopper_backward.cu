@@ -312,7 +312,7 @@ __device__ inline __attribute__((always_inline)) void consume_blocks(
       column_words = lanes_column(a.program, work.columns.begin + consumer * 64 + warp_row);
     set_zero<1, DT>(dk);
     set_zero<1, DT>(dv);
-    if constexpr (Shape::skips_hidden) work.num_steps = uniform(hear_num_steps(buffers, blocks));
+    if constexpr (Shape::skips_hidden_steps) work.num_steps = uniform(hear_num_steps(buffers, blocks));
     if (agreed(work.num_steps > 0)) {
       barrier_wait(buffers.barrier(K_FULL), busy_blocks % 2);
       start_scores(work);

@@ -78,7 +78,7 @@ struct BackwardShape {
   // themselves. At 128 it makes no difference to most of them, and the producer has less time.
   static constexpr bool tells_work = HEAD_DIM == 64 || PROGRAM == DROPOUT;
   // Whether steps that flags hide whole are left out. Then consumers are told how many are left.
-  static constexpr bool skips_hidden = PROGRAM == FLAGS;
+  static constexpr bool skips_hidden_steps = PROGRAM == FLAGS;
   // Whether column blocks are that keys hide whole. Beside dropout at 64 that is 3 to 7 % slower where rows are
   // short, which is more than padding gives back.
   static constexpr bool skips_hidden_keys = has_keys && !(drops && HEAD_DIM == 64 && !FA_KIND_SCALED);
@@ -284,7 +284,7 @@ struct Work<Shape, true> : ColumnWork<Shape, true>, ToldStep<Shape> {
       store_shared(to + 16,
                    make_uint4(band.left, band.right, __float_as_uint(slope.due), __float_as_uint(slope.slope)));
     }
-    if constexpr (Shape::skips_hidden)
+    if constexpr (Shape::skips_hidden_steps)
       if (a.in_order)
         store_shared(to + PLACE_AT,
                      uint32_t(shown_visits<Shape>(a, {this->block.batch, visit.head, this->q_block_of(step)},
@@ -340,7 +340,7 @@ struct CommonBuffers {
   // it would need twice its registers, and what it spills is slow, as each of its fences empties the cache.
   // Where terms are folded it is 2 to 7 % slower.
   static constexpr bool TELLS_SENDER =
-      GENERAL && (Shape::num_writers > 0 || Shape::skips_hidden) && !Shape::folds;
+      GENERAL && (Shape::num_writers > 0 || Shape::skips_hidden_steps) && !Shape::folds;
   // Of folded terms the right operand, and of the left one the zeros, and with each stage of q the numbers.
   static constexpr int NUM_STEPS_AT =
       VISITS_AT + (GENERAL ? Shape::num_finders * VISITS : Shape::folds_slopes * STAGES) * VISIT_BYTES;
@@ -647,7 +647,7 @@ __device__ inline int tell_steps(const fa_cuda_arguments &a, const Buffers &buff
                                  int count, int &seen) {
   const int lane = threadIdx.x % 32;
   int told = 0;
-  if constexpr (Buffers::Shape::skips_hidden) {
+  if constexpr (Buffers::Shape::skips_hidden_steps) {
 #pragma unroll 1
     while (told < count && seen < work.num_steps) {
       const bool is_there = seen + lane < work.num_steps;
@@ -690,7 +690,7 @@ __device__ inline void load_told_sides(const fa_cuda_arguments &a, const fa_cuda
       const int told =
           tell_steps(a, buffers, work, steps, FINDER, first, min(num_steps - first, Buffers::FOUND), seen);
       if (first == 0) {
-        if constexpr (Buffers::Shape::skips_hidden) num_steps = told + work.count_shown(a, seen);
+        if constexpr (Buffers::Shape::skips_hidden_steps) num_steps = told + work.count_shown(a, seen);
         if (Buffers::TELLS_SENDER && lane == 0) tell_num_steps(buffers, count, num_steps);
         if (num_steps == 0) {
           if (work.num_steps == 0 && !work.is_hidden)
@@ -934,7 +934,7 @@ __device__ inline void send_told_dq(const fa_cuda_arguments &a, const Buffers &b
       const uint32_t told = buffers.visit(steps + own);
       const int position = Work::heard_position(told);
       auto place_of = [&] {
-        if (Buffers::Shape::skips_hidden) return Work::heard_place(told);
+        if (Buffers::Shape::skips_hidden_steps) return Work::heard_place(told);
         Work work;
         find_work(a, load_shared_word(buffers.block(blocks % 2)), work);
         return work.place_of(a, work.step_after(a, work.num_steps - steps_left + own));

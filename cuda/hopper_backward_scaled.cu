@@ -354,7 +354,7 @@ struct BackwardConsumer {
       set_zero<1, DT>(dv);
       program_head = -1;
       if (drops()) column_words = lanes_column(a.program, work.columns.begin + consumer * 64 + warp_row);
-      if constexpr (Shape::skips_hidden) work.num_steps = uniform(hear_num_steps(buffers, blocks));
+      if constexpr (Shape::skips_hidden_steps) work.num_steps = uniform(hear_num_steps(buffers, blocks));
       if (work.num_steps > 0) go_through_rows(work);
       if constexpr (Shape::sums) leave_head(work);
       store_dk_and_dv(a, buffers, blocks, work, consumer * 64 + warp_row, dk, dv);

@@ -698,12 +698,13 @@ static void test_needs(void) {
       CHECK(strcmp(plain.kernel, biased.kernel) != 0, "%s with a bias too", plain.kernel);
       problem.bias_batch = problem.bias_heads = problem.bias_rows = 0;
       problem.bands_batch = 1;
-      problem.num_bands = 1;
-      const fa_plan banded = plan_of(&problem, FA_PASS_FORWARD);
-      const size_t length = strlen(plain.kernel);
-      CHECK(
-          strncmp(plain.kernel, banded.kernel, length) == 0 && strcmp(banded.kernel + length, "/general") == 0,
-          "%s without bands, %s with them", plain.kernel, banded.kernel);
+      for (problem.num_bands = 1; problem.num_bands <= 2; problem.num_bands++) {
+        const fa_plan banded = plan_of(&problem, FA_PASS_FORWARD);
+        const size_t length = strlen(plain.kernel);
+        CHECK(strncmp(plain.kernel, banded.kernel, length) == 0 &&
+                  strcmp(banded.kernel + length, "/general") == 0,
+              "%s without bands, %s with them", plain.kernel, banded.kernel);
+      }
     }
 }
 
