@@ -424,12 +424,9 @@ static int64_t columns_seen(const fa_problem *p) {
   return (left + right) / fa_max(p->num_bands, 1);
 }
 
-/* Whether a problem is as large as a row wants it. A backward in order, and one where many heads share keys,
- * have plain kernels of any length. */
+/* Whether a problem is as large as a row wants it. */
 static bool is_large_enough(const fa_problem *p, const fa_cuda_kernel *row) {
   const int64_t columns = columns_seen(p);
-  if (row->statistics && row->least_columns > 0 && (p->deterministic || p->num_heads > 8 * p->num_kv_heads))
-    return false;
   return columns >= row->least_columns &&
          (double)p->batch * p->num_heads * p->seqlen_q * columns >= (double)row->least_scores;
 }

@@ -359,7 +359,7 @@ struct BackwardConsumer {
 };
 
 // A plain shape that has a row, and is a part of another kernel.
-using Bare128 = BackwardShape<128, 64, 1, 2, FROM_SHIFT | LEAVES_BY_MAP | SPLITS_HEADS>;
+using Bare128 = BackwardShape<128, 64, 1, 2, FROM_SHIFT | LEAVES_BY_MAP | SPLITS_HEADS | PLACES_LANES>;
 
 }  // namespace hopper
 }  // namespace fa
@@ -376,12 +376,11 @@ using Bare128 = BackwardShape<128, 64, 1, 2, FROM_SHIFT | LEAVES_BY_MAP | SPLITS
       fa::hopper::BackwardConsumer<fa::kinds::FA_KIND, fa::hopper::BackwardShape<__VA_ARGS__>, true>, \
       fa::hopper::BackwardConsumer<fa::kinds::FA_KIND, fa::hopper::bare, false>>(                     \
       "cuda/sm90/" FA_QUOTE(FA_KIND) rest)
-// Of a general kernel for problems without bands, if they are so long that the kernel of plans before it does
-// not matter: at 64 it is 3 to 4 % faster than the plain one.
-#define ROW_FROM(rest, least_columns, least_scores, ...)                                               \
+// Of a general kernel for rows that see so many columns.
+#define ROW_FROM(rest, least_columns, ...)                                                             \
   fa::hopper::row<                                                                                     \
       fa::hopper::BackwardConsumer<fa::kinds::FA_KIND, fa::hopper::BackwardShape<__VA_ARGS__>, true>>( \
-      "cuda/sm90/" FA_QUOTE(FA_KIND) rest, least_columns, least_scores)
+      "cuda/sm90/" FA_QUOTE(FA_KIND) rest, least_columns)
 
 // A consumer's thread needs head_dim registers (dk, dv) and 1.25 * block_q (scores, dp and p) for its arrays.
 // The kernels take up to 227 KiB of shared memory, which is all there is.
@@ -392,42 +391,53 @@ const fa_cuda_kernel FA_JOIN(fa_hopper_backward_, FA_KIND)[] = {
     ROW("/d64/single/forms", false, 64, 128, 1, 0, SINGLE_COLUMN | FORMS | LEAVES_BY_MAP),
     ROW("/d128/single", false, 128, 64, 1, 0, SINGLE_COLUMN | FROM_SHIFT | ASKS_EARLY | LEAVES_BY_MAP),
     ROW("/d128/single/forms", false, 128, 64, 1, 0, SINGLE_COLUMN | FROM_SHIFT | FORMS | LEAVES_BY_MAP),
-    ROW_FROM("/d64/long/general", 2048, 1 << 28, 64, 128, 1, 2, LEAVES_BY_MAP | PLACES_LANES),
-    ROW("/d64", false, 64, 128, 1, 2, LEAVES_BY_MAP | PLACES_LANES),
-    ROW("/d64/forms", false, 64, 128, 1, 2, FORMS | LEAVES_BY_MAP | SPLITS_HEADS),
-    ROW("/d128", false, 128, 64, 1, 2, FROM_SHIFT | LEAVES_BY_MAP | SPLITS_HEADS),
+    ROW("/d64", false, 64, 128, 1, 2, LEAVES_BY_MAP | PLACES_LANES | VOTES),
+    ROW("/d64/forms", false, 64, 128, 1, 2, FORMS | LEAVES_BY_MAP | SPLITS_HEADS | VOTES),
+    ROW("/d128", false, 128, 64, 1, 2, FROM_SHIFT | LEAVES_BY_MAP | SPLITS_HEADS | PLACES_LANES),
     ROW("/d128/forms", false, 128, 64, 1, 2, FROM_SHIFT | FORMS | LEAVES_BY_MAP | SPLITS_HEADS),
     ROW("/d64/general", true, 64, 128, 1, 2, LEAVES_BY_MAP | PLACES_LANES),
     ROW("/d64/general/forms", true, 64, 128, 1, 2, FORMS | LEAVES_BY_MAP | PLACES_LANES),
     ROW_THAT_ASKS("/d128/general", Bare128, 128, 64, 1, 2, FROM_SHIFT | ASKS_EARLY | LEAVES_BY_MAP),
     ROW("/d128/general/forms", true, 128, 64, 1, 2, FROM_SHIFT | FORMS | ASKS_EARLY | LEAVES_BY_MAP),
-    ROW_FROM("/d64/keys/long/general", 2048, 1 << 28, 64, 128, 1, 2, LEAVES_BY_MAP | PLACES_LANES, KEYS),
     ROW("/d64/keys", false, 64, 128, 1, 2, LEAVES_BY_MAP | PLACES_LANES | VOTES, KEYS),
     ROW("/d64/keys/general", true, 64, 128, 1, 2, FORMS | LEAVES_BY_MAP, KEYS),
     ROW("/d64/keys/sums", false, 64, 128, 1, 2, SUMS | LEAVES_BY_MAP | PLACES_LANES | VOTES, KEYS),
-    ROW("/d64/slopes", true, 64, 128, 1, 2, FORMS | LEAVES_BY_MAP | PLACES_LANES, SLOPES),
-    ROW("/d64/slopes/sums", true, 64, 128, 1, 2, SUMS | PLACES_LANES, SLOPES),
-    ROW("/d64/terms", true, 64, 128, 1, 2, SUMS | ASKS_EARLY | LEAVES_BY_MAP, SLOPES | KEYS),
+    ROW("/d64/slopes", false, 64, 128, 1, 2, LEAVES_BY_MAP | PLACES_LANES | VOTES, SLOPES),
+    ROW("/d64/slopes/general", true, 64, 128, 1, 2, FORMS | LEAVES_BY_MAP | PLACES_LANES, SLOPES),
+    ROW("/d64/slopes/sums", false, 64, 128, 1, 2, SUMS | ASKS_EARLY | LEAVES_BY_MAP | PLACES_LANES | VOTES,
+        SLOPES),
+    ROW("/d64/slopes/sums/general", true, 64, 128, 1, 2, SUMS | PLACES_LANES | VOTES, SLOPES),
+    ROW("/d64/terms", true, 64, 128, 1, 2, SUMS | LEAVES_BY_MAP | PLACES_LANES | VOTES, SLOPES | KEYS),
     ROW("/d64/flags", true, 64, 128, 1, 2, ASKS_EARLY | LEAVES_BY_MAP | PLACES_LANES, FLAGS),
-    ROW("/d64/cells", true, 64, 64, 1, 0, ASKS_EARLY | LEAVES_BY_MAP, CELLS),
+    ROW("/d64/cells", false, 64, 64, 1, 0, ASKS_EARLY | LEAVES_BY_MAP | VOTES, CELLS),
+    ROW("/d64/cells/general", true, 64, 64, 1, 0, ASKS_EARLY | LEAVES_BY_MAP | VOTES, CELLS),
     ROW("/d64/cells/sums", true, 64, 64, 1, 0, SUMS | ASKS_EARLY | LEAVES_BY_MAP, CELLS),
     ROW("/d64/cells/forms", true, 64, 64, 1, 0, FORMS | SUMS, CELLS),
     ROW("/d64/dropout", true, 64, 128, 1, 2, LEAVES_BY_MAP | PLACES_LANES, DROPOUT),
-    ROW("/d64/dropout/keys", true, 64, 128, 1, 2, SUMS | LEAVES_BY_MAP | PLACES_LANES, KEYS | DROPOUT),
+    ROW_FROM("/d64/dropout/keys/long", 2048, 64, 128, 1, 2, SUMS | LEAVES_BY_MAP | PLACES_LANES,
+             KEYS | DROPOUT),
+    ROW("/d64/dropout/keys", true, 64, 128, 1, 2, SUMS | LEAVES_BY_MAP | PLACES_LANES | COMPUTES_HIDDEN,
+        KEYS | DROPOUT),
     ROW("/d64/program", true, 64, 64, 1, 0, FORMS | SUMS, WHOLE_PROGRAM),
     ROW("/d128/keys", false, 128, 64, 1, 2, FROM_SHIFT | SUMS | LEAVES_BY_MAP | SPLITS_HEADS, KEYS),
     ROW("/d128/keys/general", true, 128, 64, 1, 2, FROM_SHIFT | SUMS | ASKS_EARLY | LEAVES_BY_MAP, KEYS),
-    ROW("/d128/slopes/causal", false, 128, 64, 1, 2, FROM_SHIFT | LEAVES_BY_MAP | NONE_BEHIND, SLOPES),
-    ROW("/d128/slopes", false, 128, 64, 1, 2, LEAVES_BY_MAP | PLACES_LANES, SLOPES),
+    ROW("/d128/slopes/causal", false, 128, 64, 1, 2, FROM_SHIFT | LEAVES_BY_MAP | SPLITS_HEADS | NONE_BEHIND,
+        SLOPES),
+    ROW("/d128/slopes", false, 128, 64, 1, 2, FROM_SHIFT | LEAVES_BY_MAP | PLACES_LANES | VOTES, SLOPES),
     ROW("/d128/slopes/general", true, 128, 64, 1, 2, FROM_SHIFT | FORMS | LEAVES_BY_MAP, SLOPES),
-    ROW("/d128/slopes/sums", false, 128, 64, 1, 2, SUMS | PLACES_LANES, SLOPES),
-    ROW("/d128/slopes/sums/general", true, 128, 64, 1, 2, FROM_SHIFT | FORMS | SUMS | PLACES_LANES, SLOPES),
-    ROW("/d128/terms", true, 128, 64, 1, 2, FROM_SHIFT | FORMS | SUMS | LEAVES_BY_MAP, SLOPES | KEYS),
+    ROW("/d128/slopes/sums", false, 128, 64, 1, 2, SUMS | ASKS_EARLY | LEAVES_BY_MAP | PLACES_LANES | VOTES,
+        SLOPES),
+    ROW("/d128/slopes/sums/general", true, 128, 64, 1, 2, FORMS | SUMS | PLACES_LANES | VOTES, SLOPES),
+    ROW("/d128/terms", false, 128, 64, 1, 2, FROM_SHIFT | SUMS | LEAVES_BY_MAP | PLACES_LANES, SLOPES | KEYS),
+    ROW("/d128/terms/general", true, 128, 64, 1, 2, FROM_SHIFT | FORMS | SUMS | LEAVES_BY_MAP | PLACES_LANES,
+        SLOPES | KEYS),
     ROW("/d128/flags", true, 128, 64, 1, 2, ASKS_EARLY | LEAVES_BY_MAP | PLACES_LANES, FLAGS),
     ROW("/d128/cells", true, 128, 64, 1, 0, ASKS_EARLY | LEAVES_BY_MAP, CELLS),
     ROW("/d128/cells/sums", true, 128, 64, 1, 0, SUMS | ASKS_EARLY | LEAVES_BY_MAP, CELLS),
     ROW("/d128/cells/forms", true, 128, 64, 1, 0, FORMS | SUMS, CELLS),
-    ROW("/d128/dropout", true, 128, 64, 1, 2, FROM_SHIFT | LEAVES_BY_MAP, DROPOUT),
+    ROW("/d128/dropout", false, 128, 64, 1, 2, FROM_SHIFT | LEAVES_BY_MAP | SPLITS_HEADS | PLACES_LANES,
+        DROPOUT),
+    ROW("/d128/dropout/general", true, 128, 64, 1, 2, FROM_SHIFT | LEAVES_BY_MAP | VOTES, DROPOUT),
     ROW("/d128/dropout/keys", true, 128, 64, 1, 2, FROM_SHIFT | LEAVES_BY_MAP, KEYS | DROPOUT),
     ROW("/d128/program", true, 128, 64, 1, 0, FORMS | SUMS, WHOLE_PROGRAM),
     {},

@@ -35,7 +35,8 @@ enum { K_SIDE, V_SIDE, NUM_SIDES };
 // are 1 to 5 % in some kernels, and a loss in others, and so is PLACES_LANES, see RowNumbers. SPLITS_HEADS:
 // blocks of threads may share the query heads of a column block. NONE_BEHIND: for slopes where no row sees a
 // column behind its place. VOTES: warps vote on the conditions of the consumers' loops, which makes these the
-// same for a whole warp to ptxas: 1 to 3 % in some kernels, and in others a loss of as much.
+// same for a whole warp to ptxas: 1 to 7 % in some kernels, and in others a loss of as much. COMPUTES_HIDDEN:
+// column blocks that keys hide whole are computed like others.
 enum BackwardTraits {
   FORMS = 1,
   SUMS = 2,
@@ -46,7 +47,8 @@ enum BackwardTraits {
   SPLITS_HEADS = 64,
   PLACES_LANES = 128,
   NONE_BEHIND = 256,
-  VOTES = 512
+  VOTES = 512,
+  COMPUTES_HIDDEN = 1024
 };
 
 // A row of the table; it changes results by rounding alone. The consumers' warps come first, then the
@@ -79,9 +81,8 @@ struct BackwardShape {
   static constexpr bool tells_work = HEAD_DIM == 64 || PROGRAM == DROPOUT;
   // Whether steps that flags hide whole are left out. Then consumers are told how many are left.
   static constexpr bool skips_hidden_steps = PROGRAM == FLAGS;
-  // Whether column blocks are that keys hide whole. Beside dropout at 64 that is 3 to 7 % slower where rows are
-  // short, which is more than padding gives back.
-  static constexpr bool skips_hidden_keys = has_keys && !(drops && HEAD_DIM == 64 && !FA_KIND_SCALED);
+  // Whether column blocks are that keys hide whole.
+  static constexpr bool skips_hidden_keys = has_keys && !(TRAITS & COMPUTES_HIDDEN);
   static constexpr int whole_program = PROGRAM, program = acting_program(PROGRAM);
   static constexpr int head_dim = HEAD_DIM, block_q = BLOCK_Q, num_consumers = 2, block_k = num_consumers * 64;
   static constexpr int num_warps = num_consumers * 4, dq_warps = block_q / 16;  // see DqShare
@@ -109,6 +110,7 @@ constexpr int PART = 64;
 // The only column block of a key/value head, or a part of its steps.
 template <class Shape>
 struct SingleColumnWork : ColumnWork<Shape, false> {
+  static constexpr bool may_be_hidden = false;
   __device__ static int count(const fa_cuda_arguments &a) {
     return a.batch * a.num_kv_heads * a.num_column_parts;
   }
@@ -1292,9 +1294,9 @@ constexpr fa_cuda_kernel row_of_kernel(const char *name, const void *main) {
   return row;
 }
 template <class Consumer>
-constexpr fa_cuda_kernel row(const char *name, int least_columns = 0, int64_t least_scores = 0) {
+constexpr fa_cuda_kernel row(const char *name, int least_columns = 0) {
   fa_cuda_kernel row = row_of_kernel<typename Consumer::Buffers>(name, address_of_kernel(backward<Consumer>));
-  row.least_columns = least_columns, row.least_scores = least_scores;
+  row.least_columns = least_columns;
   return row;
 }
 template <class Consumer, class Bare>

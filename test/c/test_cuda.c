@@ -795,8 +795,8 @@ static void test_few_keys(void) {
   }
 }
 
-/* On Hopper up to 64 columns of head_dim go through visits where rows see many keys and there is much to do;
- * but not in a backward in order, nor where heads share keys. */
+/* On Hopper forwards of up to 64 columns of head_dim go through visits where rows see many keys and there is
+ * much to do; backwards do not. */
 static void test_long(void) {
   fa_problem is_long = problem_of(FA_DTYPE_BF16, 1, 2048, 64, 64);
   is_long.window_right = FA_UNBOUNDED;
@@ -808,13 +808,9 @@ static void test_long(void) {
     for (fa_pass pass = FA_PASS_FORWARD; pass <= FA_PASS_BACKWARD; pass++) {
       const fa_plan plan = plan_of(problems[i], pass);
       if (!strstr(plan.kernel, "sm90")) continue;
-      CHECK((strstr(plan.kernel, "/long/general") != NULL) == (i == 0), "problem %d: %s", i, plan.kernel);
+      CHECK((strstr(plan.kernel, "/long/general") != NULL) == (pass == FA_PASS_FORWARD && i == 0),
+            "problem %d: %s", i, plan.kernel);
     }
-  fa_problem in_order = is_long, shared = is_long;
-  in_order.deterministic = 1, shared.num_kv_heads = 32;
-  const fa_plan plans[] = {plan_of(&in_order, FA_PASS_BACKWARD), plan_of(&shared, FA_PASS_BACKWARD)};
-  for (int i = 0; i < 2; i++)
-    if (strstr(plans[i].kernel, "sm90")) CHECK(!strstr(plans[i].kernel, "/long"), "%d: %s", i, plans[i].kernel);
 }
 
 /* Kernels for Hopper without code for other forms of scores leave these to others, which plain problems do not
