@@ -320,10 +320,12 @@ __global__ void __launch_bounds__(THREADS) pack_transposed_flags(const __grid_co
   // A byte of the row block, and three of the rest: whoever counts reads more than those of column blocks.
   constexpr int PARTS = FA_CUDA_MOST_FLAG_COLUMNS / FA_CUDA_SHOWN_ROWS;
   const int i = threadIdx.x % 32 / PARTS * flags.columns, part = threadIdx.x % PARTS;
+  const bool shows = (some & ~0u >> (32 - flags.columns / 4) << i / 4) != 0;
   if (tile.is_there && i < Tile::COLUMNS)
     flags.kinds[shown_of_flags(flags, tile.batch, tile.head, (tile.row + i) / flags.columns) +
-                (part * flags.num_rows + tile.column) / Tile::COLUMNS] =
-        part == 0 && (some & ~0u >> (32 - flags.columns / 4) << i / 4) != 0;
+                (part * flags.num_rows + tile.column) / Tile::COLUMNS] = part == 0 && shows;
+  if (a.hides && tile.is_seen && i < Tile::COLUMNS && tile.row + i < a.window.seqlen_q && !shows)
+    *a.hides = a.call;
   wait_for_launch_before();
 }
 

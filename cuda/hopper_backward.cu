@@ -304,16 +304,15 @@ __device__ inline __attribute__((always_inline)) void consume_blocks(
     }
   };
 
-  auto agreed = [](bool it_is_so) { return Shape::votes ? all_say(it_is_so) : it_is_so; };
   Work work;
-  for (; agreed(consumers_work(a, buffers, blocks, work)); next_work(buffers, blocks)) {
+  for (; agreed<Shape>(consumers_work(a, buffers, blocks, work)); next_work(buffers, blocks)) {
     program_head = -1;
     if (Shape::drops && a.program.dropout_threshold > 0)
       column_words = lanes_column(a.program, work.columns.begin + consumer * 64 + warp_row);
     set_zero<1, DT>(dk);
     set_zero<1, DT>(dv);
     if constexpr (Shape::skips_hidden_steps) work.num_steps = uniform(hear_num_steps(buffers, blocks));
-    if (agreed(work.num_steps > 0)) {
+    if (agreed<Shape>(work.num_steps > 0)) {
       barrier_wait(buffers.barrier(K_FULL), busy_blocks % 2);
       start_scores(work);
       barrier_wait(buffers.barrier(V_FULL), busy_blocks % 2);
@@ -323,12 +322,12 @@ __device__ inline __attribute__((always_inline)) void consume_blocks(
       busy_blocks++;
       Step step = work.consumers_first();
       int steps_left = work.num_steps - 1;
-      const bool alone = agreed(steps_left == 0);
+      const bool alone = agreed<Shape>(steps_left == 0);
       if (!alone) {
         do_step(work, step, std::true_type(), std::false_type());
         for (;;) {
           step = work.consumers_next(a, step);
-          if (agreed(--steps_left == 0)) break;
+          if (agreed<Shape>(--steps_left == 0)) break;
           do_step(work, step, std::false_type(), std::false_type());
         }
       }
@@ -358,8 +357,10 @@ struct BackwardConsumer {
   __device__ void consume() { consume_blocks<Kind, Shape, GENERAL>(a, maps, buffers, consumer); }
 };
 
-// A plain shape that has a row, and is a part of another kernel.
+// Plain shapes that are a part of another kernel. That without flags has a row, too.
 using Bare128 = BackwardShape<128, 64, 1, 2, FROM_SHIFT | LEAVES_BY_MAP | SPLITS_HEADS | PLACES_LANES>;
+using BareFlags128 =
+    BackwardShape<128, 64, 1, 2, ASKS_EARLY | LEAVES_BY_MAP | PLACES_LANES | VOTES | COMPUTES_HIDDEN, FLAGS>;
 
 }  // namespace hopper
 }  // namespace fa
@@ -370,7 +371,7 @@ using Bare128 = BackwardShape<128, 64, 1, 2, FROM_SHIFT | LEAVES_BY_MAP | SPLITS
       fa::hopper::BackwardConsumer<fa::kinds::FA_KIND, fa::hopper::BackwardShape<__VA_ARGS__>, general>>( \
       "cuda/sm90/" FA_QUOTE(FA_KIND) rest)
 
-// Of a general kernel with a plain shape's code for masks that hide nothing.
+// Of a general kernel with a plain shape's code for masks that hide nothing, which flags may do score by score.
 #define ROW_THAT_ASKS(rest, bare, ...)                                                                \
   fa::hopper::row_that_asks<                                                                          \
       fa::hopper::BackwardConsumer<fa::kinds::FA_KIND, fa::hopper::BackwardShape<__VA_ARGS__>, true>, \
@@ -431,7 +432,7 @@ const fa_cuda_kernel FA_JOIN(fa_hopper_backward_, FA_KIND)[] = {
     ROW("/d128/terms", false, 128, 64, 1, 2, FROM_SHIFT | SUMS | LEAVES_BY_MAP | PLACES_LANES, SLOPES | KEYS),
     ROW("/d128/terms/general", true, 128, 64, 1, 2, FROM_SHIFT | FORMS | SUMS | LEAVES_BY_MAP | PLACES_LANES,
         SLOPES | KEYS),
-    ROW("/d128/flags", true, 128, 64, 1, 2, ASKS_EARLY | LEAVES_BY_MAP | PLACES_LANES, FLAGS),
+    ROW_THAT_ASKS("/d128/flags", BareFlags128, 128, 64, 1, 2, ASKS_EARLY | LEAVES_BY_MAP | PLACES_LANES, FLAGS),
     ROW("/d128/cells", true, 128, 64, 1, 0, ASKS_EARLY | LEAVES_BY_MAP, CELLS),
     ROW("/d128/cells/sums", true, 128, 64, 1, 0, SUMS | ASKS_EARLY | LEAVES_BY_MAP, CELLS),
     ROW("/d128/cells/forms", true, 128, 64, 1, 0, FORMS | SUMS, CELLS),

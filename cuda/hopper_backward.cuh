@@ -36,7 +36,7 @@ enum { K_SIDE, V_SIDE, NUM_SIDES };
 // blocks of threads may share the query heads of a column block. NONE_BEHIND: for slopes where no row sees a
 // column behind its place. VOTES: warps vote on the conditions of the consumers' loops, which makes these the
 // same for a whole warp to ptxas: 1 to 7 % in some kernels, and in others a loss of as much. COMPUTES_HIDDEN:
-// column blocks that keys hide whole are computed like others.
+// what keys or flags hide whole is computed like the rest.
 enum BackwardTraits {
   FORMS = 1,
   SUMS = 2,
@@ -80,7 +80,7 @@ struct BackwardShape {
   // themselves. At 128 it makes no difference to most of them, and the producer has less time.
   static constexpr bool tells_work = HEAD_DIM == 64 || PROGRAM == DROPOUT;
   // Whether steps that flags hide whole are left out. Then consumers are told how many are left.
-  static constexpr bool skips_hidden_steps = PROGRAM == FLAGS;
+  static constexpr bool skips_hidden_steps = PROGRAM == FLAGS && !(TRAITS & COMPUTES_HIDDEN);
   // Whether column blocks are that keys hide whole.
   static constexpr bool skips_hidden_keys = has_keys && !(TRAITS & COMPUTES_HIDDEN);
   static constexpr int whole_program = PROGRAM, program = acting_program(PROGRAM);
@@ -1109,6 +1109,12 @@ __device__ inline void write_dq(const fa_cuda_arguments &a, const fa_cuda_maps &
 }
 
 // ---- the consumers -----------------------------------------------------------------------------------
+
+// A condition of their loops, on which all lanes of a warp agree.
+template <class Shape>
+__device__ inline bool agreed(bool it_is_so) {
+  return Shape::votes ? all_say(it_is_so) : it_is_so;
+}
 
 // Writes the transpose of an operand of convert(), whose first element is [row, column], to a tile.
 template <class T, int KT>

@@ -948,10 +948,11 @@ static void test_rows_unseen(void) {
 
 /* ---- masks that hide nothing ----------------------------------------------------------------------------- */
 
-/* How a problem is masked: by a band a batch, by lengths, by a mask of keys. */
-enum { BAND_A_BATCH, LENGTHS, MASK_OF_KEYS, NUM_MASKS };
+/* How a problem is masked: by a band a batch, by lengths, by a mask of keys or of scores. */
+enum { BAND_A_BATCH, LENGTHS, MASK_OF_KEYS, MASK_OF_SCORES, NUM_MASKS };
 
-/* Shows each batch as many keys as it says; by bands of as many rows, too. */
+/* Shows each batch as many keys as it says; by bands of as many rows, too; of scores one in seven less, so that
+ * no block of them is hidden but for those of keys that are. */
 static void fill_mask(host *x, int mask, const int64_t *lengths) {
   const fa_problem *p = &x->problem;
   for (int64_t batch = 0; batch < p->batch; batch++) {
@@ -960,6 +961,8 @@ static void fill_mask(host *x, int mask, const int64_t *lengths) {
     if (mask == LENGTHS) set(x, FA_TENSOR_KEY_LENGTHS, batch, (double)length);
     for (int64_t key = 0; mask == MASK_OF_KEYS && key < p->seqlen_k; key++)
       set(x, FA_TENSOR_BIAS, batch * p->seqlen_k + key, key < length);
+    for (int64_t i = 0; mask == MASK_OF_SCORES && i < p->seqlen_q * p->seqlen_k; i++)
+      set(x, FA_TENSOR_BIAS, batch * p->seqlen_q * p->seqlen_k + i, i % p->seqlen_k < length && i % 7 != batch);
   }
 }
 
@@ -979,7 +982,7 @@ static void compare_with_cpu(host *x, fa_pass pass, const char *what) {
 }
 
 /* Where a mask shows everything, kernels that ask do what the problem without it does, bit for bit; others, and
- * all where it hides something, what the CPU does. */
+ * all where it hides something, what the CPU does. Those of scores ask whether a block is hidden whole. */
 static void test_masks_that_hide_nothing(void) {
   const int64_t seqlen = 300;
   for (int i = 0; i < 4 * NUM_MASKS; i++) {
@@ -991,9 +994,9 @@ static void test_masks_that_hide_nothing(void) {
     fa_problem problem = bare;
     if (mask == BAND_A_BATCH) problem.num_bands = 1, problem.bands_batch = problem.batch;
     if (mask == LENGTHS) problem.lengths_batch = problem.batch;
-    if (mask == MASK_OF_KEYS)
-      problem.bias_batch = problem.batch, problem.bias_heads = problem.bias_rows = 1,
-      problem.bias_dtype = FA_DTYPE_U8;
+    if (mask == MASK_OF_KEYS || mask == MASK_OF_SCORES)
+      problem.bias_batch = problem.batch, problem.bias_heads = 1, problem.bias_dtype = FA_DTYPE_U8,
+      problem.bias_rows = mask == MASK_OF_KEYS ? 1 : seqlen;
     char what[80];
     snprintf(what, sizeof what, "mask %d, head_dim %d, %s", mask, (int)bare.head_dim,
              causal ? "causal" : "full");
@@ -1007,7 +1010,7 @@ static void test_masks_that_hide_nothing(void) {
     }
     fill_mask(&x, mask, (int64_t[]){seqlen, seqlen});
     for (fa_pass pass = FA_PASS_FORWARD; pass <= FA_PASS_BACKWARD; pass++) {
-      const bool asks = wide && mask != MASK_OF_KEYS;
+      const bool asks = wide && (mask == BAND_A_BATCH || mask == LENGTHS);
       const char *kernel = plan_of(&problem, pass).kernel;
       if (!strstr(kernel, "sm90")) continue;
       host_copy(&x, &y); /* of a backward o and lse, too */
