@@ -226,8 +226,8 @@ typedef struct fa_cuda_arguments {
    * plans: those of a group that see nothing come last, and if one of them is begun others need not be. */
   bool skips_unseen;
   /* Of kernels that ask: a single band and key lengths, whose contents the host does not know, may hide
-   * nothing, and flags no block of rows and columns whole. Where they do this becomes `call` before main begins.
-   * NULL: they do. */
+   * nothing, and flags no block of rows and columns whole. Where they do this becomes `call` before main
+   * begins. NULL: they do. */
   int32_t *hides;
 } fa_cuda_arguments;
 
