@@ -977,7 +977,7 @@ const fa_cuda_kernel FA_JOIN(fa_hopper_forward_, FA_KIND)[] = {
     ROW("/d64/program", true, 64, 128, 2, 2, 216, 72, FORMS | MENDS_AT_END, WHOLE_PROGRAM),
     ROW_FROM("/d128/long", 1024, 0, false, 128, 128, 2, 2, 240, 24,
              HOLDS_Q | FOLLOWS | WAITS_LATE | FINDS_RUNS),
-    ROW("/d128", false, 128, 128, 2, 2, 240, 24, FOLLOWS | WAITS_LATE),
+    ROW("/d128", false, 128, 128, 2, 2, 232, 40, FOLLOWS | WAITS_LATE),
     ROW("/d128/forms", false, 128, 128, 2, 2, 240, 24, FORMS | FOLLOWS | MENDS_AT_END),
     ROW_THAT_ASKS("/d128/long/general", 1024, LongBare, 128, 128, 2, 2, 240, 24,
                   HOLDS_Q | FOLLOWS | WAITS_LATE),
