@@ -173,8 +173,8 @@ struct Visit {
 template <class Shape, bool GENERAL>
 struct ColumnWork {
   using Step = fa::Step;
-  // By keys. Where there are none nothing is, but kernels without bands that leave the question out take 1 to 4
-  // % longer.
+  // By keys. Where there are none nothing is, but kernels without bands that leave the question out are slower,
+  // by up to 4 %.
   static constexpr bool may_be_hidden = true;
   ColumnBlock block;
   int part;
