@@ -696,6 +696,10 @@ defmodule FlashAttention.Rewriter.Forward do
   defp scaled_fill(:neg_infinity, c) when c < 0, do: :infinity
   defp scaled_fill(:infinity, c) when c < 0, do: :neg_infinity
   defp scaled_fill(fill, _c) when is_atom(fill), do: fill
+  # Erlang has no infinite numbers, which products in f64 may be.
+  defp scaled_fill(fill, c) when abs(c) > 1 and abs(fill) > 1.7976931348623157e308 / abs(c),
+    do: if(fill > 0 == c > 0, do: :infinity, else: :neg_infinity)
+
   defp scaled_fill(fill, c), do: fill * c
 
   # From where on numbers are rounded to infinity: half a step beyond the largest that is finite.

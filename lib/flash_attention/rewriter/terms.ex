@@ -410,10 +410,17 @@ defmodule FlashAttention.Rewriter.Terms do
     view = strip(terms, view)
 
     memo(terms, {:term, view}, fn ->
-      value = value(terms, view)
-      term = of(value.op, value, view, terms)
+      term = view_as_term(terms, view)
       if map_size(term) > @most_monomials, do: leaf(terms, view), else: term
     end)
+  end
+
+  # Erlang has no infinite numbers: where coefficients would be, nothing is known of the view.
+  defp view_as_term(terms, view) do
+    value = value(terms, view)
+    of(value.op, value, view, terms)
+  rescue
+    ArithmeticError -> leaf(terms, view)
   end
 
   @doc "The number, other than 0, that a view is everywhere; nil of any other."

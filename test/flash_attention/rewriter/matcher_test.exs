@@ -172,6 +172,8 @@ defmodule FlashAttention.Rewriter.MatcherTest do
             {"f32", -3.0e38, 1.25, :nan},
             {"f32", -1.0e39, 1.0, :nan},
             {"f64", -3.0e38, 4.0, :mean},
+            {"f64", -1.0e308, 1.5, :mean},
+            {"f64", -1.0e308, 2.0, :nan},
             {"bf16", -3.39e38, 1.0, :mean},
             {"bf16", -3.4028235e38, 1.0, :nan},
             {"f16", -6.0e4, 1.0, :mean},
