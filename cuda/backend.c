@@ -448,6 +448,7 @@ static fa_status choose_kernel(const fa_plan *plan, int family, const fa_cuda_ke
   if (!status) status = check_problem(plan, device.major, error);
   if (status) return status;
   int32_t largest = 0, left_to_parts = INT32_MAX;
+  const uint32_t needs = needs_of(problem);
   uint32_t declined = 0; /* by the row that lacks fewest */
   const int capability = device.major * 10 + device.minor;
   const bool in_parts = is_for_key_parts(whole, capability);
@@ -463,7 +464,7 @@ static fa_status choose_kernel(const fa_plan *plan, int family, const fa_cuda_ke
       if (!row_fits(problem, row) || !is_large_enough(problem, row)) continue;
       if (row->single_column && !is_single_column(problem, row)) continue;
       if (row->in_parts && !in_parts) continue;
-      const uint32_t missing = needs_of(problem) & ~row->takes;
+      const uint32_t missing = needs & ~row->takes;
       if (missing) {
         if (!declined || __builtin_popcount(missing) < __builtin_popcount(declined)) declined = missing;
         continue;

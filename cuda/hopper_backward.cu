@@ -304,15 +304,16 @@ __device__ inline __attribute__((always_inline)) void consume_blocks(
     }
   };
 
+  auto agreed = [](bool it_is_so) { return Shape::votes ? all_say(it_is_so) : it_is_so; };
   Work work;
-  for (; agreed<Shape>(consumers_work(a, buffers, blocks, work)); next_work(buffers, blocks)) {
+  for (; agreed(consumers_work(a, buffers, blocks, work)); next_work(buffers, blocks)) {
     program_head = -1;
     if (Shape::drops && a.program.dropout_threshold > 0)
       column_words = lanes_column(a.program, work.columns.begin + consumer * 64 + warp_row);
     set_zero<1, DT>(dk);
     set_zero<1, DT>(dv);
     if constexpr (Shape::skips_hidden_steps) work.num_steps = uniform(hear_num_steps(buffers, blocks));
-    if (agreed<Shape>(work.num_steps > 0)) {
+    if (agreed(work.num_steps > 0)) {
       barrier_wait(buffers.barrier(K_FULL), busy_blocks % 2);
       start_scores(work);
       barrier_wait(buffers.barrier(V_FULL), busy_blocks % 2);
@@ -322,12 +323,12 @@ __device__ inline __attribute__((always_inline)) void consume_blocks(
       busy_blocks++;
       Step step = work.consumers_first();
       int steps_left = work.num_steps - 1;
-      const bool alone = agreed<Shape>(steps_left == 0);
+      const bool alone = agreed(steps_left == 0);
       if (!alone) {
         do_step(work, step, std::true_type(), std::false_type());
         for (;;) {
           step = work.consumers_next(a, step);
-          if (agreed<Shape>(--steps_left == 0)) break;
+          if (agreed(--steps_left == 0)) break;
           do_step(work, step, std::false_type(), std::false_type());
         }
       }

@@ -1110,12 +1110,6 @@ __device__ inline void write_dq(const fa_cuda_arguments &a, const fa_cuda_maps &
 
 // ---- the consumers -----------------------------------------------------------------------------------
 
-// A condition of their loops, on which all lanes of a warp agree.
-template <class Shape>
-__device__ inline bool agreed(bool it_is_so) {
-  return Shape::votes ? all_say(it_is_so) : it_is_so;
-}
-
 // Writes the transpose of an operand of convert(), whose first element is [row, column], to a tile.
 template <class T, int KT>
 __device__ inline void store_transposed(uint32_t tile, int row, int column, const uint32_t (&operand)[KT][4]) {
