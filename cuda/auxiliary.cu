@@ -281,6 +281,8 @@ __global__ void __launch_bounds__(THREADS) pack_flags(const __grid_constant__ fa
       const uint32_t own = ~0u >> (32 - flags.columns / 4) << i / 4;
       kinds[(tile.column + i) / flags.columns] =
           (some & own ? FA_CUDA_KEYS_SHOW : 0) + (~all & own ? FA_CUDA_KEYS_HIDE : 0);
+      if (a.answer && !(some & own) && tile.row < a.window.seqlen_q && tile.column + i < a.window.seqlen_k)
+        a.answer->hides = a.call;
     }
   }
   wait_for_launch_before();
@@ -324,8 +326,8 @@ __global__ void __launch_bounds__(THREADS) pack_transposed_flags(const __grid_co
   if (tile.is_there && i < Tile::COLUMNS)
     flags.kinds[shown_of_flags(flags, tile.batch, tile.head, (tile.row + i) / flags.columns) +
                 (part * flags.num_rows + tile.column) / Tile::COLUMNS] = part == 0 && shows;
-  if (a.hides && tile.is_seen && i < Tile::COLUMNS && tile.row + i < a.window.seqlen_q && !shows)
-    *a.hides = a.call;
+  if (a.answer && tile.is_seen && i < Tile::COLUMNS && tile.row + i < a.window.seqlen_q && !shows)
+    a.answer->hides = a.call;
   wait_for_launch_before();
 }
 

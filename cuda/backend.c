@@ -1153,7 +1153,7 @@ static cuda_job lay_out(const fa_plan *plan, const fa_cuda_kernel *kernel, const
     if (kernel->leaves_notes) a->notes = fa_take(&workspace, rows * a->padded_rows / 16, sizeof *a->notes);
   }
   if (kernel->asks && may_hide_nothing(plan) && a->num_column_parts == 1)
-    a->hides = fa_take(&workspace, 1, sizeof *a->hides);
+    a->answer = fa_take(&workspace, 1, sizeof *a->answer);
   job.looks_at_columns = backward && leaves_columns(p) && !kernel->finish_dq;
   lay_out_keys(p, kernel, &workspace, &job);
   lay_out_flags(plan, kernel, &workspace, &job);
@@ -1533,7 +1533,7 @@ static fa_status run_on_device(const fa_plan *plan, const fa_tensors *tensors, c
     job = lay_out(plan, kernel, tensors, execution->workspace);
   }
   job.arguments.call = number_of_call();
-  job.plans.hides = job.arguments.hides;
+  job.plans.answer = job.arguments.answer;
   job.plans.call = job.keys.call = job.arguments.call;
   fa_status status = enqueue(plan, kernel, execution->workspace, &job, execution->stream, error);
   return status || !kernel->in_parts ? status : merge_key_parts(plan, &job, tensors, execution, error);

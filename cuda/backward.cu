@@ -16,7 +16,7 @@ template <int HEAD_DIM, int BLOCK_Q, int BLOCK_K, int NUM_WARPS, int BLOCKS_PER_
           int DKV_WARPS, int DQ_WARPS>
 struct BackwardShape {
   static constexpr bool folds_slopes = false, splits_heads = false, skips_hidden_steps = false,
-                        skips_hidden_keys = false;
+                        skips_hidden_keys = false, is_causal = false;
   static constexpr int head_dim = HEAD_DIM, block_q = BLOCK_Q, block_k = BLOCK_K, num_warps = NUM_WARPS;
   static constexpr int blocks_per_sm = BLOCKS_PER_SM;
   static constexpr int stages = STAGES, score_warps = SCORE_WARPS, dkv_warps = DKV_WARPS, dq_warps = DQ_WARPS;

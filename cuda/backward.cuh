@@ -109,7 +109,7 @@ __device__ inline int shown_visits(const fa_cuda_arguments &a, const RowBlock &m
 // The same where there are no bands.
 template <class Shape>
 __device__ inline int shown_before(const fa_cuda_arguments &a, const RowBlock &mine, int k_block) {
-  const Sequence sequence = sequence_of(a, mine.batch);
+  const Sequence sequence = sequence_of<Shape>(a, mine.batch);
   const Blocks blocks = k_blocks_of<Shape>(sequence, row_range<Shape>(sequence, mine.q_block));
   const int first = blocks.last - blocks.count + 1;
   return shown_blocks<Shape>(a, mine)({first, min(k_block, blocks.last + 1)});
@@ -120,7 +120,7 @@ template <class Shape, bool GENERAL>
 __device__ inline int num_additions(const fa_cuda_arguments &a, const RowBlock &mine, bool hides_keys) {
   if constexpr (!GENERAL) {
     if (hides_keys) return shown_before<Shape>(a, mine, a.num_k_blocks);
-    const Sequence sequence = sequence_of(a, mine.batch);
+    const Sequence sequence = sequence_of<Shape>(a, mine.batch);
     return k_blocks_of<Shape>(sequence, row_range<Shape>(sequence, mine.q_block)).count;
   } else if (Shape::skips_hidden_steps || (Shape::skips_hidden_keys && hides_keys)) {
     return shown_visits<Shape>(a, mine, a.num_k_blocks, 0);
@@ -200,7 +200,7 @@ struct ColumnWork {
     block = found, part = 0;
     first = {block.kv_head * num_heads, 0};
     if (parts > 1) part = block.kv_head % parts, block.kv_head /= parts;
-    const Sequence sequence = sequence_of(a, block.batch);
+    const Sequence sequence = sequence_of<Shape>(a, block.batch);
     columns = column_range<Shape>(sequence, block.k_block);
     q_blocks = q_blocks_of<Shape>(sequence, columns);
     num_steps = q_blocks.count * num_heads;
@@ -219,7 +219,7 @@ struct ColumnWork {
     return fa::position_of(a, {block.batch, step.head, q_block_of(step)});
   }
   __device__ Visit visit_of(const fa_cuda_arguments &a, const Step &step) const {
-    const Sequence sequence = sequence_of(a, block.batch);
+    const Sequence sequence = sequence_of<Shape>(a, block.batch);
     return {sequence.band, step.head, row_range<Shape>(sequence, q_block_of(step))};
   }
   // How many steps add to the row block's dq before this one does, where they add in order.

@@ -347,6 +347,7 @@ __device__ inline __attribute__((always_inline)) void consume_blocks(
 template <class Kind, class Shape, bool GENERAL>
 struct BackwardConsumer {
   using Buffers = BackwardBuffers<Kind, Shape, GENERAL>;
+  using AsCausal = BackwardConsumer<Kind, typename Shape::AsCausal, GENERAL>;
   const fa_cuda_arguments &a;
   const fa_cuda_maps &maps;
   Buffers buffers;
@@ -358,8 +359,9 @@ struct BackwardConsumer {
   __device__ void consume() { consume_blocks<Kind, Shape, GENERAL>(a, maps, buffers, consumer); }
 };
 
-// Plain shapes that are a part of another kernel. That without flags has a row, too.
-using Bare128 = BackwardShape<128, 64, 1, 2, FROM_SHIFT | LEAVES_BY_MAP | SPLITS_HEADS | PLACES_LANES>;
+// Plain shapes that are a part of another kernel; the first has a row, too.
+constexpr int PLAIN_128 = FROM_SHIFT | LEAVES_BY_MAP | SPLITS_HEADS | PLACES_LANES;
+using Bare128 = BackwardShape<128, 64, 1, 2, PLAIN_128>;
 using BareFlags128 =
     BackwardShape<128, 64, 1, 2, ASKS_EARLY | LEAVES_BY_MAP | PLACES_LANES | VOTES | COMPUTES_HIDDEN, FLAGS>;
 
@@ -372,7 +374,8 @@ using BareFlags128 =
       fa::hopper::BackwardConsumer<fa::kinds::FA_KIND, fa::hopper::BackwardShape<__VA_ARGS__>, general>>( \
       "cuda/sm90/" FA_QUOTE(FA_KIND) rest)
 
-// Of a general kernel with a plain shape's code for masks that hide nothing, which flags may do score by score.
+// Of a general kernel with a plain shape's code for masks that hide nothing, which flags may do score by score,
+// or are causal.
 #define ROW_THAT_ASKS(rest, bare, ...)                                                                \
   fa::hopper::row_that_asks<                                                                          \
       fa::hopper::BackwardConsumer<fa::kinds::FA_KIND, fa::hopper::BackwardShape<__VA_ARGS__>, true>, \
@@ -395,7 +398,7 @@ const fa_cuda_kernel FA_JOIN(fa_hopper_backward_, FA_KIND)[] = {
     ROW("/d128/single/forms", false, 128, 64, 1, 0, SINGLE_COLUMN | FROM_SHIFT | FORMS | LEAVES_BY_MAP),
     ROW("/d64", false, 64, 128, 1, 2, LEAVES_BY_MAP | PLACES_LANES | VOTES),
     ROW("/d64/forms", false, 64, 128, 1, 2, FORMS | LEAVES_BY_MAP | SPLITS_HEADS | VOTES),
-    ROW("/d128", false, 128, 64, 1, 2, FROM_SHIFT | LEAVES_BY_MAP | SPLITS_HEADS | PLACES_LANES),
+    ROW("/d128", false, 128, 64, 1, 2, PLAIN_128),
     ROW("/d128/forms", false, 128, 64, 1, 2, FROM_SHIFT | FORMS | LEAVES_BY_MAP | SPLITS_HEADS),
     ROW("/d64/general", true, 64, 128, 1, 2, LEAVES_BY_MAP | PLACES_LANES),
     ROW("/d64/general/forms", true, 64, 128, 1, 2, FORMS | LEAVES_BY_MAP | PLACES_LANES),

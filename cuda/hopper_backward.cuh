@@ -36,7 +36,7 @@ enum { K_SIDE, V_SIDE, NUM_SIDES };
 // blocks of threads may share the query heads of a column block. NONE_BEHIND: for slopes where no row sees a
 // column behind its place. VOTES: warps vote on the conditions of the consumers' loops, which makes these the
 // same for a whole warp to ptxas: 1 to 7 % in some kernels, and in others a loss of as much. COMPUTES_HIDDEN:
-// what keys or flags hide whole is computed like the rest.
+// what keys or flags hide whole is computed like the rest. CAUSAL: for masks that turn out to be causal.
 enum BackwardTraits {
   FORMS = 1,
   SUMS = 2,
@@ -48,7 +48,8 @@ enum BackwardTraits {
   PLACES_LANES = 128,
   NONE_BEHIND = 256,
   VOTES = 512,
-  COMPUTES_HIDDEN = 1024
+  COMPUTES_HIDDEN = 1024,
+  CAUSAL = 2048
 };
 
 // A row of the table; it changes results by rounding alone. The consumers' warps come first, then the
@@ -58,6 +59,7 @@ enum BackwardTraits {
 // PROGRAM: what may act on scores; then GENERAL.
 template <int HEAD_DIM, int BLOCK_Q, int DQ_SHARES, int NUM_WRITERS, int TRAITS, int PROGRAM = NO_PROGRAM>
 struct BackwardShape {
+  using AsCausal = BackwardShape<HEAD_DIM, BLOCK_Q, DQ_SHARES, NUM_WRITERS, TRAITS | CAUSAL, PROGRAM>;
   static constexpr bool single_column = TRAITS & SINGLE_COLUMN;
   static constexpr bool leaves_by_map = TRAITS & LEAVES_BY_MAP, splits_heads = TRAITS & SPLITS_HEADS;
   // k and v are brought to the cache while those of the column block before are in use, where so many steps or
@@ -66,7 +68,8 @@ struct BackwardShape {
                                                : HEAD_DIM == 64                ? INT32_MAX
                                                                                : 2;
   static constexpr bool votes = TRAITS & VOTES, none_behind = TRAITS & NONE_BEHIND, sums = TRAITS & SUMS,
-                        asks_early = TRAITS & ASKS_EARLY, places_lanes = TRAITS & PLACES_LANES;
+                        asks_early = TRAITS & ASKS_EARLY, places_lanes = TRAITS & PLACES_LANES,
+                        is_causal = TRAITS & CAUSAL;
   static constexpr Forms forms = !(TRAITS & FORMS) ? USUAL_FORM : PROGRAM ? NO_SOFTCAP : ANY_FORM;
   static constexpr Beginning beginning = !(TRAITS & FROM_SHIFT) ? AT_ZERO
                                          : forms == USUAL_FORM  ? AT_SHIFT
@@ -1245,16 +1248,16 @@ __global__ void __launch_bounds__(Consumer::Buffers::Shape::num_threads, 1)
   run_backward<Consumer>(a, maps);
 }
 
-// Two in one: where masks turn out to hide nothing, what the plain kernel of Bare does. Statistics that are
-// made beside it were launched when that was known.
+// Several in one: where masks turn out to hide nothing, or to be causal, what the plain kernel of Bare does,
+// but causal ones beside a program. Statistics that are made beside it were launched when that was known.
 template <class Consumer, class Bare>
 __global__ void __launch_bounds__(Consumer::Buffers::Shape::num_threads, 1)
     backward_that_asks(const __grid_constant__ fa_cuda_arguments a, const __grid_constant__ fa_cuda_maps maps) {
   if (!a.heads_done) wait_for_launch_before();
-  if (all_say(hides_nothing(a)))
-    run_backward<Bare>(a, maps);
-  else
-    run_backward<Consumer>(a, maps);
+  if (all_say(hides_nothing(a))) return run_backward<Bare>(a, maps);
+  if constexpr (!Bare::Buffers::Shape::whole_program)
+    if (all_say(is_causal(a))) return run_backward<typename Bare::AsCausal>(a, maps);
+  run_backward<Consumer>(a, maps);
 }
 
 // ---- the table ---------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ template <int HEAD_DIM, int TRAITS>
 struct WideShape {
   static constexpr int head_dim = HEAD_DIM, block_q = 64, block_k = 64;
   static constexpr int program = NO_PROGRAM, whole_program = NO_PROGRAM;
-  static constexpr bool skips_hidden_steps = false, skips_hidden_keys = false;
+  static constexpr bool skips_hidden_steps = false, skips_hidden_keys = false, is_causal = false;
   static constexpr Forms forms = TRAITS & FORMS ? ANY_FORM : USUAL_FORM;
   static constexpr bool sums = true, has_cells = false, tiles_cells = false, has_flags = false, drops = false,
                         folds = false, folds_slopes = false, tells_work = false, single_column = false,

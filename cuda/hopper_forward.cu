@@ -176,7 +176,7 @@ struct Consumer {
   __device__ Range own_blocks() const {
     const Blocks &all = tile.k_blocks;
     if (row >= tile.rows.end) return {all.count, all.count};
-    Blocks own = k_blocks_of<Shape>(sequence_of(a, tile.batch), {row, min(row + 64, tile.rows.end)});
+    Blocks own = k_blocks_of<Shape>(sequence_of<Shape>(a, tile.batch), {row, min(row + 64, tile.rows.end)});
     if constexpr (Shape::in_parts || Shape::trims_keys)
       own = blocks_within(own, {all.at(all.count - 1), all.last + 1});
     if (own.count == 0) return {all.count - 1, all.count};
@@ -246,7 +246,9 @@ struct Consumer {
     const Place at = {tile.batch, tile.head, first_row, column};
     if constexpr (Shape::knows_whole) {
       finish_scores<Kind, 1, NT>(scores, form(), unscale);
-      if (!is_whole(column)) mask_scores<false, 1, NT>(scores, whole_band(a), at, num_columns);
+      if (!is_whole(column))
+        mask_scores<false, 1, NT>(scores, sequence_of<Shape>(a, tile.batch).band, at, num_columns);
+      if constexpr (Shape::has_flags) lane_flags.template hide<4>(scores[0]);
     } else {
       make_scores<Kind, false, 1, NT>(scores, a, form(), {row, row + 64}, {column, column + Shape::block_k}, at,
                                       unscale, num_columns);
@@ -259,6 +261,9 @@ struct Consumer {
                                 [[maybe_unused]] bool behind, [[maybe_unused]] Due &due) {
     if constexpr (Shape::folds_slopes)
       finish_folded_slopes(scores[0], due, slope, distance + first_row - column, behind, a.window.right > 0);
+  }
+  __device__ void hear_flags([[maybe_unused]] const Ring<Buffers::STAGES> &stage) {
+    if constexpr (Shape::has_flags) lane_flags.hear(buffers.bias(stage.stage), warp_row);
   }
   __device__ bool is_behind(int column) const {
     return Shape::folds_slopes && lie_behind(plain_distance(a), rows_of_consumer(tile.rows, row), column);
@@ -307,7 +312,7 @@ struct Consumer {
   }
 
   __device__ void find_whole() {
-    const fa_band band = sequence_of(a, tile.batch).band;
+    const fa_band band = sequence_of<Shape>(a, tile.batch).band;
     first_whole = fa_band_columns(band, {row + 63, row + 64}).begin;
     last_whole = fa_band_columns(band, {row, row + 1}).end - Shape::block_k;
   }
@@ -327,11 +332,12 @@ struct Consumer {
     barrier_wait(buffers.k(ring.stage).full, ring.phase);
     bool behind = is_behind(column);
     start_scores(q_rows, buffers.k(ring.stage), ring.stage, behind);
+    hear_flags(ring);
     release_stored();
     wgmma_wait<0>(scores[0]);
     barrier_arrive_warp(buffers.k(ring.stage).empty);
     // In the first column block the warp's rows may see no more than the first columns.
-    const Range seen = visible_columns(sequence_of(a, tile.batch), {first_row, first_row + 16});
+    const Range seen = visible_columns(sequence_of<Shape>(a, tile.batch), {first_row, first_row + 16});
     make_exponentials(column, behind, of_scores, seen.end - column);
     convert<Kind>(p, scores, 1 << P_EXPONENT);
     for (visited++; __any_sync(~0u, visited < end); visited++) {
@@ -356,6 +362,7 @@ struct Consumer {
       barrier_wait(v.full, ring.phase);
       start_o(v);
       turns.pass();
+      hear_flags(next);
       wgmma_wait<1>(scores[0]);
       if constexpr (Shape::follows) {
         make_scores_of(column, of_scores);
@@ -431,7 +438,7 @@ struct Consumer {
   __device__ bool hides(uint32_t flags) const { return __any_sync(~0u, flags & ToldVisit::hides(consumer)); }
   // Reads what a bias or mask has for each score of the visit at a stage of k, which is full.
   __device__ void hear_cells([[maybe_unused]] const Ring<Buffers::STAGES> &stage) {
-    if constexpr (Shape::has_flags) lane_flags.hear(buffers.bias(stage.stage), warp_row);
+    hear_flags(stage);
     if constexpr (Shape::reads_ahead)
       cells.load(a, {tile.batch, tile.head, first_row, buffers.visit(stage).column()});
   }
@@ -852,8 +859,9 @@ __global__ void __launch_bounds__(Shape::num_threads, 1)
   run_forward<Kind, Shape, GENERAL, MENDING, ForwardRegisters<Shape, GENERAL>>(a, maps, buffers);
 }
 
-// Two in one: where masks turn out to hide nothing, what a plain kernel of shape Bare does. Its warps have the
-// registers of the other's, as ptxas can do nothing with two numbers.
+// Several in one: where masks turn out to hide nothing, or to be causal, what a plain kernel of shape Bare
+// does, but causal ones beside a program. Its warps have the registers of the other's, as ptxas can do nothing
+// with more numbers.
 template <class Kind, class Shape, class Bare>
 __global__ void __launch_bounds__(Shape::num_threads, 1)
     forward_that_asks(const __grid_constant__ fa_cuda_arguments a, const __grid_constant__ fa_cuda_maps maps) {
@@ -862,14 +870,21 @@ __global__ void __launch_bounds__(Shape::num_threads, 1)
   const auto buffers = set_up_forward<Kind, Shape, true>();
   wait_for_launch_before();
   if (all_say(hides_nothing(a)))
-    run_forward<Kind, Bare, false, Bare::mending, Registers>(a, maps, set_up_forward<Kind, Bare, false>());
-  else
-    run_forward<Kind, Shape, true, Shape::mending, Registers>(a, maps, buffers);
+    return run_forward<Kind, Bare, false, Bare::mending, Registers>(a, maps,
+                                                                    set_up_forward<Kind, Bare, false>());
+  using Causal = typename Bare::AsCausal;
+  if constexpr (!Bare::whole_program)
+    if (all_say(is_causal(a)))
+      return run_forward<Kind, Causal, false, Bare::mending, Registers>(a, maps,
+                                                                        set_up_forward<Kind, Causal, false>());
+  run_forward<Kind, Shape, true, Shape::mending, Registers>(a, maps, buffers);
 }
 
-// Plain shapes that have rows, and are a part of others.
-using LongBare = ForwardShape<128, 128, 2, 2, 240, 24, HOLDS_Q | FOLLOWS | WAITS_LATE | FINDS_RUNS>;
-using ShortBare = ForwardShape<128, 128, 2, 2, 240, 24, FOLLOWS | WAITS_LATE>;
+// Plain shapes that are a part of others. The first two, for long and short problems, have rows of their own.
+constexpr int LONG_128 = HOLDS_Q | FOLLOWS | WAITS_LATE | FINDS_RUNS, SHORT_128 = FOLLOWS | WAITS_LATE;
+using LongBare = ForwardShape<128, 128, 2, 2, 240, 24, LONG_128>;
+using ShortBare = ForwardShape<128, 128, 2, 2, 240, 24, SHORT_128>;
+using BareFlags = ForwardShape<128, 128, 2, 2, 240, 24, 0, FLAGS>;
 
 template <class Kind, class Shape, bool GENERAL, class Bare = void>
 constexpr fa_cuda_kernel row(const char *name, int least_columns = 0, int64_t least_scores = 0) {
@@ -922,7 +937,7 @@ constexpr fa_cuda_kernel row(const char *name, int least_columns = 0, int64_t le
 #define ROW_FROM(rest, least_columns, least_scores, general, ...) \
   KERNEL(general, __VA_ARGS__)(NAME(rest), least_columns, least_scores)
 
-// Of a general kernel with a plain shape's code for masks that hide nothing.
+// Of a general kernel with a plain shape's code for masks that hide nothing, or are causal.
 #define ROW_THAT_ASKS(rest, least_columns, bare, ...)                                                 \
   fa::hopper::row<fa::kinds::FA_KIND, fa::hopper::ForwardShape<__VA_ARGS__>, true, fa::hopper::bare>( \
       NAME(rest), least_columns)
@@ -975,9 +990,8 @@ const fa_cuda_kernel FA_JOIN(fa_hopper_forward_, FA_KIND)[] = {
     ROW("/d64/cells", true, 64, 128, 2, 2, 216, 72, FORMS | HOLDS_Q, CELLS),
     ROW("/d64/dropout", true, 64, 128, 2, 2, 232, 40, FORMS | HOLDS_Q | WAITS_LATE, KEYS | DROPOUT),
     ROW("/d64/program", true, 64, 128, 2, 2, 216, 72, FORMS | MENDS_AT_END, WHOLE_PROGRAM),
-    ROW_FROM("/d128/long", 1024, 0, false, 128, 128, 2, 2, 240, 24,
-             HOLDS_Q | FOLLOWS | WAITS_LATE | FINDS_RUNS),
-    ROW("/d128", false, 128, 128, 2, 2, 232, 40, FOLLOWS | WAITS_LATE),
+    ROW_FROM("/d128/long", 1024, 0, false, 128, 128, 2, 2, 240, 24, LONG_128),
+    ROW("/d128", false, 128, 128, 2, 2, 232, 40, SHORT_128),
     ROW("/d128/forms", false, 128, 128, 2, 2, 240, 24, FORMS | FOLLOWS | MENDS_AT_END),
     ROW_THAT_ASKS("/d128/long/general", 1024, LongBare, 128, 128, 2, 2, 240, 24,
                   HOLDS_Q | FOLLOWS | WAITS_LATE),
@@ -990,7 +1004,7 @@ const fa_cuda_kernel FA_JOIN(fa_hopper_forward_, FA_KIND)[] = {
     ROW("/d128/slopes/general", true, 128, 128, 2, 2, 240, 24, FORMS | HOLDS_Q | FOLLOWS | MENDS_AT_END,
         SLOPES),
     ROW("/d128/terms", true, 128, 128, 2, 2, 240, 24, FORMS, SLOPES | KEYS),
-    ROW("/d128/flags", true, 128, 128, 2, 2, 240, 24, FOLLOWS, FLAGS),
+    ROW_THAT_ASKS("/d128/flags", 0, BareFlags, 128, 128, 2, 2, 240, 24, FOLLOWS | MENDS_AT_END, FLAGS),
     ROW("/d128/cells", true, 128, 128, 2, 1, 240, 24, FORMS | MENDS_AT_END, CELLS),
     ROW("/d128/dropout", true, 128, 128, 2, 2, 240, 24, HOLDS_Q | FOLLOWS | MENDS_AT_END, KEYS | DROPOUT),
     ROW("/d128/program", true, 128, 128, 2, 1, 240, 24, FORMS, WHOLE_PROGRAM),

@@ -18,7 +18,8 @@ namespace hopper {
 // in some kernels, and a loss of 1 to 8 % in others. IN_PARTS: a tile is a part of the column blocks of its
 // rows, whose o and lse are to be merged with others'. FINDS_RUNS: column blocks that all of a consumer's rows
 // see whole are a loop of their own, which asks nothing about them: 2 to 5 % at 128, where exponentials follow.
-// MENDS_AT_END, MENDS_BEHIND: who makes again what is NaN beside hidden cells, see Mending.
+// MENDS_AT_END, MENDS_BEHIND: who makes again what is NaN beside hidden cells, see Mending. CAUSAL: for masks
+// that turn out to be causal.
 enum ForwardTraits {
   FORMS = 1,
   HOLDS_Q = 2,
@@ -27,7 +28,8 @@ enum ForwardTraits {
   IN_PARTS = 16,
   FINDS_RUNS = 32,
   MENDS_AT_END = 64,
-  MENDS_BEHIND = 128
+  MENDS_BEHIND = 128,
+  CAUSAL = 256
 };
 
 // Who makes again what is NaN beside hidden cells, see isolation.cuh: a kernel behind this one, which takes
@@ -39,8 +41,11 @@ enum Mending { BEHIND, IN_PLACE, AT_END };
 template <int HEAD_DIM, int BLOCK_K, int NUM_CONSUMERS, int Q_STAGES, int CONSUMER_REGISTERS,
           int PRODUCER_REGISTERS, int TRAITS, int PROGRAM = NO_PROGRAM>
 struct ForwardShape {
+  using AsCausal = ForwardShape<HEAD_DIM, BLOCK_K, NUM_CONSUMERS, Q_STAGES, CONSUMER_REGISTERS,
+                                PRODUCER_REGISTERS, TRAITS | CAUSAL, PROGRAM>;
   static constexpr bool holds_q = TRAITS & HOLDS_Q, waits_late = TRAITS & WAITS_LATE,
-                        in_parts = TRAITS & IN_PARTS, finds_runs = TRAITS & FINDS_RUNS;
+                        in_parts = TRAITS & IN_PARTS, finds_runs = TRAITS & FINDS_RUNS,
+                        is_causal = TRAITS & CAUSAL;
   static constexpr Mending mending = FA_KIND_SCALED || TRAITS & MENDS_BEHIND ? BEHIND
                                      : TRAITS & MENDS_AT_END                 ? AT_END
                                                                              : IN_PLACE;
@@ -145,7 +150,7 @@ __device__ inline ForwardTile tile_of(const fa_cuda_arguments &a, uint32_t index
   RowBlock block;
   const uint32_t num_parts = Shape::in_parts ? a.num_column_parts : 1;
   if (!persistent_row_block_of(a, index / num_parts, block)) return tile;
-  const Sequence sequence = sequence_of(a, block.batch);
+  const Sequence sequence = sequence_of<Shape>(a, block.batch);
   tile.head = block.head, tile.batch = block.batch;
   tile.rows = row_range<Shape>(sequence, block.q_block);
   tile.k_blocks = k_blocks_of<Shape>(sequence, tile.rows);

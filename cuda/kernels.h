@@ -154,6 +154,13 @@ typedef struct fa_cuda_program {
   int64_t num_row_words, num_column_words;
 } fa_cuda_program;
 
+/* What masks turn out to be whose contents the host does not know, for kernels that ask. The first becomes the
+ * number of the call if they hide something that the window shows, or flags a block of rows and columns whole;
+ * the other if they are not the causal mask either. */
+typedef struct fa_cuda_answer {
+  int32_t hides, is_not_causal;
+} fa_cuda_answer;
+
 /* The argument of every kernel. */
 typedef struct fa_cuda_arguments {
   fa_cuda_window window;
@@ -225,10 +232,7 @@ typedef struct fa_cuda_arguments {
   /* Where blocks, a forward's of rows and a backward's of columns, are begun in groups of heads that share
    * plans: those of a group that see nothing come last, and if one of them is begun others need not be. */
   bool skips_unseen;
-  /* Of kernels that ask: a single band and key lengths, whose contents the host does not know, may hide
-   * nothing, and flags no block of rows and columns whole. Where they do this becomes `call` before main
-   * begins. NULL: they do. */
-  int32_t *hides;
+  fa_cuda_answer *answer; /* of kernels that ask; NULL: they need not */
 } fa_cuda_arguments;
 
 /* The gradient by lse, as lse, for the kernel of a backward that makes delta; NULL: none. Batches are
@@ -268,8 +272,9 @@ typedef struct fa_cuda_plans {
   fa_cuda_window window;
   const int32_t *bands; /* [bands_batch, num_bands, 6], or NULL */
   int32_t bands_batch, num_bands, num_sides;
-  int32_t *tickets;           /* to become 0, or NULL */
-  int32_t *hides, call;       /* see fa_cuda_arguments */
+  int32_t *tickets;       /* to become 0, or NULL */
+  fa_cuda_answer *answer; /* see fa_cuda_arguments */
+  int32_t call;
   const int32_t *key_lengths; /* NULL, or [bands_batch]: the one band of a batch is to be written first */
   fa_cuda_plan_side sides[2];
 } fa_cuda_plans;
@@ -432,7 +437,7 @@ typedef struct fa_cuda_kernel {
   bool halves;            /* backward: main has halves of the p that dropout leaves: delta_factor is 2 kept */
   bool skips_hidden_keys; /* main leaves out what keys hide block by block: fa_cuda_keys.shown */
   bool in_parts;          /* forward: keys are split into parts, whose o and lse a merge follows */
-  bool asks;        /* main takes masks that hide nothing as a plain kernel does: fa_cuda_arguments.hides */
+  bool asks; /* main takes masks that hide nothing, or are causal, as a plain kernel does: fa_cuda_answer */
   const void *main; /* one block a q block (forward) or k block (backward) of a head */
   const void
       *main_that_mends;   /* forward: main of problems that hide cells. NULL: a kernel behind main mends o */

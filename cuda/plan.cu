@@ -158,11 +158,14 @@ __device__ inline int find_late(const fa_cuda_plan_side &side, const Ranked *ran
   return side.num_blocks;
 }
 
-// Whether the only band of a batch, as where `hides` is asked for there is one, is all that the window shows.
-__device__ inline bool is_whole(const fa_cuda_plans &a, const int32_t *bands) {
+// Says what the only band of a batch is, as where an answer is asked for there is one: all that the window
+// shows, or what that shows under a causal mask.
+__device__ inline void answer(const fa_cuda_plans &a, const int32_t *bands) {
   const fa_band whole = whole_band(a), band = band_at(whole, bands, 0);
-  return band.q_begin == 0 && band.q_end == whole.q_end && band.k_begin == 0 && band.k_end == whole.k_end &&
-         band.left == whole.left && band.right == whole.right;
+  const bool spans = band.q_begin == 0 && band.q_end == whole.q_end && band.k_begin == 0 &&
+                     band.k_end == whole.k_end && band.left == whole.left;
+  if (!spans || band.right != whole.right) a.answer->hides = a.call;
+  if (!spans || band.right != 0) a.answer->is_not_causal = a.call;
 }
 
 __global__ void __launch_bounds__(FA_CUDA_PLAN_THREADS) plan(const __grid_constant__ fa_cuda_plans a) {
@@ -174,7 +177,7 @@ __global__ void __launch_bounds__(FA_CUDA_PLAN_THREADS) plan(const __grid_consta
   const fa_cuda_plan_side &side = a.sides[blockIdx.y];
   const int32_t *bands = a.bands ? a.bands + int64_t(blockIdx.x) * a.num_bands * 6 : nullptr;
   fa_cuda_block_plan *to = side.plans + int64_t(blockIdx.x) * side.num_blocks;
-  if (a.hides && blockIdx.y == 0 && threadIdx.x == 0 && !is_whole(a, bands)) *a.hides = a.call;
+  if (a.answer && blockIdx.y == 0 && threadIdx.x == 0) answer(a, bands);
   if (a.tickets && blockIdx.x == 0 && threadIdx.x < FA_CUDA_NUM_TICKETS) a.tickets[threadIdx.x] = 0;
   // Where they do not fit, they are made behind the plans that are to be.
   fa_cuda_block_plan *blocks = side.num_blocks <= NUM_SHARED     ? shared

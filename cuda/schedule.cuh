@@ -26,6 +26,14 @@ __device__ inline Sequence sequence_of(const fa_cuda_arguments &a, int batch) {
   return {{0, a.window.seqlen_q, 0, a.window.seqlen_k, a.window.left, a.window.right}, batch, 0, 0};
 }
 
+// The same of a plain shape, which may be for masks that turn out to be causal.
+template <class Shape>
+__device__ inline Sequence sequence_of(const fa_cuda_arguments &a, int batch) {
+  Sequence sequence = sequence_of(a, batch);
+  if constexpr (Shape::is_causal) sequence.band.right = 0;
+  return sequence;
+}
+
 // The columns that any of the rows sees; and the rows that see any of the columns.
 __device__ inline Range visible_columns(const Sequence &s, Range rows) { return fa_band_columns(s.band, rows); }
 __device__ inline Range visible_rows(const Sequence &s, Range columns) { return fa_band_rows(s.band, columns); }
@@ -405,8 +413,14 @@ __device__ inline bool scaled_rows_at(const fa_cuda_operand &operand, int batch,
   return true;
 }
 
-// Whether masks of a general kernel's turn out to hide nothing, so that a plain one's code serves.
-__device__ inline bool hides_nothing(const fa_cuda_arguments &a) { return a.hides && *a.hides != a.call; }
+// Whether masks of a general kernel's turn out to hide nothing, or to be causal, so that a plain one's code
+// serves.
+__device__ inline bool hides_nothing(const fa_cuda_arguments &a) {
+  return a.answer && a.answer->hides != a.call;
+}
+__device__ inline bool is_causal(const fa_cuda_arguments &a) {
+  return a.answer && a.answer->is_not_causal != a.call;
+}
 
 // ---- steps of a column block -------------------------------------------------------------------------------
 

@@ -1026,6 +1026,58 @@ static void test_masks_that_hide_nothing(void) {
   }
 }
 
+/* Where the only band of each batch is the causal mask, kernels that ask do what the causal problem does, bit
+ * for bit; where it is another, or one batch's is, what the CPU does. A band may begin behind a row's place, or
+ * end before it, which no window does. */
+static void test_bands_that_are_causal(void) {
+  const int32_t most = INT32_MAX,
+                windows[][2] = {{most, 0}, {most, 45}, {70, 0}, {40, 100}, {3, most}, {most, -2}, {-5, 90}};
+  const int64_t seqlens[][2] = {{300, 300}, {130, 395}, {290, 170}};
+  for (int i = 0; i < (int)(sizeof windows / sizeof *windows) * 3 * 3; i++) {
+    const int32_t *window = windows[i / 9];
+    const int64_t *seqlen = seqlens[i / 3 % 3];
+    const bool within = i % 3 == 1;        /* the problem's own window is causal */
+    const bool differ = i % 3 == 2;        /* the batches' bands do */
+    if (within && window[0] < 0) continue; /* which would show nothing */
+    fa_problem problem = problem_of(i % 2 ? FA_DTYPE_BF16 : FA_DTYPE_F16, 2, seqlen[0], 2, i % 7 ? 128 : 64);
+    problem.seqlen_k = seqlen[1], problem.deterministic = 1;
+    if (!within) problem.window_right = FA_UNBOUNDED;
+    fa_problem bare = problem;
+    if (window[0] >= 0 && window[0] < most) bare.window_left = window[0];
+    if (window[1] >= 0 && window[1] < most && !within) bare.window_right = window[1];
+    problem.num_bands = 1, problem.bands_batch = 2;
+    const bool is_causal = window[0] == most && (window[1] == 0 || (within && window[1] > 0));
+    char what[80];
+    snprintf(what, sizeof what, "band %d, %d of %d x %d%s", window[0], window[1], (int)seqlen[0],
+             (int)seqlen[1],
+             within   ? ", causal"
+             : differ ? ", then another"
+                      : "");
+    host x = host_new(&problem), y = host_new(&bare);
+    host_fill(&y);
+    host_copy(&x, &y);
+    for (int64_t batch = 0; batch < 2; batch++) {
+      const int32_t less = batch && differ;
+      const int64_t band[6] = {0, seqlen[0], 0, seqlen[1], window[0] - less, window[1] - less};
+      set_band(&x, batch, band);
+    }
+    compare_with_cpu(&x, FA_PASS_FORWARD, what);
+    compare_with_cpu(&x, FA_PASS_BACKWARD, what);
+    for (fa_pass pass = FA_PASS_FORWARD; pass <= FA_PASS_BACKWARD; pass++) {
+      const char *kernel = plan_of(&problem, pass).kernel;
+      run_on_device(&y, pass); /* a backward reads o and lse */
+      if (!is_causal || differ || !strstr(kernel, "sm90") || problem.head_dim != 128 ||
+          strstr(plan_of(&bare, pass).kernel, "general"))
+        continue;
+      for (int id = 0; id < FA_NUM_TENSORS; id++)
+        if (fa_tensor_role_in(&bare, pass, id) == FA_ROLE_OUTPUT)
+          CHECK(memcmp(x.data[id], y.data[id], size_of(&bare, id)) == 0, "%s: %s", what, fa_tensor_name(id));
+    }
+    host_free(&x);
+    host_free(&y);
+  }
+}
+
 /* ---- keys that are hidden block by block ----------------------------------------------------------------- */
 
 /* Which keys of a row are shown: blocks of 128 of them are hidden whole on the right, on the left, within, all
@@ -1120,6 +1172,7 @@ int main(int argc, char **argv) {
   }
   if (argc > 1 && strcmp(argv[1], "--masks") == 0) {
     test_masks_that_hide_nothing();
+    test_bands_that_are_causal();
     test_hidden_keys();
     return report();
   }
@@ -1136,6 +1189,7 @@ int main(int argc, char **argv) {
   test_statistics_beside();
   test_rows_unseen();
   test_masks_that_hide_nothing();
+  test_bands_that_are_causal();
   test_hidden_keys();
   test_places();
   test_order();
