@@ -1126,10 +1126,11 @@ static cuda_job lay_out(const fa_plan *plan, const fa_cuda_kernel *kernel, const
       backward ? backward_heads_at_once(p, kernel, a, job.num_multiprocessors) : forward_heads_at_once(p);
 
   /* First what is to be filled with 0: the sums of a backward's program, and what counts and is counted where
-   * its kernel of statistics does not see to that; and the tickets of a forward, which needs them where its row
-   * blocks differ in length, unless the plan kernel does. */
+   * its kernel of statistics does not see to that; and the tickets of a forward that has more row blocks than
+   * multiprocessors, unless the plan kernel does: where these end by chance at different times, even blocks
+   * have to be shared out. */
   lay_out_program(plan, kernel, t, &workspace, &job);
-  if (!backward && kernel->persistent && is_uneven(p) && rows * a->num_q_blocks > job.num_multiprocessors)
+  if (!backward && kernel->persistent && rows * a->num_q_blocks > job.num_multiprocessors)
     a->tickets = fa_take(&workspace, FA_CUDA_NUM_TICKETS, sizeof *a->tickets);
   job.zeroed_bytes = !backward && is_general(kernel) ? 0 : workspace.used;
   if (backward) {
@@ -1301,18 +1302,13 @@ static fa_status launch_plans(fa_cuda_plans *plans, cudaStream_t stream, fa_erro
   return FA_STATUS_OK;
 }
 
-/* Behind main, whose multiprocessors it takes as they become free. */
-enum { LOOKING_BLOCKS = 8 }; /* a multiprocessor, at most: each waits for memory */
 static fa_status launch_look(const fa_plan *plan, cuda_job *job, cudaStream_t stream, fa_error *error) {
   const char *operation = "launch of the look at columns";
   const fa_problem *p = &plan->problem;
   if (!job->looks_at_columns) return FA_STATUS_OK;
-  const int64_t num_warps = p->batch * p->num_kv_heads * fa_divide_up(p->seqlen_k, 32);
-  const int64_t num_blocks = fa_divide_up(num_warps, FA_CUDA_SMALL_KERNEL_THREADS / 32);
-  CHECK((job->launches_early ? fa_cuda_launch_early : fa_cuda_launch)(
-      fa_cuda_look_kernels[fa_cuda_kind_of(p)],
-      blocks(fa_min(num_blocks, LOOKING_BLOCKS * (int64_t)job->num_multiprocessors)),
-      FA_CUDA_SMALL_KERNEL_THREADS, 0, (void *[]){&job->arguments}, stream));
+  const int64_t heads = job->arguments.program.bias.stride_head ? p->num_kv_heads : 1;
+  CHECK(launch_beside_plans(fa_cuda_look_kernels[fa_cuda_kind_of(p)],
+                            p->batch * heads * fa_divide_up(p->seqlen_k, 32), &job->arguments, job, stream));
   return FA_STATUS_OK;
 }
 
@@ -1400,8 +1396,8 @@ static fa_status launch_mending(const fa_plan *plan, const fa_cuda_kernel *kerne
   return FA_STATUS_OK;
 }
 
-static fa_status launch_backward(const fa_plan *plan, const fa_cuda_kernel *kernel, cuda_job *job,
-                                 cudaStream_t stream, fa_error *error) {
+static fa_status launch_backward(const fa_cuda_kernel *kernel, cuda_job *job, cudaStream_t stream,
+                                 fa_error *error) {
   const char *operation = "launch of the backward";
   fa_cuda_arguments *a = &job->arguments;
   const int32_t small = FA_CUDA_SMALL_KERNEL_THREADS;
@@ -1415,8 +1411,6 @@ static fa_status launch_backward(const fa_plan *plan, const fa_cuda_kernel *kern
   else
     CHECK(fa_cuda_launch(kernel->statistics, blocks(fa_max(num_blocks, 1)), small, 0, arguments, stream));
   CHECK(launch_main(kernel, num_column_blocks(a), job, stream));
-  const fa_status status = launch_look(plan, job, stream, error);
-  if (status) return status;
   if (kernel->finish_dq)
     CHECK(fa_cuda_launch(kernel->finish_dq, blocks(heads * a->num_q_blocks), kernel->finish_threads, 0,
                          (void *[]){a}, stream));
@@ -1436,9 +1430,10 @@ static fa_status enqueue(const fa_plan *plan, const fa_cuda_kernel *kernel, void
   if (!status) status = launch_keys(job, stream, error);
   if (!status) status = launch_flags(plan, job, stream, error);
   if (!status) status = launch_words(job, stream, error);
+  if (!status) status = launch_look(plan, job, stream, error);
   if (status) return status;
   status = plan->pass == FA_PASS_FORWARD ? launch_forward(kernel, job, stream, error)
-                                         : launch_backward(plan, kernel, job, stream, error);
+                                         : launch_backward(kernel, job, stream, error);
   return status ? status : launch_mending(plan, kernel, job, stream, error);
 }
 

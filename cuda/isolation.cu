@@ -49,65 +49,73 @@ __device__ inline bool any_band(const fa_cuda_arguments &a, int batch, IsSuch is
   return __any_sync(~0u, found);
 }
 
-__device__ inline bool shows_any(const fa_band &band, Range columns) {
-  const Range seen = seen_in_band<false>(band, columns);
-  return seen.begin < seen.end;
-}
-
-// Whether a band shows all of a warp's columns something.
-__device__ inline bool one_band_shows(const fa_cuda_arguments &a, int batch, Range columns) {
-  return any_band(a, batch, [&](const fa_band &band) {
-    return shows_any(band, {columns.begin, columns.begin + 1}) &&
-           shows_any(band, {columns.end - 1, columns.end});
-  });
+// Of 32 columns from one on, a bit for each: whether a band shows it something. Those of a band are a range.
+__device__ inline uint32_t columns_shown(const fa_cuda_arguments &a, int batch, int first) {
+  uint32_t shown = 0;
+  for (int number = threadIdx.x % 32; number < num_bands_of(a); number += 32) {
+    const fa_band band = band_at(a, batch, number);
+    const Range seen = seen_in_band<true>(band, {band.q_begin, band.q_end}),
+                own = overlap({seen.begin - first, seen.end - first}, {0, 32});
+    if (own.begin < own.end) shown |= ~0u << own.begin & ~0u >> (32 - own.end);
+  }
+  return __reduce_or_sync(~0u, shown);
 }
 
 // Whether a band shows something of the column block of a column, which else nobody reads.
 __device__ inline bool is_visited(const fa_cuda_arguments &a, int batch, int column) {
   const Range columns = block_range(column / a.block_k, a.block_k, a.window.seqlen_k);
-  return any_band(a, batch, [&](const fa_band &band) { return shows_any(band, columns); });
+  return any_band(a, batch, [&](const fa_band &band) {
+    const Range seen = seen_in_band<false>(band, columns);
+    return seen.begin < seen.end;
+  });
 }
 
-// A warp takes 32 columns of a head: a lane asks of each, and the warp looks at those that nobody may see. That
-// needs nothing of main, which may still run.
+// A block of threads takes 32 columns, of all heads if the bias, which may hide some, is for all: a warp's
+// lanes ask of each, and it looks, in its heads, at those that nobody may see.
 template <class Kind>
 __global__ void __launch_bounds__(THREADS) look_at_columns(const __grid_constant__ fa_cuda_arguments a) {
   using Io = typename Kind::Io;
-  const int blocks = (a.window.seqlen_k + 31) / 32, lane = threadIdx.x % 32;
-  for_each_row_of(a.batch, a.num_kv_heads, blocks, [&](int batch, int kv_head, int block) {
-    const int first = block * 32, column = first + lane, end = min(first + 32, a.window.seqlen_k);
-    if (!is_visited(a, batch, first)) return;
-    const bool all_shown = one_band_shows(a, batch, {first, end});  // all lanes ask
-    bool unseen = false;
-    if (column < end) {
-      const int row = all_shown && !a.program.bias.stride_row ? 0 : first_seen<false>(a, batch, column);
-      unseen = !bias_shows<Io>(a, batch, kv_head, max(row, 0), column) || row < 0;
+  constexpr int WARPS = THREADS / 32;
+  let_dependents_start();
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int apart = a.program.bias.stride_head ? a.num_kv_heads : 1, together = a.num_kv_heads / apart;
+  const int blocks = (a.window.seqlen_k + 31) / 32, own = blockIdx.x / blocks % apart;
+  const int first = blockIdx.x % blocks * 32, column = first + lane, batch = blockIdx.x / blocks / apart;
+  uint32_t unseen = 0;
+  if (is_visited(a, batch, first)) {
+    const uint32_t shown = columns_shown(a, batch, first);
+    bool is_shown = shown >> lane & 1;
+    if (column < a.window.seqlen_k && a.program.bias.data) {
+      const int row = is_shown && a.program.bias.stride_row ? first_seen<false>(a, batch, column) : 0;
+      is_shown &= bias_shows<Io>(a, batch, own, row, column);
     }
-    const Sequence s = sequence_of(a, batch);
-    const int lanes = FA_CUDA_STATISTICS_LANES(a.head_dim), d = lane % lanes * 8;  // that share a column
-    float sum = 0;
-    const uint32_t all_unseen = __ballot_sync(~0u, unseen);
-    if (all_unseen == 0) return;
-    auto look = [&](auto is_aligned) {
+    unseen = __ballot_sync(~0u, column < a.window.seqlen_k && !is_shown);
+  }
+  const Sequence s = sequence_of(a, batch);
+  const int lanes = FA_CUDA_STATISTICS_LANES(a.head_dim), d = lane % lanes * 8;  // that share a column
+  float sum = 0;
+  auto look = [&](int kv_head, auto is_aligned) {
 #pragma unroll 4
-      for (int i = lane / lanes; i < 32; i += 32 / lanes) {
-        // Some more than once, so that no load waits for a question.
-        const int hidden = first + (all_unseen >> i & 1 ? i : __ffs(all_unseen) - 1);
-        float k[8], v[8];
-        load_eight<is_aligned.value>(k, column_of<const Io>(a.k_rows, s, kv_head, hidden) + d, a.head_dim - d);
-        load_eight<is_aligned.value>(v, column_of<const Io>(a.v_rows, s, kv_head, hidden) + d, a.head_dim - d);
+    for (int i = lane / lanes; i < 32; i += 32 / lanes) {
+      // Some more than once, so that no load waits for a question.
+      const int hidden = first + (unseen >> i & 1 ? i : __ffs(unseen) - 1);
+      float k[8], v[8];
+      load_eight<is_aligned.value>(k, column_of<const Io>(a.k_rows, s, kv_head, hidden) + d, a.head_dim - d);
+      load_eight<is_aligned.value>(v, column_of<const Io>(a.v_rows, s, kv_head, hidden) + d, a.head_dim - d);
 #pragma unroll
-        for (int j = 0; j < 8; j++) sum += (k[j] + v[j]) * 0;
-      }
-    };
-    if (has_aligned_rows<Io>(a.k_rows, a.head_dim) && has_aligned_rows<Io>(a.v_rows, a.head_dim))
-      look(std::true_type());
+      for (int j = 0; j < 8; j++) sum += (k[j] + v[j]) * 0;
+    }
+  };
+  const bool is_aligned =
+      has_aligned_rows<Io>(a.k_rows, a.head_dim) && has_aligned_rows<Io>(a.v_rows, a.head_dim);
+#pragma unroll 1
+  for (int head = own * together + warp; unseen && head < (own + 1) * together; head += WARPS)
+    if (is_aligned)
+      look(head, std::true_type());
     else
-      look(std::false_type());
-    if (isnan(sum)) note_suspect(a);
-  });
-  // This ends behind main, so that what waits for it waits for both.
-  wait_for_launch_before();
+      look(head, std::false_type());
+  if (isnan(sum)) note_suspect(a);
+  wait_for_launch_before();  // see launch_beside_plans
 }
 
 // ---- behind a pass -----------------------------------------------------------------------------------------
