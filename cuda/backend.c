@@ -1079,16 +1079,18 @@ static int64_t num_column_blocks(const fa_cuda_arguments *a) {
 
 /* Whether a backward's statistics are made beside main, by the first of its multiprocessors, one of so many:
  * where each takes several column blocks, so that these need not be there from the beginning, and a row block
- * is in so few of them that statistics are a part of the time. Heads that share keys would be waited for
- * together, and with bands under a window, whose order is by length, it is no gain (measured: cuda_log.md,
- * "Whoever finds, copies, and waits"). */
-enum { ONE_OF = 3, BLOCKS_BESIDE = 2, MOST_BESIDE = 32 };
+ * is in so few of them that statistics are a part of the time. The heads that share keys are waited for
+ * together: a small part of all has to do for those that are begun at first, and with several bands it is no
+ * gain (measured: cuda_log.md, "What stands in front of a pass, and behind it"). */
+enum { ONE_OF = 3, BLOCKS_BESIDE = 2, MOST_BESIDE = 32, PART_AT_FIRST = 8 };
 static bool has_statistics_beside(const fa_problem *p, const fa_cuda_kernel *kernel, const fa_cuda_arguments *a,
                                   const cuda_job *job) {
-  const int64_t bytes = (int64_t)fa_dtype_bytes(p->dtype);
-  return kernel->statistics_beside && job->launches_early && p->num_heads == p->num_kv_heads &&
-         p->head_dim % 8 == 0 && is_aligned(&a->o, bytes) && is_aligned(&a->dout_rows, bytes) &&
-         (p->num_bands > 1 ? sees_all(p) : a->num_k_blocks <= MOST_BESIDE) &&
+  const int64_t bytes = (int64_t)fa_dtype_bytes(p->dtype), group = p->num_heads / p->num_kv_heads;
+  const bool can_wait =
+      group == 1 || (p->num_bands <= 1 && PART_AT_FIRST * a->heads_at_once * group <= p->batch * p->num_heads);
+  return kernel->statistics_beside && job->launches_early && can_wait && p->head_dim % 8 == 0 &&
+         is_aligned(&a->o, bytes) && is_aligned(&a->dout_rows, bytes) &&
+         (p->num_bands > 1 || a->num_k_blocks <= MOST_BESIDE) &&
          num_column_blocks(a) >= BLOCKS_BESIDE * (int64_t)job->num_multiprocessors;
 }
 
@@ -1139,7 +1141,7 @@ static cuda_job lay_out(const fa_plan *plan, const fa_cuda_kernel *kernel, const
     if (is_general(kernel) && !kernel->finish_dq)
       a->ended = fa_take(&workspace, rows * a->num_q_blocks, sizeof *a->ended);
     if (has_statistics_beside(p, kernel, a, &job)) {
-      a->heads_done = fa_take(&workspace, rows + 1, sizeof *a->heads_done);
+      a->rows_done = fa_take(&workspace, rows * FA_CUDA_DONE_GROUPS(a->padded_rows) + 1, sizeof *a->rows_done);
       job.zeroed_bytes = workspace.used;
     }
     a->num_sums = (int32_t)(heads_summed(p, kernel, a, job.num_multiprocessors) * a->num_q_blocks);
@@ -1405,7 +1407,7 @@ static fa_status launch_backward(const fa_cuda_kernel *kernel, cuda_job *job, cu
   const int32_t lanes = FA_CUDA_STATISTICS_LANES(kernel->bucket);
   const int64_t num_blocks = fa_divide_up(heads * a->padded_rows * lanes, small);
   void *arguments[] = {a, &job->dlse};
-  if (a->heads_done)
+  if (a->rows_done)
     CHECK(fa_cuda_launch(kernel->statistics_beside, blocks(fa_divide_up(job->num_multiprocessors, ONE_OF)),
                          FA_CUDA_BESIDE_THREADS, 0, arguments, stream));
   else

@@ -154,7 +154,7 @@ __device__ inline void report_unseen(const fa_cuda_arguments &a, int writer, boo
     const int position = first * 32 + threadIdx.x % 32;
     if (position >= num_blocks) continue;
     if (num_additions<Shape, true>(a, row_block_at(a, position), hides_keys) > 0) continue;
-    if (a.heads_done) wait_for_count(a.dq_order + position, 1);
+    if (a.rows_done) wait_for_count(a.dq_order + position, 1);
     report_end(a, position, true);
   }
 }
@@ -206,6 +206,10 @@ struct ColumnWork {
     num_steps = q_blocks.count * num_heads;
   }
   __device__ void hide() { num_steps = 0; }
+  // The rows that its steps have, and some between these.
+  __device__ Range rows(const fa_cuda_arguments &) const {
+    return {q_blocks.at(q_blocks.count - 1) * Shape::block_q, (q_blocks.last + 1) * Shape::block_q};
+  }
 
   __device__ Step first_step(const fa_cuda_arguments &) const { return first; }
   __device__ Step next(const fa_cuda_arguments &, const Step &step) const { return next_step(step, q_blocks); }
@@ -270,6 +274,14 @@ struct ColumnWork<Shape, true> {
     num_steps = steps.end - steps.begin;
   }
   __device__ void hide() { is_hidden = true, num_steps = 0; }
+  __device__ Range rows(const fa_cuda_arguments &a) const {
+    Range rows = {INT32_MAX, 0};
+    for (int number = plan.first_band; number < plan.end_band; number++) {
+      const Range seen = seen_in_band<false>(band_at(a, block.batch, number), columns);
+      if (seen.begin < seen.end) rows = {min(rows.begin, seen.begin), max(rows.end, seen.end)};
+    }
+    return rows;
+  }
 
   __device__ Step first_step(const fa_cuda_arguments &a) const {
     return steps_before > 0 ? step_after(a, 0) : first_of(a, block.kv_head * heads_per_kv(a));
@@ -461,6 +473,24 @@ __device__ inline float sum_four(const float (&x)[4]) {
   return sum;
 }
 
+// Which count the statistics of a row block are in, where they are made beside main, and that of all.
+template <class Shape>
+__device__ inline int32_t *count_of_rows(const fa_cuda_arguments &a, const RowBlock &block) {
+  static_assert(FA_CUDA_DONE_ROWS % Shape::block_q == 0, "whole row blocks");
+  return a.rows_done + (block.batch * a.num_heads + block.head) * FA_CUDA_DONE_GROUPS(a.padded_rows) +
+         block.q_block / (FA_CUDA_DONE_ROWS / Shape::block_q);
+}
+__device__ inline int32_t *count_of_all_rows(const fa_cuda_arguments &a) {
+  return a.rows_done + a.batch * a.num_heads * FA_CUDA_DONE_GROUPS(a.padded_rows);
+}
+// Waits for those of a head's rows.
+template <class Shape>
+__device__ inline void wait_for_rows(const fa_cuda_arguments &a, int batch, int head, Range rows) {
+  constexpr int BLOCKS = FA_CUDA_DONE_ROWS / Shape::block_q;
+  for (int first = rows.begin / FA_CUDA_DONE_ROWS * BLOCKS; first * Shape::block_q < rows.end; first += BLOCKS)
+    wait_for_count(count_of_rows<Shape>(a, {batch, head, first}), min(a.num_q_blocks - first, BLOCKS));
+}
+
 // The same beside main, which fills the multiprocessors that these few large blocks leave, and these too when
 // they are done: there main computes while this one waits for memory. All that counts has been set to 0 before,
 // and o and dout are aligned. A team makes the statistics of some row blocks, from the first head's on, as main
@@ -476,8 +506,7 @@ __global__ void __launch_bounds__(FA_CUDA_BESIDE_THREADS, 1)
   const Row row{a, dlse};
   let_dependents_start();
   const int team = threadIdx.x / TEAM_THREADS, thread = threadIdx.x % TEAM_THREADS;
-  const int num_heads = a.batch * a.num_heads, num_positions = num_heads * a.num_q_blocks;
-  const int num_teams = TEAMS * gridDim.x;
+  const int num_positions = a.batch * a.num_heads * a.num_q_blocks, num_teams = TEAMS * gridDim.x;
   for (int turn = 0;; turn++) {
     const int count = turn == 0 ? 1 : TEAM_BLOCKS, before = turn == 0 ? 0 : 1 + (turn - 1) * TEAM_BLOCKS;
     const int begin = before * num_teams + (team * gridDim.x + blockIdx.x) * count;
@@ -522,8 +551,8 @@ __global__ void __launch_bounds__(FA_CUDA_BESIDE_THREADS, 1)
     if (told < end) {
       fence_counts();
       if (told < end_summed) count_on<true>(a.dq_order + told);
-      count_on<true>(a.heads_done + told / a.num_q_blocks);
-      count_on<true>(a.heads_done + num_heads);
+      count_on<true>(count_of_rows<Shape>(a, row_block_at(a, told)));
+      count_on<true>(count_of_all_rows(a));
     }
   }
 }

@@ -431,7 +431,7 @@ __device__ inline Buffers set_up_buffers(const fa_cuda_arguments &a) {
   if constexpr (Buffers::Shape::folds) buffers.init_terms();
   if constexpr (Buffers::HAS_ZEROS) init_zero_box(buffers.zero_box());
   __syncthreads();
-  if (!Buffers::Shape::single_column && !a.heads_done) wait_for_launch_before();
+  if (!Buffers::Shape::single_column && !a.rows_done) wait_for_launch_before();
   return buffers;
 }
 
@@ -734,15 +734,19 @@ __device__ inline void load_sides(const fa_cuda_arguments &a, const fa_cuda_maps
     load_plain_sides<BEGIN, END>(a, maps, buffers, index, steps, k_phase);
 }
 
-// By one thread: waits for the statistics of the head that the index-th column block is of, where they are made
-// beside, before this thread loads them. All heads' are soon there.
+// By one thread: waits for the statistics of the rows that see the index-th column block, where they are made
+// beside, before this thread loads them. All are soon there.
 template <class Buffers>
 __device__ inline void await_statistics(const fa_cuda_arguments &a, int index) {
-  if (Buffers::Shape::single_column || !a.heads_done) return;
-  const int num_heads = a.batch * a.num_heads;
+  if (Buffers::Shape::single_column || !a.rows_done) return;
   typename Buffers::Work work;
-  if (look_at_count(a.heads_done + num_heads) < num_heads * a.num_q_blocks && find_work(a, index, work))
-    wait_for_count(a.heads_done + work.block.batch * a.num_heads + work.block.kv_head, a.num_q_blocks);
+  if (look_at_count(count_of_all_rows(a)) < a.batch * a.num_heads * a.num_q_blocks &&
+      find_work(a, index, work) && work.num_steps > 0) {
+    const Range rows = work.rows(a);
+    const int group = heads_per_kv(a);
+    for (int head = work.block.kv_head * group; head < (work.block.kv_head + 1) * group; head++)
+      wait_for_rows<typename Buffers::Shape>(a, work.block.batch, head, rows);
+  }
   fence_async_global();
 }
 
@@ -796,7 +800,7 @@ __device__ inline void produce(const fa_cuda_arguments &a, const fa_cuda_maps &m
   for (uint32_t count = 0; take_work(a, buffers, count, steps, k_phase, index); count++)
     load_sides<K_SIDE, END>(a, maps, buffers, index, count, steps, k_phase);
   // Main ends behind its statistics, so that what waits for it waits for both.
-  if (!Buffers::Shape::single_column && a.heads_done) wait_for_launch_before();
+  if (!Buffers::Shape::single_column && a.rows_done) wait_for_launch_before();
   if (Buffers::HAS_ZEROS) bulk_wait_read<0>();
 }
 
@@ -1253,7 +1257,7 @@ __global__ void __launch_bounds__(Consumer::Buffers::Shape::num_threads, 1)
 template <class Consumer, class Bare>
 __global__ void __launch_bounds__(Consumer::Buffers::Shape::num_threads, 1)
     backward_that_asks(const __grid_constant__ fa_cuda_arguments a, const __grid_constant__ fa_cuda_maps maps) {
-  if (!a.heads_done) wait_for_launch_before();
+  if (!a.rows_done) wait_for_launch_before();
   if (all_say(hides_nothing(a))) return run_backward<Bare>(a, maps);
   if constexpr (!Bare::Buffers::Shape::whole_program)
     if (all_say(is_causal(a))) return run_backward<typename Bare::AsCausal>(a, maps);

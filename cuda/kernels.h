@@ -222,9 +222,10 @@ typedef struct fa_cuda_arguments {
    */
   int32_t heads_together;
   int32_t block_k; /* of a backward: the columns of a column block */
-  /* Of a backward whose statistics are made beside main: [batch * num_heads + 1], of how many row blocks of
-   * each head, and of all, they have been; or NULL, where they are there before main begins. */
-  int32_t *heads_done;
+  /* Of a backward whose statistics are made beside main: [batch * num_heads * FA_CUDA_DONE_GROUPS + 1], of how
+   * many row blocks among each FA_CUDA_DONE_ROWS rows of a head, and of all, they have been; or NULL, where
+   * they are there before main begins. */
+  int32_t *rows_done;
   /* Of kernels that take bands: so many blocks of a head, of the first plans, are begun in all heads before the
    * late ones are in any, so that multiprocessors end with short ones, and together. NULL: there are no late
    * ones. A backward's are column blocks. */
@@ -470,6 +471,8 @@ extern const fa_cuda_kernel fa_hopper_decode_bf16[], fa_hopper_decode_f16[];
 
 /* Kernels that are the same for every kind. */
 enum { FA_CUDA_SMALL_KERNEL_THREADS = 256, FA_CUDA_PLAN_THREADS = 1024, FA_CUDA_PARTS_THREADS = 512 };
+enum { FA_CUDA_DONE_ROWS = 512 };
+#define FA_CUDA_DONE_GROUPS(padded_rows) (((padded_rows) + FA_CUDA_DONE_ROWS - 1) / FA_CUDA_DONE_ROWS)
 enum { FA_CUDA_BESIDE_THREADS = 1024 }; /* of statistics_beside, which have all registers of a multiprocessor */
 extern const void *const fa_cuda_split_kernels[]; /* fa_cuda_splits; head_dim to 64, 128, 256; a block a group
                                                     of rows, its y a tensor */

@@ -869,15 +869,22 @@ static void test_causal_slopes(void) {
 }
 
 /* More column blocks than twice the multiprocessors of any GPU that we know, each of few rows: statistics are
- * made while the backward runs, again and again. An emulated GPU has few multiprocessors. */
+ * made while the backward runs, again and again, from the first rows on or in the order of column blocks. An
+ * emulated GPU has few multiprocessors. */
 static void test_statistics_beside(void) {
-  const int64_t heads = getenv("EMULATED_SM") ? 5 : 200;
-  for (int i = 0; i < 8; i++) {
-    fa_problem problem = problem_of(i % 2 ? FA_DTYPE_F16 : FA_DTYPE_BF16, 1, 200, heads, i & 2 ? 72 : 64);
-    if (i & 4) problem.num_bands = 3, problem.bands_batch = 1, problem.window_right = FA_UNBOUNDED;
+  enum { BANDS = 4, CAUSAL = 8, SHARED_KEYS = 16 };
+  const int variants[] = {0, BANDS, BANDS | CAUSAL, BANDS | CAUSAL | SHARED_KEYS, BANDS | SHARED_KEYS};
+  const int64_t heads = getenv("EMULATED_SM") ? 4 : 200;
+  for (int i = 0; i < 20; i++) {
+    const int variant = variants[i / 4];
+    const int64_t seqlen = variant & CAUSAL ? 700 : 200; /* of which not all are counted together */
+    fa_problem problem = problem_of(i % 2 ? FA_DTYPE_F16 : FA_DTYPE_BF16, 1, seqlen, heads, i & 2 ? 72 : 64);
+    if (variant & SHARED_KEYS) problem.num_kv_heads /= 4, problem.seqlen_k = 700;
+    if (variant & BANDS) problem.num_bands = 3, problem.bands_batch = 1;
+    if (variant & BANDS && !(variant & CAUSAL)) problem.window_right = FA_UNBOUNDED;
     host x = host_new(&problem), y = host_new(&problem);
     host_fill(&x);
-    if (i & 4) host_fill_bands(&x);
+    if (variant & BANDS) host_fill_bands(&x);
     host_must_run(&x, cpu, FA_PASS_FORWARD);
     host_copy(&y, &x);
     host_must_run(&y, cpu, FA_PASS_BACKWARD);
