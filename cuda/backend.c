@@ -1094,6 +1094,10 @@ static bool has_statistics_beside(const fa_problem *p, const fa_cuda_kernel *ker
          num_column_blocks(a) >= BLOCKS_BESIDE * (int64_t)job->num_multiprocessors;
 }
 
+/* A forward takes row blocks by ticket where they differ in length, or where each multiprocessor has more than
+ * so many: over these they do not run alike. To make the tickets 0 takes 2 us. */
+enum { EVEN_BLOCKS_BY_TICKET = 8 };
+
 /* The one place that knows the workspace: called with NULL to size it, and again to run. */
 static cuda_job lay_out(const fa_plan *plan, const fa_cuda_kernel *kernel, const fa_tensors *t, void *base) {
   const fa_problem *p = &plan->problem;
@@ -1128,11 +1132,11 @@ static cuda_job lay_out(const fa_plan *plan, const fa_cuda_kernel *kernel, const
       backward ? backward_heads_at_once(p, kernel, a, job.num_multiprocessors) : forward_heads_at_once(p);
 
   /* First what is to be filled with 0: the sums of a backward's program, and what counts and is counted where
-   * its kernel of statistics does not see to that; and the tickets of a forward that has more row blocks than
-   * multiprocessors, unless the plan kernel does: where these end by chance at different times, even blocks
-   * have to be shared out. */
+   * its kernel of statistics does not see to that; and the tickets of a forward, unless the plan kernel does.
+   */
   lay_out_program(plan, kernel, t, &workspace, &job);
-  if (!backward && kernel->persistent && rows * a->num_q_blocks > job.num_multiprocessors)
+  if (!backward && kernel->persistent &&
+      rows * a->num_q_blocks > (is_uneven(p) ? 1 : EVEN_BLOCKS_BY_TICKET) * job.num_multiprocessors)
     a->tickets = fa_take(&workspace, FA_CUDA_NUM_TICKETS, sizeof *a->tickets);
   job.zeroed_bytes = !backward && is_general(kernel) ? 0 : workspace.used;
   if (backward) {

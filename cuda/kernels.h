@@ -471,6 +471,7 @@ extern const fa_cuda_kernel fa_hopper_decode_bf16[], fa_hopper_decode_f16[];
 
 /* Kernels that are the same for every kind. */
 enum { FA_CUDA_SMALL_KERNEL_THREADS = 256, FA_CUDA_PLAN_THREADS = 1024, FA_CUDA_PARTS_THREADS = 512 };
+/* The fewer, the sooner main may begin; the more, the fewer counts has it to ask. */
 enum { FA_CUDA_DONE_ROWS = 512 };
 #define FA_CUDA_DONE_GROUPS(padded_rows) (((padded_rows) + FA_CUDA_DONE_ROWS - 1) / FA_CUDA_DONE_ROWS)
 enum { FA_CUDA_BESIDE_THREADS = 1024 }; /* of statistics_beside, which have all registers of a multiprocessor */
