@@ -264,8 +264,8 @@ static uint32_t needs_of(const fa_problem *p) {
          (p->scale < FA_CUDA_LEAST_SCALE ? FA_CUDA_NEEDS_OTHER_SCALES : 0);
 }
 
-/* Whether masks may turn out to hide nothing, or flags nothing whole. Slices do not ask: what they hide is not
- * what the whole does, whose results theirs are to the bit. */
+/* Whether masks may turn out to hide nothing or to be causal, or flags to hide nothing whole. Slices do not
+ * ask: what they hide is not what the whole does, whose results theirs are to the bit. */
 static bool may_hide_nothing(const fa_plan *plan) {
   const fa_problem *p = &plan->problem;
   return !plan->whole && !(needs_of(p) & FA_CUDA_FORM_NEEDS) && p->num_bands <= 1 &&

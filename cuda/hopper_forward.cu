@@ -248,11 +248,11 @@ struct Consumer {
       finish_scores<Kind, 1, NT>(scores, form(), unscale);
       if (!is_whole(column))
         mask_scores<false, 1, NT>(scores, sequence_of<Shape>(a, tile.batch).band, at, num_columns);
-      if constexpr (Shape::has_flags) lane_flags.template hide<4>(scores[0]);
     } else {
       make_scores<Kind, false, 1, NT>(scores, a, form(), {row, row + 64}, {column, column + Shape::block_k}, at,
                                       unscale, num_columns);
     }
+    if constexpr (Shape::has_flags) lane_flags.template hide<4>(scores[0]);
   }
   // What scores are due beside the terms of slopes: see lie_behind.
   using Due = std::conditional_t<Shape::has_slopes, float[1][2], NothingDue>;

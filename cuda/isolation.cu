@@ -40,16 +40,8 @@ __device__ inline bool bias_shows(const fa_cuda_arguments &a, int batch, int kv_
   return shows;
 }
 
-// Whether any band is such; a warp's lanes ask bands.
-template <class IsSuch>
-__device__ inline bool any_band(const fa_cuda_arguments &a, int batch, IsSuch is_such) {
-  bool found = false;
-  for (int number = threadIdx.x % 32; number < num_bands_of(a); number += 32)
-    found |= is_such(band_at(a, batch, number));
-  return __any_sync(~0u, found);
-}
-
-// Of 32 columns from one on, a bit for each: whether a band shows it something. Those of a band are a range.
+// Of 32 columns from one on, a bit for each: whether a band shows it to a row. Those of a band are a range, and
+// a warp's lanes ask bands.
 __device__ inline uint32_t columns_shown(const fa_cuda_arguments &a, int batch, int first) {
   uint32_t shown = 0;
   for (int number = threadIdx.x % 32; number < num_bands_of(a); number += 32) {
@@ -64,10 +56,12 @@ __device__ inline uint32_t columns_shown(const fa_cuda_arguments &a, int batch, 
 // Whether a band shows something of the column block of a column, which else nobody reads.
 __device__ inline bool is_visited(const fa_cuda_arguments &a, int batch, int column) {
   const Range columns = block_range(column / a.block_k, a.block_k, a.window.seqlen_k);
-  return any_band(a, batch, [&](const fa_band &band) {
-    const Range seen = seen_in_band<false>(band, columns);
-    return seen.begin < seen.end;
-  });
+  bool is_seen = false;
+  for (int number = threadIdx.x % 32; number < num_bands_of(a); number += 32) {
+    const Range rows = seen_in_band<false>(band_at(a, batch, number), columns);
+    is_seen |= rows.begin < rows.end;
+  }
+  return __any_sync(~0u, is_seen);
 }
 
 // A block of threads takes 32 columns, of all heads if the bias, which may hide some, is for all: a warp's
@@ -82,7 +76,7 @@ __global__ void __launch_bounds__(THREADS) look_at_columns(const __grid_constant
   const int blocks = (a.window.seqlen_k + 31) / 32, own = blockIdx.x / blocks % apart;
   const int first = blockIdx.x % blocks * 32, column = first + lane, batch = blockIdx.x / blocks / apart;
   uint32_t unseen = 0;
-  if (is_visited(a, batch, first)) {
+  if (warp < together && is_visited(a, batch, first)) {
     const uint32_t shown = columns_shown(a, batch, first);
     bool is_shown = shown >> lane & 1;
     if (column < a.window.seqlen_k && a.program.bias.data) {

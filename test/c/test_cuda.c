@@ -898,7 +898,7 @@ static void test_statistics_beside(void) {
         must(fa_device_copy(cuda, fa_tensor_at(&memory.tensors, id)->data, x.data[id], size_of(&problem, id),
                             NULL, &error),
              &error);
-    for (int again = 0; again < 2; again++) {
+    for (int again = 0; again < 4; again++) {
       must(device_run(&memory, FA_PASS_BACKWARD, &error), &error);
       for (int id = FA_TENSOR_DQ; id <= FA_TENSOR_DV; id++) {
         must(fa_device_copy(cuda, x.data[id], fa_tensor_at(&memory.tensors, id)->data, size_of(&problem, id),
@@ -1052,9 +1052,7 @@ static void test_bands_that_are_causal(void) {
     problem.seqlen_k = seqlen[1], problem.deterministic = 1;
     if (!within) problem.window_right = FA_UNBOUNDED;
     fa_problem bare = problem;
-    if (window[0] >= 0 && window[0] < most) bare.window_left = window[0];
-    if (window[1] >= 0 && window[1] < most && !within) bare.window_right = window[1];
-    problem.num_bands = 1, problem.bands_batch = 2;
+    bare.window_right = 0, problem.num_bands = 1, problem.bands_batch = 2;
     const bool is_causal = window[0] == most && (window[1] == 0 || (within && window[1] > 0));
     char what[80];
     snprintf(what, sizeof what, "band %d, %d of %d x %d%s", window[0], window[1], (int)seqlen[0],
