@@ -131,16 +131,16 @@ typedef struct workspace_parts {
 
 static workspace_parts lay_out(fa_arena *arena, const fa_cpu_kernel *kernel, const fa_problem *problem,
                                int32_t num_threads) {
-  workspace_parts parts = {.scratch_bytes = kernel->scratch_bytes(problem)};
-  parts.shared = fa_take(arena, 1, kernel->shared_bytes ? kernel->shared_bytes(problem) : 0);
+  workspace_parts parts = {.scratch_bytes = kernel->scratch_bytes(problem, num_threads)};
+  parts.shared = fa_take(arena, 1, kernel->shared_bytes ? kernel->shared_bytes(problem, num_threads) : 0);
   parts.scratch = fa_take(arena, num_threads, parts.scratch_bytes);
   return parts;
 }
 
-static int64_t most_tasks(const fa_cpu_kernel *kernel, const fa_problem *problem) {
+static int64_t most_tasks(const fa_cpu_kernel *kernel, const fa_problem *problem, int32_t of_threads) {
   int64_t most = 1;
   for (int i = 0; i < FA_CPU_MAX_PHASES && kernel->phases[i].run_task; i++) {
-    int64_t tasks = kernel->phases[i].num_tasks(problem);
+    int64_t tasks = kernel->phases[i].num_tasks(problem, of_threads);
     if (tasks > most) most = tasks;
   }
   return most;
@@ -154,8 +154,8 @@ static fa_status plan_cpu(fa_plan *plan, fa_error *error) {
     return fa_fail(error, FA_STATUS_UNSUPPORTED, "q", "type f64 for the tangent pass",
                    fa_dtype_name(plan->problem.dtype));
   const fa_cpu_kernel *kernel = kernel_for(plan->pass, plan->problem.dtype);
-  int64_t tasks = most_tasks(kernel, &plan->problem);
   int32_t wanted = threads_wanted(), threads = wanted ? wanted : useful_threads(&plan->problem);
+  int64_t tasks = most_tasks(kernel, &plan->problem, threads);
   plan->kernel = kernel->name;
   plan->config = kernel;
   plan->num_threads = tasks < threads ? (int32_t)tasks : threads;
@@ -183,14 +183,14 @@ static fa_status run_cpu(const fa_plan *plan, const fa_tensors *tensors, const f
   const fa_cpu_kernel *kernel = plan->config;
   phase_work work = {
       .parts = lay_out(&(fa_arena){.base = execution->workspace}, kernel, &plan->problem, plan->num_threads)};
-  fa_cpu_job job = {&plan->problem, tensors, work.parts.shared};
+  fa_cpu_job job = {&plan->problem, tensors, work.parts.shared, plan->num_threads};
   work.job = &job;
 
   int threads = plan->num_threads;
   if (execution->num_threads > 0 && execution->num_threads < threads) threads = execution->num_threads;
   for (int i = 0; i < FA_CPU_MAX_PHASES && kernel->phases[i].run_task; i++) {
     work.phase = &kernel->phases[i];
-    fa_parallel_share(threads, work.phase->num_tasks(&plan->problem), run_task, &work);
+    fa_parallel_share(threads, work.phase->num_tasks(&plan->problem, plan->num_threads), run_task, &work);
   }
   return FA_STATUS_OK;
 }

@@ -5,47 +5,106 @@
  *     q, o, dout, dq [batch, seqlen_q, num_heads, head_dim]     lse [batch, num_heads, seqlen_q]
  *     k, v, dk, dv [batch, seqlen_k, num_kv_heads, head_dim]    sink, dsink [num_sinks, num_heads]
  *
- * Three phases: delta = rowsum(o * dout) - dlse, drow_sinks, and gradients cleared; the cells; 16-bit gradients
- * rounded, and dsink.
+ * Three phases: delta = rowsum(o * dout) - dlse, drow_sinks, and dq cleared; dq, dk and dv; 16-bit dq rounded,
+ * and dsink.
  *
- * Cells. For every pair of a sequence and a key/value head, the blocks of rows and those of columns are dealt
- * out to num_hands hands each. Cell (t, step) multiplies the blocks of columns of hand t with the blocks of
- * rows of hand (t + step) mod num_hands. The cells of one step share no hand, so they may run at the same time
- * and still add to dq, dk and dv directly; a cell waits for the two cells of the step before that held its
- * hands. Tasks are numbered by step, so a cell waits only for lower numbers, which have started: it cannot wait
- * for ever. Dealing out blocks in turn, rather than in stretches, keeps the cells of a causal mask equally
- * large.
+ * A task of the second phase has some blocks of columns of a pair of a sequence and a key/value head. It packs
+ * these once, goes through the blocks of rows that see them, downwards, and writes their dk and dv. What it
+ * adds to dq it adds behind all earlier columns of its pair: before it takes a block of rows it waits until the
+ * tasks that come to this one have it behind them. So they follow each other down the rows, a block apart.
+ * Tasks are numbered by columns first, so one waits only for lower numbers, which have started: it cannot wait
+ * for ever.
  *
  * Parameters: REAL, T(name), EXP_HIGHEST, BLOCK, NR (see kernels.c), and the templates before this one.
  */
 
 #define PREPARE_ROWS 128 /* rows of a task of the first and the last phase */
+#define MOST_BLOCKS  4   /* of columns, of a task of the second */
 
-typedef struct T(backward_scratch) {
+/* A band, by its number, and the blocks of rows that see some columns in it. */
+typedef struct T(seen_band) {
+  int32_t band, first, end;
+} T(seen_band);
+
+/* A block of columns, packed, and what is summed of it. */
+typedef struct T(column_block) {
+  fa_range columns;
+  int64_t num_bands;
+  T(seen_band) * bands;                     /* [num_bands of all]: those in which the columns are seen */
   T(operand) * k_transposed, *v_transposed; /* [BLOCK / NR][operands of head_dim][NR] */
   T(operand) * k_panels;                    /* [head_dim / NR][operands of BLOCK][NR] */
-  T(operand) * q_rows, *dout_rows;          /* [BLOCK][operands of head_dim] */
-  T(operand) * q_panels, *dout_panels;      /* [head_dim / NR][operands of BLOCK][NR] */
-  REAL *p, *ds, *addends;                   /* [BLOCK][BLOCK] */
-  T(operand) * ds_rows;                     /* [BLOCK][operands of BLOCK] */
-  INT *hidden;                              /* [BLOCK][BLOCK]: which scores are -inf */
-  INT *kept;                                /* [BLOCK][BLOCK]: which scores are not dropped */
-  REAL *dq, *dk, *dv;                       /* [BLOCK][padded head_dim] */
-  REAL *buffer;                             /* [2][head_dim] */
-  double *cell_sums; /* [num_heads][NUM_HEAD_NUMBERS]: shared, of the cell at hand; see there */
+  bool normal;                              /* see T(pack_columns) */
+  REAL *dk, *dv;                            /* [BLOCK][padded head_dim] */
+  REAL *bias_sums;                          /* [T(num_bias_rows)][BLOCK] */
+  double *head_sums;                        /* [num_heads][NUM_HEAD_NUMBERS]: shared */
+} T(column_block);
+
+/* Some rows of a head, packed. */
+typedef struct T(row_block) {
+  int64_t head; /* -1: there are none */
+  fa_range rows;
+  T(operand) * q_rows, *dout_rows;     /* [BLOCK][operands of head_dim] */
+  T(operand) * q_panels, *dout_panels; /* [head_dim / NR][operands of BLOCK][NR] */
+  bool normal;
+} T(row_block);
+
+typedef struct T(backward_scratch) {
+  T(column_block) blocks[MOST_BLOCKS];
+  T(row_block) rows;
+  REAL *p, *ds, *addends; /* [BLOCK][BLOCK] */
+  T(operand) * ds_rows;   /* [BLOCK][operands of BLOCK] */
+  INT *hidden;            /* [BLOCK][BLOCK]: which scores are -inf */
+  INT *kept;              /* [BLOCK][BLOCK]: which scores are not dropped */
+  REAL *dq;               /* [BLOCK][padded head_dim] */
+  REAL *buffer;           /* [2][head_dim] */
 } T(backward_scratch);
 
-static T(backward_scratch) T(lay_out_backward)(fa_arena *arena, const fa_problem *problem) {
+/* Pairs of a sequence and a key/value head. */
+static int64_t T(num_pairs)(const fa_problem *problem) { return problem->batch * problem->num_kv_heads; }
+
+static int64_t T(num_column_blocks)(const fa_problem *problem) {
+  return fa_divide_up(problem->seqlen_k, BLOCK);
+}
+
+/* Blocks of columns of a task. The more they are, the seldomer rows of q and dout are packed; but they should
+ * stay in cache, and each thread is to have several tasks. Gradients do not depend on it. */
+static int64_t T(task_blocks)(const fa_problem *problem, int32_t of_threads) {
+  int64_t blocks = problem->head_dim <= 128 ? MOST_BLOCKS : MOST_BLOCKS / 2;
+  while (blocks > 1 &&
+         fa_divide_up(T(num_column_blocks)(problem), blocks) * T(num_pairs)(problem) < 4 * of_threads)
+    blocks /= 2;
+  return blocks;
+}
+
+/* Tasks of a pair. */
+static int64_t T(pair_tasks)(const fa_problem *problem, int32_t of_threads) {
+  return fa_divide_up(T(num_column_blocks)(problem), T(task_blocks)(problem, of_threads));
+}
+
+static T(column_block) T(lay_out_columns)(fa_arena *arena, const fa_problem *problem) {
   const int64_t padded = fa_round_up(problem->head_dim, NR);
   const int64_t rows = BLOCK * T(operands)(problem->head_dim), panels = T(operands)(BLOCK) * padded;
-  T(backward_scratch) s = {0};
-  s.k_transposed = fa_take(arena, rows, sizeof(T(operand)));
-  s.v_transposed = fa_take(arena, rows, sizeof(T(operand)));
-  s.k_panels = fa_take(arena, panels, sizeof(T(operand)));
-  s.q_rows = fa_take(arena, rows, sizeof(T(operand)));
-  s.dout_rows = fa_take(arena, rows, sizeof(T(operand)));
-  s.q_panels = fa_take(arena, panels, sizeof(T(operand)));
-  s.dout_panels = fa_take(arena, panels, sizeof(T(operand)));
+  T(column_block) b = {0};
+  b.k_transposed = fa_take(arena, rows, sizeof(T(operand)));
+  b.v_transposed = fa_take(arena, rows, sizeof(T(operand)));
+  b.k_panels = fa_take(arena, panels, sizeof(T(operand)));
+  b.dk = fa_take(arena, BLOCK * padded, sizeof(REAL));
+  b.dv = fa_take(arena, BLOCK * padded, sizeof(REAL));
+  b.bias_sums = fa_take(arena, T(num_bias_rows)(problem) * BLOCK, sizeof(REAL));
+  b.bands = fa_take(arena, fa_max(problem->num_bands, 1), sizeof *b.bands);
+  return b;
+}
+
+static T(backward_scratch) T(lay_out_backward)(fa_arena *arena, const fa_problem *problem, int32_t of_threads) {
+  const int64_t padded = fa_round_up(problem->head_dim, NR);
+  const int64_t rows = BLOCK * T(operands)(problem->head_dim), panels = T(operands)(BLOCK) * padded;
+  T(backward_scratch) s = {.rows = {.head = -1}};
+  for (int64_t i = 0; i < T(task_blocks)(problem, of_threads); i++)
+    s.blocks[i] = T(lay_out_columns)(arena, problem);
+  s.rows.q_rows = fa_take(arena, rows, sizeof(T(operand)));
+  s.rows.dout_rows = fa_take(arena, rows, sizeof(T(operand)));
+  s.rows.q_panels = fa_take(arena, panels, sizeof(T(operand)));
+  s.rows.dout_panels = fa_take(arena, panels, sizeof(T(operand)));
   s.p = fa_take(arena, BLOCK * BLOCK, sizeof(REAL));
   s.ds = fa_take(arena, BLOCK * BLOCK, sizeof(REAL));
   s.ds_rows = fa_take(arena, PAIRS ? BLOCK * T(operands)(BLOCK) : 0, sizeof(T(operand)));
@@ -53,94 +112,77 @@ static T(backward_scratch) T(lay_out_backward)(fa_arena *arena, const fa_problem
   s.hidden = fa_take(arena, BLOCK * BLOCK, sizeof(INT));
   s.kept = fa_take(arena, problem->dropout != 0 ? BLOCK * BLOCK : 0, sizeof(INT));
   s.dq = fa_take(arena, BLOCK * padded, sizeof(REAL));
-  s.dk = fa_take(arena, BLOCK * padded, sizeof(REAL));
-  s.dv = fa_take(arena, BLOCK * padded, sizeof(REAL));
   s.buffer = fa_take(arena, 2 * problem->head_dim, sizeof(REAL));
   return s;
 }
 
-static size_t T(backward_scratch_bytes)(const fa_problem *problem) {
+static size_t T(backward_scratch_bytes)(const fa_problem *problem, int32_t of_threads) {
   fa_arena sizes = {0};
-  T(lay_out_backward)(&sizes, problem);
+  T(lay_out_backward)(&sizes, problem, of_threads);
   return sizes.used;
 }
 
-/* Memory that all tasks share. Gradients of 16-bit types are summed here in f32. */
+/* How far a task has come with its columns. */
+typedef struct T(progress) {
+  atomic_int passed; /* so many of its places, in order; -1: it has not begun; INT_MAX: it has ended */
+  int32_t first_row_block, end_row_block; /* those that it comes to lie within these */
+} T(progress);
+
+/* Memory that all tasks share. */
 typedef struct T(backward_shared) {
-  REAL *delta;        /* [batch, num_heads, seqlen_q] */
-  atomic_int *steps;  /* [pairs][hands]: how many steps a hand of columns has behind it */
-  REAL *dq, *dk, *dv; /* as the tensors, contiguous; NULL where REAL is the tensors' own type */
-  REAL *dbias;        /* as the tensor; NULL where sums are made in the tensor itself */
-  atomic_int *turns;  /* [dbias groups][blocks of columns]: how many cells have added to dbias there */
-  double *cell_sums; /* [batch][hands of columns][steps][num_heads][NUM_HEAD_NUMBERS]: their gradients' terms */
+  REAL *delta;            /* [batch, num_heads, seqlen_q] */
+  T(progress) * progress; /* [pairs][T(pair_tasks)] */
+  REAL *dq;               /* sums in f32, as the tensor, contiguous; NULL where REAL is its own type */
+  REAL *dbias;            /* as the tensor; NULL where sums are made in the tensor itself */
+  double *head_sums;      /* [batch][blocks of columns][num_heads][NUM_HEAD_NUMBERS]: their gradients' terms */
 } T(backward_shared);
 
-/* Pairs of a sequence and a key/value head. */
-static int64_t T(num_pairs)(const fa_problem *problem) { return problem->batch * problem->num_kv_heads; }
+/* Those of each block of columns of a sequence. */
+static int64_t T(num_head_sums)(const fa_problem *problem) { return problem->num_heads * NUM_HEAD_NUMBERS; }
 
-/* As many hands as keep some 32 cells of a step for the threads to share, but two blocks in a hand, so that
- * packing k pays. A choice by the problem alone: the order of summation must not depend on the threads. */
-static int64_t T(num_hands)(const fa_problem *problem) {
-  int64_t blocks = fa_divide_up(fa_max(problem->seqlen_q, problem->seqlen_k), BLOCK);
-  return fa_max(fa_min(fa_divide_up(32, T(num_pairs)(problem) + 1), fa_divide_up(blocks, 2)), 1);
-}
-
-/* Those of each head in each cell of a sequence. */
-static int64_t T(num_cell_sums)(const fa_problem *problem) {
-  return T(num_hands)(problem) * T(num_hands)(problem) * problem->num_heads * NUM_HEAD_NUMBERS;
-}
-
-static bool T(sums_cells)(const fa_problem *problem) {
+static bool T(sums_heads)(const fa_problem *problem) {
   bool is_needed = false;
   for (int n = 0; n < NUM_HEAD_NUMBERS; n++)
     is_needed |= fa_is_sum(problem, fa_tensor_gradient(head_numbers[n].id));
   return is_needed;
 }
 
-/* Whether gradients are summed in shared memory, and rounded into the tensors at the end. */
+/* Whether dq is summed in shared memory, and rounded into the tensor at the end. */
 static bool T(sums_apart)(const fa_problem *problem) { return fa_dtype_bytes(problem->dtype) < sizeof(REAL); }
 
-static T(backward_shared) T(lay_out_shared)(fa_arena *arena, const fa_problem *problem) {
+static T(backward_shared) T(lay_out_shared)(fa_arena *arena, const fa_problem *problem, int32_t of_threads) {
   T(backward_shared) s = {0};
-  s.delta = fa_take(arena, problem->batch * problem->num_heads * problem->seqlen_q, sizeof(REAL));
-  s.steps = fa_take(arena, T(num_pairs)(problem) * T(num_hands)(problem), sizeof(atomic_int));
-  if (T(sums_apart)(problem)) {
-    int64_t queries = problem->batch * problem->seqlen_q * problem->num_heads * problem->head_dim;
-    int64_t keys = problem->batch * problem->seqlen_k * problem->num_kv_heads * problem->head_dim;
-    s.dq = fa_take(arena, queries, sizeof(REAL));
-    s.dk = fa_take(arena, keys, sizeof(REAL));
-    s.dv = fa_take(arena, keys, sizeof(REAL));
-  }
-  if (fa_is_sum(problem, FA_TENSOR_DBIAS)) {
-    if (T(sums_bias_apart)(problem))
-      s.dbias = fa_take(arena, fa_num_elements(problem, FA_TENSOR_DBIAS), sizeof(REAL));
-    s.turns = fa_take(arena, T(num_turns)(problem), sizeof(atomic_int));
-  }
-  if (T(sums_cells)(problem))
-    s.cell_sums = fa_take(arena, T(num_cell_sums)(problem) * problem->batch, sizeof(double));
+  const int64_t rows = problem->batch * problem->num_heads * problem->seqlen_q;
+  s.delta = fa_take(arena, rows, sizeof(REAL));
+  s.progress = fa_take(arena, T(num_pairs)(problem) * T(pair_tasks)(problem, of_threads), sizeof *s.progress);
+  if (T(sums_apart)(problem)) s.dq = fa_take(arena, rows * problem->head_dim, sizeof(REAL));
+  if (fa_is_sum(problem, FA_TENSOR_DBIAS) && T(sums_bias_apart)(problem))
+    s.dbias = fa_take(arena, fa_num_elements(problem, FA_TENSOR_DBIAS), sizeof(REAL));
+  if (T(sums_heads)(problem))
+    s.head_sums = fa_take(arena, problem->batch * T(num_column_blocks)(problem) * T(num_head_sums)(problem),
+                          sizeof(double));
   return s;
 }
 
-static size_t T(backward_shared_bytes)(const fa_problem *problem) {
+static size_t T(backward_shared_bytes)(const fa_problem *problem, int32_t of_threads) {
   fa_arena sizes = {0};
-  T(lay_out_shared)(&sizes, problem);
+  T(lay_out_shared)(&sizes, problem, of_threads);
   return sizes.used;
 }
 
-/* Where the rows of a gradient are summed: in the tensor itself, or in shared memory. */
+/* Where the rows of dq are summed: in the tensor itself, or in shared memory. */
 typedef struct T(sum_rows) {
   REAL *data;
   int64_t stride;
 } T(sum_rows);
 
-static T(sum_rows) T(sum_rows_of)(const fa_cpu_job *job, fa_tensor_id id, REAL *sums,
-                                  const fa_sequence *sequence, int64_t head) {
-  fa_tensor tensor = *fa_tensor_get(job->tensors, id);
-  if (sums) tensor = fa_tensor_contiguous(job->problem, id, sums);
+static T(sum_rows) T(dq_sums)(const fa_cpu_job *job, REAL *sums, const fa_sequence *sequence, int64_t head) {
+  fa_tensor tensor = job->tensors->dq;
+  if (sums) tensor = fa_tensor_contiguous(job->problem, FA_TENSOR_DQ, sums);
   return (T(sum_rows)){(REAL *)T(first_row)(&tensor, sizeof(REAL), sequence, head), tensor.stride_row};
 }
 
-/* Adds from [rows, padded columns] to the rows of a gradient. */
+/* Adds from [rows, padded columns] to rows of dq. */
 static void T(add_rows)(T(sum_rows) to, fa_range rows, int64_t columns, const REAL *from) {
   for (int64_t r = rows.begin; r < rows.end; r++, from += fa_round_up(columns, NR)) {
     REAL *row = to.data + r * to.stride;
@@ -148,38 +190,34 @@ static void T(add_rows)(T(sum_rows) to, fa_range rows, int64_t columns, const RE
   }
 }
 
+/* Stores from [rows, padded columns] to rows of a tensor. */
+static void T(store_rows)(T(rows) to, fa_range rows, int64_t columns, const REAL *from) {
+  for (int64_t r = rows.begin; r < rows.end; r++, from += fa_round_up(columns, NR))
+    T(store_row)(to, r, columns, from);
+}
+
 /* ---- the first phase ------------------------------------------------------------------------------ */
 
-/* Some rows of one head of dq or, in the tasks after those, of dk and dv. */
+/* Some rows of one head. */
 typedef struct T(task_rows) {
-  bool of_queries;
   fa_sequence sequence;
   int64_t head;
   fa_range rows;
 } T(task_rows);
 
-static int64_t T(num_query_chunks)(const fa_problem *problem) {
-  return fa_divide_up(problem->seqlen_q, PREPARE_ROWS) * problem->batch * problem->num_heads;
-}
-
 static int64_t T(num_chunks)(const fa_problem *problem) {
-  return T(num_query_chunks)(problem) + fa_divide_up(problem->seqlen_k, PREPARE_ROWS) * T(num_pairs)(problem);
+  return fa_divide_up(problem->seqlen_q, PREPARE_ROWS) * problem->batch * problem->num_heads;
 }
 
 static T(task_rows) T(chunk_of)(const fa_cpu_job *job, int64_t task) {
   const fa_problem *problem = job->problem;
-  int64_t num_query_chunks = T(num_query_chunks)(problem);
-  bool of_queries = task < num_query_chunks;
-  if (!of_queries) task -= num_query_chunks;
-  int64_t heads = of_queries ? problem->num_heads : problem->num_kv_heads;
+  const int64_t heads = problem->num_heads, begin = task / heads / problem->batch * PREPARE_ROWS;
   fa_sequence sequence = fa_sequence_of(problem, job->tensors, task / heads % problem->batch);
-  int64_t begin = task / heads / problem->batch * PREPARE_ROWS;
-  int64_t end = fa_min(begin + PREPARE_ROWS, of_queries ? sequence.seqlen_q : sequence.seqlen_k);
-  return (T(task_rows)){of_queries, sequence, task % heads, {begin, end}};
+  return (T(task_rows)){sequence, task % heads, {begin, fa_min(begin + PREPARE_ROWS, sequence.seqlen_q)}};
 }
 
-static void T(clear_rows)(const fa_cpu_job *job, fa_tensor_id id, REAL *sums, const T(task_rows) * chunk) {
-  T(sum_rows) to = T(sum_rows_of)(job, id, sums, &chunk->sequence, chunk->head);
+static void T(clear_dq)(const fa_cpu_job *job, REAL *sums, const T(task_rows) * chunk) {
+  T(sum_rows) to = T(dq_sums)(job, sums, &chunk->sequence, chunk->head);
   for (int64_t r = chunk->rows.begin; r < chunk->rows.end; r++)
     memset(to.data + r * to.stride, 0, (size_t)job->problem->head_dim * sizeof(REAL));
 }
@@ -264,182 +302,292 @@ static void T(find_delta)(const fa_cpu_job *job, const T(task_rows) * chunk, T(b
   }
 }
 
-static int64_t T(num_prepare_tasks)(const fa_problem *problem) {
-  return T(num_chunks)(problem) + T(num_bias_chunks)(problem);
+/* One more task for what follows tasks of the second phase. */
+static int64_t T(num_prepare_tasks)(const fa_problem *problem, int32_t of_threads) {
+  (void)of_threads;
+  return 1 + T(num_chunks)(problem) + T(num_bias_chunks)(problem);
 }
 
 static void T(prepare_task)(const fa_cpu_job *job, int64_t task, void *scratch) {
   const fa_problem *problem = job->problem;
-  T(backward_shared) shared = T(lay_out_shared)(&(fa_arena){.base = job->shared}, problem);
-  for (int64_t i = 0; task == 0 && i < T(num_pairs)(problem) * T(num_hands)(problem); i++)
-    atomic_init(&shared.steps[i], 0);
-  for (int64_t i = 0; task == 0 && shared.turns && i < T(num_turns)(problem); i++)
-    atomic_init(&shared.turns[i], 0);
-  if (task >= T(num_chunks)(problem)) {
-    T(clear_bias)(job, shared.dbias, T(bias_chunk)(problem, task - T(num_chunks)(problem)));
-    return;
-  }
-  T(task_rows) chunk = T(chunk_of)(job, task);
-  if (chunk.of_queries) {
-    T(clear_rows)(job, FA_TENSOR_DQ, shared.dq, &chunk);
-    T(find_delta)(job, &chunk, T(lay_out_backward)(&(fa_arena){.base = scratch}, problem), shared.delta);
+  T(backward_shared) shared = T(lay_out_shared)(&(fa_arena){.base = job->shared}, problem, job->of_threads);
+  if (task == 0) {
+    for (int64_t i = 0; i < T(num_pairs)(problem) * T(pair_tasks)(problem, job->of_threads); i++)
+      atomic_init(&shared.progress[i].passed, -1);
+  } else if (task - 1 < T(num_chunks)(problem)) {
+    T(task_rows) chunk = T(chunk_of)(job, task - 1);
+    const T(backward_scratch) s = T(lay_out_backward)(&(fa_arena){.base = scratch}, problem, job->of_threads);
+    T(clear_dq)(job, shared.dq, &chunk);
+    T(find_delta)(job, &chunk, s, shared.delta);
   } else {
-    T(clear_rows)(job, FA_TENSOR_DK, shared.dk, &chunk);
-    T(clear_rows)(job, FA_TENSOR_DV, shared.dv, &chunk);
+    T(clear_bias)(job, shared.dbias, T(bias_chunk)(problem, task - 1 - T(num_chunks)(problem)));
   }
 }
 
-/* ---- the cells ------------------------------------------------------------------------------------- */
+/* ---- the second phase ------------------------------------------------------------------------------ */
 
-/* The scratch, but what is packed of columns, and their dk and dv, begin so many columns later: whole panels.
- */
-static T(backward_scratch) T(from_column)(const fa_problem *problem, T(backward_scratch) s, int64_t column) {
+/* The part of a block from a column on: whole panels. */
+static T(column_block) T(from_column)(const fa_problem *problem, T(column_block) block, int64_t column) {
   const int64_t d = problem->head_dim, depth = T(operands)(d), padded = fa_round_up(d, NR);
-  s.k_transposed += column * depth, s.v_transposed += column * depth;
-  s.k_panels += T(operands)(column) * NR;
-  s.dk += column * padded, s.dv += column * padded;
-  return s;
+  block.k_transposed += column * depth, block.v_transposed += column * depth;
+  block.k_panels += T(operands)(column) * NR;
+  block.dk += column * padded, block.dv += column * padded, block.bias_sums += column;
+  return block;
 }
 
-/* One tile, whose columns of k and v are packed: adds to dq in memory, and to dk and dv in s. next: which one
- * is likely to follow. */
-static void T(backward_tile)(const fa_cpu_job *job, const T(backward_shared) * shared, T(backward_scratch) s,
-                             const fa_tile *tile, const fa_tile *next, bool normal_columns) {
+/* Packs a tile's rows, unless these are those already. */
+static void T(pack_tile_rows)(const fa_cpu_job *job, const fa_tile *tile, T(row_block) * to, REAL *buffer) {
+  const fa_range rows = tile->rows;
+  if (to->head == tile->head && to->rows.begin == rows.begin && to->rows.end == rows.end) return;
+  const int64_t d = job->problem->head_dim, count = (rows.end - rows.begin) * T(operands)(d);
+  const T(rows) q = T(rows_of)(job, FA_TENSOR_Q, tile->sequence, tile->head);
+  const T(rows) dout = T(rows_of)(job, FA_TENSOR_DOUT, tile->sequence, tile->head);
+  T(pack_rows)(q, rows, d, to->q_rows);
+  T(pack_rows)(dout, rows, d, to->dout_rows);
+  T(pack_panels)(q, rows, d, to->q_panels, buffer);
+  T(pack_panels)(dout, rows, d, to->dout_panels, buffer);
+  to->head = tile->head, to->rows = rows;
+  to->normal = T(all_normal)(to->q_rows, count) && T(all_normal)(to->dout_rows, count);
+}
+
+/* One tile: adds to dq in memory, and to dk and dv of its columns. */
+static void T(backward_tile)(const fa_cpu_job *job, const T(backward_shared) * shared, T(backward_scratch) * s,
+                             const fa_tile *tile, T(column_block) columns) {
   const fa_problem *problem = job->problem;
   const int64_t d = problem->head_dim, depth = T(operands)(d), padded = fa_round_up(d, NR);
   const int64_t panel = T(operands)(BLOCK) * NR;
   int64_t num_rows = tile->rows.end - tile->rows.begin, num_columns = tile->columns.end - tile->columns.begin;
   int64_t stats = fa_first_stat(tile->sequence, tile->head) + tile->rows.begin;
   const REAL *lse = (const REAL *)job->tensors->lse.data + stats, *delta = shared->delta + stats;
-  T(rows) q = T(rows_of)(job, FA_TENSOR_Q, tile->sequence, tile->head);
-  T(rows) dout = T(rows_of)(job, FA_TENSOR_DOUT, tile->sequence, tile->head);
-  T(sum_rows) dq = T(sum_rows_of)(job, FA_TENSOR_DQ, shared->dq, tile->sequence, tile->head);
+  T(sum_rows) dq = T(dq_sums)(job, shared->dq, tile->sequence, tile->head);
+  const bool sums_bias = fa_is_sum(problem, FA_TENSOR_DBIAS);
   give_way(5 * d * num_rows * num_columns);
 
   T(addends) addends = {0};
-  if (T(has_addends)(problem)) addends = T(find_addends)(job, tile, s.addends);
+  if (T(has_addends)(problem)) addends = T(find_addends)(job, tile, s->addends);
   if (T(has_addends)(problem) && !addends.data) return;
   T(addends_gradient) gradient = {0};
-  if (shared->turns) gradient = T(bias_gradient_of)(job, shared->dbias, tile, s.addends);
-  T(pack_rows)(q, tile->rows, d, s.q_rows);
-  T(pack_rows)(dout, tile->rows, d, s.dout_rows);
-  T(pack_panels)(q, tile->rows, d, s.q_panels, s.buffer);
-  T(pack_panels)(dout, tile->rows, d, s.dout_panels, s.buffer);
+  if (sums_bias) gradient = T(bias_gradient_of)(job, shared->dbias, tile, columns.bias_sums, s->addends);
+  T(pack_tile_rows)(job, tile, &s->rows, s->buffer);
 
   /* scale * q . k^T and dp = dout . v^T, then p and ds in their places */
-  const bool normal = normal_columns && T(all_normal)(s.q_rows, num_rows * depth) &&
-                      T(all_normal)(s.dout_rows, num_rows * depth);
+  const T(row_block) rows = s->rows;
+  const bool normal = columns.normal && rows.normal;
   T(product_where_seen)
-  (num_rows, num_columns, depth, s.q_rows, NULL, normal, depth, 1, s.k_transposed, depth * NR, s.p, BLOCK,
-   STORE, (REAL)problem->scale, NULL);
+  (num_rows, num_columns, depth, rows.q_rows, NULL, normal, depth, 1, columns.k_transposed, depth * NR, s->p,
+   BLOCK, STORE, (REAL)problem->scale, NULL);
   T(product_where_seen)
-  (num_rows, num_columns, depth, s.dout_rows, NULL, normal, depth, 1, s.v_transposed, depth * NR, s.ds, BLOCK,
-   STORE, 1, NULL);
-  double *sums = s.cell_sums ? s.cell_sums + tile->head * NUM_HEAD_NUMBERS : NULL;
-  bool hides = T(differentiate_scores)(job, tile, next, lse, delta, s.p, s.ds, s.ds_rows, addends, gradient,
-                                       normal ? NULL : s.hidden, s.kept, sums);
-  const INT *hidden = hides ? s.hidden : NULL;
-  if (shared->turns && !gradient.is_sum) T(add_bias_gradient)(job, shared->dbias, tile, s.addends);
+  (num_rows, num_columns, depth, rows.dout_rows, NULL, normal, depth, 1, columns.v_transposed, depth * NR,
+   s->ds, BLOCK, STORE, 1, NULL);
+  double *sums = columns.head_sums ? columns.head_sums + tile->head * NUM_HEAD_NUMBERS : NULL;
+  fa_tile next = *tile; /* which is likely to follow */
+  next.rows.begin += BLOCK;
+  bool hides = T(differentiate_scores)(job, tile, &next, lse, delta, s->p, s->ds, s->ds_rows, addends, gradient,
+                                       normal ? NULL : s->hidden, s->kept, sums);
+  const INT *hidden = hides ? s->hidden : NULL;
+  if (sums_bias && !gradient.is_sum) T(add_bias_gradient)(job, shared->dbias, tile, s->addends);
 
   /* dv += p^T . dout,  dk += ds^T . q,  dq += ds . k */
-  const T(operand) *p = (const T(operand) *)s.p, *ds = (const T(operand) *)s.ds;
-  const T(operand) *ds_rows = PAIRS ? s.ds_rows : ds;
+  const T(operand) *p = (const T(operand) *)s->p, *ds = (const T(operand) *)s->ds;
+  const T(operand) *ds_rows = PAIRS ? s->ds_rows : ds;
   T(product_where_seen)
-  (num_columns, d, T(operands)(num_rows), p, hidden, normal, 1, BLOCK, s.dout_panels, panel, s.dv, padded, ADD,
-   0, NULL);
+  (num_columns, d, T(operands)(num_rows), p, hidden, normal, 1, BLOCK, rows.dout_panels, panel, columns.dv,
+   padded, ADD, 0, NULL);
   T(product_where_seen)
-  (num_columns, d, T(operands)(num_rows), ds, hidden, normal, 1, BLOCK, s.q_panels, panel, s.dk, padded, ADD, 0,
-   NULL);
+  (num_columns, d, T(operands)(num_rows), ds, hidden, normal, 1, BLOCK, rows.q_panels, panel, columns.dk,
+   padded, ADD, 0, NULL);
   T(product_where_seen)
-  (num_rows, d, T(operands)(num_columns), ds_rows, hidden, normal, T(operands)(BLOCK), 1, s.k_panels, panel,
-   s.dq, padded, STORE, 1, NULL);
-  T(add_rows)(dq, tile->rows, d, s.dq);
+  (num_rows, d, T(operands)(num_columns), ds_rows, hidden, normal, T(operands)(BLOCK), 1, columns.k_panels,
+   panel, s->dq, padded, STORE, 1, NULL);
+  T(add_rows)(dq, tile->rows, d, s->dq);
 }
 
-/* Packs a block of columns of k and v, and clears its dk and dv. Whether the operands that a product which may
- * leave out hidden ones reads of it are normal; with PAIRS, all of them. */
-static bool T(begin_columns)(const fa_cpu_job *job, T(backward_scratch) s, const fa_sequence *sequence,
-                             int64_t kv_head, fa_range columns) {
-  int64_t d = job->problem->head_dim;
-  size_t gradient_bytes = (size_t)(BLOCK * fa_round_up(d, NR)) * sizeof(REAL);
+/* Packs a block of columns of k and v. Whether the operands that a product which may leave out hidden ones
+ * reads of it are normal; with PAIRS, all of them. */
+static bool T(pack_columns)(const fa_cpu_job *job, const fa_sequence *sequence, int64_t kv_head,
+                            const T(column_block) * to, REAL *buffer) {
+  const int64_t d = job->problem->head_dim, depth = T(operands)(d);
+  const fa_range columns = to->columns;
+  const int64_t num_columns = columns.end - columns.begin;
   T(rows) k = T(rows_of)(job, FA_TENSOR_K, sequence, kv_head);
   T(rows) v = T(rows_of)(job, FA_TENSOR_V, sequence, kv_head);
-  T(pack_transposed)(k, columns, d, s.k_transposed, s.buffer);
-  T(pack_transposed)(v, columns, d, s.v_transposed, s.buffer);
-  T(pack_panels)(k, columns, d, s.k_panels, s.buffer);
-  memset(s.dk, 0, gradient_bytes);
-  memset(s.dv, 0, gradient_bytes);
-  const int64_t num_columns = columns.end - columns.begin, depth = T(operands)(d);
-  return T(panels_normal)(T(operands)(num_columns), d, s.k_panels, T(operands)(BLOCK) * NR) &&
-         (!PAIRS || T(all_normal)(s.v_transposed, fa_round_up(num_columns, NR) * depth));
+  T(pack_transposed)(k, columns, d, to->k_transposed, buffer);
+  T(pack_transposed)(v, columns, d, to->v_transposed, buffer);
+  T(pack_panels)(k, columns, d, to->k_panels, buffer);
+  return T(panels_normal)(T(operands)(num_columns), d, to->k_panels, T(operands)(BLOCK) * NR) &&
+         (!PAIRS || T(all_normal)(to->v_transposed, fa_round_up(num_columns, NR) * depth));
 }
 
-/* One block of columns, with one hand's blocks of rows of every head that shares the columns. */
-static void T(backward_columns)(const fa_cpu_job *job, const T(backward_shared) * shared, T(backward_scratch) s,
-                                const fa_sequence *sequence, int64_t kv_head, fa_range columns, int64_t hand) {
-  const fa_problem *problem = job->problem;
-  int64_t d = problem->head_dim, heads_per_kv = problem->num_heads / problem->num_kv_heads;
-  bool is_begun = false, normal = true;
+/* The bands of a sequence in which some columns are seen, in order; returns how many. */
+static int64_t T(find_bands)(const fa_sequence *sequence, fa_range columns, T(seen_band) * bands) {
+  int64_t count = 0;
   for (int64_t b = 0; b < sequence->num_bands; b++) {
-    fa_band band = fa_band_at(sequence, b);
-    fa_blocks blocks =
-        fa_blocks_in_hand(fa_blocks_that_see(sequence, &band, columns, BLOCK), hand, T(num_hands)(problem));
-    if (blocks.count > 0 && !is_begun) normal = T(begin_columns)(job, s, sequence, kv_head, columns);
-    is_begun |= blocks.count > 0;
-    for (int64_t head = kv_head * heads_per_kv; head < (kv_head + 1) * heads_per_kv; head++)
-      for (int64_t i = 0; i < blocks.count; i++) {
-        const bool is_last = i + 1 == blocks.count;
-        const fa_range rows = fa_rows_in_band(&band, fa_block_at(blocks, i));
-        const fa_tile tile = {sequence, &band, head, rows,
-                              fa_in_units(columns, fa_columns_in_band(&band, rows), WHOLE)};
-        fa_tile next = tile;
-        next.rows = fa_block_at(blocks, is_last ? 0 : i + 1);
-        if (is_last) next.columns.begin += T(num_hands)(problem) * BLOCK;
-        if (fa_tile_sees_any(&tile)) T(backward_tile)
-        (job, shared, T(from_column)(problem, s, tile.columns.begin - columns.begin), &tile, &next, normal);
-      }
+    const fa_band band = fa_band_at(sequence, b);
+    const fa_blocks blocks = fa_blocks_that_see(sequence, &band, columns, BLOCK);
+    if (blocks.count > 0)
+      bands[count++] =
+          (T(seen_band)){(int32_t)b, (int32_t)blocks.first, (int32_t)(blocks.first + blocks.count)};
   }
-  if (!is_begun) return;
-  T(add_rows)(T(sum_rows_of)(job, FA_TENSOR_DK, shared->dk, sequence, kv_head), columns, d, s.dk);
-  T(add_rows)(T(sum_rows_of)(job, FA_TENSOR_DV, shared->dv, sequence, kv_head), columns, d, s.dv);
+  return count;
 }
 
-static int64_t T(num_cells)(const fa_problem *problem) {
-  if (problem->seqlen_q == 0 || problem->seqlen_k == 0) return 0; /* nor has the first phase a task then */
-  return T(num_pairs)(problem) * T(num_hands)(problem) * T(num_hands)(problem);
+/* What a task of the second phase does, and which tasks come before it. Its places are the blocks of rows and,
+ * in each, the heads that share the columns. */
+typedef struct T(column_task) {
+  int64_t pair, number; /* among the pair's tasks */
+  int64_t kv_head, num_blocks;
+  fa_sequence sequence;
+  T(progress) * own;
+  T(bias_group) group; /* of pairs that add to the same elements of dbias */
+  int64_t first_task;  /* of the pair: those before have ended, */
+  int64_t first_pair;  /* and of the group's pairs */
+} T(column_task);
+
+static int64_t T(num_column_tasks)(const fa_problem *problem, int32_t of_threads) {
+  return T(num_pairs)(problem) * T(pair_tasks)(problem, of_threads);
 }
 
-static void T(cell_task)(const fa_cpu_job *job, int64_t task, void *scratch) {
+static T(progress) *
+    T(progress_of)(const fa_cpu_job *job, const T(backward_shared) * shared, int64_t pair, int64_t number) {
+  return shared->progress + pair * T(pair_tasks)(job->problem, job->of_threads) + number;
+}
+
+/* Packs a block of columns, if anybody sees it, and sets to 0 what is summed of it. */
+static void T(begin_columns)(const fa_cpu_job *job, const T(backward_shared) * shared,
+                             const T(column_task) * task, T(column_block) * block, REAL *buffer) {
   const fa_problem *problem = job->problem;
-  int64_t num_hands = T(num_hands)(problem), num_pairs = T(num_pairs)(problem);
-  int64_t step = task / (num_pairs * num_hands), pair = task / num_hands % num_pairs, t = task % num_hands;
-  T(backward_shared) shared = T(lay_out_shared)(&(fa_arena){.base = job->shared}, problem);
-  T(backward_scratch) s = T(lay_out_backward)(&(fa_arena){.base = scratch}, problem);
-  fa_sequence sequence = fa_sequence_of(problem, job->tensors, pair / problem->num_kv_heads);
-  fa_blocks blocks = fa_blocks_in_hand(fa_blocks_of_columns(&sequence, BLOCK), t, num_hands);
-
-  if (shared.cell_sums) {
-    s.cell_sums = shared.cell_sums + T(num_cell_sums)(problem) * sequence.batch +
-                  (t * num_hands + step) * problem->num_heads * NUM_HEAD_NUMBERS;
-    const int64_t count = problem->num_heads / problem->num_kv_heads * NUM_HEAD_NUMBERS;
-    memset(s.cell_sums + pair % problem->num_kv_heads * count, 0, (size_t)count * sizeof *s.cell_sums);
+  const size_t gradient_bytes = (size_t)(BLOCK * fa_round_up(problem->head_dim, NR)) * sizeof(REAL);
+  const int64_t group = problem->num_heads / problem->num_kv_heads;
+  memset(block->dk, 0, gradient_bytes);
+  memset(block->dv, 0, gradient_bytes);
+  memset(block->bias_sums, 0, (size_t)(T(num_bias_rows)(problem) * BLOCK) * sizeof(REAL));
+  if (shared->head_sums) {
+    const int64_t place = task->sequence.batch * T(num_column_blocks)(problem) + block->columns.begin / BLOCK;
+    block->head_sums = shared->head_sums + T(num_head_sums)(problem) * place;
+    memset(block->head_sums + task->kv_head * group * NUM_HEAD_NUMBERS, 0,
+           (size_t)(group * NUM_HEAD_NUMBERS) * sizeof *block->head_sums);
   }
+  if (block->num_bands > 0) block->normal = T(pack_columns)(job, &task->sequence, task->kv_head, block, buffer);
+}
 
-  /* The hand of rows was with hand t + 1 of columns in the step before. */
-  atomic_int *steps = shared.steps + pair * num_hands;
-  wait_until(&steps[t], (int)step);
-  wait_until(&steps[(t + 1) % num_hands], (int)step);
-  const T(bias_group) group = T(bias_group_of)(problem, pair);
-  const int64_t turn = step * group.size + group.number;
-  for (int64_t i = 0; i < blocks.count; i++) {
-    const fa_range columns = fa_block_at(blocks, i);
-    atomic_int *turns = shared.turns ? shared.turns + T(turns_of)(problem, group.group, columns) : NULL;
-    if (turns) wait_until(turns, (int)turn);
-    T(backward_columns)
-    (job, &shared, s, &sequence, pair % problem->num_kv_heads, columns, (t + step) % num_hands);
-    if (turns) atomic_store_explicit(turns, (int)turn + 1, memory_order_release);
+/* Finds what the task is to do, tells the others, and packs its columns. */
+static T(column_task) T(begin_task)(const fa_cpu_job *job, const T(backward_shared) * shared,
+                                    int64_t task_number, T(backward_scratch) * s) {
+  const fa_problem *problem = job->problem;
+  const int64_t num_pairs = T(num_pairs)(problem), pair = task_number % num_pairs,
+                number = task_number / num_pairs;
+  T(column_task)
+  task = {.pair = pair,
+          .number = number,
+          .kv_head = pair % problem->num_kv_heads,
+          .sequence = fa_sequence_of(problem, job->tensors, pair / problem->num_kv_heads),
+          .own = T(progress_of)(job, shared, pair, number),
+          .group = T(bias_group_of)(problem, pair)};
+  const fa_blocks blocks = fa_blocks_of_columns(&task.sequence, BLOCK);
+  const int64_t most = T(task_blocks)(problem, job->of_threads), first = number * most;
+  int32_t first_row_block = INT32_MAX, end_row_block = 0;
+  for (; task.num_blocks < most && first + task.num_blocks < blocks.count; task.num_blocks++) {
+    T(column_block) *block = &s->blocks[task.num_blocks];
+    block->columns = fa_block_at(blocks, first + task.num_blocks);
+    block->num_bands = T(find_bands)(&task.sequence, block->columns, block->bands);
+    for (int64_t i = 0; i < block->num_bands; i++) {
+      first_row_block = block->bands[i].first < first_row_block ? block->bands[i].first : first_row_block;
+      end_row_block = block->bands[i].end > end_row_block ? block->bands[i].end : end_row_block;
+    }
   }
-  atomic_store_explicit(&steps[t], (int)step + 1, memory_order_release);
+  task.own->first_row_block = first_row_block, task.own->end_row_block = end_row_block;
+  atomic_store_explicit(&task.own->passed, 0, memory_order_release);
+  for (int64_t i = 0; i < task.num_blocks; i++) T(begin_columns)(job, shared, &task, &s->blocks[i], s->buffer);
+  return task;
+}
+
+/* The task of the i-th pair of a task's group that has the same columns. */
+static T(progress) * T(group_task)(const fa_cpu_job *job, const T(backward_shared) * shared,
+                                   const T(column_task) * task, int64_t i) {
+  return T(progress_of)(job, shared, task->group.first + i * task->group.step, task->number);
+}
+
+/* Waits until a task has a place behind it, if it comes to the block of rows at all. Whether it has ended. */
+static bool T(wait_for_task)(T(progress) * other, int64_t row_block, int64_t place) {
+  wait_until(&other->passed, 0); /* it begins at any moment */
+  if (other->first_row_block <= row_block && row_block < other->end_row_block)
+    wait_until(&other->passed, (int)place + 1);
+  return atomic_load_explicit(&other->passed, memory_order_acquire) == INT_MAX;
+}
+
+/* Waits for those that add to the same rows of dq before the task. */
+static void T(wait_to_add_dq)(const fa_cpu_job *job, const T(backward_shared) * shared, T(column_task) * task,
+                              int64_t row_block, int64_t place) {
+  bool have_ended = true;
+  for (int64_t i = task->first_task; i < task->number; i++) {
+    have_ended &= T(wait_for_task)(T(progress_of)(job, shared, task->pair, i), row_block, place);
+    task->first_task += have_ended;
+  }
+}
+
+/* Waits for those that add to the same elements of dbias before the task. */
+static void T(wait_to_add_bias)(const fa_cpu_job *job, const T(backward_shared) * shared, T(column_task) * task,
+                                int64_t row_block, int64_t place) {
+  bool have_ended = true;
+  for (int64_t i = task->first_pair; i < task->group.number; i++) {
+    have_ended &= T(wait_for_task)(T(group_task)(job, shared, task, i), row_block, place);
+    task->first_pair += have_ended;
+  }
+}
+
+/* All tiles of a block of rows of one head with a block of columns. */
+static void T(backward_rows)(const fa_cpu_job *job, const T(backward_shared) * shared, T(backward_scratch) * s,
+                             const fa_sequence *sequence, int64_t row_block, int64_t head,
+                             const T(column_block) * block) {
+  const fa_range all_rows = {row_block * BLOCK, fa_min((row_block + 1) * BLOCK, sequence->seqlen_q)};
+  for (int64_t i = 0; i < block->num_bands; i++) {
+    if (row_block < block->bands[i].first || row_block >= block->bands[i].end) continue;
+    const fa_band band = fa_band_at(sequence, block->bands[i].band);
+    const fa_range rows = fa_rows_in_band(&band, all_rows);
+    const fa_range columns = fa_in_units(block->columns, fa_columns_in_band(&band, rows), WHOLE);
+    const fa_tile tile = {sequence, &band, head, rows, columns};
+    if (fa_tile_sees_any(&tile)) T(backward_tile)
+    (job, shared, s, &tile, T(from_column)(job->problem, *block, columns.begin - block->columns.begin));
+  }
+}
+
+/* Adds what all rows share of dbias, behind the pairs before. */
+static void T(add_bias_sums)(const fa_cpu_job *job, const T(backward_shared) * shared,
+                             const T(column_task) * task, const T(column_block) * block) {
+  const fa_problem *problem = job->problem;
+  const int64_t num_rows = T(num_bias_rows)(problem);
+  for (int64_t i = 0; num_rows > 0 && i < task->group.number; i++)
+    wait_until(&T(group_task)(job, shared, task, i)->passed, INT_MAX);
+  for (int64_t i = 0; i < num_rows; i++) {
+    const int64_t head = task->kv_head * (problem->num_heads / problem->num_kv_heads) + i;
+    const fa_tile tile = {&task->sequence, NULL, head, {0, 1}, block->columns};
+    T(add_bias_gradient)(job, shared->dbias, &tile, block->bias_sums + i * BLOCK);
+  }
+}
+
+static void T(columns_task)(const fa_cpu_job *job, int64_t task_number, void *scratch) {
+  const fa_problem *problem = job->problem;
+  const int64_t d = problem->head_dim, group = problem->num_heads / problem->num_kv_heads;
+  T(backward_shared) shared = T(lay_out_shared)(&(fa_arena){.base = job->shared}, problem, job->of_threads);
+  T(backward_scratch) s = T(lay_out_backward)(&(fa_arena){.base = scratch}, problem, job->of_threads);
+  T(column_task) task = T(begin_task)(job, &shared, task_number, &s);
+  for (int64_t r = task.own->first_row_block; r < task.own->end_row_block; r++) {
+    if (T(num_bias_rows)(problem) == 0) T(wait_to_add_bias)(job, &shared, &task, r, (r + 1) * group - 1);
+    for (int64_t i = 0; i < group; i++) {
+      const int64_t place = r * group + i;
+      T(wait_to_add_dq)(job, &shared, &task, r, place);
+      for (int64_t b = 0; b < task.num_blocks; b++)
+        T(backward_rows)(job, &shared, &s, &task.sequence, r, task.kv_head * group + i, &s.blocks[b]);
+      atomic_store_explicit(&task.own->passed, (int)place + 1, memory_order_release);
+    }
+  }
+  for (int64_t b = 0; b < task.num_blocks; b++) {
+    const T(column_block) *block = &s.blocks[b];
+    T(store_rows)(T(rows_of)(job, FA_TENSOR_DK, &task.sequence, task.kv_head), block->columns, d, block->dk);
+    T(store_rows)(T(rows_of)(job, FA_TENSOR_DV, &task.sequence, task.kv_head), block->columns, d, block->dv);
+    T(add_bias_sums)(job, &shared, &task, block);
+  }
+  atomic_store_explicit(&task.own->passed, INT_MAX, memory_order_release);
 }
 
 /* ---- the last phase -------------------------------------------------------------------------------- */
@@ -464,14 +612,12 @@ static double T(add_sink_terms)(const fa_cpu_job *job, const T(backward_shared) 
   return sum;
 }
 
-/* The gradient by a number of a head: sum with the terms of a sequence, cell by cell. */
-static double T(add_cell_sums)(const fa_problem *problem, const T(backward_shared) * shared, int number,
+/* The gradient by a number of a head: sum with the terms of a sequence, column block by column block. */
+static double T(add_head_sums)(const fa_problem *problem, const T(backward_shared) * shared, int number,
                                const fa_sequence *sequence, const fa_cell *cell, double sum) {
-  const int64_t count = T(num_cells)(problem) > 0 ? T(num_cell_sums)(problem) : 0;
-  const double *terms = shared->cell_sums + count * sequence->batch;
-  for (int64_t i = cell->head * NUM_HEAD_NUMBERS + number; i < count;
-       i += problem->num_heads * NUM_HEAD_NUMBERS)
-    sum += terms[i];
+  const int64_t num_blocks = T(num_column_blocks)(problem), step = T(num_head_sums)(problem);
+  const double *terms = shared->head_sums + sequence->batch * num_blocks * step;
+  for (int64_t c = 0; c < num_blocks; c++) sum += terms[c * step + cell->head * NUM_HEAD_NUMBERS + number];
   return sum;
 }
 
@@ -484,7 +630,7 @@ static void T(finish_head_sum)(const fa_cpu_job *job, const T(backward_shared) *
   double sum = 0;
   for (int64_t batch = cell.batch; batch < cell.batch + num_batches; batch++) {
     fa_sequence sequence = fa_sequence_of(problem, job->tensors, batch);
-    sum = number < NUM_HEAD_NUMBERS ? T(add_cell_sums)(problem, shared, number, &sequence, &cell, sum)
+    sum = number < NUM_HEAD_NUMBERS ? T(add_head_sums)(problem, shared, number, &sequence, &cell, sum)
                                     : T(add_sink_terms)(job, shared, &sequence, &cell, sum, buffer);
   }
   ((float *)fa_tensor_get(job->tensors, id)->data)[element] = (float)sum;
@@ -495,24 +641,25 @@ static int64_t T(num_head_sum_tasks)(const fa_problem *problem, int number) {
   return fa_is_sum(problem, id) ? fa_num_elements(problem, id) : 0;
 }
 
-static int64_t T(num_finish_tasks)(const fa_problem *problem) {
+static int64_t T(num_finish_tasks)(const fa_problem *problem, int32_t of_threads) {
+  (void)of_threads;
   int64_t count = T(sums_apart)(problem) ? T(num_chunks)(problem) : 0;
   count += fa_is_sum(problem, FA_TENSOR_DBIAS) && T(sums_bias_apart)(problem) ? T(num_bias_chunks)(problem) : 0;
   for (int number = 0; number < T(NUM_HEAD_SUMS); number++) count += T(num_head_sum_tasks)(problem, number);
   return count;
 }
 
-static void T(finish_rows)(const fa_cpu_job *job, fa_tensor_id id, REAL *sums, const T(task_rows) * chunk) {
-  T(sum_rows) from = T(sum_rows_of)(job, id, sums, &chunk->sequence, chunk->head);
-  T(rows) to = T(rows_of)(job, id, &chunk->sequence, chunk->head);
+static void T(finish_dq)(const fa_cpu_job *job, REAL *sums, const T(task_rows) * chunk) {
+  const T(sum_rows) from = T(dq_sums)(job, sums, &chunk->sequence, chunk->head);
+  const T(rows) to = T(rows_of)(job, FA_TENSOR_DQ, &chunk->sequence, chunk->head);
   for (int64_t r = chunk->rows.begin; r < chunk->rows.end; r++)
     T(store_row)(to, r, job->problem->head_dim, from.data + r * from.stride);
 }
 
 static void T(finish_task)(const fa_cpu_job *job, int64_t task, void *scratch) {
   const fa_problem *problem = job->problem;
-  T(backward_scratch) s = T(lay_out_backward)(&(fa_arena){.base = scratch}, problem);
-  T(backward_shared) shared = T(lay_out_shared)(&(fa_arena){.base = job->shared}, problem);
+  T(backward_scratch) s = T(lay_out_backward)(&(fa_arena){.base = scratch}, problem, job->of_threads);
+  T(backward_shared) shared = T(lay_out_shared)(&(fa_arena){.base = job->shared}, problem, job->of_threads);
   for (int number = 0; number < T(NUM_HEAD_SUMS); number++) {
     const int64_t num_tasks = T(num_head_sum_tasks)(problem, number);
     if (task < num_tasks) {
@@ -527,10 +674,5 @@ static void T(finish_task)(const fa_cpu_job *job, int64_t task, void *scratch) {
     return;
   }
   T(task_rows) chunk = T(chunk_of)(job, task);
-  if (chunk.of_queries) {
-    T(finish_rows)(job, FA_TENSOR_DQ, shared.dq, &chunk);
-  } else {
-    T(finish_rows)(job, FA_TENSOR_DK, shared.dk, &chunk);
-    T(finish_rows)(job, FA_TENSOR_DV, shared.dv, &chunk);
-  }
+  T(finish_dq)(job, shared.dq, &chunk);
 }

@@ -5,34 +5,37 @@
  *
  *     dbias [bias_batch, bias_heads, bias_rows, seqlen_k]
  *
- * Cells of different pairs of a sequence and a key/value head may share elements. They add to a block of
- * columns in turn, so that sums have the same bits for any number of threads: turns are counted block by block,
- * step by step and, within a step, pair by pair, which is the order in which tasks are numbered.
+ * Pairs of a sequence and a key/value head may share elements. They add to them pair by pair, so that sums have
+ * the same bits for any number of threads: to those of a block of rows and columns one after the other; and
+ * where all rows share them each has sums of its own, which are added when it has gone through its rows.
  *
  * Parameters: REAL, T(name), BLOCK (see kernels.c), and scores_template.h.
  */
 
-/* The pairs that share elements of dbias are a group, each with a number in it. */
+/* The pairs that share elements of dbias with one, which is the number-th of them: the i-th is first + i *
+ * step. */
 typedef struct T(bias_group) {
-  int64_t group, number, size;
+  int64_t first, step, number;
 } T(bias_group);
 
 static T(bias_group) T(bias_group_of)(const fa_problem *problem, int64_t pair) {
   const int64_t kv_heads = problem->num_kv_heads, batch = pair / kv_heads, kv_head = pair % kv_heads;
   const bool all_batches = !fa_varies_along(problem, FA_TENSOR_DBIAS, FA_AXIS_BATCH);
   const bool all_heads = !fa_varies_along(problem, FA_TENSOR_DBIAS, FA_AXIS_NUM_HEADS);
-  if (all_batches && all_heads) return (T(bias_group)){0, pair, (problem->batch * problem->num_kv_heads)};
-  if (all_batches) return (T(bias_group)){kv_head, batch, problem->batch};
-  if (all_heads) return (T(bias_group)){batch, kv_head, kv_heads};
-  return (T(bias_group)){pair, 0, 1};
+  if (!fa_is_sum(problem, FA_TENSOR_DBIAS)) return (T(bias_group)){pair, 0, 0};
+  if (all_batches && all_heads) return (T(bias_group)){0, 1, pair};
+  if (all_batches) return (T(bias_group)){kv_head, kv_heads, batch};
+  if (all_heads) return (T(bias_group)){batch * kv_heads, 1, kv_head};
+  return (T(bias_group)){pair, 0, 0};
 }
 
-static int64_t T(num_turns)(const fa_problem *problem) {
-  return fa_divide_up(problem->seqlen_k, BLOCK) * (problem->batch * problem->num_kv_heads);
-}
-
-static int64_t T(turns_of)(const fa_problem *problem, int64_t group, fa_range columns) {
-  return group * fa_divide_up(problem->seqlen_k, BLOCK) + columns.begin / BLOCK;
+/* Whether there is a row of sums of columns, and of how many of the heads that share these. */
+static int64_t T(num_bias_rows)(const fa_problem *problem) {
+  if (!fa_is_sum(problem, FA_TENSOR_DBIAS) || fa_varies_along(problem, FA_TENSOR_DBIAS, FA_AXIS_SEQLEN_Q))
+    return 0;
+  return fa_varies_along(problem, FA_TENSOR_DBIAS, FA_AXIS_NUM_HEADS)
+             ? problem->num_heads / problem->num_kv_heads
+             : 1;
 }
 
 /* Whether several scores share an element of dbias, which is too narrow to sum them. */
@@ -78,10 +81,13 @@ static void T(finish_bias)(const fa_cpu_job *job, REAL *shared, fa_range element
   (job->tensors->dbias.data, job->problem->bias_dtype, elements.begin, count, shared + elements.begin);
 }
 
-/* Where the gradient by a tile's scores goes: where its sums are made, if vectors can be added there, or else
- * into scratch [BLOCK, BLOCK]. */
-static T(addends_gradient)
-    T(bias_gradient_of)(const fa_cpu_job *job, REAL *shared, const fa_tile *tile, REAL *scratch) {
+/* Where the gradient by a tile's scores goes: to the sums of its columns, if all rows share elements; where its
+ * sums are made, if vectors can be added there; or else into scratch [BLOCK, BLOCK]. of_columns
+ * [T(num_bias_rows)][BLOCK]. */
+static T(addends_gradient) T(bias_gradient_of)(const fa_cpu_job *job, REAL *shared, const fa_tile *tile,
+                                               REAL *of_columns, REAL *scratch) {
+  const int64_t num_rows = T(num_bias_rows)(job->problem);
+  if (num_rows > 0) return (T(addends_gradient)){of_columns + tile->head % num_rows * BLOCK, 0, true};
   fa_dtype dtype;
   void *sums = T(bias_sums)(job, shared, &dtype);
   if (!T(is_in_vectors)(job->problem, FA_TENSOR_DBIAS, dtype, tile))
@@ -90,15 +96,11 @@ static T(addends_gradient)
   return (T(addends_gradient)){(REAL *)sums + at.first, at.stride, true};
 }
 
-/* Adds the gradient by a tile's scores, ds [BLOCK, BLOCK], to dbias, and leaves whatever in its
- * place. */
-static void T(add_bias_gradient)(const fa_cpu_job *job, REAL *shared, const fa_tile *tile, REAL *ds) {
-  int64_t num_rows = tile->rows.end - tile->rows.begin, num_columns = tile->columns.end - tile->columns.begin;
+/* Adds rows [rows of the tile][BLOCK] of what its scores' gradient is to dbias. */
+static void T(add_bias_gradient)(const fa_cpu_job *job, REAL *shared, const fa_tile *tile, const REAL *from) {
   const T(numbers) at = T(numbers_of)(job->problem, FA_TENSOR_DBIAS, tile);
   fa_dtype dtype;
   void *sums = T(bias_sums)(job, shared, &dtype);
-  for (int64_t i = 1; i < num_rows && at.stride == 0; i++)
-    for (int64_t j = 0; j < num_columns; j++) ds[j] += ds[i * BLOCK + j];
-  for (int64_t i = 0; i < (at.stride ? num_rows : 1); i++)
-    T(add_numbers)(sums, dtype, at.first + i * at.stride, num_columns, ds + i * BLOCK);
+  for (int64_t i = 0; i < tile->rows.end - tile->rows.begin; i++) T(add_numbers)
+  (sums, dtype, at.first + i * at.stride, tile->columns.end - tile->columns.begin, from + i * BLOCK);
 }

@@ -5,7 +5,7 @@
  *     lse [batch, num_heads, seqlen_q]              sink [num_sinks, num_heads]
  *     row_sinks [batch, seqlen_q, num_row_sinks, num_heads]
  *
- * A task is up to FORWARD_ROWS query rows of one (batch, head). It walks over the blocks of k and v that its
+ * A task is up to MOST_ROWS query rows of one (batch, head). It walks over the blocks of k and v that its
  * rows see; for each block and each strip of rows it computes
  *
  *     st[BLOCK, STRIP]     = scale * k . q^T          rows of q lie along the vectors, so that maxima and
@@ -19,53 +19,26 @@
  * Parameters: REAL, T(name), LOG, STRIP, BLOCK, LANES, NR (see kernels.c), and the templates before this one.
  */
 
-#define FORWARD_ROWS (4 * STRIP)
-#define FEW_ROWS     16          /* of q, beside which columns are split */
-#define PART         (8 * BLOCK) /* columns */
+#define MOST_ROWS  (16 * STRIP)
+#define LEAST_ROWS (2 * STRIP)
+#define MOST_HEADS 4           /* of a task of few rows */
+#define FEW_ROWS   16          /* of q, beside which columns are split */
+#define PART       (8 * BLOCK) /* columns */
 
 typedef struct T(forward_scratch) {
-  T(operand) * q; /* [FORWARD_ROWS / NR][operands of head_dim][NR] */
-  T(operand) * k; /* [BLOCK][operands of head_dim] */
-  T(operand) * v; /* [head_dim / NR][operands of BLOCK][NR] */
-  REAL *scores;   /* [BLOCK][STRIP] */
-  REAL *addends;  /* [STRIP][BLOCK]: what is added to scores */
-  INT *hidden;    /* [BLOCK][STRIP]: which scores are -inf */
-  INT *kept;      /* [BLOCK][STRIP]: which scores are not dropped */
-  REAL *o;        /* [FORWARD_ROWS][padded head_dim] */
-  REAL *m, *l;    /* [FORWARD_ROWS]: the largest score so far, and the sum of exp(score - m) */
-  REAL *decay;    /* [STRIP] */
-  REAL *buffer;   /* [head_dim] */
+  int64_t num_rows; /* of a task's heads, in whole strips */
+  T(operand) * q;   /* [num_rows / NR][operands of head_dim][NR] */
+  T(operand) * k;   /* [BLOCK][operands of head_dim] */
+  T(operand) * v;   /* [head_dim / NR][operands of BLOCK][NR] */
+  REAL *scores;     /* [BLOCK][STRIP] */
+  REAL *addends;    /* [STRIP][BLOCK]: what is added to scores */
+  INT *hidden;      /* [BLOCK][STRIP]: which scores are -inf */
+  INT *kept;        /* [BLOCK][STRIP]: which scores are not dropped */
+  REAL *o;          /* [num_rows][padded head_dim] */
+  REAL *m, *l;      /* [num_rows]: the largest score so far, and the sum of exp(score - m) */
+  REAL *decay;      /* [STRIP] */
+  REAL *buffer;     /* [head_dim] */
 } T(forward_scratch);
-
-static T(forward_scratch) T(lay_out_forward)(fa_arena *arena, const fa_problem *problem) {
-  const int64_t d = problem->head_dim, depth = T(operands)(d), padded = fa_round_up(d, NR);
-  T(forward_scratch) s;
-  s.q = fa_take(arena, FORWARD_ROWS * depth, sizeof *s.q);
-  s.k = fa_take(arena, BLOCK * depth, sizeof *s.k);
-  s.v = fa_take(arena, T(operands)(BLOCK) * padded, sizeof *s.v);
-  s.scores = fa_take(arena, BLOCK * STRIP, sizeof(REAL));
-  s.addends = fa_take(arena, T(has_addends)(problem) ? STRIP * BLOCK : 0, sizeof(REAL));
-  s.hidden = fa_take(arena, BLOCK * STRIP, sizeof(INT));
-  s.kept = fa_take(arena, problem->dropout != 0 ? BLOCK * STRIP : 0, sizeof(INT));
-  s.o = fa_take(arena, FORWARD_ROWS * padded, sizeof(REAL));
-  s.m = fa_take(arena, FORWARD_ROWS, sizeof(REAL));
-  s.l = fa_take(arena, FORWARD_ROWS, sizeof(REAL));
-  s.decay = fa_take(arena, STRIP, sizeof(REAL));
-  s.buffer = fa_take(arena, d, sizeof(REAL));
-  return s;
-}
-
-static size_t T(forward_scratch_bytes)(const fa_problem *problem) {
-  fa_arena sizes = {0};
-  T(lay_out_forward)(&sizes, problem);
-  return sizes.used;
-}
-
-/* Fewer rows a task where there would be too few tasks to share out. */
-static int64_t T(forward_task_rows)(const fa_problem *problem) {
-  int64_t tasks = fa_divide_up(problem->seqlen_q, FORWARD_ROWS) * problem->batch * problem->num_heads;
-  return tasks < 64 ? FORWARD_ROWS / 2 : FORWARD_ROWS;
-}
 
 /* Into how many parts the columns are split; whether they are hangs on nothing that slices of a problem change.
  */
@@ -81,14 +54,49 @@ static int64_t T(head_tasks)(const fa_problem *problem, int64_t heads) {
 /* How many heads that is: each has a strip of its own among a task's rows. Fewer where there would be too few
  * tasks to share out. */
 static int64_t T(forward_task_heads)(const fa_problem *problem) {
-  int64_t heads = problem->seqlen_q <= FEW_ROWS ? FORWARD_ROWS / STRIP : 1;
+  int64_t heads = problem->seqlen_q <= FEW_ROWS ? MOST_HEADS : 1;
   const int64_t others = problem->batch * T(forward_num_parts)(problem);
   while (heads > 1 && T(head_tasks)(problem, heads) * others < 32) heads /= 2;
   return heads;
 }
 
-static int64_t T(forward_num_tasks)(const fa_problem *problem) {
-  return fa_divide_up(problem->seqlen_q, T(forward_task_rows)(problem)) * problem->batch *
+/* Of a head. The more they are, the seldomer k and v are packed; but q and o should stay in cache, and each
+ * thread is to have several tasks. */
+static int64_t T(forward_task_rows)(const fa_problem *problem, int32_t of_threads) {
+  int64_t rows = problem->head_dim <= 64 ? MOST_ROWS : MOST_ROWS / 2;
+  const int64_t heads = problem->batch * problem->num_heads;
+  while (rows > LEAST_ROWS && fa_divide_up(problem->seqlen_q, rows) * heads < 4 * of_threads) rows /= 2;
+  return rows;
+}
+
+static T(forward_scratch) T(lay_out_forward)(fa_arena *arena, const fa_problem *problem, int32_t of_threads) {
+  const int64_t d = problem->head_dim, depth = T(operands)(d), padded = fa_round_up(d, NR);
+  T(forward_scratch) s;
+  s.num_rows = fa_min(T(forward_task_rows)(problem, of_threads), fa_round_up(problem->seqlen_q, STRIP)) *
+               T(forward_task_heads)(problem);
+  s.q = fa_take(arena, s.num_rows * depth, sizeof *s.q);
+  s.k = fa_take(arena, BLOCK * depth, sizeof *s.k);
+  s.v = fa_take(arena, T(operands)(BLOCK) * padded, sizeof *s.v);
+  s.scores = fa_take(arena, BLOCK * STRIP, sizeof(REAL));
+  s.addends = fa_take(arena, T(has_addends)(problem) ? STRIP * BLOCK : 0, sizeof(REAL));
+  s.hidden = fa_take(arena, BLOCK * STRIP, sizeof(INT));
+  s.kept = fa_take(arena, problem->dropout != 0 ? BLOCK * STRIP : 0, sizeof(INT));
+  s.o = fa_take(arena, s.num_rows * padded, sizeof(REAL));
+  s.m = fa_take(arena, s.num_rows, sizeof(REAL));
+  s.l = fa_take(arena, s.num_rows, sizeof(REAL));
+  s.decay = fa_take(arena, STRIP, sizeof(REAL));
+  s.buffer = fa_take(arena, d, sizeof(REAL));
+  return s;
+}
+
+static size_t T(forward_scratch_bytes)(const fa_problem *problem, int32_t of_threads) {
+  fa_arena sizes = {0};
+  T(lay_out_forward)(&sizes, problem, of_threads);
+  return sizes.used;
+}
+
+static int64_t T(forward_num_tasks)(const fa_problem *problem, int32_t of_threads) {
+  return fa_divide_up(problem->seqlen_q, T(forward_task_rows)(problem, of_threads)) * problem->batch *
          T(head_tasks)(problem, T(forward_task_heads)(problem)) * T(forward_num_parts)(problem);
 }
 
@@ -96,7 +104,8 @@ static int64_t T(forward_num_tasks)(const fa_problem *problem) {
 static int64_t T(sums_of_row)(const fa_problem *problem) { return fa_round_up(problem->head_dim, NR) + 2; }
 
 /* [batch, num_heads, parts, seqlen_q] sums, where there are several parts. */
-static size_t T(forward_shared_bytes)(const fa_problem *problem) {
+static size_t T(forward_shared_bytes)(const fa_problem *problem, int32_t of_threads) {
+  (void)of_threads;
   const int64_t parts = T(forward_num_parts)(problem);
   fa_arena sizes = {0};
   if (parts > 1)
@@ -199,8 +208,8 @@ static void T(forward_sums)(const fa_cpu_job *job, const fa_sequence *sequence, 
     T(pack_transposed)(T(rows_of)(job, FA_TENSOR_Q, sequence, head), rows, d, own.q, s.buffer);
     if (PAIRS) normal_q = T(all_normal)(own.q, fa_round_up(rows.end - rows.begin, NR) * depth) && normal_q;
   }
-  memset(s.o, 0, (size_t)(FORWARD_ROWS * padded) * sizeof *s.o);
-  for (int64_t i = 0; i < FORWARD_ROWS; i++) s.m[i] = -INFINITY, s.l[i] = 0;
+  memset(s.o, 0, (size_t)(s.num_rows * padded) * sizeof *s.o);
+  for (int64_t i = 0; i < s.num_rows; i++) s.m[i] = -INFINITY, s.l[i] = 0;
 
   for (int64_t b = 0; b < sequence->num_bands; b++) {
     fa_band band = fa_band_at(sequence, b);
@@ -262,15 +271,16 @@ static void T(join_row)(const fa_cpu_job *job, const fa_sequence *sequence, int6
   T(finish_row)(job, sequence, pair % job->problem->num_heads, row, s.o, T(first)(m), l);
 }
 
-static int64_t T(join_num_tasks)(const fa_problem *problem) {
+static int64_t T(join_num_tasks)(const fa_problem *problem, int32_t of_threads) {
+  (void)of_threads;
   return T(forward_num_parts)(problem) > 1 ? problem->batch * problem->num_heads : 0;
 }
 
 static void T(join_task)(const fa_cpu_job *job, int64_t task, void *scratch) {
   const fa_problem *problem = job->problem;
   fa_sequence sequence = fa_sequence_of(problem, job->tensors, task / problem->num_heads);
-  for (int64_t row = 0; row < sequence.seqlen_q; row++)
-    T(join_row)(job, &sequence, task, row, T(lay_out_forward)(&(fa_arena){.base = scratch}, problem));
+  for (int64_t row = 0; row < sequence.seqlen_q; row++) T(join_row)
+  (job, &sequence, task, row, T(lay_out_forward)(&(fa_arena){.base = scratch}, problem, job->of_threads));
 }
 
 static void T(forward_task)(const fa_cpu_job *job, int64_t task, void *scratch) {
@@ -278,12 +288,12 @@ static void T(forward_task)(const fa_cpu_job *job, int64_t task, void *scratch) 
   const int64_t task_heads = T(forward_task_heads)(problem), head_tasks = T(head_tasks)(problem, task_heads);
   const int64_t group = problem->num_heads / problem->num_kv_heads,
                 of_group = head_tasks / problem->num_kv_heads;
-  int64_t task_rows = T(forward_task_rows)(problem), pairs = problem->batch * head_tasks;
+  int64_t task_rows = T(forward_task_rows)(problem, job->of_threads), pairs = problem->batch * head_tasks;
   int64_t parts = T(forward_num_parts)(problem), part = task / pairs % parts, batch = task % pairs / head_tasks;
   const int64_t kv_head = task % head_tasks / of_group, of_heads = task % of_group * task_heads;
   const fa_range heads = {kv_head * group + of_heads, kv_head * group + fa_min(of_heads + task_heads, group)};
   fa_sequence sequence = fa_sequence_of(problem, job->tensors, batch);
-  T(forward_scratch) s = T(lay_out_forward)(&(fa_arena){.base = scratch}, problem);
+  T(forward_scratch) s = T(lay_out_forward)(&(fa_arena){.base = scratch}, problem, job->of_threads);
   /* The last rows first: under a causal mask they see the most, and the longest tasks should start first. */
   int64_t first = (fa_divide_up(problem->seqlen_q, task_rows) - 1 - task / pairs / parts) * task_rows;
   fa_range rows = {first, fa_min(first + task_rows, sequence.seqlen_q)};

@@ -15,6 +15,7 @@
 
 #include <complex.h>
 #include <float.h>
+#include <limits.h>
 #include <math.h>
 #include <sched.h>
 #include <stdatomic.h>
@@ -182,9 +183,9 @@ static inline void wait_until(atomic_int *value, int at_least) {
     tiles_end();                                                                    \
   }
 TILED(forward_task_bf16)
-TILED(cell_task_bf16)
+TILED(columns_task_bf16)
 #define forward_task_bf16 tiled_forward_task_bf16
-#define cell_task_bf16    tiled_cell_task_bf16
+#define columns_task_bf16 tiled_columns_task_bf16
 #endif
 
 #define FORWARD(label, type)                                                            \
@@ -201,7 +202,7 @@ TILED(cell_task_bf16)
     .name = "cpu/" TEXT(FA_ISA) "/" label, .shared_bytes = backward_shared_bytes_##type, \
     .scratch_bytes = backward_scratch_bytes_##type, .phases = {                          \
       {num_prepare_tasks_##type, prepare_task_##type},                                   \
-      {num_cells_##type, cell_task_##type},                                              \
+      {num_column_tasks_##type, columns_task_##type},                                    \
       {num_finish_tasks_##type, finish_task_##type}                                      \
     }                                                                                    \
   }

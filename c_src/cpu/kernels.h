@@ -8,21 +8,22 @@
 typedef struct fa_cpu_job {
   const fa_problem *problem; /* canonical */
   const fa_tensors *tensors;
-  void *shared; /* memory of the whole call */
+  void *shared;       /* memory of the whole call */
+  int32_t of_threads; /* how many may share it: so many that tasks are cut for them */
 } fa_cpu_job;
 
 typedef struct fa_cpu_phase {
-  int64_t (*num_tasks)(const fa_problem *problem);
+  int64_t (*num_tasks)(const fa_problem *problem, int32_t of_threads);
   void (*run_task)(const fa_cpu_job *job, int64_t task, void *scratch);
 } fa_cpu_phase;
 
 #define FA_CPU_MAX_PHASES 3
 
 typedef struct fa_cpu_kernel {
-  const char *name;                                   /* "cpu/avx2/f32" */
-  size_t (*shared_bytes)(const fa_problem *problem);  /* NULL: none */
-  size_t (*scratch_bytes)(const fa_problem *problem); /* of each thread */
-  fa_cpu_phase phases[FA_CPU_MAX_PHASES];             /* run_task NULL: no further phase */
+  const char *name;                                                       /* "cpu/avx2/f32" */
+  size_t (*shared_bytes)(const fa_problem *problem, int32_t of_threads);  /* NULL: none */
+  size_t (*scratch_bytes)(const fa_problem *problem, int32_t of_threads); /* of each thread */
+  fa_cpu_phase phases[FA_CPU_MAX_PHASES];                                 /* run_task NULL: no further phase */
 } fa_cpu_kernel;
 
 /* A merge of parts, in tasks of some rows of a head; and the gradient of sinks that are all rows', in tasks of

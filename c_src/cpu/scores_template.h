@@ -326,6 +326,18 @@ static bool T(find_hidden)(const fa_tile *tile, const REAL *st, INT *hidden) {
   return any;
 }
 
+/* The largest of a vector of every row of st [count, STRIP], and of another. Four at a time need not wait for
+ * each other. */
+INLINE T(vec) T(largest)(const REAL *st, int64_t count, T(vec) other) {
+  T(vec) max[4] = {other, other, other, other};
+  int64_t j = 0;
+  for (; j + 4 <= count; j += 4)
+#pragma GCC unroll 4
+    for (int n = 0; n < 4; n++) max[n] = T(max)(*(const T(vec) *)(st + (j + n) * STRIP), max[n]);
+  for (; j < count; j++) max[0] = T(max)(*(const T(vec) *)(st + j * STRIP), max[0]);
+  return T(max)(T(max)(max[0], max[1]), T(max)(max[2], max[3]));
+}
+
 /* The online softmax: scores become exp(score - m), as operands [operands of BLOCK, STRIP] in the place of the
  * scores, unless some are yet to be dropped; m and l, the largest score so far and the sum of exp(score - m),
  * take the tile in; decay is what earlier sums are worth now. */
@@ -337,8 +349,7 @@ static void T(soften_scores)(const fa_cpu_job *job, const fa_tile *tile, REAL *s
   const T(bias_place) next = T(bias_of)(job, FA_TENSOR_BIAS, &next_tile);
   int64_t num_rows = tile->rows.end - tile->rows.begin, num_columns = tile->columns.end - tile->columns.begin;
   for (int64_t i = 0; i < num_rows; i += LANES) {
-    T(vec) old_max = *(T(vec) *)(m + i), max = old_max;
-    for (int64_t j = 0; j < num_columns; j++) max = T(max)(*(T(vec) *)(st + j * STRIP + i), max);
+    const T(vec) old_max = *(T(vec) *)(m + i), max = T(largest)(st + i, num_columns, old_max);
     /* A row that has seen nothing keeps m = -inf; 0 in its place lets exp(-inf - 0) be 0 and not NaN. */
     T(vec) origin = T(max)(max, T(splat)(LOWEST));
     T(vec) kept = T(exp)(old_max - origin), sum = kept * *(T(vec) *)(l + i);

@@ -119,12 +119,12 @@ static inline fa_dropout fa_dropout_in(const fa_problem *problem, const fa_tenso
 /* The blocks of rows or of columns that a loop visits, in its order. */
 typedef struct fa_blocks {
   int64_t count;
-  int64_t first, step; /* numbers of blocks */
-  int64_t size, end;   /* of a block, and where the last one ends */
+  int64_t first;     /* block's number */
+  int64_t size, end; /* of a block, and where the last one ends */
 } fa_blocks;
 
 static inline fa_range fa_block_at(fa_blocks blocks, int64_t i) {
-  int64_t begin = (blocks.first + i * blocks.step) * blocks.size;
+  int64_t begin = (blocks.first + i) * blocks.size;
   return (fa_range){begin, fa_min(begin + blocks.size, blocks.end)};
 }
 
@@ -132,7 +132,7 @@ static inline fa_range fa_block_at(fa_blocks blocks, int64_t i) {
 static inline fa_blocks fa_blocks_that_meet(fa_range range, int64_t size, int64_t end) {
   int64_t first = range.begin / size,
           count = range.end > range.begin ? fa_divide_up(range.end, size) - first : 0;
-  return (fa_blocks){count, first, 1, size, end};
+  return (fa_blocks){count, first, size, end};
 }
 
 /* All blocks of columns. */
@@ -152,15 +152,6 @@ static inline fa_blocks fa_blocks_that_see(const fa_sequence *sequence, const fa
   columns = fa_overlap(columns, (fa_range){band->k_begin, band->k_end});
   fa_range rows = columns.begin < columns.end ? fa_band_rows(*band, columns) : (fa_range){0, 0};
   return fa_blocks_that_meet(rows, size, sequence->seqlen_q);
-}
-
-/* The blocks that one hand gets where they are dealt out by their number, one to each of num_hands in turn. */
-static inline fa_blocks fa_blocks_in_hand(fa_blocks blocks, int64_t hand, int64_t num_hands) {
-  int64_t skipped = (hand + num_hands - blocks.first % num_hands) % num_hands;
-  blocks.count = blocks.count > skipped ? fa_divide_up(blocks.count - skipped, num_hands) : 0;
-  blocks.first += skipped;
-  blocks.step = num_hands;
-  return blocks;
 }
 
 /* ---- tiles ----------------------------------------------------------------------------------------- */

@@ -1,127 +1,198 @@
 /*
- * The waits between the cells of the CPU's backward (c_src/cpu/backward_template.h), without threads and
- * without luck. Whoever waits yields the processor, so this program brings its own sched_yield, which runs the
- * tasks that nobody has started yet. Whichever cell starts first must let those that it needs run before it,
- * and so add to the gradients in their order: to the same bits.
+ * The waits between the tasks of the CPU's backward (c_src/cpu/backward_template.h), without threads and
+ * without luck. Whoever waits yields the processor, and so does whoever computes, between two tiles. So this
+ * program brings its own sched_yield, which goes on with another task: whichever that is, tasks must add to the
+ * gradients in their order, and to the same bits.
  */
 #include <sched.h>
 #include <stdlib.h>
+#include <ucontext.h>
 
 #include "../../c_src/core/arena.h"
+#include "../../c_src/core/error.h"
 #include "../../c_src/cpu/kernels.h"
 #include "check.h"
 #include "harness.h"
 #include "random.h"
 
-/* ---- tasks that run while another waits -------------------------------------------------------------------
+/* ---- tasks that take turns --------------------------------------------------------------------------------
  */
 
-/* A cell that computes yields too, four times a tile: one that has yielded more often than this waits. */
-enum { PATIENCE = 10000 };
+/* So often nobody yields while somebody gets on. */
+enum { MOST_WORKERS = 5, PATIENCE = 1000000, STACK_BYTES = 1 << 20 };
+
+/* Each has a stack of its own, and takes the next task when it is done with one. */
+typedef struct worker {
+  ucontext_t context;
+  char *stack;
+  bool has_ended;
+} worker;
 
 static struct {
   const fa_cpu_job *job;
   const fa_cpu_kernel *kernel;
   const fa_cpu_phase *phase;
-  int64_t num_tasks, current; /* the task that is running now, */
-  int num_yields;             /* and how often it has yielded */
-  bool started[64];
+  int64_t num_tasks, next_task;
+  worker workers[MOST_WORKERS];
+  ucontext_t beside; /* where all of them began */
+  int num_workers, current, slow;
+  int num_yields; /* since a task ended */
+  fa_random random;
 } work;
 
-static void run_task(int64_t task) {
-  const int64_t interrupted = work.current;
-  const size_t bytes = work.kernel->scratch_bytes(work.job->problem);
-  void *scratch = aligned_alloc(FA_ARENA_ALIGNMENT, bytes);
-  work.started[task] = true;
-  work.current = task;
-  work.num_yields = 0;
-  work.phase->run_task(work.job, task, scratch);
-  work.current = interrupted;
-  work.num_yields = 0;
-  free(scratch);
+/* Whose turn it is now: the slow one's seldom. -1: nobody's. */
+static int next_worker(void) {
+  int alive[MOST_WORKERS], count = 0;
+  for (int i = 0; i < work.num_workers; i++)
+    if (!work.workers[i].has_ended) alive[count++] = i;
+  if (count == 0) return -1;
+  for (;;) {
+    const int next = alive[(int)random_integer(&work.random, 0, count - 1)];
+    if (next != work.slow || count == 1 || (int)random_integer(&work.random, 0, 30 - 1) == 0) return next;
+  }
 }
 
-/* Where the running task waits: the first that has not started, of those before it, as threads take them in
- * order. */
 int sched_yield(void) {
-  if (work.num_yields++ < PATIENCE) return 0;
-  for (int64_t task = 0; task < work.current; task++)
-    if (!work.started[task]) {
-      run_task(task);
-      return 0;
-    }
-  CHECK(false, "%s: cell %lld waits for ever", work.kernel->name, (long long)work.current);
-  exit(report());
+  if (work.num_workers == 0) return 0;
+  if (work.num_yields++ == PATIENCE) {
+    CHECK(false, "%s: all wait for ever", work.kernel->name);
+    exit(report());
+  }
+  const int from = work.current;
+  work.current = next_worker();
+  if (work.current != from) swapcontext(&work.workers[from].context, &work.workers[work.current].context);
+  return 0;
 }
 
-/* All tasks of a phase in order, after the one that starts first. */
-static void run_phase(const fa_cpu_phase *phase, int64_t first) {
+static void run_tasks(void) {
+  void *scratch =
+      aligned_alloc(FA_ARENA_ALIGNMENT, work.kernel->scratch_bytes(work.job->problem, work.job->of_threads));
+  while (work.next_task < work.num_tasks) {
+    work.phase->run_task(work.job, work.next_task++, scratch);
+    work.num_yields = 0;
+  }
+  free(scratch);
+  work.workers[work.current].has_ended = true;
+  work.current = next_worker();
+  setcontext(work.current < 0 ? &work.beside : &work.workers[work.current].context);
+}
+
+static void run_phase(const fa_cpu_phase *phase) {
   work.phase = phase;
-  work.num_tasks = phase->num_tasks(work.job->problem);
-  memset(work.started, 0, sizeof work.started);
-  if (work.num_tasks > (int64_t)sizeof work.started) abort();
-  if (first < work.num_tasks) run_task(first);
-  for (int64_t task = 0; task < work.num_tasks; task++)
-    if (!work.started[task]) run_task(task);
+  work.num_tasks = phase->num_tasks(work.job->problem, work.job->of_threads);
+  work.next_task = work.num_yields = work.current = 0;
+  for (int i = 0; i < work.num_workers; i++) {
+    worker *w = &work.workers[i];
+    getcontext(&w->context);
+    w->context.uc_stack.ss_sp = w->stack;
+    w->context.uc_stack.ss_size = STACK_BYTES;
+    w->has_ended = false;
+    makecontext(&w->context, run_tasks, 0);
+  }
+  swapcontext(&work.beside, &work.workers[0].context);
 }
 
 /* ---- a backward ------------------------------------------------------------------------------------------ */
 
-static const fa_tensor_id gradients[] = {FA_TENSOR_DQ, FA_TENSOR_DK, FA_TENSOR_DV};
+static const fa_tensor_id gradients[] = {FA_TENSOR_DQ, FA_TENSOR_DK, FA_TENSOR_DV, FA_TENSOR_DALIBI_SLOPES,
+                                         FA_TENSOR_DBIAS};
+enum { NUM_GRADIENTS = sizeof gradients / sizeof *gradients, NUM_SEEDS = 24, MANY_THREADS = 64 };
 
 static void *random_data(const fa_problem *p, fa_tensor_id id) {
   fa_random random = random_stream(5, id);
   const int64_t count = values_count(p, id);
   float *data = malloc((size_t)count * sizeof *data);
-  for (int64_t i = 0; i < count; i++) data[i] = (float)random_normal(&random);
+  /* exp(slope * distance) is to be finite. */
+  const double factor = id == FA_TENSOR_ALIBI_SLOPES ? 0.01 : 1;
+  for (int64_t i = 0; i < count; i++) data[i] = (float)(factor * random_normal(&random));
   return data;
 }
 
-/* Phase 1 has the cells. */
-static void run_backward(const fa_plan *plan, fa_tensors *tensors, int64_t first_cell) {
+static void run_backward(const fa_plan *plan, fa_tensors *tensors, int num_workers, int32_t of_threads,
+                         uint64_t seed) {
   const fa_cpu_kernel *kernel = plan->config;
-  void *shared = aligned_alloc(FA_ARENA_ALIGNMENT, kernel->shared_bytes(&plan->problem));
-  const fa_cpu_job job = {&plan->problem, tensors, shared};
+  void *shared = aligned_alloc(FA_ARENA_ALIGNMENT, kernel->shared_bytes(&plan->problem, of_threads));
+  const fa_cpu_job job = {&plan->problem, tensors, shared, of_threads};
   work.job = &job;
   work.kernel = kernel;
+  work.num_workers = num_workers;
+  work.random = random_stream(seed, 0);
+  work.slow = (int)random_integer(&work.random, 0, num_workers - 1);
   for (int phase = 0; phase < FA_CPU_MAX_PHASES && kernel->phases[phase].run_task; phase++)
-    run_phase(&kernel->phases[phase], phase == 1 ? first_cell : 0);
+    run_phase(&kernel->phases[phase]);
+  work.num_workers = 0;
   free(shared);
 }
 
-static void test_first_cell(const fa_plan *plan, fa_tensors *tensors, const fa_tensors *expected,
-                            int64_t cell) {
-  run_backward(plan, tensors, cell);
-  for (size_t i = 0; i < sizeof gradients / sizeof *gradients; i++) {
+static void test_seed(const char *name, const fa_plan *plan, fa_tensors *tensors, const fa_tensors *expected,
+                      uint64_t seed) {
+  /* Tasks that are cut for fewer threads have more columns each. */
+  run_backward(plan, tensors, 2 + (int)(seed % (MOST_WORKERS - 1)), 1 + (int32_t)(seed % 3), seed);
+  for (int i = 0; i < NUM_GRADIENTS; i++) {
+    if (fa_tensor_role_in(&plan->problem, FA_PASS_BACKWARD, gradients[i]) == FA_ROLE_NONE) continue;
     const size_t bytes = (size_t)fa_tensor_shape(&plan->problem, gradients[i]).size_bytes;
     const void *got = fa_tensor_at(tensors, gradients[i])->data;
-    CHECK(memcmp(got, fa_tensor_at((fa_tensors *)expected, gradients[i])->data, bytes) == 0,
-          "%s: %s differs where cell %lld starts first", plan->kernel, fa_tensor_name(gradients[i]),
-          (long long)cell);
+    CHECK(bytes > 0 && memcmp(got, fa_tensor_at((fa_tensors *)expected, gradients[i])->data, bytes) == 0,
+          "%s, %s: %s differs with seed %d", plan->kernel, name, fa_tensor_name(gradients[i]), (int)seed);
   }
 }
 
-int main(void) {
-  fa_problem problem;
+static void test_problem(const char *name, const fa_problem *given) {
   fa_plan plan;
   fa_tensors tensors = {0}, expected;
-  fa_problem_init(&problem);
-  problem.batch = 1, problem.num_heads = problem.num_kv_heads = 2, problem.head_dim = 5;
-  problem.seqlen_q = 701, problem.seqlen_k = 690; /* five blocks or more: three hands or more */
-  if (fa_plan_init(&plan, &problem, FA_PASS_BACKWARD, (fa_device){FA_DEVICE_CPU, 0}, NULL)) abort();
+  if (fa_plan_init(&plan, given, FA_PASS_BACKWARD, (fa_device){FA_DEVICE_CPU, 0}, NULL)) abort();
+  const fa_problem problem = plan.problem;
   for (int id = 0; id < FA_NUM_TENSORS; id++)
     if (fa_tensor_role_in(&problem, FA_PASS_BACKWARD, id) != FA_ROLE_NONE)
       *fa_tensor_at(&tensors, id) = fa_tensor_contiguous(&problem, id, random_data(&problem, id));
+  if (problem.num_bands > 0) {
+    /* Rows that see columns far from theirs, and two bands in one block. */
+    const int32_t bands[][6] = {{0, 50, 0, 690, 690, 690},   {50, 300, 0, 200, 690, 690},
+                                {50, 120, 300, 690, 9, 9},   {300, 560, 380, 600, 690, 0},
+                                {560, 701, 0, 240, 80, 690}, {570, 690, 250, 690, 690, 690}};
+    if (problem.num_bands != (int64_t)(sizeof bands / sizeof *bands)) abort();
+    memcpy(tensors.bands.data, bands, sizeof bands);
+  }
   expected = tensors;
-  for (size_t i = 0; i < sizeof gradients / sizeof *gradients; i++)
-    fa_tensor_at(&expected, gradients[i])->data = random_data(&problem, gradients[i]);
+  for (int i = 0; i < NUM_GRADIENTS; i++)
+    if (fa_tensor_role_in(&problem, FA_PASS_BACKWARD, gradients[i]) != FA_ROLE_NONE)
+      fa_tensor_at(&expected, gradients[i])->data = random_data(&problem, gradients[i]);
 
-  run_backward(&plan, &expected, 0);
-  const int64_t num_cells = ((const fa_cpu_kernel *)plan.config)->phases[1].num_tasks(&plan.problem);
-  CHECK(num_cells >= 2 * 3 * 3, "%s: only %lld cells", plan.kernel, (long long)num_cells);
-  for (int64_t cell = 0; cell < num_cells; cell++) test_first_cell(&plan, &tensors, &expected, cell);
+  run_backward(&plan, &expected, 1, MANY_THREADS, 0);
+  const fa_cpu_phase *phase = &((const fa_cpu_kernel *)plan.config)->phases[1];
+  const int64_t most = phase->num_tasks(&problem, MANY_THREADS), least = phase->num_tasks(&problem, 1);
+  CHECK(least >= 4 && most >= 2 * least, "%s, %s: only %lld to %lld tasks", plan.kernel, name, (long long)least,
+        (long long)most);
+  for (uint64_t seed = 1; seed <= NUM_SEEDS; seed++) test_seed(name, &plan, &tensors, &expected, seed);
+  for (int i = 0; i < NUM_GRADIENTS; i++) free(fa_tensor_at(&expected, gradients[i])->data);
   for (int id = 0; id < FA_NUM_TENSORS; id++) free(fa_tensor_at(&tensors, id)->data);
-  for (size_t i = 0; i < sizeof gradients / sizeof *gradients; i++)
-    free(fa_tensor_at(&expected, gradients[i])->data);
+}
+
+int main(void) {
+  for (int i = 0; i < MOST_WORKERS; i++) work.workers[i].stack = malloc(STACK_BYTES);
+  fa_problem plain;
+  fa_problem_init(&plain);
+  /* A tile is so many products that a task yields behind each. */
+  plain.batch = 1, plain.num_heads = plain.num_kv_heads = 2, plain.head_dim = 60;
+  plain.seqlen_q = 501, plain.seqlen_k = 490;
+  test_problem("plain", &plain);
+
+  fa_problem causal = plain;
+  causal.window_right = 0;
+  test_problem("causal", &causal);
+
+  fa_problem bands = plain;
+  bands.num_heads = 4, bands.bands_batch = 1, bands.num_bands = 6;
+  test_problem("bands", &bands);
+
+  fa_problem bias = plain;
+  bias.batch = 2, bias.num_heads = 4, bias.bias_dtype = FA_DTYPE_F32, bias.alibi_batch = 1;
+  for (int shared = 0; shared < 8; shared++) {
+    bias.bias_batch = shared & 1 ? 1 : bias.batch;
+    bias.bias_heads = shared & 2 ? 1 : bias.num_heads;
+    bias.bias_rows = shared & 4 ? 1 : bias.seqlen_q;
+    test_problem(FA_TEXT("bias, whose shared axes are %d", shared), &bias);
+  }
+  for (int i = 0; i < MOST_WORKERS; i++) free(work.workers[i].stack);
   return report();
 }
