@@ -20,6 +20,9 @@
 
 #define PREPARE_ROWS 128 /* rows of a task of the first and the last phase */
 #define MOST_BLOCKS  4   /* of columns, of a task of the second */
+#define HALF_STRIP   (STRIP / 2)
+
+_Static_assert(HALF_STRIP % MR == 0, "whole tiles of products");
 
 /* A band, by its number, and the blocks of rows that see some columns in it. */
 typedef struct T(seen_band) {
@@ -335,24 +338,33 @@ static T(column_block) T(from_column)(const fa_problem *problem, T(column_block)
   return block;
 }
 
-/* Packs a tile's rows, unless these are those already. */
-static void T(pack_tile_rows)(const fa_cpu_job *job, const fa_tile *tile, T(row_block) * to, REAL *buffer) {
-  const fa_range rows = tile->rows;
-  if (to->head == tile->head && to->rows.begin == rows.begin && to->rows.end == rows.end) return;
+/* The part of rows from one on: whole tiles. */
+static T(row_block) T(from_row)(const fa_problem *problem, T(row_block) rows, int64_t row) {
+  const int64_t depth = T(operands)(problem->head_dim);
+  rows.q_rows += row * depth, rows.dout_rows += row * depth;
+  rows.q_panels += T(operands)(row) * NR, rows.dout_panels += T(operands)(row) * NR;
+  return rows;
+}
+
+/* Packs rows of a head, unless these are there already. */
+static void T(begin_rows)(const fa_cpu_job *job, const fa_sequence *sequence, int64_t head, fa_range rows,
+                          T(row_block) * to, REAL *buffer) {
+  if (to->head == head && to->rows.begin == rows.begin && to->rows.end == rows.end) return;
   const int64_t d = job->problem->head_dim, count = (rows.end - rows.begin) * T(operands)(d);
-  const T(rows) q = T(rows_of)(job, FA_TENSOR_Q, tile->sequence, tile->head);
-  const T(rows) dout = T(rows_of)(job, FA_TENSOR_DOUT, tile->sequence, tile->head);
+  const T(rows) q = T(rows_of)(job, FA_TENSOR_Q, sequence, head);
+  const T(rows) dout = T(rows_of)(job, FA_TENSOR_DOUT, sequence, head);
   T(pack_rows)(q, rows, d, to->q_rows);
   T(pack_rows)(dout, rows, d, to->dout_rows);
   T(pack_panels)(q, rows, d, to->q_panels, buffer);
   T(pack_panels)(dout, rows, d, to->dout_panels, buffer);
-  to->head = tile->head, to->rows = rows;
+  to->head = head, to->rows = rows;
   to->normal = T(all_normal)(to->q_rows, count) && T(all_normal)(to->dout_rows, count);
 }
 
-/* One tile: adds to dq in memory, and to dk and dv of its columns. */
+/* One tile: adds to dq in memory, and to dk and dv of its columns. Its rows are some of those that are packed
+ * together. */
 static void T(backward_tile)(const fa_cpu_job *job, const T(backward_shared) * shared, T(backward_scratch) * s,
-                             const fa_tile *tile, T(column_block) columns) {
+                             const fa_tile *tile, fa_range packed, T(column_block) columns) {
   const fa_problem *problem = job->problem;
   const int64_t d = problem->head_dim, depth = T(operands)(d), padded = fa_round_up(d, NR);
   const int64_t panel = T(operands)(BLOCK) * NR;
@@ -368,10 +380,10 @@ static void T(backward_tile)(const fa_cpu_job *job, const T(backward_shared) * s
   if (T(has_addends)(problem) && !addends.data) return;
   T(addends_gradient) gradient = {0};
   if (sums_bias) gradient = T(bias_gradient_of)(job, shared->dbias, tile, columns.bias_sums, s->addends);
-  T(pack_tile_rows)(job, tile, &s->rows, s->buffer);
+  T(begin_rows)(job, tile->sequence, tile->head, packed, &s->rows, s->buffer);
+  const T(row_block) rows = T(from_row)(problem, s->rows, tile->rows.begin - packed.begin);
 
   /* scale * q . k^T and dp = dout . v^T, then p and ds in their places */
-  const T(row_block) rows = s->rows;
   const bool normal = columns.normal && rows.normal;
   T(product_where_seen)
   (num_rows, num_columns, depth, rows.q_rows, NULL, normal, depth, 1, columns.k_transposed, depth * NR, s->p,
@@ -535,7 +547,8 @@ static void T(wait_to_add_bias)(const fa_cpu_job *job, const T(backward_shared) 
   }
 }
 
-/* All tiles of a block of rows of one head with a block of columns. */
+/* All tiles of a block of rows of one head with a block of columns. Where rows see different ones of these, a
+ * tile is half a strip of rows, with the columns that they see. */
 static void T(backward_rows)(const fa_cpu_job *job, const T(backward_shared) * shared, T(backward_scratch) * s,
                              const fa_sequence *sequence, int64_t row_block, int64_t head,
                              const T(column_block) * block) {
@@ -544,10 +557,15 @@ static void T(backward_rows)(const fa_cpu_job *job, const T(backward_shared) * s
     if (row_block < block->bands[i].first || row_block >= block->bands[i].end) continue;
     const fa_band band = fa_band_at(sequence, block->bands[i].band);
     const fa_range rows = fa_rows_in_band(&band, all_rows);
-    const fa_range columns = fa_in_units(block->columns, fa_columns_in_band(&band, rows), WHOLE);
-    const fa_tile tile = {sequence, &band, head, rows, columns};
-    if (fa_tile_sees_any(&tile)) T(backward_tile)
-    (job, shared, s, &tile, T(from_column)(job->problem, *block, columns.begin - block->columns.begin));
+    fa_tile tile = {sequence, &band, head, rows, fa_overlap(block->columns, fa_columns_in_band(&band, rows))};
+    const int64_t step = fa_tile_sees_all(&tile) ? BLOCK : HALF_STRIP;
+    for (int64_t begin = rows.begin; begin < rows.end; begin += step) {
+      tile.rows = (fa_range){begin, fa_min(begin + step, rows.end)};
+      tile.columns = fa_in_units(block->columns, fa_columns_in_band(&band, tile.rows), WHOLE);
+      if (fa_tile_sees_any(&tile)) T(backward_tile)
+      (job, shared, s, &tile, rows,
+       T(from_column)(job->problem, *block, tile.columns.begin - block->columns.begin));
+    }
   }
 }
 
