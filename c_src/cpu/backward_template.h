@@ -10,10 +10,10 @@
  *
  * A task of the second phase has some blocks of columns of a pair of a sequence and a key/value head. It packs
  * these once, goes through the blocks of rows that see them, downwards, and writes their dk and dv. What it
- * adds to dq it adds behind all earlier columns of its pair: before it takes a block of rows it waits until the
- * tasks that come to this one have it behind them. So they follow each other down the rows, a block apart.
- * Tasks are numbered by columns first, so one waits only for lower numbers, which have started: it cannot wait
- * for ever.
+ * adds to dq it adds behind all earlier columns of its pair, so that sums have the same bits for any number of
+ * threads: tasks follow each other down the rows. A task that is ahead keeps what it is to add, and goes on,
+ * until it has no more room. Tasks are numbered by columns first, so one waits only for lower numbers, which
+ * have started: it cannot wait for ever.
  *
  * Parameters: REAL, T(name), EXP_HIGHEST, BLOCK, NR (see kernels.c), and the templates before this one.
  */
@@ -21,6 +21,7 @@
 #define PREPARE_ROWS 128 /* rows of a task of the first and the last phase */
 #define MOST_BLOCKS  4   /* of columns, of a task of the second */
 #define HALF_STRIP   (STRIP / 2)
+#define MOST_KEPT    8 /* tiles of dq of a task that is ahead */
 
 _Static_assert(HALF_STRIP % MR == 0, "whole tiles of products");
 
@@ -51,15 +52,23 @@ typedef struct T(row_block) {
   bool normal;
 } T(row_block);
 
+/* What a tile adds to dq, and when. */
+typedef struct T(kept_tile) {
+  REAL *dq; /* [BLOCK][padded head_dim] */
+  int64_t head, place;
+  fa_range rows;
+} T(kept_tile);
+
 typedef struct T(backward_scratch) {
   T(column_block) blocks[MOST_BLOCKS];
   T(row_block) rows;
-  REAL *p, *ds, *addends; /* [BLOCK][BLOCK] */
-  T(operand) * ds_rows;   /* [BLOCK][operands of BLOCK] */
-  INT *hidden;            /* [BLOCK][BLOCK]: which scores are -inf */
-  INT *kept;              /* [BLOCK][BLOCK]: which scores are not dropped */
-  REAL *dq;               /* [BLOCK][padded head_dim] */
-  REAL *buffer;           /* [2][head_dim] */
+  REAL *p, *ds, *addends;             /* [BLOCK][BLOCK] */
+  T(operand) * ds_rows;               /* [BLOCK][operands of BLOCK] */
+  INT *hidden;                        /* [BLOCK][BLOCK]: which scores are -inf */
+  INT *kept;                          /* [BLOCK][BLOCK]: which scores are not dropped */
+  T(kept_tile) kept_tiles[MOST_KEPT]; /* a ring, in the order of their places: */
+  int first_kept, num_kept;           /* so many from the first on */
+  REAL *buffer;                       /* [2][head_dim] */
 } T(backward_scratch);
 
 /* Pairs of a sequence and a key/value head. */
@@ -114,7 +123,7 @@ static T(backward_scratch) T(lay_out_backward)(fa_arena *arena, const fa_problem
   s.addends = fa_take(arena, T(has_addends)(problem) ? BLOCK * BLOCK : 0, sizeof(REAL));
   s.hidden = fa_take(arena, BLOCK * BLOCK, sizeof(INT));
   s.kept = fa_take(arena, problem->dropout != 0 ? BLOCK * BLOCK : 0, sizeof(INT));
-  s.dq = fa_take(arena, BLOCK * padded, sizeof(REAL));
+  for (int i = 0; i < MOST_KEPT; i++) s.kept_tiles[i].dq = fa_take(arena, BLOCK * padded, sizeof(REAL));
   s.buffer = fa_take(arena, 2 * problem->head_dim, sizeof(REAL));
   return s;
 }
@@ -361,17 +370,75 @@ static void T(begin_rows)(const fa_cpu_job *job, const fa_sequence *sequence, in
   to->normal = T(all_normal)(to->q_rows, count) && T(all_normal)(to->dout_rows, count);
 }
 
-/* One tile: adds to dq in memory, and to dk and dv of its columns. Its rows are some of those that are packed
- * together. */
+/* What a task of the second phase does, and which tasks come before it. Its places are the blocks of rows and,
+ * in each, the heads that share the columns. */
+typedef struct T(column_task) {
+  int64_t pair, number; /* among the pair's tasks */
+  int64_t kv_head, group_size, num_blocks;
+  fa_sequence sequence;
+  T(progress) * own;
+  T(bias_group) bias_group; /* of pairs that add to the same elements of dbias */
+  int64_t first_task;       /* of the pair: those before have ended, */
+  int64_t first_pair;       /* and of the group's pairs */
+} T(column_task);
+
+static T(progress) *
+    T(progress_of)(const fa_cpu_job *job, const T(backward_shared) * shared, int64_t pair, int64_t number) {
+  return shared->progress + pair * T(pair_tasks)(job->problem, job->of_threads) + number;
+}
+
+/* Whether a task has a place behind it, in the order of its own places, or does not come to its rows. */
+static bool T(has_passed)(T(progress) * other, int64_t row_block, int64_t place) {
+  const int passed = atomic_load_explicit(&other->passed, memory_order_acquire);
+  return passed > place ||
+         (passed >= 0 && (row_block < other->first_row_block || row_block >= other->end_row_block));
+}
+
+static bool T(has_ended)(T(progress) * other) {
+  return atomic_load_explicit(&other->passed, memory_order_acquire) == INT_MAX;
+}
+
+/* Whether all that the tasks before it add to the rows of a place is there. */
+static bool T(is_its_turn)(const fa_cpu_job *job, const T(backward_shared) * shared, T(column_task) * task,
+                           int64_t place) {
+  for (int64_t i = task->first_task; i < task->number; i++) {
+    T(progress) *other = T(progress_of)(job, shared, task->pair, i);
+    if (!T(has_passed)(other, place / task->group_size, place)) return false;
+    if (i == task->first_task && T(has_ended)(other)) task->first_task++;
+  }
+  return true;
+}
+
+/* Adds kept tiles to dq, in order, until it is not the next one's turn; waits for that while there are more
+ * than most. Then the task has those places behind it that come before the next one, or before `place`. */
+static void T(add_kept)(const fa_cpu_job *job, const T(backward_shared) * shared, T(backward_scratch) * s,
+                        T(column_task) * task, int most, int64_t place) {
+  while (s->num_kept > 0) {
+    const T(kept_tile) *tile = &s->kept_tiles[s->first_kept];
+    if (!T(is_its_turn)(job, shared, task, tile->place)) {
+      if (s->num_kept <= most) break;
+      sched_yield();
+      continue;
+    }
+    T(add_rows)
+    (T(dq_sums)(job, shared->dq, &task->sequence, tile->head), tile->rows, job->problem->head_dim, tile->dq);
+    s->first_kept = --s->num_kept > 0 ? (s->first_kept + 1) % MOST_KEPT : 0;
+  }
+  const int64_t passed = s->num_kept > 0 ? s->kept_tiles[s->first_kept].place : place;
+  atomic_store_explicit(&task->own->passed, (int)passed, memory_order_release);
+}
+
+/* One tile of a task's place: adds to dk and dv of its columns, and to dq when it is its turn. Its rows are
+ * some of those that are packed together. */
 static void T(backward_tile)(const fa_cpu_job *job, const T(backward_shared) * shared, T(backward_scratch) * s,
-                             const fa_tile *tile, fa_range packed, T(column_block) columns) {
+                             T(column_task) * task, int64_t place, const fa_tile *tile, fa_range packed,
+                             T(column_block) columns) {
   const fa_problem *problem = job->problem;
   const int64_t d = problem->head_dim, depth = T(operands)(d), padded = fa_round_up(d, NR);
   const int64_t panel = T(operands)(BLOCK) * NR;
   int64_t num_rows = tile->rows.end - tile->rows.begin, num_columns = tile->columns.end - tile->columns.begin;
   int64_t stats = fa_first_stat(tile->sequence, tile->head) + tile->rows.begin;
   const REAL *lse = (const REAL *)job->tensors->lse.data + stats, *delta = shared->delta + stats;
-  T(sum_rows) dq = T(dq_sums)(job, shared->dq, tile->sequence, tile->head);
   const bool sums_bias = fa_is_sum(problem, FA_TENSOR_DBIAS);
   give_way(5 * d * num_rows * num_columns);
 
@@ -408,10 +475,13 @@ static void T(backward_tile)(const fa_cpu_job *job, const T(backward_shared) * s
   T(product_where_seen)
   (num_columns, d, T(operands)(num_rows), ds, hidden, normal, 1, BLOCK, rows.q_panels, panel, columns.dk,
    padded, ADD, 0, NULL);
+  if (s->num_kept == MOST_KEPT) T(add_kept)(job, shared, s, task, MOST_KEPT - 1, place);
+  T(kept_tile) *kept = &s->kept_tiles[(s->first_kept + s->num_kept++) % MOST_KEPT];
+  kept->head = tile->head, kept->place = place, kept->rows = tile->rows;
   T(product_where_seen)
   (num_rows, d, T(operands)(num_columns), ds_rows, hidden, normal, T(operands)(BLOCK), 1, columns.k_panels,
-   panel, s->dq, padded, STORE, 1, NULL);
-  T(add_rows)(dq, tile->rows, d, s->dq);
+   panel, kept->dq, padded, STORE, 1, NULL);
+  T(add_kept)(job, shared, s, task, MOST_KEPT, place);
 }
 
 /* Packs a block of columns of k and v. Whether the operands that a product which may leave out hidden ones
@@ -443,25 +513,8 @@ static int64_t T(find_bands)(const fa_sequence *sequence, fa_range columns, T(se
   return count;
 }
 
-/* What a task of the second phase does, and which tasks come before it. Its places are the blocks of rows and,
- * in each, the heads that share the columns. */
-typedef struct T(column_task) {
-  int64_t pair, number; /* among the pair's tasks */
-  int64_t kv_head, num_blocks;
-  fa_sequence sequence;
-  T(progress) * own;
-  T(bias_group) group; /* of pairs that add to the same elements of dbias */
-  int64_t first_task;  /* of the pair: those before have ended, */
-  int64_t first_pair;  /* and of the group's pairs */
-} T(column_task);
-
 static int64_t T(num_column_tasks)(const fa_problem *problem, int32_t of_threads) {
   return T(num_pairs)(problem) * T(pair_tasks)(problem, of_threads);
-}
-
-static T(progress) *
-    T(progress_of)(const fa_cpu_job *job, const T(backward_shared) * shared, int64_t pair, int64_t number) {
-  return shared->progress + pair * T(pair_tasks)(job->problem, job->of_threads) + number;
 }
 
 /* Packs a block of columns, if anybody sees it, and sets to 0 what is summed of it. */
@@ -469,15 +522,14 @@ static void T(begin_columns)(const fa_cpu_job *job, const T(backward_shared) * s
                              const T(column_task) * task, T(column_block) * block, REAL *buffer) {
   const fa_problem *problem = job->problem;
   const size_t gradient_bytes = (size_t)(BLOCK * fa_round_up(problem->head_dim, NR)) * sizeof(REAL);
-  const int64_t group = problem->num_heads / problem->num_kv_heads;
   memset(block->dk, 0, gradient_bytes);
   memset(block->dv, 0, gradient_bytes);
   memset(block->bias_sums, 0, (size_t)(T(num_bias_rows)(problem) * BLOCK) * sizeof(REAL));
   if (shared->head_sums) {
     const int64_t place = task->sequence.batch * T(num_column_blocks)(problem) + block->columns.begin / BLOCK;
     block->head_sums = shared->head_sums + T(num_head_sums)(problem) * place;
-    memset(block->head_sums + task->kv_head * group * NUM_HEAD_NUMBERS, 0,
-           (size_t)(group * NUM_HEAD_NUMBERS) * sizeof *block->head_sums);
+    memset(block->head_sums + task->kv_head * task->group_size * NUM_HEAD_NUMBERS, 0,
+           (size_t)(task->group_size * NUM_HEAD_NUMBERS) * sizeof *block->head_sums);
   }
   if (block->num_bands > 0) block->normal = T(pack_columns)(job, &task->sequence, task->kv_head, block, buffer);
 }
@@ -492,9 +544,10 @@ static T(column_task) T(begin_task)(const fa_cpu_job *job, const T(backward_shar
   task = {.pair = pair,
           .number = number,
           .kv_head = pair % problem->num_kv_heads,
+          .group_size = problem->num_heads / problem->num_kv_heads,
           .sequence = fa_sequence_of(problem, job->tensors, pair / problem->num_kv_heads),
           .own = T(progress_of)(job, shared, pair, number),
-          .group = T(bias_group_of)(problem, pair)};
+          .bias_group = T(bias_group_of)(problem, pair)};
   const fa_blocks blocks = fa_blocks_of_columns(&task.sequence, BLOCK);
   const int64_t most = T(task_blocks)(problem, job->of_threads), first = number * most;
   int32_t first_row_block = INT32_MAX, end_row_block = 0;
@@ -516,42 +569,27 @@ static T(column_task) T(begin_task)(const fa_cpu_job *job, const T(backward_shar
 /* The task of the i-th pair of a task's group that has the same columns. */
 static T(progress) * T(group_task)(const fa_cpu_job *job, const T(backward_shared) * shared,
                                    const T(column_task) * task, int64_t i) {
-  return T(progress_of)(job, shared, task->group.first + i * task->group.step, task->number);
-}
-
-/* Waits until a task has a place behind it, if it comes to the block of rows at all. Whether it has ended. */
-static bool T(wait_for_task)(T(progress) * other, int64_t row_block, int64_t place) {
-  wait_until(&other->passed, 0); /* it begins at any moment */
-  if (other->first_row_block <= row_block && row_block < other->end_row_block)
-    wait_until(&other->passed, (int)place + 1);
-  return atomic_load_explicit(&other->passed, memory_order_acquire) == INT_MAX;
-}
-
-/* Waits for those that add to the same rows of dq before the task. */
-static void T(wait_to_add_dq)(const fa_cpu_job *job, const T(backward_shared) * shared, T(column_task) * task,
-                              int64_t row_block, int64_t place) {
-  bool have_ended = true;
-  for (int64_t i = task->first_task; i < task->number; i++) {
-    have_ended &= T(wait_for_task)(T(progress_of)(job, shared, task->pair, i), row_block, place);
-    task->first_task += have_ended;
-  }
+  return T(progress_of)(job, shared, task->bias_group.first + i * task->bias_group.step, task->number);
 }
 
 /* Waits for those that add to the same elements of dbias before the task. */
 static void T(wait_to_add_bias)(const fa_cpu_job *job, const T(backward_shared) * shared, T(column_task) * task,
-                                int64_t row_block, int64_t place) {
-  bool have_ended = true;
-  for (int64_t i = task->first_pair; i < task->group.number; i++) {
-    have_ended &= T(wait_for_task)(T(group_task)(job, shared, task, i), row_block, place);
-    task->first_pair += have_ended;
+                                int64_t row_block) {
+  const int64_t last_place = (row_block + 1) * task->group_size - 1;
+  for (int64_t i = task->first_pair; i < task->bias_group.number; i++) {
+    T(progress) *other = T(group_task)(job, shared, task, i);
+    while (!T(has_passed)(other, row_block, last_place)) sched_yield();
+    if (i == task->first_pair && T(has_ended)(other)) task->first_pair++;
   }
 }
 
 /* All tiles of a block of rows of one head with a block of columns. Where rows see different ones of these, a
  * tile is half a strip of rows, with the columns that they see. */
 static void T(backward_rows)(const fa_cpu_job *job, const T(backward_shared) * shared, T(backward_scratch) * s,
-                             const fa_sequence *sequence, int64_t row_block, int64_t head,
-                             const T(column_block) * block) {
+                             T(column_task) * task, int64_t place, const T(column_block) * block) {
+  const fa_sequence *sequence = &task->sequence;
+  const int64_t row_block = place / task->group_size,
+                head = task->kv_head * task->group_size + place % task->group_size;
   const fa_range all_rows = {row_block * BLOCK, fa_min((row_block + 1) * BLOCK, sequence->seqlen_q)};
   for (int64_t i = 0; i < block->num_bands; i++) {
     if (row_block < block->bands[i].first || row_block >= block->bands[i].end) continue;
@@ -563,7 +601,7 @@ static void T(backward_rows)(const fa_cpu_job *job, const T(backward_shared) * s
       tile.rows = (fa_range){begin, fa_min(begin + step, rows.end)};
       tile.columns = fa_in_units(block->columns, fa_columns_in_band(&band, tile.rows), WHOLE);
       if (fa_tile_sees_any(&tile)) T(backward_tile)
-      (job, shared, s, &tile, rows,
+      (job, shared, s, task, place, &tile, rows,
        T(from_column)(job->problem, *block, tile.columns.begin - block->columns.begin));
     }
   }
@@ -574,10 +612,10 @@ static void T(add_bias_sums)(const fa_cpu_job *job, const T(backward_shared) * s
                              const T(column_task) * task, const T(column_block) * block) {
   const fa_problem *problem = job->problem;
   const int64_t num_rows = T(num_bias_rows)(problem);
-  for (int64_t i = 0; num_rows > 0 && i < task->group.number; i++)
+  for (int64_t i = 0; num_rows > 0 && i < task->bias_group.number; i++)
     wait_until(&T(group_task)(job, shared, task, i)->passed, INT_MAX);
   for (int64_t i = 0; i < num_rows; i++) {
-    const int64_t head = task->kv_head * (problem->num_heads / problem->num_kv_heads) + i;
+    const int64_t head = task->kv_head * task->group_size + i;
     const fa_tile tile = {&task->sequence, NULL, head, {0, 1}, block->columns};
     T(add_bias_gradient)(job, shared->dbias, &tile, block->bias_sums + i * BLOCK);
   }
@@ -585,20 +623,20 @@ static void T(add_bias_sums)(const fa_cpu_job *job, const T(backward_shared) * s
 
 static void T(columns_task)(const fa_cpu_job *job, int64_t task_number, void *scratch) {
   const fa_problem *problem = job->problem;
-  const int64_t d = problem->head_dim, group = problem->num_heads / problem->num_kv_heads;
+  const int64_t d = problem->head_dim;
   T(backward_shared) shared = T(lay_out_shared)(&(fa_arena){.base = job->shared}, problem, job->of_threads);
   T(backward_scratch) s = T(lay_out_backward)(&(fa_arena){.base = scratch}, problem, job->of_threads);
   T(column_task) task = T(begin_task)(job, &shared, task_number, &s);
-  for (int64_t r = task.own->first_row_block; r < task.own->end_row_block; r++) {
-    if (T(num_bias_rows)(problem) == 0) T(wait_to_add_bias)(job, &shared, &task, r, (r + 1) * group - 1);
-    for (int64_t i = 0; i < group; i++) {
-      const int64_t place = r * group + i;
-      T(wait_to_add_dq)(job, &shared, &task, r, place);
-      for (int64_t b = 0; b < task.num_blocks; b++)
-        T(backward_rows)(job, &shared, &s, &task.sequence, r, task.kv_head * group + i, &s.blocks[b]);
-      atomic_store_explicit(&task.own->passed, (int)place + 1, memory_order_release);
-    }
+  const int64_t first_place = task.own->first_row_block * task.group_size,
+                end_place = task.own->end_row_block * task.group_size;
+  for (int64_t place = first_place; place < end_place; place++) {
+    if (place % task.group_size == 0 && T(num_bias_rows)(problem) == 0)
+      T(wait_to_add_bias)(job, &shared, &task, place / task.group_size);
+    for (int64_t b = 0; b < task.num_blocks; b++)
+      T(backward_rows)(job, &shared, &s, &task, place, &s.blocks[b]);
+    T(add_kept)(job, &shared, &s, &task, MOST_KEPT, place + 1);
   }
+  T(add_kept)(job, &shared, &s, &task, 0, end_place);
   for (int64_t b = 0; b < task.num_blocks; b++) {
     const T(column_block) *block = &s.blocks[b];
     T(store_rows)(T(rows_of)(job, FA_TENSOR_DK, &task.sequence, task.kv_head), block->columns, d, block->dk);
