@@ -5,15 +5,16 @@
  *     q, o, dout, dq [batch, seqlen_q, num_heads, head_dim]     lse [batch, num_heads, seqlen_q]
  *     k, v, dk, dv [batch, seqlen_k, num_kv_heads, head_dim]    sink, dsink [num_sinks, num_heads]
  *
- * Three phases: delta = rowsum(o * dout) - dlse, drow_sinks, and dq cleared; dq, dk and dv; 16-bit dq rounded,
- * and dsink.
+ * Three phases: delta = rowsum(o * dout) - dlse, drow_sinks, and dq cleared; dq, dk and dv; dq of lanes summed,
+ * that of 16-bit types rounded, and dsink.
  *
  * A task of the second phase has some blocks of columns of a pair of a sequence and a key/value head. It packs
  * these once, goes through the blocks of rows that see them, downwards, and writes their dk and dv. What it
  * adds to dq it adds behind all earlier columns of its pair, so that sums have the same bits for any number of
  * threads: tasks follow each other down the rows. A task that is ahead keeps what it is to add, and goes on,
- * until it has no more room. Tasks are numbered by columns first, so one waits only for lower numbers, which
- * have started: it cannot wait for ever.
+ * until it has no more room. Of few pairs columns are dealt out to lanes, each with a dq of its own; these are
+ * summed at the end. Tasks are numbered by columns first, so one waits only for lower numbers, which have
+ * started: it cannot wait for ever.
  *
  * Parameters: REAL, T(name), EXP_HIGHEST, BLOCK, NR (see kernels.c), and the templates before this one.
  */
@@ -22,6 +23,8 @@
 #define MOST_BLOCKS  4   /* of columns, of a task of the second */
 #define HALF_STRIP   (STRIP / 2)
 #define MOST_KEPT    8 /* tiles of dq of a task that is ahead */
+#define MANY_LANES   8 /* of all pairs */
+#define LANES_BYTES  (32 << 20)
 
 _Static_assert(HALF_STRIP % MR == 0, "whole tiles of products");
 
@@ -78,6 +81,21 @@ static int64_t T(num_column_blocks)(const fa_problem *problem) {
   return fa_divide_up(problem->seqlen_k, BLOCK);
 }
 
+/* How many blocks of columns a lane has, in whole tasks. Tasks of one lane that are under way at a time hold
+ * each other up; what lanes cost is memory, and a sum. A choice by the problem alone, as sums depend on it. */
+static int64_t T(lane_blocks)(const fa_problem *problem) {
+  const int64_t blocks = fa_max(T(num_column_blocks)(problem), 1);
+  const int64_t dq_bytes =
+      problem->batch * problem->seqlen_q * problem->num_heads * problem->head_dim * (int64_t)sizeof(REAL);
+  const int64_t wanted =
+      fa_min(MANY_LANES / fa_max(T(num_pairs)(problem), 1), LANES_BYTES / fa_max(dq_bytes, 1));
+  return fa_round_up(fa_divide_up(blocks, fa_max(wanted, 1)), MOST_BLOCKS);
+}
+
+static int64_t T(num_lanes)(const fa_problem *problem) {
+  return fa_divide_up(fa_max(T(num_column_blocks)(problem), 1), T(lane_blocks)(problem));
+}
+
 /* Blocks of columns of a task. The more they are, the seldomer rows of q and dout are packed; but they should
  * stay in cache, and each thread is to have several tasks. Gradients do not depend on it. */
 static int64_t T(task_blocks)(const fa_problem *problem, int32_t of_threads) {
@@ -88,9 +106,9 @@ static int64_t T(task_blocks)(const fa_problem *problem, int32_t of_threads) {
   return blocks;
 }
 
-/* Tasks of a pair. */
+/* Tasks of a pair: lane by lane in turn. Some may have no columns. */
 static int64_t T(pair_tasks)(const fa_problem *problem, int32_t of_threads) {
-  return fa_divide_up(T(num_column_blocks)(problem), T(task_blocks)(problem, of_threads));
+  return T(num_lanes)(problem) * (T(lane_blocks)(problem) / T(task_blocks)(problem, of_threads));
 }
 
 static T(column_block) T(lay_out_columns)(fa_arena *arena, const fa_problem *problem) {
@@ -159,15 +177,18 @@ static bool T(sums_heads)(const fa_problem *problem) {
   return is_needed;
 }
 
-/* Whether dq is summed in shared memory, and rounded into the tensor at the end. */
-static bool T(sums_apart)(const fa_problem *problem) { return fa_dtype_bytes(problem->dtype) < sizeof(REAL); }
+/* Whether dq is summed in shared memory, and put into the tensor at the end. */
+static bool T(sums_apart)(const fa_problem *problem) {
+  return fa_dtype_bytes(problem->dtype) < sizeof(REAL) || T(num_lanes)(problem) > 1;
+}
 
 static T(backward_shared) T(lay_out_shared)(fa_arena *arena, const fa_problem *problem, int32_t of_threads) {
   T(backward_shared) s = {0};
   const int64_t rows = problem->batch * problem->num_heads * problem->seqlen_q;
   s.delta = fa_take(arena, rows, sizeof(REAL));
   s.progress = fa_take(arena, T(num_pairs)(problem) * T(pair_tasks)(problem, of_threads), sizeof *s.progress);
-  if (T(sums_apart)(problem)) s.dq = fa_take(arena, rows * problem->head_dim, sizeof(REAL));
+  if (T(sums_apart)(problem))
+    s.dq = fa_take(arena, T(num_lanes)(problem) * rows * problem->head_dim, sizeof(REAL));
   if (fa_is_sum(problem, FA_TENSOR_DBIAS) && T(sums_bias_apart)(problem))
     s.dbias = fa_take(arena, fa_num_elements(problem, FA_TENSOR_DBIAS), sizeof(REAL));
   if (T(sums_heads)(problem))
@@ -182,15 +203,20 @@ static size_t T(backward_shared_bytes)(const fa_problem *problem, int32_t of_thr
   return sizes.used;
 }
 
-/* Where the rows of dq are summed: in the tensor itself, or in shared memory. */
+/* Where the rows of dq of a lane are summed: in the tensor itself, or in shared memory. */
 typedef struct T(sum_rows) {
   REAL *data;
   int64_t stride;
 } T(sum_rows);
 
-static T(sum_rows) T(dq_sums)(const fa_cpu_job *job, REAL *sums, const fa_sequence *sequence, int64_t head) {
+static T(sum_rows)
+    T(dq_sums)(const fa_cpu_job *job, REAL *sums, int64_t lane, const fa_sequence *sequence, int64_t head) {
+  const fa_problem *problem = job->problem;
   fa_tensor tensor = job->tensors->dq;
-  if (sums) tensor = fa_tensor_contiguous(job->problem, FA_TENSOR_DQ, sums);
+  if (sums) {
+    sums += lane * problem->batch * problem->seqlen_q * problem->num_heads * problem->head_dim;
+    tensor = fa_tensor_contiguous(problem, FA_TENSOR_DQ, sums);
+  }
   return (T(sum_rows)){(REAL *)T(first_row)(&tensor, sizeof(REAL), sequence, head), tensor.stride_row};
 }
 
@@ -229,9 +255,11 @@ static T(task_rows) T(chunk_of)(const fa_cpu_job *job, int64_t task) {
 }
 
 static void T(clear_dq)(const fa_cpu_job *job, REAL *sums, const T(task_rows) * chunk) {
-  T(sum_rows) to = T(dq_sums)(job, sums, &chunk->sequence, chunk->head);
-  for (int64_t r = chunk->rows.begin; r < chunk->rows.end; r++)
-    memset(to.data + r * to.stride, 0, (size_t)job->problem->head_dim * sizeof(REAL));
+  for (int64_t lane = 0; lane < T(num_lanes)(job->problem); lane++) {
+    T(sum_rows) to = T(dq_sums)(job, sums, lane, &chunk->sequence, chunk->head);
+    for (int64_t r = chunk->rows.begin; r < chunk->rows.end; r++)
+      memset(to.data + r * to.stride, 0, (size_t)job->problem->head_dim * sizeof(REAL));
+  }
 }
 
 /* exp(sink - lse), the share of a sink */
@@ -374,11 +402,12 @@ static void T(begin_rows)(const fa_cpu_job *job, const fa_sequence *sequence, in
  * in each, the heads that share the columns. */
 typedef struct T(column_task) {
   int64_t pair, number; /* among the pair's tasks */
+  int64_t lane;
   int64_t kv_head, group_size, num_blocks;
   fa_sequence sequence;
   T(progress) * own;
   T(bias_group) bias_group; /* of pairs that add to the same elements of dbias */
-  int64_t first_task;       /* of the pair: those before have ended, */
+  int64_t first_task;       /* of the lane: those before have ended, */
   int64_t first_pair;       /* and of the group's pairs */
 } T(column_task);
 
@@ -401,10 +430,11 @@ static bool T(has_ended)(T(progress) * other) {
 /* Whether all that the tasks before it add to the rows of a place is there. */
 static bool T(is_its_turn)(const fa_cpu_job *job, const T(backward_shared) * shared, T(column_task) * task,
                            int64_t place) {
-  for (int64_t i = task->first_task; i < task->number; i++) {
+  const int64_t step = T(num_lanes)(job->problem);
+  for (int64_t i = task->first_task; i < task->number; i += step) {
     T(progress) *other = T(progress_of)(job, shared, task->pair, i);
     if (!T(has_passed)(other, place / task->group_size, place)) return false;
-    if (i == task->first_task && T(has_ended)(other)) task->first_task++;
+    if (i == task->first_task && T(has_ended)(other)) task->first_task += step;
   }
   return true;
 }
@@ -421,7 +451,8 @@ static void T(add_kept)(const fa_cpu_job *job, const T(backward_shared) * shared
       continue;
     }
     T(add_rows)
-    (T(dq_sums)(job, shared->dq, &task->sequence, tile->head), tile->rows, job->problem->head_dim, tile->dq);
+    (T(dq_sums)(job, shared->dq, task->lane, &task->sequence, tile->head), tile->rows, job->problem->head_dim,
+     tile->dq);
     s->first_kept = --s->num_kept > 0 ? (s->first_kept + 1) % MOST_KEPT : 0;
   }
   const int64_t passed = s->num_kept > 0 ? s->kept_tiles[s->first_kept].place : place;
@@ -543,13 +574,16 @@ static T(column_task) T(begin_task)(const fa_cpu_job *job, const T(backward_shar
   T(column_task)
   task = {.pair = pair,
           .number = number,
+          .lane = number % T(num_lanes)(problem),
+          .first_task = number % T(num_lanes)(problem),
           .kv_head = pair % problem->num_kv_heads,
           .group_size = problem->num_heads / problem->num_kv_heads,
           .sequence = fa_sequence_of(problem, job->tensors, pair / problem->num_kv_heads),
           .own = T(progress_of)(job, shared, pair, number),
           .bias_group = T(bias_group_of)(problem, pair)};
   const fa_blocks blocks = fa_blocks_of_columns(&task.sequence, BLOCK);
-  const int64_t most = T(task_blocks)(problem, job->of_threads), first = number * most;
+  const int64_t most = T(task_blocks)(problem, job->of_threads);
+  const int64_t first = task.lane * T(lane_blocks)(problem) + number / T(num_lanes)(problem) * most;
   int32_t first_row_block = INT32_MAX, end_row_block = 0;
   for (; task.num_blocks < most && first + task.num_blocks < blocks.count; task.num_blocks++) {
     T(column_block) *block = &s->blocks[task.num_blocks];
@@ -706,10 +740,16 @@ static int64_t T(num_finish_tasks)(const fa_problem *problem, int32_t of_threads
 }
 
 static void T(finish_dq)(const fa_cpu_job *job, REAL *sums, const T(task_rows) * chunk) {
-  const T(sum_rows) from = T(dq_sums)(job, sums, &chunk->sequence, chunk->head);
+  const T(sum_rows) all = T(dq_sums)(job, sums, 0, &chunk->sequence, chunk->head);
+  for (int64_t lane = 1; lane < T(num_lanes)(job->problem); lane++) {
+    const T(sum_rows) from = T(dq_sums)(job, sums, lane, &chunk->sequence, chunk->head);
+    for (int64_t r = chunk->rows.begin; r < chunk->rows.end; r++)
+      for (int64_t x = 0; x < job->problem->head_dim; x++)
+        all.data[r * all.stride + x] += from.data[r * from.stride + x];
+  }
   const T(rows) to = T(rows_of)(job, FA_TENSOR_DQ, &chunk->sequence, chunk->head);
   for (int64_t r = chunk->rows.begin; r < chunk->rows.end; r++)
-    T(store_row)(to, r, job->problem->head_dim, from.data + r * from.stride);
+    T(store_row)(to, r, job->problem->head_dim, all.data + r * all.stride);
 }
 
 static void T(finish_task)(const fa_cpu_job *job, int64_t task, void *scratch) {

@@ -181,6 +181,10 @@ int main(void) {
   causal.window_right = 0;
   test_problem("causal", &causal);
 
+  fa_problem lanes = plain; /* of four blocks of columns or more */
+  lanes.num_heads = 4, lanes.seqlen_q = 290, lanes.seqlen_k = 1100;
+  test_problem("lanes", &lanes);
+
   fa_problem bands = plain;
   bands.num_heads = 4, bands.bands_batch = 1, bands.num_bands = 6;
   test_problem("bands", &bands);
