@@ -162,7 +162,7 @@ typedef struct T(progress) {
 typedef struct T(backward_shared) {
   REAL *delta;            /* [batch, num_heads, seqlen_q] */
   T(progress) * progress; /* [pairs][T(pair_tasks)] */
-  REAL *dq;               /* sums in f32, as the tensor, contiguous; NULL where REAL is its own type */
+  REAL *dq;               /* [lanes] of sums, as the tensor; NULL where they are made in the tensor itself */
   REAL *dbias;            /* as the tensor; NULL where sums are made in the tensor itself */
   double *head_sums;      /* [batch][blocks of columns][num_heads][NUM_HEAD_NUMBERS]: their gradients' terms */
 } T(backward_shared);
@@ -330,8 +330,7 @@ static void T(find_delta)(const fa_cpu_job *job, const T(task_rows) * chunk, T(b
   int64_t d = problem->head_dim, batch = chunk->sequence.batch;
   for (int64_t r = chunk->rows.begin; r < chunk->rows.end; r++) {
     const REAL *o_row = T(load_row)(o, r, d, s.buffer), *dout_row = T(load_row)(dout, r, d, s.buffer + d);
-    REAL sum = 0;
-    for (int64_t p = 0; p < d; p++) sum += o_row[p] * dout_row[p];
+    REAL sum = T(dot)(o_row, dout_row, d);
     if (problem->dlse_batch > 0) {
       if (T(sees_nothing)(job, &chunk->sequence, chunk->head, r, sum, s.buffer))
         sum = 0; /* its o is 0, and its lse that of the sinks */

@@ -33,12 +33,6 @@ INLINE void T(add_scaled)(REAL *sum, REAL weight, const REAL *row, int64_t count
   for (int64_t i = 0; i < count; i++) sum[i] += weight * row[i];
 }
 
-INLINE REAL T(dot)(const REAL *x, const REAL *y, int64_t count) {
-  REAL sum = 0;
-  for (int64_t i = 0; i < count; i++) sum += x[i] * y[i];
-  return sum;
-}
-
 /* The largest lse of the row's parts and sinks; -inf where there is nothing. */
 static REAL T(largest_lse)(const fa_merge *merge, int64_t batch, int64_t head, int64_t row) {
   REAL largest = -INFINITY;

@@ -399,12 +399,6 @@ typedef struct T(addends_gradient) {
   bool is_sum;
 } T(addends_gradient);
 
-static double T(sum_of_lanes)(T(vec) x) {
-  double sum = 0;
-  for (int v = 0; v < LANES; v++) sum += (double)x[v];
-  return sum;
-}
-
 #if PAIRS
 
 /* Rows i and i + 1 of p and ds [BLOCK, BLOCK], or the first alone where it is the tile's last, become operands

@@ -141,6 +141,22 @@ INLINE T(mask) T(lanes)(void) {
 INLINE T(vec) T(from_integers)(T(mask) x) { return __builtin_convertvector(x, T(vec)); }
 INLINE T(vec) T(absolute)(T(vec) x) { return T(max)(x, -x); }
 
+static double T(sum_of_lanes)(T(vec) x) {
+  double sum = 0;
+  for (int v = 0; v < LANES; v++) sum += (double)x[v];
+  return sum;
+}
+
+/* The sum of products: by lanes first, which need not wait for each other. */
+static REAL T(dot)(const REAL *a, const REAL *b, int64_t count) {
+  T(vec) sums = {0};
+  int64_t i = 0;
+  for (; i + LANES <= count; i += LANES) sums += T(load)(a + i) * T(load)(b + i);
+  REAL sum = (REAL)T(sum_of_lanes)(sums);
+  for (; i < count; i++) sum += a[i] * b[i];
+  return sum;
+}
+
 #undef ROUNDER
 #undef SHIFT
 #undef LN2_HIGH
