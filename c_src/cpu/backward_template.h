@@ -24,7 +24,7 @@
 #define HALF_STRIP   (STRIP / 2)
 #define MOST_KEPT    8 /* tiles of dq of a task that is ahead */
 #define MANY_LANES   8 /* of all pairs */
-#define LANES_BYTES  (32 << 20)
+#define LANES_BYTES  (16 << 20)
 
 _Static_assert(HALF_STRIP % MR == 0, "whole tiles of products");
 

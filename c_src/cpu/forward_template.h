@@ -154,6 +154,7 @@ static void T(forward_tile)(const fa_cpu_job *job, const fa_tile *tile, T(forwar
   const fa_problem *problem = job->problem;
   const int64_t d = problem->head_dim, depth = T(operands)(d), padded = fa_round_up(d, NR);
   int64_t num_rows = tile->rows.end - tile->rows.begin, num_columns = tile->columns.end - tile->columns.begin;
+  give_way(2 * d * num_rows * num_columns);
   T(addends) addends = {0};
   if (T(has_addends)(problem)) addends = T(find_addends)(job, tile, s.addends);
   if (T(has_addends)(problem) && !addends.data) return;
@@ -220,7 +221,6 @@ static void T(forward_sums)(const fa_cpu_job *job, const fa_sequence *sequence, 
       fa_range columns = fa_overlap(block, fa_columns_in_band(&band, rows));
       columns.begin -= columns.begin % T(PER_OPERAND); /* the same columns are pairs, whatever rows see */
       const int64_t num_columns = columns.end - columns.begin;
-      give_way(2 * d * num_columns * (heads.end - heads.begin) * (rows.end - rows.begin));
       T(pack_rows)(k, columns, d, s.k);
       T(pack_panels)(v, columns, d, s.v, s.buffer);
       const T(normal) normal = {normal_q && (!PAIRS || T(all_normal)(s.k, num_columns * depth)),

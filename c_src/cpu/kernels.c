@@ -94,7 +94,7 @@
 #define TEXT(x)     TEXT_(x)
 #define INLINE      static inline __attribute__((always_inline))
 
-/* Between blocks, after YIELD_PRODUCTS: these take some 70 microseconds. Linux puts a thread that yields behind
+/* Between tiles, after YIELD_PRODUCTS: these take some 70 microseconds. Linux puts a thread that yields behind
  * those that never do, for 100 ms and more in the end; a VM's schedulers yield while they look for work.
  * Yielding too, and as often, keeps them level: they get a processor within 10 ms while every one is computing
  * (of two yields, 16 schedulers: 13, at times 27). Where nobody waits it costs a microsecond. products: those
