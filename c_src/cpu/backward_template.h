@@ -82,13 +82,16 @@ static int64_t T(num_column_blocks)(const fa_problem *problem) {
 }
 
 /* How many blocks of columns a lane has, in whole tasks. Tasks of one lane that are under way at a time hold
- * each other up; what lanes cost is memory, and a sum. A choice by the problem alone, as sums depend on it. */
+ * each other up, where rows see most columns; what lanes cost is memory, and a sum, which would be much beside
+ * what a mask leaves. A choice by the problem alone, as sums depend on it. */
 static int64_t T(lane_blocks)(const fa_problem *problem) {
   const int64_t blocks = fa_max(T(num_column_blocks)(problem), 1);
   const int64_t dq_bytes =
       problem->batch * problem->seqlen_q * problem->num_heads * problem->head_dim * (int64_t)sizeof(REAL);
+  const bool sees_most =
+      problem->num_bands <= 1 && problem->window_left + problem->window_right >= problem->seqlen_k / 2;
   const int64_t wanted =
-      fa_min(MANY_LANES / fa_max(T(num_pairs)(problem), 1), LANES_BYTES / fa_max(dq_bytes, 1));
+      sees_most ? fa_min(MANY_LANES / fa_max(T(num_pairs)(problem), 1), LANES_BYTES / fa_max(dq_bytes, 1)) : 1;
   return fa_round_up(fa_divide_up(blocks, fa_max(wanted, 1)), MOST_BLOCKS);
 }
 
