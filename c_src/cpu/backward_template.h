@@ -22,9 +22,9 @@
 #define PREPARE_ROWS 128 /* rows of a task of the first and the last phase */
 #define MOST_BLOCKS  4   /* of columns, of a task of the second */
 #define HALF_STRIP   (STRIP / 2)
-#define MOST_KEPT    8 /* tiles of dq of a task that is ahead */
-#define MANY_LANES   8 /* of all pairs */
-#define LANES_BYTES  (16 << 20)
+#define MOST_KEPT    8          /* tiles of dq of a task that is ahead */
+#define MANY_LANES   8          /* of all pairs */
+#define LANES_BYTES  (16 << 20) /* of dq of all lanes */
 
 _Static_assert(HALF_STRIP % MR == 0, "whole tiles of products");
 
@@ -86,8 +86,7 @@ static int64_t T(num_column_blocks)(const fa_problem *problem) {
  * what a mask leaves. A choice by the problem alone, as sums depend on it. */
 static int64_t T(lane_blocks)(const fa_problem *problem) {
   const int64_t blocks = fa_max(T(num_column_blocks)(problem), 1);
-  const int64_t dq_bytes =
-      problem->batch * problem->seqlen_q * problem->num_heads * problem->head_dim * (int64_t)sizeof(REAL);
+  const int64_t dq_bytes = fa_num_elements(problem, FA_TENSOR_DQ) * (int64_t)sizeof(REAL);
   const bool sees_most =
       problem->num_bands <= 1 && problem->window_left + problem->window_right >= problem->seqlen_k / 2;
   const int64_t wanted =
@@ -187,11 +186,10 @@ static bool T(sums_apart)(const fa_problem *problem) {
 
 static T(backward_shared) T(lay_out_shared)(fa_arena *arena, const fa_problem *problem, int32_t of_threads) {
   T(backward_shared) s = {0};
-  const int64_t rows = problem->batch * problem->num_heads * problem->seqlen_q;
-  s.delta = fa_take(arena, rows, sizeof(REAL));
+  s.delta = fa_take(arena, problem->batch * problem->num_heads * problem->seqlen_q, sizeof(REAL));
   s.progress = fa_take(arena, T(num_pairs)(problem) * T(pair_tasks)(problem, of_threads), sizeof *s.progress);
   if (T(sums_apart)(problem))
-    s.dq = fa_take(arena, T(num_lanes)(problem) * rows * problem->head_dim, sizeof(REAL));
+    s.dq = fa_take(arena, T(num_lanes)(problem) * fa_num_elements(problem, FA_TENSOR_DQ), sizeof(REAL));
   if (fa_is_sum(problem, FA_TENSOR_DBIAS) && T(sums_bias_apart)(problem))
     s.dbias = fa_take(arena, fa_num_elements(problem, FA_TENSOR_DBIAS), sizeof(REAL));
   if (T(sums_heads)(problem))
@@ -214,27 +212,24 @@ typedef struct T(sum_rows) {
 
 static T(sum_rows)
     T(dq_sums)(const fa_cpu_job *job, REAL *sums, int64_t lane, const fa_sequence *sequence, int64_t head) {
-  const fa_problem *problem = job->problem;
   fa_tensor tensor = job->tensors->dq;
-  if (sums) {
-    sums += lane * problem->batch * problem->seqlen_q * problem->num_heads * problem->head_dim;
-    tensor = fa_tensor_contiguous(problem, FA_TENSOR_DQ, sums);
-  }
+  if (sums)
+    tensor = fa_tensor_contiguous(job->problem, FA_TENSOR_DQ,
+                                  sums + lane * fa_num_elements(job->problem, FA_TENSOR_DQ));
   return (T(sum_rows)){(REAL *)T(first_row)(&tensor, sizeof(REAL), sequence, head), tensor.stride_row};
 }
 
-/* Adds from [rows, padded columns] to rows of dq. */
-static void T(add_rows)(T(sum_rows) to, fa_range rows, int64_t columns, const REAL *from) {
-  for (int64_t r = rows.begin; r < rows.end; r++, from += fa_round_up(columns, NR)) {
+/* Adds rows of so many columns, a stride apart, to rows of dq. */
+static void T(add_rows)(T(sum_rows) to, fa_range rows, int64_t columns, const REAL *from, int64_t stride) {
+  for (int64_t r = rows.begin; r < rows.end; r++, from += stride) {
     REAL *row = to.data + r * to.stride;
     for (int64_t x = 0; x < columns; x++) row[x] += from[x];
   }
 }
 
-/* Stores from [rows, padded columns] to rows of a tensor. */
-static void T(store_rows)(T(rows) to, fa_range rows, int64_t columns, const REAL *from) {
-  for (int64_t r = rows.begin; r < rows.end; r++, from += fa_round_up(columns, NR))
-    T(store_row)(to, r, columns, from);
+/* Stores them to rows of a tensor. */
+static void T(store_rows)(T(rows) to, fa_range rows, int64_t columns, const REAL *from, int64_t stride) {
+  for (int64_t r = rows.begin; r < rows.end; r++, from += stride) T(store_row)(to, r, columns, from);
 }
 
 /* ---- the first phase ------------------------------------------------------------------------------ */
@@ -403,8 +398,7 @@ static void T(begin_rows)(const fa_cpu_job *job, const fa_sequence *sequence, in
 /* What a task of the second phase does, and which tasks come before it. Its places are the blocks of rows and,
  * in each, the heads that share the columns. */
 typedef struct T(column_task) {
-  int64_t pair, number; /* among the pair's tasks */
-  int64_t lane;
+  int64_t number, lane; /* among the pair's tasks and lanes */
   int64_t kv_head, group_size, num_blocks;
   fa_sequence sequence;
   T(progress) * own;
@@ -430,11 +424,10 @@ static bool T(has_ended)(T(progress) * other) {
 }
 
 /* Whether all that the tasks before it add to the rows of a place is there. */
-static bool T(is_its_turn)(const fa_cpu_job *job, const T(backward_shared) * shared, T(column_task) * task,
-                           int64_t place) {
-  const int64_t step = T(num_lanes)(job->problem);
+static bool T(is_its_turn)(const fa_problem *problem, T(column_task) * task, int64_t place) {
+  const int64_t step = T(num_lanes)(problem);
   for (int64_t i = task->first_task; i < task->number; i += step) {
-    T(progress) *other = T(progress_of)(job, shared, task->pair, i);
+    T(progress) *other = task->own + (i - task->number);
     if (!T(has_passed)(other, place / task->group_size, place)) return false;
     if (i == task->first_task && T(has_ended)(other)) task->first_task += step;
   }
@@ -445,16 +438,17 @@ static bool T(is_its_turn)(const fa_cpu_job *job, const T(backward_shared) * sha
  * than most. Then the task has those places behind it that come before the next one, or before `place`. */
 static void T(add_kept)(const fa_cpu_job *job, const T(backward_shared) * shared, T(backward_scratch) * s,
                         T(column_task) * task, int most, int64_t place) {
+  const int64_t d = job->problem->head_dim;
   while (s->num_kept > 0) {
     const T(kept_tile) *tile = &s->kept_tiles[s->first_kept];
-    if (!T(is_its_turn)(job, shared, task, tile->place)) {
+    if (!T(is_its_turn)(job->problem, task, tile->place)) {
       if (s->num_kept <= most) break;
       sched_yield();
       continue;
     }
     T(add_rows)
-    (T(dq_sums)(job, shared->dq, task->lane, &task->sequence, tile->head), tile->rows, job->problem->head_dim,
-     tile->dq);
+    (T(dq_sums)(job, shared->dq, task->lane, &task->sequence, tile->head), tile->rows, d, tile->dq,
+     fa_round_up(d, NR));
     s->first_kept = --s->num_kept > 0 ? (s->first_kept + 1) % MOST_KEPT : 0;
   }
   const int64_t passed = s->num_kept > 0 ? s->kept_tiles[s->first_kept].place : place;
@@ -571,13 +565,12 @@ static void T(begin_columns)(const fa_cpu_job *job, const T(backward_shared) * s
 static T(column_task) T(begin_task)(const fa_cpu_job *job, const T(backward_shared) * shared,
                                     int64_t task_number, T(backward_scratch) * s) {
   const fa_problem *problem = job->problem;
-  const int64_t num_pairs = T(num_pairs)(problem), pair = task_number % num_pairs,
-                number = task_number / num_pairs;
+  const int64_t num_pairs = T(num_pairs)(problem), num_lanes = T(num_lanes)(problem);
+  const int64_t pair = task_number % num_pairs, number = task_number / num_pairs;
   T(column_task)
-  task = {.pair = pair,
-          .number = number,
-          .lane = number % T(num_lanes)(problem),
-          .first_task = number % T(num_lanes)(problem),
+  task = {.number = number,
+          .lane = number % num_lanes,
+          .first_task = number % num_lanes,
           .kv_head = pair % problem->num_kv_heads,
           .group_size = problem->num_heads / problem->num_kv_heads,
           .sequence = fa_sequence_of(problem, job->tensors, pair / problem->num_kv_heads),
@@ -585,15 +578,15 @@ static T(column_task) T(begin_task)(const fa_cpu_job *job, const T(backward_shar
           .bias_group = T(bias_group_of)(problem, pair)};
   const fa_blocks blocks = fa_blocks_of_columns(&task.sequence, BLOCK);
   const int64_t most = T(task_blocks)(problem, job->of_threads);
-  const int64_t first = task.lane * T(lane_blocks)(problem) + number / T(num_lanes)(problem) * most;
+  const int64_t first = task.lane * T(lane_blocks)(problem) + number / num_lanes * most;
   int32_t first_row_block = INT32_MAX, end_row_block = 0;
   for (; task.num_blocks < most && first + task.num_blocks < blocks.count; task.num_blocks++) {
     T(column_block) *block = &s->blocks[task.num_blocks];
     block->columns = fa_block_at(blocks, first + task.num_blocks);
     block->num_bands = T(find_bands)(&task.sequence, block->columns, block->bands);
     for (int64_t i = 0; i < block->num_bands; i++) {
-      first_row_block = block->bands[i].first < first_row_block ? block->bands[i].first : first_row_block;
-      end_row_block = block->bands[i].end > end_row_block ? block->bands[i].end : end_row_block;
+      first_row_block = (int32_t)fa_min(block->bands[i].first, first_row_block);
+      end_row_block = (int32_t)fa_max(block->bands[i].end, end_row_block);
     }
   }
   task.own->first_row_block = first_row_block, task.own->end_row_block = end_row_block;
@@ -659,7 +652,7 @@ static void T(add_bias_sums)(const fa_cpu_job *job, const T(backward_shared) * s
 
 static void T(columns_task)(const fa_cpu_job *job, int64_t task_number, void *scratch) {
   const fa_problem *problem = job->problem;
-  const int64_t d = problem->head_dim;
+  const int64_t d = problem->head_dim, padded = fa_round_up(d, NR);
   T(backward_shared) shared = T(lay_out_shared)(&(fa_arena){.base = job->shared}, problem, job->of_threads);
   T(backward_scratch) s = T(lay_out_backward)(&(fa_arena){.base = scratch}, problem, job->of_threads);
   T(column_task) task = T(begin_task)(job, &shared, task_number, &s);
@@ -675,8 +668,10 @@ static void T(columns_task)(const fa_cpu_job *job, int64_t task_number, void *sc
   T(add_kept)(job, &shared, &s, &task, 0, end_place);
   for (int64_t b = 0; b < task.num_blocks; b++) {
     const T(column_block) *block = &s.blocks[b];
-    T(store_rows)(T(rows_of)(job, FA_TENSOR_DK, &task.sequence, task.kv_head), block->columns, d, block->dk);
-    T(store_rows)(T(rows_of)(job, FA_TENSOR_DV, &task.sequence, task.kv_head), block->columns, d, block->dv);
+    const T(rows) dk = T(rows_of)(job, FA_TENSOR_DK, &task.sequence, task.kv_head);
+    const T(rows) dv = T(rows_of)(job, FA_TENSOR_DV, &task.sequence, task.kv_head);
+    T(store_rows)(dk, block->columns, d, block->dk, padded);
+    T(store_rows)(dv, block->columns, d, block->dv, padded);
     T(add_bias_sums)(job, &shared, &task, block);
   }
   atomic_store_explicit(&task.own->passed, INT_MAX, memory_order_release);
@@ -742,16 +737,15 @@ static int64_t T(num_finish_tasks)(const fa_problem *problem, int32_t of_threads
 }
 
 static void T(finish_dq)(const fa_cpu_job *job, REAL *sums, const T(task_rows) * chunk) {
+  const int64_t d = job->problem->head_dim;
+  const fa_range rows = chunk->rows;
   const T(sum_rows) all = T(dq_sums)(job, sums, 0, &chunk->sequence, chunk->head);
   for (int64_t lane = 1; lane < T(num_lanes)(job->problem); lane++) {
     const T(sum_rows) from = T(dq_sums)(job, sums, lane, &chunk->sequence, chunk->head);
-    for (int64_t r = chunk->rows.begin; r < chunk->rows.end; r++)
-      for (int64_t x = 0; x < job->problem->head_dim; x++)
-        all.data[r * all.stride + x] += from.data[r * from.stride + x];
+    T(add_rows)(all, rows, d, from.data + rows.begin * from.stride, from.stride);
   }
   const T(rows) to = T(rows_of)(job, FA_TENSOR_DQ, &chunk->sequence, chunk->head);
-  for (int64_t r = chunk->rows.begin; r < chunk->rows.end; r++)
-    T(store_row)(to, r, job->problem->head_dim, all.data + r * all.stride);
+  T(store_rows)(to, rows, d, all.data + rows.begin * all.stride, all.stride);
 }
 
 static void T(finish_task)(const fa_cpu_job *job, int64_t task, void *scratch) {

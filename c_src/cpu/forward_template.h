@@ -279,8 +279,8 @@ static int64_t T(join_num_tasks)(const fa_problem *problem, int32_t of_threads) 
 static void T(join_task)(const fa_cpu_job *job, int64_t task, void *scratch) {
   const fa_problem *problem = job->problem;
   fa_sequence sequence = fa_sequence_of(problem, job->tensors, task / problem->num_heads);
-  for (int64_t row = 0; row < sequence.seqlen_q; row++) T(join_row)
-  (job, &sequence, task, row, T(lay_out_forward)(&(fa_arena){.base = scratch}, problem, job->of_threads));
+  T(forward_scratch) s = T(lay_out_forward)(&(fa_arena){.base = scratch}, problem, job->of_threads);
+  for (int64_t row = 0; row < sequence.seqlen_q; row++) T(join_row)(job, &sequence, task, row, s);
 }
 
 static void T(forward_task)(const fa_cpu_job *job, int64_t task, void *scratch) {

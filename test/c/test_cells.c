@@ -47,8 +47,8 @@ static int next_worker(void) {
     if (!work.workers[i].has_ended) alive[count++] = i;
   if (count == 0) return -1;
   for (;;) {
-    const int next = alive[(int)random_integer(&work.random, 0, count - 1)];
-    if (next != work.slow || count == 1 || (int)random_integer(&work.random, 0, 30 - 1) == 0) return next;
+    const int next = alive[random_integer(&work.random, 0, count - 1)];
+    if (next != work.slow || count == 1 || random_integer(&work.random, 0, 29) == 0) return next;
   }
 }
 
@@ -147,9 +147,9 @@ static void test_problem(const char *name, const fa_problem *given) {
       *fa_tensor_at(&tensors, id) = fa_tensor_contiguous(&problem, id, random_data(&problem, id));
   if (problem.num_bands > 0) {
     /* Rows that see columns far from theirs, and two bands in one block. */
-    const int32_t bands[][6] = {{0, 50, 0, 690, 690, 690},   {50, 300, 0, 200, 690, 690},
-                                {50, 120, 300, 690, 9, 9},   {300, 560, 380, 600, 690, 0},
-                                {560, 701, 0, 240, 80, 690}, {570, 690, 250, 690, 690, 690}};
+    const int32_t bands[][6] = {{0, 50, 0, 490, 490, 490},   {50, 200, 0, 180, 490, 490},
+                                {50, 120, 200, 490, 9, 9},   {200, 400, 280, 400, 490, 0},
+                                {400, 501, 0, 140, 80, 490}, {410, 490, 150, 490, 490, 490}};
     if (problem.num_bands != (int64_t)(sizeof bands / sizeof *bands)) abort();
     memcpy(tensors.bands.data, bands, sizeof bands);
   }
