@@ -1,57 +1,23 @@
 // The small kernels around the passes: f32 tensors as scaled sums of f16; numbers of keys, masks and words for
 // dropout as the passes take them; and gradients that are sums over many rows or heads.
 #include "cells.cuh"
-#include "operand.cuh"
+#include "split.cuh"
 #include "terms.cuh"
 
 namespace fa {
 
 constexpr int THREADS = FA_CUDA_SMALL_KERNEL_THREADS;
 
-// One block takes FA_CUDA_SCALE_ROWS rows of a head: finds the scale of their largest finite number, and writes
-// the scaled parts of each, eight numbers at a time by LANES lanes a row; numbers past head_dim are 0.
+// A block of threads is a team, whose rows blockIdx.x says, and blockIdx.y their tensor; numbers past head_dim
+// are 0.
 template <int LANES>
-__global__ void __launch_bounds__(THREADS) split_rows(const __grid_constant__ fa_cuda_splits a) {
-  constexpr int ROWS_AT_ONCE = THREADS / LANES, PASSES = FA_CUDA_SCALE_ROWS / ROWS_AT_ONCE;
+__global__ void __launch_bounds__(SplitTeam<LANES>::THREADS)
+    split_rows(const __grid_constant__ fa_cuda_splits a) {
   const fa_cuda_split &t = a.tensors[blockIdx.y];
   ScaledRows rows;
   let_dependents_start();
   if (!scaled_rows_at(t.to, a.batch, blockIdx.x, rows)) return;  // another tensor has more
-  const int first_row = rows.first_row + threadIdx.x / LANES, d = threadIdx.x % LANES * 8;
-
-  __shared__ uint32_t largest;
-  if (threadIdx.x == 0) largest = 0;
-  __syncthreads();
-  float x[PASSES][8];
-  uint32_t bits = 0;
-#pragma unroll
-  for (int pass = 0; pass < PASSES; pass++) {
-    const int row = first_row + pass * ROWS_AT_ONCE;
-    load_eight(x[pass], tensor_row<const float>(t.from, rows.batch, rows.head, row) + d,
-               row < t.seqlen ? a.head_dim - d : 0);
-  }
-#pragma unroll
-  for (int pass = 0; pass < PASSES; pass++) bits = largest_finite(x[pass], bits);
-  bits = __reduce_max_sync(~0u, bits);
-  if (threadIdx.x % 32 == 0) atomicMax(&largest, bits);
-  __syncthreads();
-
-  const int exponent = scaling_exponent(largest);
-  const float scale = power_of_two(exponent);
-  if (threadIdx.x == 0) t.to.exponents[blockIdx.x] = exponent;
-  if (d >= t.to.num_cols) return;
-#pragma unroll
-  for (int pass = 0; pass < PASSES; pass++) {
-    const int row = first_row + pass * ROWS_AT_ONCE;
-    if (row >= t.seqlen) break;
-    uint4 parts[2];
-    split_eight<kinds::f32>(parts, x[pass], scale);
-    uint16_t *to = const_cast<uint16_t *>(t.to.data) + rows.batch * t.to.stride_batch +
-                   rows.head * t.to.stride_head + row * t.to.stride_row + d;
-#pragma unroll
-    for (int part = 0; part < 2; part++)
-      if (part < a.num_parts) __stcs(reinterpret_cast<uint4 *>(to + part * t.to.stride_part), parts[part]);
-  }
+  SplitTeam<LANES>().template copy<false>(a, t, rows);
 }
 
 // f32 rows of heads from what c_src/host/pack.h made of them: a warp takes one; blockIdx.y and those a grid

@@ -1077,6 +1077,24 @@ static int64_t num_column_blocks(const fa_cuda_arguments *a) {
   return (int64_t)a->batch * a->num_kv_heads * a->num_k_blocks * a->num_column_parts;
 }
 
+/* Whether f32 can be copied beside main, as SplitTeam does, and had better be: where rows see so few columns
+ * that copies are a part of the time. They take a third of the multiprocessors as long as main's loads come
+ * late, by up to 5 % of long problems (measured: cuda_log.md, "Copies of f32 beside main"). */
+enum { MOST_SEEN_BESIDE = 1 << 17 }; /* numbers of k */
+static bool can_copy_beside(const fa_problem *p, const fa_cuda_kernel *kernel, const fa_cuda_arguments *a,
+                            const cuda_job *job) {
+  const int64_t bytes = (int64_t)fa_dtype_bytes(p->dtype);
+  return kernel->beside && job->launches_early && p->head_dim % 8 == 0 &&
+         columns_seen(p) * kernel->bucket <= MOST_SEEN_BESIDE && is_aligned(&a->q_rows, bytes) &&
+         is_aligned(&a->k_rows, bytes) && is_aligned(&a->v_rows, bytes);
+}
+
+/* Of f32 at 128, where multiprocessors wait for what they load, there is no gain with several bands or dropout.
+ */
+static bool loses_beside(const fa_problem *p, const fa_cuda_kernel *kernel) {
+  return kernel->bucket > 64 && (p->num_bands > 1 || p->dropout != 0);
+}
+
 /* Whether a backward's statistics are made beside main, by the first of its multiprocessors, one of so many:
  * where each takes several column blocks, so that these need not be there from the beginning, and a row block
  * is in so few of them that statistics are a part of the time. The heads that share keys are waited for
@@ -1088,14 +1106,30 @@ static bool has_statistics_beside(const fa_problem *p, const fa_cuda_kernel *ker
   const int64_t bytes = (int64_t)fa_dtype_bytes(p->dtype), group = p->num_heads / p->num_kv_heads;
   const bool can_wait =
       group == 1 || (p->num_bands <= 1 && PART_AT_FIRST * a->heads_at_once * group <= p->batch * p->num_heads);
-  return kernel->statistics_beside && job->launches_early && can_wait && p->head_dim % 8 == 0 &&
+  const bool is_f32 = kinds[fa_cuda_kind_of(p)].scaled;
+  if (is_f32 && (!can_copy_beside(p, kernel, a, job) || loses_beside(p, kernel))) return false;
+  return kernel->beside && job->launches_early && can_wait && p->head_dim % 8 == 0 &&
          is_aligned(&a->o, bytes) && is_aligned(&a->dout_rows, bytes) &&
          (p->num_bands > 1 || a->num_k_blocks <= MOST_BESIDE) &&
          num_column_blocks(a) >= BLOCKS_BESIDE * (int64_t)job->num_multiprocessors;
 }
 
-/* A forward takes row blocks by ticket where they differ in length, or where each multiprocessor has more than
- * so many: over these they do not run alike. To make the tickets 0 takes 2 us. */
+/* Whether f32's copies are made beside main: a backward's with its statistics; a forward's, which are those of
+ * k and v alone, where multiprocessors have several row blocks each, and not many heads share keys. */
+enum { ROW_BLOCKS_BESIDE = 4, MOST_HEADS_BESIDE = 2 };
+static bool has_copies_beside(const fa_plan *plan, const fa_cuda_kernel *kernel, const fa_cuda_arguments *a,
+                              const cuda_job *job) {
+  const fa_problem *p = &plan->problem;
+  if (!kinds[fa_cuda_kind_of(p)].scaled) return false;
+  if (plan->pass == FA_PASS_BACKWARD) return has_statistics_beside(p, kernel, a, job);
+  return can_copy_beside(p, kernel, a, job) && p->num_heads <= MOST_HEADS_BESIDE * p->num_kv_heads &&
+         (int64_t)a->batch * a->num_heads * a->num_q_blocks >=
+             ROW_BLOCKS_BESIDE * (int64_t)job->num_multiprocessors;
+}
+
+/* A forward takes row blocks by ticket where they differ in length, or multiprocessors begin at different
+ * times, or where each has more than so many: over these they do not run alike. To make the tickets 0 takes 2
+ * us. */
 enum { EVEN_BLOCKS_BY_TICKET = 8 };
 
 /* The one place that knows the workspace: called with NULL to size it, and again to run. */
@@ -1135,10 +1169,16 @@ static cuda_job lay_out(const fa_plan *plan, const fa_cuda_kernel *kernel, const
    * its kernel of statistics does not see to that; and the tickets of a forward, unless the plan kernel does.
    */
   lay_out_program(plan, kernel, t, &workspace, &job);
+  const bool has_copies = has_copies_beside(plan, kernel, a, &job);
+  if (has_copies)
+    a->columns_done = fa_take(&workspace, p->batch * p->num_kv_heads * FA_CUDA_DONE_GROUPS(p->seqlen_k) + 1,
+                              sizeof *a->columns_done);
+  job.zeroed_bytes = workspace.used;
   if (!backward && kernel->persistent &&
-      rows * a->num_q_blocks > (is_uneven(p) ? 1 : EVEN_BLOCKS_BY_TICKET) * job.num_multiprocessors)
+      (has_copies ||
+       rows * a->num_q_blocks > (is_uneven(p) ? 1 : EVEN_BLOCKS_BY_TICKET) * job.num_multiprocessors))
     a->tickets = fa_take(&workspace, FA_CUDA_NUM_TICKETS, sizeof *a->tickets);
-  job.zeroed_bytes = !backward && is_general(kernel) ? 0 : workspace.used;
+  if (backward || !is_general(kernel)) job.zeroed_bytes = workspace.used;
   if (backward) {
     a->tickets = fa_take(&workspace, FA_CUDA_NUM_TICKETS, sizeof *a->tickets);
     a->dq_order = fa_take(&workspace, rows * a->num_q_blocks, sizeof *a->dq_order);
@@ -1251,6 +1291,14 @@ static cudaError_t launch_main(const fa_cuda_kernel *kernel, int64_t number, cud
       (void *[]){&job->arguments, &job->maps}, stream);
 }
 
+/* What runs beside main has one of so many multiprocessors at first. It begins when all in front of it is done.
+ */
+static cudaError_t launch_beside(const fa_cuda_kernel *kernel, void **arguments, const cuda_job *job,
+                                 cudaStream_t stream) {
+  return fa_cuda_launch(kernel->beside, blocks(fa_divide_up(job->num_multiprocessors, ONE_OF)),
+                        FA_CUDA_BESIDE_THREADS, 0, arguments, stream);
+}
+
 static fa_status launch_splits(fa_cuda_splits *splits, cudaStream_t stream, fa_error *error) {
   const char *operation = "launch of the f32 split";
   int64_t num_scales = 0; /* of the tensor that has most */
@@ -1258,9 +1306,10 @@ static fa_status launch_splits(fa_cuda_splits *splits, cudaStream_t stream, fa_e
     const fa_cuda_operand *to = &splits->tensors[i].to;
     num_scales = fa_max(num_scales, (int64_t)splits->batch * to->num_heads * to->num_scales);
   }
-  const void *kernel = fa_cuda_split_kernels[splits->head_dim <= 64 ? 0 : splits->head_dim <= 128 ? 1 : 2];
-  CHECK(fa_cuda_launch(kernel, (dim3){(unsigned)num_scales, (unsigned)splits->num_tensors, 1},
-                       FA_CUDA_SMALL_KERNEL_THREADS, 0, (void *[]){splits}, stream));
+  const int width = splits->head_dim <= 64 ? 0 : splits->head_dim <= 128 ? 1 : 2;
+  CHECK(fa_cuda_launch(fa_cuda_split_kernels[width],
+                       (dim3){(unsigned)num_scales, (unsigned)splits->num_tensors, 1}, 256 << width, 0,
+                       (void *[]){splits}, stream));
   return FA_STATUS_OK;
 }
 
@@ -1350,6 +1399,7 @@ static fa_status launch_forward(const fa_cuda_kernel *kernel, cuda_job *job, cud
   const char *operation = "launch of the forward";
   if (kernel->merge) return launch_parts(kernel, job, stream, error);
   const fa_cuda_arguments *a = &job->arguments;
+  if (a->columns_done) CHECK(launch_beside(kernel, (void *[]){&job->arguments, &job->splits}, job, stream));
   CHECK(launch_main(kernel, (int64_t)a->batch * a->num_heads * a->num_q_blocks * a->num_column_parts, job,
                     stream));
   return FA_STATUS_OK;
@@ -1410,10 +1460,9 @@ static fa_status launch_backward(const fa_cuda_kernel *kernel, cuda_job *job, cu
   const int64_t heads = (int64_t)a->batch * a->num_heads;
   const int32_t lanes = FA_CUDA_STATISTICS_LANES(kernel->bucket);
   const int64_t num_blocks = fa_divide_up(heads * a->padded_rows * lanes, small);
-  void *arguments[] = {a, &job->dlse};
+  void *arguments[] = {a, &job->dlse, &job->splits};
   if (a->rows_done)
-    CHECK(fa_cuda_launch(kernel->statistics_beside, blocks(fa_divide_up(job->num_multiprocessors, ONE_OF)),
-                         FA_CUDA_BESIDE_THREADS, 0, arguments, stream));
+    CHECK(launch_beside(kernel, arguments, job, stream));
   else
     CHECK(fa_cuda_launch(kernel->statistics, blocks(fa_max(num_blocks, 1)), small, 0, arguments, stream));
   CHECK(launch_main(kernel, num_column_blocks(a), job, stream));
@@ -1431,7 +1480,7 @@ static fa_status enqueue(const fa_plan *plan, const fa_cuda_kernel *kernel, void
   if (job->zeroed_bytes) CHECK(cudaMemsetAsync(workspace, 0, job->zeroed_bytes, stream));
   if (job->zeroed_bias_bytes)
     CHECK(cudaMemsetAsync(job->arguments.program.dbias.data, 0, job->zeroed_bias_bytes, stream));
-  fa_status status = launch_splits(&job->splits, stream, error);
+  fa_status status = job->arguments.columns_done ? FA_STATUS_OK : launch_splits(&job->splits, stream, error);
   if (!status) status = launch_plans(&job->plans, stream, error);
   if (!status) status = launch_keys(job, stream, error);
   if (!status) status = launch_flags(plan, job, stream, error);

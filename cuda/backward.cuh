@@ -1,6 +1,7 @@
 // What the backward kernels share: dq summed in memory, and the small kernels before and after the main one.
 #pragma once
 
+#include "counts.cuh"
 #include "isolation.cuh"
 
 namespace fa {
@@ -46,26 +47,6 @@ __device__ inline int dq_offset(int m, int n) {
   const int block = (threadIdx.x / 32 * Share::MT + m) * Share::NT + n;
   return (block * 32 + threadIdx.x % 32) * 4;
 }
-
-// A row block's dq_order counts the column blocks that have added to its sum. When column blocks add in order,
-// each has a place: one thread waits until the count has reached it, and one counts on when all additions have
-// been made. A reader of the sum waits for the last count in the same way. RELAXED: the caller has a fence of
-// its own, between the count that it saw and what that allows, or between the additions and their count.
-template <bool RELAXED = false>
-__device__ inline int look_at_count(const int32_t *dq_order) {
-  return RELAXED ? load_relaxed(dq_order) : load_acquire(dq_order);
-}
-__device__ inline void wait_for_count(const int32_t *dq_order, int count) {
-  while (look_at_count(dq_order) < count) let_others_run();
-}
-template <bool RELAXED = false>
-__device__ inline void count_on(int32_t *dq_order) {
-  if (RELAXED)
-    add_relaxed(dq_order, 1);
-  else
-    add_release(dq_order, 1);
-}
-__device__ inline void fence_counts() { fence_acquire_release(); }
 
 // Of a mask with a flag a score: which column blocks it shows a row block something of.
 struct ShownByFlags {
@@ -379,9 +360,14 @@ struct RowStatistics {
   }
   template <bool ALIGNED>
   __device__ float dot(const Io *o_part, const Io *dout_part, int wanted) const {
-    float o[8], dout[8], sum = 0;
-    load_eight<ALIGNED>(o, o_part, wanted);
+    float dout[8];
     load_eight<ALIGNED>(dout, dout_part, wanted);
+    return dot<ALIGNED>(o_part, dout, wanted);
+  }
+  template <bool ALIGNED>
+  __device__ float dot(const Io *o_part, const float (&dout)[8], int wanted) const {
+    float o[8], sum = 0;
+    load_eight<ALIGNED>(o, o_part, wanted);
 #pragma unroll
     for (int i = 0; i < 8; i++) sum = fmaf(o[i], dout[i], sum);
     return sum;
@@ -491,6 +477,15 @@ __device__ inline void wait_for_rows(const fa_cuda_arguments &a, int batch, int 
     wait_for_count(count_of_rows<Shape>(a, {batch, head, first}), min(a.num_q_blocks - first, BLOCKS));
 }
 
+// By one thread, behind a fence: tells that the statistics of the row block at a position are there, and its
+// sum is 0, if it has one.
+template <class Shape>
+__device__ inline void tell_of_statistics(const fa_cuda_arguments &a, int position) {
+  if (position < a.num_sums) count_on<true>(a.dq_order + position);
+  count_on<true>(count_of_rows<Shape>(a, row_block_at(a, position)));
+  count_on<true>(count_of_all_rows(a));
+}
+
 // The same beside main, which fills the multiprocessors that these few large blocks leave, and these too when
 // they are done: there main computes while this one waits for memory. All that counts has been set to 0 before,
 // and o and dout are aligned. A team makes the statistics of some row blocks, from the first head's on, as main
@@ -547,12 +542,9 @@ __global__ void __launch_bounds__(FA_CUDA_BESIDE_THREADS, 1)
       }
     }
     barrier<TEAM_THREADS>(1 + team);
-    const int told = begin + thread;
-    if (told < end) {
+    if (begin + thread < end) {
       fence_counts();
-      if (told < end_summed) count_on<true>(a.dq_order + told);
-      count_on<true>(count_of_rows<Shape>(a, row_block_at(a, told)));
-      count_on<true>(count_of_all_rows(a));
+      tell_of_statistics<Shape>(a, begin + thread);
     }
   }
 }

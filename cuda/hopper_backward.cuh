@@ -4,6 +4,7 @@
 #pragma once
 
 #include "backward.cuh"
+#include "hopper_beside.cuh"
 #include "hopper_cells.cuh"
 
 namespace fa {
@@ -510,7 +511,7 @@ __device__ inline void load_columns(const fa_cuda_arguments &a, const fa_cuda_ma
   if (threadIdx.x % 32 != 0) return;
   if constexpr (Kind::SCALED)
     store_shared(buffers.exponent(K_FULL + side),
-                 exponent_of<Kind>(side == K_SIDE ? a.k : a.v, block.batch, block.kv_head, column));
+                 exponent_of<Kind, true>(side == K_SIDE ? a.k : a.v, block.batch, block.kv_head, column));
   barrier_expect(barrier, Buffers::K_BYTES);
 #pragma unroll
   for (int part = 0; part < Kind::PARTS; part++)
@@ -526,7 +527,7 @@ __device__ inline void load_rows(const fa_cuda_arguments &a, const fa_cuda_maps 
   const int stage = step % Buffers::STAGES;
   const int row = sequence_of(a, batch).first_row + rows.row;
   const uint32_t barrier = buffers.barrier(Q_FULL + side, stage);
-  const int exponent = exponent_of<Kind>(side == K_SIDE ? a.q : a.dout, batch, rows.head, row);
+  const int exponent = exponent_of<Kind, true>(side == K_SIDE ? a.q : a.dout, batch, rows.head, row);
   barrier_wait(buffers.barrier(Q_EMPTY + side, stage), step / Buffers::STAGES % 2 ^ 1);
   if (threadIdx.x % 32 != 0) return;
   if constexpr (Kind::SCALED) store_shared(buffers.exponent(Q_FULL + side, stage), exponent);
@@ -735,17 +736,20 @@ __device__ inline void load_sides(const fa_cuda_arguments &a, const fa_cuda_maps
 }
 
 // By one thread: waits for the statistics of the rows that see the index-th column block, where they are made
-// beside, before this thread loads them. All are soon there.
+// beside, and for copies, before this thread loads them. All are soon there.
 template <class Buffers>
 __device__ inline void await_statistics(const fa_cuda_arguments &a, int index) {
   if (Buffers::Shape::single_column || !a.rows_done) return;
   typename Buffers::Work work;
-  if (look_at_count(count_of_all_rows(a)) < a.batch * a.num_heads * a.num_q_blocks &&
-      find_work(a, index, work) && work.num_steps > 0) {
+  bool are_due = look_at_count(count_of_all_rows(a)) < a.batch * a.num_heads * a.num_q_blocks;
+  if constexpr (Buffers::Kind::SCALED) are_due |= !are_all_columns_there(a);
+  if (are_due && find_work(a, index, work) && work.num_steps > 0) {
     const Range rows = work.rows(a);
     const int group = heads_per_kv(a);
     for (int head = work.block.kv_head * group; head < (work.block.kv_head + 1) * group; head++)
       wait_for_rows<typename Buffers::Shape>(a, work.block.batch, head, rows);
+    if constexpr (Buffers::Kind::SCALED)
+      wait_for_columns(a, work.block.batch, work.block.kv_head, work.columns.begin);
   }
   fence_async_global();
 }
@@ -1211,6 +1215,80 @@ __device__ inline void store_dk_and_dv(const fa_cuda_arguments &a, const Buffers
   store_columns<Kind>(a, work, a.dk, column, 0, dk, a.scale);
 }
 
+// ---- statistics and copies of f32 -----------------------------------------------------------------------
+
+// The row blocks of FA_CUDA_SCALE_ROWS rows, by their positions.
+template <class Shape>
+__device__ inline Range positions_of(const fa_cuda_arguments &a, const ScaledRows &rows) {
+  const int first = rows.first_row / Shape::block_q, begin = position_of(a, {rows.batch, rows.head, first});
+  return {begin, begin + min(a.num_q_blocks - first, int(FA_CUDA_SCALE_ROWS / Shape::block_q))};
+}
+
+// By a team: copies rows of q and dout, makes the statistics of these rows, whose sums become 0, and tells of
+// them.
+template <class Shape, class Row, class Team>
+__device__ inline void prepare_rows(Team &team, const Row &row, const fa_cuda_splits &splits,
+                                    const ScaledRows &rows) {
+  const fa_cuda_arguments &a = row.a;
+  const fa_cuda_split &q = splits.tensors[0], &dout = splits.tensors[3];
+  const Range positions = positions_of<Shape>(a, rows);
+  float4 *dq_sum = reinterpret_cast<float4 *>(dq_sum_of<Shape>(a, positions.begin));
+  const int sum_size = (positions.end - positions.begin) * Shape::block_q * Shape::head_dim;
+#pragma unroll 4
+  for (int i = team.thread; i < sum_size / 4; i += Team::THREADS) __stcs(dq_sum + i, make_float4(0, 0, 0, 0));
+  typename Team::Numbers x;
+  team.template load<true>(x, dout, rows, a.head_dim);
+  PaddedRow mine = {rows.batch, rows.head, rows.first_row + team.row(0)};
+  const typename Row::Io *o = row.part_of(a.o, mine);
+  float sums[Team::PASSES];
+#pragma unroll
+  for (int i = 0; i < Team::PASSES; i++, o += Team::ROWS_AT_ONCE * a.o.stride_row)
+    sums[i] = row.template dot<true>(
+        o, x[i], rows.first_row + team.row(i) < dout.seqlen ? a.head_dim - team.column() : 0);
+  const float sum = sum_four<Row::LANES>(sums);
+  team.put(x, dout, rows, splits.num_parts);
+  mine.row = rows.first_row + team.row(sum_of_lane<Row::LANES>());
+  const bool is_read = row.is_read(mine);
+  const float lse = row.lse_of(mine, is_read);
+  if (row.hides_q(is_read, lse, sum))
+    for (int i = row.lane % (Row::LANES / 4); i < Row::LANES; i += Row::LANES / 4) row.look_at_q(mine, i);
+  if (row.lane % (Row::LANES / 4) == 0 && mine.row < a.padded_rows)
+    row.finish(padded_index_of(a, mine), mine, is_read, lse, is_read ? sum : 0);
+  team.template copy<true>(splits, q, rows);
+  team.meet();
+  if (const int told = positions.begin + team.thread; told < positions.end) {
+    fence_counts();
+    tell_of_statistics<Shape>(a, told);
+  }
+}
+
+// What statistics_beside does, of f32, with the copies of q and dout, and of k and v: of one key/value head
+// after the other, as main begins them. All tensors are aligned.
+template <class Kind, class Shape>
+__global__ void __launch_bounds__(FA_CUDA_BESIDE_THREADS, 1)
+    prepare_beside(const __grid_constant__ fa_cuda_arguments a, const __grid_constant__ fa_cuda_dlse dlse,
+                   const __grid_constant__ fa_cuda_splits splits) {
+  using Row = RowStatistics<Kind, Shape>;
+  using Team = SplitTeam<Row::LANES>;
+  const Row row{a, dlse};
+  Team team;
+  let_dependents_start();
+  const int num_columns = a.k.num_scales, num_rows = a.q.num_scales,
+            a_head = num_columns + heads_per_kv(a) * num_rows, count = a.batch * a.num_kv_heads * a_head;
+#pragma unroll 1
+  for (int index = place_of_team(team); index < count; index += num_teams<Team>()) {
+    const int batch = index / a_head / a.num_kv_heads, kv_head = index / a_head % a.num_kv_heads,
+              place = index % a_head - num_columns;
+    if (place < 0)
+      copy_columns(team, a, splits, splits.tensors[1], splits.tensors[2],
+                   {batch, kv_head, (place + num_columns) * FA_CUDA_SCALE_ROWS});
+    else
+      prepare_rows<Shape>(
+          team, row, splits,
+          {batch, kv_head * heads_per_kv(a) + place / num_rows, place % num_rows * FA_CUDA_SCALE_ROWS});
+  }
+}
+
 // ---- the kernel --------------------------------------------------------------------------------------------
 
 // The grid has a block of threads for each multiprocessor. Kernels differ in the Consumer, a warpgroup's state:
@@ -1292,10 +1370,11 @@ constexpr fa_cuda_kernel row_of_kernel(const char *name, const void *main) {
                         .skips_hidden_keys = Shape::skips_hidden_keys,
                         .main = main,
                         .statistics = address_of_kernel(statistics<Kind, RowsOf<Shape>>),
-                        .statistics_beside = Shape::single_column || Kind::SCALED
-                                                 ? nullptr
-                                                 : address_of_kernel(statistics_beside<Kind, RowsOf<Shape>>),
                         .finish_threads = Buffers::Dq::NUM_WARPS * 32};
+  if constexpr (Kind::SCALED)
+    row.beside = address_of_kernel(prepare_beside<Kind, RowsOf<Shape>>);
+  else if constexpr (!Shape::single_column)
+    row.beside = address_of_kernel(statistics_beside<Kind, RowsOf<Shape>>);
   if constexpr (Shape::num_writers == 0 && !Shape::single_column)
     row.finish_dq = address_of_kernel(finish_dq<Kind, typename Buffers::Dq>);
   return row;

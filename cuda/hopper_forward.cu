@@ -208,10 +208,14 @@ struct Consumer {
       multiply<Kind, PV_STEPS>(o[0], p, columns, true);
   }
 
-  // What to multiply products with; read ahead of them.
-  __device__ float unscaling(int exponent, const fa_cuda_operand &operand, int column) const {
+  // What to multiply products with; read ahead of them, and of columns at a stage of k that is full.
+  enum Side { OF_K, OF_V };
+  __device__ float unscaling(int exponent, Side side, uint32_t stage, int column) const {
+    if constexpr (!SCALED) return 1;
+    if constexpr (Shape::beside)
+      return power_of_two(-exponent - int(load_shared_word(buffers.exponents(stage) + side * 4)));
     column += sequence_of(a, tile.batch).first_column;
-    return power_of_two(-exponent - exponent_of<Kind>(operand, tile.batch, kv_head, column));
+    return power_of_two(-exponent - exponent_of<Kind>(side == OF_K ? a.k : a.v, tile.batch, kv_head, column));
   }
 
   __device__ void finish_o(Stage v, float unscale) {
@@ -327,9 +331,10 @@ struct Consumer {
   __device__ float go_through_columns(Stage q, int end) {
     const BoxOperand<QTile, true> q_rows(q.tile, consumer * 64);
     int column = block_at<Shape>(a, tile, visited) * Shape::block_k;
-    float of_scores = unscaling(exponent_q, a.k, column), of_o = unscaling(P_EXPONENT, a.v, column);
     find_whole();
     barrier_wait(buffers.k(ring.stage).full, ring.phase);
+    float of_scores = unscaling(exponent_q, OF_K, ring.stage, column),
+          of_o = unscaling(P_EXPONENT, OF_V, ring.stage, column);
     bool behind = is_behind(column);
     start_scores(q_rows, buffers.k(ring.stage), ring.stage, behind);
     hear_flags(ring);
@@ -353,10 +358,10 @@ struct Consumer {
           continue;
         }
       }
-      of_scores = unscaling(exponent_q, a.k, column);
-      const float of_next_o = unscaling(P_EXPONENT, a.v, column);
       behind = is_behind(column);
       barrier_wait(k.full, next.phase);
+      of_scores = unscaling(exponent_q, OF_K, next.stage, column);
+      const float of_next_o = unscaling(P_EXPONENT, OF_V, next.stage, column);
       turns.wait();
       start_scores(q_rows, k, next.stage, behind);
       barrier_wait(v.full, ring.phase);
@@ -425,9 +430,8 @@ struct Consumer {
     return buffers.visit(at).flags();
   }
 
-  __device__ float unscaling(int exponent, const fa_cuda_operand &operand, const ToldVisit &visit) const {
-    if constexpr (!SCALED) return 1;
-    return unscaling(exponent, operand, visit.column());
+  __device__ float unscaling(int exponent, Side side, uint32_t stage, const ToldVisit &visit) const {
+    return unscaling(exponent, side, stage, SCALED && !Shape::beside ? visit.column() : 0);
   }
 
   // Kernels of a part of a program that dropout is of stand behind those that leave it out, and need not ask.
@@ -534,8 +538,8 @@ struct Consumer {
       barrier_wait(v.full, ring.phase);
       start_o(v);
       turns.pass();
-      const float of_scores = unscaling(exponent_q, a.k, buffers.visit(next));
-      const float of_next_o = unscaling(P_EXPONENT, a.v, buffers.visit(next));
+      const float of_scores = unscaling(exponent_q, OF_K, next.stage, buffers.visit(next));
+      const float of_next_o = unscaling(P_EXPONENT, OF_V, next.stage, buffers.visit(next));
       wgmma_wait<1>(scores[0]);
       if constexpr (Shape::follows) {
         finish_scores<Kind, 1, NT>(scores, form(), of_scores);
@@ -579,8 +583,8 @@ struct Consumer {
         if (is_last(told)) return false;
         flags = told = next_visit(ring);
       }
-      float of_scores = unscaling(exponent_q, a.k, buffers.visit(ring));
-      of_o = unscaling(P_EXPONENT, a.v, buffers.visit(ring));
+      float of_scores = unscaling(exponent_q, OF_K, ring.stage, buffers.visit(ring));
+      of_o = unscaling(P_EXPONENT, OF_V, ring.stage, buffers.visit(ring));
       if (turn) turns.wait();
       start_scores(q_rows, buffers.k(ring.stage), ring.stage, is_told_behind(flags));
       if (turn) turns.pass();
@@ -617,8 +621,8 @@ struct Consumer {
         turns.pass();
         hear_cells(next);
         told = buffers.visit(next).flags();
-        of_scores = unscaling(exponent_q, a.k, buffers.visit(next));
-        const float of_next_o = unscaling(P_EXPONENT, a.v, buffers.visit(next));
+        of_scores = unscaling(exponent_q, OF_K, next.stage, buffers.visit(next));
+        const float of_next_o = unscaling(P_EXPONENT, OF_V, next.stage, buffers.visit(next));
         wgmma_wait<1>(scores[0]);
         if (!Shape::has_runs && Shape::follows && settled && sees_all(flags) && !is_told_behind(flags)) {
           // As make_exponentials has it, less what that asks: a function for both is 3 % slower.
@@ -817,6 +821,29 @@ struct Consumer {
   }
 };
 
+// ---- copies of f32 ---------------------------------------------------------------------------------------
+
+// Copies k and v beside a forward, in the order in which it begins heads, see persistent_row_block_of, and goes
+// through their columns.
+template <int LANES>
+__global__ void __launch_bounds__(FA_CUDA_BESIDE_THREADS, 1)
+    copy_beside(const __grid_constant__ fa_cuda_arguments a, const __grid_constant__ fa_cuda_splits splits) {
+  using Team = SplitTeam<LANES>;
+  Team team;
+  let_dependents_start();
+  const int num_scales = a.k.num_scales, all_heads = a.batch * a.num_kv_heads,
+            at_once = max(a.heads_at_once / heads_per_kv(a), 1);
+#pragma unroll 1
+  for (int left = all_heads * num_scales - 1 - place_of_team(team); left >= 0; left -= num_teams<Team>()) {
+    const int first = left / (at_once * num_scales) * at_once, num_heads = min(at_once, all_heads - first),
+              place = left - first * num_scales, head = first + place % num_heads;
+    copy_columns(team, a, splits, splits.tensors[0], splits.tensors[1],
+                 {head / a.num_kv_heads, head % a.num_kv_heads, place / num_heads * FA_CUDA_SCALE_ROWS});
+  }
+}
+
+// ---- kernels ---------------------------------------------------------------------------------------------
+
 // Where another kernel is in front of it: that of plans or of terms, or the one that splits f32.
 template <class Kind, class Shape, bool GENERAL>
 constexpr bool begins_early = GENERAL || Kind::SCALED || Shape::folds;
@@ -840,7 +867,10 @@ __device__ __forceinline__ void run_forward(const fa_cuda_arguments &a, const fa
   const bool trims = !GENERAL && Shape::trims_keys && all_say(hides_blocks_of_keys(a));
   if (warpgroup == 0) {
     give_registers<Registers::PRODUCER>();
-    if (threadIdx.x == 0) Producer<Kind, Shape, GENERAL>{a, maps, buffers, trims}.produce();
+    if (threadIdx.x == 0) {
+      Producer<Kind, Shape, GENERAL>{a, maps, buffers, trims}.produce();
+      if (has_copies_beside<Shape>(a)) wait_for_launch_before();
+    }
     if constexpr (GENERAL) {
       if (threadIdx.x / 32 == 1) Scout<Kind, Shape>{a, buffers}.scout();
       if (threadIdx.x / 32 == 2 && buffers.leaves_zeros(a)) leave_zeros<Shape>(a, maps, buffers);
@@ -855,7 +885,7 @@ template <class Kind, class Shape, bool GENERAL, Mending MENDING>
 __global__ void __launch_bounds__(Shape::num_threads, 1)
     forward(const __grid_constant__ fa_cuda_arguments a, const __grid_constant__ fa_cuda_maps maps) {
   const auto buffers = set_up_forward<Kind, Shape, GENERAL>();
-  if constexpr (begins_early<Kind, Shape, GENERAL>) wait_for_launch_before();
+  if (begins_early<Kind, Shape, GENERAL> && !has_copies_beside<Shape>(a)) wait_for_launch_before();
   run_forward<Kind, Shape, GENERAL, MENDING, ForwardRegisters<Shape, GENERAL>>(a, maps, buffers);
 }
 
@@ -908,6 +938,8 @@ constexpr fa_cuda_kernel row(const char *name, int least_columns = 0, int64_t le
       .folds = Shape::folds,
       .skips_hidden_keys = !GENERAL && Shape::trims_keys,
       .in_parts = Shape::in_parts};
+  if constexpr (Shape::beside)
+    row.beside = address_of_kernel(copy_beside<FA_CUDA_STATISTICS_LANES(Shape::head_dim)>);
   if constexpr (std::is_void<Bare>::value) {
     row.main = address_of_kernel(forward<Kind, Shape, GENERAL, OF_MAIN>);
     if constexpr (MENDING != BEHIND)
@@ -950,16 +982,16 @@ using namespace fa::hopper;
 const fa_cuda_kernel FA_JOIN(fa_hopper_forward_, FA_KIND)[] = {
 // bucket, block_k, consumers, stages of q, their registers, the producer's, traits, program
 #if FA_KIND_SCALED
-    ROW("/d64", false, 64, 128, 2, 2, 240, 24, 0),
-    ROW("/d64/forms", false, 64, 128, 2, 2, 240, 24, FORMS),
-    ROW("/d64/general", true, 64, 128, 2, 2, 240, 24, FORMS),
+    ROW("/d64", false, 64, 128, 2, 2, 240, 24, BESIDE),
+    ROW("/d64/forms", false, 64, 128, 2, 2, 240, 24, FORMS | BESIDE),
+    ROW("/d64/general", true, 64, 128, 2, 2, 240, 24, FORMS | BESIDE),
     ROW("/d64/terms", true, 64, 128, 2, 2, 240, 24, FORMS, SLOPES | KEYS),
     ROW("/d64/flags", true, 64, 128, 2, 2, 240, 24, FORMS, FLAGS),
     ROW("/d64/cells", true, 64, FA_KIND_PARTS == 2 ? 64 : 128, 2, 2, 240, 24, FORMS, CELLS),
     ROW("/d64/dropout", true, 64, 128, 2, 2, 240, 24, FORMS, KEYS | DROPOUT),
     ROW("/d64/program", true, 64, 128, 2, 2, 240, 24, FORMS, WHOLE_PROGRAM),
     ROW("/d128", false, 128, 64, 2, 1, 240, 24, FORMS),
-    ROW("/d128/general", true, 128, 64, 2, 1, 240, 24, FORMS),
+    ROW("/d128/general", true, 128, 64, 2, 1, 240, 24, FORMS | BESIDE),
     ROW("/d128/terms", true, 128, 64, 2, 1, 240, 24, FORMS, SLOPES | KEYS),
     ROW("/d128/flags", true, 128, 64, 2, 1, 240, 24, FORMS, FLAGS),
     ROW("/d128/cells", true, 128, FA_KIND_PARTS == 2 ? 32 : 64, 2, 1, 240, 24, FORMS, CELLS),

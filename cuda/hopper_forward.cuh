@@ -3,6 +3,7 @@
 // what there is to do where there are bands, and who stores what rows that see nothing get.
 #pragma once
 
+#include "hopper_beside.cuh"
 #include "hopper_cells.cuh"
 
 namespace fa {
@@ -19,7 +20,8 @@ namespace hopper {
 // rows, whose o and lse are to be merged with others'. FINDS_RUNS: column blocks that all of a consumer's rows
 // see whole are a loop of their own, which asks nothing about them: 2 to 5 % at 128, where exponentials follow.
 // MENDS_AT_END, MENDS_BEHIND: who makes again what is NaN beside hidden cells, see Mending. CAUSAL: for masks
-// that turn out to be causal.
+// that turn out to be causal. BESIDE: of f32, k and v may be copied beside the kernel: then consumers are told
+// exponents, which is up to 5 % slower in some kernels.
 enum ForwardTraits {
   FORMS = 1,
   HOLDS_Q = 2,
@@ -29,7 +31,8 @@ enum ForwardTraits {
   FINDS_RUNS = 32,
   MENDS_AT_END = 64,
   MENDS_BEHIND = 128,
-  CAUSAL = 256
+  CAUSAL = 256,
+  BESIDE = 512
 };
 
 // Who makes again what is NaN beside hidden cells, see isolation.cuh: a kernel behind this one, which takes
@@ -45,7 +48,7 @@ struct ForwardShape {
                                 PRODUCER_REGISTERS, TRAITS | CAUSAL, PROGRAM>;
   static constexpr bool holds_q = TRAITS & HOLDS_Q, waits_late = TRAITS & WAITS_LATE,
                         in_parts = TRAITS & IN_PARTS, finds_runs = TRAITS & FINDS_RUNS,
-                        is_causal = TRAITS & CAUSAL;
+                        is_causal = TRAITS & CAUSAL, beside = TRAITS & BESIDE;
   static constexpr Mending mending = FA_KIND_SCALED || TRAITS & MENDS_BEHIND ? BEHIND
                                      : TRAITS & MENDS_AT_END                 ? AT_END
                                                                              : IN_PLACE;
@@ -346,10 +349,10 @@ struct Teller {
 };
 
 // Shared memory: the stages of q, of k and of v, whose tile is one for all where q leaves no more room, then a
-// barrier for each stage being full and one for its being empty; without bands, for each stage of v, where that
-// is a tile's last, which tile comes next; with bands visits, with a barrier for each being told and one for
-// its being read, a box of 0, and the order of batches. Of visits there are twice as many as stages: that of a
-// stage of k may still be read when the next comes there.
+// barrier for each stage being full and one for its being empty, and the exponents of k and v; without bands,
+// for each stage of v, where that is a tile's last, which tile comes next; with bands visits, with a barrier
+// for each being told and one for its being read, a box of 0, and the order of batches. Of visits there are
+// twice as many as stages: that of a stage of k may still be read when the next comes there.
 template <class Kind, class Shape, bool GENERAL>
 struct ForwardBuffers {
   static constexpr int Q_STAGES = Shape::q_stages, STAGES = 2;
@@ -383,7 +386,8 @@ struct ForwardBuffers {
                        NEXT_AT = TOLD_AT + GENERAL * NUM_VISITS * 16,
                        VISITS_AT = NEXT_AT + !GENERAL * STAGES * ForwardTile::WORDS * 4,
                        ORDER_AT = VISITS_AT + GENERAL * NUM_VISITS * ToldVisit::BYTES, MOST_ORDERED = 32,
-                       NOTED_AT = ORDER_AT + GENERAL * MOST_ORDERED * 4,
+                       EXPONENTS_AT = ORDER_AT + GENERAL * MOST_ORDERED * 4,
+                       NOTED_AT = EXPONENTS_AT + Shape::beside * STAGES * 8,
                        ZERO_BOX_AT = (NOTED_AT + LEAVES_NOTES * 4 + 127) / 128 * 128;
   // Whether o of rows that see nothing is stored from there, without a tile: where there is room.
   static constexpr bool HAS_ZEROS =
@@ -420,6 +424,8 @@ struct ForwardBuffers {
   // The barriers of a visit.
   __device__ uint32_t told(uint32_t i) const { return base + TOLD_AT + i * 16; }
   __device__ uint32_t read(uint32_t i) const { return told(i) + 8; }
+  // Those of k and of v, of the columns at a stage of k.
+  __device__ uint32_t exponents(uint32_t stage) const { return base + EXPONENTS_AT + stage * 8; }
   // Which batch comes at a place of the order.
   __device__ uint32_t batch_at(uint32_t place) const { return base + ORDER_AT + place * 4; }
   // Whether a warp of the block has left a note.
@@ -455,6 +461,42 @@ struct ForwardBuffers {
 
 // ---- the producer: one thread ------------------------------------------------------------------------
 
+// The exponents of the columns that the producer loads, of kernels that tell them: those of FA_CUDA_SCALE_ROWS
+// columns are read once, and their copies waited for, if these are made beside the kernel.
+template <bool TELLS>
+struct ColumnExponents {
+  __device__ explicit ColumnExponents(const fa_cuda_arguments &) {}
+  __device__ void find(const fa_cuda_arguments &, int, int, int) const {}
+  __device__ void tell(uint32_t) const {}
+};
+template <>
+struct ColumnExponents<true> {
+  int k = 0, v = 0, place = -1;
+  bool all_there;
+  const int32_t *counted = nullptr;  // what has been waited for last
+  __device__ explicit ColumnExponents(const fa_cuda_arguments &a) : all_there(!a.columns_done) {}
+
+  __device__ void find(const fa_cuda_arguments &a, int batch, int kv_head, int column) {
+    const int own = (batch * a.num_kv_heads + kv_head) * a.k.num_scales + column / FA_CUDA_SCALE_ROWS;
+    if (own == place) return;
+    place = own;
+    if (!all_there) await(a, batch, kv_head, column);
+    // What lies near may have been read before it was there.
+    k = load_relaxed(a.k.exponents + own), v = load_relaxed(a.v.exponents + own);
+  }
+  __device__ void tell(uint32_t to) const { store_shared(to, uint32_t(k)), store_shared(to + 4, uint32_t(v)); }
+
+ private:
+  __device__ void await(const fa_cuda_arguments &a, int batch, int kv_head, int column) {
+    const int32_t *count = count_of_columns(a, batch, kv_head, column);
+    if (count == counted) return;
+    counted = count;
+    all_there = are_all_columns_there(a);
+    if (!all_there) wait_for_columns(a, batch, kv_head, column);
+    fence_async_global();
+  }
+};
+
 template <class Kind, class Shape, bool GENERAL>
 struct Producer {
   using Buffers = ForwardBuffers<Kind, Shape, GENERAL>;
@@ -466,6 +508,7 @@ struct Producer {
   const fa_cuda_maps &maps;
   const Buffers buffers;
   const bool trims;  // see tile_of
+  ColumnExponents<Shape::beside> exponents = ColumnExponents<Shape::beside>(a);
   Ring<Buffers::Q_STAGES> q_ring;
   Ring<Buffers::STAGES> ring;
 
@@ -495,10 +538,13 @@ struct Producer {
   // Where v has a single tile, which is empty only when the product with it is done, the next k comes first;
   // and where consumers leave v and the k behind it at once, and need that k sooner.
   static constexpr bool ONE_V = Buffers::V_TILES == 1, K_AHEAD = ONE_V || (!GENERAL && Shape::waits_late);
+  static_assert(!K_AHEAD || !Shape::beside, "load_next_k forgets what it has found");
 
-  __device__ void load_k(const ForwardTile &tile, int kv_head, int column) const {
+  __device__ void load_k(const ForwardTile &tile, int kv_head, int column) {
     const auto k = buffers.k(ring.stage);
+    exponents.find(a, tile.batch, kv_head, column);
     barrier_wait(k.empty, ring.phase ^ 1);
+    exponents.tell(buffers.exponents(ring.stage));
     const bool adds_keys = Shape::folds || (Shape::has_keys && a.program.keys.kinds);
     int more_bytes = adds_keys ? Buffers::KEYS_BYTES : 0;
     if constexpr (Shape::tiles_cells) more_bytes += Buffers::BiasTile::bytes(a.program);

@@ -184,7 +184,9 @@ typedef struct fa_cuda_arguments {
   float *dq_sum;        /* [num_sums, block_q * bucket], of row blocks in the backward's own order */
   int32_t num_sums;     /* so many row blocks are summed at a time: position p at p % num_sums */
   /* [batch, num_heads, num_q_blocks]: 0 before a row block has a sum; then one more than how many column blocks
-   * have added to it. */
+   * have added to it. Where these add in order, each has a place: one thread waits until the count has reached
+   * it, and one counts on when all additions have been made. A reader of the sum waits for the last count in
+   * the same way. */
   int32_t *dq_order;
   /* Backward: how many column blocks, and how many row blocks' ends, have been taken; with bands, also how many
    * row blocks have ended. Forward: how many tiles, after everybody's first; or NULL: each takes those that lie
@@ -234,6 +236,10 @@ typedef struct fa_cuda_arguments {
    * plans: those of a group that see nothing come last, and if one of them is begun others need not be. */
   bool skips_unseen;
   fa_cuda_answer *answer; /* of kernels that ask; NULL: they need not */
+  /* Of f32 whose k and v are copied beside main: [batch * num_kv_heads * FA_CUDA_DONE_GROUPS(seqlen_k) + 1],
+   * how many times FA_CUDA_SCALE_ROWS columns, among each FA_CUDA_DONE_ROWS of a head, and of all, have been; a
+   * backward's q and dout are with its statistics. NULL: copies are there before main begins. */
+  int32_t *columns_done;
 } fa_cuda_arguments;
 
 /* The gradient by lse, as lse, for the kernel of a backward that makes delta; NULL: none. Batches are
@@ -443,7 +449,10 @@ typedef struct fa_cuda_kernel {
   const void
       *main_that_mends;   /* forward: main of problems that hide cells. NULL: a kernel behind main mends o */
   const void *statistics; /* backward, fa_cuda_dlse beside the arguments: delta, shift, and what begins at 0 */
-  const void *statistics_beside; /* the same while main runs; what counts is 0 before; NULL: not possible */
+  /* What may run beside main, FA_CUDA_BESIDE_THREADS a block: of a forward of f32 the copies of k and v
+   * (fa_cuda_arguments, fa_cuda_splits); of a backward the statistics (fa_cuda_arguments, fa_cuda_dlse), of f32
+   * with all copies (fa_cuda_splits). What counts is 0 before. NULL: nothing may. */
+  const void *beside;
   const void *finish_dq; /* backward: dq_sum to dq; one block of finish_threads a q block. NULL: main does it */
   int32_t finish_threads;
   const void *merge;      /* of a kernel for few rows: FA_CUDA_PARTS_THREADS a block */
@@ -474,9 +483,10 @@ enum { FA_CUDA_SMALL_KERNEL_THREADS = 256, FA_CUDA_PLAN_THREADS = 1024, FA_CUDA_
 /* The fewer, the sooner main may begin; the more, the fewer counts has it to ask. */
 enum { FA_CUDA_DONE_ROWS = 512 };
 #define FA_CUDA_DONE_GROUPS(padded_rows) (((padded_rows) + FA_CUDA_DONE_ROWS - 1) / FA_CUDA_DONE_ROWS)
-enum { FA_CUDA_BESIDE_THREADS = 1024 }; /* of statistics_beside, which have all registers of a multiprocessor */
-extern const void *const fa_cuda_split_kernels[]; /* fa_cuda_splits; head_dim to 64, 128, 256; a block a group
-                                                    of rows, its y a tensor */
+/* Of what runs beside main: they have all registers of a multiprocessor. */
+enum { FA_CUDA_BESIDE_THREADS = 1024 };
+extern const void *const fa_cuda_split_kernels[]; /* fa_cuda_splits; head_dim to 64, 128, 256, of 256, 512,
+                                                    1,024 threads; a block a group of rows, its y a tensor */
 extern const void *const fa_cuda_plan_kernel;     /* fa_cuda_plans; FA_CUDA_PLAN_THREADS threads, a block a
                                                     batch of bands, its y a side */
 extern const void *const fa_cuda_lengths_kernel;  /* fa_cuda_plans; writes bands of key_lengths, a thread a
