@@ -8,12 +8,16 @@
 #include <sys/resource.h>
 #include <unistd.h>
 
+#include "../flash_attention.h"
 #include "clock.h"
 #include "processors.h"
 
 #define MAX_THREADS 1024
 
 pthread_mutex_t fa_threads_mutex = PTHREAD_MUTEX_INITIALIZER;
+
+atomic_bool fa_gives_way;
+void fa_set_gives_way(int32_t gives_way) { atomic_store(&fa_gives_way, gives_way != 0); }
 
 /* Guarded by the mutex; jobs are those that may be joined. */
 static struct {

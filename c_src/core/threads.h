@@ -18,6 +18,9 @@
 /* Guards the pool. It is here for a test that forks while it is held. */
 extern pthread_mutex_t fa_threads_mutex;
 
+/* See fa_set_gives_way; tasks look at it. */
+extern atomic_bool fa_gives_way;
+
 /* Tasks under way; its caller keeps it where it is until they have ended. */
 typedef struct fa_parallel {
   void (*run_task)(void *context, int64_t task, int worker);

@@ -29,6 +29,7 @@
 #include "../core/integers.h"
 #include "../core/problem.h"
 #include "../core/tensors.h"
+#include "../core/threads.h"
 #include "half.h"
 #include "sequence.h"
 
@@ -94,15 +95,18 @@
 #define TEXT(x)     TEXT_(x)
 #define INLINE      static inline __attribute__((always_inline))
 
-/* Between tiles, after YIELD_PRODUCTS: these take some 70 microseconds. Linux puts a thread that yields behind
- * those that never do, for 100 ms and more in the end; a VM's schedulers yield while they look for work.
- * Yielding too, and as often, keeps them level: they get a processor within 10 ms while every one is computing
- * (of two yields, 16 schedulers: 13, at times 27). Where nobody waits it costs a microsecond. products: those
- * that the thread is about to make. */
+/* Between tiles, after YIELD_PRODUCTS, where fa_set_gives_way says so: these take some 70 microseconds. Linux
+ * puts a thread that yields behind those that never do, for 100 ms and more in the end; a VM's schedulers yield
+ * while they look for work. Yielding too, and as often, keeps them level: they get a processor within 10 ms
+ * while every one is computing (of two yields, 16 schedulers: 13, at times 27). Where nobody waits it costs 2
+ * microseconds. products: those that the thread is about to make. */
 static inline void give_way(int64_t products) {
   static _Thread_local int64_t done;
-  for (int i = 0; done >= YIELD_PRODUCTS && i < 4; i++) sched_yield();
-  done = (done >= YIELD_PRODUCTS ? 0 : done) + products;
+  if (done >= YIELD_PRODUCTS) {
+    done = 0;
+    for (int i = 0; i < 4 && atomic_load_explicit(&fa_gives_way, memory_order_relaxed); i++) sched_yield();
+  }
+  done += products;
 }
 
 /* Until *value has reached at_least. The waits are short; the processor is offered to whoever works. */

@@ -6,6 +6,7 @@
 
 static int load(ErlNifEnv *env, void **priv_data, ERL_NIF_TERM info) {
   (void)priv_data, (void)info;
+  fa_set_gives_way(1);
   fa_atoms_init(env);
   return fa_memory_open_types(env) && fa_link_open_types(env) && fa_cache_open_types(env) ? 0 : 1;
 }

@@ -36,7 +36,8 @@ static struct {
   worker workers[MOST_WORKERS];
   ucontext_t beside; /* where all of them began */
   int num_workers, current, slow;
-  int num_yields; /* since a task ended */
+  int num_yields;     /* since a task ended */
+  int64_t all_yields; /* of tasks */
   fa_random random;
 } work;
 
@@ -54,6 +55,7 @@ static int next_worker(void) {
 
 int sched_yield(void) {
   if (work.num_workers == 0) return 0;
+  work.all_yields++;
   if (work.num_yields++ == PATIENCE) {
     CHECK(false, "%s: all wait for ever", work.kernel->name);
     exit(report());
@@ -158,7 +160,14 @@ static void test_problem(const char *name, const fa_problem *given) {
     if (fa_tensor_role_in(&problem, FA_PASS_BACKWARD, gradients[i]) != FA_ROLE_NONE)
       fa_tensor_at(&expected, gradients[i])->data = random_data(&problem, gradients[i]);
 
-  run_backward(&plan, &expected, 1, MANY_THREADS, 0);
+  /* One after the other nobody waits, and whoever computes yields only if it is asked to. */
+  for (int gives_way = 0; gives_way < 2; gives_way++) {
+    fa_set_gives_way(gives_way);
+    work.all_yields = 0;
+    run_backward(&plan, &expected, 1, MANY_THREADS, 0);
+    CHECK((work.all_yields > 0) == gives_way, "%s, %s: %lld yields where %d was asked for", plan.kernel, name,
+          (long long)work.all_yields, gives_way);
+  }
   const fa_cpu_phase *phase = &((const fa_cpu_kernel *)plan.config)->phases[1];
   const int64_t most = phase->num_tasks(&problem, MANY_THREADS), least = phase->num_tasks(&problem, 1);
   CHECK(least >= 4 && most >= 2 * least, "%s, %s: only %lld to %lld tasks", plan.kernel, name, (long long)least,
