@@ -500,11 +500,6 @@ FA_API fa_status fa_host_alloc(fa_device device, size_t bytes, void **memory, fa
 FA_API fa_status fa_host_free(fa_device device, void *memory, fa_error *error);
 FA_API void fa_set_pinned_limit(size_t bytes);
 
-/* Whether threads that compute on the CPU give way, some ten thousand times a second, to others that yield
- * while they look for work, as the schedulers of Erlang's VM do, which would else wait for 100 ms and more. It
- * takes 3 to 4 % of the time, and is off until somebody sets it, for the whole process: the NIF does. */
-FA_API void fa_set_gives_way(int32_t gives_way);
-
 typedef struct fa_memory_info {
   int64_t used_bytes;   /* of fa_device_alloc: with its callers, calls under way included */
   int64_t cached_bytes; /* given back and at hand */
@@ -571,6 +566,11 @@ FA_API fa_status fa_plan_init(fa_plan *plan, const fa_problem *problem, fa_pass 
  * On the CPU the results are there on return. Results do not depend on the number of threads. */
 FA_API fa_status fa_run(const fa_plan *plan, const fa_tensors *tensors, const fa_execution *execution,
                         fa_error *error);
+
+/* Whether threads that compute on the CPU give way, some ten thousand times a second, to others that yield
+ * while they look for work, as the schedulers of Erlang's VM do, which would else wait for 100 ms and more. It
+ * takes 2 to 4 % of most passes, and is off until somebody sets it, for the whole process: the NIF does. */
+FA_API void fa_set_gives_way(int32_t gives_way);
 
 /* What fa_run_anywhere is told of memory beside its tensors. Zero-initialise, then set what is wanted. */
 typedef struct fa_placement {

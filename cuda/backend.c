@@ -1077,6 +1077,11 @@ static int64_t num_column_blocks(const fa_cuda_arguments *a) {
   return (int64_t)a->batch * a->num_kv_heads * a->num_k_blocks * a->num_column_parts;
 }
 
+/* Whether something can run beside main, and read rows as their tensors have them if these are aligned. */
+static bool can_run_beside(const fa_problem *p, const fa_cuda_kernel *kernel, const cuda_job *job) {
+  return kernel->beside && job->launches_early && p->head_dim % 8 == 0;
+}
+
 /* Whether f32 can be copied beside main, as SplitTeam does, and had better be: where rows see so few columns
  * that copies are a part of the time. They take a third of the multiprocessors as long as main's loads come
  * late, by up to 5 % of long problems (measured: cuda_log.md, "Copies of f32 beside main"). */
@@ -1084,9 +1089,8 @@ enum { MOST_SEEN_BESIDE = 1 << 17 }; /* numbers of k */
 static bool can_copy_beside(const fa_problem *p, const fa_cuda_kernel *kernel, const fa_cuda_arguments *a,
                             const cuda_job *job) {
   const int64_t bytes = (int64_t)fa_dtype_bytes(p->dtype);
-  return kernel->beside && job->launches_early && p->head_dim % 8 == 0 &&
-         columns_seen(p) * kernel->bucket <= MOST_SEEN_BESIDE && is_aligned(&a->q_rows, bytes) &&
-         is_aligned(&a->k_rows, bytes) && is_aligned(&a->v_rows, bytes);
+  return can_run_beside(p, kernel, job) && columns_seen(p) * kernel->bucket <= MOST_SEEN_BESIDE &&
+         is_aligned(&a->q_rows, bytes) && is_aligned(&a->k_rows, bytes) && is_aligned(&a->v_rows, bytes);
 }
 
 /* Of f32 at 128, where multiprocessors wait for what they load, there is no gain with several bands or dropout.
@@ -1108,20 +1112,16 @@ static bool has_statistics_beside(const fa_problem *p, const fa_cuda_kernel *ker
       group == 1 || (p->num_bands <= 1 && PART_AT_FIRST * a->heads_at_once * group <= p->batch * p->num_heads);
   const bool is_f32 = kinds[fa_cuda_kind_of(p)].scaled;
   if (is_f32 && (!can_copy_beside(p, kernel, a, job) || loses_beside(p, kernel))) return false;
-  return kernel->beside && job->launches_early && can_wait && p->head_dim % 8 == 0 &&
-         is_aligned(&a->o, bytes) && is_aligned(&a->dout_rows, bytes) &&
-         (p->num_bands > 1 || a->num_k_blocks <= MOST_BESIDE) &&
+  return can_run_beside(p, kernel, job) && can_wait && is_aligned(&a->o, bytes) &&
+         is_aligned(&a->dout_rows, bytes) && (p->num_bands > 1 || a->num_k_blocks <= MOST_BESIDE) &&
          num_column_blocks(a) >= BLOCKS_BESIDE * (int64_t)job->num_multiprocessors;
 }
 
-/* Whether f32's copies are made beside main: a backward's with its statistics; a forward's, which are those of
- * k and v alone, where multiprocessors have several row blocks each, and not many heads share keys. */
+/* Whether a forward's copies of f32, which are those of k and v, are made beside main: where multiprocessors
+ * have several row blocks each, and not many heads share keys. */
 enum { ROW_BLOCKS_BESIDE = 4, MOST_HEADS_BESIDE = 2 };
-static bool has_copies_beside(const fa_plan *plan, const fa_cuda_kernel *kernel, const fa_cuda_arguments *a,
-                              const cuda_job *job) {
-  const fa_problem *p = &plan->problem;
-  if (!kinds[fa_cuda_kind_of(p)].scaled) return false;
-  if (plan->pass == FA_PASS_BACKWARD) return has_statistics_beside(p, kernel, a, job);
+static bool has_columns_beside(const fa_problem *p, const fa_cuda_kernel *kernel, const fa_cuda_arguments *a,
+                               const cuda_job *job) {
   return can_copy_beside(p, kernel, a, job) && p->num_heads <= MOST_HEADS_BESIDE * p->num_kv_heads &&
          (int64_t)a->batch * a->num_heads * a->num_q_blocks >=
              ROW_BLOCKS_BESIDE * (int64_t)job->num_multiprocessors;
@@ -1169,13 +1169,14 @@ static cuda_job lay_out(const fa_plan *plan, const fa_cuda_kernel *kernel, const
    * its kernel of statistics does not see to that; and the tickets of a forward, unless the plan kernel does.
    */
   lay_out_program(plan, kernel, t, &workspace, &job);
-  const bool has_copies = has_copies_beside(plan, kernel, a, &job);
-  if (has_copies)
+  const bool runs_beside =
+      backward ? has_statistics_beside(p, kernel, a, &job) : has_columns_beside(p, kernel, a, &job);
+  if (runs_beside && kinds[fa_cuda_kind_of(p)].scaled)
     a->columns_done = fa_take(&workspace, p->batch * p->num_kv_heads * FA_CUDA_DONE_GROUPS(p->seqlen_k) + 1,
                               sizeof *a->columns_done);
   job.zeroed_bytes = workspace.used;
   if (!backward && kernel->persistent &&
-      (has_copies ||
+      (runs_beside ||
        rows * a->num_q_blocks > (is_uneven(p) ? 1 : EVEN_BLOCKS_BY_TICKET) * job.num_multiprocessors))
     a->tickets = fa_take(&workspace, FA_CUDA_NUM_TICKETS, sizeof *a->tickets);
   if (backward || !is_general(kernel)) job.zeroed_bytes = workspace.used;
@@ -1184,7 +1185,7 @@ static cuda_job lay_out(const fa_plan *plan, const fa_cuda_kernel *kernel, const
     a->dq_order = fa_take(&workspace, rows * a->num_q_blocks, sizeof *a->dq_order);
     if (is_general(kernel) && !kernel->finish_dq)
       a->ended = fa_take(&workspace, rows * a->num_q_blocks, sizeof *a->ended);
-    if (has_statistics_beside(p, kernel, a, &job)) {
+    if (runs_beside) {
       a->rows_done = fa_take(&workspace, rows * FA_CUDA_DONE_GROUPS(a->padded_rows) + 1, sizeof *a->rows_done);
       job.zeroed_bytes = workspace.used;
     }
@@ -1306,10 +1307,10 @@ static fa_status launch_splits(fa_cuda_splits *splits, cudaStream_t stream, fa_e
     const fa_cuda_operand *to = &splits->tensors[i].to;
     num_scales = fa_max(num_scales, (int64_t)splits->batch * to->num_heads * to->num_scales);
   }
-  const int width = splits->head_dim <= 64 ? 0 : splits->head_dim <= 128 ? 1 : 2;
-  CHECK(fa_cuda_launch(fa_cuda_split_kernels[width],
-                       (dim3){(unsigned)num_scales, (unsigned)splits->num_tensors, 1}, 256 << width, 0,
-                       (void *[]){splits}, stream));
+  const int32_t lanes = FA_CUDA_STATISTICS_LANES(splits->head_dim);
+  CHECK(fa_cuda_launch(fa_cuda_split_kernels[lanes / 16],
+                       (dim3){(unsigned)num_scales, (unsigned)splits->num_tensors, 1},
+                       lanes * FA_CUDA_SPLIT_ROWS, 0, (void *[]){splits}, stream));
   return FA_STATUS_OK;
 }
 

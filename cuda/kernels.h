@@ -420,7 +420,8 @@ enum {
       (FA_CUDA_ALL_NEEDS | FA_CUDA_NEEDS_PAGES) & ~(FA_CUDA_NEEDS_DROPOUT | FA_CUDA_NEEDS_EXTREMES),
 };
 
-/* The lanes that share a row in `statistics`: an eighth of the bucket, or the next power of two. */
+/* The lanes that share a row in `statistics` and in copies: an eighth of the bucket, or the next power of two.
+ */
 #define FA_CUDA_STATISTICS_LANES(bucket) ((bucket) <= 64 ? 8 : (bucket) <= 128 ? 16 : 32)
 
 /* A kernel and the shape of its blocks: a row of the tables in forward.cu, backward.cu and their Hopper
@@ -485,14 +486,16 @@ enum { FA_CUDA_DONE_ROWS = 512 };
 #define FA_CUDA_DONE_GROUPS(padded_rows) (((padded_rows) + FA_CUDA_DONE_ROWS - 1) / FA_CUDA_DONE_ROWS)
 /* Of what runs beside main: they have all registers of a multiprocessor. */
 enum { FA_CUDA_BESIDE_THREADS = 1024 };
-extern const void *const fa_cuda_split_kernels[]; /* fa_cuda_splits; head_dim to 64, 128, 256, of 256, 512,
-                                                    1,024 threads; a block a group of rows, its y a tensor */
-extern const void *const fa_cuda_plan_kernel;     /* fa_cuda_plans; FA_CUDA_PLAN_THREADS threads, a block a
-                                                    batch of bands, its y a side */
-extern const void *const fa_cuda_lengths_kernel;  /* fa_cuda_plans; writes bands of key_lengths, a thread a
-                                                    batch */
-extern const void *const fa_cuda_sink_kernel;     /* fa_cuda_arguments, fa_cuda_dlse; a block a sink
-                                                          and head: writes dsink */
+/* fa_cuda_splits; of 8, 16 and 32 lanes a row (FA_CUDA_STATISTICS_LANES), of which a block has
+ * FA_CUDA_SPLIT_ROWS; a block a group of rows that share a scale, its y a tensor. */
+enum { FA_CUDA_SPLIT_ROWS = 32 };
+extern const void *const fa_cuda_split_kernels[];
+extern const void *const fa_cuda_plan_kernel;    /* fa_cuda_plans; FA_CUDA_PLAN_THREADS threads, a block a
+                                                   batch of bands, its y a side */
+extern const void *const fa_cuda_lengths_kernel; /* fa_cuda_plans; writes bands of key_lengths, a thread a
+                                                   batch */
+extern const void *const fa_cuda_sink_kernel;    /* fa_cuda_arguments, fa_cuda_dlse; a block a sink
+                                                         and head: writes dsink */
 /* Of each kind: see isolation.cu. */
 extern const void *const fa_cuda_look_kernels[FA_CUDA_NUM_KINDS];         /* fa_cuda_arguments */
 extern const void *const fa_cuda_mend_forward_kernels[FA_CUDA_NUM_KINDS]; /* fa_cuda_arguments */

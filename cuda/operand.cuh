@@ -28,14 +28,18 @@ __device__ inline void load_operand(uint32_t tile, const fa_cuda_operand &operan
                           operand.stride_row, num_rows - row, operand.num_cols, operand.aligned);
 }
 
+// Where the power of two lies by which a row is scaled.
+__device__ inline int32_t *exponent_at(const fa_cuda_operand &operand, int batch, int head, int row) {
+  return operand.exponents + (int64_t(batch) * operand.num_heads + head) * operand.num_scales +
+         row / FA_CUDA_SCALE_ROWS;
+}
+
 // The power of two by which the rows of a block are scaled. BESIDE: the copy may be made beside the kernel, so
 // that what lies near it may have been read before.
 template <class Kind, bool BESIDE = false>
 __device__ inline int exponent_of(const fa_cuda_operand &operand, int batch, int head, int row) {
   if constexpr (!Kind::SCALED) return 0;
-  const int32_t *exponent = operand.exponents +
-                            (int64_t(batch) * operand.num_heads + head) * operand.num_scales +
-                            row / FA_CUDA_SCALE_ROWS;
+  const int32_t *exponent = exponent_at(operand, batch, head, row);
   return BESIDE ? load_relaxed(exponent) : *exponent;
 }
 

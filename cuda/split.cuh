@@ -9,7 +9,8 @@ namespace fa {
 // has parts of four rows, so that as many loads are under way.
 template <int LANES>
 struct SplitTeam {
-  static constexpr int PASSES = 4, ROWS_AT_ONCE = FA_CUDA_SCALE_ROWS / PASSES, THREADS = LANES * ROWS_AT_ONCE;
+  static constexpr int ROWS_AT_ONCE = FA_CUDA_SPLIT_ROWS, PASSES = FA_CUDA_SCALE_ROWS / ROWS_AT_ONCE,
+                       THREADS = LANES * ROWS_AT_ONCE;
   using Numbers = float[PASSES][8];
 
   const int number = threadIdx.x / THREADS, thread = threadIdx.x % THREADS;
@@ -35,9 +36,7 @@ struct SplitTeam {
     const fa_cuda_operand &to = t.to;
     const int exponent = scaling_exponent(largest(x));
     const float scale = power_of_two(exponent);
-    if (thread == 0)
-      to.exponents[(int64_t(rows.batch) * to.num_heads + rows.head) * to.num_scales +
-                   rows.first_row / FA_CUDA_SCALE_ROWS] = exponent;
+    if (thread == 0) *exponent_at(to, rows.batch, rows.head, rows.first_row) = exponent;
     if (column() >= to.num_cols) return;
     uint16_t *first = const_cast<uint16_t *>(to.data) + rows.batch * to.stride_batch +
                       rows.head * to.stride_head + (rows.first_row + row(0)) * to.stride_row + column();
