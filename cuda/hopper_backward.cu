@@ -249,8 +249,7 @@ __device__ inline __attribute__((always_inline)) void consume_blocks(
       if (adds_rows || a.program.head_sums[FA_CUDA_ALIBI_SLOPES]) {
         const ProgramStep it(work, visit, slope, first_column + warp_row);  // heard again, not kept
         if (Shape::folds_slopes && it.at.head != program_head) leave_head(work), program_head = it.at.head;
-        take_gradients<Shape::program>(ds, a, it.at, it.distance, SlopeTerms(it.distance, it.at, NT * 8, 16),
-                                       head_sums);
+        take_gradients<Shape::program>(ds, a, it.at, it.distance, head_sums);
         if (adds_rows) {
           column_sums.add(ds);
           // Where terms are folded there are no registers that would hold them until the head's last step.

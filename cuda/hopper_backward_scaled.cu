@@ -266,8 +266,7 @@ struct BackwardConsumer {
                adds_rows = gives_bias && a.program.dbias_step == FA_CUDA_CELLS_ADD_ROWS;
     if (!gives_bias && !a.program.head_sums[FA_CUDA_ALIBI_SLOPES]) return;
     const ProgramStep it(work, told, slope, column);
-    take_gradients<Shape::program>(ds, a, it.at, it.distance, SlopeTerms(it.distance, it.at, NT * 8, 16),
-                                   head_sums);
+    take_gradients<Shape::program>(ds, a, it.at, it.distance, head_sums);
     if (adds_rows) {
       ColumnSums sums;
       sums.add(ds);

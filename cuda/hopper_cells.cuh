@@ -224,14 +224,13 @@ struct Distance {
 // a term of the row and one of the column. Elsewhere distances are to be measured one by one.
 struct SlopeTerms {
   bool apart;
-  float sign;               // of distances of a row from columns before it
   float of_first, of_each;  // of the first row and column; of each row further down, and less of each column
 
   __device__ SlopeTerms(const Distance &distance, const Place &at, int rows, int columns) {
     const int first = distance.of_origin + at.row - at.column;
     const bool before = first >= columns - 1, after = first + rows - 1 <= 0;
     apart = before || after;
-    sign = before ? 1 : -1;
+    const float sign = before ? 1 : -1;  // of distances of a row from columns before it
     of_each = apart ? -distance.slope * sign : 0;
     of_first = of_each * float(first);
   }
@@ -636,30 +635,17 @@ __device__ inline void leave_transposed_cells(const float (&ds)[NT][4], const fa
 // The gradient by slopes, of ds.
 template <int PROGRAM, int NT>
 __device__ inline void take_gradients(const float (&ds)[1][NT][4], const fa_cuda_arguments &a, const Place &at,
-                                      const Distance &distance, const SlopeTerms &slopes, HeadSums &head_sums) {
+                                      const Distance &distance, HeadSums &head_sums) {
   const int lane = threadIdx.x % 32;
   if (PROGRAM & SLOPES && a.program.head_sums[FA_CUDA_ALIBI_SLOPES]) {
     const float first = float(distance.of_origin + at.row + lane % 4 * 2 - at.column - lane / 4);
-    float sum = 0;
-    if (slopes.apart) {
-      float sums[2] = {0, 0}, by_row[2] = {0, 0};
+    float sums[2] = {0, 0};
 #pragma unroll
-      for (int n = 0; n < NT; n++)
+    for (int n = 0; n < NT; n++)
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-          sums[i / 2] += ds[0][n][i];
-          by_row[i / 2] = fmaf(ds[0][n][i], float(n * 8 + i % 2), by_row[i / 2]);
-        }
-      sum = fmaf(sums[0], first, by_row[0]) + fmaf(sums[1], first - 8, by_row[1]);
-      sum *= slopes.sign;
-    } else {
-#pragma unroll
-      for (int n = 0; n < NT; n++)
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-          sum = fmaf(ds[0][n][i], fabsf(first + float(n * 8 + i % 2 - i / 2 * 8)), sum);
-    }
-    head_sums.of[FA_CUDA_ALIBI_SLOPES] -= sum;
+      for (int i = 0; i < 4; i++)
+        sums[i / 2] = fmaf(ds[0][n][i], fabsf(first + float(n * 8 + i % 2 - i / 2 * 8)), sums[i / 2]);
+    head_sums.of[FA_CUDA_ALIBI_SLOPES] -= sums[0] + sums[1];
   }
 }
 

@@ -1,8 +1,9 @@
 /*
  * FA_PASS_BOUND, a part of reference.c: how far rounding may take each element of a result from its exact
  * value, whichever device computed it. A running error analysis (Higham 2002, section 3.3): what every
- * operation can add is carried through to the result, to first order. It is carried in two ways, and the lesser
- * is the bound:
+ * operation can add is carried through to the result, to first order; in e(dx) alone to the second, as a row
+ * that sees one column has dp = delta, and slope is 0 where the softcap is reached. It is carried in two ways,
+ * and the lesser is the bound:
  *
  *   - the sum of all sizes, which no order and no luck exceeds;
  *   - the sum of their squares. A rounding lies anywhere in +-size, so that its variance is size^2 / 3 at most;
@@ -23,7 +24,8 @@
  *                + r(u delta)                                    where there is a dlse
  *     e(dp)    = dot(dout, v) + r(u (|dp| + |delta|))
  *     e(ds)    = p ((dp - delta) x(s, lse) + e(dp))
- *     e(dx)    = slope e(ds) + p (dp - delta) e(slope) + r((w + 4 u) dx),     dx = slope ds
+ *     e(dx)    = slope e(ds) + (p (dp - delta) + e(ds) + p e(delta)) e(slope)
+ *                + r((w + 4 u) dx)                               of dx = slope ds
  *     e(dq)    = scale (Sum_j e(dx) k + e(lse) Sum_j (dx k) + e(delta) Sum_j (p slope k) + sum(dx k))
  *                + r((w + 4 u) dq)
  *     e(dk)    = scale (Sum_i (e(dx) + e(lse) dx + e(delta) p slope) q + sum(dx q)) + r((w + 4 u) dk)
@@ -66,6 +68,9 @@ static error scaled(error e, double factor) {
 }
 
 static void add_error(error *to, error e) { to->most += e.most, to->square += e.square; }
+
+/* Of a product, what is of second order. */
+static error product_of_errors(error a, error b) { return (error){a.most * b.most, a.square * b.square / 3}; }
 
 /* Squares of the smallest numbers are lost: they would make the bound of such a result 0. */
 static double bound_of(error e) { return e.square < 0x1p-960 ? e.most : fmin(e.most, 6 * sqrt(e.square / 3)); }
@@ -318,8 +323,11 @@ static void bound_column(bound_scratch *x, bound_row *row, int64_t j, double del
   add_error(&e_dx, rounding(unit.least * (slope * (dp - delta) + 1 + 1 / fabs(p->scale))));
   add_error(&e_dx, rounding((unit.stored + 4 * u) * dx));
   if (p->softcap != 0) { /* slope is 1 - (s / softcap)^2 */
-    add_error(&e_dx, scaled(x->s[j], 2 * weight * (dp - delta) / p->softcap));
-    add_error(&e_dx, rounding(4 * u * weight * (dp - delta)));
+    error e_slope = scaled(x->s[j], 2 / p->softcap), e_any = scaled(e_delta, weight);
+    add_error(&e_slope, rounding(4 * u));
+    add_error(&e_any, e_ds);
+    add_error(&e_dx, scaled(e_slope, weight * (dp - delta)));
+    add_error(&e_dx, product_of_errors(e_any, e_slope));
   }
   bound_sums(x, row, j, ds, e_ds, e_delta);
 

@@ -378,6 +378,11 @@ static const fa_case cases[] = {
     TAGGED("alibi, no keys", CASE_QUICK, LENGTHS(5, 0), ALIBI(1)),
     TAGGED("alibi, no batch", CASE_QUICK, LENGTHS(3, 4), .batch = 0, ALIBI(1)),
     FILLED("alibi, large", FILL_LARGE, LENGTHS(75, 101), .head_dim = 64, ALIBI(1)),
+    /* Of distance 0, so that there is no gradient by slopes. */
+    TAGGED("alibi, a column a row, sinks", CASE_QUICK, LENGTHS(176, 193), HEADS(2, 2), .head_dim = 96, ALIBI(1),
+           WINDOW(0, 0), .num_sinks = 4),
+    ROW("alibi, a column a row, d64, sinks", LENGTHS(193, 176), .head_dim = 64, ALIBI(1), WINDOW(0, 0),
+        .num_sinks = 1),
     STRIDED("alibi, everything, strided", CASE_QUICK, LENGTHS(237, 267), .batch = 2, HEADS(4, 2),
             .head_dim = 80, .bands_batch = 2, .num_bands = 4, ALIBI(2), WINDOW(61, 7), .softcap = 4,
             .scale = -0.6, .num_sinks = 2, .deterministic = 1),
@@ -593,6 +598,11 @@ static const fa_case cases[] = {
     FILLED("large", FILL_LARGE, LENGTHS(75, 101), .head_dim = 64),
     FILLED("large, causal", FILL_LARGE, LENGTHS(111, 98), .head_dim = 40, CAUSAL),
     FILLED("large, softcap", FILL_LARGE, LENGTHS(75, 101), .head_dim = 32, .softcap = 20),
+    /* dp is delta, and the softcap all but reached: both factors of a gradient are 0, and err. */
+    FILLED("large, softcap, a column a row", FILL_LARGE, LENGTHS(140, 140), HEADS(2, 1), .head_dim = 2,
+           WINDOW(0, 0), .softcap = 100),
+    FILLED("large, softcap, a column a row, d64", FILL_LARGE, LENGTHS(140, 140), HEADS(2, 1), .head_dim = 64,
+           WINDOW(0, 0), .softcap = 100),
     FILLED("large, sinks", FILL_LARGE, LENGTHS(50, 75), HEADS(2, 1), .head_dim = 32, .num_sinks = 2),
     FILLED("lognormal", FILL_LOGNORMAL, LENGTHS(103, 90), .head_dim = 64),
     FILLED("lognormal, causal", FILL_LOGNORMAL, LENGTHS(103, 131), HEADS(2, 1), .head_dim = 48, CAUSAL),
