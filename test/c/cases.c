@@ -598,11 +598,12 @@ static const fa_case cases[] = {
     FILLED("large", FILL_LARGE, LENGTHS(75, 101), .head_dim = 64),
     FILLED("large, causal", FILL_LARGE, LENGTHS(111, 98), .head_dim = 40, CAUSAL),
     FILLED("large, softcap", FILL_LARGE, LENGTHS(75, 101), .head_dim = 32, .softcap = 20),
-    /* dp is delta, and the softcap all but reached: both factors of a gradient are 0, and err. */
+    /* dp is delta, and the softcap is reached: both factors of a gradient are 0, and err. (In f32 these
+     * softcaps times their reciprocals are not 1.) */
     FILLED("large, softcap, a column a row", FILL_LARGE, LENGTHS(140, 140), HEADS(2, 1), .head_dim = 2,
-           WINDOW(0, 0), .softcap = 100),
+           WINDOW(0, 0), .softcap = 3.7),
     FILLED("large, softcap, a column a row, d64", FILL_LARGE, LENGTHS(140, 140), HEADS(2, 1), .head_dim = 64,
-           WINDOW(0, 0), .softcap = 100),
+           WINDOW(0, 0), .softcap = 47),
     FILLED("large, sinks", FILL_LARGE, LENGTHS(50, 75), HEADS(2, 1), .head_dim = 32, .num_sinks = 2),
     FILLED("lognormal", FILL_LOGNORMAL, LENGTHS(103, 90), .head_dim = 64),
     FILLED("lognormal, causal", FILL_LOGNORMAL, LENGTHS(103, 131), HEADS(2, 1), .head_dim = 48, CAUSAL),
