@@ -24,6 +24,7 @@
  *                + r(u delta)                                    where there is a dlse
  *     e(dp)    = dot(dout, v) + r(u (|dp| + |delta|))
  *     e(ds)    = p ((dp - delta) x(s, lse) + e(dp))
+ *     e(slope) = 2 / softcap (slope scale dot(q, k) + r(8 u (slope |product| + |capped| + softcap))) + r(4 u)
  *     e(dx)    = slope e(ds) + (p (dp - delta) + e(ds) + p e(delta)) e(slope)
  *                + r((w + 4 u) dx)                               of dx = slope ds
  *     e(dq)    = scale (Sum_j e(dx) k + e(lse) Sum_j (dx k) + e(delta) Sum_j (p slope k) + sum(dx k))
@@ -118,7 +119,7 @@ typedef struct bound_scratch {
   double *sum_p_slope_k;          /* [head_dim] */
   error *o, *own_o, *dq;          /* [head_dim] */
   dot_product *dp;                /* [seqlen_k]: before it is multiplied with keep */
-  error *s, *dk, *dv;             /* [seqlen_k], [seqlen_k, head_dim] */
+  error *s, *e_slope, *dk, *dv;   /* [seqlen_k], [seqlen_k, head_dim] */
   error *sums[FA_NUM_TENSORS];    /* as exact.sums */
 } bound_scratch;
 
@@ -135,6 +136,7 @@ static bound_scratch lay_out_bound(fa_arena *arena, const fa_problem *p) {
   x.dq = fa_take(arena, d, sizeof(error));
   x.dp = fa_take(arena, p->seqlen_k, sizeof *x.dp);
   x.s = fa_take(arena, p->seqlen_k, sizeof(error));
+  x.e_slope = fa_take(arena, p->seqlen_k, sizeof(error));
   x.dk = fa_take(arena, p->seqlen_k * d, sizeof(error));
   x.dv = fa_take(arena, p->seqlen_k * d, sizeof(error));
   for (int id = 0; id < FA_NUM_TENSORS; id++)
@@ -166,6 +168,16 @@ typedef struct bound_row {
 
 static bool is_seen(const bound_scratch *x, int64_t column) { return x->exact.s[column] != -INFINITY; }
 
+/* e(slope), of slope = 1 - (capped / softcap)^2: what the product errs by, e_product in units of capped, and
+ * its own roundings reach capped by way of the slope. */
+static error error_of_slope(error e_product, const struct score_f64 *score, double softcap, double u) {
+  error e = e_product;
+  add_error(&e, rounding(8 * u * (score->slope * fabs(score->product) + fabs(score->capped) + softcap)));
+  e = scaled(e, 2 / softcap);
+  add_error(&e, rounding(4 * u));
+  return e;
+}
+
 /* The scores, their slopes and errors, and the maximum. */
 static void bound_scores(bound_scratch *x, bound_row *row) {
   const fa_problem *p = row->problem;
@@ -183,6 +195,7 @@ static void bound_scores(bound_scratch *x, bound_row *row) {
     memcpy(x->by[j], score.by, sizeof score.by);
     x->keep[j] = keep_f64(p, &row->at, j);
     x->s[j] = scaled(bound_dot(x->exact.q, k, p->head_dim, u).e, x->slope[j] * p->scale);
+    if (p->softcap != 0) x->e_slope[j] = error_of_slope(x->s[j], &score, p->softcap, u);
     add_error(&x->s[j], rounding(8 * u * (fabs(score.product) + fabs(score.capped) + p->softcap)));
     if (score.added != 0) add_error(&x->s[j], rounding(8 * u * (score.added + fabs(score.s))));
     row->maximum = fmax(row->maximum, score.s);
@@ -322,12 +335,11 @@ static void bound_column(bound_scratch *x, bound_row *row, int64_t j, double del
   error e_dx = scaled(e_ds, slope);
   add_error(&e_dx, rounding(unit.least * (slope * (dp - delta) + 1 + 1 / fabs(p->scale))));
   add_error(&e_dx, rounding((unit.stored + 4 * u) * dx));
-  if (p->softcap != 0) { /* slope is 1 - (s / softcap)^2 */
-    error e_slope = scaled(x->s[j], 2 / p->softcap), e_any = scaled(e_delta, weight);
-    add_error(&e_slope, rounding(4 * u));
+  if (p->softcap != 0) {
+    error e_any = scaled(e_delta, weight);
     add_error(&e_any, e_ds);
-    add_error(&e_dx, scaled(e_slope, weight * (dp - delta)));
-    add_error(&e_dx, product_of_errors(e_any, e_slope));
+    add_error(&e_dx, scaled(x->e_slope[j], weight * (dp - delta)));
+    add_error(&e_dx, product_of_errors(e_any, x->e_slope[j]));
   }
   bound_sums(x, row, j, ds, e_ds, e_delta);
 
