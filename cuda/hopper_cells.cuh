@@ -632,7 +632,8 @@ __device__ inline void leave_transposed_cells(const float (&ds)[NT][4], const fa
     for_each([](float *own, float x) { add_number(own, x); });
 }
 
-// The gradient by slopes, of ds.
+// The gradient by slopes, of ds: cell by cell, as sums by rows and by columns would cancel where distances are
+// small.
 template <int PROGRAM, int NT>
 __device__ inline void take_gradients(const float (&ds)[1][NT][4], const fa_cuda_arguments &a, const Place &at,
                                       const Distance &distance, HeadSums &head_sums) {
