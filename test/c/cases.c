@@ -653,13 +653,20 @@ fa_case fa_case_in(const fa_case *c, fa_dtype dtype) {
   return result;
 }
 
-static int64_t random_length(fa_random *random) {
+static int64_t random_small_length(fa_random *random) {
   double kind = random_uniform(random);
   if (kind < 0.01) return 0;
   if (kind < 0.35) return random_integer(random, 1, 9);
   if (kind < 0.80) return random_integer(random, 10, 70);
   if (kind < 0.95) return 16 * random_integer(random, 1, 13) + random_integer(random, -1, 1);
   return random_integer(random, 200, 420);
+}
+
+/* Half of those that have grown are multiples of growth. */
+static int64_t random_length(fa_random *random, int64_t growth) {
+  const int64_t length = random_small_length(random) * growth;
+  if (growth == 1 || length == 0 || random_uniform(random) < 0.5) return length;
+  return length - random_integer(random, 1, growth - 1);
 }
 
 static int64_t random_head_dim(fa_random *random) {
@@ -678,16 +685,30 @@ static int64_t random_window(fa_random *random, int64_t length) {
   return random_integer(random, 0, length + 5);
 }
 
-fa_case fa_case_random(uint64_t seed, uint64_t index) {
+/* So many batches, or heads, are left of a problem; tensors that have something for each, too. */
+static void keep_batches(fa_problem *p, int64_t batch) {
+  int64_t *const lengths[] = {&p->bands_batch, &p->alibi_batch, &p->bias_batch, &p->dlse_batch,
+                              &p->lengths_batch};
+  for (size_t i = 0; i < sizeof lengths / sizeof *lengths; i++)
+    if (*lengths[i] > 1) *lengths[i] = batch;
+  p->batch = batch;
+}
+static void keep_kv_heads(fa_problem *p, int64_t num_kv_heads) {
+  p->num_heads = p->num_heads / p->num_kv_heads * num_kv_heads;
+  p->num_kv_heads = num_kv_heads;
+  if (p->bias_heads > 1) p->bias_heads = p->num_heads;
+}
+
+fa_case fa_case_random(uint64_t seed, uint64_t index, int64_t growth) {
   fa_random stream = random_stream(seed, index), *random = &stream;
   fa_case result = {.name = "random"};
   fa_problem *p = &result.problem;
   fa_problem_init(p);
   p->dtype = (fa_dtype)random_integer(random, 0, FA_NUM_FLOATS - 1);
-  p->batch = random_uniform(random) < 0.01 ? 0 : random_integer(random, 1, 3);
-  p->seqlen_q = random_length(random);
-  p->seqlen_k = random_uniform(random) < 0.3 ? p->seqlen_q : random_length(random);
-  p->num_kv_heads = random_integer(random, 1, 3);
+  p->batch = random_uniform(random) < 0.01 ? 0 : random_integer(random, 1, 2 + growth);
+  p->seqlen_q = random_length(random, growth);
+  p->seqlen_k = random_uniform(random) < 0.3 ? p->seqlen_q : random_length(random, growth);
+  p->num_kv_heads = random_integer(random, 1, 2 + growth);
   p->num_heads = p->num_kv_heads * (random_uniform(random) < 0.5 ? 1 : random_integer(random, 2, 4));
   p->head_dim = random_head_dim(random);
   p->window_left = random_window(random, p->seqlen_k);
@@ -723,19 +744,15 @@ fa_case fa_case_random(uint64_t seed, uint64_t index) {
     p->lengths_batch = random_uniform(random) < 0.3 ? 1 : p->batch;
   if (random_uniform(random) < 0.3) result.fill = (fa_fill)random_integer(random, FILL_LARGE, FILL_LOGNORMAL);
   if (random_uniform(random) < 0.3) result.layout = LAYOUT_STRIDED;
-  /* What the reference has to do stays small: batches, heads, then lengths give way. */
-  while (p->batch * p->num_heads * p->seqlen_q * p->seqlen_k * p->head_dim > 800000) {
-    if (p->batch > 1) {
-      p->batch--;
-      p->bands_batch -= p->bands_batch > 1;
-      p->alibi_batch -= p->alibi_batch > 1;
-      p->bias_batch -= p->bias_batch > 1;
-      p->dlse_batch -= p->dlse_batch > 1;
-      p->lengths_batch -= p->lengths_batch > 1;
-    } else if (p->num_kv_heads > 1) {
-      if (p->bias_heads > 1) p->bias_heads -= p->num_heads / p->num_kv_heads;
-      p->num_heads -= p->num_heads / p->num_kv_heads;
-      p->num_kv_heads--;
+  /* What the reference has to do stays small: batches, heads, then lengths give way; where they have grown, in
+   * any order. */
+  const double most = 800000.0 * (double)(growth * growth * growth);
+  while ((double)(p->batch * p->num_heads * p->seqlen_q * p->seqlen_k * p->head_dim) > most) {
+    const bool keeps_heads = growth > 1 && random_uniform(random) < 0.7;
+    if (p->batch > 1 && !keeps_heads) {
+      keep_batches(p, p->batch - 1);
+    } else if (p->num_kv_heads > 1 && !keeps_heads) {
+      keep_kv_heads(p, p->num_kv_heads - 1);
     } else {
       if (p->bias_rows > 1) p->bias_rows = p->bias_rows * 4 / 5;
       p->seqlen_q = p->seqlen_q * 4 / 5;

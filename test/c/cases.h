@@ -42,7 +42,8 @@ const fa_case *fa_cases(size_t *num_cases);
 /* The case in a type, and its bias, unless it is of u8, in the type that goes with it. */
 fa_case fa_case_in(const fa_case *c, fa_dtype dtype);
 
-/* A case, dtype included, that depends on seed and index alone: small, awkward, everything combined. */
-fa_case fa_case_random(uint64_t seed, uint64_t index);
+/* A case, dtype included, that depends on these numbers alone: awkward, everything combined. It is small;
+ * lengths that are growth times as long, and more heads, make a GPU take several tiles a multiprocessor. */
+fa_case fa_case_random(uint64_t seed, uint64_t index, int64_t growth);
 
 #endif

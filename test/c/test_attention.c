@@ -3,6 +3,7 @@
  *
  *   --device cpu|cuda|reference   --dtype f32|f64|bf16|f16   --quick   --sweep N   --seed S   --verbose
  *   --name TEXT (of the table, the cases whose name holds it)
+ *   --grow N (the sweep's lengths N times as long, and more heads, each case in one mode: for a GPU, minutes)
  *
  * tolerance.h says how near it must come. Reruns, and runs with other numbers of threads, must agree bitwise;
  * on CUDA, where only a deterministic backward promises that, every case also runs deterministically. On the
@@ -21,10 +22,10 @@ static struct {
   fa_device device;
   int dtype; /* -1: all */
   bool quick, verbose;
-  int64_t sweep;
+  int64_t sweep, growth;
   uint64_t seed;
   const char *name;
-} options = {.dtype = -1, .sweep = -1, .seed = 1, .name = ""};
+} options = {.dtype = -1, .sweep = -1, .growth = 1, .seed = 1, .name = ""};
 
 static const fa_device_kind kinds[] = {FA_DEVICE_CPU, FA_DEVICE_CUDA, FA_DEVICE_REFERENCE};
 
@@ -164,6 +165,13 @@ static void check_modes(fa_case c) {
   check_case(&aligned);
 }
 
+/* Where the oracle takes seconds. */
+static void check_one_mode(fa_case c, int64_t index) {
+  if (index % 4 > 0) c.layout |= LAYOUT_ALIGNED;
+  check_case(&c);
+  check_inference(c);
+}
+
 static void test_table(void) {
   size_t num_cases;
   const fa_case *cases = fa_cases(&num_cases);
@@ -179,8 +187,12 @@ static void test_table(void) {
 
 static void test_sweep(void) {
   for (int64_t i = 0; i < options.sweep; i++) {
-    fa_case c = fa_case_random(options.seed, (uint64_t)i);
-    if (options.dtype < 0 || options.dtype == (int)c.problem.dtype) check_modes(c);
+    fa_case c = fa_case_random(options.seed, (uint64_t)i, options.growth);
+    if (options.dtype >= 0 && options.dtype != (int)c.problem.dtype) continue;
+    if (options.growth == 1)
+      check_modes(c);
+    else
+      check_one_mode(c, i);
   }
 }
 
@@ -395,6 +407,8 @@ static void parse(int argc, char **argv) {
       options.dtype = choice(option, argv[++i], dtype_name, FA_NUM_FLOATS);
     } else if (strcmp(option, "--sweep") == 0) {
       options.sweep = strtoll(argv[++i], NULL, 10);
+    } else if (strcmp(option, "--grow") == 0) {
+      options.growth = strtoll(argv[++i], NULL, 10);
     } else if (strcmp(option, "--name") == 0) {
       options.name = argv[++i];
     } else if (strcmp(option, "--seed") == 0) {
