@@ -299,16 +299,18 @@ struct Teller {
           kinds |= 1 << consumer;
     return flags_of(visits) | (Shape::has_runs ? 0 : kinds << ToldVisit::KINDS_AT);
   }
-  // What a mask leaves of the flags of a visit: those of consumers to which it shows something.
+  // What a mask leaves of the flags of a visit: those of consumers to which it shows something. The others are
+  // told that it hides, as they may take the visit all the same.
   __device__ uint32_t masked(uint32_t flags, int column) const {
-    uint32_t left = 0;
+    uint32_t left = 0, hides = 0;
 #pragma unroll
     for (int consumer = 0; consumer < Shape::num_consumers; consumer++) {
       const uint32_t own = flags & (ToldVisit::sees_any(consumer) | ToldVisit::sees_all(consumer)),
                      kinds = own ? kinds_of_flags.of(column / Shape::block_k, consumer) : 0;
-      if (kinds & FA_CUDA_KEYS_SHOW) left |= own | (kinds & FA_CUDA_KEYS_HIDE ? ToldVisit::hides(consumer) : 0);
+      if (kinds & FA_CUDA_KEYS_SHOW) left |= own;
+      if (kinds & FA_CUDA_KEYS_HIDE) hides |= ToldVisit::hides(consumer);
     }
-    return left ? left | (flags & ToldVisit::ALL_SEE_SOME) : 0;
+    return left ? left | hides | (flags & ToldVisit::ALL_SEE_SOME) : 0;
   }
   // How many visits, this one and those behind it, see whole columns of which some keys are shown.
   template <class Visits>

@@ -455,6 +455,10 @@ static const fa_case cases[] = {
     ROW("mask of scores, bands", LENGTHS(311, 359), HEADS(2, 2), .head_dim = 96, BANDS(3), MASK(1, 1, 311)),
     TAGGED("mask of scores, lengths", CASE_QUICK, LENGTHS(141, 363), .batch = 3, HEADS(2, 1), .head_dim = 128,
            MASK(1, 1, 141), KEY_LENGTHS(3), CAUSAL),
+    /* Of blocks that are hidden from some of a tile's rows alone. */
+    ROW("mask of scores, wide", LENGTHS(128, 111), HEADS(3, 3), .head_dim = 192, MASK(1, 3, 128)),
+    ROW("mask of scores, wide, causal", LENGTHS(290, 301), .batch = 2, HEADS(4, 2), .head_dim = 256,
+        MASK(2, 4, 290), CAUSAL, .num_sinks = 1),
     TAGGED("mask of scores, softcap", CASE_QUICK, LENGTHS(270, 301), HEADS(2, 1), .head_dim = 64,
            MASK(1, 2, 270), .softcap = 3),
     ROW("mask of scores, negative scale", LENGTHS(203, 330), HEADS(2, 1), .head_dim = 128, MASK(1, 2, 203),
