@@ -37,6 +37,12 @@
  *                + e(delta) Sum_j (distance p)) + sum(distance ds) + r(2 w dslope), and so on for every input
  * of scores that all columns share
  *
+ * Operands of products err, too, where a device scales f32 by the largest number near it and takes it apart
+ * into two parts of f16: q, k, v and dout by t = 2^-39 times the largest one of their head, Q, K, V and D. So
+ * dot(q, k) has r(t (Q |k| + K |q|)) for each product, dot(dout, v) likewise, own(o) r(p t V) for each column,
+ * e(dq) r(dx t K), e(dk) r(dx t Q) and e(dv) r(p t D). Nothing else allows for that where a row sees one
+ * column, as then o is v.
+ *
  * With dropout, v stands for keep v and dp for keep dp, and each of them, and o, has one more rounding, r(2 u).
  *
  * An error that is the same for all of a row multiplies a sum that has signs: that of lse moves every p alike,
@@ -46,14 +52,14 @@
  * of f16, whose smallest number is 2^-24, and ds likewise beside the largest one near it.
  */
 
-/* f64 is held against f64, which errs as much: its units are twice the roundoff. */
+/* f64 is held against f64, which errs as much: its units are twice the roundoff. operand: t. */
 static const struct unit {
-  double arithmetic, stored, least;
+  double arithmetic, stored, least, operand;
 } units[FA_NUM_DTYPES] = {
-    [FA_DTYPE_F32] = {0x1p-24, 0x1p-24, 0x1p-39},
-    [FA_DTYPE_F64] = {0x1p-52, 0x1p-52, 0x1p-1022},
-    [FA_DTYPE_BF16] = {0x1p-24, 0x1p-8, 0x1p-126},
-    [FA_DTYPE_F16] = {0x1p-24, 0x1p-11, 0x1p-25},
+    [FA_DTYPE_F32] = {0x1p-24, 0x1p-24, 0x1p-39, 0x1p-39},
+    [FA_DTYPE_F64] = {0x1p-52, 0x1p-52, 0x1p-1022, 0},
+    [FA_DTYPE_BF16] = {0x1p-24, 0x1p-8, 0x1p-126, 0},
+    [FA_DTYPE_F16] = {0x1p-24, 0x1p-11, 0x1p-25, 0},
 };
 
 /* ---- errors ------------------------------------------------------------------------------------------ */
@@ -93,14 +99,19 @@ typedef struct dot_product {
   error e;
 } dot_product;
 
-static dot_product bound_dot(const double *x, const double *y, int64_t length, double u) {
+/* Of numbers that err by e_x and e_y. */
+static dot_product bound_dot(const double *x, const double *y, int64_t length, double u, double e_x,
+                             double e_y) {
   double sum = 0, size = 0, square = 0;
+  error of_operands = {0, 0};
   for (int64_t c = 0; c < length; c++) {
     const double term = x[c] * y[c];
     sum += term, size += fabs(term), square += term * term;
+    if (e_x > 0 || e_y > 0) add_error(&of_operands, rounding(e_x * fabs(y[c]) + e_y * fabs(x[c])));
   }
   const error e = error_of_term(length, u);
-  return (dot_product){sum, {e.most * size, e.square * (square + sum * sum)}};
+  add_error(&of_operands, (error){e.most * size, e.square * (square + sum * sum)});
+  return (dot_product){sum, of_operands};
 }
 
 /* x(s, origin) where s errs by e; exp overflows where it says nothing, and no p is over 1. */
@@ -121,6 +132,7 @@ typedef struct bound_scratch {
   dot_product *dp;                /* [seqlen_k]: before it is multiplied with keep */
   error *s, *e_slope, *dk, *dv;   /* [seqlen_k], [seqlen_k, head_dim] */
   error *sums[FA_NUM_TENSORS];    /* as exact.sums */
+  double e_q, e_k, e_v, e_dout;   /* what numbers of the head err by as operands */
 } bound_scratch;
 
 static bound_scratch lay_out_bound(fa_arena *arena, const fa_problem *p) {
@@ -194,7 +206,7 @@ static void bound_scores(bound_scratch *x, bound_row *row) {
     x->slope[j] = score.slope;
     memcpy(x->by[j], score.by, sizeof score.by);
     x->keep[j] = keep_f64(p, &row->at, j);
-    x->s[j] = scaled(bound_dot(x->exact.q, k, p->head_dim, u).e, x->slope[j] * p->scale);
+    x->s[j] = scaled(bound_dot(x->exact.q, k, p->head_dim, u, x->e_q, x->e_k).e, x->slope[j] * p->scale);
     if (p->softcap != 0) x->e_slope[j] = error_of_slope(x->s[j], &score, p->softcap, u);
     add_error(&x->s[j], rounding(8 * u * (fabs(score.product) + fabs(score.capped) + p->softcap)));
     if (score.added != 0) add_error(&x->s[j], rounding(8 * u * (score.added + fabs(score.s))));
@@ -216,7 +228,7 @@ static void bound_forward(bound_scratch *x, bound_row *row) {
   row->lse = row->maximum + log(sum);
   row->e_lse = rounding(unit.arithmetic * (2 * (fabs(row->lse) + fabs(row->maximum)) + 8));
   add_error(&row->e_lse, term);
-  error e_sinks = {0, 0};
+  error e_sinks = {0, 0}, of_v = {0, 0};
   for (int64_t t = 0; t < fa_problem_num_sinks(p); t++) {
     const double s = sink_f64(p, &row->at, t), weight = exp(s - row->lse);
     const error e = error_of_exponential(weight, s, (error){0, 0}, row->maximum, unit.arithmetic);
@@ -240,6 +252,7 @@ static void bound_forward(bound_scratch *x, bound_row *row) {
     error e_p = error_of_exponential(weight, x->exact.s[j], x->s[j], row->maximum, unit.arithmetic);
     e_p = scaled(e_p, weight);
     add_error(&row->e_lse, e_p);
+    add_error(&of_v, rounding(keep * weight * x->e_v));
     const error stored = rounding(unit.stored * weight + unit.least);
     for (int64_t c = 0; c < d; c++) {
       add_error(&x->o[c], scaled(e_p, keep * v[c] - x->exact.o[c]));
@@ -247,7 +260,10 @@ static void bound_forward(bound_scratch *x, bound_row *row) {
       add_error(&x->own_o[c], scaled(term, keep * weight * v[c]));
     }
   }
-  for (int64_t c = 0; c < d; c++) add_error(&x->o[c], x->own_o[c]);
+  for (int64_t c = 0; c < d; c++) {
+    add_error(&x->own_o[c], of_v);
+    add_error(&x->o[c], x->own_o[c]);
+  }
 }
 
 /* dot: of o and dout. own_o: the part of o's error that has nothing to do with p. */
@@ -362,6 +378,12 @@ static void bound_column(bound_scratch *x, bound_row *row, int64_t j, double del
     add_error(&x->dk[j * d + c], scaled(to_dk, q[c]));
     add_error(&x->dv[j * d + c], scaled(to_dv, dout[c]));
   }
+  if (unit.operand == 0) return;
+  for (int64_t c = 0; c < d; c++) {
+    add_error(&x->dq[c], rounding(dx * x->e_k));
+    add_error(&x->dk[j * d + c], rounding(dx * x->e_q));
+    add_error(&x->dv[j * d + c], rounding(keep * weight * x->e_dout));
+  }
 }
 
 static void bound_backward(bound_scratch *x, bound_row *row) {
@@ -369,8 +391,8 @@ static void bound_backward(bound_scratch *x, bound_row *row) {
   const int64_t d = p->head_dim;
   const double u = row->unit.arithmetic, *dout = x->exact.dout;
   for (int64_t j = 0; j < row->at.sequence->seqlen_k; j++)
-    if (is_seen(x, j)) x->dp[j] = bound_dot(dout, x->exact.v + j * d, d, u);
-  const dot_product dot = bound_dot(x->exact.o, dout, d, u);
+    if (is_seen(x, j)) x->dp[j] = bound_dot(dout, x->exact.v + j * d, d, u, x->e_dout, x->e_v);
+  const dot_product dot = bound_dot(x->exact.o, dout, d, u, 0, 0);
   const double delta = dot.sum - row->dlse;
   const error e_delta = error_of_delta(x, row, dot, delta);
   for (int64_t j = 0; j < row->at.sequence->seqlen_k; j++)
@@ -455,6 +477,35 @@ static void bound_one_row(bound_scratch *x, const fa_problem *p, const fa_proble
   save_bounds(&t->dq, p, at.sequence, i, h, p->scale, x->dq, x->exact.dq);
 }
 
+static double largest_of(const double *x, int64_t count) {
+  double largest = 0;
+  for (int64_t i = 0; i < count; i++) largest = fmax(largest, fabs(x[i]));
+  return largest;
+}
+
+/* What operands of a head err by: of keys also those that nobody sees are near. */
+static void find_errors_of_keys(bound_scratch *x, const fa_problem *p, const fa_tensors *t,
+                                const fa_sequence *sequence, int64_t kv) {
+  const int64_t num_keys = sequence->pages ? sequence->seqlen_k : p->seqlen_k;
+  x->e_k = x->e_v = 0;
+  for (int64_t j = 0; j < num_keys; j++) {
+    load_key_f64(x->exact.q, p, &t->k, sequence, j, kv);
+    load_key_f64(x->exact.o, p, &t->v, sequence, j, kv);
+    x->e_k = fmax(x->e_k, units[p->dtype].operand * largest_of(x->exact.q, p->head_dim));
+    x->e_v = fmax(x->e_v, units[p->dtype].operand * largest_of(x->exact.o, p->head_dim));
+  }
+}
+static void find_errors_of_rows(bound_scratch *x, const fa_problem *p, const fa_tensors *t,
+                                const fa_sequence *sequence, int64_t h) {
+  x->e_q = x->e_dout = 0;
+  for (int64_t i = 0; i < sequence->seqlen_q; i++) {
+    load_f64(x->exact.q, p, &t->q, sequence, i, h);
+    load_f64(x->exact.dout, p, &t->dout, sequence, i, h);
+    x->e_q = fmax(x->e_q, units[p->dtype].operand * largest_of(x->exact.q, p->head_dim));
+    x->e_dout = fmax(x->e_dout, units[p->dtype].operand * largest_of(x->exact.dout, p->head_dim));
+  }
+}
+
 static void bound(const fa_problem *p, const fa_tensors *t, void *workspace) {
   bound_scratch x = lay_out_bound(&(fa_arena){.base = workspace}, p);
   fa_problem exact = *p;
@@ -469,12 +520,15 @@ static void bound(const fa_problem *p, const fa_tensors *t, void *workspace) {
     const fa_sequence sequence = fa_sequence_of(p, t, b);
     const int64_t num_columns = sequence.seqlen_k;
     for (int64_t kv = 0; kv < p->num_kv_heads; kv++) {
+      find_errors_of_keys(&x, p, t, &sequence, kv);
       load_keys_f64(&x.exact, p, t, &sequence, kv);
       fill_zero_f64(x.exact.dk, num_columns * d), clear_errors(x.dk, num_columns * d);
       fill_zero_f64(x.exact.dv, num_columns * d), clear_errors(x.dv, num_columns * d);
-      for (int64_t h = kv * heads_per_kv; h < (kv + 1) * heads_per_kv; h++)
+      for (int64_t h = kv * heads_per_kv; h < (kv + 1) * heads_per_kv; h++) {
+        find_errors_of_rows(&x, p, t, &sequence, h);
         for (int64_t i = 0; i < sequence.seqlen_q; i++)
           bound_one_row(&x, p, &exact, place_of_f64(p, t, &sequence, h, i));
+      }
       for (int64_t j = 0; j < num_columns; j++) {
         add_own_errors(x.dk + j * d, x.exact.dk + j * d, p, p->scale, sequence.seqlen_q * heads_per_kv);
         add_own_errors(x.dv + j * d, x.exact.dv + j * d, p, 1, sequence.seqlen_q * heads_per_kv);

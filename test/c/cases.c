@@ -608,6 +608,8 @@ static const fa_case cases[] = {
            WINDOW(0, 0), .softcap = 3.7),
     FILLED("large, softcap, a column a row, d64", FILL_LARGE, LENGTHS(140, 140), HEADS(2, 1), .head_dim = 64,
            WINDOW(0, 0), .softcap = 47),
+    /* o is v, of which in f32 the smallest are beside others that set their scale. */
+    FILLED("lognormal, a column a row", FILL_LOGNORMAL, LENGTHS(500, 500), .head_dim = 128, WINDOW(0, 0)),
     FILLED("large, sinks", FILL_LARGE, LENGTHS(50, 75), HEADS(2, 1), .head_dim = 32, .num_sinks = 2),
     FILLED("lognormal", FILL_LOGNORMAL, LENGTHS(103, 90), .head_dim = 64),
     FILLED("lognormal, causal", FILL_LOGNORMAL, LENGTHS(103, 131), HEADS(2, 1), .head_dim = 48, CAUSAL),
