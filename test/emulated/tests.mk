@@ -54,10 +54,12 @@ test-emulated-decode-86 test-emulated-decode-90: test-emulated-decode-%: emulate
 	@echo "test_decode, emulated sm_$*"
 	@EMULATED_SM=$* $(EMULATED_BUILD)/test/test_decode
 
-# Masks that show everything, and of which a kernel asks.
+# Masks that show everything, and of which a kernel asks; and one that hides a block from half of a tile's rows.
 test-emulated-masks: emulated-programs
 	@echo "test_cuda --masks, emulated sm_90"
 	@EMULATED_SM=90 $(EMULATED_BUILD)/test/test_cuda --masks
+	@echo "test_attention --device cuda --quick --sweep 0 --name \"half a tile\" --dtype f32, emulated sm_90"
+	@EMULATED_SM=90 $(EMULATED_BUILD)/test/test_attention --device cuda --quick --sweep 0 --name "half a tile" --dtype f32
 
 # Keys that are split over multiprocessors which would have nothing to do.
 test-emulated-parts: emulated-programs
