@@ -38,10 +38,17 @@
  * of scores that all columns share
  *
  * Operands of products err, too, where a device scales f32 by the largest number near it and takes it apart
- * into two parts of f16: q, k, v and dout by t = 2^-39 times the largest one of their head, Q, K, V and D. So
- * dot(q, k) has r(t (Q |k| + K |q|)) for each product, dot(dout, v) likewise, own(o) r(p t V) for each column,
- * e(dq) r(dx t K), e(dk) r(dx t Q) and e(dv) r(p t D). Nothing else allows for that where a row sees one
+ * into two parts of f16, or rounds it to one: a number x of q, k, v or dout by a(x) = t times the largest one
+ * of its head, t = 2^-39, and at FA_PRECISION_DEFAULT, where w is 2^-11, by 2^-11 x beside that. So dot(q, k)
+ * has r(a(q) |k| + a(k) |q|) for each product, dot(dout, v) likewise, own(o) r(p a(v)) for each column, e(dq)
+ * r(dx a(k)), e(dk) r(dx a(q)) and e(dv) r(p a(dout)). Nothing else allows for that where a row sees one
  * column, as then o is v.
+ *
+ * What q and dout err by is the same in all columns, whose p have one sign. So e(lse) has
+ * r(scale a(q) Sum_j (p slope k)) for each c, and e(delta), beside which stand the dp, r(a(dout) o). dq has
+ * scale^2 a(q[c]) Sum_j (dx slope k[c] k) from each c: of the part of dx that is alike in all columns,
+ * p Sum_j dx / Sum_j p, that is scale^2 Sum_j dx / Sum_j p a(q[c]) sqrt(S[c] S) at most, S = Sum_j (p slope
+ * k^2) (Cauchy and Schwarz). Without a dlse and sinks dx has no sum.
  *
  * With dropout, v stands for keep v and dp for keep dp, and each of them, and o, has one more rounding, r(2 u).
  *
@@ -52,15 +59,22 @@
  * of f16, whose smallest number is 2^-24, and ds likewise beside the largest one near it.
  */
 
-/* f64 is held against f64, which errs as much: its units are twice the roundoff. operand: t. */
-static const struct unit {
-  double arithmetic, stored, least, operand;
-} units[FA_NUM_DTYPES] = {
-    [FA_DTYPE_F32] = {0x1p-24, 0x1p-24, 0x1p-39, 0x1p-39},
-    [FA_DTYPE_F64] = {0x1p-52, 0x1p-52, 0x1p-1022, 0},
-    [FA_DTYPE_BF16] = {0x1p-24, 0x1p-8, 0x1p-126, 0},
-    [FA_DTYPE_F16] = {0x1p-24, 0x1p-11, 0x1p-25, 0},
+/* f64 is held against f64, which errs as much: its units are twice the roundoff. What an operand of products
+ * errs by: operand times the largest of its head, and rounded times itself. */
+struct unit {
+  double arithmetic, stored, least, operand, rounded;
 };
+static const struct unit units[FA_NUM_DTYPES] = {
+    [FA_DTYPE_F32] = {0x1p-24, 0x1p-24, 0x1p-39, 0x1p-39, 0},
+    [FA_DTYPE_F64] = {0x1p-52, 0x1p-52, 0x1p-1022, 0, 0},
+    [FA_DTYPE_BF16] = {0x1p-24, 0x1p-8, 0x1p-126, 0, 0},
+    [FA_DTYPE_F16] = {0x1p-24, 0x1p-11, 0x1p-25, 0, 0},
+};
+static struct unit unit_of(const fa_problem *p) {
+  struct unit unit = units[p->dtype];
+  if (p->dtype == FA_DTYPE_F32 && p->precision == FA_PRECISION_DEFAULT) unit.stored = unit.rounded = 0x1p-11;
+  return unit;
+}
 
 /* ---- errors ------------------------------------------------------------------------------------------ */
 
@@ -99,19 +113,26 @@ typedef struct dot_product {
   error e;
 } dot_product;
 
-/* Of numbers that err by e_x and e_y. */
-static dot_product bound_dot(const double *x, const double *y, int64_t length, double u, double e_x,
-                             double e_y) {
+/* a(x); scaled: that of 0. */
+static double error_of_operand(struct unit unit, double scaled, double x) {
+  return scaled + unit.rounded * fabs(x);
+}
+
+/* of_x, of_y: a(0). */
+static dot_product bound_dot(const double *x, const double *y, int64_t length, struct unit unit, double of_x,
+                             double of_y) {
   double sum = 0, size = 0, square = 0;
-  error of_operands = {0, 0};
+  error e = {0, 0};
   for (int64_t c = 0; c < length; c++) {
     const double term = x[c] * y[c];
     sum += term, size += fabs(term), square += term * term;
-    if (e_x > 0 || e_y > 0) add_error(&of_operands, rounding(e_x * fabs(y[c]) + e_y * fabs(x[c])));
+    if (of_x > 0 || of_y > 0)
+      add_error(&e, rounding(error_of_operand(unit, of_x, x[c]) * fabs(y[c]) +
+                             error_of_operand(unit, of_y, y[c]) * fabs(x[c])));
   }
-  const error e = error_of_term(length, u);
-  add_error(&of_operands, (error){e.most * size, e.square * (square + sum * sum)});
-  return (dot_product){sum, of_operands};
+  const error term = error_of_term(length, unit.arithmetic);
+  add_error(&e, (error){term.most * size, term.square * (square + sum * sum)});
+  return (dot_product){sum, e};
 }
 
 /* x(s, origin) where s errs by e; exp overflows where it says nothing, and no p is over 1. */
@@ -125,14 +146,14 @@ static error error_of_exponential(double p, double s, error e, double origin, do
 
 typedef struct bound_scratch {
   scratch_f64 exact;
-  double *slope, *p, *keep;       /* [seqlen_k] */
-  double (*by)[NUM_SCORE_INPUTS]; /* [seqlen_k]: of scores */
-  double *sum_p_slope_k;          /* [head_dim] */
-  error *o, *own_o, *dq;          /* [head_dim] */
-  dot_product *dp;                /* [seqlen_k]: before it is multiplied with keep */
-  error *s, *e_slope, *dk, *dv;   /* [seqlen_k], [seqlen_k, head_dim] */
-  error *sums[FA_NUM_TENSORS];    /* as exact.sums */
-  double e_q, e_k, e_v, e_dout;   /* what numbers of the head err by as operands */
+  double *slope, *p, *keep;         /* [seqlen_k] */
+  double (*by)[NUM_SCORE_INPUTS];   /* [seqlen_k]: of scores */
+  double *sum_p_slope_k, *squares;  /* [head_dim]; squares: Sum_j p slope k^2 */
+  error *o, *own_o, *dq;            /* [head_dim] */
+  dot_product *dp;                  /* [seqlen_k]: before it is multiplied with keep */
+  error *s, *e_slope, *dk, *dv;     /* [seqlen_k], [seqlen_k, head_dim] */
+  error *sums[FA_NUM_TENSORS];      /* as exact.sums */
+  double of_q, of_k, of_v, of_dout; /* a(0) of the head's */
 } bound_scratch;
 
 static bound_scratch lay_out_bound(fa_arena *arena, const fa_problem *p) {
@@ -143,6 +164,7 @@ static bound_scratch lay_out_bound(fa_arena *arena, const fa_problem *p) {
   x.p = fa_take(arena, p->seqlen_k, sizeof(double));
   x.keep = fa_take(arena, p->seqlen_k, sizeof(double));
   x.sum_p_slope_k = fa_take(arena, d, sizeof(double));
+  x.squares = fa_take(arena, d, sizeof(double));
   x.o = fa_take(arena, d, sizeof(error));
   x.own_o = fa_take(arena, d, sizeof(error));
   x.dq = fa_take(arena, d, sizeof(error));
@@ -173,7 +195,7 @@ typedef struct bound_row {
   struct unit unit;
   place_f64 at;
   int64_t num_columns; /* that it sees */
-  double maximum, lse, dlse;
+  double maximum, lse, dlse, sum_p_seen, sum_dx;
   error e_lse;
   double sum_ds[NUM_SCORE_INPUTS], sum_p[NUM_SCORE_INPUTS]; /* times what scores change by, over columns */
 } bound_row;
@@ -206,7 +228,8 @@ static void bound_scores(bound_scratch *x, bound_row *row) {
     x->slope[j] = score.slope;
     memcpy(x->by[j], score.by, sizeof score.by);
     x->keep[j] = keep_f64(p, &row->at, j);
-    x->s[j] = scaled(bound_dot(x->exact.q, k, p->head_dim, u, x->e_q, x->e_k).e, x->slope[j] * p->scale);
+    x->s[j] =
+        scaled(bound_dot(x->exact.q, k, p->head_dim, row->unit, x->of_q, x->of_k).e, x->slope[j] * p->scale);
     if (p->softcap != 0) x->e_slope[j] = error_of_slope(x->s[j], &score, p->softcap, u);
     add_error(&x->s[j], rounding(8 * u * (fabs(score.product) + fabs(score.capped) + p->softcap)));
     if (score.added != 0) add_error(&x->s[j], rounding(8 * u * (score.added + fabs(score.s))));
@@ -228,7 +251,7 @@ static void bound_forward(bound_scratch *x, bound_row *row) {
   row->lse = row->maximum + log(sum);
   row->e_lse = rounding(unit.arithmetic * (2 * (fabs(row->lse) + fabs(row->maximum)) + 8));
   add_error(&row->e_lse, term);
-  error e_sinks = {0, 0}, of_v = {0, 0};
+  error e_sinks = {0, 0};
   for (int64_t t = 0; t < fa_problem_num_sinks(p); t++) {
     const double s = sink_f64(p, &row->at, t), weight = exp(s - row->lse);
     const error e = error_of_exponential(weight, s, (error){0, 0}, row->maximum, unit.arithmetic);
@@ -249,20 +272,26 @@ static void bound_forward(bound_scratch *x, bound_row *row) {
   for (int64_t j = 0; j < row->at.sequence->seqlen_k; j++) {
     if (!is_seen(x, j)) continue;
     const double *v = x->exact.v + j * d, weight = x->p[j], keep = x->keep[j];
+    const double *k = x->exact.k + j * d, change = weight * x->slope[j];
+    add_scaled_f64(x->sum_p_slope_k, change, k, d);
+    for (int64_t c = 0; c < d; c++) x->squares[c] += change * k[c] * k[c];
+    row->sum_p_seen += weight;
     error e_p = error_of_exponential(weight, x->exact.s[j], x->s[j], row->maximum, unit.arithmetic);
     e_p = scaled(e_p, weight);
     add_error(&row->e_lse, e_p);
-    add_error(&of_v, rounding(keep * weight * x->e_v));
     const error stored = rounding(unit.stored * weight + unit.least);
     for (int64_t c = 0; c < d; c++) {
       add_error(&x->o[c], scaled(e_p, keep * v[c] - x->exact.o[c]));
       add_error(&x->o[c], scaled(stored, keep * v[c]));
       add_error(&x->own_o[c], scaled(term, keep * weight * v[c]));
     }
+    for (int64_t c = 0; c < d && unit.operand > 0; c++)
+      add_error(&x->own_o[c], rounding(keep * weight * error_of_operand(unit, x->of_v, v[c])));
   }
   for (int64_t c = 0; c < d; c++) {
-    add_error(&x->own_o[c], of_v);
     add_error(&x->o[c], x->own_o[c]);
+    const double e_q = error_of_operand(unit, x->of_q, x->exact.q[c]);
+    add_error(&row->e_lse, rounding(p->scale * e_q * x->sum_p_slope_k[c]));
   }
 }
 
@@ -271,7 +300,10 @@ static error error_of_delta(const bound_scratch *x, const bound_row *row, dot_pr
   const int64_t d = row->problem->head_dim;
   const double u = row->unit.arithmetic;
   error e = dot.e;
-  for (int64_t c = 0; c < d; c++) add_error(&e, scaled(x->own_o[c], x->exact.dout[c]));
+  for (int64_t c = 0; c < d; c++) {
+    add_error(&e, scaled(x->own_o[c], x->exact.dout[c]));
+    add_error(&e, rounding(error_of_operand(row->unit, x->of_dout, x->exact.dout[c]) * x->exact.o[c]));
+  }
   for (int64_t j = 0; j < row->at.sequence->seqlen_k; j++) {
     if (!is_seen(x, j)) continue;
     const double dp = x->keep[j] * x->dp[j].sum, weight = x->p[j];
@@ -358,6 +390,7 @@ static void bound_column(bound_scratch *x, bound_row *row, int64_t j, double del
     add_error(&e_dx, product_of_errors(e_any, x->e_slope[j]));
   }
   bound_sums(x, row, j, ds, e_ds, e_delta);
+  row->sum_dx += dx;
 
   error to_dq = e_dx, to_dk = e_dx, to_dv = scaled(e_p, weight);
   add_error(&to_dq, scaled(in_row, dx));
@@ -371,19 +404,29 @@ static void bound_column(bound_scratch *x, bound_row *row, int64_t j, double del
   to_dv = scaled(to_dv, keep);
   for (int64_t c = 0; c < d; c++) {
     x->exact.dq[c] += dx * k[c];
-    x->sum_p_slope_k[c] += weight * slope * k[c];
     x->exact.dk[j * d + c] += dx * q[c];
     x->exact.dv[j * d + c] += keep * weight * dout[c];
     add_error(&x->dq[c], scaled(to_dq, k[c]));
     add_error(&x->dk[j * d + c], scaled(to_dk, q[c]));
     add_error(&x->dv[j * d + c], scaled(to_dv, dout[c]));
   }
-  if (unit.operand == 0) return;
-  for (int64_t c = 0; c < d; c++) {
-    add_error(&x->dq[c], rounding(dx * x->e_k));
-    add_error(&x->dk[j * d + c], rounding(dx * x->e_q));
-    add_error(&x->dv[j * d + c], rounding(keep * weight * x->e_dout));
+  for (int64_t c = 0; c < d && unit.operand > 0; c++) {
+    add_error(&x->dq[c], rounding(dx * error_of_operand(unit, x->of_k, k[c])));
+    add_error(&x->dk[j * d + c], rounding(dx * error_of_operand(unit, x->of_q, q[c])));
+    add_error(&x->dv[j * d + c], rounding(keep * weight * error_of_operand(unit, x->of_dout, dout[c])));
   }
+}
+
+/* What q errs by reaches dq by way of all scores alike, as far as the dx have a sum. */
+static void add_error_of_q(bound_scratch *x, const bound_row *row) {
+  const int64_t d = row->problem->head_dim;
+  double of_q = 0;
+  for (int64_t c = 0; c < d; c++) {
+    const double e = error_of_operand(row->unit, x->of_q, x->exact.q[c]);
+    of_q += e * e * x->squares[c];
+  }
+  const double factor = row->problem->scale * row->sum_dx / row->sum_p_seen;
+  for (int64_t c = 0; c < d; c++) add_error(&x->dq[c], rounding(factor * sqrt(of_q * x->squares[c])));
 }
 
 static void bound_backward(bound_scratch *x, bound_row *row) {
@@ -391,13 +434,14 @@ static void bound_backward(bound_scratch *x, bound_row *row) {
   const int64_t d = p->head_dim;
   const double u = row->unit.arithmetic, *dout = x->exact.dout;
   for (int64_t j = 0; j < row->at.sequence->seqlen_k; j++)
-    if (is_seen(x, j)) x->dp[j] = bound_dot(dout, x->exact.v + j * d, d, u, x->e_dout, x->e_v);
-  const dot_product dot = bound_dot(x->exact.o, dout, d, u, 0, 0);
+    if (is_seen(x, j)) x->dp[j] = bound_dot(dout, x->exact.v + j * d, d, row->unit, x->of_dout, x->of_v);
+  const dot_product dot = bound_dot(x->exact.o, dout, d, row->unit, 0, 0);
   const double delta = dot.sum - row->dlse;
   const error e_delta = error_of_delta(x, row, dot, delta);
   for (int64_t j = 0; j < row->at.sequence->seqlen_k; j++)
     if (is_seen(x, j)) bound_column(x, row, j, delta, e_delta);
   bound_row_sums(x, row, e_delta);
+  if (row->unit.operand > 0 && row->sum_p_seen > 0) add_error_of_q(x, row);
   for (int64_t c = 0; c < d; c++) {
     add_error(&x->dq[c], scaled(row->e_lse, x->exact.dq[c]));
     add_error(&x->dq[c], scaled(e_delta, x->sum_p_slope_k[c]));
@@ -459,9 +503,9 @@ static void save_sum_bounds(bound_scratch *x, const fa_problem *p, const fa_tens
 static void bound_one_row(bound_scratch *x, const fa_problem *p, const fa_problem *exact, place_f64 at) {
   const fa_tensors *t = at.tensors;
   const int64_t d = p->head_dim, i = at.row, h = at.head;
-  bound_row row = {.problem = exact, .unit = units[p->dtype], .at = at};
-  double *const sums[] = {x->exact.o, x->exact.dq, x->sum_p_slope_k};
-  for (int n = 0; n < 3; n++) fill_zero_f64(sums[n], d);
+  bound_row row = {.problem = exact, .unit = unit_of(p), .at = at};
+  double *const sums[] = {x->exact.o, x->exact.dq, x->sum_p_slope_k, x->squares};
+  for (int n = 0; n < 4; n++) fill_zero_f64(sums[n], d);
   clear_errors(x->o, d), clear_errors(x->dq, d);
   load_f64(x->exact.q, p, &t->q, at.sequence, i, h);
   load_f64(x->exact.dout, p, &t->dout, at.sequence, i, h);
@@ -483,26 +527,28 @@ static double largest_of(const double *x, int64_t count) {
   return largest;
 }
 
-/* What operands of a head err by: of keys also those that nobody sees are near. */
+/* Finds a(0) of a head's numbers. Keys that nobody sees are near those that are seen. */
 static void find_errors_of_keys(bound_scratch *x, const fa_problem *p, const fa_tensors *t,
                                 const fa_sequence *sequence, int64_t kv) {
   const int64_t num_keys = sequence->pages ? sequence->seqlen_k : p->seqlen_k;
-  x->e_k = x->e_v = 0;
+  const double operand = units[p->dtype].operand;
+  x->of_k = x->of_v = 0;
   for (int64_t j = 0; j < num_keys; j++) {
     load_key_f64(x->exact.q, p, &t->k, sequence, j, kv);
     load_key_f64(x->exact.o, p, &t->v, sequence, j, kv);
-    x->e_k = fmax(x->e_k, units[p->dtype].operand * largest_of(x->exact.q, p->head_dim));
-    x->e_v = fmax(x->e_v, units[p->dtype].operand * largest_of(x->exact.o, p->head_dim));
+    x->of_k = fmax(x->of_k, operand * largest_of(x->exact.q, p->head_dim));
+    x->of_v = fmax(x->of_v, operand * largest_of(x->exact.o, p->head_dim));
   }
 }
 static void find_errors_of_rows(bound_scratch *x, const fa_problem *p, const fa_tensors *t,
                                 const fa_sequence *sequence, int64_t h) {
-  x->e_q = x->e_dout = 0;
+  const double operand = units[p->dtype].operand;
+  x->of_q = x->of_dout = 0;
   for (int64_t i = 0; i < sequence->seqlen_q; i++) {
     load_f64(x->exact.q, p, &t->q, sequence, i, h);
     load_f64(x->exact.dout, p, &t->dout, sequence, i, h);
-    x->e_q = fmax(x->e_q, units[p->dtype].operand * largest_of(x->exact.q, p->head_dim));
-    x->e_dout = fmax(x->e_dout, units[p->dtype].operand * largest_of(x->exact.dout, p->head_dim));
+    x->of_q = fmax(x->of_q, operand * largest_of(x->exact.q, p->head_dim));
+    x->of_dout = fmax(x->of_dout, operand * largest_of(x->exact.dout, p->head_dim));
   }
 }
 
