@@ -121,10 +121,13 @@ test-c-without-sm90: $(BUILD)/test/test_attention
 	@echo "$(<F) --device cuda $(ATTENTION), without sm90"
 	@FLASH_ATTENTION_DISABLE=sm90 $< --device cuda $(ATTENTION)
 
-# The case table on the GPU. Without one this program and test_cuda say that they are skipped.
+# The case table on the GPU, and some problems of its size. Without one this program and test_cuda say that they are
+# skipped.
 test-c-attention-cuda: $(BUILD)/test/test_attention $(BUILD)/test/test_merge
 	@echo "$(<F) --device cuda $(ATTENTION)"
 	@$< --device cuda $(ATTENTION)
+	@echo "$(<F) --device cuda --grow 4"
+	@$< --device cuda --grow 4
 	@echo "test_merge --device cuda"
 	@$(BUILD)/test/test_merge --device cuda
 
@@ -145,6 +148,16 @@ else
 	$(CUDA_SANITIZE) racecheck $(RACECHECKED)/test/test_cuda --quick
 	$(CUDA_SANITIZE) initcheck --check-api-memory-access no $(BUILD)/test/test_cuda --quick
 endif
+
+# Random problems of a GPU's size for as long as one likes: make -j3 sweep-cuda GROW=8 SWEEP=1000 SEED=5
+GROW   ?= 6
+SWEEP  ?= 100
+SWEEPS := $(patsubst %,sweep-cuda-of-%,$(filter-out f64,$(ATTENTION_TYPES)))
+.PHONY: sweep-cuda $(SWEEPS)
+sweep-cuda: $(SWEEPS)
+$(SWEEPS): sweep-cuda-of-%: $(BUILD)/test/test_attention
+	@echo "$(<F) --device cuda --dtype $* --grow $(GROW) --sweep $(SWEEP) --seed $(SEED)"
+	@$< --device cuda --dtype $* --grow $(GROW) --sweep $(SWEEP) --seed $(SEED)
 
 # Bands of random integers for as long as one likes: on the CPU under the address sanitizer, and on a GPU, if one is there,
 # under compute-sanitizer. make fuzz-bands ROUNDS=1000 SEED=5
