@@ -195,7 +195,7 @@ typedef struct bound_row {
   struct unit unit;
   place_f64 at;
   int64_t num_columns; /* that it sees */
-  double maximum, lse, dlse, sum_p_seen, sum_dx;
+  double maximum, lse, dlse, sum_dx;
   error e_lse;
   double sum_ds[NUM_SCORE_INPUTS], sum_p[NUM_SCORE_INPUTS]; /* times what scores change by, over columns */
 } bound_row;
@@ -272,10 +272,7 @@ static void bound_forward(bound_scratch *x, bound_row *row) {
   for (int64_t j = 0; j < row->at.sequence->seqlen_k; j++) {
     if (!is_seen(x, j)) continue;
     const double *v = x->exact.v + j * d, weight = x->p[j], keep = x->keep[j];
-    const double *k = x->exact.k + j * d, change = weight * x->slope[j];
-    add_scaled_f64(x->sum_p_slope_k, change, k, d);
-    for (int64_t c = 0; c < d; c++) x->squares[c] += change * k[c] * k[c];
-    row->sum_p_seen += weight;
+    add_scaled_f64(x->sum_p_slope_k, weight * x->slope[j], x->exact.k + j * d, d);
     error e_p = error_of_exponential(weight, x->exact.s[j], x->s[j], row->maximum, unit.arithmetic);
     e_p = scaled(e_p, weight);
     add_error(&row->e_lse, e_p);
@@ -420,12 +417,20 @@ static void bound_column(bound_scratch *x, bound_row *row, int64_t j, double del
 /* What q errs by reaches dq by way of all scores alike, as far as the dx have a sum. */
 static void add_error_of_q(bound_scratch *x, const bound_row *row) {
   const int64_t d = row->problem->head_dim;
-  double of_q = 0;
+  double of_q = 0, sum_p = 0;
+  fill_zero_f64(x->squares, d);
+  for (int64_t j = 0; j < row->at.sequence->seqlen_k; j++) {
+    if (!is_seen(x, j)) continue;
+    const double *k = x->exact.k + j * d;
+    for (int64_t c = 0; c < d; c++) x->squares[c] += x->p[j] * x->slope[j] * k[c] * k[c];
+    sum_p += x->p[j];
+  }
+  if (sum_p == 0) return;
   for (int64_t c = 0; c < d; c++) {
     const double e = error_of_operand(row->unit, x->of_q, x->exact.q[c]);
     of_q += e * e * x->squares[c];
   }
-  const double factor = row->problem->scale * row->sum_dx / row->sum_p_seen;
+  const double factor = row->problem->scale * row->sum_dx / sum_p;
   for (int64_t c = 0; c < d; c++) add_error(&x->dq[c], rounding(factor * sqrt(of_q * x->squares[c])));
 }
 
@@ -441,7 +446,7 @@ static void bound_backward(bound_scratch *x, bound_row *row) {
   for (int64_t j = 0; j < row->at.sequence->seqlen_k; j++)
     if (is_seen(x, j)) bound_column(x, row, j, delta, e_delta);
   bound_row_sums(x, row, e_delta);
-  if (row->unit.operand > 0 && row->sum_p_seen > 0) add_error_of_q(x, row);
+  if (row->unit.operand > 0) add_error_of_q(x, row);
   for (int64_t c = 0; c < d; c++) {
     add_error(&x->dq[c], scaled(row->e_lse, x->exact.dq[c]));
     add_error(&x->dq[c], scaled(e_delta, x->sum_p_slope_k[c]));
@@ -504,8 +509,8 @@ static void bound_one_row(bound_scratch *x, const fa_problem *p, const fa_proble
   const fa_tensors *t = at.tensors;
   const int64_t d = p->head_dim, i = at.row, h = at.head;
   bound_row row = {.problem = exact, .unit = unit_of(p), .at = at};
-  double *const sums[] = {x->exact.o, x->exact.dq, x->sum_p_slope_k, x->squares};
-  for (int n = 0; n < 4; n++) fill_zero_f64(sums[n], d);
+  double *const sums[] = {x->exact.o, x->exact.dq, x->sum_p_slope_k};
+  for (int n = 0; n < 3; n++) fill_zero_f64(sums[n], d);
   clear_errors(x->o, d), clear_errors(x->dq, d);
   load_f64(x->exact.q, p, &t->q, at.sequence, i, h);
   load_f64(x->exact.dout, p, &t->dout, at.sequence, i, h);
@@ -521,35 +526,16 @@ static void bound_one_row(bound_scratch *x, const fa_problem *p, const fa_proble
   save_bounds(&t->dq, p, at.sequence, i, h, p->scale, x->dq, x->exact.dq);
 }
 
-static double largest_of(const double *x, int64_t count) {
-  double largest = 0;
-  for (int64_t i = 0; i < count; i++) largest = fmax(largest, fabs(x[i]));
-  return largest;
-}
-
-/* Finds a(0) of a head's numbers. Keys that nobody sees are near those that are seen. */
-static void find_errors_of_keys(bound_scratch *x, const fa_problem *p, const fa_tensors *t,
-                                const fa_sequence *sequence, int64_t kv) {
-  const int64_t num_keys = sequence->pages ? sequence->seqlen_k : p->seqlen_k;
+/* a(0) of a tensor's head: of all its rows, as keys that nobody sees are near those that are seen. */
+static double error_of_zero(bound_scratch *x, const fa_problem *p, const fa_tensor *tensor,
+                            const fa_sequence *sequence, int64_t num_rows, int64_t head) {
   const double operand = units[p->dtype].operand;
-  x->of_k = x->of_v = 0;
-  for (int64_t j = 0; j < num_keys; j++) {
-    load_key_f64(x->exact.q, p, &t->k, sequence, j, kv);
-    load_key_f64(x->exact.o, p, &t->v, sequence, j, kv);
-    x->of_k = fmax(x->of_k, operand * largest_of(x->exact.q, p->head_dim));
-    x->of_v = fmax(x->of_v, operand * largest_of(x->exact.o, p->head_dim));
+  double largest = 0, *const row = x->exact.q;
+  for (int64_t i = 0; i < num_rows && operand > 0; i++) {
+    load_f64(row, p, tensor, sequence, i, head);
+    for (int64_t c = 0; c < p->head_dim; c++) largest = fmax(largest, fabs(row[c]));
   }
-}
-static void find_errors_of_rows(bound_scratch *x, const fa_problem *p, const fa_tensors *t,
-                                const fa_sequence *sequence, int64_t h) {
-  const double operand = units[p->dtype].operand;
-  x->of_q = x->of_dout = 0;
-  for (int64_t i = 0; i < sequence->seqlen_q; i++) {
-    load_f64(x->exact.q, p, &t->q, sequence, i, h);
-    load_f64(x->exact.dout, p, &t->dout, sequence, i, h);
-    x->of_q = fmax(x->of_q, operand * largest_of(x->exact.q, p->head_dim));
-    x->of_dout = fmax(x->of_dout, operand * largest_of(x->exact.dout, p->head_dim));
-  }
+  return operand * largest;
 }
 
 static void bound(const fa_problem *p, const fa_tensors *t, void *workspace) {
@@ -566,12 +552,14 @@ static void bound(const fa_problem *p, const fa_tensors *t, void *workspace) {
     const fa_sequence sequence = fa_sequence_of(p, t, b);
     const int64_t num_columns = sequence.seqlen_k;
     for (int64_t kv = 0; kv < p->num_kv_heads; kv++) {
-      find_errors_of_keys(&x, p, t, &sequence, kv);
+      x.of_k = error_of_zero(&x, p, &t->k, &sequence, p->seqlen_k, kv);
+      x.of_v = error_of_zero(&x, p, &t->v, &sequence, p->seqlen_k, kv);
       load_keys_f64(&x.exact, p, t, &sequence, kv);
       fill_zero_f64(x.exact.dk, num_columns * d), clear_errors(x.dk, num_columns * d);
       fill_zero_f64(x.exact.dv, num_columns * d), clear_errors(x.dv, num_columns * d);
       for (int64_t h = kv * heads_per_kv; h < (kv + 1) * heads_per_kv; h++) {
-        find_errors_of_rows(&x, p, t, &sequence, h);
+        x.of_q = error_of_zero(&x, p, &t->q, &sequence, sequence.seqlen_q, h);
+        x.of_dout = error_of_zero(&x, p, &t->dout, &sequence, sequence.seqlen_q, h);
         for (int64_t i = 0; i < sequence.seqlen_q; i++)
           bound_one_row(&x, p, &exact, place_of_f64(p, t, &sequence, h, i));
       }

@@ -736,6 +736,7 @@ static void add_option(fa_case *c, int option, fa_random *random) {
     case BANDS_OF_ROWS:
       p->num_bands = random_integer(random, 1, 12);
       p->bands_batch = random_uniform(random) < 0.5 ? 1 : p->batch;
+      p->lengths_batch = 0; /* which have no place beside bands */
       break;
     case SLOPES:
       p->alibi_batch = random_uniform(random) < 0.5 ? 1 : p->batch;
@@ -768,8 +769,11 @@ static void add_options(fa_case *c, fa_random *random) {
   }
 }
 
-/* A GPU has kernels for few options at a time, and for f32 that is rounded. Scores of large numbers that are
- * rounded err by more than a bound of the first order knows. */
+bool fa_case_may_be_rounded(const fa_case *c) {
+  return c->problem.dtype == FA_DTYPE_F32 && c->fill == FILL_NORMAL;
+}
+
+/* A GPU has kernels for few options at a time, and for f32 that is rounded. */
 static void add_few_options(fa_case *c, fa_random *random) {
   static const int64_t head_dims[] = {64, 128};
   fa_problem *p = &c->problem;
@@ -779,10 +783,8 @@ static void add_few_options(fa_case *c, fa_random *random) {
   for (int64_t left = random_integer(random, 0, 4); left > 0; left--) {
     const int option = (int)random_integer(random, 0, NUM_OPTIONS - 1);
     if (option != LENGTHS_OF_KEYS || p->num_bands == 0) add_option(c, option, random);
-    if (p->num_bands > 0) p->lengths_batch = 0;
   }
-  if (p->dtype == FA_DTYPE_F32 && c->fill == FILL_NORMAL && random_uniform(random) < 0.5)
-    p->precision = FA_PRECISION_DEFAULT;
+  if (fa_case_may_be_rounded(c) && random_uniform(random) < 0.5) p->precision = FA_PRECISION_DEFAULT;
 }
 
 fa_case fa_case_random(uint64_t seed, uint64_t index, int64_t growth) {

@@ -42,6 +42,10 @@ const fa_case *fa_cases(size_t *num_cases);
 /* The case in a type, and its bias, unless it is of u8, in the type that goes with it. */
 fa_case fa_case_in(const fa_case *c, fa_dtype dtype);
 
+/* Whether it may have FA_PRECISION_DEFAULT: f32, but not scores of large numbers, which then err by more than a
+ * bound of the first order knows. */
+bool fa_case_may_be_rounded(const fa_case *c);
+
 /* A case, dtype included, that depends on these numbers alone: awkward, everything combined. It is small;
  * lengths that are growth times as long, and more heads, make a GPU take several tiles a multiprocessor. */
 fa_case fa_case_random(uint64_t seed, uint64_t index, int64_t growth);
