@@ -824,3 +824,25 @@ fa_case fa_case_random(uint64_t seed, uint64_t index, int64_t growth) {
   if (p->bias_heads > 0 && random_uniform(random) < 0.5) p->seqlen_k = (p->seqlen_k + 15) / 16 * 16;
   return result;
 }
+
+fa_case fa_case_on_pages(const fa_case *c, uint64_t seed, uint64_t index) {
+  static const int64_t sizes[] = {1, 2, 3, 8, 16, 17, 32, 48, 64, 100, 128, 256};
+  static const int64_t most_rows[] = {1, 4, 16, 80};
+  fa_random stream = random_stream(seed, ~index), *random = &stream;
+  fa_case result = *c;
+  fa_problem *p = &result.problem;
+  const int64_t rows = random_integer(random, 1, most_rows[random_integer(random, 0, 3)]);
+  p->seqlen_q = rows < c->problem.seqlen_q ? rows : c->problem.seqlen_q;
+  if (p->bias_rows > 1) p->bias_rows = p->seqlen_q;
+  const int64_t more = c->problem.seqlen_q / p->seqlen_q;
+  const int64_t num_keys = c->problem.seqlen_k * random_integer(random, 1, more < 16 ? more : 16);
+  p->page_size = sizes[random_integer(random, 0, sizeof sizes / sizeof *sizes - 1)];
+  if (p->page_size > num_keys) p->page_size = num_keys;
+  p->max_pages = num_keys / p->page_size;
+  p->num_pages = random_integer(random, p->max_pages, 2 * p->max_pages + 1);
+  p->seqlen_k = p->max_pages * p->page_size;
+  if (p->num_bands == 0 && random_uniform(random) < 0.6) p->lengths_batch = p->batch;
+  /* Without it a GPU has none of the kernels for few rows, which alone find pages. */
+  if (random_uniform(random) < 0.8) p->dropout = 0, p->num_seed_words = 0;
+  return result;
+}

@@ -203,6 +203,22 @@ static void fill_lengths(double *data, const fa_problem *problem, fa_random *ran
   }
 }
 
+/* Pages at random, shared between batches, and some numbers that are none. No batch has a page twice while
+ * there are others: the bound takes it that what one key's number errs by says nothing of another's. */
+static void fill_page_table(double *data, const fa_problem *problem, fa_random *random) {
+  static const double none[] = {-1, INT32_MIN, INT32_MAX};
+  const int64_t num_pages = problem->num_pages;
+  double *pages = allocate((size_t)num_pages * sizeof *pages);
+  for (int64_t i = 0; i < num_pages; i++) pages[i] = (double)i;
+  for (int64_t i = 0; i < problem->batch * problem->max_pages; i++) {
+    data[i] = none[random_integer(random, 0, 2)];
+    if (num_pages == 0 || random_integer(random, 0, 9) == 0) continue;
+    const int64_t at = i % problem->max_pages % num_pages, from = random_integer(random, at, num_pages - 1);
+    data[i] = pages[from], pages[from] = pages[at], pages[at] = data[i];
+  }
+  free(pages);
+}
+
 static bool is_input(const fa_problem *problem, int id, fa_pass pass) {
   return fa_tensor_role_in(problem, pass, id) == FA_ROLE_INPUT;
 }
@@ -228,6 +244,8 @@ static void fill_tensor(fa_values *values, const fa_problem *problem, int id, fa
     fill_bias(data, problem, &random);
   } else if (id == FA_TENSOR_KEY_LENGTHS) {
     fill_lengths(data, problem, &random);
+  } else if (id == FA_TENSOR_PAGE_TABLE) {
+    fill_page_table(data, problem, &random);
   } else if (fa_axis_of(id, FA_AXIS_HEAD_DIM) < 0) {
     const double size = size_on_grid(id);
     fill_grid(data, count, size, size * (fa_tensor_tangent(id) < 0 ? 0x1p-6 : 0x1p-10), &random);
@@ -249,6 +267,35 @@ void values_fill_tangents(fa_values *values, const fa_problem *problem, fa_dtype
   for (int id = 0; id < FA_NUM_TENSORS; id++)
     if (is_input(problem, id, FA_PASS_TANGENT) && !is_input(problem, id, FA_PASS_FORWARD))
       fill_tensor(values, problem, id, round_to, fill, seed);
+}
+
+/* ---- keys on pages ------------------------------------------------------------------------------------- */
+
+fa_problem problem_in_order(const fa_problem *paged) {
+  fa_problem plain = *paged;
+  plain.num_pages = plain.page_size = plain.max_pages = 0;
+  return plain;
+}
+
+static void gather_pages(const fa_problem *paged, const double *page_table, const double *from, double *to) {
+  const int64_t width = paged->num_kv_heads * paged->head_dim;
+  for (int64_t i = 0; i < paged->batch * paged->seqlen_k; i++, to += width) {
+    const double page = page_table[i / paged->page_size];
+    if (page >= 0 && page < (double)paged->num_pages)
+      memcpy(to, from + ((int64_t)page * paged->page_size + i % paged->page_size) * width,
+             (size_t)width * sizeof *to);
+  }
+}
+
+fa_values values_in_order(const fa_problem *paged, const fa_values *values) {
+  const fa_problem plain = problem_in_order(paged);
+  fa_values result = values_new(&plain);
+  for (int id = 0; id < FA_NUM_TENSORS; id++)
+    if (fa_is_paged(paged, id))
+      gather_pages(paged, values->data[FA_TENSOR_PAGE_TABLE], values->data[id], result.data[id]);
+    else
+      memcpy(result.data[id], values->data[id], (size_t)values_count(&plain, id) * sizeof(double));
+  return result;
 }
 
 /* ---- memory ------------------------------------------------------------------------------------------- */

@@ -29,6 +29,11 @@ void values_fill(fa_values *values, const fa_problem *problem, fa_dtype round_to
 void values_fill_tangents(fa_values *values, const fa_problem *problem, fa_dtype round_to, fa_fill fill,
                           uint64_t seed);
 
+/* Where keys lie on pages: the same problem with its keys in order, and what its inputs are then. Keys of a
+ * page that is none are 0. */
+fa_problem problem_in_order(const fa_problem *paged);
+fa_values values_in_order(const fa_problem *paged, const fa_values *values);
+
 typedef struct fa_setup {
   fa_device device;
   fa_layout layout;

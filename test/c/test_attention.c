@@ -4,6 +4,7 @@
  *   --device cpu|cuda|reference   --dtype f32|f64|bf16|f16   --quick   --sweep N   --seed S   --verbose
  *   --name TEXT (of the table, the cases whose name holds it)
  *   --grow N (the sweep alone, of lengths N times as long, and more heads, each case in one mode: for a GPU)
+ *   --pages (of the sweep, the forwards of few rows by keys on pages alone)
  *
  * tolerance.h says how near it must come. Reruns, and runs with other numbers of threads, must agree bitwise;
  * on CUDA, where only a deterministic backward promises that, every case also runs deterministically. On the
@@ -21,7 +22,7 @@
 static struct {
   fa_device device;
   int dtype; /* -1: all */
-  bool quick, verbose;
+  bool quick, verbose, pages;
   int64_t sweep, growth;
   uint64_t seed;
   const char *name;
@@ -180,6 +181,40 @@ static void check_one_mode(fa_case c, int64_t index) {
   check_inference(c);
 }
 
+/* What lies on pages that no batch has. */
+static void spoil_other_pages(const fa_problem *p, fa_values *values) {
+  const int64_t count = p->page_size * p->num_kv_heads * p->head_dim;
+  for (int64_t page = 0; page < p->num_pages; page++) {
+    bool is_named = false;
+    for (int64_t i = 0; i < p->batch * p->max_pages; i++)
+      is_named |= values->data[FA_TENSOR_PAGE_TABLE][i] == (double)page;
+    for (int64_t i = page * count; !is_named && i < (page + 1) * count; i++)
+      values->data[FA_TENSOR_K][i] = values->data[FA_TENSOR_V][i] = NAN;
+  }
+}
+
+/* Keys on pages give what they give in order. */
+static void check_pages(const fa_case *c) {
+  fa_case in_order = *c;
+  in_order.problem = problem_in_order(&c->problem);
+  fa_values values = values_new(&c->problem);
+  values_fill(&values, &c->problem, c->problem.dtype, c->fill, options.seed);
+  fa_values inputs = values_in_order(&c->problem, &values);
+  fa_tolerance tolerance = tolerance_of(&in_order, &inputs);
+  spoil_other_pages(&c->problem, &values);
+  const char *kernel = NULL;
+  for (int isa = 0; isa < num_isas; isa++) {
+    if (!use_isa(isa, &c->problem, &kernel)) continue;
+    describe(c, kernel);
+    const fa_outcome outcome = run_and_repeat(c, FA_PASS_FORWARD, &values);
+    num_skipped += outcome == OUTCOME_UNSUPPORTED;
+    if (outcome == OUTCOME_RAN) compare(c, FA_PASS_FORWARD, &values, &tolerance);
+  }
+  values_free(&values);
+  values_free(&inputs);
+  tolerance_free(&tolerance);
+}
+
 static void test_table(void) {
   size_t num_cases;
   const fa_case *cases = fa_cases(&num_cases);
@@ -197,10 +232,16 @@ static void test_sweep(void) {
   for (int64_t i = 0; i < options.sweep; i++) {
     fa_case c = fa_case_random(options.seed, (uint64_t)i, options.growth);
     if (options.dtype >= 0 && options.dtype != (int)c.problem.dtype) continue;
-    if (options.growth == 1)
-      check_modes(c);
-    else
-      check_one_mode(c, i);
+    if (!options.pages) {
+      if (options.growth == 1)
+        check_modes(c);
+      else
+        check_one_mode(c, i);
+    }
+    if (c.problem.batch == 0 || c.problem.seqlen_q == 0 || c.problem.seqlen_k == 0) continue;
+    fa_case on_pages = fa_case_on_pages(&c, options.seed, (uint64_t)i);
+    if (i % 4 > 0) on_pages.layout |= LAYOUT_ALIGNED;
+    check_pages(&on_pages);
   }
 }
 
@@ -406,6 +447,8 @@ static void parse(int argc, char **argv) {
       options.quick = true;
     } else if (strcmp(option, "--verbose") == 0) {
       options.verbose = true;
+    } else if (strcmp(option, "--pages") == 0) {
+      options.pages = true;
     } else if (i + 1 == argc) {
       fprintf(stderr, "%s: unknown option, or its value is missing\n", option);
       exit(2);
@@ -439,7 +482,7 @@ int main(int argc, char **argv) {
     return report();
   }
   find_isas();
-  if (options.growth == 1) {
+  if (options.growth == 1 && !options.pages) {
     test_table();
     test_not_finite();
     test_isas();

@@ -13,7 +13,6 @@
 #include "../../c_src/core/tensors.h"
 #include "check.h"
 #include "harness.h"
-#include "random.h"
 
 static fa_problem problem_of(int64_t batch, int64_t seqlen_q, int64_t seqlen_k, int64_t head_dim) {
   fa_problem p;
@@ -216,42 +215,6 @@ static void test_anything(const fa_setup *setup, fa_dtype dtype) {
 
 /* ---- pages ----------------------------------------------------------------------------------------------- */
 
-/* Tensors whose keys lie on the pages of a paged problem, in order. */
-static fa_problem unpaged(const fa_problem *p) {
-  fa_problem plain = *p;
-  plain.num_pages = plain.page_size = plain.max_pages = 0;
-  return plain;
-}
-
-/* A page of a batch, -1 where its number is none. */
-static int64_t page_of(const fa_problem *p, const fa_values *x, int64_t batch, int64_t i) {
-  const double page = x->data[FA_TENSOR_PAGE_TABLE][batch * p->max_pages + i];
-  return page >= 0 && page < (double)p->num_pages ? (int64_t)page : -1;
-}
-
-static void gather(const fa_problem *p, const fa_values *from, fa_values *to, fa_tensor_id id) {
-  const int64_t width = p->num_kv_heads * p->head_dim;
-  for (int64_t b = 0; b < p->batch; b++)
-    for (int64_t j = 0; j < p->seqlen_k; j++) {
-      const int64_t page = page_of(p, from, b, j / p->page_size);
-      double *row = to->data[id] + (b * p->seqlen_k + j) * width;
-      if (page >= 0)
-        memcpy(row, from->data[id] + (page * p->page_size + j % p->page_size) * width,
-               (size_t)width * sizeof *row);
-      else
-        memset(row, 0, (size_t)width * sizeof *row);
-    }
-}
-
-/* Pages at random, shared between batches, and some numbers that are none. */
-static void fill_table(const fa_problem *p, fa_values *x, fa_random *random) {
-  static const double none[] = {-1, INT32_MIN, INT32_MAX};
-  for (int64_t i = 0; i < p->batch * p->max_pages; i++)
-    x->data[FA_TENSOR_PAGE_TABLE][i] = random_integer(random, 0, 9) == 0
-                                           ? none[random_integer(random, 0, 2)]
-                                           : (double)random_integer(random, 0, p->num_pages - 1);
-}
-
 static bool same_kernel(const fa_setup *setup, const fa_problem *p, const fa_problem *other) {
   fa_plan x, y;
   CHECK(!fa_plan_init(&x, p, FA_PASS_FORWARD, setup->device, NULL) &&
@@ -282,17 +245,13 @@ static bool is_declined(const fa_setup *setup, const fa_problem *p) {
 /* What lies on pages gives the bits that it gives in order to the same kernel. */
 static void test_pages(const fa_setup *setup, fa_dtype dtype, int64_t page_size, int64_t max_pages,
                        int64_t seqlen_q, int64_t head_dim, uint64_t seed) {
-  fa_random random = random_stream(seed, 0);
   fa_problem p = problem_of(3, seqlen_q, page_size * max_pages, head_dim);
   p.dtype = dtype, p.page_size = page_size, p.max_pages = max_pages, p.num_pages = max_pages * 2 + 1;
   add_options(&p, seed);
-  const fa_problem plain = unpaged(&p);
-  fa_values x = values_new(&p), y = values_new(&plain);
+  const fa_problem plain = problem_in_order(&p);
+  fa_values x = values_new(&p);
   values_fill(&x, &p, dtype, FILL_NORMAL, seed);
-  values_fill(&y, &plain, dtype, FILL_NORMAL, seed);
-  fill_table(&p, &x, &random);
-  gather(&p, &x, &y, FA_TENSOR_K);
-  gather(&p, &x, &y, FA_TENSOR_V);
+  fa_values y = values_in_order(&p, &x);
   char why[512];
   const fa_outcome outcome = run_pass(setup, &p, FA_PASS_FORWARD, &x, why);
   if (is_declined(setup, &p)) {

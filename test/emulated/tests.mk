@@ -53,6 +53,8 @@ test-emulated-decode-86: export EMULATED_SHARED_KIB := 99
 test-emulated-decode-86 test-emulated-decode-90: test-emulated-decode-%: emulated-programs
 	@echo "test_decode, emulated sm_$*"
 	@EMULATED_SM=$* $(EMULATED_BUILD)/test/test_decode
+	@echo "test_attention --device cuda --pages --sweep 200, emulated sm_$*"
+	@EMULATED_SM=$* $(EMULATED_BUILD)/test/test_attention --device cuda --pages --sweep 200
 
 # Masks that show everything, and of which a kernel asks; and one that hides a block from half of a tile's rows.
 test-emulated-masks: emulated-programs
