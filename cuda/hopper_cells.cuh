@@ -298,6 +298,20 @@ __device__ inline bool lie_behind(int distance_of_origin, Range rows, int first_
   return distance_of_origin + rows.end - 1 <= first_column;
 }
 
+// Distances of a transposed accumulator's cells: of rows from columns, negative behind. row: the first one's,
+// from the place beside column 0.
+struct TransposedDistances {
+  float first;
+
+  __device__ TransposedDistances(int row, int column) {
+    const int lane = threadIdx.x % 32;
+    first = float(row + lane % 4 * 2 - column - lane / 4);
+  }
+  __device__ TransposedDistances(const Distance &distance, const Place &at)
+      : TransposedDistances(distance.of_origin + at.row, at.column) {}
+  __device__ float at(int n, int i) const { return first + float(n * 8 + i % 2 - i / 2 * 8); }
+};
+
 // A score of a visit that the diagonal crosses; distance: of its row from its column, negative behind.
 __device__ inline float with_crossing(float score, float slope, float distance) {
   return fmaf(2 * slope, fminf(distance, 0), score);
@@ -329,12 +343,11 @@ __device__ inline void finish_folded_slopes(float (&scores)[NT][4], float (&due)
 // the warp's first row from its first column.
 template <int NT>
 __device__ inline void add_behind(float (&scores)[NT][4], float slope, int distance) {
-  const float first = float(distance + int(threadIdx.x) % 4 * 2 - int(threadIdx.x) % 32 / 4);
+  const TransposedDistances distances(distance, 0);
 #pragma unroll
   for (int n = 0; n < NT; n++)
 #pragma unroll
-    for (int i = 0; i < 4; i++)
-      scores[n][i] = with_crossing(scores[n][i], slope, first + float(n * 8 + i % 2 - i / 2 * 8));
+    for (int i = 0; i < 4; i++) scores[n][i] = with_crossing(scores[n][i], slope, distances.at(n, i));
 }
 
 // Adds terms, or their negative, to products that have been made without; numbers: the columns', in shared
@@ -386,13 +399,13 @@ __device__ inline float add_transposed_terms(float (&scores)[NT][4], const fa_cu
   if (slope_terms) {
     const SlopeTerms slopes(distance, at, NT * 8, 16);
     if (!slopes.apart) {
-      const float first = float(distance.of_origin + at.row + own_row - at.column - own_column);
+      const TransposedDistances distances(distance, at);
 #pragma unroll
       for (int n = 0; n < NT; n++)
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-          const float away = first + float(n * 8 + i % 2 - i / 2 * 8);
-          scores[n][i] = fmaf(scores[n][i], factor, fmaf(-distance.slope, fabsf(away), addends[i / 2]));
+          const float of_slope = fmaf(-distance.slope, fabsf(distances.at(n, i)), addends[i / 2]);
+          scores[n][i] = fmaf(scores[n][i], factor, of_slope);
         }
       return 0;
     }
@@ -413,13 +426,11 @@ __device__ inline float add_transposed_terms(float (&scores)[NT][4], const fa_cu
 template <int NT>
 __device__ inline void add_transposed_slopes(float (&scores)[NT][4], const Distance &distance,
                                              const Place &at) {
-  const int lane = threadIdx.x % 32;
-  const float first = float(distance.of_origin + at.row + lane % 4 * 2 - at.column - lane / 4);
+  const TransposedDistances distances(distance, at);
 #pragma unroll
   for (int n = 0; n < NT; n++)
 #pragma unroll
-    for (int i = 0; i < 4; i++)
-      scores[n][i] = fmaf(-distance.slope, fabsf(first + float(n * 8 + i % 2 - i / 2 * 8)), scores[n][i]);
+    for (int i = 0; i < 4; i++) scores[n][i] = fmaf(-distance.slope, fabsf(distances.at(n, i)), scores[n][i]);
 }
 
 // ---- a bias with a number for each score -------------------------------------------------------------------
@@ -637,15 +648,13 @@ __device__ inline void leave_transposed_cells(const float (&ds)[NT][4], const fa
 template <int PROGRAM, int NT>
 __device__ inline void take_gradients(const float (&ds)[1][NT][4], const fa_cuda_arguments &a, const Place &at,
                                       const Distance &distance, HeadSums &head_sums) {
-  const int lane = threadIdx.x % 32;
   if (PROGRAM & SLOPES && a.program.head_sums[FA_CUDA_ALIBI_SLOPES]) {
-    const float first = float(distance.of_origin + at.row + lane % 4 * 2 - at.column - lane / 4);
+    const TransposedDistances distances(distance, at);
     float sums[2] = {0, 0};
 #pragma unroll
     for (int n = 0; n < NT; n++)
 #pragma unroll
-      for (int i = 0; i < 4; i++)
-        sums[i / 2] = fmaf(ds[0][n][i], fabsf(first + float(n * 8 + i % 2 - i / 2 * 8)), sums[i / 2]);
+      for (int i = 0; i < 4; i++) sums[i / 2] = fmaf(ds[0][n][i], fabsf(distances.at(n, i)), sums[i / 2]);
     head_sums.of[FA_CUDA_ALIBI_SLOPES] -= sums[0] + sums[1];
   }
 }
