@@ -6,15 +6,16 @@
  *     k, v, dk, dv [batch, seqlen_k, num_kv_heads, head_dim]    sink, dsink [num_sinks, num_heads]
  *
  * Three phases: delta = rowsum(o * dout) - dlse, drow_sinks, and dq cleared; dq, dk and dv; dq of lanes summed,
- * that of 16-bit types rounded, and dsink.
+ * dk and dv of spans, dq of 16-bit types rounded, and dsink.
  *
  * A task of the second phase has some blocks of columns of a pair of a sequence and a key/value head. It packs
  * these once, goes through the blocks of rows that see them, downwards, and writes their dk and dv. What it
  * adds to dq it adds behind all earlier columns of its pair, so that sums have the same bits for any number of
  * threads: tasks follow each other down the rows. A task that is ahead keeps what it is to add, and goes on,
  * until it has no more room. Of few pairs columns are dealt out to lanes, each with a dq of its own; these are
- * summed at the end. Tasks are numbered by columns first, so one waits only for lower numbers, which have
- * started: it cannot wait for ever.
+ * summed at the end. Where columns are few, too, rows are cut into spans, of which each has tasks for all
+ * columns, and a dk and dv of its own. Tasks are numbered by columns first, so one waits only for lower
+ * numbers, which have started: it cannot wait for ever.
  *
  * Parameters: REAL, T(name), EXP_HIGHEST, BLOCK, NR (see kernels.c), and the templates before this one.
  */
@@ -24,7 +25,9 @@
 #define HALF_STRIP   (STRIP / 2)
 #define MOST_KEPT    8          /* tiles of dq of a task that is ahead */
 #define MANY_LANES   8          /* of all pairs */
-#define LANES_BYTES  (16 << 20) /* of dq of all lanes */
+#define MANY_TASKS   16         /* of all pairs, columns and spans */
+#define LEAST_PLACES 4          /* of a span: it packs all columns anew */
+#define APART_BYTES  (16 << 20) /* of dq of all lanes; of dk and dv of all spans */
 
 _Static_assert(HALF_STRIP % MR == 0, "whole tiles of products");
 
@@ -90,7 +93,7 @@ static int64_t T(lane_blocks)(const fa_problem *problem) {
   const bool sees_most =
       problem->num_bands <= 1 && problem->window_left + problem->window_right >= problem->seqlen_k / 2;
   const int64_t wanted =
-      sees_most ? fa_min(MANY_LANES / fa_max(T(num_pairs)(problem), 1), LANES_BYTES / fa_max(dq_bytes, 1)) : 1;
+      sees_most ? fa_min(MANY_LANES / fa_max(T(num_pairs)(problem), 1), APART_BYTES / fa_max(dq_bytes, 1)) : 1;
   return fa_round_up(fa_divide_up(blocks, fa_max(wanted, 1)), MOST_BLOCKS);
 }
 
@@ -98,19 +101,40 @@ static int64_t T(num_lanes)(const fa_problem *problem) {
   return fa_divide_up(fa_max(T(num_column_blocks)(problem), 1), T(lane_blocks)(problem));
 }
 
+/* How many blocks of rows a span has: all of them where there are tasks enough, or where sums of dbias are made
+ * by columns. A choice by the problem alone, as sums depend on it. */
+static int64_t T(span_blocks)(const fa_problem *problem) {
+  const int64_t blocks = fa_max(fa_divide_up(problem->seqlen_q, BLOCK), 1);
+  const int64_t tasks = T(num_pairs)(problem) * T(num_column_blocks)(problem);
+  const int64_t bytes = 2 * fa_num_elements(problem, FA_TENSOR_DK) * (int64_t)sizeof(REAL);
+  const int64_t wanted = fa_min(MANY_TASKS / fa_max(tasks, 1), APART_BYTES / fa_max(bytes, 1));
+  const int64_t places = blocks * (problem->num_heads / problem->num_kv_heads);
+  if (T(num_bias_rows)(problem) > 0) return blocks;
+  return fa_divide_up(blocks, fa_max(fa_min(wanted, places / LEAST_PLACES), 1));
+}
+
+static int64_t T(num_spans)(const fa_problem *problem) {
+  return fa_divide_up(fa_max(fa_divide_up(problem->seqlen_q, BLOCK), 1), T(span_blocks)(problem));
+}
+
 /* Blocks of columns of a task. The more they are, the seldomer rows of q and dout are packed; but they should
  * stay in cache, and each thread is to have several tasks. Gradients do not depend on it. */
 static int64_t T(task_blocks)(const fa_problem *problem, int32_t of_threads) {
   int64_t blocks = problem->head_dim <= 128 ? MOST_BLOCKS : MOST_BLOCKS / 2;
   while (blocks > 1 &&
-         fa_divide_up(T(num_column_blocks)(problem), blocks) * T(num_pairs)(problem) < 4 * of_threads)
+         fa_divide_up(T(num_column_blocks)(problem), blocks) * T(num_pairs)(problem) * T(num_spans)(problem) <
+             4 * of_threads)
     blocks /= 2;
   return blocks;
 }
 
-/* Tasks of a pair: lane by lane in turn. Some may have no columns. */
-static int64_t T(pair_tasks)(const fa_problem *problem, int32_t of_threads) {
+/* Tasks of a pair's span: lane by lane in turn. Some may have no columns. */
+static int64_t T(span_tasks)(const fa_problem *problem, int32_t of_threads) {
   return T(num_lanes)(problem) * (T(lane_blocks)(problem) / T(task_blocks)(problem, of_threads));
+}
+
+static int64_t T(num_column_tasks)(const fa_problem *problem, int32_t of_threads) {
+  return T(num_spans)(problem) * T(num_pairs)(problem) * T(span_tasks)(problem, of_threads);
 }
 
 static T(column_block) T(lay_out_columns)(fa_arena *arena, const fa_problem *problem) {
@@ -163,14 +187,20 @@ typedef struct T(progress) {
 /* Memory that all tasks share. */
 typedef struct T(backward_shared) {
   REAL *delta;            /* [batch, num_heads, seqlen_q] */
-  T(progress) * progress; /* [pairs][T(pair_tasks)] */
+  T(progress) * progress; /* [spans][pairs][T(span_tasks)] */
   REAL *dq;               /* [lanes] of sums, as the tensor; NULL where they are made in the tensor itself */
+  REAL *dk, *dv;          /* [spans] of sums, as the tensor; NULL where there is one span */
   REAL *dbias;            /* as the tensor; NULL where sums are made in the tensor itself */
-  double *head_sums;      /* [batch][blocks of columns][num_heads][NUM_HEAD_NUMBERS]: their gradients' terms */
+  double
+      *head_sums; /* [spans][batch][blocks of columns][num_heads][NUM_HEAD_NUMBERS]: their gradients' terms */
 } T(backward_shared);
 
 /* Those of each block of columns of a sequence. */
 static int64_t T(num_head_sums)(const fa_problem *problem) { return problem->num_heads * NUM_HEAD_NUMBERS; }
+
+static int64_t T(head_sums_a_span)(const fa_problem *problem) {
+  return problem->batch * T(num_column_blocks)(problem) * T(num_head_sums)(problem);
+}
 
 static bool T(sums_heads)(const fa_problem *problem) {
   bool is_needed = false;
@@ -187,14 +217,17 @@ static bool T(sums_apart)(const fa_problem *problem) {
 static T(backward_shared) T(lay_out_shared)(fa_arena *arena, const fa_problem *problem, int32_t of_threads) {
   T(backward_shared) s = {0};
   s.delta = fa_take(arena, problem->batch * problem->num_heads * problem->seqlen_q, sizeof(REAL));
-  s.progress = fa_take(arena, T(num_pairs)(problem) * T(pair_tasks)(problem, of_threads), sizeof *s.progress);
+  s.progress = fa_take(arena, T(num_column_tasks)(problem, of_threads), sizeof *s.progress);
   if (T(sums_apart)(problem))
     s.dq = fa_take(arena, T(num_lanes)(problem) * fa_num_elements(problem, FA_TENSOR_DQ), sizeof(REAL));
+  if (T(num_spans)(problem) > 1) {
+    s.dk = fa_take(arena, T(num_spans)(problem) * fa_num_elements(problem, FA_TENSOR_DK), sizeof(REAL));
+    s.dv = fa_take(arena, T(num_spans)(problem) * fa_num_elements(problem, FA_TENSOR_DV), sizeof(REAL));
+  }
   if (fa_is_sum(problem, FA_TENSOR_DBIAS) && T(sums_bias_apart)(problem))
     s.dbias = fa_take(arena, fa_num_elements(problem, FA_TENSOR_DBIAS), sizeof(REAL));
   if (T(sums_heads)(problem))
-    s.head_sums = fa_take(arena, problem->batch * T(num_column_blocks)(problem) * T(num_head_sums)(problem),
-                          sizeof(double));
+    s.head_sums = fa_take(arena, T(num_spans)(problem) * T(head_sums_a_span)(problem), sizeof(double));
   return s;
 }
 
@@ -204,22 +237,20 @@ static size_t T(backward_shared_bytes)(const fa_problem *problem, int32_t of_thr
   return sizes.used;
 }
 
-/* Where the rows of dq of a lane are summed: in the tensor itself, or in shared memory. */
+/* Where the rows of a part of dq, dk or dv are summed: in the tensor itself, or in shared memory. */
 typedef struct T(sum_rows) {
   REAL *data;
   int64_t stride;
 } T(sum_rows);
 
-static T(sum_rows)
-    T(dq_sums)(const fa_cpu_job *job, REAL *sums, int64_t lane, const fa_sequence *sequence, int64_t head) {
-  fa_tensor tensor = job->tensors->dq;
-  if (sums)
-    tensor = fa_tensor_contiguous(job->problem, FA_TENSOR_DQ,
-                                  sums + lane * fa_num_elements(job->problem, FA_TENSOR_DQ));
+static T(sum_rows) T(sums_of)(const fa_cpu_job *job, fa_tensor_id id, REAL *sums, int64_t part,
+                              const fa_sequence *sequence, int64_t head) {
+  fa_tensor tensor = *fa_tensor_get(job->tensors, id);
+  if (sums) tensor = fa_tensor_contiguous(job->problem, id, sums + part * fa_num_elements(job->problem, id));
   return (T(sum_rows)){(REAL *)T(first_row)(&tensor, sizeof(REAL), sequence, head), tensor.stride_row};
 }
 
-/* Adds rows of so many columns, a stride apart, to rows of dq. */
+/* Adds rows of so many columns, a stride apart, to rows of sums. */
 static void T(add_rows)(T(sum_rows) to, fa_range rows, int64_t columns, const REAL *from, int64_t stride) {
   for (int64_t r = rows.begin; r < rows.end; r++, from += stride) {
     REAL *row = to.data + r * to.stride;
@@ -254,7 +285,7 @@ static T(task_rows) T(chunk_of)(const fa_cpu_job *job, int64_t task) {
 
 static void T(clear_dq)(const fa_cpu_job *job, REAL *sums, const T(task_rows) * chunk) {
   for (int64_t lane = 0; lane < T(num_lanes)(job->problem); lane++) {
-    T(sum_rows) to = T(dq_sums)(job, sums, lane, &chunk->sequence, chunk->head);
+    T(sum_rows) to = T(sums_of)(job, FA_TENSOR_DQ, sums, lane, &chunk->sequence, chunk->head);
     for (int64_t r = chunk->rows.begin; r < chunk->rows.end; r++)
       memset(to.data + r * to.stride, 0, (size_t)job->problem->head_dim * sizeof(REAL));
   }
@@ -349,7 +380,7 @@ static void T(prepare_task)(const fa_cpu_job *job, int64_t task, void *scratch) 
   const fa_problem *problem = job->problem;
   T(backward_shared) shared = T(lay_out_shared)(&(fa_arena){.base = job->shared}, problem, job->of_threads);
   if (task == 0) {
-    for (int64_t i = 0; i < T(num_pairs)(problem) * T(pair_tasks)(problem, job->of_threads); i++)
+    for (int64_t i = 0; i < T(num_column_tasks)(problem, job->of_threads); i++)
       atomic_init(&shared.progress[i].passed, -1);
   } else if (task - 1 < T(num_chunks)(problem)) {
     T(task_rows) chunk = T(chunk_of)(job, task - 1);
@@ -398,7 +429,8 @@ static void T(begin_rows)(const fa_cpu_job *job, const fa_sequence *sequence, in
 /* What a task of the second phase does, and which tasks come before it. Its places are the blocks of rows and,
  * in each, the heads that share the columns. */
 typedef struct T(column_task) {
-  int64_t number, lane; /* among the pair's tasks and lanes */
+  int64_t span;         /* of the pair, */
+  int64_t number, lane; /* among whose tasks and lanes */
   int64_t kv_head, group_size, num_blocks;
   fa_sequence sequence;
   T(progress) * own;
@@ -407,9 +439,10 @@ typedef struct T(column_task) {
   int64_t first_pair;       /* and of the group's pairs */
 } T(column_task);
 
-static T(progress) *
-    T(progress_of)(const fa_cpu_job *job, const T(backward_shared) * shared, int64_t pair, int64_t number) {
-  return shared->progress + pair * T(pair_tasks)(job->problem, job->of_threads) + number;
+static T(progress) * T(progress_of)(const fa_cpu_job *job, const T(backward_shared) * shared, int64_t span,
+                                    int64_t pair, int64_t number) {
+  return shared->progress +
+         (span * T(num_pairs)(job->problem) + pair) * T(span_tasks)(job->problem, job->of_threads) + number;
 }
 
 /* Whether a task has a place behind it, in the order of its own places, or does not come to its rows. */
@@ -447,8 +480,8 @@ static void T(add_kept)(const fa_cpu_job *job, const T(backward_shared) * shared
       continue;
     }
     T(add_rows)
-    (T(dq_sums)(job, shared->dq, task->lane, &task->sequence, tile->head), tile->rows, d, tile->dq,
-     fa_round_up(d, NR));
+    (T(sums_of)(job, FA_TENSOR_DQ, shared->dq, task->lane, &task->sequence, tile->head), tile->rows, d,
+     tile->dq, fa_round_up(d, NR));
     s->first_kept = --s->num_kept > 0 ? (s->first_kept + 1) % MOST_KEPT : 0;
   }
   const int64_t passed = s->num_kept > 0 ? s->kept_tiles[s->first_kept].place : place;
@@ -527,21 +560,19 @@ static bool T(pack_columns)(const fa_cpu_job *job, const fa_sequence *sequence, 
          (!PAIRS || T(all_normal)(to->v_transposed, fa_round_up(num_columns, NR) * depth));
 }
 
-/* The bands of a sequence in which some columns are seen, in order; returns how many. */
-static int64_t T(find_bands)(const fa_sequence *sequence, fa_range columns, T(seen_band) * bands) {
+/* The bands of a sequence in which some rows of a span see some columns, in order; returns how many. span:
+ * blocks of rows. */
+static int64_t T(find_bands)(const fa_sequence *sequence, fa_range columns, fa_range span,
+                             T(seen_band) * bands) {
   int64_t count = 0;
   for (int64_t b = 0; b < sequence->num_bands; b++) {
     const fa_band band = fa_band_at(sequence, b);
     const fa_blocks blocks = fa_blocks_that_see(sequence, &band, columns, BLOCK);
-    if (blocks.count > 0)
-      bands[count++] =
-          (T(seen_band)){(int32_t)b, (int32_t)blocks.first, (int32_t)(blocks.first + blocks.count)};
+    const fa_range seen = fa_overlap((fa_range){blocks.first, blocks.first + blocks.count}, span);
+    if (seen.begin < seen.end)
+      bands[count++] = (T(seen_band)){(int32_t)b, (int32_t)seen.begin, (int32_t)seen.end};
   }
   return count;
-}
-
-static int64_t T(num_column_tasks)(const fa_problem *problem, int32_t of_threads) {
-  return T(num_pairs)(problem) * T(pair_tasks)(problem, of_threads);
 }
 
 /* Packs a block of columns, if anybody sees it, and sets to 0 what is summed of it. */
@@ -554,7 +585,8 @@ static void T(begin_columns)(const fa_cpu_job *job, const T(backward_shared) * s
   memset(block->bias_sums, 0, (size_t)(T(num_bias_rows)(problem) * BLOCK) * sizeof(REAL));
   if (shared->head_sums) {
     const int64_t place = task->sequence.batch * T(num_column_blocks)(problem) + block->columns.begin / BLOCK;
-    block->head_sums = shared->head_sums + T(num_head_sums)(problem) * place;
+    block->head_sums = shared->head_sums + T(head_sums_a_span)(problem) * task->span;
+    block->head_sums += T(num_head_sums)(problem) * place;
     memset(block->head_sums + task->kv_head * task->group_size * NUM_HEAD_NUMBERS, 0,
            (size_t)(task->group_size * NUM_HEAD_NUMBERS) * sizeof *block->head_sums);
   }
@@ -566,15 +598,19 @@ static T(column_task) T(begin_task)(const fa_cpu_job *job, const T(backward_shar
                                     int64_t task_number, T(backward_scratch) * s) {
   const fa_problem *problem = job->problem;
   const int64_t num_pairs = T(num_pairs)(problem), num_lanes = T(num_lanes)(problem);
-  const int64_t pair = task_number % num_pairs, number = task_number / num_pairs;
+  const int64_t num_in_turn = num_pairs * T(num_spans)(problem), span_blocks = T(span_blocks)(problem);
+  const int64_t pair = task_number % num_pairs;
+  const int64_t span = T(num_spans)(problem) - 1 - task_number % num_in_turn / num_pairs;
+  const int64_t number = task_number / num_in_turn;
   T(column_task)
-  task = {.number = number,
+  task = {.span = span,
+          .number = number,
           .lane = number % num_lanes,
           .first_task = number % num_lanes,
           .kv_head = pair % problem->num_kv_heads,
           .group_size = problem->num_heads / problem->num_kv_heads,
           .sequence = fa_sequence_of(problem, job->tensors, pair / problem->num_kv_heads),
-          .own = T(progress_of)(job, shared, pair, number),
+          .own = T(progress_of)(job, shared, span, pair, number),
           .bias_group = T(bias_group_of)(problem, pair)};
   const fa_blocks blocks = fa_blocks_of_columns(&task.sequence, BLOCK);
   const int64_t most = T(task_blocks)(problem, job->of_threads);
@@ -583,7 +619,8 @@ static T(column_task) T(begin_task)(const fa_cpu_job *job, const T(backward_shar
   for (; task.num_blocks < most && first + task.num_blocks < blocks.count; task.num_blocks++) {
     T(column_block) *block = &s->blocks[task.num_blocks];
     block->columns = fa_block_at(blocks, first + task.num_blocks);
-    block->num_bands = T(find_bands)(&task.sequence, block->columns, block->bands);
+    block->num_bands = T(find_bands)(&task.sequence, block->columns,
+                                     (fa_range){span * span_blocks, (span + 1) * span_blocks}, block->bands);
     for (int64_t i = 0; i < block->num_bands; i++) {
       first_row_block = (int32_t)fa_min(block->bands[i].first, first_row_block);
       end_row_block = (int32_t)fa_max(block->bands[i].end, end_row_block);
@@ -598,7 +635,8 @@ static T(column_task) T(begin_task)(const fa_cpu_job *job, const T(backward_shar
 /* The task of the i-th pair of a task's group that has the same columns. */
 static T(progress) * T(group_task)(const fa_cpu_job *job, const T(backward_shared) * shared,
                                    const T(column_task) * task, int64_t i) {
-  return T(progress_of)(job, shared, task->bias_group.first + i * task->bias_group.step, task->number);
+  return T(progress_of)(job, shared, task->span, task->bias_group.first + i * task->bias_group.step,
+                        task->number);
 }
 
 /* Waits for those that add to the same elements of dbias before the task. */
@@ -650,9 +688,21 @@ static void T(add_bias_sums)(const fa_cpu_job *job, const T(backward_shared) * s
   }
 }
 
+/* Stores dk or dv of a block, or the span's part of it. */
+static void T(store_columns)(const fa_cpu_job *job, fa_tensor_id id, REAL *sums, const T(column_task) * task,
+                             fa_range columns, const REAL *from) {
+  const int64_t d = job->problem->head_dim, padded = fa_round_up(d, NR);
+  if (!sums) {
+    T(store_rows)(T(rows_of)(job, id, &task->sequence, task->kv_head), columns, d, from, padded);
+    return;
+  }
+  const T(sum_rows) to = T(sums_of)(job, id, sums, task->span, &task->sequence, task->kv_head);
+  for (int64_t r = columns.begin; r < columns.end; r++, from += padded)
+    memcpy(to.data + r * to.stride, from, (size_t)d * sizeof(REAL));
+}
+
 static void T(columns_task)(const fa_cpu_job *job, int64_t task_number, void *scratch) {
   const fa_problem *problem = job->problem;
-  const int64_t d = problem->head_dim, padded = fa_round_up(d, NR);
   T(backward_shared) shared = T(lay_out_shared)(&(fa_arena){.base = job->shared}, problem, job->of_threads);
   T(backward_scratch) s = T(lay_out_backward)(&(fa_arena){.base = scratch}, problem, job->of_threads);
   T(column_task) task = T(begin_task)(job, &shared, task_number, &s);
@@ -668,10 +718,8 @@ static void T(columns_task)(const fa_cpu_job *job, int64_t task_number, void *sc
   T(add_kept)(job, &shared, &s, &task, 0, end_place);
   for (int64_t b = 0; b < task.num_blocks; b++) {
     const T(column_block) *block = &s.blocks[b];
-    const T(rows) dk = T(rows_of)(job, FA_TENSOR_DK, &task.sequence, task.kv_head);
-    const T(rows) dv = T(rows_of)(job, FA_TENSOR_DV, &task.sequence, task.kv_head);
-    T(store_rows)(dk, block->columns, d, block->dk, padded);
-    T(store_rows)(dv, block->columns, d, block->dv, padded);
+    T(store_columns)(job, FA_TENSOR_DK, shared.dk, &task, block->columns, block->dk);
+    T(store_columns)(job, FA_TENSOR_DV, shared.dv, &task, block->columns, block->dv);
     T(add_bias_sums)(job, &shared, &task, block);
   }
   atomic_store_explicit(&task.own->passed, INT_MAX, memory_order_release);
@@ -699,12 +747,16 @@ static double T(add_sink_terms)(const fa_cpu_job *job, const T(backward_shared) 
   return sum;
 }
 
-/* The gradient by a number of a head: sum with the terms of a sequence, column block by column block. */
+/* The gradient by a number of a head: sum with the terms of a sequence, span by span and column block by column
+ * block. */
 static double T(add_head_sums)(const fa_problem *problem, const T(backward_shared) * shared, int number,
                                const fa_sequence *sequence, const fa_cell *cell, double sum) {
   const int64_t num_blocks = T(num_column_blocks)(problem), step = T(num_head_sums)(problem);
-  const double *terms = shared->head_sums + sequence->batch * num_blocks * step;
-  for (int64_t c = 0; c < num_blocks; c++) sum += terms[c * step + cell->head * NUM_HEAD_NUMBERS + number];
+  for (int64_t span = 0; span < T(num_spans)(problem); span++) {
+    const double *terms = shared->head_sums + span * T(head_sums_a_span)(problem);
+    terms += sequence->batch * num_blocks * step;
+    for (int64_t c = 0; c < num_blocks; c++) sum += terms[c * step + cell->head * NUM_HEAD_NUMBERS + number];
+  }
   return sum;
 }
 
@@ -728,23 +780,40 @@ static int64_t T(num_head_sum_tasks)(const fa_problem *problem, int number) {
   return fa_is_sum(problem, id) ? fa_num_elements(problem, id) : 0;
 }
 
+/* Some rows of dk and dv of one head, where spans have parts of them. */
+static int64_t T(num_key_chunks)(const fa_problem *problem) {
+  if (T(num_spans)(problem) == 1) return 0;
+  return fa_divide_up(problem->seqlen_k, PREPARE_ROWS) * T(num_pairs)(problem);
+}
+
+static T(task_rows) T(key_chunk_of)(const fa_cpu_job *job, int64_t task) {
+  const fa_problem *problem = job->problem;
+  const int64_t pair = task % T(num_pairs)(problem), begin = task / T(num_pairs)(problem) * PREPARE_ROWS;
+  return (T(task_rows)){fa_sequence_of(problem, job->tensors, pair / problem->num_kv_heads),
+                        pair % problem->num_kv_heads,
+                        {begin, fa_min(begin + PREPARE_ROWS, problem->seqlen_k)}};
+}
+
 static int64_t T(num_finish_tasks)(const fa_problem *problem, int32_t of_threads) {
   (void)of_threads;
   int64_t count = T(sums_apart)(problem) ? T(num_chunks)(problem) : 0;
+  count += T(num_key_chunks)(problem);
   count += fa_is_sum(problem, FA_TENSOR_DBIAS) && T(sums_bias_apart)(problem) ? T(num_bias_chunks)(problem) : 0;
   for (int number = 0; number < T(NUM_HEAD_SUMS); number++) count += T(num_head_sum_tasks)(problem, number);
   return count;
 }
 
-static void T(finish_dq)(const fa_cpu_job *job, REAL *sums, const T(task_rows) * chunk) {
+/* Adds the parts of dq, dk or dv, in order. */
+static void T(finish_sums)(const fa_cpu_job *job, fa_tensor_id id, REAL *sums, int64_t num_parts,
+                           const T(task_rows) * chunk) {
   const int64_t d = job->problem->head_dim;
   const fa_range rows = chunk->rows;
-  const T(sum_rows) all = T(dq_sums)(job, sums, 0, &chunk->sequence, chunk->head);
-  for (int64_t lane = 1; lane < T(num_lanes)(job->problem); lane++) {
-    const T(sum_rows) from = T(dq_sums)(job, sums, lane, &chunk->sequence, chunk->head);
+  const T(sum_rows) all = T(sums_of)(job, id, sums, 0, &chunk->sequence, chunk->head);
+  for (int64_t part = 1; part < num_parts; part++) {
+    const T(sum_rows) from = T(sums_of)(job, id, sums, part, &chunk->sequence, chunk->head);
     T(add_rows)(all, rows, d, from.data + rows.begin * from.stride, from.stride);
   }
-  const T(rows) to = T(rows_of)(job, FA_TENSOR_DQ, &chunk->sequence, chunk->head);
+  const T(rows) to = T(rows_of)(job, id, &chunk->sequence, chunk->head);
   T(store_rows)(to, rows, d, all.data + rows.begin * all.stride, all.stride);
 }
 
@@ -760,11 +829,18 @@ static void T(finish_task)(const fa_cpu_job *job, int64_t task, void *scratch) {
     }
     task -= num_tasks;
   }
+  if (task < T(num_key_chunks)(problem)) {
+    const T(task_rows) chunk = T(key_chunk_of)(job, task);
+    T(finish_sums)(job, FA_TENSOR_DK, shared.dk, T(num_spans)(problem), &chunk);
+    T(finish_sums)(job, FA_TENSOR_DV, shared.dv, T(num_spans)(problem), &chunk);
+    return;
+  }
+  task -= T(num_key_chunks)(problem);
   const int64_t num_chunks = T(sums_apart)(problem) ? T(num_chunks)(problem) : 0;
   if (task >= num_chunks) {
     T(finish_bias)(job, shared.dbias, T(bias_chunk)(problem, task - num_chunks));
     return;
   }
-  T(task_rows) chunk = T(chunk_of)(job, task);
-  T(finish_dq)(job, shared.dq, &chunk);
+  const T(task_rows) chunk = T(chunk_of)(job, task);
+  T(finish_sums)(job, FA_TENSOR_DQ, shared.dq, T(num_lanes)(problem), &chunk);
 }

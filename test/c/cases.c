@@ -635,6 +635,16 @@ static const fa_case cases[] = {
     ROW("long, window, hidden rows", LENGTHS(701, 300), HEADS(2, 2), .head_dim = 64, .num_sinks = 1,
         WINDOW(100, 20)),
 
+    /* Few columns: the CPU's backward cuts rows into spans. */
+    TAGGED("spans", CASE_QUICK, LENGTHS(1100, 70), HEADS(2, 1), .head_dim = 24, CAUSAL, DLSE(1),
+           .num_sinks = 1),
+    ROW("spans, bias", LENGTHS(1041, 131), .batch = 2, .head_dim = 40, BIAS(1, 1, 1041), ALIBI(1)),
+    ROW("no spans, keys", LENGTHS(1041, 131), .batch = 2, .head_dim = 40, BIAS(2, 1, 1), ALIBI(2),
+        DROPOUT(0.3)),
+    STRIDED("spans, bands", 0, LENGTHS(530, 390), HEADS(4, 1), .head_dim = 72, BANDS(5), .softcap = 6),
+    STRIDED("spans, window", 0, LENGTHS(613, 250), .batch = 2, HEADS(6, 1), .head_dim = 136, WINDOW(40, 9),
+            KEY_LENGTHS(2)),
+
     /* For benchmarks. */
     TAGGED("d64", CASE_SPEED, LENGTHS(2048, 2048), HEADS(8, 8), .head_dim = 64),
     TAGGED("d64 causal", CASE_SPEED, LENGTHS(2048, 2048), HEADS(8, 8), .head_dim = 64, CAUSAL),

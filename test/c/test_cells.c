@@ -194,6 +194,13 @@ int main(void) {
   lanes.num_heads = 4, lanes.seqlen_q = 290, lanes.seqlen_k = 1100;
   test_problem("lanes", &lanes);
 
+  fa_problem spans = plain; /* few columns, and rows enough for four spans */
+  spans.num_kv_heads = 1, spans.seqlen_q = 1010, spans.seqlen_k = 250, spans.alibi_batch = 1;
+  test_problem("spans", &spans);
+  spans.batch = 2, spans.bias_dtype = FA_DTYPE_F32, spans.bias_batch = spans.bias_heads = 1;
+  spans.bias_rows = spans.seqlen_q;
+  test_problem("spans, bias", &spans);
+
   fa_problem bands = plain;
   bands.num_heads = 4, bands.bands_batch = 1, bands.num_bands = 6;
   test_problem("bands", &bands);
