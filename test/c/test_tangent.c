@@ -1,9 +1,12 @@
 /*
  * FA_PASS_TANGENT of the CPU, the derivative of the forward algorithm itself, in f64: against the oracle's
  * backward, through the identity <o_tangent, dout> + <lse_tangent, dlse> = <dq, tangent_q> + ..., and against
- * central differences of the CPU's forward along the same direction.
+ * central differences of the CPU's forward along the same direction. Of the table of cases, and of random ones.
+ *
+ *   test_tangent [SWEEP SEED]   (random ones alone, so many)
  */
 #include <math.h>
+#include <stdlib.h>
 
 #include "../../c_src/core/tensors.h"
 #include "check.h"
@@ -106,14 +109,32 @@ static void test_case(const fa_case *c) {
   values_free(&x);
 }
 
-int main(void) {
+static void test_in_f64(const fa_case *of) {
+  fa_case c = fa_case_in(of, FA_DTYPE_F64);
+  c.problem.constant_bias = c.problem.constant_alibi_slopes = 0; /* every gradient is asked for */
+  test_case(&c);
+}
+
+static void test_table(void) {
   size_t num_cases;
   const fa_case *cases = fa_cases(&num_cases);
-  for (size_t i = 0; i < num_cases; i++) {
-    if (cases[i].tags & CASE_SPEED) continue;
-    fa_case c = fa_case_in(&cases[i], FA_DTYPE_F64);
-    c.problem.constant_bias = c.problem.constant_alibi_slopes = 0; /* every gradient is asked for */
-    test_case(&c);
+  for (size_t i = 0; i < num_cases; i++)
+    if (!(cases[i].tags & CASE_SPEED)) test_in_f64(&cases[i]);
+}
+
+static void test_sweep(int64_t count, uint64_t sweep_seed) {
+  for (int64_t i = 0; i < count; i++) {
+    const fa_case c = fa_case_random(sweep_seed, (uint64_t)i, 1);
+    test_in_f64(&c);
+  }
+}
+
+int main(int argc, char **argv) {
+  if (argc > 2) {
+    test_sweep(strtoll(argv[1], NULL, 10), strtoull(argv[2], NULL, 10));
+  } else {
+    test_table();
+    test_sweep(60, 1);
   }
   return report();
 }
