@@ -14,7 +14,8 @@
  *
  * Few rows beside many columns have tasks of PART columns each, whose sums a second phase adds up, so that one
  * row keeps several threads busy; a task takes them of several heads that share k and v, which are packed once
- * for all of these. What a row gets depends neither on the rows and heads of its task nor on the threads.
+ * for all of these. Products of such heads with k are made together, as one row takes as long as NR. What a row
+ * gets depends neither on the rows and heads of its task nor on the threads.
  *
  * Parameters: REAL, T(name), LOG, STRIP, BLOCK, LANES, NR (see kernels.c), and the templates before this one.
  */
@@ -26,18 +27,20 @@
 #define PART       (8 * BLOCK) /* columns */
 
 typedef struct T(forward_scratch) {
-  int64_t num_rows; /* of a task's heads, in whole strips */
-  T(operand) * q;   /* [num_rows / NR][operands of head_dim][NR] */
-  T(operand) * k;   /* [BLOCK][operands of head_dim] */
-  T(operand) * v;   /* [head_dim / NR][operands of BLOCK][NR] */
-  REAL *scores;     /* [BLOCK][STRIP] */
-  REAL *addends;    /* [STRIP][BLOCK]: what is added to scores */
-  INT *hidden;      /* [BLOCK][STRIP]: which scores are -inf */
-  INT *kept;        /* [BLOCK][STRIP]: which scores are not dropped */
-  REAL *o;          /* [num_rows][padded head_dim] */
-  REAL *m, *l;      /* [num_rows]: the largest score so far, and the sum of exp(score - m) */
-  REAL *decay;      /* [STRIP] */
-  REAL *buffer;     /* [head_dim] */
+  int64_t num_rows;        /* of a task's heads, in whole strips */
+  T(operand) * q;          /* [num_rows / NR][operands of head_dim][NR] */
+  T(operand) * k;          /* [BLOCK][operands of head_dim] */
+  T(operand) * v;          /* [head_dim / NR][operands of BLOCK][NR] */
+  REAL *scores;            /* [BLOCK][STRIP] */
+  REAL *addends;           /* [STRIP][BLOCK]: what is added to scores */
+  INT *hidden;             /* [BLOCK][STRIP]: which scores are -inf */
+  INT *kept;               /* [BLOCK][STRIP]: which scores are not dropped */
+  REAL *o;                 /* [num_rows][padded head_dim] */
+  REAL *m, *l;             /* [num_rows]: the largest score so far, and the sum of exp(score - m) */
+  REAL *decay;             /* [STRIP] */
+  REAL *buffer;            /* [head_dim] */
+  T(operand) * q_together; /* [STRIP / NR][operands of head_dim][NR]: rows of all heads of a task, or NULL; */
+  REAL *products;          /* [BLOCK][STRIP]: their products with a block of k */
 } T(forward_scratch);
 
 /* Into how many parts the columns are split; whether they are hangs on nothing that slices of a problem change.
@@ -86,6 +89,9 @@ static T(forward_scratch) T(lay_out_forward)(fa_arena *arena, const fa_problem *
   s.l = fa_take(arena, s.num_rows, sizeof(REAL));
   s.decay = fa_take(arena, STRIP, sizeof(REAL));
   s.buffer = fa_take(arena, d, sizeof(REAL));
+  const bool has_heads = T(forward_task_heads)(problem) > 1;
+  s.q_together = fa_take(arena, has_heads ? fa_round_up(STRIP, NR) * depth : 0, sizeof *s.q_together);
+  s.products = fa_take(arena, has_heads ? BLOCK * STRIP : 0, sizeof(REAL));
   return s;
 }
 
@@ -148,19 +154,28 @@ typedef struct T(normal) {
   bool q_and_k, v;
 } T(normal);
 
+/* Scores [columns of a block][STRIP] of the rows of q, which are packed, without what is added to them. */
+static void T(multiply_with_k)(const fa_problem *problem, T(forward_scratch) s, const T(operand) * q,
+                               int64_t num_rows, int64_t num_columns, T(normal) normal, REAL *to) {
+  const int64_t depth = T(operands)(problem->head_dim);
+  T(product_where_seen)
+  (num_columns, num_rows, depth, s.k, NULL, normal.q_and_k, depth, 1, q, depth * NR, to, STRIP, STORE,
+   (REAL)problem->scale, NULL);
+}
+
 /* Takes one tile, whose q, k and v are packed, into the sums o, m and l of its rows. */
 static void T(forward_tile)(const fa_cpu_job *job, const fa_tile *tile, T(forward_scratch) s,
                             const T(operand) * q, T(normal) normal, REAL *o, REAL *m, REAL *l) {
   const fa_problem *problem = job->problem;
-  const int64_t d = problem->head_dim, depth = T(operands)(d), padded = fa_round_up(d, NR);
+  const int64_t d = problem->head_dim, padded = fa_round_up(d, NR);
   int64_t num_rows = tile->rows.end - tile->rows.begin, num_columns = tile->columns.end - tile->columns.begin;
   give_way(2 * d * num_rows * num_columns);
   T(addends) addends = {0};
   if (T(has_addends)(problem)) addends = T(find_addends)(job, tile, s.addends);
   if (T(has_addends)(problem) && !addends.data) return;
-  T(product_where_seen)
-  (num_columns, num_rows, depth, s.k, NULL, normal.q_and_k, depth, 1, q, depth * NR, s.scores, STRIP, STORE,
-   (REAL)problem->scale, NULL);
+  if (!s.products) T(multiply_with_k)(problem, s, q, num_rows, num_columns, normal, s.scores);
+  for (int64_t j = 0; s.products && j < num_columns; j++)
+    for (int64_t i = 0; i < num_rows; i++) s.scores[j * STRIP + i] = s.products[j * STRIP + i];
   T(make_scores)(job, tile, s.scores, addends);
   bool hides = !normal.v && T(find_hidden)(tile, s.scores, s.hidden);
   T(soften_scores)(job, tile, s.scores, m, l, s.decay);
@@ -180,18 +195,41 @@ static void T(forward_columns)(const fa_cpu_job *job, const fa_tile *rows_by_col
                  part = fa_in_units(rows, fa_rows_in_band(tile.band, rows), WHOLE);
   for (int64_t begin = part.begin; begin < part.end; begin += STRIP) {
     const int64_t x = begin - rows.begin;
+    T(forward_scratch) own = s;
+    if (own.products) own.products += x;
     tile.rows = (fa_range){begin, fa_min(begin + STRIP, part.end)};
     tile.columns.end = fa_min(columns.end, fa_columns_in_band(tile.band, tile.rows).end);
     if (fa_tile_sees_any(&tile)) T(forward_tile)
-    (job, &tile, s, s.q + x * T(operands)(d), normal, s.o + x * padded, s.m + x, s.l + x);
+    (job, &tile, own, s.q + x * T(operands)(d), normal, s.o + x * padded, s.m + x, s.l + x);
   }
 }
 
-/* The scratch of a task's i-th head. */
-static T(forward_scratch) T(forward_head)(const fa_problem *problem, T(forward_scratch) s, int64_t i) {
+/* The scratch of a task's i-th head, of so many rows. */
+static T(forward_scratch)
+    T(forward_head)(const fa_problem *problem, T(forward_scratch) s, int64_t num_rows, int64_t i) {
   const int64_t x = i * STRIP;
   s.q += x * T(operands)(problem->head_dim), s.o += x * fa_round_up(problem->head_dim, NR), s.m += x, s.l += x;
+  if (s.products) s.products += i * num_rows;
   return s;
+}
+
+/* Whether rows of so many heads take fewer tiles of products side by side. */
+static bool T(are_together)(int64_t num_heads, int64_t num_rows) {
+  return num_heads * num_rows <= STRIP &&
+         fa_divide_up(num_heads * num_rows, NR) < num_heads * fa_divide_up(num_rows, NR);
+}
+
+/* The rows of all heads, which are packed apart, side by side. */
+static void T(put_together)(const fa_problem *problem, T(forward_scratch) s, int64_t num_heads,
+                            int64_t num_rows) {
+  const int64_t depth = T(operands)(problem->head_dim), count = num_heads * num_rows;
+  memset(s.q_together, 0, (size_t)(fa_round_up(count, NR) * depth) * sizeof *s.q_together);
+  for (int64_t x = 0; x < count; x++) {
+    const int64_t row = x % num_rows;
+    const T(operand) *from = T(forward_head)(problem, s, num_rows, x / num_rows).q + row / NR * depth * NR;
+    T(operand) *to = s.q_together + x / NR * depth * NR;
+    for (int64_t p = 0; p < depth; p++) to[p * NR + x % NR] = from[p * NR + row % NR];
+  }
 }
 
 /* The sums of a task's rows, of heads that share k and v, over all tiles in its part of the columns, block by
@@ -203,12 +241,17 @@ static void T(forward_sums)(const fa_cpu_job *job, const fa_sequence *sequence, 
   int64_t kv_head = heads.begin / (problem->num_heads / problem->num_kv_heads);
   T(rows) k = T(rows_of)(job, FA_TENSOR_K, sequence, kv_head);
   T(rows) v = T(rows_of)(job, FA_TENSOR_V, sequence, kv_head);
+  const int64_t num_rows = rows.end - rows.begin, num_heads = heads.end - heads.begin;
   bool normal_q = true;
   for (int64_t head = heads.begin; head < heads.end; head++) {
-    const T(forward_scratch) own = T(forward_head)(problem, s, head - heads.begin);
+    const T(forward_scratch) own = T(forward_head)(problem, s, num_rows, head - heads.begin);
     T(pack_transposed)(T(rows_of)(job, FA_TENSOR_Q, sequence, head), rows, d, own.q, s.buffer);
-    if (PAIRS) normal_q = T(all_normal)(own.q, fa_round_up(rows.end - rows.begin, NR) * depth) && normal_q;
+    if (PAIRS) normal_q = T(all_normal)(own.q, fa_round_up(num_rows, NR) * depth) && normal_q;
   }
+  if (T(are_together)(num_heads, num_rows))
+    T(put_together)(problem, s, num_heads, num_rows);
+  else
+    s.products = NULL;
   memset(s.o, 0, (size_t)(s.num_rows * padded) * sizeof *s.o);
   for (int64_t i = 0; i < s.num_rows; i++) s.m[i] = -INFINITY, s.l[i] = 0;
 
@@ -225,8 +268,10 @@ static void T(forward_sums)(const fa_cpu_job *job, const fa_sequence *sequence, 
       T(pack_panels)(v, columns, d, s.v, s.buffer);
       const T(normal) normal = {normal_q && (!PAIRS || T(all_normal)(s.k, num_columns * depth)),
                                 T(panels_normal)(T(operands)(num_columns), d, s.v, T(operands)(BLOCK) * NR)};
+      if (s.products)
+        T(multiply_with_k)(problem, s, s.q_together, num_heads * num_rows, num_columns, normal, s.products);
       for (int64_t head = heads.begin; head < heads.end; head++) {
-        const T(forward_scratch) own = T(forward_head)(problem, s, head - heads.begin);
+        const T(forward_scratch) own = T(forward_head)(problem, s, num_rows, head - heads.begin);
         T(forward_columns)(job, &(fa_tile){sequence, &band, head, rows, columns}, normal, own);
       }
     }
@@ -301,7 +346,7 @@ static void T(forward_task)(const fa_cpu_job *job, int64_t task, void *scratch) 
   if (rows.begin >= rows.end) return;
   T(forward_sums)(job, &sequence, heads, rows, columns, s);
   for (int64_t head = heads.begin; head < heads.end; head++) {
-    const T(forward_scratch) own = T(forward_head)(problem, s, head - heads.begin);
+    const T(forward_scratch) own = T(forward_head)(problem, s, rows.end - rows.begin, head - heads.begin);
     if (parts == 1)
       T(forward_finish)(job, &sequence, head, rows, own);
     else
