@@ -191,8 +191,7 @@ typedef struct T(backward_shared) {
   REAL *dq;               /* [lanes] of sums, as the tensor; NULL where they are made in the tensor itself */
   REAL *dk, *dv;          /* [spans] of sums, as the tensor; NULL where there is one span */
   REAL *dbias;            /* as the tensor; NULL where sums are made in the tensor itself */
-  double
-      *head_sums; /* [spans][batch][blocks of columns][num_heads][NUM_HEAD_NUMBERS]: their gradients' terms */
+  double *head_sums;      /* [spans][batch][blocks of columns][num_heads][NUM_HEAD_NUMBERS] */
 } T(backward_shared);
 
 /* Those of each block of columns of a sequence. */
@@ -600,6 +599,7 @@ static T(column_task) T(begin_task)(const fa_cpu_job *job, const T(backward_shar
   const int64_t num_pairs = T(num_pairs)(problem), num_lanes = T(num_lanes)(problem);
   const int64_t num_in_turn = num_pairs * T(num_spans)(problem), span_blocks = T(span_blocks)(problem);
   const int64_t pair = task_number % num_pairs;
+  /* The last span first: under a causal mask it has the most to do. */
   const int64_t span = T(num_spans)(problem) - 1 - task_number % num_in_turn / num_pairs;
   const int64_t number = task_number / num_in_turn;
   T(column_task)

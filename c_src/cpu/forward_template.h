@@ -27,20 +27,20 @@
 #define PART       (8 * BLOCK) /* columns */
 
 typedef struct T(forward_scratch) {
-  int64_t num_rows;        /* of a task's heads, in whole strips */
-  T(operand) * q;          /* [num_rows / NR][operands of head_dim][NR] */
-  T(operand) * k;          /* [BLOCK][operands of head_dim] */
-  T(operand) * v;          /* [head_dim / NR][operands of BLOCK][NR] */
-  REAL *scores;            /* [BLOCK][STRIP] */
-  REAL *addends;           /* [STRIP][BLOCK]: what is added to scores */
-  INT *hidden;             /* [BLOCK][STRIP]: which scores are -inf */
-  INT *kept;               /* [BLOCK][STRIP]: which scores are not dropped */
-  REAL *o;                 /* [num_rows][padded head_dim] */
-  REAL *m, *l;             /* [num_rows]: the largest score so far, and the sum of exp(score - m) */
-  REAL *decay;             /* [STRIP] */
-  REAL *buffer;            /* [head_dim] */
-  T(operand) * q_together; /* [STRIP / NR][operands of head_dim][NR]: rows of all heads of a task, or NULL; */
-  REAL *products;          /* [BLOCK][STRIP]: their products with a block of k */
+  int64_t num_rows;   /* of a task's heads, in whole strips */
+  T(operand) * q;     /* [num_rows / NR][operands of head_dim][NR] */
+  T(operand) * k;     /* [BLOCK][operands of head_dim] */
+  T(operand) * v;     /* [head_dim / NR][operands of BLOCK][NR] */
+  REAL *scores;       /* [BLOCK][STRIP] */
+  REAL *addends;      /* [STRIP][BLOCK]: what is added to scores */
+  INT *hidden;        /* [BLOCK][STRIP]: which scores are -inf */
+  INT *kept;          /* [BLOCK][STRIP]: which scores are not dropped */
+  REAL *o;            /* [num_rows][padded head_dim] */
+  REAL *m, *l;        /* [num_rows]: the largest score so far, and the sum of exp(score - m) */
+  REAL *decay;        /* [STRIP] */
+  REAL *buffer;       /* [head_dim] */
+  T(operand) * q_all; /* [STRIP / NR][operands of head_dim][NR]: rows of all heads of a task, side by side */
+  REAL *products;     /* [BLOCK][STRIP]: theirs with a block of k, or NULL where each head makes its own */
 } T(forward_scratch);
 
 /* Into how many parts the columns are split; whether they are hangs on nothing that slices of a problem change.
@@ -90,7 +90,7 @@ static T(forward_scratch) T(lay_out_forward)(fa_arena *arena, const fa_problem *
   s.decay = fa_take(arena, STRIP, sizeof(REAL));
   s.buffer = fa_take(arena, d, sizeof(REAL));
   const bool has_heads = T(forward_task_heads)(problem) > 1;
-  s.q_together = fa_take(arena, has_heads ? fa_round_up(STRIP, NR) * depth : 0, sizeof *s.q_together);
+  s.q_all = fa_take(arena, has_heads ? fa_round_up(STRIP, NR) * depth : 0, sizeof *s.q_all);
   s.products = fa_take(arena, has_heads ? BLOCK * STRIP : 0, sizeof(REAL));
   return s;
 }
@@ -223,11 +223,11 @@ static bool T(are_together)(int64_t num_heads, int64_t num_rows) {
 static void T(put_together)(const fa_problem *problem, T(forward_scratch) s, int64_t num_heads,
                             int64_t num_rows) {
   const int64_t depth = T(operands)(problem->head_dim), count = num_heads * num_rows;
-  memset(s.q_together, 0, (size_t)(fa_round_up(count, NR) * depth) * sizeof *s.q_together);
+  memset(s.q_all, 0, (size_t)(fa_round_up(count, NR) * depth) * sizeof *s.q_all);
   for (int64_t x = 0; x < count; x++) {
     const int64_t row = x % num_rows;
     const T(operand) *from = T(forward_head)(problem, s, num_rows, x / num_rows).q + row / NR * depth * NR;
-    T(operand) *to = s.q_together + x / NR * depth * NR;
+    T(operand) *to = s.q_all + x / NR * depth * NR;
     for (int64_t p = 0; p < depth; p++) to[p * NR + x % NR] = from[p * NR + row % NR];
   }
 }
@@ -269,7 +269,7 @@ static void T(forward_sums)(const fa_cpu_job *job, const fa_sequence *sequence, 
       const T(normal) normal = {normal_q && (!PAIRS || T(all_normal)(s.k, num_columns * depth)),
                                 T(panels_normal)(T(operands)(num_columns), d, s.v, T(operands)(BLOCK) * NR)};
       if (s.products)
-        T(multiply_with_k)(problem, s, s.q_together, num_heads * num_rows, num_columns, normal, s.products);
+        T(multiply_with_k)(problem, s, s.q_all, num_heads * num_rows, num_columns, normal, s.products);
       for (int64_t head = heads.begin; head < heads.end; head++) {
         const T(forward_scratch) own = T(forward_head)(problem, s, num_rows, head - heads.begin);
         T(forward_columns)(job, &(fa_tile){sequence, &band, head, rows, columns}, normal, own);
