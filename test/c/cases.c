@@ -852,7 +852,7 @@ fa_case fa_case_on_pages(const fa_case *c, uint64_t seed, uint64_t index) {
   p->num_pages = random_integer(random, p->max_pages, 2 * p->max_pages + 1);
   p->seqlen_k = p->max_pages * p->page_size;
   if (p->num_bands == 0 && random_uniform(random) < 0.6) p->lengths_batch = p->batch;
-  /* Without it a GPU has none of the kernels for few rows, which alone find pages. */
+  /* With dropout a GPU has no kernel that finds pages. */
   if (random_uniform(random) < 0.8) p->dropout = 0, p->num_seed_words = 0;
   return result;
 }
