@@ -25,9 +25,10 @@
 #define HALF_STRIP   (STRIP / 2)
 #define MOST_KEPT    8          /* tiles of dq of a task that is ahead */
 #define MANY_LANES   8          /* of all pairs */
-#define MANY_TASKS   16         /* of all pairs, columns and spans */
-#define LEAST_PLACES 4          /* of a span: it packs all columns anew */
-#define APART_BYTES  (16 << 20) /* of dq of all lanes; of dk and dv of all spans */
+#define LANES_BYTES  (16 << 20) /* of dq of all lanes */
+#define MANY_TASKS   16         /* of all pairs: where there are fewer, rows have spans */
+#define MOST_SPANS   8          /* of a pair */
+#define LEAST_PLACES 8          /* of a span: it packs all columns anew */
 
 _Static_assert(HALF_STRIP % MR == 0, "whole tiles of products");
 
@@ -93,7 +94,7 @@ static int64_t T(lane_blocks)(const fa_problem *problem) {
   const bool sees_most =
       problem->num_bands <= 1 && problem->window_left + problem->window_right >= problem->seqlen_k / 2;
   const int64_t wanted =
-      sees_most ? fa_min(MANY_LANES / fa_max(T(num_pairs)(problem), 1), APART_BYTES / fa_max(dq_bytes, 1)) : 1;
+      sees_most ? fa_min(MANY_LANES / fa_max(T(num_pairs)(problem), 1), LANES_BYTES / fa_max(dq_bytes, 1)) : 1;
   return fa_round_up(fa_divide_up(blocks, fa_max(wanted, 1)), MOST_BLOCKS);
 }
 
@@ -102,15 +103,14 @@ static int64_t T(num_lanes)(const fa_problem *problem) {
 }
 
 /* How many blocks of rows a span has: all of them where there are tasks enough, or where sums of dbias are made
- * by columns. A choice by the problem alone, as sums depend on it. */
+ * by columns. A choice by the problem alone, as sums depend on it; and by nothing but whether there are few
+ * tasks that slices of it change. */
 static int64_t T(span_blocks)(const fa_problem *problem) {
   const int64_t blocks = fa_max(fa_divide_up(problem->seqlen_q, BLOCK), 1);
-  const int64_t tasks = T(num_pairs)(problem) * T(num_column_blocks)(problem);
-  const int64_t bytes = 2 * fa_num_elements(problem, FA_TENSOR_DK) * (int64_t)sizeof(REAL);
-  const int64_t wanted = fa_min(MANY_TASKS / fa_max(tasks, 1), APART_BYTES / fa_max(bytes, 1));
   const int64_t places = blocks * (problem->num_heads / problem->num_kv_heads);
-  if (T(num_bias_rows)(problem) > 0) return blocks;
-  return fa_divide_up(blocks, fa_max(fa_min(wanted, places / LEAST_PLACES), 1));
+  if (T(num_pairs)(problem) * T(num_column_blocks)(problem) >= MANY_TASKS || T(num_bias_rows)(problem) > 0)
+    return blocks;
+  return fa_divide_up(blocks, fa_max(fa_min(MOST_SPANS, places / LEAST_PLACES), 1));
 }
 
 static int64_t T(num_spans)(const fa_problem *problem) {

@@ -22,7 +22,7 @@
 
 #define MOST_ROWS  (16 * STRIP)
 #define LEAST_ROWS (2 * STRIP)
-#define MOST_HEADS 4           /* of a task of few rows */
+#define MOST_HEADS 8           /* of a task of few rows */
 #define FEW_ROWS   16          /* of q, beside which columns are split */
 #define PART       (8 * BLOCK) /* columns */
 

@@ -635,10 +635,18 @@ static const fa_case cases[] = {
     ROW("long, window, hidden rows", LENGTHS(701, 300), HEADS(2, 2), .head_dim = 64, .num_sinks = 1,
         WINDOW(100, 20)),
 
+    /* Few rows of up to eight heads that share keys: the CPU's forward has products of all of them at once,
+     * where there are tasks enough. */
+    TAGGED("heads at once", CASE_QUICK, LENGTHS(2, 2100), .batch = 3, HEADS(28, 4), .head_dim = 8, CAUSAL),
+    ROW("heads at once, everything", LENGTHS(3, 2100), .batch = 4, HEADS(15, 3), .head_dim = 40,
+        WINDOW(1500, 1), BIAS(4, 15, 3), ALIBI(1), DROPOUT(0.2), .softcap = 7, .num_sinks = 2),
+    STRIDED("heads at once, several rows", 0, LENGTHS(9, 2100), .batch = 6, HEADS(8, 2), .head_dim = 24,
+            KEY_LENGTHS(6)),
+
     /* Few columns: the CPU's backward cuts rows into spans. */
     TAGGED("spans", CASE_QUICK, LENGTHS(1100, 70), HEADS(2, 1), .head_dim = 24, CAUSAL, DLSE(1),
            .num_sinks = 1),
-    ROW("spans, bias", LENGTHS(1041, 131), .batch = 2, .head_dim = 40, BIAS(1, 1, 1041), ALIBI(1)),
+    ROW("spans, bias", LENGTHS(2053, 131), .batch = 2, .head_dim = 24, BIAS(1, 1, 2053), ALIBI(1)),
     ROW("no spans, keys", LENGTHS(1041, 131), .batch = 2, .head_dim = 40, BIAS(2, 1, 1), ALIBI(2),
         DROPOUT(0.3)),
     STRIDED("spans, bands", 0, LENGTHS(530, 390), HEADS(4, 1), .head_dim = 72, BANDS(5), .softcap = 6),

@@ -194,8 +194,8 @@ int main(void) {
   lanes.num_heads = 4, lanes.seqlen_q = 290, lanes.seqlen_k = 1100;
   test_problem("lanes", &lanes);
 
-  fa_problem spans = plain; /* few columns, and rows enough for four spans */
-  spans.num_kv_heads = 1, spans.seqlen_q = 1010, spans.seqlen_k = 250, spans.alibi_batch = 1;
+  fa_problem spans = plain; /* few columns, and rows enough for four spans or more */
+  spans.num_kv_heads = 1, spans.seqlen_q = 2010, spans.seqlen_k = 250, spans.alibi_batch = 1;
   test_problem("spans", &spans);
   spans.batch = 2, spans.bias_dtype = FA_DTYPE_F32, spans.bias_batch = spans.bias_heads = 1;
   spans.bias_rows = spans.seqlen_q;

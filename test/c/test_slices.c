@@ -57,6 +57,7 @@ static const sizes table[] = {
     {4, 7, 150, 6, 3, 64, ANY, ANY, LENGTHS},
     {1, 66, 4099, 4, 4, 8, ANY, 0, LENGTHS | FORWARD},
     {5, 2, 120, 4, 1, 16, ANY, 0, PAGES | LENGTHS},
+    {6, 2, 3100, 12, 3, 24, ANY, 0, FORWARD},
     {4, 9, 150, 2, 2, 112, ANY, ANY, ORDERED | ANY_ORDER},
     {2, 900, 50, 4, 2, 72, ANY, ANY, 0},
     {2, 901, 40, 2, 2, 24, ANY, 871, SINKS},
