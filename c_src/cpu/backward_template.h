@@ -81,6 +81,10 @@ typedef struct T(backward_scratch) {
 /* Pairs of a sequence and a key/value head. */
 static int64_t T(num_pairs)(const fa_problem *problem) { return problem->batch * problem->num_kv_heads; }
 
+static int64_t T(num_row_blocks)(const fa_problem *problem) {
+  return fa_max(fa_divide_up(problem->seqlen_q, BLOCK), 1);
+}
+
 static int64_t T(num_column_blocks)(const fa_problem *problem) {
   return fa_divide_up(problem->seqlen_k, BLOCK);
 }
@@ -106,7 +110,7 @@ static int64_t T(num_lanes)(const fa_problem *problem) {
  * by columns. A choice by the problem alone, as sums depend on it; and by nothing but whether there are few
  * tasks that slices of it change. */
 static int64_t T(span_blocks)(const fa_problem *problem) {
-  const int64_t blocks = fa_max(fa_divide_up(problem->seqlen_q, BLOCK), 1);
+  const int64_t blocks = T(num_row_blocks)(problem);
   const int64_t places = blocks * (problem->num_heads / problem->num_kv_heads);
   if (T(num_pairs)(problem) * T(num_column_blocks)(problem) >= MANY_TASKS || T(num_bias_rows)(problem) > 0)
     return blocks;
@@ -114,7 +118,7 @@ static int64_t T(span_blocks)(const fa_problem *problem) {
 }
 
 static int64_t T(num_spans)(const fa_problem *problem) {
-  return fa_divide_up(fa_max(fa_divide_up(problem->seqlen_q, BLOCK), 1), T(span_blocks)(problem));
+  return fa_divide_up(T(num_row_blocks)(problem), T(span_blocks)(problem));
 }
 
 /* Blocks of columns of a task. The more they are, the seldomer rows of q and dout are packed; but they should
@@ -197,8 +201,9 @@ typedef struct T(backward_shared) {
 /* Those of each block of columns of a sequence. */
 static int64_t T(num_head_sums)(const fa_problem *problem) { return problem->num_heads * NUM_HEAD_NUMBERS; }
 
-static int64_t T(head_sums_a_span)(const fa_problem *problem) {
-  return problem->batch * T(num_column_blocks)(problem) * T(num_head_sums)(problem);
+/* Where those of a span and a batch begin, as an index. */
+static int64_t T(first_head_sum)(const fa_problem *problem, int64_t span, int64_t batch) {
+  return (span * problem->batch + batch) * T(num_column_blocks)(problem) * T(num_head_sums)(problem);
 }
 
 static bool T(sums_heads)(const fa_problem *problem) {
@@ -226,7 +231,7 @@ static T(backward_shared) T(lay_out_shared)(fa_arena *arena, const fa_problem *p
   if (fa_is_sum(problem, FA_TENSOR_DBIAS) && T(sums_bias_apart)(problem))
     s.dbias = fa_take(arena, fa_num_elements(problem, FA_TENSOR_DBIAS), sizeof(REAL));
   if (T(sums_heads)(problem))
-    s.head_sums = fa_take(arena, T(num_spans)(problem) * T(head_sums_a_span)(problem), sizeof(double));
+    s.head_sums = fa_take(arena, T(first_head_sum)(problem, T(num_spans)(problem), 0), sizeof(double));
   return s;
 }
 
@@ -275,11 +280,12 @@ static int64_t T(num_chunks)(const fa_problem *problem) {
   return fa_divide_up(problem->seqlen_q, PREPARE_ROWS) * problem->batch * problem->num_heads;
 }
 
-static T(task_rows) T(chunk_of)(const fa_cpu_job *job, int64_t task) {
+/* Of tensors of so many heads and rows. */
+static T(task_rows) T(chunk_of)(const fa_cpu_job *job, int64_t task, int64_t heads, int64_t num_rows) {
   const fa_problem *problem = job->problem;
-  const int64_t heads = problem->num_heads, begin = task / heads / problem->batch * PREPARE_ROWS;
+  const int64_t begin = task / heads / problem->batch * PREPARE_ROWS;
   fa_sequence sequence = fa_sequence_of(problem, job->tensors, task / heads % problem->batch);
-  return (T(task_rows)){sequence, task % heads, {begin, fa_min(begin + PREPARE_ROWS, sequence.seqlen_q)}};
+  return (T(task_rows)){sequence, task % heads, {begin, fa_min(begin + PREPARE_ROWS, num_rows)}};
 }
 
 static void T(clear_dq)(const fa_cpu_job *job, REAL *sums, const T(task_rows) * chunk) {
@@ -382,7 +388,7 @@ static void T(prepare_task)(const fa_cpu_job *job, int64_t task, void *scratch) 
     for (int64_t i = 0; i < T(num_column_tasks)(problem, job->of_threads); i++)
       atomic_init(&shared.progress[i].passed, -1);
   } else if (task - 1 < T(num_chunks)(problem)) {
-    T(task_rows) chunk = T(chunk_of)(job, task - 1);
+    T(task_rows) chunk = T(chunk_of)(job, task - 1, problem->num_heads, problem->seqlen_q);
     const T(backward_scratch) s = T(lay_out_backward)(&(fa_arena){.base = scratch}, problem, job->of_threads);
     T(clear_dq)(job, shared.dq, &chunk);
     T(find_delta)(job, &chunk, s, shared.delta);
@@ -583,9 +589,8 @@ static void T(begin_columns)(const fa_cpu_job *job, const T(backward_shared) * s
   memset(block->dv, 0, gradient_bytes);
   memset(block->bias_sums, 0, (size_t)(T(num_bias_rows)(problem) * BLOCK) * sizeof(REAL));
   if (shared->head_sums) {
-    const int64_t place = task->sequence.batch * T(num_column_blocks)(problem) + block->columns.begin / BLOCK;
-    block->head_sums = shared->head_sums + T(head_sums_a_span)(problem) * task->span;
-    block->head_sums += T(num_head_sums)(problem) * place;
+    block->head_sums = shared->head_sums + T(first_head_sum)(problem, task->span, task->sequence.batch) +
+                       block->columns.begin / BLOCK * T(num_head_sums)(problem);
     memset(block->head_sums + task->kv_head * task->group_size * NUM_HEAD_NUMBERS, 0,
            (size_t)(task->group_size * NUM_HEAD_NUMBERS) * sizeof *block->head_sums);
   }
@@ -753,8 +758,7 @@ static double T(add_head_sums)(const fa_problem *problem, const T(backward_share
                                const fa_sequence *sequence, const fa_cell *cell, double sum) {
   const int64_t num_blocks = T(num_column_blocks)(problem), step = T(num_head_sums)(problem);
   for (int64_t span = 0; span < T(num_spans)(problem); span++) {
-    const double *terms = shared->head_sums + span * T(head_sums_a_span)(problem);
-    terms += sequence->batch * num_blocks * step;
+    const double *terms = shared->head_sums + T(first_head_sum)(problem, span, sequence->batch);
     for (int64_t c = 0; c < num_blocks; c++) sum += terms[c * step + cell->head * NUM_HEAD_NUMBERS + number];
   }
   return sum;
@@ -780,18 +784,10 @@ static int64_t T(num_head_sum_tasks)(const fa_problem *problem, int number) {
   return fa_is_sum(problem, id) ? fa_num_elements(problem, id) : 0;
 }
 
-/* Some rows of dk and dv of one head, where spans have parts of them. */
+/* Chunks of dk and dv, where spans have parts of them. */
 static int64_t T(num_key_chunks)(const fa_problem *problem) {
   if (T(num_spans)(problem) == 1) return 0;
   return fa_divide_up(problem->seqlen_k, PREPARE_ROWS) * T(num_pairs)(problem);
-}
-
-static T(task_rows) T(key_chunk_of)(const fa_cpu_job *job, int64_t task) {
-  const fa_problem *problem = job->problem;
-  const int64_t pair = task % T(num_pairs)(problem), begin = task / T(num_pairs)(problem) * PREPARE_ROWS;
-  return (T(task_rows)){fa_sequence_of(problem, job->tensors, pair / problem->num_kv_heads),
-                        pair % problem->num_kv_heads,
-                        {begin, fa_min(begin + PREPARE_ROWS, problem->seqlen_k)}};
 }
 
 static int64_t T(num_finish_tasks)(const fa_problem *problem, int32_t of_threads) {
@@ -830,7 +826,7 @@ static void T(finish_task)(const fa_cpu_job *job, int64_t task, void *scratch) {
     task -= num_tasks;
   }
   if (task < T(num_key_chunks)(problem)) {
-    const T(task_rows) chunk = T(key_chunk_of)(job, task);
+    const T(task_rows) chunk = T(chunk_of)(job, task, problem->num_kv_heads, problem->seqlen_k);
     T(finish_sums)(job, FA_TENSOR_DK, shared.dk, T(num_spans)(problem), &chunk);
     T(finish_sums)(job, FA_TENSOR_DV, shared.dv, T(num_spans)(problem), &chunk);
     return;
@@ -841,6 +837,6 @@ static void T(finish_task)(const fa_cpu_job *job, int64_t task, void *scratch) {
     T(finish_bias)(job, shared.dbias, T(bias_chunk)(problem, task - num_chunks));
     return;
   }
-  const T(task_rows) chunk = T(chunk_of)(job, task);
+  const T(task_rows) chunk = T(chunk_of)(job, task, problem->num_heads, problem->seqlen_q);
   T(finish_sums)(job, FA_TENSOR_DQ, shared.dq, T(num_lanes)(problem), &chunk);
 }

@@ -204,12 +204,10 @@ static void T(forward_columns)(const fa_cpu_job *job, const fa_tile *rows_by_col
   }
 }
 
-/* The scratch of a task's i-th head, of so many rows. */
-static T(forward_scratch)
-    T(forward_head)(const fa_problem *problem, T(forward_scratch) s, int64_t num_rows, int64_t i) {
+/* The scratch of a task's i-th head. */
+static T(forward_scratch) T(forward_head)(const fa_problem *problem, T(forward_scratch) s, int64_t i) {
   const int64_t x = i * STRIP;
   s.q += x * T(operands)(problem->head_dim), s.o += x * fa_round_up(problem->head_dim, NR), s.m += x, s.l += x;
-  if (s.products) s.products += i * num_rows;
   return s;
 }
 
@@ -226,7 +224,7 @@ static void T(put_together)(const fa_problem *problem, T(forward_scratch) s, int
   memset(s.q_all, 0, (size_t)(fa_round_up(count, NR) * depth) * sizeof *s.q_all);
   for (int64_t x = 0; x < count; x++) {
     const int64_t row = x % num_rows;
-    const T(operand) *from = T(forward_head)(problem, s, num_rows, x / num_rows).q + row / NR * depth * NR;
+    const T(operand) *from = T(forward_head)(problem, s, x / num_rows).q + row / NR * depth * NR;
     T(operand) *to = s.q_all + x / NR * depth * NR;
     for (int64_t p = 0; p < depth; p++) to[p * NR + x % NR] = from[p * NR + row % NR];
   }
@@ -244,7 +242,7 @@ static void T(forward_sums)(const fa_cpu_job *job, const fa_sequence *sequence, 
   const int64_t num_rows = rows.end - rows.begin, num_heads = heads.end - heads.begin;
   bool normal_q = true;
   for (int64_t head = heads.begin; head < heads.end; head++) {
-    const T(forward_scratch) own = T(forward_head)(problem, s, num_rows, head - heads.begin);
+    const T(forward_scratch) own = T(forward_head)(problem, s, head - heads.begin);
     T(pack_transposed)(T(rows_of)(job, FA_TENSOR_Q, sequence, head), rows, d, own.q, s.buffer);
     if (PAIRS) normal_q = T(all_normal)(own.q, fa_round_up(num_rows, NR) * depth) && normal_q;
   }
@@ -271,7 +269,8 @@ static void T(forward_sums)(const fa_cpu_job *job, const fa_sequence *sequence, 
       if (s.products)
         T(multiply_with_k)(problem, s, s.q_all, num_heads * num_rows, num_columns, normal, s.products);
       for (int64_t head = heads.begin; head < heads.end; head++) {
-        const T(forward_scratch) own = T(forward_head)(problem, s, num_rows, head - heads.begin);
+        T(forward_scratch) own = T(forward_head)(problem, s, head - heads.begin);
+        if (own.products) own.products += (head - heads.begin) * num_rows;
         T(forward_columns)(job, &(fa_tile){sequence, &band, head, rows, columns}, normal, own);
       }
     }
@@ -346,7 +345,7 @@ static void T(forward_task)(const fa_cpu_job *job, int64_t task, void *scratch) 
   if (rows.begin >= rows.end) return;
   T(forward_sums)(job, &sequence, heads, rows, columns, s);
   for (int64_t head = heads.begin; head < heads.end; head++) {
-    const T(forward_scratch) own = T(forward_head)(problem, s, rows.end - rows.begin, head - heads.begin);
+    const T(forward_scratch) own = T(forward_head)(problem, s, head - heads.begin);
     if (parts == 1)
       T(forward_finish)(job, &sequence, head, rows, own);
     else

@@ -843,17 +843,17 @@ fa_case fa_case_random(uint64_t seed, uint64_t index, int64_t growth) {
   return result;
 }
 
-fa_case fa_case_on_pages(const fa_case *c, uint64_t seed, uint64_t index) {
+bool fa_case_put_on_pages(fa_case *c, uint64_t seed, uint64_t index) {
   static const int64_t sizes[] = {1, 2, 3, 8, 16, 17, 32, 48, 64, 100, 128, 256};
   static const int64_t most_rows[] = {1, 4, 16, 80};
   fa_random stream = random_stream(seed, ~index), *random = &stream;
-  fa_case result = *c;
-  fa_problem *p = &result.problem;
+  fa_problem *p = &c->problem;
+  if (p->batch == 0 || p->seqlen_q == 0 || p->seqlen_k == 0) return false;
   const int64_t rows = random_integer(random, 1, most_rows[random_integer(random, 0, 3)]);
-  p->seqlen_q = rows < c->problem.seqlen_q ? rows : c->problem.seqlen_q;
+  const int64_t more = rows < p->seqlen_q ? p->seqlen_q / rows : 1;
+  const int64_t num_keys = p->seqlen_k * random_integer(random, 1, more < 16 ? more : 16);
+  if (rows < p->seqlen_q) p->seqlen_q = rows;
   if (p->bias_rows > 1) p->bias_rows = p->seqlen_q;
-  const int64_t more = c->problem.seqlen_q / p->seqlen_q;
-  const int64_t num_keys = c->problem.seqlen_k * random_integer(random, 1, more < 16 ? more : 16);
   p->page_size = sizes[random_integer(random, 0, sizeof sizes / sizeof *sizes - 1)];
   if (p->page_size > num_keys) p->page_size = num_keys;
   p->max_pages = num_keys / p->page_size;
@@ -862,5 +862,5 @@ fa_case fa_case_on_pages(const fa_case *c, uint64_t seed, uint64_t index) {
   if (p->num_bands == 0 && random_uniform(random) < 0.6) p->lengths_batch = p->batch;
   /* With dropout a GPU has no kernel that finds pages. */
   if (random_uniform(random) < 0.8) p->dropout = 0, p->num_seed_words = 0;
-  return result;
+  return true;
 }

@@ -50,8 +50,8 @@ bool fa_case_may_be_rounded(const fa_case *c);
  * lengths that are growth times as long, and more heads, make a GPU take several tiles a multiprocessor. */
 fa_case fa_case_random(uint64_t seed, uint64_t index, int64_t growth);
 
-/* The same options for a forward of few rows whose keys lie on pages, as many more as there are fewer rows. The
- * case must have rows, keys and head_dim. */
-fa_case fa_case_on_pages(const fa_case *c, uint64_t seed, uint64_t index);
+/* Makes of a case one with its options for a forward of few rows whose keys lie on pages, as many more as there
+ * are fewer rows; false where it has no rows or no keys. */
+bool fa_case_put_on_pages(fa_case *c, uint64_t seed, uint64_t index);
 
 #endif
