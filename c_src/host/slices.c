@@ -75,7 +75,8 @@ fa_slicing fa_host_slicing = {
     .least_rows = 1 << 15,          /* the first and the last slice are halved down to 1 << 14 */
     .least_row_bytes = 256,         /* 54 GB/s; rows of 128 bytes: 50 */
     .least_staged_row_bytes = 4096, /* copied at 46 GB/s as the whole; of 2048: 30 */
-    .row_unit = 384};               /* a multiple of all kernels' tiles of rows */
+    .row_unit = 384,                /* a multiple of all kernels' tiles of rows */
+    .few_rows = 64};                /* as CUDA's kernels have them; the CPU's have 16 */
 
 static bool is_mostly_staged(const cutting *c) { return 2 * c->pageable_bytes > c->bytes_moved; }
 
@@ -128,8 +129,9 @@ static int64_t num_last_parts(const fa_problem *p, int64_t kv_heads, int64_t par
 static void cut_rows(const cutting *c, fa_extent heads, int64_t parts, fa_slices *slices) {
   const fa_problem *p = c->problem;
   const int64_t rows = rows_a_part(p, p->seqlen_q, parts);
-  for (int64_t row = 0; row < p->seqlen_q; row += rows) {
-    heads.first_row = row, heads.num_rows = fa_min(rows, p->seqlen_q - row);
+  for (int64_t row = 0; row < p->seqlen_q; row += heads.num_rows) {
+    const int64_t left = p->seqlen_q - row;
+    heads.first_row = row, heads.num_rows = left - rows <= fa_host_slicing.few_rows ? left : rows;
     slices->at[slices->count++].own = heads;
   }
 }
@@ -165,7 +167,7 @@ static bool halve(const cutting *c, int number, fa_slices *slices) {
     second.first_batch += first.num_batches, second.num_batches -= first.num_batches;
   } else if (cuts_rows(c)) {
     first.num_rows = rows_a_part(p, first.num_rows, 2);
-    if (first.num_rows >= second.num_rows) return false;
+    if (second.num_rows - first.num_rows <= fa_host_slicing.few_rows) return false;
     second.first_row += first.num_rows, second.num_rows -= first.num_rows;
   } else {
     first.num_heads /= 2;

@@ -26,7 +26,7 @@
 #include "random.h"
 
 static const fa_device cpu = {FA_DEVICE_CPU, 0}, reference = {FA_DEVICE_REFERENCE, 0};
-static const fa_slicing finest = {1, 1, 1, 1, 1};
+static const fa_slicing finest = {1, 1, 1, 1, 1, 0};
 
 static fa_heap *heap_of(int32_t index) {
   fa_heap *heap;
@@ -335,7 +335,8 @@ static void test_places_and_slices(void) {
                                    .least_rows = random_integer(&random, 1, 60),
                                    .least_row_bytes = random_integer(&random, 1, 60),
                                    .least_staged_row_bytes = random_integer(&random, 1, 200),
-                                   .row_unit = random_integer(&random, 1, 9)};
+                                   .row_unit = random_integer(&random, 1, 9),
+                                   .few_rows = random_integer(&random, 0, 9)};
     const fa_pass pass = i % 2 ? FA_PASS_BACKWARD : FA_PASS_FORWARD;
     const fa_problem problem = random_problem(pass, &random);
     setting s = setting_new(&problem, pass, &random);
@@ -625,7 +626,7 @@ static void test_no_ring(bool is_new) {
   fa_lane *held[MOST_LANES], *lane = NULL, *other = NULL;
   setting s = mixed_setting(FA_PASS_FORWARD, &random);
   for (int id = 0; id < FA_NUM_TENSORS; id++) s.where[id] = PAGEABLE;
-  fa_host_slicing = (fa_slicing){INT64_MAX, INT64_MAX, 1, 1, 1};
+  fa_host_slicing = (fa_slicing){INT64_MAX, INT64_MAX, 1, 1, 1, 0};
   setting_place(&s);
   trim();
   const int num_held = hold_lanes(heap, held, MOST_LANES);

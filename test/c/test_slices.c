@@ -22,7 +22,7 @@
 
 #define ANY FA_UNBOUNDED
 
-static const int64_t row_unit = 384;
+static const int64_t row_unit = 384, few_rows = 64;
 
 enum { LENGTHS = 1, PAGES = 2, BANDS = 4, ALIBI = 8, BIAS = 16, DROPOUT = 32, SINKS = 64, ROW_SINKS = 128 };
 enum { DLSE = 256, SOFTCAP = 512, ANY_ORDER = 1024, ORDERED = 2048, FORWARD = 4096 };
@@ -47,7 +47,10 @@ static const sizes table[] = {
     {1, 500, 537, 2, 1, 24, ANY, 0, FORWARD},
     {1, 450, 450, 1, 1, 40, 100, 7, SINKS | ROW_SINKS | FORWARD},
     {2, 400, 431, 1, 1, 8, ANY, ANY, FORWARD},
+    {2, 460, 491, 1, 1, 8, ANY, ANY, FORWARD},
+    {1, 400, 2100, 1, 1, 24, ANY, ANY, FORWARD},
     {1, 410, 431, 1, 1, 16, 60, ANY, DROPOUT | FORWARD},
+    {1, 464, 485, 1, 1, 16, 60, ANY, DROPOUT | FORWARD},
     {1, 470, 480, 1, 1, 16, 90, 40, BANDS | FORWARD},
     {3, 90, 80, 4, 2, 32, ANY, 0, BANDS},
     {3, 50, 60, 4, 2, 24, ANY, 0, ALIBI | BIAS | DROPOUT},
@@ -195,12 +198,12 @@ static void check_results(const call *c, const results *r, const char *how) {
 /* ---- cuts --------------------------------------------------------------------------------------------------
  */
 
-static fa_slicing never(void) { return (fa_slicing){INT64_MAX, INT64_MAX, 1, 1, row_unit}; }
+static fa_slicing never(void) { return (fa_slicing){INT64_MAX, INT64_MAX, 1, 1, row_unit, few_rows}; }
 
 /* So that about so many slices are wanted. */
 static fa_slicing about(const fa_problem *p, int64_t num_slices) {
   const int64_t rows = p->batch * p->num_heads * p->seqlen_q / num_slices;
-  return (fa_slicing){1, rows ? rows : 1, 1, 1, row_unit};
+  return (fa_slicing){1, rows ? rows : 1, 1, 1, row_unit, few_rows};
 }
 
 /* The host path's slices of a call of the host's memory, and which kinds of cuts these have. */
