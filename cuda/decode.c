@@ -20,8 +20,6 @@ enum {
 
 int64_t fa_cuda_packed_rows(const fa_problem *p) { return p->seqlen_q * (p->num_heads / p->num_kv_heads); }
 
-static bool reads_cache(const fa_problem *p) { return p->lengths_batch > 0 || p->max_pages > 0; }
-
 static int64_t num_tiles_of(const fa_problem *p) {
   return p->batch * p->num_heads * fa_divide_up(p->seqlen_q, TILE_ROWS);
 }
@@ -201,7 +199,7 @@ static bool pays_for_plain(const fa_problem *p, const fa_cuda_kernel *kernel, in
  * stay where one may follow. */
 static bool pays_for_f32(const fa_problem *p, int64_t num_multiprocessors) {
   const int64_t rows = fa_cuda_packed_rows(p);
-  if (!p->inference || rows > FEW_ROWS) return false;
+  if (!fa_problem_rounds_freely(p) || rows > FEW_ROWS) return false;
   return rows * 2 <= FEW_ROWS || p->num_heads > p->num_kv_heads || leaves_most_idle(p, num_multiprocessors);
 }
 
@@ -212,7 +210,7 @@ static bool has_few_bands(const fa_problem *p) { return p->num_bands <= (p->alib
 bool fa_cuda_pays_in_parts(const fa_problem *p, const fa_cuda_kernel *kernel, int64_t num_multiprocessors,
                            bool can_cluster) {
   if (!suits(p, kernel) || !has_few_bands(p)) return false;
-  if (reads_cache(p)) return pays_beside_cache(p, num_multiprocessors);
+  if (fa_problem_reads_cache(p)) return pays_beside_cache(p, num_multiprocessors);
   return p->dtype == FA_DTYPE_F32 ? pays_for_f32(p, num_multiprocessors)
                                   : pays_for_plain(p, kernel, num_multiprocessors, can_cluster);
 }

@@ -20,6 +20,18 @@ static inline int64_t fa_problem_num_sinks(const fa_problem *problem) {
   return problem->num_sinks + problem->num_row_sinks;
 }
 
+/* Whether keys lie in a cache, of which batches have as many as lengths or pages say. */
+static inline bool fa_problem_reads_cache(const fa_problem *problem) {
+  return problem->lengths_batch > 0 || problem->max_pages > 0;
+}
+
+/* Whether the forward of few rows may round scores in other ways than a backward does: exp(score - lse) of f32
+ * and f64 shows that where scores are huge. */
+static inline bool fa_problem_rounds_freely(const fa_problem *problem) {
+  const bool is_short = problem->dtype == FA_DTYPE_BF16 || problem->dtype == FA_DTYPE_F16;
+  return is_short || problem->inference || fa_problem_reads_cache(problem);
+}
+
 /* The type of lse and delta. */
 static inline fa_dtype fa_problem_stat_dtype(const fa_problem *problem) {
   return problem->dtype == FA_DTYPE_F64 ? FA_DTYPE_F64 : FA_DTYPE_F32;

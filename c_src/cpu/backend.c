@@ -76,10 +76,12 @@ static cpu_isa isa_here(void) {
   return (cpu_isa){"plain", &fa_cpu_kernels_plain, NULL};
 }
 
-static const fa_cpu_kernel *kernel_for(fa_pass pass, fa_dtype dtype) {
+static const fa_cpu_kernel *kernel_for(fa_pass pass, const fa_problem *problem) {
   const cpu_isa isa = isa_here();
-  const bool is_forward = pass == FA_PASS_FORWARD;
+  const fa_dtype dtype = problem->dtype;
+  const bool is_forward = pass == FA_PASS_FORWARD, is_direct = is_forward && fa_cpu_is_direct(problem);
   if (pass == FA_PASS_TANGENT) return &isa.kernels->tangent_f64;
+  if (is_direct) return dtype == FA_DTYPE_F64 ? &isa.kernels->decode_f64 : &isa.kernels->decode_f32;
   if (dtype == FA_DTYPE_F64) return is_forward ? &isa.kernels->forward_f64 : &isa.kernels->backward_f64;
   if (dtype == FA_DTYPE_BF16 && isa.pairs)
     return is_forward ? &isa.pairs->forward_bf16 : &isa.pairs->backward_bf16;
@@ -153,7 +155,7 @@ static fa_status plan_cpu(fa_plan *plan, fa_error *error) {
   if (plan->pass == FA_PASS_TANGENT && plan->problem.dtype != FA_DTYPE_F64)
     return fa_fail(error, FA_STATUS_UNSUPPORTED, "q", "type f64 for the tangent pass",
                    fa_dtype_name(plan->problem.dtype));
-  const fa_cpu_kernel *kernel = kernel_for(plan->pass, plan->problem.dtype);
+  const fa_cpu_kernel *kernel = kernel_for(plan->pass, &plan->problem);
   int32_t wanted = threads_wanted(), threads = wanted ? wanted : useful_threads(&plan->problem);
   int64_t tasks = most_tasks(kernel, &plan->problem, threads);
   plan->kernel = kernel->name;

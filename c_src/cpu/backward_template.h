@@ -314,7 +314,7 @@ static bool T(has_score)(const fa_cpu_job *job, const fa_sequence *sequence, int
     const fa_cell at = {.batch = sequence->batch, .head = head, .row = row, .column = j};
     const REAL bias = problem->bias_heads > 0 ? T(number_at)(job, FA_TENSOR_BIAS, &at) : 0;
     if (bias == -INFINITY) continue;
-    const fa_tile tile = {sequence, &band, head, {row, row + 1}, {j, j + 1}};
+    const fa_tile tile = {sequence, &band, head, {row, row + 1}, {j, j + 1}, 0};
     const T(score_terms) terms = T(scoring_of)(job, &tile);
     const REAL *k_row = T(load_row)(k, j, d, buffer + d);
     REAL product = 0;
@@ -667,7 +667,8 @@ static void T(backward_rows)(const fa_cpu_job *job, const T(backward_shared) * s
     if (row_block < block->bands[i].first || row_block >= block->bands[i].end) continue;
     const fa_band band = fa_band_at(sequence, block->bands[i].band);
     const fa_range rows = fa_rows_in_band(&band, all_rows);
-    fa_tile tile = {sequence, &band, head, rows, fa_overlap(block->columns, fa_columns_in_band(&band, rows))};
+    fa_tile tile = {sequence, &band, head, rows, fa_overlap(block->columns, fa_columns_in_band(&band, rows)),
+                    0};
     const int64_t step = fa_tile_sees_all(&tile) ? BLOCK : HALF_STRIP;
     for (int64_t begin = rows.begin; begin < rows.end; begin += step) {
       tile.rows = (fa_range){begin, fa_min(begin + step, rows.end)};
@@ -688,7 +689,7 @@ static void T(add_bias_sums)(const fa_cpu_job *job, const T(backward_shared) * s
     wait_until(&T(group_task)(job, shared, task, i)->passed, INT_MAX);
   for (int64_t i = 0; i < num_rows; i++) {
     const int64_t head = task->kv_head * task->group_size + i;
-    const fa_tile tile = {&task->sequence, NULL, head, {0, 1}, block->columns};
+    const fa_tile tile = {&task->sequence, NULL, head, {0, 1}, block->columns, 0};
     T(add_bias_gradient)(job, shared->dbias, &tile, block->bias_sums + i * BLOCK);
   }
 }

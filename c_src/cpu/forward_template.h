@@ -13,34 +13,37 @@
  *     o[STRIP, head_dim]   = exp(m - m') * o + p^T . v
  *
  * Few rows beside many columns have tasks of PART columns each, whose sums a second phase adds up, so that one
- * row keeps several threads busy; a task takes them of several heads that share k and v, which are packed once
- * for all of these. Products of such heads with k are made together, as one row takes as long as NR. What a row
- * gets depends neither on the rows and heads of its task nor on the threads.
+ * row keeps several threads busy; a task takes them of several heads that share k and v, side by side in its
+ * strips. Where they are fewer still, k and v are read where they lie (direct_template.h), and not packed. What
+ * a row gets depends neither on the rows and heads of its task nor on the threads.
  *
  * Parameters: REAL, T(name), LOG, STRIP, BLOCK, LANES, NR (see kernels.c), and the templates before this one.
  */
 
 #define MOST_ROWS  (16 * STRIP)
 #define LEAST_ROWS (2 * STRIP)
-#define MOST_HEADS 8           /* of a task of few rows */
-#define FEW_ROWS   16          /* of q, beside which columns are split */
-#define PART       (8 * BLOCK) /* columns */
+#define MOST_HEADS FA_CPU_MOST_HEADS /* of a task of few rows */
+#define FEW_ROWS   16                /* of q, beside which columns are split */
+#define PART       (8 * BLOCK)       /* columns */
 
 typedef struct T(forward_scratch) {
-  int64_t num_rows;   /* of a task's heads, in whole strips */
-  T(operand) * q;     /* [num_rows / NR][operands of head_dim][NR] */
-  T(operand) * k;     /* [BLOCK][operands of head_dim] */
-  T(operand) * v;     /* [head_dim / NR][operands of BLOCK][NR] */
-  REAL *scores;       /* [BLOCK][STRIP] */
-  REAL *addends;      /* [STRIP][BLOCK]: what is added to scores */
-  INT *hidden;        /* [BLOCK][STRIP]: which scores are -inf */
-  INT *kept;          /* [BLOCK][STRIP]: which scores are not dropped */
-  REAL *o;            /* [num_rows][padded head_dim] */
-  REAL *m, *l;        /* [num_rows]: the largest score so far, and the sum of exp(score - m) */
-  REAL *decay;        /* [STRIP] */
-  REAL *buffer;       /* [head_dim] */
-  T(operand) * q_all; /* [STRIP / NR][operands of head_dim][NR]: rows of all heads of a task, side by side */
-  REAL *products;     /* [BLOCK][STRIP]: theirs with a block of k, or NULL where each head makes its own */
+  int64_t num_rows;    /* of a task's heads, in whole strips */
+  T(operand) * q;      /* [num_rows / NR][operands of head_dim][NR] */
+  T(operand) * q_head; /* [FEW_ROWS / NR][operands of head_dim][NR]: of one head, where a task has several */
+  T(operand) * k;      /* [BLOCK][operands of head_dim] */
+  T(operand) * v;      /* [head_dim / NR][operands of BLOCK][NR] */
+  REAL *scores;        /* [BLOCK][STRIP] */
+  REAL *addends;       /* [STRIP][BLOCK]: what is added to scores */
+  INT *hidden;         /* [BLOCK][STRIP]: which scores are -inf */
+  INT *kept;           /* [BLOCK][STRIP]: which scores are not dropped */
+  REAL *o;             /* [num_rows][padded head_dim] */
+  REAL *m, *l;         /* [num_rows]: the largest score so far, and the sum of exp(score - m) */
+  REAL *decay;         /* [STRIP] */
+  REAL *buffer;        /* [head_dim] */
+  /* In place of q, k and v where products are direct: */
+  REAL *q_rows; /* [num_rows][padded head_dim] */
+  REAL *sums;   /* [num_rows][padded head_dim] */
+  REAL *copies; /* [HELD][padded head_dim] */
 } T(forward_scratch);
 
 /* Into how many parts the columns are split; whether they are hangs on nothing that slices of a problem change.
@@ -54,14 +57,16 @@ static int64_t T(head_tasks)(const fa_problem *problem, int64_t heads) {
   return problem->num_kv_heads * fa_divide_up(problem->num_heads / problem->num_kv_heads, heads);
 }
 
-/* How many heads that is: each has a strip of its own among a task's rows. Fewer where there would be too few
- * tasks to share out. */
+/* How many heads that is: fewer where there would be too few tasks to share out. */
 static int64_t T(forward_task_heads)(const fa_problem *problem) {
   int64_t heads = problem->seqlen_q <= FEW_ROWS ? MOST_HEADS : 1;
   const int64_t others = problem->batch * T(forward_num_parts)(problem);
   while (heads > 1 && T(head_tasks)(problem, heads) * others < 32) heads /= 2;
   return heads;
 }
+
+/* Whether products are direct. */
+static bool T(is_direct)(const fa_problem *problem) { return !PAIRS && fa_cpu_is_direct(problem); }
 
 /* Of a head. The more they are, the seldomer k and v are packed; but q and o should stay in cache, and each
  * thread is to have several tasks. */
@@ -75,11 +80,13 @@ static int64_t T(forward_task_rows)(const fa_problem *problem, int32_t of_thread
 static T(forward_scratch) T(lay_out_forward)(fa_arena *arena, const fa_problem *problem, int32_t of_threads) {
   const int64_t d = problem->head_dim, depth = T(operands)(d), padded = fa_round_up(d, NR);
   T(forward_scratch) s;
-  s.num_rows = fa_min(T(forward_task_rows)(problem, of_threads), fa_round_up(problem->seqlen_q, STRIP)) *
-               T(forward_task_heads)(problem);
-  s.q = fa_take(arena, s.num_rows * depth, sizeof *s.q);
-  s.k = fa_take(arena, BLOCK * depth, sizeof *s.k);
-  s.v = fa_take(arena, T(operands)(BLOCK) * padded, sizeof *s.v);
+  const int64_t heads = T(forward_task_heads)(problem);
+  const bool direct = T(is_direct)(problem);
+  s.num_rows = fa_round_up(fa_min(T(forward_task_rows)(problem, of_threads), problem->seqlen_q) * heads, STRIP);
+  s.q = fa_take(arena, direct ? 0 : s.num_rows * depth, sizeof *s.q);
+  s.q_head = fa_take(arena, heads > 1 ? fa_round_up(FEW_ROWS, NR) * depth : 0, sizeof *s.q);
+  s.k = fa_take(arena, direct ? 0 : BLOCK * depth, sizeof *s.k);
+  s.v = fa_take(arena, direct ? 0 : T(operands)(BLOCK) * padded, sizeof *s.v);
   s.scores = fa_take(arena, BLOCK * STRIP, sizeof(REAL));
   s.addends = fa_take(arena, T(has_addends)(problem) ? STRIP * BLOCK : 0, sizeof(REAL));
   s.hidden = fa_take(arena, BLOCK * STRIP, sizeof(INT));
@@ -89,9 +96,9 @@ static T(forward_scratch) T(lay_out_forward)(fa_arena *arena, const fa_problem *
   s.l = fa_take(arena, s.num_rows, sizeof(REAL));
   s.decay = fa_take(arena, STRIP, sizeof(REAL));
   s.buffer = fa_take(arena, d, sizeof(REAL));
-  const bool has_heads = T(forward_task_heads)(problem) > 1;
-  s.q_all = fa_take(arena, has_heads ? fa_round_up(STRIP, NR) * depth : 0, sizeof *s.q_all);
-  s.products = fa_take(arena, has_heads ? BLOCK * STRIP : 0, sizeof(REAL));
+  s.q_rows = fa_take(arena, direct ? s.num_rows * padded : 0, sizeof(REAL));
+  s.sums = fa_take(arena, direct ? s.num_rows * padded : 0, sizeof(REAL));
+  s.copies = fa_take(arena, direct ? HELD * padded : 0, sizeof(REAL));
   return s;
 }
 
@@ -149,85 +156,96 @@ static void T(finish_row)(const fa_cpu_job *job, const fa_sequence *sequence, in
   T(store_lse)(job, fa_first_stat(sequence, head) + row, l != 0 ? m + LOG(l) : -INFINITY);
 }
 
-/* Which operands are T(all_normal). */
-typedef struct T(normal) {
-  bool q_and_k, v;
-} T(normal);
+/* k and v of a task. */
+typedef struct T(keys) {
+  T(rows) k, v;
+  int64_t row_bytes;
+  int64_t end;                          /* of the columns that a task reads */
+  bool q_is_normal;                     /* T(all_normal) */
+  bool q_and_k_are_normal, v_is_normal; /* and of the block at hand */
+} T(keys);
 
-/* Scores [columns of a block][STRIP] of the rows of q, which are packed, without what is added to them. */
-static void T(multiply_with_k)(const fa_problem *problem, T(forward_scratch) s, const T(operand) * q,
-                               int64_t num_rows, int64_t num_columns, T(normal) normal, REAL *to) {
-  const int64_t depth = T(operands)(problem->head_dim);
-  T(product_where_seen)
-  (num_columns, num_rows, depth, s.k, NULL, normal.q_and_k, depth, 1, q, depth * NR, to, STRIP, STORE,
-   (REAL)problem->scale, NULL);
+/* Scores of a tile, without what is added to them. */
+static void T(multiply_with_k)(const fa_problem *problem, const fa_tile *tile, const T(keys) * keys,
+                               int64_t first, T(forward_scratch) s) {
+  const int64_t d = problem->head_dim, depth = T(operands)(d), num_rows = tile->rows.end - tile->rows.begin;
+  const REAL scale = (REAL)problem->scale;
+  if (T(is_direct)(problem)) T(dots)
+  (keys->k, tile->columns, (T(next_rows)){keys->v, tile->columns, keys->row_bytes}, d,
+   s.q_rows + first * fa_round_up(d, NR), num_rows, scale, s.scores, s.copies);
+  else T(product_where_seen)(tile->columns.end - tile->columns.begin, num_rows, depth, s.k, NULL,
+                             keys->q_and_k_are_normal, depth, 1, s.q + first * depth, depth * NR, s.scores,
+                             STRIP, STORE, scale, NULL);
 }
 
-/* Takes one tile, whose q, k and v are packed, into the sums o, m and l of its rows. */
-static void T(forward_tile)(const fa_cpu_job *job, const fa_tile *tile, T(forward_scratch) s,
-                            const T(operand) * q, T(normal) normal, REAL *o, REAL *m, REAL *l) {
+/* Their probabilities, with v, into the sums of its rows. */
+static void T(multiply_with_v)(const fa_problem *problem, const fa_tile *tile, const T(keys) * keys,
+                               const INT *hidden, int64_t first, T(forward_scratch) s) {
+  const int64_t d = problem->head_dim, padded = fa_round_up(d, NR),
+                num_rows = tile->rows.end - tile->rows.begin;
+  REAL *o = s.o + first * padded;
+  if (T(is_direct)(problem)) T(add_direct)
+  (keys->v, tile->columns, (T(next_rows)){keys->k, {tile->columns.end, keys->end}, keys->row_bytes}, d,
+   s.scores, hidden, num_rows, s.decay, o, s.sums, s.copies);
+  else T(product_where_seen)(num_rows, d, T(operands)(tile->columns.end - tile->columns.begin),
+                             (const T(operand) *)s.scores, hidden, keys->v_is_normal, 1, STRIP, s.v,
+                             T(operands)(BLOCK) * NR, o, padded, RESCALE, 0, s.decay);
+}
+
+/* Takes one tile into the sums o, m and l of its rows, of which the task's first-th is the first. */
+static void T(forward_tile)(const fa_cpu_job *job, const fa_tile *tile, const T(keys) * keys, int64_t first,
+                            T(forward_scratch) s) {
   const fa_problem *problem = job->problem;
-  const int64_t d = problem->head_dim, padded = fa_round_up(d, NR);
-  int64_t num_rows = tile->rows.end - tile->rows.begin, num_columns = tile->columns.end - tile->columns.begin;
-  give_way(2 * d * num_rows * num_columns);
+  give_way(2 * problem->head_dim * (tile->rows.end - tile->rows.begin) *
+           (tile->columns.end - tile->columns.begin));
   T(addends) addends = {0};
   if (T(has_addends)(problem)) addends = T(find_addends)(job, tile, s.addends);
   if (T(has_addends)(problem) && !addends.data) return;
-  if (!s.products) T(multiply_with_k)(problem, s, q, num_rows, num_columns, normal, s.scores);
-  for (int64_t j = 0; s.products && j < num_columns; j++)
-    for (int64_t i = 0; i < num_rows; i++) s.scores[j * STRIP + i] = s.products[j * STRIP + i];
+  T(multiply_with_k)(problem, tile, keys, first, s);
   T(make_scores)(job, tile, s.scores, addends);
-  bool hides = !normal.v && T(find_hidden)(tile, s.scores, s.hidden);
-  T(soften_scores)(job, tile, s.scores, m, l, s.decay);
+  bool hides = !keys->v_is_normal && T(find_hidden)(tile, s.scores, s.hidden);
+  T(soften_scores)(job, tile, s.scores, s.m + first, s.l + first, s.decay);
   if (problem->dropout != 0) T(drop)(job, tile, s.scores, s.kept);
-  T(product_where_seen)
-  (num_rows, d, T(operands)(num_columns), (const T(operand) *)s.scores, hides ? s.hidden : NULL, normal.v, 1,
-   STRIP, s.v, T(operands)(BLOCK) * NR, o, padded, RESCALE, 0, s.decay);
+  T(multiply_with_v)(problem, tile, keys, hides ? s.hidden : NULL, first, s);
 }
 
-/* Takes one block of columns, whose k and v are packed, into the sums of a task's rows, strip by strip. A strip
- * stops at the last column that it sees. */
-static void T(forward_columns)(const fa_cpu_job *job, const fa_tile *rows_by_columns, T(normal) normal,
+/* Takes one block of columns into the sums of a task's rows, strip by strip. A strip stops at the last column
+ * that it sees. */
+static void T(forward_columns)(const fa_cpu_job *job, const fa_tile *rows_by_columns, const T(keys) * keys,
                                T(forward_scratch) s) {
-  const int64_t d = job->problem->head_dim, padded = fa_round_up(d, NR);
   fa_tile tile = *rows_by_columns;
   const fa_range rows = tile.rows, columns = tile.columns,
-                 part = fa_in_units(rows, fa_rows_in_band(tile.band, rows), WHOLE);
+                 seeing = fa_rows_in_band(tile.band, fa_tile_rows(&tile)),
+                 part = tile.rows_a_head ? rows : fa_in_units(rows, seeing, WHOLE);
   for (int64_t begin = part.begin; begin < part.end; begin += STRIP) {
-    const int64_t x = begin - rows.begin;
-    T(forward_scratch) own = s;
-    if (own.products) own.products += x;
     tile.rows = (fa_range){begin, fa_min(begin + STRIP, part.end)};
-    tile.columns.end = fa_min(columns.end, fa_columns_in_band(tile.band, tile.rows).end);
-    if (fa_tile_sees_any(&tile)) T(forward_tile)
-    (job, &tile, own, s.q + x * T(operands)(d), normal, s.o + x * padded, s.m + x, s.l + x);
+    tile.columns.end = fa_min(columns.end, fa_columns_in_band(tile.band, fa_tile_rows(&tile)).end);
+    if (fa_tile_sees_any(&tile)) T(forward_tile)(job, &tile, keys, begin - rows.begin, s);
   }
 }
 
-/* The scratch of a task's i-th head. */
-static T(forward_scratch) T(forward_head)(const fa_problem *problem, T(forward_scratch) s, int64_t i) {
-  const int64_t x = i * STRIP;
-  s.q += x * T(operands)(problem->head_dim), s.o += x * fa_round_up(problem->head_dim, NR), s.m += x, s.l += x;
-  return s;
-}
-
-/* Whether rows of so many heads take fewer tiles of products side by side. */
-static bool T(are_together)(int64_t num_heads, int64_t num_rows) {
-  return num_heads * num_rows <= STRIP &&
-         fa_divide_up(num_heads * num_rows, NR) < num_heads * fa_divide_up(num_rows, NR);
-}
-
-/* The rows of all heads, which are packed apart, side by side. */
-static void T(put_together)(const fa_problem *problem, T(forward_scratch) s, int64_t num_heads,
-                            int64_t num_rows) {
-  const int64_t depth = T(operands)(problem->head_dim), count = num_heads * num_rows;
-  memset(s.q_all, 0, (size_t)(fa_round_up(count, NR) * depth) * sizeof *s.q_all);
-  for (int64_t x = 0; x < count; x++) {
-    const int64_t row = x % num_rows;
-    const T(operand) *from = T(forward_head)(problem, s, x / num_rows).q + row / NR * depth * NR;
-    T(operand) *to = s.q_all + x / NR * depth * NR;
-    for (int64_t p = 0; p < depth; p++) to[p * NR + x % NR] = from[p * NR + row % NR];
+/* The rows of q of a task, those of several heads side by side. Whether they are T(all_normal). */
+static bool T(take_q)(const fa_cpu_job *job, const fa_sequence *sequence, fa_range heads, fa_range rows,
+                      T(forward_scratch) s) {
+  const int64_t d = job->problem->head_dim, depth = T(operands)(d), padded = fa_round_up(d, NR);
+  const int64_t num_rows = rows.end - rows.begin, count = (heads.end - heads.begin) * num_rows;
+  const bool direct = T(is_direct)(job->problem), several = heads.end - heads.begin > 1;
+  if (direct) memset(s.q_rows, 0, (size_t)(count * padded) * sizeof *s.q_rows);
+  if (!direct && several) memset(s.q, 0, (size_t)(fa_round_up(count, NR) * depth) * sizeof *s.q);
+  for (int64_t head = heads.begin, x = 0; head < heads.end; head++) {
+    const T(rows) q = T(rows_of)(job, FA_TENSOR_Q, sequence, head);
+    if (!direct) T(pack_transposed)(q, rows, d, several ? s.q_head : s.q, s.buffer);
+    for (int64_t row = 0; row < num_rows && (direct || several); row++, x++) {
+      if (direct) {
+        memcpy(s.q_rows + x * padded, T(load_row)(q, row, d, s.buffer), (size_t)d * sizeof(REAL));
+        continue;
+      }
+      const T(operand) *from = s.q_head + row / NR * depth * NR + row % NR;
+      T(operand) *to = s.q + x / NR * depth * NR + x % NR;
+      for (int64_t p = 0; p < depth; p++) to[p * NR] = from[p * NR];
+    }
   }
+  return !PAIRS || T(all_normal)(s.q, fa_round_up(count, NR) * depth);
 }
 
 /* The sums of a task's rows, of heads that share k and v, over all tiles in its part of the columns, block by
@@ -236,62 +254,60 @@ static void T(forward_sums)(const fa_cpu_job *job, const fa_sequence *sequence, 
                             fa_range part, T(forward_scratch) s) {
   const fa_problem *problem = job->problem;
   const int64_t d = problem->head_dim, depth = T(operands)(d), padded = fa_round_up(d, NR);
-  int64_t kv_head = heads.begin / (problem->num_heads / problem->num_kv_heads);
-  T(rows) k = T(rows_of)(job, FA_TENSOR_K, sequence, kv_head);
-  T(rows) v = T(rows_of)(job, FA_TENSOR_V, sequence, kv_head);
-  const int64_t num_rows = rows.end - rows.begin, num_heads = heads.end - heads.begin;
-  bool normal_q = true;
-  for (int64_t head = heads.begin; head < heads.end; head++) {
-    const T(forward_scratch) own = T(forward_head)(problem, s, head - heads.begin);
-    T(pack_transposed)(T(rows_of)(job, FA_TENSOR_Q, sequence, head), rows, d, own.q, s.buffer);
-    if (PAIRS) normal_q = T(all_normal)(own.q, fa_round_up(num_rows, NR) * depth) && normal_q;
+  const int64_t kv_head = heads.begin / (problem->num_heads / problem->num_kv_heads);
+  T(keys)
+  keys = {.k = T(rows_of)(job, FA_TENSOR_K, sequence, kv_head),
+          .v = T(rows_of)(job, FA_TENSOR_V, sequence, kv_head),
+          .row_bytes = d * (int64_t)fa_dtype_bytes(problem->dtype),
+          .end = fa_min(part.end, sequence->seqlen_k),
+          .q_is_normal = T(take_q)(job, sequence, heads, rows, s)};
+  fa_tile tile = {.sequence = sequence, .head = heads.begin, .rows = rows};
+  if (heads.end - heads.begin > 1) {
+    tile.rows_a_head = rows.end;
+    tile.rows.end *= heads.end - heads.begin;
   }
-  if (T(are_together)(num_heads, num_rows))
-    T(put_together)(problem, s, num_heads, num_rows);
-  else
-    s.products = NULL;
+  if (T(is_direct)(problem)) memset(s.copies, 0, (size_t)(HELD * padded) * sizeof *s.copies);
   memset(s.o, 0, (size_t)(s.num_rows * padded) * sizeof *s.o);
   for (int64_t i = 0; i < s.num_rows; i++) s.m[i] = -INFINITY, s.l[i] = 0;
 
   for (int64_t b = 0; b < sequence->num_bands; b++) {
     fa_band band = fa_band_at(sequence, b);
     fa_blocks blocks = fa_blocks_seen_by(sequence, &band, rows, BLOCK);
+    tile.band = &band;
     for (int64_t i = 0; i < blocks.count; i++) {
       const fa_range block = fa_block_at(blocks, i);
       if (block.begin < part.begin || block.begin >= part.end) continue;
-      fa_range columns = fa_overlap(block, fa_columns_in_band(&band, rows));
-      columns.begin -= columns.begin % T(PER_OPERAND); /* the same columns are pairs, whatever rows see */
-      const int64_t num_columns = columns.end - columns.begin;
-      T(pack_rows)(k, columns, d, s.k);
-      T(pack_panels)(v, columns, d, s.v, s.buffer);
-      const T(normal) normal = {normal_q && (!PAIRS || T(all_normal)(s.k, num_columns * depth)),
-                                T(panels_normal)(T(operands)(num_columns), d, s.v, T(operands)(BLOCK) * NR)};
-      if (s.products)
-        T(multiply_with_k)(problem, s, s.q_all, num_heads * num_rows, num_columns, normal, s.products);
-      for (int64_t head = heads.begin; head < heads.end; head++) {
-        T(forward_scratch) own = T(forward_head)(problem, s, head - heads.begin);
-        if (own.products) own.products += (head - heads.begin) * num_rows;
-        T(forward_columns)(job, &(fa_tile){sequence, &band, head, rows, columns}, normal, own);
+      tile.columns = fa_overlap(block, fa_columns_in_band(&band, rows));
+      tile.columns.begin -= tile.columns.begin % T(PER_OPERAND); /* the same are pairs, whatever rows see */
+      const int64_t num_columns = tile.columns.end - tile.columns.begin;
+      if (!T(is_direct)(problem)) {
+        T(pack_rows)(keys.k, tile.columns, d, s.k);
+        T(pack_panels)(keys.v, tile.columns, d, s.v, s.buffer);
+        keys.q_and_k_are_normal = keys.q_is_normal && (!PAIRS || T(all_normal)(s.k, num_columns * depth));
+        keys.v_is_normal = T(panels_normal)(T(operands)(num_columns), d, s.v, T(operands)(BLOCK) * NR);
       }
+      T(forward_columns)(job, &tile, &keys, s);
     }
   }
 }
 
-static void T(forward_finish)(const fa_cpu_job *job, const fa_sequence *sequence, int64_t head, fa_range rows,
+static void T(forward_finish)(const fa_cpu_job *job, const fa_sequence *sequence, fa_range heads, fa_range rows,
                               T(forward_scratch) s) {
-  int64_t padded = fa_round_up(job->problem->head_dim, NR);
-  for (int64_t i = 0; i < rows.end - rows.begin; i++)
-    T(finish_row)(job, sequence, head, rows.begin + i, s.o + i * padded, s.m[i], s.l[i]);
+  int64_t padded = fa_round_up(job->problem->head_dim, NR), i = 0;
+  for (int64_t head = heads.begin; head < heads.end; head++)
+    for (int64_t row = rows.begin; row < rows.end; row++, i++)
+      T(finish_row)(job, sequence, head, row, s.o + i * padded, s.m[i], s.l[i]);
 }
 
-static void T(keep_sums)(const fa_cpu_job *job, int64_t pair, int64_t part, fa_range rows,
-                         T(forward_scratch) s) {
-  int64_t padded = fa_round_up(job->problem->head_dim, NR);
-  for (int64_t i = 0; i < rows.end - rows.begin; i++) {
-    REAL *sums = T(sums_at)(job, pair, part, rows.begin + i);
-    memcpy(sums, s.o + i * padded, (size_t)padded * sizeof *sums);
-    sums[padded] = s.m[i], sums[padded + 1] = s.l[i];
-  }
+static void T(keep_sums)(const fa_cpu_job *job, const fa_sequence *sequence, fa_range heads, fa_range rows,
+                         int64_t part, T(forward_scratch) s) {
+  int64_t padded = fa_round_up(job->problem->head_dim, NR), i = 0;
+  for (int64_t head = heads.begin; head < heads.end; head++)
+    for (int64_t row = rows.begin; row < rows.end; row++, i++) {
+      REAL *sums = T(sums_at)(job, sequence->batch * job->problem->num_heads + head, part, row);
+      memcpy(sums, s.o + i * padded, (size_t)padded * sizeof *sums);
+      sums[padded] = s.m[i], sums[padded + 1] = s.l[i];
+    }
 }
 
 /* The sums of a row over all parts, in their order. Parts that see nothing have l = 0. */
@@ -344,11 +360,8 @@ static void T(forward_task)(const fa_cpu_job *job, int64_t task, void *scratch) 
   fa_range columns = {part * PART, part + 1 == parts ? sequence.seqlen_k : (part + 1) * PART};
   if (rows.begin >= rows.end) return;
   T(forward_sums)(job, &sequence, heads, rows, columns, s);
-  for (int64_t head = heads.begin; head < heads.end; head++) {
-    const T(forward_scratch) own = T(forward_head)(problem, s, head - heads.begin);
-    if (parts == 1)
-      T(forward_finish)(job, &sequence, head, rows, own);
-    else
-      T(keep_sums)(job, batch * problem->num_heads + head, part, rows, own);
-  }
+  if (parts == 1)
+    T(forward_finish)(job, &sequence, heads, rows, s);
+  else
+    T(keep_sums)(job, &sequence, heads, rows, part, s);
 }

@@ -131,6 +131,7 @@ static inline void wait_until(atomic_int *value, int at_least) {
 #include "rows_template.h"
 #include "product_template.h"
 #include "scores_template.h"
+#include "direct_template.h"
 #include "forward_template.h"
 #include "dbias_template.h"
 #include "backward_template.h"
@@ -155,6 +156,7 @@ static inline void wait_until(atomic_int *value, int at_least) {
 #include "rows_template.h"
 #include "product_template.h"
 #include "scores_template.h"
+#include "direct_template.h"
 #include "forward_template.h"
 #include "dbias_template.h"
 #include "backward_template.h"
@@ -175,6 +177,7 @@ static inline void wait_until(atomic_int *value, int at_least) {
 #include "rows_template.h"
 #include "product_template.h"
 #include "scores_template.h"
+#include "direct_template.h"
 #include "forward_template.h"
 #endif
 
@@ -220,6 +223,8 @@ const fa_cpu_pair_kernels JOIN(fa_cpu_kernels, FA_ISA) = {
 const fa_cpu_kernels JOIN(fa_cpu_kernels, FA_ISA) = {
     .forward_f32 = FORWARD("f32", f32),
     .forward_f64 = FORWARD("f64", f64),
+    .decode_f32 = FORWARD("decode/f32", f32),
+    .decode_f64 = FORWARD("decode/f64", f64),
     .backward_f32 = BACKWARD("f32", f32),
     .backward_f64 = BACKWARD("f64", f64),
     .tangent_f64 = FORWARD("tangent", tangent),

@@ -3,7 +3,7 @@
 #ifndef FA_CPU_KERNELS_H
 #define FA_CPU_KERNELS_H
 
-#include "../flash_attention.h"
+#include "../core/problem.h"
 
 typedef struct fa_cpu_job {
   const fa_problem *problem; /* canonical */
@@ -18,6 +18,17 @@ typedef struct fa_cpu_phase {
 } fa_cpu_phase;
 
 #define FA_CPU_MAX_PHASES 3
+
+enum { FA_CPU_MOST_HEADS = 8 /* that share k and v, of a task of few rows */ };
+
+/* Whether the forward reads k and v where they lie: where so few rows share them that packing takes longer than
+ * products do (cpu_log.md). It hangs on nothing that slices of a problem change. */
+static inline bool fa_cpu_is_direct(const fa_problem *problem) {
+  const int64_t group = problem->num_heads / problem->num_kv_heads;
+  const int64_t rows = problem->seqlen_q * (group < FA_CPU_MOST_HEADS ? group : FA_CPU_MOST_HEADS);
+  const int64_t most = problem->head_dim > 64 ? 12 : problem->head_dim > 32 ? 8 : 4;
+  return fa_problem_rounds_freely(problem) && rows <= most;
+}
 
 typedef struct fa_cpu_kernel {
   const char *name;                                                       /* "cpu/avx2/f32" */
@@ -42,9 +53,10 @@ typedef struct fa_merge_kernel {
 enum { FA_MERGE_ROWS = 64 };
 
 /* The kernels of one instruction set. bf16 and f16 are converted to f32 on their way in and out, bf16 only
- * where the instruction set does not multiply pairs of it. */
+ * where the instruction set does not multiply pairs of it, or where products are direct. */
 typedef struct fa_cpu_kernels {
   fa_cpu_kernel forward_f32, forward_f64, backward_f32, backward_f64, tangent_f64;
+  fa_cpu_kernel decode_f32, decode_f64; /* the same forwards, where fa_cpu_is_direct: with other bits */
   fa_merge_kernel merge_f32, merge_f64;
 } fa_cpu_kernels;
 

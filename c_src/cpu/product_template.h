@@ -189,15 +189,15 @@ static bool T(all_normal)(const T(operand) * x, int64_t count) {
   return others == 0;
 }
 
-#else
+#endif
 
-/* Whether none of these elements, aligned to a vector, is a NaN or an infinity. */
-static bool T(all_normal)(const REAL *x, int64_t count) {
+/* Whether none of these elements is a NaN or an infinity. */
+static bool T(all_finite)(const REAL *x, int64_t count) {
   T(vec) nought[4] = {0}; /* a number times 0 is 0, anything else NaN */
   int64_t i = 0;
   for (; i + 4 * LANES <= count; i += 4 * LANES)
 #pragma GCC unroll 4
-    for (int v = 0; v < 4; v++) nought[v] += *(const T(vec) *)(x + i + v * LANES) * 0;
+    for (int v = 0; v < 4; v++) nought[v] += T(load)(x + i + v * LANES) * 0;
   for (; i < count; i++) nought[0] += x[i] * 0;
   nought[0] += nought[1] + nought[2] + nought[3];
   REAL lanes[LANES];
@@ -207,6 +207,8 @@ static bool T(all_normal)(const REAL *x, int64_t count) {
   return true;
 }
 
+#if !PAIRS
+static bool T(all_normal)(const T(operand) * x, int64_t count) { return T(all_finite)(x, count); }
 #endif
 
 /* The same of the first rows of every panel, of columns columns in all. */

@@ -44,6 +44,8 @@ INLINE const REAL *T(load_row)(T(rows) from, int64_t row, int64_t count, REAL *b
   return buffer;
 }
 
+INLINE void T(ask_for_row)(T(rows) from, int64_t row, int64_t bytes) { (void)from, (void)row, (void)bytes; }
+
 INLINE void T(store_row)(T(rows) to, int64_t row, int64_t count, const REAL *values) {
   double *value = (double *)(to.data + row * to.stride_bytes);
   double *tangent = (double *)(to.tangent + row * to.tangent_stride_bytes);
@@ -125,6 +127,12 @@ INLINE const REAL *T(load_row)(T(rows) from, int64_t row, int64_t count, REAL *b
     return (const REAL *)data;
   }
   return buffer;
+}
+
+/* Asks for a row of so many bytes, which will be loaded soon. */
+INLINE void T(ask_for_row)(T(rows) from, int64_t row, int64_t bytes) {
+  const char *data = T(row_at)(from, row);
+  for (int64_t i = 0; data && i < bytes; i += 64) __builtin_prefetch(data + i, 0, 2);
 }
 
 INLINE void T(store_row)(T(rows) to, int64_t row, int64_t count, const REAL *values) {

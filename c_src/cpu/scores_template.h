@@ -95,7 +95,7 @@ static T(bias_place) T(bias_of)(const fa_cpu_job *job, fa_tensor_id id, const fa
   return (T(bias_place)){data + (uintptr_t)(at.first * bytes), at.stride * bytes, bytes};
 }
 
-/* addends [rows][BLOCK] of a tile become those of its bias. */
+/* addends [rows][BLOCK] of a tile of one head become those of its bias. */
 static void T(find_bias)(const fa_cpu_job *job, const fa_tile *tile, REAL *addends) {
   int64_t num_rows = tile->rows.end - tile->rows.begin, num_columns = tile->columns.end - tile->columns.begin;
   const T(numbers) at = T(numbers_of)(job->problem, FA_TENSOR_BIAS, tile);
@@ -135,7 +135,7 @@ INLINE T(vec) T(distances)(const fa_tile *tile, int64_t row) {
   return T(splat)((REAL)(beside - tile->columns.begin)) - T(from_integers)(T(lanes)());
 }
 
-/* Subtracts slope times distance from addends [rows][BLOCK]. */
+/* Subtracts slope times distance from addends [rows][BLOCK] of a tile of one head. */
 static void T(add_distances)(const fa_tile *tile, REAL slope, REAL *addends) {
   int64_t num_rows = tile->rows.end - tile->rows.begin, num_columns = tile->columns.end - tile->columns.begin;
   for (int64_t i = 0; i < num_rows; i++) {
@@ -151,7 +151,7 @@ static bool T(is_in_vectors)(const fa_problem *problem, int id, fa_dtype dtype, 
   const int64_t num_rows = tile->rows.end - tile->rows.begin,
                 num_columns = tile->columns.end - tile->columns.begin;
   return dtype < FA_NUM_FLOATS && fa_dtype_bytes(dtype) == sizeof(REAL) && num_rows % LANES == 0 &&
-         num_columns % LANES == 0 && fa_varies_along(problem, id, FA_AXIS_SEQLEN_Q);
+         num_columns % LANES == 0 && fa_varies_along(problem, id, FA_AXIS_SEQLEN_Q) && !tile->rows_a_head;
 }
 
 /* What is added to the scores of a tile: where the bias lies, if that is all and can be read there, or else in
@@ -159,17 +159,25 @@ static bool T(is_in_vectors)(const fa_problem *problem, int id, fa_dtype dtype, 
 static T(addends) T(find_addends)(const fa_cpu_job *job, const fa_tile *tile, REAL *scratch) {
   const fa_problem *problem = job->problem;
   const bool has_bias = problem->bias_heads > 0, has_slopes = problem->alibi_batch > 0;
+  const int64_t num_rows = tile->rows.end - tile->rows.begin;
   T(addends) addends = {scratch, BLOCK};
+  fa_tile part; /* of a head */
   if (has_bias && !has_slopes && T(is_in_vectors)(problem, FA_TENSOR_BIAS, problem->bias_dtype, tile)) {
     const T(numbers) at = T(numbers_of)(problem, FA_TENSOR_BIAS, tile);
     addends = (T(addends)){(const REAL *)job->tensors->bias.data + at.first, at.stride};
   } else if (has_bias) {
-    T(find_bias)(job, tile, scratch);
+    for (int64_t i = 0; i < num_rows; i += part.rows.end - part.rows.begin) {
+      part = fa_tile_of_head(tile, i);
+      T(find_bias)(job, &part, scratch + i * BLOCK);
+    }
   } else {
-    memset(scratch, 0, (size_t)((tile->rows.end - tile->rows.begin) * BLOCK) * sizeof *scratch);
+    memset(scratch, 0, (size_t)(num_rows * BLOCK) * sizeof *scratch);
   }
   if (!T(shows_any)(tile, addends)) return (T(addends)){0};
-  if (has_slopes) T(add_distances)(tile, T(scoring_of)(job, tile).of_head[ALIBI_SLOPE], scratch);
+  for (int64_t i = 0; has_slopes && i < num_rows; i += part.rows.end - part.rows.begin) {
+    part = fa_tile_of_head(tile, i);
+    T(add_distances)(&part, T(scoring_of)(job, &part).of_head[ALIBI_SLOPE], scratch + i * BLOCK);
+  }
   return addends;
 }
 
@@ -250,7 +258,7 @@ static void T(find_kept)(fa_dropout dropout, bool along_rows, fa_range across, f
     T(find_kept_along)(dropout, false, across, along, kept, stride);
 }
 
-/* The rows of a tile in the whole problem. */
+/* The rows of a tile of one head in the whole problem. */
 static fa_range T(whole_rows)(const fa_problem *problem, const fa_tile *tile) {
   return (fa_range){problem->origin.row + tile->rows.begin, problem->origin.row + tile->rows.end};
 }
@@ -265,7 +273,7 @@ typedef struct T(seen_columns) {
 /* The rows are rounded up to whole vectors. */
 static void T(find_seen)(const fa_tile *tile, T(seen_columns) * seen) {
   for (int64_t i = 0; i < fa_round_up(tile->rows.end - tile->rows.begin, LANES); i++) {
-    fa_range columns = fa_tile_columns(tile, tile->rows.begin + i);
+    fa_range columns = fa_tile_columns(tile, fa_tile_row(tile, i));
     seen->begin[i] = (INT)columns.begin;
     seen->end[i] = (INT)columns.end;
   }
@@ -293,10 +301,11 @@ static void T(add_transposed)(const fa_tile *tile, T(addends) addends, REAL *st)
 static void T(make_scores)(const fa_cpu_job *job, const fa_tile *tile, REAL *st, T(addends) addends) {
   int64_t num_rows = tile->rows.end - tile->rows.begin, num_columns = tile->columns.end - tile->columns.begin;
   const T(score_terms) scoring = T(scoring_of)(job, tile);
-  for (int64_t x = 0; x < num_columns * STRIP && !T(is_plain)(job->problem); x += LANES) {
-    T(vec) *s = (T(vec) *)(st + x);
-    *s = T(score)(scoring, false, *s).s;
-  }
+  for (int64_t j = 0; j < num_columns && !T(is_plain)(job->problem); j++)
+    for (int64_t i = 0; i < num_rows; i += LANES) {
+      T(vec) *s = (T(vec) *)(st + j * STRIP + i);
+      *s = T(score)(scoring, false, *s).s;
+    }
   if (T(has_addends)(job->problem)) T(add_transposed)(tile, addends, st);
   for (int64_t x = num_columns * STRIP; x < fa_round_up(num_columns, T(PER_OPERAND)) * STRIP; x++)
     st[x] = -INFINITY;
@@ -375,8 +384,12 @@ static void T(soften_scores)(const fa_cpu_job *job, const fa_tile *tile, REAL *s
  * the others gain is left to the end of the row. */
 static void T(drop)(const fa_cpu_job *job, const fa_tile *tile, REAL *pt, INT *kept) {
   int64_t num_rows = tile->rows.end - tile->rows.begin, num_columns = tile->columns.end - tile->columns.begin;
-  const fa_dropout dropout = fa_dropout_in(job->problem, job->tensors, tile->sequence, tile->head);
-  T(find_kept)(dropout, true, tile->columns, T(whole_rows)(job->problem, tile), kept, STRIP);
+  fa_tile part; /* of a head */
+  for (int64_t i = 0; i < num_rows; i += part.rows.end - part.rows.begin) {
+    part = fa_tile_of_head(tile, i);
+    const fa_dropout dropout = fa_dropout_in(job->problem, job->tensors, tile->sequence, part.head);
+    T(find_kept)(dropout, true, tile->columns, T(whole_rows)(job->problem, &part), kept + i, STRIP);
+  }
   for (int64_t j = 0; j < num_columns; j += T(PER_OPERAND))
     for (int64_t i = 0; i < num_rows; i += LANES) {
       T(vec) p[T(PER_OPERAND)];

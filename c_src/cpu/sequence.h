@@ -157,23 +157,48 @@ static inline fa_blocks fa_blocks_that_see(const fa_sequence *sequence, const fa
 /* ---- tiles ----------------------------------------------------------------------------------------- */
 
 /* The place of a tile of scores: some rows of one head of a sequence, by some columns, and the band in which
- * they see each other. A tile that has cells of several bands is computed once for each. */
+ * they see each other. A tile that has cells of several bands is computed once for each. Where rows_a_head is
+ * not 0, rows are counted through heads from that one on, each of which has so many. */
 typedef struct fa_tile {
   const fa_sequence *sequence;
   const fa_band *band;
   int64_t head;
   fa_range rows, columns;
+  int64_t rows_a_head;
 } fa_tile;
+
+/* The row of a head that the tile's i-th one is. */
+static inline int64_t fa_tile_row(const fa_tile *tile, int64_t i) {
+  const int64_t row = tile->rows.begin + i;
+  return tile->rows_a_head ? row % tile->rows_a_head : row;
+}
+
+/* The part of a tile from its i-th row on whose rows are of one head. */
+static inline fa_tile fa_tile_of_head(const fa_tile *tile, int64_t i) {
+  fa_tile part = *tile;
+  if (!tile->rows_a_head) return part;
+  const int64_t row = tile->rows.begin + i, first = row % tile->rows_a_head;
+  part.head += row / tile->rows_a_head;
+  part.rows = (fa_range){first, fa_min(first + tile->rows.end - row, tile->rows_a_head)};
+  part.rows_a_head = 0;
+  return part;
+}
+
+/* Rows of a head, among which are all of the tile's. */
+static inline fa_range fa_tile_rows(const fa_tile *tile) {
+  return tile->rows_a_head ? (fa_range){0, tile->rows_a_head} : tile->rows;
+}
 
 /* Whether any row of the tile sees any column of it, and whether every one sees all of them. */
 static inline bool fa_tile_sees_any(const fa_tile *tile) {
-  fa_range seen = fa_overlap(fa_columns_in_band(tile->band, tile->rows), tile->columns);
+  fa_range seen = fa_overlap(fa_columns_in_band(tile->band, fa_tile_rows(tile)), tile->columns);
   return seen.begin < seen.end;
 }
 
 static inline bool fa_tile_sees_all(const fa_tile *tile) {
-  return tile->rows.begin >= tile->band->q_begin && tile->rows.end <= tile->band->q_end &&
-         tile->columns.begin >= tile->band->k_begin && fa_band_sees_all(*tile->band, tile->rows, tile->columns);
+  const fa_range rows = fa_tile_rows(tile);
+  return rows.begin >= tile->band->q_begin && rows.end <= tile->band->q_end &&
+         tile->columns.begin >= tile->band->k_begin && fa_band_sees_all(*tile->band, rows, tile->columns);
 }
 
 /* The columns of the tile that one of its rows sees, counted from the tile's first. Empty where end <= begin.

@@ -126,6 +126,32 @@ INLINE void T(transpose)(T(vec) * m) {
 #endif
 }
 
+/* Neighbours' sums of count vectors are half as many, or still one. */
+INLINE void T(add_neighbours)(T(vec) * x, int count) {
+  T(mask) even;
+  for (int v = 0; v < LANES; v++) even[v] = 2 * v;
+#pragma GCC unroll 8
+  for (int i = 0; i < count; i += 2) {
+    const T(vec) a = x[i], b = x[i + 1 < count ? i + 1 : i];
+#ifdef __clang__
+    for (int v = 0; v < LANES / 2; v++)
+      x[i / 2][v] = a[2 * v] + a[2 * v + 1], x[i / 2][v + LANES / 2] = b[2 * v] + b[2 * v + 1];
+#else
+    x[i / 2] = __builtin_shuffle(a, b, even) + __builtin_shuffle(a, b, even + 1);
+#endif
+  }
+}
+
+/* Lane v is the sum of all lanes of x[v], of count vectors, a power of two up to LANES. */
+INLINE T(vec) T(add_lanes)(T(vec) * x, int count) {
+  _Static_assert(LANES <= 16, "four times two");
+  if (LANES > 1) T(add_neighbours)(x, count);
+  if (LANES > 2) T(add_neighbours)(x, (count + 1) / 2);
+  if (LANES > 4) T(add_neighbours)(x, (count + 3) / 4);
+  if (LANES > 8) T(add_neighbours)(x, (count + 7) / 8);
+  return x[0];
+}
+
 /* x, or -inf where hider is that. */
 INLINE T(vec) T(hide_where)(T(vec) x, T(vec) hider) {
   return T(select)(hider == T(splat)(-INFINITY), hider, x);
@@ -173,7 +199,12 @@ INLINE T(vec) T(max)(T(vec) a, T(vec) b) { return creal(a) > creal(b) ? creal(a)
 INLINE T(vec) T(exp)(T(vec) x) { return cexp(x); }
 INLINE T(vec) T(tanh)(T(vec) x) { return ctanh(x); }
 INLINE void T(transpose)(T(vec) * m) { (void)m; }
+INLINE T(vec) T(add_lanes)(T(vec) * x, int count) {
+  (void)count;
+  return x[0];
+}
 INLINE T(vec) T(load)(const REAL *from) { return *from; }
+INLINE void T(store)(REAL *to, T(vec) x) { *to = x; }
 INLINE T(mask) T(lanes)(void) { return 0; }
 INLINE T(vec) T(select)(T(mask) mask, T(vec) yes, T(vec) no) { return mask ? yes : no; }
 INLINE T(vec) T(hide_where)(T(vec) x, T(vec) hider) { return creal(hider) == -INFINITY ? -INFINITY : x; }

@@ -140,8 +140,8 @@ defmodule FlashAttention.Options do
       type: :boolean,
       default: false,
       doc:
-        "Whether no backward follows, for whose sake a forward of f32 rounds scores as it does; on a GPU few rows then " <>
-          "take a fraction of the time. Layers of Axon models say so in inference."
+        "Whether no backward follows, for whose sake a forward of f32 rounds scores as it does; few rows then take a " <>
+          "fraction of the time. Layers of Axon models say so in inference."
     ],
     keep: [
       type: {:in, [:device]},
