@@ -26,7 +26,8 @@ typedef struct T(held_rows) {
   int64_t count;
 } T(held_rows);
 
-/* Rows that will be read next, which are asked for meanwhile, one after the other. */
+/* Rows that will be read next, which are asked for meanwhile, one after the other; row_bytes 0: they are not.
+ */
 typedef struct T(next_rows) {
   T(rows) from;
   fa_range range;
@@ -109,12 +110,13 @@ static void T(dots)(T(rows) from, fa_range block, T(next_rows) after, int64_t d,
   for (int64_t j = block.begin; j < block.end; j += HELD, st += HELD * STRIP) {
     const T(held_rows) k = T(hold_rows)(from, block, j, d, count, copies);
     const T(next_rows) next = T(rows_after)(from, block, j, after);
+    const T(next_rows) *asked = next.row_bytes ? &next : NULL;
     for (int64_t n = 0; n < k.count && count % LANES; n++)
       T(store)(st + n * STRIP + count / LANES * LANES, T(splat)(0)); /* what fills the last vector */
     int64_t x = 0;
-    for (; x + 4 <= count; x += 4) T(four_dots)(&k, x ? NULL : &next, q + x * width, width, scale, st + x);
-    for (; x + 2 <= count; x += 2) T(two_dots)(&k, x ? NULL : &next, q + x * width, width, scale, st + x);
-    for (; x < count; x++) T(one_dot)(&k, x ? NULL : &next, q + x * width, width, scale, st + x);
+    for (; x + 4 <= count; x += 4) T(four_dots)(&k, x ? NULL : asked, q + x * width, width, scale, st + x);
+    for (; x + 2 <= count; x += 2) T(two_dots)(&k, x ? NULL : asked, q + x * width, width, scale, st + x);
+    for (; x < count; x++) T(one_dot)(&k, x ? NULL : asked, q + x * width, width, scale, st + x);
   }
 }
 
@@ -177,12 +179,13 @@ static void T(add_direct)(T(rows) from, fa_range block, T(next_rows) after, int6
   for (int64_t j = block.begin; j < block.end; j += HELD, pt += HELD * STRIP) {
     const T(held_rows) v = T(hold_rows)(from, block, j, d, count, copies);
     const T(next_rows) next = T(rows_after)(from, block, j, after);
+    const T(next_rows) *asked = next.row_bytes ? &next : NULL;
     bool all_finite = true;
     for (int64_t n = 0; hidden && n < v.count; n++) all_finite = all_finite && T(all_finite)(v.row[n], width);
     for (int64_t x = 0; !all_finite && x < count; x++) T(add_products_of_seen)
     (&v, width, pt + x, hidden + (j - block.begin) * STRIP + x, sums + x * width);
     int64_t x = all_finite ? 0 : count;
-#define ADD(name) T(name)(&v, x ? NULL : &next, width, pt + x, sums + x * width)
+#define ADD(name) T(name)(&v, x ? NULL : asked, width, pt + x, sums + x * width)
     for (; x + 4 <= count; x += 4) ADD(add_four_products);
     for (; x + 2 <= count; x += 2) ADD(add_two_products);
     for (; x < count; x++) ADD(add_one_product);

@@ -159,9 +159,9 @@ static void T(finish_row)(const fa_cpu_job *job, const fa_sequence *sequence, in
 /* k and v of a task. */
 typedef struct T(keys) {
   T(rows) k, v;
-  int64_t row_bytes;
-  int64_t end;                          /* of the columns that a task reads */
-  bool q_is_normal;                     /* T(all_normal) */
+  int64_t row_bytes; /* of those that are asked for: the processor foresees others, which are not copied */
+  int64_t end;       /* of the columns that a task reads */
+  bool q_is_normal;  /* T(all_normal) */
   bool q_and_k_are_normal, v_is_normal; /* and of the block at hand */
 } T(keys);
 
@@ -224,28 +224,37 @@ static void T(forward_columns)(const fa_cpu_job *job, const fa_tile *rows_by_col
   }
 }
 
-/* The rows of q of a task, those of several heads side by side. Whether they are T(all_normal). */
-static bool T(take_q)(const fa_cpu_job *job, const fa_sequence *sequence, fa_range heads, fa_range rows,
+/* The rows of q of a task, those of several heads side by side. */
+static void T(copy_q)(const fa_cpu_job *job, const fa_sequence *sequence, fa_range heads, fa_range rows,
                       T(forward_scratch) s) {
-  const int64_t d = job->problem->head_dim, depth = T(operands)(d), padded = fa_round_up(d, NR);
-  const int64_t num_rows = rows.end - rows.begin, count = (heads.end - heads.begin) * num_rows;
-  const bool direct = T(is_direct)(job->problem), several = heads.end - heads.begin > 1;
-  if (direct) memset(s.q_rows, 0, (size_t)(count * padded) * sizeof *s.q_rows);
-  if (!direct && several) memset(s.q, 0, (size_t)(fa_round_up(count, NR) * depth) * sizeof *s.q);
-  for (int64_t head = heads.begin, x = 0; head < heads.end; head++) {
+  const int64_t d = job->problem->head_dim, padded = fa_round_up(d, NR);
+  REAL *to = s.q_rows;
+  for (int64_t head = heads.begin; head < heads.end; head++) {
     const T(rows) q = T(rows_of)(job, FA_TENSOR_Q, sequence, head);
-    if (!direct) T(pack_transposed)(q, rows, d, several ? s.q_head : s.q, s.buffer);
-    for (int64_t row = 0; row < num_rows && (direct || several); row++, x++) {
-      if (direct) {
-        memcpy(s.q_rows + x * padded, T(load_row)(q, row, d, s.buffer), (size_t)d * sizeof(REAL));
-        continue;
-      }
+    for (int64_t row = rows.begin; row < rows.end; row++, to += padded) {
+      memcpy(to, T(load_row)(q, row, d, s.buffer), (size_t)d * sizeof *to);
+      memset(to + d, 0, (size_t)(padded - d) * sizeof *to);
+    }
+  }
+}
+
+/* The same, packed. Whether they are T(all_normal). */
+static bool T(pack_q)(const fa_cpu_job *job, const fa_sequence *sequence, fa_range heads, fa_range rows,
+                      T(forward_scratch) s) {
+  const int64_t d = job->problem->head_dim, depth = T(operands)(d), num_rows = rows.end - rows.begin;
+  const int64_t count = (heads.end - heads.begin) * num_rows, size = fa_round_up(count, NR) * depth;
+  const bool several = count > num_rows;
+  if (several) memset(s.q, 0, (size_t)size * sizeof *s.q);
+  for (int64_t head = heads.begin, x = 0; head < heads.end; head++) {
+    T(pack_transposed)
+    (T(rows_of)(job, FA_TENSOR_Q, sequence, head), rows, d, several ? s.q_head : s.q, s.buffer);
+    for (int64_t row = 0; several && row < num_rows; row++, x++) {
       const T(operand) *from = s.q_head + row / NR * depth * NR + row % NR;
       T(operand) *to = s.q + x / NR * depth * NR + x % NR;
       for (int64_t p = 0; p < depth; p++) to[p * NR] = from[p * NR];
     }
   }
-  return !PAIRS || T(all_normal)(s.q, fa_round_up(count, NR) * depth);
+  return !PAIRS || T(all_normal)(s.q, size);
 }
 
 /* The sums of a task's rows, of heads that share k and v, over all tiles in its part of the columns, block by
@@ -255,18 +264,22 @@ static void T(forward_sums)(const fa_cpu_job *job, const fa_sequence *sequence, 
   const fa_problem *problem = job->problem;
   const int64_t d = problem->head_dim, depth = T(operands)(d), padded = fa_round_up(d, NR);
   const int64_t kv_head = heads.begin / (problem->num_heads / problem->num_kv_heads);
+  const bool direct = T(is_direct)(problem);
   T(keys)
   keys = {.k = T(rows_of)(job, FA_TENSOR_K, sequence, kv_head),
           .v = T(rows_of)(job, FA_TENSOR_V, sequence, kv_head),
-          .row_bytes = d * (int64_t)fa_dtype_bytes(problem->dtype),
-          .end = fa_min(part.end, sequence->seqlen_k),
-          .q_is_normal = T(take_q)(job, sequence, heads, rows, s)};
+          .row_bytes = fa_dtype_bytes(problem->dtype) < sizeof(REAL) ? d * 2 : 0,
+          .end = fa_min(part.end, sequence->seqlen_k)};
   fa_tile tile = {.sequence = sequence, .head = heads.begin, .rows = rows};
   if (heads.end - heads.begin > 1) {
     tile.rows_a_head = rows.end;
     tile.rows.end *= heads.end - heads.begin;
   }
-  if (T(is_direct)(problem)) memset(s.copies, 0, (size_t)(HELD * padded) * sizeof *s.copies);
+  if (direct)
+    T(copy_q)(job, sequence, heads, rows, s);
+  else
+    keys.q_is_normal = T(pack_q)(job, sequence, heads, rows, s);
+  if (direct) memset(s.copies, 0, (size_t)(HELD * padded) * sizeof *s.copies);
   memset(s.o, 0, (size_t)(s.num_rows * padded) * sizeof *s.o);
   for (int64_t i = 0; i < s.num_rows; i++) s.m[i] = -INFINITY, s.l[i] = 0;
 
@@ -280,7 +293,7 @@ static void T(forward_sums)(const fa_cpu_job *job, const fa_sequence *sequence, 
       tile.columns = fa_overlap(block, fa_columns_in_band(&band, rows));
       tile.columns.begin -= tile.columns.begin % T(PER_OPERAND); /* the same are pairs, whatever rows see */
       const int64_t num_columns = tile.columns.end - tile.columns.begin;
-      if (!T(is_direct)(problem)) {
+      if (!direct) {
         T(pack_rows)(keys.k, tile.columns, d, s.k);
         T(pack_panels)(keys.v, tile.columns, d, s.v, s.buffer);
         keys.q_and_k_are_normal = keys.q_is_normal && (!PAIRS || T(all_normal)(s.k, num_columns * depth));

@@ -326,13 +326,16 @@ static void T(make_scores)(const fa_cpu_job *job, const fa_tile *tile, REAL *st,
 /* hidden [BLOCK, STRIP] becomes other than 0 where a score is -inf. Whether there is such a score. */
 static bool T(find_hidden)(const fa_tile *tile, const REAL *st, INT *hidden) {
   int64_t num_rows = tile->rows.end - tile->rows.begin, num_columns = tile->columns.end - tile->columns.begin;
-  bool any = false;
-  for (int64_t j = 0; j < fa_round_up(num_columns, T(PER_OPERAND)); j++)
-    for (int64_t i = 0; i < num_rows; i++) {
-      hidden[j * STRIP + i] = st[j * STRIP + i] == -INFINITY;
-      any |= hidden[j * STRIP + i] != 0;
+  T(mask) any = {0};
+  for (int64_t i = 0; i < num_rows; i += LANES) {
+    const T(mask) there = T(lanes)() < (INT)(num_rows - i);
+    for (int64_t j = 0; j < fa_round_up(num_columns, T(PER_OPERAND)); j++) {
+      const T(mask) hides = *(const T(vec) *)(st + j * STRIP + i) == T(splat)(-INFINITY);
+      *(T(mask) *)(hidden + j * STRIP + i) = hides;
+      any |= hides & there;
     }
-  return any;
+  }
+  return T(any_lane)(any);
 }
 
 /* The largest of a vector of every row of st [count, STRIP], and of another. Four at a time need not wait for
@@ -499,9 +502,7 @@ INLINE bool T(differentiate_tile)(T(score_terms) scoring, const fa_tile *tile, c
   }
   (void)ds_rows;
   for (int n = 0; n < NUM_HEAD_NUMBERS && sums; n++) sums[n] += T(sum_of_lanes)(by_head[n]);
-  INT any_lane = 0;
-  for (int v = 0; v < LANES; v++) any_lane |= any[v];
-  return any_lane != 0;
+  return T(any_lane)(any);
 }
 
 /* The same, choosing how. hidden is NULL where q, k and dout are finite: a score that the mask does not hide is

@@ -157,6 +157,12 @@ INLINE T(vec) T(hide_where)(T(vec) x, T(vec) hider) {
   return T(select)(hider == T(splat)(-INFINITY), hider, x);
 }
 
+INLINE bool T(any_lane)(T(mask) x) {
+  INT any = 0;
+  for (int v = 0; v < LANES; v++) any |= x[v];
+  return any != 0;
+}
+
 /* 0, 1, 2, ... */
 INLINE T(mask) T(lanes)(void) {
   T(mask) lanes;
@@ -206,6 +212,7 @@ INLINE T(vec) T(add_lanes)(T(vec) * x, int count) {
 INLINE T(vec) T(load)(const REAL *from) { return *from; }
 INLINE void T(store)(REAL *to, T(vec) x) { *to = x; }
 INLINE T(mask) T(lanes)(void) { return 0; }
+INLINE bool T(any_lane)(T(mask) x) { return x != 0; }
 INLINE T(vec) T(select)(T(mask) mask, T(vec) yes, T(vec) no) { return mask ? yes : no; }
 INLINE T(vec) T(hide_where)(T(vec) x, T(vec) hider) { return creal(hider) == -INFINITY ? -INFINITY : x; }
 INLINE T(vec) T(from_integers)(T(mask) x) { return (double)x; }
