@@ -24,7 +24,7 @@
 #define LEAST_ROWS (2 * STRIP)
 #define MOST_HEADS FA_CPU_MOST_HEADS /* of a task of few rows */
 #define FEW_ROWS   16                /* of q, beside which columns are split */
-#define PART       (8 * BLOCK)       /* columns */
+#define PART       (4 * BLOCK)       /* columns */
 
 typedef struct T(forward_scratch) {
   int64_t num_rows;    /* of a task's heads, in whole strips */
@@ -57,11 +57,11 @@ static int64_t T(head_tasks)(const fa_problem *problem, int64_t heads) {
   return problem->num_kv_heads * fa_divide_up(problem->num_heads / problem->num_kv_heads, heads);
 }
 
-/* How many heads that is: fewer where there would be too few tasks to share out. */
-static int64_t T(forward_task_heads)(const fa_problem *problem) {
+/* How many heads that is: fewer where each thread would not have two tasks. */
+static int64_t T(forward_task_heads)(const fa_problem *problem, int32_t of_threads) {
   int64_t heads = problem->seqlen_q <= FEW_ROWS ? MOST_HEADS : 1;
   const int64_t others = problem->batch * T(forward_num_parts)(problem);
-  while (heads > 1 && T(head_tasks)(problem, heads) * others < 32) heads /= 2;
+  while (heads > 1 && T(head_tasks)(problem, heads) * others < 2 * of_threads) heads /= 2;
   return heads;
 }
 
@@ -80,7 +80,7 @@ static int64_t T(forward_task_rows)(const fa_problem *problem, int32_t of_thread
 static T(forward_scratch) T(lay_out_forward)(fa_arena *arena, const fa_problem *problem, int32_t of_threads) {
   const int64_t d = problem->head_dim, depth = T(operands)(d), padded = fa_round_up(d, NR);
   T(forward_scratch) s;
-  const int64_t heads = T(forward_task_heads)(problem);
+  const int64_t heads = T(forward_task_heads)(problem, of_threads);
   const bool direct = T(is_direct)(problem);
   s.num_rows = fa_round_up(fa_min(T(forward_task_rows)(problem, of_threads), problem->seqlen_q) * heads, STRIP);
   s.q = fa_take(arena, direct ? 0 : s.num_rows * depth, sizeof *s.q);
@@ -110,7 +110,7 @@ static size_t T(forward_scratch_bytes)(const fa_problem *problem, int32_t of_thr
 
 static int64_t T(forward_num_tasks)(const fa_problem *problem, int32_t of_threads) {
   return fa_divide_up(problem->seqlen_q, T(forward_task_rows)(problem, of_threads)) * problem->batch *
-         T(head_tasks)(problem, T(forward_task_heads)(problem)) * T(forward_num_parts)(problem);
+         T(head_tasks)(problem, T(forward_task_heads)(problem, of_threads)) * T(forward_num_parts)(problem);
 }
 
 /* A part's sums of a row: o [padded head_dim], m, l. */
@@ -280,8 +280,9 @@ static void T(forward_sums)(const fa_cpu_job *job, const fa_sequence *sequence, 
   else
     keys.q_is_normal = T(pack_q)(job, sequence, heads, rows, s);
   if (direct) memset(s.copies, 0, (size_t)(HELD * padded) * sizeof *s.copies);
-  memset(s.o, 0, (size_t)(s.num_rows * padded) * sizeof *s.o);
-  for (int64_t i = 0; i < s.num_rows; i++) s.m[i] = -INFINITY, s.l[i] = 0;
+  const int64_t num_rows = direct ? fa_round_up(tile.rows.end - tile.rows.begin, LANES) : s.num_rows;
+  memset(s.o, 0, (size_t)(num_rows * padded) * sizeof *s.o);
+  for (int64_t i = 0; i < num_rows; i++) s.m[i] = -INFINITY, s.l[i] = 0;
 
   for (int64_t b = 0; b < sequence->num_bands; b++) {
     fa_band band = fa_band_at(sequence, b);
@@ -358,7 +359,8 @@ static void T(join_task)(const fa_cpu_job *job, int64_t task, void *scratch) {
 
 static void T(forward_task)(const fa_cpu_job *job, int64_t task, void *scratch) {
   const fa_problem *problem = job->problem;
-  const int64_t task_heads = T(forward_task_heads)(problem), head_tasks = T(head_tasks)(problem, task_heads);
+  const int64_t task_heads = T(forward_task_heads)(problem, job->of_threads),
+                head_tasks = T(head_tasks)(problem, task_heads);
   const int64_t group = problem->num_heads / problem->num_kv_heads,
                 of_group = head_tasks / problem->num_kv_heads;
   int64_t task_rows = T(forward_task_rows)(problem, job->of_threads), pairs = problem->batch * head_tasks;
