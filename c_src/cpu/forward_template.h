@@ -22,12 +22,11 @@
 
 #define MOST_ROWS  (16 * STRIP)
 #define LEAST_ROWS (2 * STRIP)
-#define MOST_HEADS FA_CPU_MOST_HEADS /* of a task of few rows */
-#define FEW_ROWS   16                /* of q, beside which columns are split */
-#define PART       (4 * BLOCK)       /* columns */
+#define FEW_ROWS   16          /* of q, beside which columns are split */
+#define PART       (4 * BLOCK) /* columns */
 
 typedef struct T(forward_scratch) {
-  int64_t num_rows;    /* of a task's heads, in whole strips */
+  int64_t num_rows;    /* of a task's heads, in whole strips, or whole vectors where products are direct */
   T(operand) * q;      /* [num_rows / NR][operands of head_dim][NR] */
   T(operand) * q_head; /* [FEW_ROWS / NR][operands of head_dim][NR]: of one head, where a task has several */
   T(operand) * k;      /* [BLOCK][operands of head_dim] */
@@ -42,7 +41,7 @@ typedef struct T(forward_scratch) {
   REAL *buffer;        /* [head_dim] */
   /* In place of q, k and v where products are direct: */
   REAL *q_rows; /* [num_rows][padded head_dim] */
-  REAL *sums;   /* [num_rows][padded head_dim] */
+  REAL *sums;   /* [num_rows][padded head_dim]: of a block */
   REAL *copies; /* [HELD][padded head_dim] */
 } T(forward_scratch);
 
@@ -59,7 +58,7 @@ static int64_t T(head_tasks)(const fa_problem *problem, int64_t heads) {
 
 /* How many heads that is: fewer where each thread would not have two tasks. */
 static int64_t T(forward_task_heads)(const fa_problem *problem, int32_t of_threads) {
-  int64_t heads = problem->seqlen_q <= FEW_ROWS ? MOST_HEADS : 1;
+  int64_t heads = problem->seqlen_q <= FEW_ROWS ? FA_CPU_MOST_HEADS : 1;
   const int64_t others = problem->batch * T(forward_num_parts)(problem);
   while (heads > 1 && T(head_tasks)(problem, heads) * others < 2 * of_threads) heads /= 2;
   return heads;
@@ -82,9 +81,10 @@ static T(forward_scratch) T(lay_out_forward)(fa_arena *arena, const fa_problem *
   T(forward_scratch) s;
   const int64_t heads = T(forward_task_heads)(problem, of_threads);
   const bool direct = T(is_direct)(problem);
-  s.num_rows = fa_round_up(fa_min(T(forward_task_rows)(problem, of_threads), problem->seqlen_q) * heads, STRIP);
+  const int64_t rows = fa_min(T(forward_task_rows)(problem, of_threads), problem->seqlen_q);
+  s.num_rows = fa_round_up(rows * heads, direct ? LANES : STRIP);
   s.q = fa_take(arena, direct ? 0 : s.num_rows * depth, sizeof *s.q);
-  s.q_head = fa_take(arena, heads > 1 ? fa_round_up(FEW_ROWS, NR) * depth : 0, sizeof *s.q);
+  s.q_head = fa_take(arena, !direct && heads > 1 ? fa_round_up(FEW_ROWS, NR) * depth : 0, sizeof *s.q_head);
   s.k = fa_take(arena, direct ? 0 : BLOCK * depth, sizeof *s.k);
   s.v = fa_take(arena, direct ? 0 : T(operands)(BLOCK) * padded, sizeof *s.v);
   s.scores = fa_take(arena, BLOCK * STRIP, sizeof(REAL));
@@ -264,11 +264,12 @@ static void T(forward_sums)(const fa_cpu_job *job, const fa_sequence *sequence, 
   const fa_problem *problem = job->problem;
   const int64_t d = problem->head_dim, depth = T(operands)(d), padded = fa_round_up(d, NR);
   const int64_t kv_head = heads.begin / (problem->num_heads / problem->num_kv_heads);
+  const int64_t element_bytes = (int64_t)fa_dtype_bytes(problem->dtype);
   const bool direct = T(is_direct)(problem);
   T(keys)
   keys = {.k = T(rows_of)(job, FA_TENSOR_K, sequence, kv_head),
           .v = T(rows_of)(job, FA_TENSOR_V, sequence, kv_head),
-          .row_bytes = fa_dtype_bytes(problem->dtype) < sizeof(REAL) ? d * 2 : 0,
+          .row_bytes = element_bytes < (int64_t)sizeof(REAL) ? d * element_bytes : 0,
           .end = fa_min(part.end, sequence->seqlen_k)};
   fa_tile tile = {.sequence = sequence, .head = heads.begin, .rows = rows};
   if (heads.end - heads.begin > 1) {
@@ -280,9 +281,8 @@ static void T(forward_sums)(const fa_cpu_job *job, const fa_sequence *sequence, 
   else
     keys.q_is_normal = T(pack_q)(job, sequence, heads, rows, s);
   if (direct) memset(s.copies, 0, (size_t)(HELD * padded) * sizeof *s.copies);
-  const int64_t num_rows = direct ? fa_round_up(tile.rows.end - tile.rows.begin, LANES) : s.num_rows;
-  memset(s.o, 0, (size_t)(num_rows * padded) * sizeof *s.o);
-  for (int64_t i = 0; i < num_rows; i++) s.m[i] = -INFINITY, s.l[i] = 0;
+  memset(s.o, 0, (size_t)(s.num_rows * padded) * sizeof *s.o);
+  for (int64_t i = 0; i < s.num_rows; i++) s.m[i] = -INFINITY, s.l[i] = 0;
 
   for (int64_t b = 0; b < sequence->num_bands; b++) {
     fa_band band = fa_band_at(sequence, b);

@@ -18,7 +18,8 @@ typedef struct fa_slicing {
   int64_t least_row_bytes; /* of rows that lie apart, for the bus */
   int64_t least_staged_row_bytes; /* of such rows, for the processor that copies them */
   int64_t row_unit;               /* slices of rows of q have a multiple of it, as tiles of kernels have */
-  int64_t few_rows; /* and more than so many, for which kernels sum in another order; but for the whole */
+  int64_t
+      few_rows; /* of q, for which kernels sum in another order: slices have more, unless the whole has not */
 } fa_slicing;
 
 extern fa_slicing fa_host_slicing;

@@ -185,14 +185,21 @@ static fa_tensors tensors_at(const call *c, void *const *memory) {
   return tensors;
 }
 
+/* The first byte in which they differ, or how many there are. */
+static size_t first_difference(const unsigned char *a, const unsigned char *b, size_t count) {
+  if (memcmp(a, b, count) == 0) return count;
+  size_t at = 0;
+  while (a[at] == b[at]) at++;
+  return at;
+}
+
 static void check_results(const call *c, const results *r, const char *how) {
   char text[200];
   fa_problem_format(&c->problem, text, sizeof text);
   for (int id = 0; id < FA_NUM_TENSORS; id++) {
     if (role_of(c, id) != FA_ROLE_OUTPUT || (id == FA_TENSOR_DQ && !c->is_ordered)) continue;
     const unsigned char *own = r->memory[id], *whole = c->memory[id];
-    size_t at = 0;
-    while (at < bytes_of(c, id) && own[at] == whole[at]) at++;
+    const size_t at = first_difference(own, whole, bytes_of(c, id));
     CHECK(at == bytes_of(c, id), "%s, %s, %s: %s has other bits, in byte %zu %02x and not %02x", text,
           c->plan.kernel, how, fa_tensor_name(id), at, own[at], whole[at]);
   }
