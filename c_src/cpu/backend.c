@@ -96,11 +96,13 @@ static int32_t threads_wanted(void) {
   return end && !*end && threads > 0 && threads < 1024 ? (int32_t)threads : 0;
 }
 
-/* Threads that a call of this size keeps busy for longer than it takes to wake them up. */
+/* Threads that a call of this size keeps busy for longer than it takes to wake them up. Few rows wait for k and
+ * v. */
 static int32_t useful_threads(const fa_problem *problem) {
-  double products = 4.0 * (double)problem->batch * (double)problem->num_heads * (double)problem->seqlen_q *
-                    (double)problem->seqlen_k * (double)problem->head_dim;
-  double useful = products / 2e6;
+  const double numbers = (double)problem->batch * (double)problem->seqlen_k * (double)problem->head_dim;
+  const double products = 4.0 * numbers * (double)problem->num_heads * (double)problem->seqlen_q,
+               bytes = 2.0 * numbers * (double)problem->num_kv_heads * (double)fa_dtype_bytes(problem->dtype);
+  const double useful = products / 2e6 > bytes / 1e6 ? products / 2e6 : bytes / 1e6;
   int32_t processors = fa_num_processors();
   return useful < 1 ? 1 : useful < processors ? (int32_t)useful : processors;
 }

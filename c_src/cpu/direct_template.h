@@ -2,9 +2,9 @@
  * Template: products of few rows with rows of k or v where these lie. Packing them, as T(product) wants it,
  * takes longer than such products do, and its tiles are wider than there are rows.
  *
- *     k, v [columns of a block][head_dim]      width: head_dim in whole NR
- *     q [count][width]                         rows of one or several heads, zeros past head_dim
- *     st [BLOCK of columns][STRIP of rows]     scores, then probabilities
+ *     k, v [num_heads][columns of a block][head_dim]   width: head_dim in whole NR
+ *     q [num_heads][count][width]                      those that share a head of k; zeros past head_dim
+ *     st [BLOCK of columns][STRIP of rows]             scores, then probabilities, of num_heads * count rows
  *
  * What a row gets does not depend on the rows beside it.
  *
@@ -12,7 +12,7 @@
  */
 
 #if !defined(HELD)
-#define HELD 16 /* rows of k or v that are read at a time */
+#define HELD 32 /* rows of k or v that are read at a time */
 #if defined(__AVX512F__)
 #define SUMS 16 /* vectors that stay in registers */
 #else
@@ -22,9 +22,60 @@
 
 /* Some rows of k or v, which can be read in whole vectors of `width`. */
 typedef struct T(held_rows) {
-  const REAL *row[HELD];
+  const char *row[HELD];
+  fa_dtype dtype; /* that vectors are made of as they are read: what is made of it once could not stay longer */
   int64_t count;
 } T(held_rows);
+
+/* Whether T(load_held) reads that type; it reads REAL, too, which others become before. */
+static bool T(can_hold)(fa_dtype dtype) {
+#if IS_F32 && defined(__AVX512F__)
+  return dtype == FA_DTYPE_F32 || dtype == FA_DTYPE_BF16 || dtype == FA_DTYPE_F16;
+#elif IS_F32
+  return dtype == FA_DTYPE_F32 || dtype == FA_DTYPE_BF16;
+#else
+  return !IS_COMPLEX && dtype == FA_DTYPE_F64;
+#endif
+}
+
+#if IS_F32
+/* LANES numbers of bf16. Compilers make more of a conversion of vectors than there is to it. */
+INLINE T(vec) T(load_bf16)(const uint16_t *from) {
+#if defined(__AVX512F__)
+  const __m512i upper = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from));
+#elif defined(__AVX2__)
+  const __m256i upper = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)from));
+#else
+  T(mask) upper;
+  for (int v = 0; v < LANES; v++) upper[v] = from[v];
+#endif
+  return (T(vec))((T(mask))upper << 16);
+}
+#endif
+
+/* LANES numbers of a held row, from a column on. */
+INLINE T(vec) T(load_held)(const char *row, int64_t column, fa_dtype dtype) {
+#if IS_F32
+  if (dtype == FA_DTYPE_BF16) return T(load_bf16)((const uint16_t *)row + column);
+#endif
+#if IS_F32 && defined(__AVX512F__)
+  if (dtype == FA_DTYPE_F16)
+    return (T(vec))_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)((const uint16_t *)row + column)));
+#endif
+  (void)dtype;
+  return T(load)((const REAL *)row + column);
+}
+
+/* function(dtype, ...), where dtype is a constant. */
+#define WITH_TYPE(dtype, function, ...)                            \
+  do {                                                             \
+    if (IS_F32 && (dtype) == FA_DTYPE_BF16)                        \
+      function(FA_DTYPE_BF16, __VA_ARGS__);                        \
+    else if (IS_F32 && (dtype) == FA_DTYPE_F16)                    \
+      function(FA_DTYPE_F16, __VA_ARGS__);                         \
+    else                                                           \
+      function(IS_F32 ? FA_DTYPE_F32 : FA_DTYPE_F64, __VA_ARGS__); \
+  } while (0)
 
 /* Rows that will be read next, which are asked for meanwhile, one after the other; row_bytes 0: they are not.
  */
@@ -39,33 +90,45 @@ INLINE void T(ask_for)(const T(next_rows) * next, int64_t n) {
     T(ask_for_row)(next->from, next->range.begin + n, next->row_bytes);
 }
 
-/* Those behind the rows from `begin` on that are held of a block, or others after the block. */
-INLINE T(next_rows) T(rows_after)(T(rows) from, fa_range block, int64_t begin, T(next_rows) after) {
-  if (begin + HELD >= block.end) return after;
-  return (T(next_rows)){from, {begin + HELD, block.end}, after.row_bytes};
+/* Behind rows that are held of a head: the same of the next head, or behind the last one the rows of the first
+ * that follow up to the block's end, or others after the block. */
+INLINE T(next_rows) T(rows_after)(const T(rows) * from, int64_t head, int64_t num_heads, fa_range rows,
+                                  int64_t block_end, T(next_rows) after) {
+  if (head + 1 < num_heads) return (T(next_rows)){from[head + 1], rows, after.row_bytes};
+  if (rows.end >= block_end) return after;
+  return (T(next_rows)){from[0], {rows.end, block_end}, after.row_bytes};
 }
 
-/* The rows are read where they lie if they are of REAL and whole vectors, and by four rows of q at most. Else
- * they are read from copies [HELD][width], which hold zeros past head_dim: rows that are a power of two apart
- * would leave the cache before others of q come. */
-INLINE T(held_rows)
-    T(hold_rows)(T(rows) from, fa_range block, int64_t begin, int64_t d, int64_t count, REAL *copies) {
+/* The most rows of k or v that are held, beside so many of q. */
+static int64_t T(most_held)(int64_t count) { return count > 4 ? HELD / 2 : HELD; }
+
+/* The rows are read where they lie if they are whole vectors, of a type that can be held, and by four rows of q
+ * at most. More of these read copies [HELD / 2][width] of REAL: rows that are a power of two apart would leave
+ * the cache before others of q come. Copies hold zeros past head_dim. */
+INLINE T(held_rows) T(hold_rows)(T(rows) from, fa_range rows, int64_t d, int64_t count, REAL *copies) {
   const int64_t width = fa_round_up(d, NR);
+  const bool as_is = T(can_hold)(from.dtype) && count <= 4;
+  const size_t bytes = (size_t)d * (as_is ? fa_dtype_bytes(from.dtype) : sizeof(REAL));
   T(held_rows) held;
-  held.count = fa_min(block.end - begin, HELD);
+  held.dtype = as_is ? from.dtype : IS_F32 ? FA_DTYPE_F32 : FA_DTYPE_F64;
+  held.count = rows.end - rows.begin;
   for (int64_t n = 0; n < held.count; n++) {
     REAL *copy = copies + n * width;
-    held.row[n] = T(load_row)(from, begin + n, d, copy);
-    if (held.row[n] != copy && (width != d || count > 4))
-      held.row[n] = memcpy(copy, held.row[n], (size_t)d * sizeof *copy);
+    const int64_t place = rows.begin + n;
+    const void *row = as_is ? T(row_at)(from, place) : (const void *)T(load_row)(from, place, d, copy);
+    if (as_is && !row)
+      row = memset(copy, 0, bytes);
+    else if (row != copy && (width != d || !as_is))
+      row = memcpy(copy, row, bytes);
+    held.row[n] = row;
   }
   for (int64_t n = held.count; n < HELD; n++) held.row[n] = held.row[0];
   return held;
 }
 
 /* num_k columns of num_q rows of st, scaled; both are constants. */
-INLINE void T(make_dots)(int num_k, int num_q, const REAL *const *k, const REAL *q, int64_t width, REAL scale,
-                         REAL *st) {
+INLINE void T(make_dots)(int num_k, int num_q, fa_dtype dtype, const char *const *k, const REAL *q,
+                         int64_t width, REAL scale, REAL *st) {
   T(vec) sum[SUMS] = {0};
   for (int64_t p = 0; p < width; p += LANES) {
     T(vec) q_p[SUMS];
@@ -73,7 +136,7 @@ INLINE void T(make_dots)(int num_k, int num_q, const REAL *const *k, const REAL 
     for (int x = 0; x < num_q; x++) q_p[x] = T(load)(q + x * width + p);
 #pragma GCC unroll 16
     for (int n = 0; n < num_k; n++) {
-      const T(vec) k_p = T(load)(k[n] + p);
+      const T(vec) k_p = T(load_held)(k[n], p, dtype);
 #pragma GCC unroll 16
       for (int x = 0; x < num_q; x++) sum[n * num_q + x] += q_p[x] * k_p;
     }
@@ -90,40 +153,51 @@ INLINE void T(make_dots)(int num_k, int num_q, const REAL *const *k, const REAL 
 
 /* The same of all rows of k that are held, while rows of next are asked for, unless it is NULL. Functions that
  * are called, as pointers of several would not stay in registers. */
-#define DOTS_OF(name, num_k, num_q)                                                                   \
-  static __attribute__((noinline)) void T(name)(const T(held_rows) * k, const T(next_rows) * next,    \
-                                                const REAL *q, int64_t width, REAL scale, REAL *st) { \
-    for (int64_t n = 0; n < k->count; n += num_k) {                                                   \
-      for (int64_t i = n; i < n + num_k && next; i++) T(ask_for)(next, i);                            \
-      T(make_dots)(num_k, num_q, k->row + n, q, width, scale, st + n * STRIP);                        \
-    }                                                                                                 \
+#define DOTS_OF(name, num_k, num_q)                                                                          \
+  INLINE void T(name##_of)(fa_dtype dtype, const T(held_rows) * k, const T(next_rows) * next, const REAL *q, \
+                           int64_t width, REAL scale, REAL *st) {                                            \
+    for (int64_t n = 0; n < k->count; n += num_k) {                                                          \
+      for (int64_t i = n; i < n + num_k && next; i++) T(ask_for)(next, i);                                   \
+      T(make_dots)(num_k, num_q, dtype, k->row + n, q, width, scale, st + n * STRIP);                        \
+    }                                                                                                        \
+  }                                                                                                          \
+  static __attribute__((noinline)) void T(name)(const T(held_rows) * k, const T(next_rows) * next,           \
+                                                const REAL *q, int64_t width, REAL scale, REAL *st) {        \
+    WITH_TYPE(k->dtype, T(name##_of), k, next, q, width, scale, st);                                         \
   }
 DOTS_OF(four_dots, SUMS / 4, 4)
 DOTS_OF(two_dots, SUMS / 2, 2)
 DOTS_OF(one_dot, 8, 1)
 #undef DOTS_OF
 
-/* Scaled products of `count` rows of q with the rows of k that a block has. */
-static void T(dots)(T(rows) from, fa_range block, T(next_rows) after, int64_t d, const REAL *q, int64_t count,
-                    REAL scale, REAL *st, REAL *copies) {
-  const int64_t width = fa_round_up(d, NR);
-  for (int64_t j = block.begin; j < block.end; j += HELD, st += HELD * STRIP) {
-    const T(held_rows) k = T(hold_rows)(from, block, j, d, count, copies);
-    const T(next_rows) next = T(rows_after)(from, block, j, after);
-    const T(next_rows) *asked = next.row_bytes ? &next : NULL;
-    for (int64_t n = 0; n < k.count && count % LANES; n++)
-      T(store)(st + n * STRIP + count / LANES * LANES, T(splat)(0)); /* what fills the last vector */
-    int64_t x = 0;
-    for (; x + 4 <= count; x += 4) T(four_dots)(&k, x ? NULL : asked, q + x * width, width, scale, st + x);
-    for (; x + 2 <= count; x += 2) T(two_dots)(&k, x ? NULL : asked, q + x * width, width, scale, st + x);
-    for (; x < count; x++) T(one_dot)(&k, x ? NULL : asked, q + x * width, width, scale, st + x);
+/* Scaled products of q with the rows of k that a block has of every head. */
+static void T(dots)(const T(rows) * from, int64_t num_heads, fa_range block, T(next_rows) after, int64_t d,
+                    const REAL *q, int64_t count, REAL scale, REAL *st, REAL *copies) {
+  const int64_t width = fa_round_up(d, NR), num_rows = num_heads * count, most = T(most_held)(count);
+  for (int64_t j = block.begin; j < block.end; j += most, st += most * STRIP) {
+    const fa_range rows = {j, fa_min(j + most, block.end)};
+    for (int64_t n = 0; n < rows.end - rows.begin && num_rows % LANES; n++)
+      T(store)(st + n * STRIP + num_rows / LANES * LANES, T(splat)(0)); /* what fills the last vector */
+    for (int64_t head = 0; head < num_heads; head++) {
+      const T(held_rows) k = T(hold_rows)(from[head], rows, d, count, copies);
+      const T(next_rows) next = T(rows_after)(from, head, num_heads, rows, block.end, after);
+      const T(next_rows) *asked = next.row_bytes ? &next : NULL;
+      const int64_t first = head * count, end = first + count;
+      int64_t x = first;
+#define DOTS(name) T(name)(&k, x == first ? asked : NULL, q + x * width, width, scale, st + x)
+      for (; x + 4 <= end; x += 4) DOTS(four_dots);
+      for (; x + 2 <= end; x += 2) DOTS(two_dots);
+      for (; x < end; x++) DOTS(one_dot);
+#undef DOTS
+    }
   }
 }
 
 /* sums [num_p][num_v vectors of width] += p . v, the rows of v that are held; num_p and num_v are constants.
  * Rows of next are asked for, unless it is NULL. */
-INLINE void T(add_products)(int num_p, int num_v, const T(held_rows) * v, const T(next_rows) * next,
-                            int64_t column, int64_t width, const REAL *pt, REAL *sums) {
+INLINE void T(add_products)(int num_p, int num_v, fa_dtype dtype, const T(held_rows) * v,
+                            const T(next_rows) * next, int64_t column, int64_t width, const REAL *pt,
+                            REAL *sums) {
   T(vec) sum[SUMS];
 #pragma GCC unroll 16
   for (int x = 0; x < num_p; x++)
@@ -131,10 +205,9 @@ INLINE void T(add_products)(int num_p, int num_v, const T(held_rows) * v, const 
     for (int i = 0; i < num_v; i++) sum[x * num_v + i] = T(load)(sums + x * width + column + i * LANES);
   for (int64_t n = 0; n < v->count; n++) {
     if (next) T(ask_for)(next, n);
-    const REAL *v_row = v->row[n] + column;
     T(vec) v_n[SUMS];
 #pragma GCC unroll 16
-    for (int i = 0; i < num_v; i++) v_n[i] = T(load)(v_row + i * LANES);
+    for (int i = 0; i < num_v; i++) v_n[i] = T(load_held)(v->row[n], column + i * LANES, dtype);
 #pragma GCC unroll 16
     for (int x = 0; x < num_p; x++)
 #pragma GCC unroll 16
@@ -147,18 +220,23 @@ INLINE void T(add_products)(int num_p, int num_v, const T(held_rows) * v, const 
 }
 
 /* The same of all columns. */
-#define PRODUCTS_OF(name, num_p, num_v)                                                              \
-  static __attribute__((noinline)) void T(name)(const T(held_rows) * v, const T(next_rows) * next,   \
-                                                int64_t width, const REAL *pt, REAL *sums) {         \
-    int64_t c = 0;                                                                                   \
-    for (; c + num_v * LANES <= width; c += num_v * LANES, next = NULL)                              \
-      T(add_products)(num_p, num_v, v, next, c, width, pt, sums);                                    \
-    for (; c < width; c += NR, next = NULL) T(add_products)(num_p, NV, v, next, c, width, pt, sums); \
+#define PRODUCTS_OF(name, num_p, num_v)                                                                      \
+  INLINE void T(name##_of)(fa_dtype dtype, const T(held_rows) * v, const T(next_rows) * next, int64_t width, \
+                           const REAL *pt, REAL *sums) {                                                     \
+    int64_t c = 0;                                                                                           \
+    for (; c + num_v * LANES <= width; c += num_v * LANES, next = NULL)                                      \
+      T(add_products)(num_p, num_v, dtype, v, next, c, width, pt, sums);                                     \
+    for (; c < width; c += NR, next = NULL) T(add_products)(num_p, NV, dtype, v, next, c, width, pt, sums);  \
+  }                                                                                                          \
+  static __attribute__((noinline)) void T(name)(const T(held_rows) * v, const T(next_rows) * next,           \
+                                                int64_t width, const REAL *pt, REAL *sums) {                 \
+    WITH_TYPE(v->dtype, T(name##_of), v, next, width, pt, sums);                                             \
   }
 PRODUCTS_OF(add_four_products, 4, SUMS / 4)
 PRODUCTS_OF(add_two_products, 2, 4)
 PRODUCTS_OF(add_one_product, 1, 4)
 #undef PRODUCTS_OF
+#undef WITH_TYPE
 
 /* The same of one row, without the columns that it does not see: what v holds there may be other than finite.
  */
@@ -166,32 +244,43 @@ static void T(add_products_of_seen)(const T(held_rows) * v, int64_t width, const
                                     REAL *sums) {
   for (int64_t n = 0; n < v->count; n++)
     for (int64_t p = 0; p < width && !hidden[n * STRIP]; p += LANES)
-      T(store)(sums + p, T(load)(sums + p) + pt[n * STRIP] * T(load)(v->row[n] + p));
+      T(store)(sums + p, T(load)(sums + p) + pt[n * STRIP] * T(load_held)(v->row[n], p, v->dtype));
 }
 
-/* o [count][width] = decay * o + p . v with the rows of v that a block has; hidden NULL: all are seen. sums is
- * scratch, as large as o. */
-static void T(add_direct)(T(rows) from, fa_range block, T(next_rows) after, int64_t d, const REAL *pt,
-                          const INT *hidden, int64_t count, const REAL *decay, REAL *o, REAL *sums,
-                          REAL *copies) {
-  const int64_t width = fa_round_up(d, NR);
-  memset(sums, 0, (size_t)(count * width) * sizeof *sums);
-  for (int64_t j = block.begin; j < block.end; j += HELD, pt += HELD * STRIP) {
-    const T(held_rows) v = T(hold_rows)(from, block, j, d, count, copies);
-    const T(next_rows) next = T(rows_after)(from, block, j, after);
-    const T(next_rows) *asked = next.row_bytes ? &next : NULL;
-    bool all_finite = true;
-    for (int64_t n = 0; hidden && n < v.count; n++) all_finite = all_finite && T(all_finite)(v.row[n], width);
-    for (int64_t x = 0; !all_finite && x < count; x++) T(add_products_of_seen)
-    (&v, width, pt + x, hidden + (j - block.begin) * STRIP + x, sums + x * width);
-    int64_t x = all_finite ? 0 : count;
-#define ADD(name) T(name)(&v, x ? NULL : asked, width, pt + x, sums + x * width)
-    for (; x + 4 <= count; x += 4) ADD(add_four_products);
-    for (; x + 2 <= count; x += 2) ADD(add_two_products);
-    for (; x < count; x++) ADD(add_one_product);
+/* Whether rows that are held have no NaN and no infinity. */
+static bool T(held_finite)(const T(held_rows) * held, int64_t width) {
+  T(vec) nought = T(splat)(0); /* a number times 0 is 0, anything else NaN */
+  for (int64_t n = 0; n < held->count; n++)
+    for (int64_t p = 0; p < width; p += LANES) nought += T(load_held)(held->row[n], p, held->dtype) * 0;
+  return !T(any_lane)(nought != T(splat)(0));
+}
+
+/* o [num_heads][count][width] = decay * o + p . v with the rows of v that a block has of every head; hidden
+ * NULL: all are seen. sums is scratch, as large as o. */
+static void T(add_direct)(const T(rows) * from, int64_t num_heads, fa_range block, T(next_rows) after,
+                          int64_t d, const REAL *pt, const INT *hidden, int64_t count, const REAL *decay,
+                          REAL *o, REAL *sums, REAL *copies) {
+  const int64_t width = fa_round_up(d, NR), num_rows = num_heads * count, most = T(most_held)(count);
+  memset(sums, 0, (size_t)(num_rows * width) * sizeof *sums);
+  for (int64_t j = block.begin; j < block.end; j += most, pt += most * STRIP) {
+    const fa_range rows = {j, fa_min(j + most, block.end)};
+    for (int64_t head = 0; head < num_heads; head++) {
+      const T(held_rows) v = T(hold_rows)(from[head], rows, d, count, copies);
+      const T(next_rows) next = T(rows_after)(from, head, num_heads, rows, block.end, after);
+      const T(next_rows) *asked = next.row_bytes ? &next : NULL;
+      const bool all_finite = !hidden || T(held_finite)(&v, width);
+      const int64_t first = head * count, end = first + count;
+      for (int64_t x = first; !all_finite && x < end; x++) T(add_products_of_seen)
+      (&v, width, pt + x, hidden + (j - block.begin) * STRIP + x, sums + x * width);
+      int64_t x = all_finite ? first : end;
+#define ADD(name) T(name)(&v, x == first ? asked : NULL, width, pt + x, sums + x * width)
+      for (; x + 4 <= end; x += 4) ADD(add_four_products);
+      for (; x + 2 <= end; x += 2) ADD(add_two_products);
+      for (; x < end; x++) ADD(add_one_product);
 #undef ADD
+    }
   }
-  for (int64_t x = 0; x < count; x++)
+  for (int64_t x = 0; x < num_rows; x++)
     for (int64_t p = 0; p < width; p += LANES) {
       REAL *to = o + x * width + p;
       T(store)(to, decay[x] * T(load)(to) + T(load)(sums + x * width + p));

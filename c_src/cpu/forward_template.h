@@ -14,8 +14,9 @@
  *
  * Few rows beside many columns have tasks of PART columns each, whose sums a second phase adds up, so that one
  * row keeps several threads busy; a task takes them of several heads that share k and v, side by side in its
- * strips. Where they are fewer still, k and v are read where they lie (direct_template.h), and not packed. What
- * a row gets depends neither on the rows and heads of its task nor on the threads.
+ * strips. Where they are fewer still, k and v are read where they lie (direct_template.h), and not packed, and
+ * a task may have several heads of these. What a row gets depends neither on the rows and heads of its task nor
+ * on the threads.
  *
  * Parameters: REAL, T(name), LOG, STRIP, BLOCK, LANES, NR (see kernels.c), and the templates before this one.
  */
@@ -51,21 +52,37 @@ static int64_t T(forward_num_parts)(const fa_problem *problem) {
   return problem->seqlen_q <= FEW_ROWS ? fa_max(fa_divide_up(problem->seqlen_k, PART), 1) : 1;
 }
 
-/* Tasks of the same rows and columns, where so many heads that share k and v are in one. */
-static int64_t T(head_tasks)(const fa_problem *problem, int64_t heads) {
-  return problem->num_kv_heads * fa_divide_up(problem->num_heads / problem->num_kv_heads, heads);
-}
-
-/* How many heads that is: fewer where each thread would not have two tasks. */
-static int64_t T(forward_task_heads)(const fa_problem *problem, int32_t of_threads) {
-  int64_t heads = problem->seqlen_q <= FEW_ROWS ? FA_CPU_MOST_HEADS : 1;
-  const int64_t others = problem->batch * T(forward_num_parts)(problem);
-  while (heads > 1 && T(head_tasks)(problem, heads) * others < 2 * of_threads) heads /= 2;
-  return heads;
-}
-
 /* Whether products are direct. */
 static bool T(is_direct)(const fa_problem *problem) { return !PAIRS && fa_cpu_is_direct(problem); }
+
+/* The heads of a task: some of those that share a head of k and v, or all those of several such heads. */
+typedef struct T(task_heads) {
+  int64_t sharing, kv_heads;
+} T(task_heads);
+
+/* Tasks of the same rows and columns. */
+static int64_t T(head_tasks)(const fa_problem *problem, T(task_heads) heads) {
+  const int64_t group = problem->num_heads / problem->num_kv_heads;
+  return fa_divide_up(problem->num_kv_heads, heads.kv_heads) * fa_divide_up(group, heads.sharing);
+}
+
+/* How many heads these are: fewer where each thread would not have two tasks. Rows of several heads of k and v
+ * lie side by side in memory, mostly, and their softmax takes no longer than that of one. */
+static T(task_heads) T(forward_task_heads)(const fa_problem *problem, int32_t of_threads) {
+  const int64_t group = problem->num_heads / problem->num_kv_heads, tasks = 2 * of_threads;
+  const int64_t others = problem->batch * T(forward_num_parts)(problem);
+  T(task_heads) heads = {1, 1};
+  if (problem->seqlen_q > FEW_ROWS) return heads;
+  heads.sharing = fa_min(group, FA_CPU_MOST_HEADS);
+  while (heads.sharing > 1 && T(head_tasks)(problem, heads) * others < tasks) heads.sharing /= 2;
+  if (!T(is_direct)(problem) || heads.sharing < group) return heads;
+  for (T(task_heads) more = {group, 2}; more.kv_heads <= problem->num_kv_heads; more.kv_heads *= 2) {
+    if (more.kv_heads * group * problem->seqlen_q > FEW_ROWS) break;
+    if (T(head_tasks)(problem, more) * others < tasks) break;
+    heads = more;
+  }
+  return heads;
+}
 
 /* Of a head. The more they are, the seldomer k and v are packed; but q and o should stay in cache, and each
  * thread is to have several tasks. */
@@ -79,7 +96,8 @@ static int64_t T(forward_task_rows)(const fa_problem *problem, int32_t of_thread
 static T(forward_scratch) T(lay_out_forward)(fa_arena *arena, const fa_problem *problem, int32_t of_threads) {
   const int64_t d = problem->head_dim, depth = T(operands)(d), padded = fa_round_up(d, NR);
   T(forward_scratch) s;
-  const int64_t heads = T(forward_task_heads)(problem, of_threads);
+  const T(task_heads) task_heads = T(forward_task_heads)(problem, of_threads);
+  const int64_t heads = task_heads.kv_heads * task_heads.sharing;
   const bool direct = T(is_direct)(problem);
   const int64_t rows = fa_min(T(forward_task_rows)(problem, of_threads), problem->seqlen_q);
   s.num_rows = fa_round_up(rows * heads, direct ? LANES : STRIP);
@@ -158,7 +176,8 @@ static void T(finish_row)(const fa_cpu_job *job, const fa_sequence *sequence, in
 
 /* k and v of a task. */
 typedef struct T(keys) {
-  T(rows) k, v;
+  T(rows) k[FEW_ROWS], v[FEW_ROWS];
+  int64_t num_heads; /* of k and v */
   int64_t row_bytes; /* of those that are asked for: the processor foresees others, which are not copied */
   int64_t end;       /* of the columns that a task reads */
   bool q_is_normal;  /* T(all_normal) */
@@ -171,8 +190,8 @@ static void T(multiply_with_k)(const fa_problem *problem, const fa_tile *tile, c
   const int64_t d = problem->head_dim, depth = T(operands)(d), num_rows = tile->rows.end - tile->rows.begin;
   const REAL scale = (REAL)problem->scale;
   if (T(is_direct)(problem)) T(dots)
-  (keys->k, tile->columns, (T(next_rows)){keys->v, tile->columns, keys->row_bytes}, d,
-   s.q_rows + first * fa_round_up(d, NR), num_rows, scale, s.scores, s.copies);
+  (keys->k, keys->num_heads, tile->columns, (T(next_rows)){keys->v[0], tile->columns, keys->row_bytes}, d,
+   s.q_rows + first * fa_round_up(d, NR), num_rows / keys->num_heads, scale, s.scores, s.copies);
   else T(product_where_seen)(tile->columns.end - tile->columns.begin, num_rows, depth, s.k, NULL,
                              keys->q_and_k_are_normal, depth, 1, s.q + first * depth, depth * NR, s.scores,
                              STRIP, STORE, scale, NULL);
@@ -185,8 +204,9 @@ static void T(multiply_with_v)(const fa_problem *problem, const fa_tile *tile, c
                 num_rows = tile->rows.end - tile->rows.begin;
   REAL *o = s.o + first * padded;
   if (T(is_direct)(problem)) T(add_direct)
-  (keys->v, tile->columns, (T(next_rows)){keys->k, {tile->columns.end, keys->end}, keys->row_bytes}, d,
-   s.scores, hidden, num_rows, s.decay, o, s.sums, s.copies);
+  (keys->v, keys->num_heads, tile->columns,
+   (T(next_rows)){keys->k[0], {tile->columns.end, keys->end}, keys->row_bytes}, d, s.scores, hidden,
+   num_rows / keys->num_heads, s.decay, o, s.sums, s.copies);
   else T(product_where_seen)(num_rows, d, T(operands)(tile->columns.end - tile->columns.begin),
                              (const T(operand) *)s.scores, hidden, keys->v_is_normal, 1, STRIP, s.v,
                              T(operands)(BLOCK) * NR, o, padded, RESCALE, 0, s.decay);
@@ -257,20 +277,21 @@ static bool T(pack_q)(const fa_cpu_job *job, const fa_sequence *sequence, fa_ran
   return !PAIRS || T(all_normal)(s.q, size);
 }
 
-/* The sums of a task's rows, of heads that share k and v, over all tiles in its part of the columns, block by
- * block. */
+/* The sums of a task's rows over all tiles in its part of the columns, block by block. */
 static void T(forward_sums)(const fa_cpu_job *job, const fa_sequence *sequence, fa_range heads, fa_range rows,
                             fa_range part, T(forward_scratch) s) {
   const fa_problem *problem = job->problem;
   const int64_t d = problem->head_dim, depth = T(operands)(d), padded = fa_round_up(d, NR);
-  const int64_t kv_head = heads.begin / (problem->num_heads / problem->num_kv_heads);
+  const int64_t group = problem->num_heads / problem->num_kv_heads, kv_head = heads.begin / group;
   const int64_t element_bytes = (int64_t)fa_dtype_bytes(problem->dtype);
   const bool direct = T(is_direct)(problem);
   T(keys)
-  keys = {.k = T(rows_of)(job, FA_TENSOR_K, sequence, kv_head),
-          .v = T(rows_of)(job, FA_TENSOR_V, sequence, kv_head),
+  keys = {.num_heads = (heads.end - 1) / group - kv_head + 1,
           .row_bytes = element_bytes < (int64_t)sizeof(REAL) ? d * element_bytes : 0,
           .end = fa_min(part.end, sequence->seqlen_k)};
+  for (int64_t n = 0; n < keys.num_heads; n++)
+    keys.k[n] = T(rows_of)(job, FA_TENSOR_K, sequence, kv_head + n),
+    keys.v[n] = T(rows_of)(job, FA_TENSOR_V, sequence, kv_head + n);
   fa_tile tile = {.sequence = sequence, .head = heads.begin, .rows = rows};
   if (heads.end - heads.begin > 1) {
     tile.rows_a_head = rows.end;
@@ -295,8 +316,8 @@ static void T(forward_sums)(const fa_cpu_job *job, const fa_sequence *sequence, 
       tile.columns.begin -= tile.columns.begin % T(PER_OPERAND); /* the same are pairs, whatever rows see */
       const int64_t num_columns = tile.columns.end - tile.columns.begin;
       if (!direct) {
-        T(pack_rows)(keys.k, tile.columns, d, s.k);
-        T(pack_panels)(keys.v, tile.columns, d, s.v, s.buffer);
+        T(pack_rows)(keys.k[0], tile.columns, d, s.k);
+        T(pack_panels)(keys.v[0], tile.columns, d, s.v, s.buffer);
         keys.q_and_k_are_normal = keys.q_is_normal && (!PAIRS || T(all_normal)(s.k, num_columns * depth));
         keys.v_is_normal = T(panels_normal)(T(operands)(num_columns), d, s.v, T(operands)(BLOCK) * NR);
       }
@@ -345,28 +366,42 @@ static void T(join_row)(const fa_cpu_job *job, const fa_sequence *sequence, int6
   T(finish_row)(job, sequence, pair % job->problem->num_heads, row, s.o, T(first)(m), l);
 }
 
+/* How many heads' parts a task joins: it should take longer than waking up a thread for it. */
+static int64_t T(join_heads)(const fa_problem *problem) {
+  const int64_t sums = T(forward_num_parts)(problem) * problem->seqlen_q * T(sums_of_row)(problem);
+  return fa_max((1 << 15) / fa_max(sums, 1), 1);
+}
+
 static int64_t T(join_num_tasks)(const fa_problem *problem, int32_t of_threads) {
   (void)of_threads;
-  return T(forward_num_parts)(problem) > 1 ? problem->batch * problem->num_heads : 0;
+  if (T(forward_num_parts)(problem) == 1) return 0;
+  return fa_divide_up(problem->batch * problem->num_heads, T(join_heads)(problem));
 }
 
 static void T(join_task)(const fa_cpu_job *job, int64_t task, void *scratch) {
   const fa_problem *problem = job->problem;
-  fa_sequence sequence = fa_sequence_of(problem, job->tensors, task / problem->num_heads);
   T(forward_scratch) s = T(lay_out_forward)(&(fa_arena){.base = scratch}, problem, job->of_threads);
-  for (int64_t row = 0; row < sequence.seqlen_q; row++) T(join_row)(job, &sequence, task, row, s);
+  const int64_t begin = task * T(join_heads)(problem),
+                end = fa_min(begin + T(join_heads)(problem), problem->batch * problem->num_heads);
+  for (int64_t pair = begin; pair < end; pair++) {
+    fa_sequence sequence = fa_sequence_of(problem, job->tensors, pair / problem->num_heads);
+    for (int64_t row = 0; row < sequence.seqlen_q; row++) T(join_row)(job, &sequence, pair, row, s);
+  }
 }
 
 static void T(forward_task)(const fa_cpu_job *job, int64_t task, void *scratch) {
   const fa_problem *problem = job->problem;
-  const int64_t task_heads = T(forward_task_heads)(problem, job->of_threads),
-                head_tasks = T(head_tasks)(problem, task_heads);
+  const T(task_heads) task_heads = T(forward_task_heads)(problem, job->of_threads);
+  const int64_t head_tasks = T(head_tasks)(problem, task_heads);
   const int64_t group = problem->num_heads / problem->num_kv_heads,
-                of_group = head_tasks / problem->num_kv_heads;
+                of_group = fa_divide_up(group, task_heads.sharing);
   int64_t task_rows = T(forward_task_rows)(problem, job->of_threads), pairs = problem->batch * head_tasks;
   int64_t parts = T(forward_num_parts)(problem), part = task / pairs % parts, batch = task % pairs / head_tasks;
-  const int64_t kv_head = task % head_tasks / of_group, of_heads = task % of_group * task_heads;
-  const fa_range heads = {kv_head * group + of_heads, kv_head * group + fa_min(of_heads + task_heads, group)};
+  const int64_t kv_head = task % head_tasks / of_group * task_heads.kv_heads,
+                last_kv_head = fa_min(kv_head + task_heads.kv_heads, problem->num_kv_heads) - 1,
+                of_heads = task % of_group * task_heads.sharing;
+  const fa_range heads = {kv_head * group + of_heads,
+                          last_kv_head * group + fa_min(of_heads + task_heads.sharing, group)};
   fa_sequence sequence = fa_sequence_of(problem, job->tensors, batch);
   T(forward_scratch) s = T(lay_out_forward)(&(fa_arena){.base = scratch}, problem, job->of_threads);
   /* The last rows first: under a causal mask they see the most, and the longest tasks should start first. */

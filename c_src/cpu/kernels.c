@@ -21,7 +21,7 @@
 #include <stdatomic.h>
 #include <string.h>
 
-#if defined(__AVX512F__)
+#if defined(__AVX2__)
 #include <immintrin.h>
 #endif
 

@@ -189,10 +189,10 @@ static bool T(all_normal)(const T(operand) * x, int64_t count) {
   return others == 0;
 }
 
-#endif
+#else
 
-/* Whether none of these elements is a NaN or an infinity. */
-static bool T(all_finite)(const REAL *x, int64_t count) {
+/* Whether none of these operands is a NaN or an infinity. */
+static bool T(all_normal)(const T(operand) * x, int64_t count) {
   T(vec) nought[4] = {0}; /* a number times 0 is 0, anything else NaN */
   int64_t i = 0;
   for (; i + 4 * LANES <= count; i += 4 * LANES)
@@ -207,8 +207,6 @@ static bool T(all_finite)(const REAL *x, int64_t count) {
   return true;
 }
 
-#if !PAIRS
-static bool T(all_normal)(const T(operand) * x, int64_t count) { return T(all_finite)(x, count); }
 #endif
 
 /* The same of the first rows of every panel, of columns columns in all. */

@@ -37,8 +37,10 @@ static T(rows) T(rows_of)(const fa_cpu_job *job, fa_tensor_id id, const fa_seque
                    T(first_row)(tangent, 8, sequence, head), tangent->stride_row * 8};
 }
 
+INLINE const char *T(row_at)(T(rows) from, int64_t row) { return from.data + row * from.stride_bytes; }
+
 INLINE const REAL *T(load_row)(T(rows) from, int64_t row, int64_t count, REAL *buffer) {
-  const double *value = (const double *)(from.data + row * from.stride_bytes);
+  const double *value = (const double *)T(row_at)(from, row);
   const double *tangent = (const double *)(from.tangent + row * from.tangent_stride_bytes);
   for (int64_t i = 0; i < count; i++) buffer[i] = CMPLX(value[i], tangent[i] * STEP);
   return buffer;
