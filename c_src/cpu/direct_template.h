@@ -12,7 +12,8 @@
  */
 
 #if !defined(HELD)
-#define HELD 32 /* rows of k or v that are read at a time */
+#define HELD    32 /* rows of k or v that are read at a time */
+#define ABREAST 8  /* and multiplied, at most */
 #if defined(__AVX512F__)
 #define SUMS 16 /* vectors that stay in registers */
 #else
@@ -20,11 +21,11 @@
 #endif
 #endif
 
-/* Some rows of k or v, which can be read in whole vectors of `width`. */
+/* Some rows of k or v. */
 typedef struct T(held_rows) {
-  const char *row[HELD];
-  fa_dtype dtype; /* that vectors are made of as they are read: what is made of it once could not stay longer */
-  int64_t count;
+  const char *row[HELD]; /* up to a multiple of ABREAST */
+  fa_dtype dtype;        /* that vectors are made of as they are read */
+  int64_t count, asked_bytes;
 } T(held_rows);
 
 /* Whether T(load_held) reads that type; it reads REAL, too, which others become before. */
@@ -77,53 +78,62 @@ INLINE T(vec) T(load_held)(const char *row, int64_t column, fa_dtype dtype) {
       function(IS_F32 ? FA_DTYPE_F32 : FA_DTYPE_F64, __VA_ARGS__); \
   } while (0)
 
-/* Rows that will be read next, which are asked for meanwhile, one after the other; row_bytes 0: they are not.
- */
-typedef struct T(next_rows) {
-  T(rows) from;
-  fa_range range;
-  int64_t row_bytes;
-} T(next_rows);
-
-INLINE void T(ask_for)(const T(next_rows) * next, int64_t n) {
-  if (next->range.begin + n < next->range.end)
-    T(ask_for_row)(next->from, next->range.begin + n, next->row_bytes);
-}
-
-/* Behind rows that are held of a head: the same of the next head, or behind the last one the rows of the first
- * that follow up to the block's end, or others after the block. */
-INLINE T(next_rows) T(rows_after)(const T(rows) * from, int64_t head, int64_t num_heads, fa_range rows,
-                                  int64_t block_end, T(next_rows) after) {
-  if (head + 1 < num_heads) return (T(next_rows)){from[head + 1], rows, after.row_bytes};
-  if (rows.end >= block_end) return after;
-  return (T(next_rows)){from[0], {rows.end, block_end}, after.row_bytes};
-}
-
 /* The most rows of k or v that are held, beside so many of q. */
 static int64_t T(most_held)(int64_t count) { return count > 4 ? HELD / 2 : HELD; }
 
-/* The rows are read where they lie if they are whole vectors, of a type that can be held, and by four rows of q
- * at most. More of these read copies [HELD / 2][width] of REAL: rows that are a power of two apart would leave
- * the cache before others of q come. Copies hold zeros past head_dim. */
-INLINE T(held_rows) T(hold_rows)(T(rows) from, fa_range rows, int64_t d, int64_t count, REAL *copies) {
+/* The first row stands for those that follow the last one. */
+INLINE void T(fill_up)(T(held_rows) * held) {
+  for (int64_t n = held->count; n % ABREAST; n++) held->row[n] = held->row[0];
+}
+
+/* Rows where they lie, the first `most` of a range at most. */
+INLINE void T(find_rows)(T(rows) from, fa_range range, int64_t most, int64_t asked_bytes,
+                         T(held_rows) * found) {
+  found->dtype = from.dtype;
+  found->asked_bytes = asked_bytes;
+  found->count = fa_max(fa_min(range.end - range.begin, most), 0);
+  T(rows_at)(from, range.begin, found->count, found->row);
+  T(fill_up)(found);
+}
+
+/* What is found behind rows that are held of a head: the same rows of the next head, or behind the last one
+ * those of the first that follow up to the block's end, or others after the block. */
+typedef struct T(place) {
+  T(rows) from;
+  fa_range range;
+} T(place);
+
+INLINE T(place) T(place_after)(const T(rows) * from, int64_t head, int64_t num_heads, fa_range rows,
+                               int64_t block_end, T(place) after) {
+  if (head + 1 < num_heads) return (T(place)){from[head + 1], rows};
+  return rows.end < block_end ? (T(place)){from[0], {rows.end, block_end}} : after;
+}
+
+/* The rows that were found become such as can be read in whole vectors of `width`. They stay where they lie if
+ * they are that, of a type that can be held, and there are up to four rows of q. More of these read copies
+ * [HELD / 2][width] of REAL: rows that are a power of two apart would leave the cache before others of q come.
+ * Copies hold zeros past head_dim. */
+INLINE void T(hold_rows)(T(held_rows) * held, bool has_gaps, int64_t d, int64_t count, REAL *copies) {
   const int64_t width = fa_round_up(d, NR);
-  const bool as_is = T(can_hold)(from.dtype) && count <= 4;
-  const size_t bytes = (size_t)d * (as_is ? fa_dtype_bytes(from.dtype) : sizeof(REAL));
-  T(held_rows) held;
-  held.dtype = as_is ? from.dtype : IS_F32 ? FA_DTYPE_F32 : FA_DTYPE_F64;
-  held.count = rows.end - rows.begin;
-  for (int64_t n = 0; n < held.count; n++) {
+  const bool as_is = T(can_hold)(held->dtype) && count <= 4;
+  if (as_is && width == d && !has_gaps) return;
+  const size_t bytes = (size_t)d * (as_is ? fa_dtype_bytes(held->dtype) : sizeof(REAL));
+  for (int64_t n = 0; n < held->count; n++) {
     REAL *copy = copies + n * width;
-    const int64_t place = rows.begin + n;
-    const void *row = as_is ? T(row_at)(from, place) : (const void *)T(load_row)(from, place, d, copy);
-    if (as_is && !row)
-      row = memset(copy, 0, bytes);
-    else if (row != copy && (width != d || !as_is))
-      row = memcpy(copy, row, bytes);
-    held.row[n] = row;
+    const void *row = held->row[n];
+    if (as_is && !row) row = memset(copy, 0, bytes);
+    if (!as_is) row = T(read_row)(row, held->dtype, d, copy);
+    if (row != copy && (width != d || !as_is)) row = memcpy(copy, row, bytes);
+    held->row[n] = row;
   }
-  for (int64_t n = held.count; n < HELD; n++) held.row[n] = held.row[0];
-  return held;
+  T(fill_up)(held);
+  if (!as_is) held->dtype = IS_F32 ? FA_DTYPE_F32 : FA_DTYPE_F64;
+}
+
+/* Asks for a row that will be read next, unless it is not there. */
+INLINE void T(ask_for)(const T(held_rows) * next, int64_t n) {
+  const char *row = n < next->count ? next->row[n] : NULL;
+  for (int64_t i = 0; row && i < next->asked_bytes; i += 64) __builtin_prefetch(row + i, 0, 2);
 }
 
 /* num_k columns of num_q rows of st, scaled; both are constants. */
@@ -151,17 +161,17 @@ INLINE void T(make_dots)(int num_k, int num_q, fa_dtype dtype, const char *const
   }
 }
 
-/* The same of all rows of k that are held, while rows of next are asked for, unless it is NULL. Functions that
+/* The same of all rows of k that are held, while next are asked for, unless that is NULL. Functions that
  * are called, as pointers of several would not stay in registers. */
 #define DOTS_OF(name, num_k, num_q)                                                                          \
-  INLINE void T(name##_of)(fa_dtype dtype, const T(held_rows) * k, const T(next_rows) * next, const REAL *q, \
+  INLINE void T(name##_of)(fa_dtype dtype, const T(held_rows) * k, const T(held_rows) * next, const REAL *q, \
                            int64_t width, REAL scale, REAL *st) {                                            \
     for (int64_t n = 0; n < k->count; n += num_k) {                                                          \
       for (int64_t i = n; i < n + num_k && next; i++) T(ask_for)(next, i);                                   \
       T(make_dots)(num_k, num_q, dtype, k->row + n, q, width, scale, st + n * STRIP);                        \
     }                                                                                                        \
   }                                                                                                          \
-  static __attribute__((noinline)) void T(name)(const T(held_rows) * k, const T(next_rows) * next,           \
+  static __attribute__((noinline)) void T(name)(const T(held_rows) * k, const T(held_rows) * next,           \
                                                 const REAL *q, int64_t width, REAL scale, REAL *st) {        \
     WITH_TYPE(k->dtype, T(name##_of), k, next, q, width, scale, st);                                         \
   }
@@ -171,20 +181,25 @@ DOTS_OF(one_dot, 8, 1)
 #undef DOTS_OF
 
 /* Scaled products of q with the rows of k that a block has of every head. */
-static void T(dots)(const T(rows) * from, int64_t num_heads, fa_range block, T(next_rows) after, int64_t d,
-                    const REAL *q, int64_t count, REAL scale, REAL *st, REAL *copies) {
+static void T(dots)(const T(rows) * from, int64_t num_heads, fa_range block, T(place) after,
+                    int64_t asked_bytes, int64_t d, const REAL *q, int64_t count, REAL scale, REAL *st,
+                    REAL *copies) {
   const int64_t width = fa_round_up(d, NR), num_rows = num_heads * count, most = T(most_held)(count);
+  T(held_rows) ring[2];
+  int turn = 0;
+  T(find_rows)(from[0], block, most, asked_bytes, &ring[turn]);
   for (int64_t j = block.begin; j < block.end; j += most, st += most * STRIP) {
     const fa_range rows = {j, fa_min(j + most, block.end)};
     for (int64_t n = 0; n < rows.end - rows.begin && num_rows % LANES; n++)
       T(store)(st + n * STRIP + num_rows / LANES * LANES, T(splat)(0)); /* what fills the last vector */
     for (int64_t head = 0; head < num_heads; head++) {
-      const T(held_rows) k = T(hold_rows)(from[head], rows, d, count, copies);
-      const T(next_rows) next = T(rows_after)(from, head, num_heads, rows, block.end, after);
-      const T(next_rows) *asked = next.row_bytes ? &next : NULL;
+      T(held_rows) *k = &ring[turn], *next = &ring[turn ^= 1];
+      T(hold_rows)(k, T(has_gaps)(from[0]), d, count, copies);
+      const T(place) place = T(place_after)(from, head, num_heads, rows, block.end, after);
+      T(find_rows)(place.from, place.range, most, asked_bytes, next);
       const int64_t first = head * count, end = first + count;
       int64_t x = first;
-#define DOTS(name) T(name)(&k, x == first ? asked : NULL, q + x * width, width, scale, st + x)
+#define DOTS(name) T(name)(k, x == first ? next : NULL, q + x * width, width, scale, st + x)
       for (; x + 4 <= end; x += 4) DOTS(four_dots);
       for (; x + 2 <= end; x += 2) DOTS(two_dots);
       for (; x < end; x++) DOTS(one_dot);
@@ -194,9 +209,9 @@ static void T(dots)(const T(rows) * from, int64_t num_heads, fa_range block, T(n
 }
 
 /* sums [num_p][num_v vectors of width] += p . v, the rows of v that are held; num_p and num_v are constants.
- * Rows of next are asked for, unless it is NULL. */
+ * next are asked for, unless that is NULL. */
 INLINE void T(add_products)(int num_p, int num_v, fa_dtype dtype, const T(held_rows) * v,
-                            const T(next_rows) * next, int64_t column, int64_t width, const REAL *pt,
+                            const T(held_rows) * next, int64_t column, int64_t width, const REAL *pt,
                             REAL *sums) {
   T(vec) sum[SUMS];
 #pragma GCC unroll 16
@@ -221,14 +236,14 @@ INLINE void T(add_products)(int num_p, int num_v, fa_dtype dtype, const T(held_r
 
 /* The same of all columns. */
 #define PRODUCTS_OF(name, num_p, num_v)                                                                      \
-  INLINE void T(name##_of)(fa_dtype dtype, const T(held_rows) * v, const T(next_rows) * next, int64_t width, \
+  INLINE void T(name##_of)(fa_dtype dtype, const T(held_rows) * v, const T(held_rows) * next, int64_t width, \
                            const REAL *pt, REAL *sums) {                                                     \
     int64_t c = 0;                                                                                           \
     for (; c + num_v * LANES <= width; c += num_v * LANES, next = NULL)                                      \
       T(add_products)(num_p, num_v, dtype, v, next, c, width, pt, sums);                                     \
     for (; c < width; c += NR, next = NULL) T(add_products)(num_p, NV, dtype, v, next, c, width, pt, sums);  \
   }                                                                                                          \
-  static __attribute__((noinline)) void T(name)(const T(held_rows) * v, const T(next_rows) * next,           \
+  static __attribute__((noinline)) void T(name)(const T(held_rows) * v, const T(held_rows) * next,           \
                                                 int64_t width, const REAL *pt, REAL *sums) {                 \
     WITH_TYPE(v->dtype, T(name##_of), v, next, width, pt, sums);                                             \
   }
@@ -257,23 +272,27 @@ static bool T(held_finite)(const T(held_rows) * held, int64_t width) {
 
 /* o [num_heads][count][width] = decay * o + p . v with the rows of v that a block has of every head; hidden
  * NULL: all are seen. sums is scratch, as large as o. */
-static void T(add_direct)(const T(rows) * from, int64_t num_heads, fa_range block, T(next_rows) after,
-                          int64_t d, const REAL *pt, const INT *hidden, int64_t count, const REAL *decay,
-                          REAL *o, REAL *sums, REAL *copies) {
+static void T(add_direct)(const T(rows) * from, int64_t num_heads, fa_range block, T(place) after,
+                          int64_t asked_bytes, int64_t d, const REAL *pt, const INT *hidden, int64_t count,
+                          const REAL *decay, REAL *o, REAL *sums, REAL *copies) {
   const int64_t width = fa_round_up(d, NR), num_rows = num_heads * count, most = T(most_held)(count);
+  T(held_rows) ring[2];
+  int turn = 0;
+  T(find_rows)(from[0], block, most, asked_bytes, &ring[turn]);
   memset(sums, 0, (size_t)(num_rows * width) * sizeof *sums);
   for (int64_t j = block.begin; j < block.end; j += most, pt += most * STRIP) {
     const fa_range rows = {j, fa_min(j + most, block.end)};
     for (int64_t head = 0; head < num_heads; head++) {
-      const T(held_rows) v = T(hold_rows)(from[head], rows, d, count, copies);
-      const T(next_rows) next = T(rows_after)(from, head, num_heads, rows, block.end, after);
-      const T(next_rows) *asked = next.row_bytes ? &next : NULL;
-      const bool all_finite = !hidden || T(held_finite)(&v, width);
+      T(held_rows) *v = &ring[turn], *next = &ring[turn ^= 1];
+      T(hold_rows)(v, T(has_gaps)(from[0]), d, count, copies);
+      const T(place) place = T(place_after)(from, head, num_heads, rows, block.end, after);
+      T(find_rows)(place.from, place.range, most, asked_bytes, next);
+      const bool all_finite = !hidden || T(held_finite)(v, width);
       const int64_t first = head * count, end = first + count;
       for (int64_t x = first; !all_finite && x < end; x++) T(add_products_of_seen)
-      (&v, width, pt + x, hidden + (j - block.begin) * STRIP + x, sums + x * width);
+      (v, width, pt + x, hidden + (j - block.begin) * STRIP + x, sums + x * width);
       int64_t x = all_finite ? first : end;
-#define ADD(name) T(name)(&v, x == first ? asked : NULL, width, pt + x, sums + x * width)
+#define ADD(name) T(name)(v, x == first ? next : NULL, width, pt + x, sums + x * width)
       for (; x + 4 <= end; x += 4) ADD(add_four_products);
       for (; x + 2 <= end; x += 2) ADD(add_two_products);
       for (; x < end; x++) ADD(add_one_product);

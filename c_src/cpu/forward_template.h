@@ -177,10 +177,10 @@ static void T(finish_row)(const fa_cpu_job *job, const fa_sequence *sequence, in
 /* k and v of a task. */
 typedef struct T(keys) {
   T(rows) k[FEW_ROWS], v[FEW_ROWS];
-  int64_t num_heads; /* of k and v */
-  int64_t row_bytes; /* of those that are asked for: the processor foresees others, which are not copied */
-  int64_t end;       /* of the columns that a task reads */
-  bool q_is_normal;  /* T(all_normal) */
+  int64_t num_heads;                    /* of k and v */
+  int64_t asked_bytes;                  /* of a row; 0: the processor foresees those that are not converted */
+  int64_t end;                          /* of the columns that a task reads */
+  bool q_is_normal;                     /* T(all_normal) */
   bool q_and_k_are_normal, v_is_normal; /* and of the block at hand */
 } T(keys);
 
@@ -190,7 +190,7 @@ static void T(multiply_with_k)(const fa_problem *problem, const fa_tile *tile, c
   const int64_t d = problem->head_dim, depth = T(operands)(d), num_rows = tile->rows.end - tile->rows.begin;
   const REAL scale = (REAL)problem->scale;
   if (T(is_direct)(problem)) T(dots)
-  (keys->k, keys->num_heads, tile->columns, (T(next_rows)){keys->v[0], tile->columns, keys->row_bytes}, d,
+  (keys->k, keys->num_heads, tile->columns, (T(place)){keys->v[0], tile->columns}, keys->asked_bytes, d,
    s.q_rows + first * fa_round_up(d, NR), num_rows / keys->num_heads, scale, s.scores, s.copies);
   else T(product_where_seen)(tile->columns.end - tile->columns.begin, num_rows, depth, s.k, NULL,
                              keys->q_and_k_are_normal, depth, 1, s.q + first * depth, depth * NR, s.scores,
@@ -204,9 +204,8 @@ static void T(multiply_with_v)(const fa_problem *problem, const fa_tile *tile, c
                 num_rows = tile->rows.end - tile->rows.begin;
   REAL *o = s.o + first * padded;
   if (T(is_direct)(problem)) T(add_direct)
-  (keys->v, keys->num_heads, tile->columns,
-   (T(next_rows)){keys->k[0], {tile->columns.end, keys->end}, keys->row_bytes}, d, s.scores, hidden,
-   num_rows / keys->num_heads, s.decay, o, s.sums, s.copies);
+  (keys->v, keys->num_heads, tile->columns, (T(place)){keys->k[0], {tile->columns.end, keys->end}},
+   keys->asked_bytes, d, s.scores, hidden, num_rows / keys->num_heads, s.decay, o, s.sums, s.copies);
   else T(product_where_seen)(num_rows, d, T(operands)(tile->columns.end - tile->columns.begin),
                              (const T(operand) *)s.scores, hidden, keys->v_is_normal, 1, STRIP, s.v,
                              T(operands)(BLOCK) * NR, o, padded, RESCALE, 0, s.decay);
@@ -287,7 +286,7 @@ static void T(forward_sums)(const fa_cpu_job *job, const fa_sequence *sequence, 
   const bool direct = T(is_direct)(problem);
   T(keys)
   keys = {.num_heads = (heads.end - 1) / group - kv_head + 1,
-          .row_bytes = element_bytes < (int64_t)sizeof(REAL) ? d * element_bytes : 0,
+          .asked_bytes = element_bytes < (int64_t)sizeof(REAL) ? d * element_bytes : 0,
           .end = fa_min(part.end, sequence->seqlen_k)};
   for (int64_t n = 0; n < keys.num_heads; n++)
     keys.k[n] = T(rows_of)(job, FA_TENSOR_K, sequence, kv_head + n),

@@ -37,7 +37,19 @@ static T(rows) T(rows_of)(const fa_cpu_job *job, fa_tensor_id id, const fa_seque
                    T(first_row)(tangent, 8, sequence, head), tangent->stride_row * 8};
 }
 
+INLINE bool T(has_gaps)(T(rows) from) {
+  (void)from;
+  return false;
+}
 INLINE const char *T(row_at)(T(rows) from, int64_t row) { return from.data + row * from.stride_bytes; }
+INLINE void T(rows_at)(T(rows) from, int64_t row, int64_t count, const char **at) {
+  for (int64_t n = 0; n < count; n++) at[n] = T(row_at)(from, row + n);
+}
+INLINE const REAL *T(read_row)(const char *row, fa_dtype dtype, int64_t count, REAL *buffer) {
+  (void)dtype;
+  for (int64_t i = 0; i < count; i++) buffer[i] = ((const double *)row)[i];
+  return buffer;
+}
 
 INLINE const REAL *T(load_row)(T(rows) from, int64_t row, int64_t count, REAL *buffer) {
   const double *value = (const double *)T(row_at)(from, row);
@@ -45,8 +57,6 @@ INLINE const REAL *T(load_row)(T(rows) from, int64_t row, int64_t count, REAL *b
   for (int64_t i = 0; i < count; i++) buffer[i] = CMPLX(value[i], tangent[i] * STEP);
   return buffer;
 }
-
-INLINE void T(ask_for_row)(T(rows) from, int64_t row, int64_t bytes) { (void)from, (void)row, (void)bytes; }
 
 INLINE void T(store_row)(T(rows) to, int64_t row, int64_t count, const REAL *values) {
   double *value = (double *)(to.data + row * to.stride_bytes);
@@ -87,12 +97,27 @@ static T(rows) T(rows_of)(const fa_cpu_job *job, fa_tensor_id id, const fa_seque
                    tensor->stride_batch * element_bytes};
 }
 
-/* Where a row begins; NULL where it is on a page that is not there. */
+/* Whether rows may be on pages that are not there. */
+INLINE bool T(has_gaps)(T(rows) from) { return from.on_pages; }
+
+/* Where rows begin; NULL where they are on a page that is not there. */
+INLINE void T(rows_at)(T(rows) from, int64_t row, int64_t count, const char **at) {
+  if (!from.on_pages)
+    for (int64_t n = 0; n < count; n++) at[n] = from.data + (row + n) * from.stride_bytes;
+  for (int64_t n = 0; from.on_pages && n < count;) {
+    const int64_t page_size = from.on_pages->page_size;
+    const fa_page_row first =
+        fa_page_row_of(from.on_pages->pages, page_size, from.on_pages->num_pages, row + n);
+    const char *page = first.page < 0 ? NULL : from.data + first.page * from.page_bytes;
+    for (int64_t i = first.row; i < page_size && n < count; i++, n++)
+      at[n] = page ? page + i * from.stride_bytes : NULL;
+  }
+}
+
 INLINE const char *T(row_at)(T(rows) from, int64_t row) {
-  if (!from.on_pages) return from.data + row * from.stride_bytes;
-  const fa_page_row at =
-      fa_page_row_of(from.on_pages->pages, from.on_pages->page_size, from.on_pages->num_pages, row);
-  return at.page < 0 ? NULL : from.data + at.page * from.page_bytes + at.row * from.stride_bytes;
+  const char *at;
+  T(rows_at)(from, row, 1, &at);
+  return at;
 }
 
 /* f16 to REAL and back, by the processor's own instructions where all that have these vectors have them. */
@@ -115,26 +140,23 @@ static void T(to_f16)(const REAL *from, int64_t count, uint16_t *halves) {
   for (; i < count; i++) halves[i] = fa_f32_to_f16((float)from[i]);
 }
 
-/* The row as REAL: in place where it is that already, else in buffer. */
-INLINE const REAL *T(load_row)(T(rows) from, int64_t row, int64_t count, REAL *buffer) {
-  const char *data = T(row_at)(from, row);
-  const uint16_t *half = (const uint16_t *)data;
-  if (!data) {
+/* What T(rows_at) found, as REAL: in place where it is that already, else in buffer. */
+INLINE const REAL *T(read_row)(const char *row, fa_dtype dtype, int64_t count, REAL *buffer) {
+  const uint16_t *half = (const uint16_t *)row;
+  if (!row) {
     memset(buffer, 0, (size_t)count * sizeof *buffer);
-  } else if (from.dtype == FA_DTYPE_BF16) {
+  } else if (dtype == FA_DTYPE_BF16) {
     for (int64_t i = 0; i < count; i++) buffer[i] = fa_bf16_to_f32(half[i]);
-  } else if (from.dtype == FA_DTYPE_F16) {
+  } else if (dtype == FA_DTYPE_F16) {
     T(from_f16)(half, count, buffer);
   } else {
-    return (const REAL *)data;
+    return (const REAL *)row;
   }
   return buffer;
 }
 
-/* Asks for a row of so many bytes, which will be loaded soon. */
-INLINE void T(ask_for_row)(T(rows) from, int64_t row, int64_t bytes) {
-  const char *data = T(row_at)(from, row);
-  for (int64_t i = 0; data && i < bytes; i += 64) __builtin_prefetch(data + i, 0, 2);
+INLINE const REAL *T(load_row)(T(rows) from, int64_t row, int64_t count, REAL *buffer) {
+  return T(read_row)(T(row_at)(from, row), from.dtype, count, buffer);
 }
 
 INLINE void T(store_row)(T(rows) to, int64_t row, int64_t count, const REAL *values) {

@@ -161,8 +161,8 @@ static void check_rounded(fa_case c) {
 /* A GPU has kernels for aligned tensors and others for all, and a deterministic mode of both. */
 static void check_modes(fa_case c) {
   check_case(&c);
-  if (options.device.kind != FA_DEVICE_CUDA) return;
   check_inference(c);
+  if (options.device.kind != FA_DEVICE_CUDA) return;
   check_rounded(c);
   fa_case aligned = c;
   aligned.layout |= LAYOUT_ALIGNED;

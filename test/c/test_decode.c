@@ -213,6 +213,43 @@ static void test_anything(const fa_setup *setup, fa_dtype dtype) {
   }
 }
 
+/* ---- threads -------------------------------------------------------------------------------------------- */
+
+/* On the CPU tasks are cut for as many threads as a plan has: how many heads each has, and of how many key
+ * heads, changes no bit of the results. */
+static void test_threads(fa_dtype dtype) {
+  static const struct {
+    int64_t batch, seqlen_q, num_heads, num_kv_heads, head_dim;
+  } cases[] = {{1, 1, 12, 12, 64}, {2, 1, 5, 5, 40},  {1, 2, 7, 7, 128}, {1, 1, 24, 6, 72}, {3, 1, 9, 3, 24},
+               {1, 3, 16, 4, 96},  {1, 1, 40, 2, 64}, {1, 9, 12, 2, 32}, {2, 40, 3, 1, 56}};
+  static const char *const threads[] = {"2", "3", "7", "16", "65"};
+  const fa_setup setup = {.device = {FA_DEVICE_CPU, 0}, .num_threads = 3};
+  const char *text = getenv("FLASH_ATTENTION_NUM_THREADS");
+  char *before = text ? strdup(text) : NULL;
+  for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+    fa_problem p = problem_of(cases[i].batch, cases[i].seqlen_q, 1709, cases[i].head_dim);
+    p.dtype = dtype, p.num_heads = cases[i].num_heads, p.num_kv_heads = cases[i].num_kv_heads;
+    p.inference = 1, p.num_sinks = (int64_t)i % 2, p.window_left = i % 3 ? FA_UNBOUNDED : 1500;
+    if (i % 4 == 3) p.bias_batch = p.bias_rows = 1, p.bias_heads = p.num_heads, p.bias_dtype = FA_DTYPE_F32;
+    fa_values x = values_new(&p), y = values_new(&p);
+    values_fill(&x, &p, dtype, FILL_NORMAL, i);
+    values_fill(&y, &p, dtype, FILL_NORMAL, i);
+    setenv("FLASH_ATTENTION_NUM_THREADS", "1", 1);
+    must_run(&setup, &p, FA_PASS_FORWARD, &x);
+    for (size_t n = 0; n < sizeof threads / sizeof *threads; n++) {
+      setenv("FLASH_ATTENTION_NUM_THREADS", threads[n], 1);
+      must_run(&setup, &p, FA_PASS_FORWARD, &y);
+      CHECK(values_equal(&p, FA_TENSOR_O, &x, &y) && values_equal(&p, FA_TENSOR_LSE, &x, &y),
+            "%s, case %d: other bits with %s threads", fa_dtype_name(dtype), (int)i, threads[n]);
+    }
+    values_free(&x);
+    values_free(&y);
+  }
+  unsetenv("FLASH_ATTENTION_NUM_THREADS");
+  if (before) setenv("FLASH_ATTENTION_NUM_THREADS", before, 1);
+  free(before);
+}
+
 /* ---- pages ----------------------------------------------------------------------------------------------- */
 
 static bool same_kernel(const fa_setup *setup, const fa_problem *p, const fa_problem *other) {
@@ -405,6 +442,7 @@ static void test_device(fa_device device) {
         test_length(&setup, dtype, seqlen_q, length, NAN);
       }
     test_anything(&setup, dtype);
+    if (device.kind == FA_DEVICE_CPU) test_threads(dtype);
     if (device.kind == FA_DEVICE_CUDA)
       for (uint64_t seed = 0; seed < 12; seed++) test_few_rows(&setup, dtype, 1 + (int64_t)seed * 5 % 16, seed);
     test_page_sizes(&setup, dtype);
