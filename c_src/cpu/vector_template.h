@@ -29,6 +29,7 @@ INLINE T(vec) T(min)(T(vec) a, T(vec) b) { return T(select)(a < b, a, b); }
  * bias, in the low bits; those bits, shifted to the exponent's place, are 2^n. */
 #define ROUNDER    (0x1.8p23f + 127)
 #define SHIFT      23
+#define LN2        0x1.62e43p-1f
 #define LN2_HIGH   0x1.62e4p-1f /* few enough bits that n * LN2_HIGH is exact */
 #define LN2_LOW    0x1.7f7d1cp-20f
 #define EXP_LOWEST -87.336f /* below it exp would be subnormal */
@@ -40,8 +41,9 @@ INLINE T(vec) T(min)(T(vec) a, T(vec) b) { return T(select)(a < b, a, b); }
 #define EXP_LOWEST -708.39
 #endif
 
-/* exp(r) - 1 on |r| <= ln(2)/2: float by the polynomial of least relative error (3e-9), double by Taylor's. */
-INLINE T(vec) T(expm1_reduced)(T(vec) r) {
+/* (exp(r) - 1 - r) / r^2 on |r| <= ln(2)/2, for exp(r) - 1: float by the polynomial of least relative error
+ * (3e-9), double by Taylor's. */
+INLINE T(vec) T(exp_beyond)(T(vec) r) {
 #if IS_F32
   static const REAL terms[] = {0x1.6a2434p-10f, 0x1.1239e2p-7f, 0x1.5558f2p-5f, 0x1.555492p-3f, 0x1.fffffcp-2f};
 #else
@@ -52,29 +54,38 @@ INLINE T(vec) T(expm1_reduced)(T(vec) r) {
   T(vec) sum = T(splat)(terms[0]);
 #pragma GCC unroll 16
   for (size_t i = 1; i < sizeof terms / sizeof *terms; i++) sum = sum * r + terms[i];
-  return sum * (r * r) + r;
+  return sum;
+}
+
+/* x - n * ln(2) for an integer n. */
+INLINE T(vec) T(reduce)(T(vec) x, T(vec) n) {
+#if IS_F32 && defined(__FMA__)
+  return x - n * LN2; /* rounded once, and off by n * 2e-9: rounding a score does twenty times that to it */
+#else
+  return (x - n * LN2_HIGH) - n * LN2_LOW;
+#endif
 }
 
 /* x = n * ln(2) + r; returns 2^n. */
 INLINE T(vec) T(split_exponent)(T(vec) x, T(vec) * r) {
   T(vec) rounded = x * (REAL)1.44269504088896340736 + ROUNDER;
   T(vec) n = rounded - ROUNDER;
-  *r = (x - n * LN2_HIGH) - n * LN2_LOW;
+  *r = T(reduce)(x, n);
   return (T(vec))((T(mask))rounded << SHIFT);
 }
 
-/* exp(x) to about one unit in the last place, 0 where it would be subnormal; x must not exceed EXP_HIGHEST, at
- * which it is infinite. */
+/* exp(x) to about one unit in the last place, float's of -30 to two and of -60 to four, 0 where it would be
+ * subnormal; x must not exceed EXP_HIGHEST, at which it is infinite. */
 INLINE T(vec) T(exp)(T(vec) x) {
 #if IS_F32 && defined(__AVX512F__)
   const __m512 n = _mm512_roundscale_ps((__m512)x * 1.44269504088896340736f, _MM_FROUND_TO_NEAREST_INT);
-  const T(vec) r = (x - (T(vec))n * LN2_HIGH) - (T(vec))n * LN2_LOW;
-  const __m512 y = (__m512)(T(expm1_reduced)(r) + 1);
+  const T(vec) r = T(reduce)(x, (T(vec))n);
+  const __m512 y = (__m512)((T(exp_beyond)(r) * r + 1) * r + 1);
   return (T(vec))_mm512_maskz_scalef_ps(_mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(EXP_LOWEST), _CMP_NLT_UQ),
                                         y, n);
 #else
   T(vec) r, power = T(split_exponent)(x, &r);
-  T(vec) y = T(expm1_reduced)(r) * power + power;
+  T(vec) y = (T(exp_beyond)(r) * (r * r) + r) * power + power;
   return (T(vec))((T(mask))y & ~(x < EXP_LOWEST));
 #endif
 }
@@ -85,7 +96,7 @@ INLINE T(vec) T(tanh)(T(vec) x) {
   T(vec) twice = 2 * (T(vec))((T(mask))x ^ sign);
   T(vec) r, clipped = T(min)(T(splat)(80), twice);
   T(vec) power = T(split_exponent)(clipped, &r);
-  T(vec) e = T(expm1_reduced)(r) * power + (power - 1);
+  T(vec) e = (T(exp_beyond)(r) * (r * r) + r) * power + (power - 1);
   return (T(vec))((T(mask))(e / (e + 2)) | sign);
 }
 
@@ -191,6 +202,7 @@ static REAL T(dot)(const REAL *a, const REAL *b, int64_t count) {
 
 #undef ROUNDER
 #undef SHIFT
+#undef LN2
 #undef LN2_HIGH
 #undef LN2_LOW
 #undef EXP_LOWEST
@@ -205,10 +217,6 @@ INLINE T(vec) T(max)(T(vec) a, T(vec) b) { return creal(a) > creal(b) ? creal(a)
 INLINE T(vec) T(exp)(T(vec) x) { return cexp(x); }
 INLINE T(vec) T(tanh)(T(vec) x) { return ctanh(x); }
 INLINE void T(transpose)(T(vec) * m) { (void)m; }
-INLINE T(vec) T(add_lanes)(T(vec) * x, int count) {
-  (void)count;
-  return x[0];
-}
 INLINE T(vec) T(load)(const REAL *from) { return *from; }
 INLINE void T(store)(REAL *to, T(vec) x) { *to = x; }
 INLINE T(mask) T(lanes)(void) { return 0; }
