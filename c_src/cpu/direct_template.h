@@ -21,6 +21,8 @@
 #endif
 #endif
 
+#if DIRECT
+
 /* Some rows of k or v. */
 typedef struct T(held_rows) {
   const char *row[HELD]; /* up to a multiple of ABREAST */
@@ -35,7 +37,7 @@ static bool T(can_hold)(fa_dtype dtype) {
 #elif IS_F32
   return dtype == FA_DTYPE_F32 || dtype == FA_DTYPE_BF16;
 #else
-  return !IS_COMPLEX && dtype == FA_DTYPE_F64;
+  return dtype == FA_DTYPE_F64;
 #endif
 }
 
@@ -305,3 +307,5 @@ static void T(add_direct)(const T(rows) * from, int64_t num_heads, fa_range bloc
       T(store)(to, decay[x] * T(load)(to) + T(load)(sums + x * width + p));
     }
 }
+
+#endif

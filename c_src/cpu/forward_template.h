@@ -53,7 +53,7 @@ static int64_t T(forward_num_parts)(const fa_problem *problem) {
 }
 
 /* Whether products are direct. */
-static bool T(is_direct)(const fa_problem *problem) { return !PAIRS && fa_cpu_is_direct(problem); }
+static bool T(is_direct)(const fa_problem *problem) { return DIRECT && fa_cpu_is_direct(problem); }
 
 /* The heads of a task: some of those that share a head of k and v, or all those of several such heads. */
 typedef struct T(task_heads) {
@@ -189,12 +189,17 @@ static void T(multiply_with_k)(const fa_problem *problem, const fa_tile *tile, c
                                int64_t first, T(forward_scratch) s) {
   const int64_t d = problem->head_dim, depth = T(operands)(d), num_rows = tile->rows.end - tile->rows.begin;
   const REAL scale = (REAL)problem->scale;
-  if (T(is_direct)(problem)) T(dots)
-  (keys->k, keys->num_heads, tile->columns, (T(place)){keys->v[0], tile->columns}, keys->asked_bytes, d,
-   s.q_rows + first * fa_round_up(d, NR), num_rows / keys->num_heads, scale, s.scores, s.copies);
-  else T(product_where_seen)(tile->columns.end - tile->columns.begin, num_rows, depth, s.k, NULL,
-                             keys->q_and_k_are_normal, depth, 1, s.q + first * depth, depth * NR, s.scores,
-                             STRIP, STORE, scale, NULL);
+#if DIRECT
+  if (T(is_direct)(problem)) {
+    T(dots)
+    (keys->k, keys->num_heads, tile->columns, (T(place)){keys->v[0], tile->columns}, keys->asked_bytes, d,
+     s.q_rows + first * fa_round_up(d, NR), num_rows / keys->num_heads, scale, s.scores, s.copies);
+    return;
+  }
+#endif
+  T(product_where_seen)
+  (tile->columns.end - tile->columns.begin, num_rows, depth, s.k, NULL, keys->q_and_k_are_normal, depth, 1,
+   s.q + first * depth, depth * NR, s.scores, STRIP, STORE, scale, NULL);
 }
 
 /* Their probabilities, with v, into the sums of its rows. */
@@ -203,12 +208,18 @@ static void T(multiply_with_v)(const fa_problem *problem, const fa_tile *tile, c
   const int64_t d = problem->head_dim, padded = fa_round_up(d, NR),
                 num_rows = tile->rows.end - tile->rows.begin;
   REAL *o = s.o + first * padded;
-  if (T(is_direct)(problem)) T(add_direct)
-  (keys->v, keys->num_heads, tile->columns, (T(place)){keys->k[0], {tile->columns.end, keys->end}},
-   keys->asked_bytes, d, s.scores, hidden, num_rows / keys->num_heads, s.decay, o, s.sums, s.copies);
-  else T(product_where_seen)(num_rows, d, T(operands)(tile->columns.end - tile->columns.begin),
-                             (const T(operand) *)s.scores, hidden, keys->v_is_normal, 1, STRIP, s.v,
-                             T(operands)(BLOCK) * NR, o, padded, RESCALE, 0, s.decay);
+#if DIRECT
+  if (T(is_direct)(problem)) {
+    const T(place) next_keys = {keys->k[0], {tile->columns.end, keys->end}};
+    T(add_direct)
+    (keys->v, keys->num_heads, tile->columns, next_keys, keys->asked_bytes, d, s.scores, hidden,
+     num_rows / keys->num_heads, s.decay, o, s.sums, s.copies);
+    return;
+  }
+#endif
+  T(product_where_seen)
+  (num_rows, d, T(operands)(tile->columns.end - tile->columns.begin), (const T(operand) *)s.scores, hidden,
+   keys->v_is_normal, 1, STRIP, s.v, T(operands)(BLOCK) * NR, o, padded, RESCALE, 0, s.decay);
 }
 
 /* Takes one tile into the sums o, m and l of its rows, of which the task's first-th is the first. */

@@ -10,6 +10,7 @@
  *             multiply-add
  *   PAIRS     1: products are those of bf16, by instructions that take two at a time; 0: of REAL
  *   TILES     1: and by instructions that take tiles of them
+ *   DIRECT    1: and few rows have products of their own, of REAL (direct_template.h)
  */
 #include "kernels.h"
 
@@ -84,8 +85,9 @@
 #else
 #define WIDE 0
 #endif
-#define NV 2
-#define NR (NV * LANES) /* columns of a tile */
+#define DIRECT (!PAIRS && !IS_COMPLEX)
+#define NV     2
+#define NR     (NV * LANES) /* columns of a tile */
 #define WHOLE \
   (NR % MR ? STRIP : NR) /* so many rows or columns are whole tiles, wherever among them a range begins */
 

@@ -37,22 +37,8 @@ static T(rows) T(rows_of)(const fa_cpu_job *job, fa_tensor_id id, const fa_seque
                    T(first_row)(tangent, 8, sequence, head), tangent->stride_row * 8};
 }
 
-INLINE bool T(has_gaps)(T(rows) from) {
-  (void)from;
-  return false;
-}
-INLINE const char *T(row_at)(T(rows) from, int64_t row) { return from.data + row * from.stride_bytes; }
-INLINE void T(rows_at)(T(rows) from, int64_t row, int64_t count, const char **at) {
-  for (int64_t n = 0; n < count; n++) at[n] = T(row_at)(from, row + n);
-}
-INLINE const REAL *T(read_row)(const char *row, fa_dtype dtype, int64_t count, REAL *buffer) {
-  (void)dtype;
-  for (int64_t i = 0; i < count; i++) buffer[i] = ((const double *)row)[i];
-  return buffer;
-}
-
 INLINE const REAL *T(load_row)(T(rows) from, int64_t row, int64_t count, REAL *buffer) {
-  const double *value = (const double *)T(row_at)(from, row);
+  const double *value = (const double *)(from.data + row * from.stride_bytes);
   const double *tangent = (const double *)(from.tangent + row * from.tangent_stride_bytes);
   for (int64_t i = 0; i < count; i++) buffer[i] = CMPLX(value[i], tangent[i] * STEP);
   return buffer;
