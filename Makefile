@@ -101,7 +101,7 @@ FORCE:
 KERNELS          := c_src/cpu/kernels.c
 ISAS_x86_64      := avx2 avx512 avx512bf16 amx
 ISAS             := plain $(ISAS_$(firstword $(subst -, ,$(TARGET))))
-ISA_FLAGS_avx2   := -mavx2 -mfma
+ISA_FLAGS_avx2   := -mavx2 -mfma -mf16c
 ISA_FLAGS_avx512 := -mavx512f -mavx512dq -mavx512vl -mavx512bw -mfma -mprefer-vector-width=512
 ISA_FLAGS_avx512bf16 := $(ISA_FLAGS_avx512) -mavx512bf16
 ISA_FLAGS_amx    := $(ISA_FLAGS_avx512bf16) -mamx-tile -mamx-bf16

@@ -1,4 +1,4 @@
-/* The processors of this process: its mask, and its control group's quota. */
+/* The processors of this process: its mask, its control group's quota, and an instruction set of theirs. */
 #include "processors.h"
 
 #include <limits.h>
@@ -6,6 +6,10 @@
 #include <stdio.h>
 #include <string.h>
 #include <unistd.h>
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
 
 #include "integers.h"
 
@@ -92,3 +96,14 @@ int fa_num_processors(void) {
   if (!atomic_load(&quota)) atomic_store(&quota, read_quota());
   return (int)fa_min(num_in_mask(), atomic_load(&quota));
 }
+
+/* ---- instructions -------------------------------------------------------------------------------------- */
+
+#if defined(__x86_64__)
+bool fa_has_f16c(void) {
+  static atomic_int known; /* 0: not yet; 1: no; 2: yes: a hypervisor takes its time to say so */
+  unsigned a, b, c, d;
+  if (!atomic_load(&known)) atomic_store(&known, __get_cpuid(1, &a, &b, &c, &d) && c & bit_F16C ? 2 : 1);
+  return atomic_load(&known) == 2;
+}
+#endif

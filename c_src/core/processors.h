@@ -1,4 +1,4 @@
-/* How many processors this process may use, whichever of its threads asks. */
+/* How many processors this process may use, whichever of its threads asks, and what they know. */
 #ifndef FA_CORE_PROCESSORS_H
 #define FA_CORE_PROCESSORS_H
 
@@ -13,6 +13,11 @@ int fa_num_processors(void);
 /* The processors that the process's first thread may run on now: a caller may have pinned itself. False where
  * the system does not say. */
 bool fa_get_processors(cpu_set_t *processors);
+#endif
+
+#if defined(__x86_64__)
+/* Whether they convert vectors of f16. Clang's __builtin_cpu_supports does not know that. */
+bool fa_has_f16c(void);
 #endif
 
 /* How many processors a quota of "<microseconds> <period>" is worth, rounded up; INT_MAX of "max <period>", and

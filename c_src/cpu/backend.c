@@ -21,6 +21,11 @@
 #include "sum.h"
 
 #if defined(__x86_64__)
+static bool has_avx2(void) {
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && fa_has_f16c() &&
+         !fa_is_disabled("avx2");
+}
+
 static bool has_avx512(void) {
   __builtin_cpu_init();
   return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
@@ -70,8 +75,7 @@ static cpu_isa isa_here(void) {
   if (has_avx512bf16())
     return (cpu_isa){"avx512 avx512bf16", &fa_cpu_kernels_avx512, &fa_cpu_kernels_avx512bf16};
   if (has_avx512()) return (cpu_isa){"avx512", &fa_cpu_kernels_avx512, NULL};
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && !fa_is_disabled("avx2"))
-    return (cpu_isa){"avx2", &fa_cpu_kernels_avx2, NULL};
+  if (has_avx2()) return (cpu_isa){"avx2", &fa_cpu_kernels_avx2, NULL};
 #endif
   return (cpu_isa){"plain", &fa_cpu_kernels_plain, NULL};
 }

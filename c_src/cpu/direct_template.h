@@ -32,13 +32,8 @@ typedef struct T(held_rows) {
 
 /* Whether T(load_held) reads that type; it reads REAL, too, which others become before. */
 static bool T(can_hold)(fa_dtype dtype) {
-#if IS_F32 && defined(__AVX512F__)
-  return dtype == FA_DTYPE_F32 || dtype == FA_DTYPE_BF16 || dtype == FA_DTYPE_F16;
-#elif IS_F32
-  return dtype == FA_DTYPE_F32 || dtype == FA_DTYPE_BF16;
-#else
-  return dtype == FA_DTYPE_F64;
-#endif
+  if (dtype == FA_DTYPE_F16) return CONVERTS_F16;
+  return IS_F32 ? dtype == FA_DTYPE_F32 || dtype == FA_DTYPE_BF16 : dtype == FA_DTYPE_F64;
 }
 
 #if IS_F32
@@ -61,9 +56,8 @@ INLINE T(vec) T(load_held)(const char *row, int64_t column, fa_dtype dtype) {
 #if IS_F32
   if (dtype == FA_DTYPE_BF16) return T(load_bf16)((const uint16_t *)row + column);
 #endif
-#if IS_F32 && defined(__AVX512F__)
-  if (dtype == FA_DTYPE_F16)
-    return (T(vec))_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)((const uint16_t *)row + column)));
+#if CONVERTS_F16
+  if (dtype == FA_DTYPE_F16) return T(load_f16)((const uint16_t *)row + column);
 #endif
   (void)dtype;
   return T(load)((const REAL *)row + column);

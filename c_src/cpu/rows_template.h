@@ -106,22 +106,40 @@ INLINE const char *T(row_at)(T(rows) from, int64_t row) {
   return at;
 }
 
-/* f16 to REAL and back, by the processor's own instructions where all that have these vectors have them. */
+/* Whether the processor has instructions for vectors of f16. */
+#define CONVERTS_F16 (IS_F32 && VECTOR_BYTES >= 32)
+
+#if CONVERTS_F16
+INLINE T(vec) T(load_f16)(const uint16_t *from) {
+#if defined(__AVX512F__)
+  return (T(vec))_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from));
+#else
+  return (T(vec))_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)from));
+#endif
+}
+
+INLINE void T(store_f16)(uint16_t *to, T(vec) x) {
+#if defined(__AVX512F__)
+  _mm256_storeu_si256((__m256i *)to, _mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT));
+#else
+  _mm_storeu_si128((__m128i *)to, _mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT));
+#endif
+}
+#endif
+
+/* f16 to REAL and back. */
 static void T(from_f16)(const uint16_t *halves, int64_t count, REAL *to) {
   int64_t i = 0;
-#if IS_F32 && defined(__AVX512F__)
-  for (; i + LANES <= count; i += LANES)
-    _mm512_storeu_ps(to + i, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(halves + i))));
+#if CONVERTS_F16
+  for (; i + LANES <= count; i += LANES) T(store)(to + i, T(load_f16)(halves + i));
 #endif
   for (; i < count; i++) to[i] = fa_f16_to_f32(halves[i]);
 }
 
 static void T(to_f16)(const REAL *from, int64_t count, uint16_t *halves) {
   int64_t i = 0;
-#if IS_F32 && defined(__AVX512F__)
-  for (; i + LANES <= count; i += LANES)
-    _mm256_storeu_si256((__m256i *)(halves + i),
-                        _mm512_cvtps_ph(_mm512_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT));
+#if CONVERTS_F16
+  for (; i + LANES <= count; i += LANES) T(store_f16)(halves + i, T(load)(from + i));
 #endif
   for (; i < count; i++) halves[i] = fa_f32_to_f16((float)from[i]);
 }

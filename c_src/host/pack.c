@@ -6,11 +6,11 @@
 
 #include "../core/backend.h"
 #include "../core/packed.h"
+#include "../core/processors.h"
 
 size_t fa_packed_bytes(int64_t head_dim) { return (size_t)head_dim * 2 + sizeof(float); }
 
 #if defined(__x86_64__)
-#include <cpuid.h>
 #include <immintrin.h>
 
 #define WITH_F16C __attribute__((target("avx2,f16c")))
@@ -20,14 +20,8 @@ enum { AHEAD_BYTES = 1024, FAR_AHEAD_BYTES = 8192 };
 
 enum { LANES = 8, F32_BIAS = 127 };
 
-/* Clang's __builtin_cpu_supports does not know F16C. */
-static bool has_f16c(void) {
-  unsigned a, b, c, d;
-  return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
-}
-
 bool fa_can_pack(int64_t head_dim) {
-  return head_dim % LANES == 0 && __builtin_cpu_supports("avx2") && has_f16c() && !fa_is_disabled("avx2");
+  return head_dim % LANES == 0 && __builtin_cpu_supports("avx2") && fa_has_f16c() && !fa_is_disabled("avx2");
 }
 
 /* Returns the bits of a row's largest finite magnitude. */
