@@ -12,7 +12,8 @@
 #include "clock.h"
 #include "processors.h"
 
-#define MAX_THREADS 1024
+#define MAX_THREADS               1024
+#define CALLER_AWAKE_MICROSECONDS 100
 
 pthread_mutex_t fa_threads_mutex = PTHREAD_MUTEX_INITIALIZER;
 
@@ -179,6 +180,15 @@ static void offer(fa_parallel *job) {
   pthread_mutex_unlock(&fa_threads_mutex);
 }
 
+/* Each thread that is at work has one task left. Whoever sleeps until they have ended takes longer to wake up
+ * than most of these take, so the caller stays awake for a while, without the mutex. */
+static void wait_awake(fa_parallel *job) {
+  const int64_t until = fa_nanoseconds() + CALLER_AWAKE_MICROSECONDS * INT64_C(1000);
+  pthread_mutex_unlock(&fa_threads_mutex);
+  while (atomic_load(&job->num_active) > 0 && fa_nanoseconds() < until) sched_yield();
+  pthread_mutex_lock(&fa_threads_mutex);
+}
+
 static void withdraw(fa_parallel *job) {
   pthread_mutex_lock(&fa_threads_mutex);
   fa_parallel **link = &pool.jobs;
@@ -187,6 +197,7 @@ static void withdraw(fa_parallel *job) {
   if (job->is_divided)
     for (fa_parallel *other = pool.jobs; other; other = other->next)
       if (other->is_divided) wake_threads(num_missing(other));
+  if (job->num_active > 0) wait_awake(job);
   while (job->num_active > 0) pthread_cond_wait(&job->all_left, &fa_threads_mutex);
   pthread_mutex_unlock(&fa_threads_mutex);
 }
@@ -223,11 +234,12 @@ void fa_parallel_for(int num_threads, int awake_microseconds, int64_t num_tasks,
   fa_parallel_end(&parallel);
 }
 
-void fa_parallel_share(int num_threads, int64_t num_tasks,
+void fa_parallel_share(int num_threads, int awake_microseconds, int64_t num_tasks,
                        void (*run_task)(void *context, int64_t task, int worker), void *context) {
   fa_parallel parallel = {.run_task = run_task,
                           .context = context,
                           .num_tasks = num_tasks,
+                          .awake_microseconds = awake_microseconds,
                           .num_threads = num_threads,
                           .is_divided = true};
   begin(&parallel);

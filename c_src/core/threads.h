@@ -28,12 +28,12 @@ typedef struct fa_parallel {
   int64_t num_tasks;
   _Atomic int64_t next_task;
   int awake_microseconds;
-  int num_threads; /* at most, the caller among them */
-  int num_wanted;  /* threads of the pool that may still join */
-  int num_joined;  /* that did, ever: the last one's worker number */
-  int num_active;  /* that are at work now */
-  bool is_shared;  /* with threads of the pool */
-  bool is_divided; /* see fa_parallel_share */
+  int num_threads;       /* at most, the caller among them */
+  int num_wanted;        /* threads of the pool that may still join */
+  int num_joined;        /* that did, ever: the last one's worker number */
+  atomic_int num_active; /* that are at work now; read without the mutex, too */
+  bool is_shared;        /* with threads of the pool */
+  bool is_divided;       /* see fa_parallel_share */
   pthread_cond_t all_left;
   struct fa_parallel *next;
 } fa_parallel;
@@ -58,7 +58,7 @@ void fa_parallel_for(int num_threads, int awake_microseconds, int64_t num_tasks,
 
 /* The same for tasks that keep processors busy: of n that are under way at a time, threads join each only up to
  * num_threads / n. When one ends, the others get more. */
-void fa_parallel_share(int num_threads, int64_t num_tasks,
+void fa_parallel_share(int num_threads, int awake_microseconds, int64_t num_tasks,
                        void (*run_task)(void *context, int64_t task, int worker), void *context);
 
 #endif

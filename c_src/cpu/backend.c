@@ -173,6 +173,9 @@ static fa_status plan_cpu(fa_plan *plan, fa_error *error) {
   return FA_STATUS_OK;
 }
 
+/* For so long threads wait awake for a next phase's tasks, which come when this one's last have ended. */
+enum { BETWEEN_PHASES_MICROSECONDS = 100 };
+
 /* A phase that is under way. */
 typedef struct phase_work {
   const fa_cpu_job *job;
@@ -183,6 +186,13 @@ typedef struct phase_work {
 static void run_task(void *context, int64_t task, int worker) {
   const phase_work *work = context;
   work->phase->run_task(work->job, task, work->parts.scratch + work->parts.scratch_bytes * (size_t)worker);
+}
+
+/* Tasks of a phase, which there may not be. */
+static int64_t tasks_of(const fa_plan *plan, int phase) {
+  const fa_cpu_kernel *kernel = plan->config;
+  if (phase == FA_CPU_MAX_PHASES || !kernel->phases[phase].run_task) return 0;
+  return kernel->phases[phase].num_tasks(&plan->problem, plan->num_threads);
 }
 
 static fa_status run_cpu(const fa_plan *plan, const fa_tensors *tensors, const fa_execution *execution,
@@ -198,7 +208,8 @@ static fa_status run_cpu(const fa_plan *plan, const fa_tensors *tensors, const f
   if (execution->num_threads > 0 && execution->num_threads < threads) threads = execution->num_threads;
   for (int i = 0; i < FA_CPU_MAX_PHASES && kernel->phases[i].run_task; i++) {
     work.phase = &kernel->phases[i];
-    fa_parallel_share(threads, work.phase->num_tasks(&plan->problem, plan->num_threads), run_task, &work);
+    const int awake_microseconds = tasks_of(plan, i + 1) > 1 ? BETWEEN_PHASES_MICROSECONDS : 0;
+    fa_parallel_share(threads, awake_microseconds, tasks_of(plan, i), run_task, &work);
   }
   return FA_STATUS_OK;
 }
@@ -241,10 +252,10 @@ static fa_status merge_cpu(const fa_merge *merge, bool is_backward, int32_t inde
     return fa_fail(error, FA_STATUS_OUT_OF_MEMORY, "parts",
                    FA_TEXT("%zu bytes of memory", work.scratch_bytes * (size_t)threads), "none");
   const int64_t chunks = fa_divide_up(merge->seqlen_q, FA_MERGE_ROWS);
-  fa_parallel_share(threads, chunks * merge->batch * merge->num_heads, run_merge_task, &work);
+  fa_parallel_share(threads, 0, chunks * merge->batch * merge->num_heads, run_merge_task, &work);
   work.run_task = kernel->sinks;
   if (is_backward && merge->dsink && merge->num_sinks && !merge->sink_per_row)
-    fa_parallel_share(threads, merge->num_heads, run_merge_task, &work);
+    fa_parallel_share(threads, 0, merge->num_heads, run_merge_task, &work);
   free(work.scratch);
   return FA_STATUS_OK;
 }

@@ -978,7 +978,7 @@ static void last_as_long_as_allowed(void *context, int64_t task, int worker) {
 }
 
 static void *run_first(void *context) {
-  fa_parallel_share(2, 2, last_as_long_as_allowed, context);
+  fa_parallel_share(2, 0, 2, last_as_long_as_allowed, context);
   return NULL;
 }
 
@@ -1001,7 +1001,7 @@ static void test_shared_threads(void) {
   neighbours n = {.second = {.num_threads = 2}};
   const pthread_t first = begin_first(&n);
   alarm(900);
-  fa_parallel_share(2, 2, attend_second, &n);
+  fa_parallel_share(2, 0, 2, attend_second, &n);
   alarm(0);
   CHECK(n.second.num_there == 2, "%d threads met", n.second.num_there);
   pthread_join(first, NULL);
@@ -1142,7 +1142,7 @@ static void test_fork_amid_calls(void) {
   if (child == 0) {
     meeting m = {.num_threads = THREADS_OF_CHILD};
     alarm(900);
-    fa_parallel_share(THREADS_OF_CHILD, THREADS_OF_CHILD, attend, &m);
+    fa_parallel_share(THREADS_OF_CHILD, 0, THREADS_OF_CHILD, attend, &m);
     _exit(0);
   }
   CHECK(child > 0 && waitpid(child, &result, 0) == child && WIFEXITED(result) && WEXITSTATUS(result) == 0,
