@@ -145,12 +145,15 @@ static workspace_parts lay_out(fa_arena *arena, const fa_cpu_kernel *kernel, con
   return parts;
 }
 
+/* Tasks of a phase, which there may not be. */
+static int64_t tasks_of(const fa_cpu_kernel *kernel, int phase, const fa_problem *problem, int32_t of_threads) {
+  if (phase == FA_CPU_MAX_PHASES || !kernel->phases[phase].run_task) return 0;
+  return kernel->phases[phase].num_tasks(problem, of_threads);
+}
+
 static int64_t most_tasks(const fa_cpu_kernel *kernel, const fa_problem *problem, int32_t of_threads) {
   int64_t most = 1;
-  for (int i = 0; i < FA_CPU_MAX_PHASES && kernel->phases[i].run_task; i++) {
-    int64_t tasks = kernel->phases[i].num_tasks(problem, of_threads);
-    if (tasks > most) most = tasks;
-  }
+  for (int i = 0; i < FA_CPU_MAX_PHASES; i++) most = fa_max(most, tasks_of(kernel, i, problem, of_threads));
   return most;
 }
 
@@ -188,13 +191,6 @@ static void run_task(void *context, int64_t task, int worker) {
   work->phase->run_task(work->job, task, work->parts.scratch + work->parts.scratch_bytes * (size_t)worker);
 }
 
-/* Tasks of a phase, which there may not be. */
-static int64_t tasks_of(const fa_plan *plan, int phase) {
-  const fa_cpu_kernel *kernel = plan->config;
-  if (phase == FA_CPU_MAX_PHASES || !kernel->phases[phase].run_task) return 0;
-  return kernel->phases[phase].num_tasks(&plan->problem, plan->num_threads);
-}
-
 static fa_status run_cpu(const fa_plan *plan, const fa_tensors *tensors, const fa_execution *execution,
                          fa_error *error) {
   (void)error;
@@ -206,10 +202,12 @@ static fa_status run_cpu(const fa_plan *plan, const fa_tensors *tensors, const f
 
   int threads = plan->num_threads;
   if (execution->num_threads > 0 && execution->num_threads < threads) threads = execution->num_threads;
+  int64_t tasks = tasks_of(kernel, 0, &plan->problem, plan->num_threads);
   for (int i = 0; i < FA_CPU_MAX_PHASES && kernel->phases[i].run_task; i++) {
+    const int64_t next_tasks = tasks_of(kernel, i + 1, &plan->problem, plan->num_threads);
     work.phase = &kernel->phases[i];
-    const int awake_microseconds = tasks_of(plan, i + 1) > 1 ? BETWEEN_PHASES_MICROSECONDS : 0;
-    fa_parallel_share(threads, awake_microseconds, tasks_of(plan, i), run_task, &work);
+    fa_parallel_share(threads, next_tasks > 1 ? BETWEEN_PHASES_MICROSECONDS : 0, tasks, run_task, &work);
+    tasks = next_tasks;
   }
   return FA_STATUS_OK;
 }

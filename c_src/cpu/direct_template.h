@@ -27,40 +27,14 @@
 typedef struct T(held_rows) {
   const char *row[HELD]; /* up to a multiple of ABREAST */
   fa_dtype dtype;        /* that vectors are made of as they are read */
-  int64_t count, asked_bytes;
+  int64_t count;
+  int64_t asked_bytes; /* of a row; 0: the processor foresees those that are not converted */
 } T(held_rows);
 
-/* Whether T(load_held) reads that type; it reads REAL, too, which others become before. */
+/* Whether rows of that type may stay as they are, to be read by vectors; others become REAL before. */
 static bool T(can_hold)(fa_dtype dtype) {
   if (dtype == FA_DTYPE_F16) return CONVERTS_F16;
   return IS_F32 ? dtype == FA_DTYPE_F32 || dtype == FA_DTYPE_BF16 : dtype == FA_DTYPE_F64;
-}
-
-#if IS_F32
-/* LANES numbers of bf16. Compilers make more of a conversion of vectors than there is to it. */
-INLINE T(vec) T(load_bf16)(const uint16_t *from) {
-#if defined(__AVX512F__)
-  const __m512i upper = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from));
-#elif defined(__AVX2__)
-  const __m256i upper = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)from));
-#else
-  T(mask) upper;
-  for (int v = 0; v < LANES; v++) upper[v] = from[v];
-#endif
-  return (T(vec))((T(mask))upper << 16);
-}
-#endif
-
-/* LANES numbers of a held row, from a column on. */
-INLINE T(vec) T(load_held)(const char *row, int64_t column, fa_dtype dtype) {
-#if IS_F32
-  if (dtype == FA_DTYPE_BF16) return T(load_bf16)((const uint16_t *)row + column);
-#endif
-#if CONVERTS_F16
-  if (dtype == FA_DTYPE_F16) return T(load_f16)((const uint16_t *)row + column);
-#endif
-  (void)dtype;
-  return T(load)((const REAL *)row + column);
 }
 
 /* function(dtype, ...), where dtype is a constant. */
@@ -83,10 +57,8 @@ INLINE void T(fill_up)(T(held_rows) * held) {
 }
 
 /* Rows where they lie, the first `most` of a range at most. */
-INLINE void T(find_rows)(T(rows) from, fa_range range, int64_t most, int64_t asked_bytes,
-                         T(held_rows) * found) {
+INLINE void T(find_rows)(T(rows) from, fa_range range, int64_t most, T(held_rows) * found) {
   found->dtype = from.dtype;
-  found->asked_bytes = asked_bytes;
   found->count = fa_max(fa_min(range.end - range.begin, most), 0);
   T(rows_at)(from, range.begin, found->count, found->row);
   T(fill_up)(found);
@@ -126,6 +98,11 @@ INLINE void T(hold_rows)(T(held_rows) * held, bool has_gaps, int64_t d, int64_t 
   if (!as_is) held->dtype = IS_F32 ? FA_DTYPE_F32 : FA_DTYPE_F64;
 }
 
+static int64_t T(asked_bytes)(fa_dtype dtype, int64_t d) {
+  const int64_t element_bytes = (int64_t)fa_dtype_bytes(dtype);
+  return element_bytes < (int64_t)sizeof(REAL) ? d * element_bytes : 0;
+}
+
 /* Asks for a row that will be read next, unless it is not there. */
 INLINE void T(ask_for)(const T(held_rows) * next, int64_t n) {
   const char *row = n < next->count ? next->row[n] : NULL;
@@ -142,7 +119,7 @@ INLINE void T(make_dots)(int num_k, int num_q, fa_dtype dtype, const char *const
     for (int x = 0; x < num_q; x++) q_p[x] = T(load)(q + x * width + p);
 #pragma GCC unroll 16
     for (int n = 0; n < num_k; n++) {
-      const T(vec) k_p = T(load_held)(k[n], p, dtype);
+      const T(vec) k_p = T(load_typed)(k[n], p, dtype);
 #pragma GCC unroll 16
       for (int x = 0; x < num_q; x++) sum[n * num_q + x] += q_p[x] * k_p;
     }
@@ -173,17 +150,17 @@ INLINE void T(make_dots)(int num_k, int num_q, fa_dtype dtype, const char *const
   }
 DOTS_OF(four_dots, SUMS / 4, 4)
 DOTS_OF(two_dots, SUMS / 2, 2)
-DOTS_OF(one_dot, 8, 1)
+DOTS_OF(one_dot, ABREAST, 1)
 #undef DOTS_OF
 
 /* Scaled products of q with the rows of k that a block has of every head. */
-static void T(dots)(const T(rows) * from, int64_t num_heads, fa_range block, T(place) after,
-                    int64_t asked_bytes, int64_t d, const REAL *q, int64_t count, REAL scale, REAL *st,
-                    REAL *copies) {
+static void T(dots)(const T(rows) * from, int64_t num_heads, fa_range block, T(place) after, int64_t d,
+                    const REAL *q, int64_t count, REAL scale, REAL *st, REAL *copies) {
   const int64_t width = fa_round_up(d, NR), num_rows = num_heads * count, most = T(most_held)(count);
   T(held_rows) ring[2];
+  ring[0].asked_bytes = ring[1].asked_bytes = T(asked_bytes)(from[0].dtype, d);
   int turn = 0;
-  T(find_rows)(from[0], block, most, asked_bytes, &ring[turn]);
+  T(find_rows)(from[0], block, most, &ring[turn]);
   for (int64_t j = block.begin; j < block.end; j += most, st += most * STRIP) {
     const fa_range rows = {j, fa_min(j + most, block.end)};
     for (int64_t n = 0; n < rows.end - rows.begin && num_rows % LANES; n++)
@@ -192,7 +169,7 @@ static void T(dots)(const T(rows) * from, int64_t num_heads, fa_range block, T(p
       T(held_rows) *k = &ring[turn], *next = &ring[turn ^= 1];
       T(hold_rows)(k, T(has_gaps)(from[0]), d, count, copies);
       const T(place) place = T(place_after)(from, head, num_heads, rows, block.end, after);
-      T(find_rows)(place.from, place.range, most, asked_bytes, next);
+      T(find_rows)(place.from, place.range, most, next);
       const int64_t first = head * count, end = first + count;
       int64_t x = first;
 #define DOTS(name) T(name)(k, x == first ? next : NULL, q + x * width, width, scale, st + x)
@@ -218,7 +195,7 @@ INLINE void T(add_products)(int num_p, int num_v, fa_dtype dtype, const T(held_r
     if (next) T(ask_for)(next, n);
     T(vec) v_n[SUMS];
 #pragma GCC unroll 16
-    for (int i = 0; i < num_v; i++) v_n[i] = T(load_held)(v->row[n], column + i * LANES, dtype);
+    for (int i = 0; i < num_v; i++) v_n[i] = T(load_typed)(v->row[n], column + i * LANES, dtype);
 #pragma GCC unroll 16
     for (int x = 0; x < num_p; x++)
 #pragma GCC unroll 16
@@ -255,26 +232,27 @@ static void T(add_products_of_seen)(const T(held_rows) * v, int64_t width, const
                                     REAL *sums) {
   for (int64_t n = 0; n < v->count; n++)
     for (int64_t p = 0; p < width && !hidden[n * STRIP]; p += LANES)
-      T(store)(sums + p, T(load)(sums + p) + pt[n * STRIP] * T(load_held)(v->row[n], p, v->dtype));
+      T(store)(sums + p, T(load)(sums + p) + pt[n * STRIP] * T(load_typed)(v->row[n], p, v->dtype));
 }
 
 /* Whether rows that are held have no NaN and no infinity. */
 static bool T(held_finite)(const T(held_rows) * held, int64_t width) {
   T(vec) nought = T(splat)(0); /* a number times 0 is 0, anything else NaN */
   for (int64_t n = 0; n < held->count; n++)
-    for (int64_t p = 0; p < width; p += LANES) nought += T(load_held)(held->row[n], p, held->dtype) * 0;
+    for (int64_t p = 0; p < width; p += LANES) nought += T(load_typed)(held->row[n], p, held->dtype) * 0;
   return !T(any_lane)(nought != T(splat)(0));
 }
 
 /* o [num_heads][count][width] = decay * o + p . v with the rows of v that a block has of every head; hidden
  * NULL: all are seen. sums is scratch, as large as o. */
-static void T(add_direct)(const T(rows) * from, int64_t num_heads, fa_range block, T(place) after,
-                          int64_t asked_bytes, int64_t d, const REAL *pt, const INT *hidden, int64_t count,
-                          const REAL *decay, REAL *o, REAL *sums, REAL *copies) {
+static void T(add_direct)(const T(rows) * from, int64_t num_heads, fa_range block, T(place) after, int64_t d,
+                          const REAL *pt, const INT *hidden, int64_t count, const REAL *decay, REAL *o,
+                          REAL *sums, REAL *copies) {
   const int64_t width = fa_round_up(d, NR), num_rows = num_heads * count, most = T(most_held)(count);
   T(held_rows) ring[2];
+  ring[0].asked_bytes = ring[1].asked_bytes = T(asked_bytes)(from[0].dtype, d);
   int turn = 0;
-  T(find_rows)(from[0], block, most, asked_bytes, &ring[turn]);
+  T(find_rows)(from[0], block, most, &ring[turn]);
   memset(sums, 0, (size_t)(num_rows * width) * sizeof *sums);
   for (int64_t j = block.begin; j < block.end; j += most, pt += most * STRIP) {
     const fa_range rows = {j, fa_min(j + most, block.end)};
@@ -282,7 +260,7 @@ static void T(add_direct)(const T(rows) * from, int64_t num_heads, fa_range bloc
       T(held_rows) *v = &ring[turn], *next = &ring[turn ^= 1];
       T(hold_rows)(v, T(has_gaps)(from[0]), d, count, copies);
       const T(place) place = T(place_after)(from, head, num_heads, rows, block.end, after);
-      T(find_rows)(place.from, place.range, most, asked_bytes, next);
+      T(find_rows)(place.from, place.range, most, next);
       const bool all_finite = !hidden || T(held_finite)(v, width);
       const int64_t first = head * count, end = first + count;
       for (int64_t x = first; !all_finite && x < end; x++) T(add_products_of_seen)

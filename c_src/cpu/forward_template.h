@@ -178,7 +178,6 @@ static void T(finish_row)(const fa_cpu_job *job, const fa_sequence *sequence, in
 typedef struct T(keys) {
   T(rows) k[FEW_ROWS], v[FEW_ROWS];
   int64_t num_heads;                    /* of k and v */
-  int64_t asked_bytes;                  /* of a row; 0: the processor foresees those that are not converted */
   int64_t end;                          /* of the columns that a task reads */
   bool q_is_normal;                     /* T(all_normal) */
   bool q_and_k_are_normal, v_is_normal; /* and of the block at hand */
@@ -192,7 +191,7 @@ static void T(multiply_with_k)(const fa_problem *problem, const fa_tile *tile, c
 #if DIRECT
   if (T(is_direct)(problem)) {
     T(dots)
-    (keys->k, keys->num_heads, tile->columns, (T(place)){keys->v[0], tile->columns}, keys->asked_bytes, d,
+    (keys->k, keys->num_heads, tile->columns, (T(place)){keys->v[0], tile->columns}, d,
      s.q_rows + first * fa_round_up(d, NR), num_rows / keys->num_heads, scale, s.scores, s.copies);
     return;
   }
@@ -212,8 +211,8 @@ static void T(multiply_with_v)(const fa_problem *problem, const fa_tile *tile, c
   if (T(is_direct)(problem)) {
     const T(place) next_keys = {keys->k[0], {tile->columns.end, keys->end}};
     T(add_direct)
-    (keys->v, keys->num_heads, tile->columns, next_keys, keys->asked_bytes, d, s.scores, hidden,
-     num_rows / keys->num_heads, s.decay, o, s.sums, s.copies);
+    (keys->v, keys->num_heads, tile->columns, next_keys, d, s.scores, hidden, num_rows / keys->num_heads,
+     s.decay, o, s.sums, s.copies);
     return;
   }
 #endif
@@ -293,12 +292,9 @@ static void T(forward_sums)(const fa_cpu_job *job, const fa_sequence *sequence, 
   const fa_problem *problem = job->problem;
   const int64_t d = problem->head_dim, depth = T(operands)(d), padded = fa_round_up(d, NR);
   const int64_t group = problem->num_heads / problem->num_kv_heads, kv_head = heads.begin / group;
-  const int64_t element_bytes = (int64_t)fa_dtype_bytes(problem->dtype);
   const bool direct = T(is_direct)(problem);
   T(keys)
-  keys = {.num_heads = (heads.end - 1) / group - kv_head + 1,
-          .asked_bytes = element_bytes < (int64_t)sizeof(REAL) ? d * element_bytes : 0,
-          .end = fa_min(part.end, sequence->seqlen_k)};
+  keys = {.num_heads = (heads.end - 1) / group - kv_head + 1, .end = fa_min(part.end, sequence->seqlen_k)};
   for (int64_t n = 0; n < keys.num_heads; n++)
     keys.k[n] = T(rows_of)(job, FA_TENSOR_K, sequence, kv_head + n),
     keys.v[n] = T(rows_of)(job, FA_TENSOR_V, sequence, kv_head + n);

@@ -144,6 +144,36 @@ static void T(to_f16)(const REAL *from, int64_t count, uint16_t *halves) {
   for (; i < count; i++) halves[i] = fa_f32_to_f16((float)from[i]);
 }
 
+/* LANES numbers of a row of that type, from a column on. Of a conversion of vectors of bf16 compilers make more
+ * than there is to it. */
+INLINE T(vec) T(load_typed)(const char *row, int64_t column, fa_dtype dtype) {
+#if IS_F32
+  const uint16_t *half = (const uint16_t *)row + column;
+  if (dtype == FA_DTYPE_BF16) {
+#if defined(__AVX512F__)
+    const __m512i upper = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)half));
+#elif defined(__AVX2__)
+    const __m256i upper = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)half));
+#else
+    T(mask) upper;
+    for (int v = 0; v < LANES; v++) upper[v] = half[v];
+#endif
+    return (T(vec))((T(mask))upper << 16);
+  }
+  if (dtype == FA_DTYPE_F16) {
+#if CONVERTS_F16
+    return T(load_f16)(half);
+#else
+    REAL lanes[LANES];
+    T(from_f16)(half, LANES, lanes);
+    return T(load)(lanes);
+#endif
+  }
+#endif
+  (void)dtype;
+  return T(load)((const REAL *)row + column);
+}
+
 /* What T(rows_at) found, as REAL: in place where it is that already, else in buffer. */
 INLINE const REAL *T(read_row)(const char *row, fa_dtype dtype, int64_t count, REAL *buffer) {
   const uint16_t *half = (const uint16_t *)row;
@@ -326,16 +356,7 @@ static void T(pack_panels)(T(rows) from, fa_range block, int64_t columns, REAL *
 /* LANES numbers of a row, from a column on. */
 INLINE T(vec) T(load_lanes)(T(rows) from, int64_t row, int64_t column) {
   const char *data = T(row_at)(from, row);
-  if (!data) return T(splat)(0);
-  const uint16_t *half = (const uint16_t *)data + column;
-  REAL lanes[LANES];
-  if (from.dtype == FA_DTYPE_BF16)
-    for (int v = 0; v < LANES; v++) lanes[v] = fa_bf16_to_f32(half[v]);
-  else if (from.dtype == FA_DTYPE_F16)
-    T(from_f16)(half, LANES, lanes);
-  else
-    memcpy(lanes, (const REAL *)data + column, sizeof lanes);
-  return T(load)(lanes);
+  return data ? T(load_typed)(data, column, from.dtype) : T(splat)(0);
 }
 
 /* A part of the next layout: LANES rows become to[columns][NR]. Of the columns the first whole vectors, whose

@@ -57,6 +57,8 @@ INLINE T(vec) T(exp_beyond)(T(vec) r) {
   return sum;
 }
 
+INLINE T(vec) T(expm1_reduced)(T(vec) r) { return T(exp_beyond)(r) * (r * r) + r; }
+
 /* x - n * ln(2) for an integer n. */
 INLINE T(vec) T(reduce)(T(vec) x, T(vec) n) {
 #if IS_F32 && defined(__FMA__)
@@ -85,7 +87,7 @@ INLINE T(vec) T(exp)(T(vec) x) {
                                         y, n);
 #else
   T(vec) r, power = T(split_exponent)(x, &r);
-  T(vec) y = (T(exp_beyond)(r) * (r * r) + r) * power + power;
+  T(vec) y = T(expm1_reduced)(r) * power + power;
   return (T(vec))((T(mask))y & ~(x < EXP_LOWEST));
 #endif
 }
@@ -96,7 +98,7 @@ INLINE T(vec) T(tanh)(T(vec) x) {
   T(vec) twice = 2 * (T(vec))((T(mask))x ^ sign);
   T(vec) r, clipped = T(min)(T(splat)(80), twice);
   T(vec) power = T(split_exponent)(clipped, &r);
-  T(vec) e = (T(exp_beyond)(r) * (r * r) + r) * power + (power - 1);
+  T(vec) e = T(expm1_reduced)(r) * power + (power - 1);
   return (T(vec))((T(mask))(e / (e + 2)) | sign);
 }
 
