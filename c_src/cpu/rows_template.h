@@ -155,7 +155,7 @@ INLINE T(vec) T(load_typed)(const char *row, int64_t column, fa_dtype dtype) {
 #elif defined(__AVX2__)
     const __m256i upper = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)half));
 #else
-    T(mask) upper;
+    T(mask) upper = {0};
     for (int v = 0; v < LANES; v++) upper[v] = half[v];
 #endif
     return (T(vec))((T(mask))upper << 16);
