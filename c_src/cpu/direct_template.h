@@ -14,7 +14,7 @@
 #if !defined(HELD)
 #define HELD    32 /* rows of k or v that are read at a time */
 #define ABREAST 8  /* and multiplied, at most */
-#if defined(__AVX512F__)
+#if VECTOR_BYTES == 64
 #define SUMS 16 /* vectors that stay in registers */
 #else
 #define SUMS 8

@@ -111,7 +111,7 @@ INLINE const char *T(row_at)(T(rows) from, int64_t row) {
 
 #if CONVERTS_F16
 INLINE T(vec) T(load_f16)(const uint16_t *from) {
-#if defined(__AVX512F__)
+#if VECTOR_BYTES == 64
   return (T(vec))_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from));
 #else
   return (T(vec))_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)from));
@@ -119,7 +119,7 @@ INLINE T(vec) T(load_f16)(const uint16_t *from) {
 }
 
 INLINE void T(store_f16)(uint16_t *to, T(vec) x) {
-#if defined(__AVX512F__)
+#if VECTOR_BYTES == 64
   _mm256_storeu_si256((__m256i *)to, _mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT));
 #else
   _mm_storeu_si128((__m128i *)to, _mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT));
@@ -150,9 +150,9 @@ INLINE T(vec) T(load_typed)(const char *row, int64_t column, fa_dtype dtype) {
 #if IS_F32
   const uint16_t *half = (const uint16_t *)row + column;
   if (dtype == FA_DTYPE_BF16) {
-#if defined(__AVX512F__)
+#if VECTOR_BYTES == 64
     const __m512i upper = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)half));
-#elif defined(__AVX2__)
+#elif VECTOR_BYTES == 32
     const __m256i upper = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)half));
 #else
     T(mask) upper = {0};

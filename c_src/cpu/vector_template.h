@@ -17,7 +17,7 @@ INLINE T(vec) T(select)(T(mask) mask, T(vec) yes, T(vec) no) {
 }
 
 /* Where one of the two is a NaN, the result is b. */
-#if IS_F32 && defined(__AVX512F__)
+#if IS_F32 && VECTOR_BYTES == 64
 INLINE T(vec) T(max)(T(vec) a, T(vec) b) { return (T(vec))_mm512_max_ps((__m512)a, (__m512)b); }
 #else
 INLINE T(vec) T(max)(T(vec) a, T(vec) b) { return T(select)(a > b, a, b); }
@@ -79,7 +79,7 @@ INLINE T(vec) T(split_exponent)(T(vec) x, T(vec) * r) {
 /* exp(x) to about one unit in the last place, float's of -30 to two and of -60 to four, 0 where it would be
  * subnormal; x must not exceed EXP_HIGHEST, at which it is infinite. */
 INLINE T(vec) T(exp)(T(vec) x) {
-#if IS_F32 && defined(__AVX512F__)
+#if IS_F32 && VECTOR_BYTES == 64
   const __m512 n = _mm512_roundscale_ps((__m512)x * 1.44269504088896340736f, _MM_FROUND_TO_NEAREST_INT);
   const T(vec) r = T(reduce)(x, (T(vec))n);
   const __m512 y = (__m512)((T(exp_beyond)(r) * r + 1) * r + 1);
