@@ -534,18 +534,16 @@ static void T(backward_tile)(const fa_cpu_job *job, const T(backward_shared) * s
   /* dv += p^T . dout,  dk += ds^T . q,  dq += ds . k */
   const T(operand) *p = (const T(operand) *)s->p, *ds = (const T(operand) *)s->ds;
   const T(operand) *ds_rows = PAIRS ? s->ds_rows : ds;
-  T(product_where_seen)
-  (num_columns, d, T(operands)(num_rows), p, hidden, normal, 1, BLOCK, rows.dout_panels, panel, columns.dv,
-   padded, ADD, 0, NULL);
-  T(product_where_seen)
-  (num_columns, d, T(operands)(num_rows), ds, hidden, normal, 1, BLOCK, rows.q_panels, panel, columns.dk,
-   padded, ADD, 0, NULL);
+  T(product_in_tile)
+  (tile, true, d, p, hidden, normal, 1, BLOCK, rows.dout_panels, panel, columns.dv, padded, ADD, 0, NULL);
+  T(product_in_tile)
+  (tile, true, d, ds, hidden, normal, 1, BLOCK, rows.q_panels, panel, columns.dk, padded, ADD, 0, NULL);
   if (s->num_kept == MOST_KEPT) T(add_kept)(job, shared, s, task, MOST_KEPT - 1, place);
   T(kept_tile) *kept = &s->kept_tiles[(s->first_kept + s->num_kept++) % MOST_KEPT];
   kept->head = tile->head, kept->place = place, kept->rows = tile->rows;
-  T(product_where_seen)
-  (num_rows, d, T(operands)(num_columns), ds_rows, hidden, normal, T(operands)(BLOCK), 1, columns.k_panels,
-   panel, kept->dq, padded, STORE, 1, NULL);
+  T(product_in_tile)
+  (tile, false, d, ds_rows, hidden, normal, T(operands)(BLOCK), 1, columns.k_panels, panel, kept->dq, padded,
+   STORE, 1, NULL);
   T(add_kept)(job, shared, s, task, MOST_KEPT, place);
 }
 

@@ -178,6 +178,7 @@ static void T(finish_row)(const fa_cpu_job *job, const fa_sequence *sequence, in
 typedef struct T(keys) {
   T(rows) k[FEW_ROWS], v[FEW_ROWS];
   int64_t num_heads;                    /* of k and v */
+  int64_t first;                        /* column of those that are packed */
   int64_t end;                          /* of the columns that a task reads */
   bool q_is_normal;                     /* T(all_normal) */
   bool q_and_k_are_normal, v_is_normal; /* and of the block at hand */
@@ -197,28 +198,29 @@ static void T(multiply_with_k)(const fa_problem *problem, const fa_tile *tile, c
   }
 #endif
   T(product_where_seen)
-  (tile->columns.end - tile->columns.begin, num_rows, depth, s.k, NULL, keys->q_and_k_are_normal, depth, 1,
-   s.q + first * depth, depth * NR, s.scores, STRIP, STORE, scale, NULL);
+  (tile->columns.end - tile->columns.begin, num_rows, depth, s.k + (tile->columns.begin - keys->first) * depth,
+   NULL, keys->q_and_k_are_normal, depth, 1, s.q + first * depth, depth * NR, s.scores, STRIP, STORE, scale,
+   NULL);
 }
 
 /* Their probabilities, with v, into the sums of its rows. */
 static void T(multiply_with_v)(const fa_problem *problem, const fa_tile *tile, const T(keys) * keys,
                                const INT *hidden, int64_t first, T(forward_scratch) s) {
-  const int64_t d = problem->head_dim, padded = fa_round_up(d, NR),
-                num_rows = tile->rows.end - tile->rows.begin;
+  const int64_t d = problem->head_dim, padded = fa_round_up(d, NR);
   REAL *o = s.o + first * padded;
 #if DIRECT
   if (T(is_direct)(problem)) {
     const T(place) next_keys = {keys->k[0], {tile->columns.end, keys->end}};
     T(add_direct)
-    (keys->v, keys->num_heads, tile->columns, next_keys, d, s.scores, hidden, num_rows / keys->num_heads,
-     s.decay, o, s.sums, s.copies);
+    (keys->v, keys->num_heads, tile->columns, next_keys, d, s.scores, hidden,
+     (tile->rows.end - tile->rows.begin) / keys->num_heads, s.decay, o, s.sums, s.copies);
     return;
   }
 #endif
-  T(product_where_seen)
-  (num_rows, d, T(operands)(tile->columns.end - tile->columns.begin), (const T(operand) *)s.scores, hidden,
-   keys->v_is_normal, 1, STRIP, s.v, T(operands)(BLOCK) * NR, o, padded, RESCALE, 0, s.decay);
+  T(product_in_tile)
+  (tile, false, d, (const T(operand) *)s.scores, hidden, keys->v_is_normal, 1, STRIP,
+   s.v + T(operands)(tile->columns.begin - keys->first) * NR, T(operands)(BLOCK) * NR, o, padded, RESCALE, 0,
+   s.decay);
 }
 
 /* Takes one tile into the sums o, m and l of its rows, of which the task's first-th is the first. */
@@ -238,17 +240,21 @@ static void T(forward_tile)(const fa_cpu_job *job, const fa_tile *tile, const T(
   T(multiply_with_v)(problem, tile, keys, hides ? s.hidden : NULL, first, s);
 }
 
-/* Takes one block of columns into the sums of a task's rows, strip by strip. A strip stops at the last column
- * that it sees. */
+/* Takes one block of columns into the sums of a task's rows, strip by strip, or, where a strip's rows see
+ * different columns, by as few rows as there may be. Each has the columns that it sees. */
 static void T(forward_columns)(const fa_cpu_job *job, const fa_tile *rows_by_columns, const T(keys) * keys,
                                T(forward_scratch) s) {
   fa_tile tile = *rows_by_columns;
   const fa_range rows = tile.rows, columns = tile.columns,
                  seeing = fa_rows_in_band(tile.band, fa_tile_rows(&tile)),
                  part = tile.rows_a_head ? rows : fa_in_units(rows, seeing, WHOLE);
-  for (int64_t begin = part.begin; begin < part.end; begin += STRIP) {
+  const bool is_direct = T(is_direct)(job->problem);
+  for (int64_t begin = part.begin; begin < part.end; begin = tile.rows.end) {
     tile.rows = (fa_range){begin, fa_min(begin + STRIP, part.end)};
-    tile.columns.end = fa_min(columns.end, fa_columns_in_band(tile.band, fa_tile_rows(&tile)).end);
+    tile.columns = columns;
+    if (!is_direct && !tile.rows_a_head && !fa_tile_sees_all(&tile))
+      tile.rows.end = fa_min(begin + WHOLE, part.end);
+    tile.columns = T(seen_of)(columns, fa_columns_in_band(tile.band, fa_tile_rows(&tile)));
     if (fa_tile_sees_any(&tile)) T(forward_tile)(job, &tile, keys, begin - rows.begin, s);
   }
 }
@@ -318,8 +324,8 @@ static void T(forward_sums)(const fa_cpu_job *job, const fa_sequence *sequence, 
     for (int64_t i = 0; i < blocks.count; i++) {
       const fa_range block = fa_block_at(blocks, i);
       if (block.begin < part.begin || block.begin >= part.end) continue;
-      tile.columns = fa_overlap(block, fa_columns_in_band(&band, rows));
-      tile.columns.begin -= tile.columns.begin % T(PER_OPERAND); /* the same are pairs, whatever rows see */
+      tile.columns = T(seen_of)(block, fa_columns_in_band(&band, rows));
+      keys.first = tile.columns.begin;
       const int64_t num_columns = tile.columns.end - tile.columns.begin;
       if (!direct) {
         T(pack_rows)(keys.k[0], tile.columns, d, s.k);

@@ -88,8 +88,8 @@
 #define DIRECT (!PAIRS && !IS_COMPLEX)
 #define NV     2
 #define NR     (NV * LANES) /* columns of a tile */
-#define WHOLE \
-  (NR % MR ? STRIP : NR) /* so many rows or columns are whole tiles, wherever among them a range begins */
+/* So many rows or columns are whole tiles, wherever among them a range begins. */
+#define WHOLE ((MR == 6 ? NR % 4 : NR % MR) ? STRIP : NR)
 
 #define JOIN_(a, b) a##_##b
 #define JOIN(a, b)  JOIN_(a, b)

@@ -158,17 +158,24 @@ static __attribute__((noinline)) void T(product)(int64_t rows, int64_t columns, 
   T(make_tile)                                                                                        \
   (mr, np, depth, a + r * a_row, a_row, a_column, b, panel, c + r * c_row + x, c_row, target, factor, \
    target == RESCALE ? factors + r : factors)
-#if WIDE
   /* Six rows at a time, and four at the end: two would have too few sums to hide what one takes. */
-  for (; x + NR < columns; x += 2 * NR, b += 2 * panel) {
-    const int64_t whole = fa_round_up(rows, MR);
-    int64_t r = 0;
-    for (; whole - r > 8 || whole - r == 6; r += 6) TILE_OF(6, 2);
-    for (; r < whole; r += 4) TILE_OF(4, 2);
-  }
+#define SIXES_OF(np)                                            \
+  do {                                                          \
+    const int64_t end = fa_round_up(rows, 2);                   \
+    int64_t r = 0;                                              \
+    for (; end - r > 8 || end - r == 6; r += 6) TILE_OF(6, np); \
+    for (; r < end; r += 4) TILE_OF(4, np);                     \
+  } while (0)
+#if WIDE
+  for (; x + NR < columns; x += 2 * NR, b += 2 * panel) SIXES_OF(2);
 #endif
   for (; x < columns; x += NR, b += panel)
+#if MR == 6
+    SIXES_OF(1);
+#else
     for (int64_t r = 0; r < rows; r += MR) TILE_OF(MR, 1);
+#endif
+#undef SIXES_OF
 #undef TILE_OF
 }
 

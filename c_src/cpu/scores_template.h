@@ -279,6 +279,45 @@ static void T(find_seen)(const fa_tile *tile, T(seen_columns) * seen) {
   }
 }
 
+/* Rows or columns whose numbers a product sums at a time: it gives the same bits whatever it leaves out of
+ * those that nobody sees, if it leaves out whole ones at the front. */
+#if TILES
+#define SUMMED_AT_ONCE (T(PER_OPERAND) * TILE)
+#else
+#define SUMMED_AT_ONCE T(PER_OPERAND)
+#endif
+
+/* What there is of a range in another one, with what is summed at once with its first. */
+static fa_range T(seen_of)(fa_range range, fa_range seen) {
+  seen = fa_overlap(range, seen);
+  seen.begin = fa_min(seen.begin, range.end);
+  seen.begin -= (seen.begin - range.begin) % SUMMED_AT_ONCE;
+  return seen;
+}
+
+/* T(product_where_seen) whose a [rows of c, depth] has the rows and columns of a tile, or, turned, its columns
+ * and rows. Where rows see different columns it is made by as few of c's rows as products take, each with what
+ * it sees of the depth. */
+INLINE void T(product_in_tile)(const fa_tile *tile, bool turned, int64_t columns, const T(operand) * a,
+                               const INT *hidden, bool all_normal, int64_t a_row, int64_t a_column,
+                               const T(operand) * b, int64_t panel, REAL *c, int64_t c_row,
+                               product_target target, REAL factor, const REAL *factors) {
+  const fa_range rows = turned ? tile->columns : tile->rows, depth = turned ? tile->rows : tile->columns;
+  const bool whole = hidden || tile->rows_a_head || fa_tile_sees_all(tile);
+  for (int64_t begin = rows.begin, end; begin < rows.end; begin = end) {
+    end = whole ? rows.end : fa_min(begin + (WHOLE % MR ? WHOLE : MR), rows.end);
+    const fa_range some = {begin, end};
+    fa_range seen = depth;
+    if (!whole && !turned) seen = T(seen_of)(depth, fa_columns_in_band(tile->band, some));
+    if (!whole && turned) seen = T(seen_of)(depth, fa_rows_that_see(tile->band, some));
+    const int64_t first = T(operands)(seen.begin - depth.begin), row = begin - rows.begin;
+    T(product_where_seen)
+    (end - begin, columns, T(operands)(fa_max(seen.end - seen.begin, 0)), a + row * a_row + first * a_column,
+     hidden, all_normal, a_row, a_column, b + first * NR, panel, c + row * c_row, c_row, target, factor,
+     target == RESCALE ? factors + row : factors);
+  }
+}
+
 /* ---- forward: rows lie along the vectors ------------------------------------------------------------ */
 
 /* st[BLOCK of columns, STRIP of rows] += addends[STRIP of rows, BLOCK of columns] */

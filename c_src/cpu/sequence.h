@@ -90,6 +90,12 @@ static inline fa_range fa_columns_in_band(const fa_band *band, fa_range rows) {
   return rows.begin < rows.end ? fa_band_columns(*band, rows) : (fa_range){0, 0};
 }
 
+/* The rows that see some of the columns in the band. Empty where end <= begin. */
+static inline fa_range fa_rows_that_see(const fa_band *band, fa_range columns) {
+  columns = fa_overlap(columns, (fa_range){band->k_begin, band->k_end});
+  return columns.begin < columns.end ? fa_band_rows(*band, columns) : (fa_range){0, 0};
+}
+
 /* Whether the row sees any of these columns, and the first band in which it does. */
 static inline bool fa_sees_any(const fa_sequence *sequence, int64_t row, fa_range columns, fa_band *band) {
   for (int64_t i = 0; i < sequence->num_bands; i++) {
@@ -149,9 +155,7 @@ static inline fa_blocks fa_blocks_seen_by(const fa_sequence *sequence, const fa_
 /* The blocks of rows that see something of these columns in a band. */
 static inline fa_blocks fa_blocks_that_see(const fa_sequence *sequence, const fa_band *band, fa_range columns,
                                            int64_t size) {
-  columns = fa_overlap(columns, (fa_range){band->k_begin, band->k_end});
-  fa_range rows = columns.begin < columns.end ? fa_band_rows(*band, columns) : (fa_range){0, 0};
-  return fa_blocks_that_meet(rows, size, sequence->seqlen_q);
+  return fa_blocks_that_meet(fa_rows_that_see(band, columns), size, sequence->seqlen_q);
 }
 
 /* ---- tiles ----------------------------------------------------------------------------------------- */
