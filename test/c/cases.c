@@ -631,7 +631,8 @@ static const fa_case cases[] = {
     ROW("long rows", LENGTHS(3, 1301), .head_dim = 24),
     ROW("long columns", LENGTHS(1301, 3), .head_dim = 24),
     ROW("long, windowed", LENGTHS(701, 733), .head_dim = 32, WINDOW(40, 0)),
-    ROW("long, window on both sides", LENGTHS(530, 701), HEADS(4, 2), .head_dim = 64, WINDOW(150, 70)),
+    TAGGED("long, window on both sides", CASE_QUICK, LENGTHS(530, 701), HEADS(4, 2), .head_dim = 64,
+           WINDOW(150, 70)),
     ROW("long, window, hidden rows", LENGTHS(701, 300), HEADS(2, 2), .head_dim = 64, .num_sinks = 1,
         WINDOW(100, 20)),
 

@@ -494,6 +494,21 @@ fa_outcome trial_new(fa_trial **trial, const fa_setup *setup, const fa_problem *
   return OUTCOME_RAN;
 }
 
+fa_outcome trial_plan(fa_trial *t, int32_t num_threads, char why[512]) {
+  const fa_problem problem = t->plan.problem;
+  const fa_pass pass = t->plan.pass;
+  fa_error error;
+  char text[16];
+  snprintf(text, sizeof text, "%d", num_threads);
+  char *before = set_environment("FLASH_ATTENTION_NUM_THREADS", text);
+  const fa_status status = fa_plan_init(&t->plan, &problem, pass, t->device, &error);
+  restore_environment("FLASH_ATTENTION_NUM_THREADS", before);
+  bytes_free(t->device, &t->workspace);
+  t->workspace = bytes_new(t->device, GUARD_BYTES + t->plan.workspace_bytes + GUARD_BYTES, false);
+  if (status) snprintf(why, 512, "%s: %s", fa_status_name(status), error.message);
+  return status ? OUTCOME_BROKEN : OUTCOME_RAN;
+}
+
 void trial_free(fa_trial *trial) {
   if (!trial) return;
   for (int id = 0; id < FA_NUM_TENSORS; id++) image_free(&trial->images[id], trial->device);
@@ -568,6 +583,21 @@ void must_run(const fa_setup *setup, const fa_problem *problem, fa_pass pass, fa
   if (run_pass(setup, problem, pass, values, why) == OUTCOME_RAN) return;
   printf("FAILED: %s %s: %s\n", fa_device_kind_name(setup->device.kind), fa_pass_name(pass), why);
   exit(1);
+}
+
+char *set_environment(const char *name, const char *text) {
+  const char *value = getenv(name);
+  char *before = value ? strdup(value) : NULL;
+  setenv(name, text, 1);
+  return before;
+}
+
+void restore_environment(const char *name, char *before) {
+  if (before)
+    setenv(name, before, 1);
+  else
+    unsetenv(name);
+  free(before);
 }
 
 /* ---- comparing ---------------------------------------------------------------------------------------- */

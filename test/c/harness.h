@@ -64,6 +64,9 @@ fa_outcome trial_run(fa_trial *trial, int32_t num_threads, char why[512]);
 void trial_keep(fa_trial *trial);
 bool trial_repeats(const fa_trial *trial, fa_tensor_id id);
 
+/* What follows runs as it does where plans for the CPU have so many threads. */
+fa_outcome trial_plan(fa_trial *trial, int32_t num_threads, char why[512]);
+
 /* Writes the outputs of the last run to values, once. */
 fa_outcome trial_read(fa_trial *trial, fa_values *values, char why[512]);
 
@@ -74,5 +77,9 @@ void must_run(const fa_setup *setup, const fa_problem *problem, fa_pass pass, fa
 double values_error(const fa_problem *problem, fa_tensor_id id, const fa_values *x, const fa_values *expected);
 
 bool values_equal(const fa_problem *problem, fa_tensor_id id, const fa_values *x, const fa_values *y);
+
+/* Sets a variable of the environment, and returns what restore_environment gives back to it. */
+char *set_environment(const char *name, const char *text);
+void restore_environment(const char *name, char *before);
 
 #endif

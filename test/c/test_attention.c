@@ -28,6 +28,8 @@ static struct {
   const char *name;
 } options = {.dtype = -1, .sweep = -1, .growth = 1, .seed = 1, .name = ""};
 
+#define MORE_THREADS 7
+
 static const fa_device_kind kinds[] = {FA_DEVICE_CPU, FA_DEVICE_CUDA, FA_DEVICE_REFERENCE};
 
 /* The largest error, in tolerances, that any case had. */
@@ -111,6 +113,12 @@ static fa_outcome run_and_repeat(const fa_case *c, fa_pass pass, fa_values *valu
   CHECK(outcome == OUTCOME_RAN, "%s: %s: %s", case_text, fa_pass_name(pass), why);
   for (int32_t num_threads = 1; outcome == OUTCOME_RAN && repeats && num_threads <= 3; num_threads++)
     check_repeats(c, pass, trial, num_threads);
+  /* Plans for more threads cut tasks elsewhere. */
+  if (outcome == OUTCOME_RAN && setup.device.kind == FA_DEVICE_CPU) {
+    outcome = trial_plan(trial, MORE_THREADS, why);
+    CHECK(outcome == OUTCOME_RAN, "%s: %s: %s", case_text, fa_pass_name(pass), why);
+    if (outcome == OUTCOME_RAN) check_repeats(c, pass, trial, MORE_THREADS);
+  }
   trial_free(trial);
   return outcome;
 }

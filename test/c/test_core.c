@@ -9,6 +9,7 @@
 #include "../../c_src/core/problem.h"
 #include "../../c_src/core/tensors.h"
 #include "check.h"
+#include "harness.h"
 
 static const fa_device reference = {FA_DEVICE_REFERENCE, 0};
 
@@ -745,8 +746,7 @@ static void check_kernel(const char *disabled, fa_dtype dtype, const char *kerne
 /* The best instruction set that the processor has and nobody switched off. */
 static void test_instruction_sets(void) {
   __builtin_cpu_init();
-  const char *list = getenv("FLASH_ATTENTION_DISABLE");
-  char *before = list ? strdup(list) : NULL;
+  char *before = set_environment("FLASH_ATTENTION_DISABLE", "");
   check_kernel("avx512,avx2", FA_DTYPE_BF16, "cpu/plain/f32");
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
     check_kernel("avx512", FA_DTYPE_BF16, "cpu/avx2/f32");
@@ -765,9 +765,7 @@ static void test_instruction_sets(void) {
           error.message);
     check_kernel("", FA_DTYPE_BF16, strstr(info.features, "amx") ? "cpu/amx/bf16" : without_amx);
   }
-  unsetenv("FLASH_ATTENTION_DISABLE");
-  if (before) setenv("FLASH_ATTENTION_DISABLE", before, 1);
-  free(before);
+  restore_environment("FLASH_ATTENTION_DISABLE", before);
 }
 
 #else
@@ -784,16 +782,13 @@ static int32_t threads_with(const char *text) {
 }
 
 static void test_threads(void) {
-  const char *set = getenv("FLASH_ATTENTION_NUM_THREADS");
-  char *before = set ? strdup(set) : NULL;
+  char *before = set_environment("FLASH_ATTENTION_NUM_THREADS", "");
   CHECK(threads_with("7") == 7 && threads_with("1023") == 1023, "threads that are asked for");
   const int32_t processors = threads_with("");
   static const char *const others[] = {"0", "-3", "1024", "99999999999999999999", "many", "1e3", "1,2"};
   for (size_t i = 0; i < sizeof others / sizeof *others; i++)
     CHECK(threads_with(others[i]) == processors, "%d threads for %s", threads_with(others[i]), others[i]);
-  unsetenv("FLASH_ATTENTION_NUM_THREADS");
-  if (before) setenv("FLASH_ATTENTION_NUM_THREADS", before, 1);
-  free(before);
+  restore_environment("FLASH_ATTENTION_NUM_THREADS", before);
 }
 
 static void test_devices(void) {

@@ -224,8 +224,7 @@ static void test_threads(fa_dtype dtype) {
                {1, 3, 16, 4, 96},  {1, 1, 40, 2, 64}, {1, 9, 12, 2, 32}, {2, 40, 3, 1, 56}};
   static const char *const threads[] = {"2", "3", "7", "16", "65"};
   const fa_setup setup = {.device = {FA_DEVICE_CPU, 0}, .num_threads = 3};
-  const char *text = getenv("FLASH_ATTENTION_NUM_THREADS");
-  char *before = text ? strdup(text) : NULL;
+  char *before = set_environment("FLASH_ATTENTION_NUM_THREADS", "1");
   for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
     fa_problem p = problem_of(cases[i].batch, cases[i].seqlen_q, 1709, cases[i].head_dim);
     p.dtype = dtype, p.num_heads = cases[i].num_heads, p.num_kv_heads = cases[i].num_kv_heads;
@@ -245,9 +244,7 @@ static void test_threads(fa_dtype dtype) {
     values_free(&x);
     values_free(&y);
   }
-  unsetenv("FLASH_ATTENTION_NUM_THREADS");
-  if (before) setenv("FLASH_ATTENTION_NUM_THREADS", before, 1);
-  free(before);
+  restore_environment("FLASH_ATTENTION_NUM_THREADS", before);
 }
 
 /* ---- pages ----------------------------------------------------------------------------------------------- */
