@@ -223,9 +223,10 @@ static void T(multiply_with_v)(const fa_problem *problem, const fa_tile *tile, c
    s.decay);
 }
 
-/* Takes one tile into the sums o, m and l of its rows, of which the task's first-th is the first. */
-static void T(forward_tile)(const fa_cpu_job *job, const fa_tile *tile, const T(keys) * keys, int64_t first,
-                            T(forward_scratch) s) {
+/* Takes one tile into the sums o, m and l of its rows, of which the task's first-th is the first. next is the
+ * one that is likely to follow. */
+static void T(forward_tile)(const fa_cpu_job *job, const fa_tile *tile, const fa_tile *next,
+                            const T(keys) * keys, int64_t first, T(forward_scratch) s) {
   const fa_problem *problem = job->problem;
   give_way(2 * problem->head_dim * (tile->rows.end - tile->rows.begin) *
            (tile->columns.end - tile->columns.begin));
@@ -235,7 +236,7 @@ static void T(forward_tile)(const fa_cpu_job *job, const fa_tile *tile, const T(
   T(multiply_with_k)(problem, tile, keys, first, s);
   T(make_scores)(job, tile, s.scores, addends);
   bool hides = !keys->v_is_normal && T(find_hidden)(tile, s.scores, s.hidden);
-  T(soften_scores)(job, tile, s.scores, s.m + first, s.l + first, s.decay);
+  T(soften_scores)(job, tile, next, s.scores, s.m + first, s.l + first, s.decay);
   if (problem->dropout != 0) T(drop)(job, tile, s.scores, s.kept);
   T(multiply_with_v)(problem, tile, keys, hides ? s.hidden : NULL, first, s);
 }
@@ -255,7 +256,10 @@ static void T(forward_columns)(const fa_cpu_job *job, const fa_tile *rows_by_col
     if (!is_direct && !tile.rows_a_head && !fa_tile_sees_all(&tile))
       tile.rows.end = fa_min(begin + WHOLE, part.end);
     tile.columns = T(seen_of)(columns, fa_columns_in_band(tile.band, fa_tile_rows(&tile)));
-    if (fa_tile_sees_any(&tile)) T(forward_tile)(job, &tile, keys, begin - rows.begin, s);
+    fa_tile next = tile;
+    next.rows.begin = tile.rows.end < part.end ? tile.rows.end : part.begin;
+    if (next.rows.begin <= begin) next.columns.begin += BLOCK;
+    if (fa_tile_sees_any(&tile)) T(forward_tile)(job, &tile, &next, keys, begin - rows.begin, s);
   }
 }
 

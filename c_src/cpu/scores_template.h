@@ -391,13 +391,11 @@ INLINE T(vec) T(largest)(const REAL *st, int64_t count, T(vec) other) {
 
 /* The online softmax: scores become exp(score - m), as operands [operands of BLOCK, STRIP] in the place of the
  * scores, unless some are yet to be dropped; m and l, the largest score so far and the sum of exp(score - m),
- * take the tile in; decay is what earlier sums are worth now. */
-static void T(soften_scores)(const fa_cpu_job *job, const fa_tile *tile, REAL *st, REAL *m, REAL *l,
-                             REAL *decay) {
+ * take the tile in; decay is what earlier sums are worth now. next is the tile that follows. */
+static void T(soften_scores)(const fa_cpu_job *job, const fa_tile *tile, const fa_tile *next, REAL *st, REAL *m,
+                             REAL *l, REAL *decay) {
   const bool drops = job->problem->dropout != 0;
-  fa_tile next_tile = *tile;
-  next_tile.columns.begin += BLOCK;
-  const T(bias_place) next = T(bias_of)(job, FA_TENSOR_BIAS, &next_tile);
+  const T(bias_place) ahead = T(bias_of)(job, FA_TENSOR_BIAS, next);
   int64_t num_rows = tile->rows.end - tile->rows.begin, num_columns = tile->columns.end - tile->columns.begin;
   for (int64_t i = 0; i < num_rows; i += LANES) {
     const T(vec) old_max = *(T(vec) *)(m + i), max = T(largest)(st + i, num_columns, old_max);
@@ -412,7 +410,7 @@ static void T(soften_scores)(const fa_cpu_job *job, const fa_tile *tile, REAL *s
         p[n] = T(exp)(*s - origin);
         sum += p[n];
         if (drops) *s = p[n];
-        T(look_ahead)(&next, i + (j + n) % LANES, (j + n) / LANES * LANES);
+        T(look_ahead)(&ahead, i + (j + n) % LANES, (j + n) / LANES * LANES);
       }
       if (!drops) *(T(vec) *)(st + j / T(PER_OPERAND) * STRIP + i) = T(operand_of)(p);
     }
