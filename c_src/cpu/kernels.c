@@ -90,6 +90,8 @@
 #define NR     (NV * LANES) /* columns of a tile */
 /* So many rows or columns are whole tiles, wherever among them a range begins. */
 #define WHOLE ((MR == 6 ? NR % 4 : NR % MR) ? STRIP : NR)
+/* The fewest rows that a product takes as fast as many, a part of WHOLE. */
+#define FEWEST (TILES || WHOLE % MR ? WHOLE : MR)
 
 #define JOIN_(a, b) a##_##b
 #define JOIN(a, b)  JOIN_(a, b)

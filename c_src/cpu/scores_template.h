@@ -305,7 +305,7 @@ INLINE void T(product_in_tile)(const fa_tile *tile, bool turned, int64_t columns
   const fa_range rows = turned ? tile->columns : tile->rows, depth = turned ? tile->rows : tile->columns;
   const bool whole = hidden || tile->rows_a_head || fa_tile_sees_all(tile);
   for (int64_t begin = rows.begin, end; begin < rows.end; begin = end) {
-    end = whole ? rows.end : fa_min(begin + (WHOLE % MR ? WHOLE : MR), rows.end);
+    end = whole ? rows.end : fa_min(begin + FEWEST, rows.end);
     const fa_range some = {begin, end};
     fa_range seen = depth;
     if (!whole && !turned) seen = T(seen_of)(depth, fa_columns_in_band(tile->band, some));
