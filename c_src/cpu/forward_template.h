@@ -256,9 +256,10 @@ static void T(forward_columns)(const fa_cpu_job *job, const fa_tile *rows_by_col
     if (!is_direct && !tile.rows_a_head && !fa_tile_sees_all(&tile))
       tile.rows.end = fa_min(begin + WHOLE, part.end);
     tile.columns = T(seen_of)(columns, fa_columns_in_band(tile.band, fa_tile_rows(&tile)));
+    const bool is_last = tile.rows.end == part.end;
     fa_tile next = tile;
-    next.rows.begin = tile.rows.end < part.end ? tile.rows.end : part.begin;
-    if (next.rows.begin <= begin) next.columns.begin += BLOCK;
+    next.rows.begin = is_last ? part.begin : tile.rows.end;
+    if (is_last) next.columns.begin += BLOCK;
     if (fa_tile_sees_any(&tile)) T(forward_tile)(job, &tile, &next, keys, begin - rows.begin, s);
   }
 }

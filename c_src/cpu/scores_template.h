@@ -287,12 +287,12 @@ static void T(find_seen)(const fa_tile *tile, T(seen_columns) * seen) {
 #define SUMMED_AT_ONCE T(PER_OPERAND)
 #endif
 
-/* What there is of a range in another one, with what is summed at once with its first. */
+/* What there is of a range in another one, with what is summed at once with its first. Empty where end <=
+ * begin.
+ */
 static fa_range T(seen_of)(fa_range range, fa_range seen) {
-  seen = fa_overlap(range, seen);
-  seen.begin = fa_min(seen.begin, range.end);
-  seen.begin -= (seen.begin - range.begin) % SUMMED_AT_ONCE;
-  return seen;
+  const fa_range units = fa_in_units(range, seen, SUMMED_AT_ONCE);
+  return (fa_range){units.begin, fa_min(units.end, seen.end)};
 }
 
 /* T(product_where_seen) whose a [rows of c, depth] has the rows and columns of a tile, or, turned, its columns

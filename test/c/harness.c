@@ -503,10 +503,13 @@ fa_outcome trial_plan(fa_trial *t, int32_t num_threads, char why[512]) {
   char *before = set_environment("FLASH_ATTENTION_NUM_THREADS", text);
   const fa_status status = fa_plan_init(&t->plan, &problem, pass, t->device, &error);
   restore_environment("FLASH_ATTENTION_NUM_THREADS", before);
+  if (status) {
+    snprintf(why, 512, "%s: %s", fa_status_name(status), error.message);
+    return OUTCOME_BROKEN;
+  }
   bytes_free(t->device, &t->workspace);
   t->workspace = bytes_new(t->device, GUARD_BYTES + t->plan.workspace_bytes + GUARD_BYTES, false);
-  if (status) snprintf(why, 512, "%s: %s", fa_status_name(status), error.message);
-  return status ? OUTCOME_BROKEN : OUTCOME_RAN;
+  return OUTCOME_RAN;
 }
 
 void trial_free(fa_trial *trial) {
