@@ -220,7 +220,7 @@ __global__ void __launch_bounds__(Shape::num_threads, Shape::blocks_per_sm)
   FA_DYNAMIC_SHARED(128, uint8_t, shared);
   const Layout layout = {shared_address(shared)};
   const TileCopy<Io, typename Layout::QTile, Shape::num_threads> copy = {int(threadIdx.x), a.q.num_cols};
-  copy_queries<Io>(copy, layout.base, a, sequence, unit);
+  copy_rows<Io>(copy, layout.base, a.q, sequence, unit);
   copy_async_commit();
 
   Stream<Kind, Shape> stream;

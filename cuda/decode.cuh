@@ -1,4 +1,4 @@
-// What the forward of few rows is made of: copies of single rows of k and v by one warp, products of f32
+// What passes of few rows are made of: copies of single rows of k and v by one warp, products of f32
 // numbers on tensor cores without a scaled copy of them, and the merge of parts.
 //
 // Code that nobody has run of late comes from memory as k and v do, a line of 8 instructions after the other. A
@@ -205,18 +205,18 @@ __device__ inline SeenColumns seen_by(const fa_cuda_arguments &a, const Sequence
   return {columns_of_rows<PROGRAMS>(sequence, rows), overlap(first, last)};
 }
 
-// Starts the copy of a unit's rows of q; where these lie anywhere, it is done on return. A tile has them once,
-// or again every REPEATED rows.
+// Starts the copy of a unit's rows of q or dout; where these lie anywhere, it is done on return. A tile has
+// them once, or again every REPEATED rows.
 template <class Io, int REPEATED = 0, class Copy>
-__device__ inline void copy_queries(const Copy &copy, uint32_t tile, const fa_cuda_arguments &a,
-                                    const Sequence &sequence, const Unit &unit) {
+__device__ inline void copy_rows(const Copy &copy, uint32_t tile, const fa_cuda_operand &operand,
+                                 const Sequence &sequence, const Unit &unit) {
   auto row_at = [&](int r) {
     if constexpr (REPEATED > 0) r %= REPEATED;
-    return r < unit.num_rows ? rows_of<Io>(a.q, sequence, unit.head(r)) + unit.row(r) * a.q.stride_row
+    return r < unit.num_rows ? rows_of<Io>(operand, sequence, unit.head(r)) + unit.row(r) * operand.stride_row
                              : nullptr;
   };
-  if (a.q.aligned)
-    copy.start(tile, row_at, reinterpret_cast<const Io *>(a.q.data));
+  if (operand.aligned)
+    copy.start(tile, row_at, reinterpret_cast<const Io *>(operand.data));
   else
     copy.finish(tile, row_at);
 }

@@ -210,7 +210,7 @@ struct DecodeConsumer {
   __device__ void load_queries() const {
     using Io = typename Kind::Io;
     const decode::TileCopy<Io, QTile, WARPGROUP> copy = {int(threadIdx.x), a.q.num_cols};
-    decode::copy_queries<Io, SPREADS ? Shape::block_q : 0>(copy, buffers.base, a, sequence, unit);
+    decode::copy_rows<Io, SPREADS ? Shape::block_q : 0>(copy, buffers.base, a.q, sequence, unit);
     copy_async_wait_all();
     fence_async();
     named_barrier_wait(BARRIER, WARPGROUP);
