@@ -139,10 +139,14 @@ include test/emulated/objects.mk
 endif
 
 ifneq ($(filter 1 emulated,$(FA_CUDA)),)
-# The passes are one source each, compiled once for every kind of cuda/kinds.cuh.
+# The passes are one source each, compiled once for every kind of cuda/kinds.cuh that they serve.
 CUDA_KINDS   := bf16 f16 f32 f32_as_f16
-CUDA_PASSES  := forward backward decode
-CUDA_KERNELS := $(foreach pass,$(CUDA_PASSES),$(CUDA_KINDS:%=$(BUILD)/cuda/$(pass)_%.o))
+KINDS_forward      := $(CUDA_KINDS)
+KINDS_backward     := $(CUDA_KINDS)
+KINDS_backward_few := bf16 f16
+KINDS_decode       := $(CUDA_KINDS)
+CUDA_PASSES  := forward backward backward_few decode
+CUDA_KERNELS := $(foreach pass,$(CUDA_PASSES),$(KINDS_$(pass):%=$(BUILD)/cuda/$(pass)_%.o))
 
 # Kernels for Hopper alone; those above serve the others, and what these do not take.
 HOPPER_KINDS_forward  := $(CUDA_KINDS)
@@ -244,7 +248,7 @@ $(2:%=$$(BUILD)/cuda/$(1)_%.o): $$(BUILD)/cuda/$(1)_%.o: cuda/$(1).cu $$(BUILD)/
 	@cat $$@.log >&2
 	@! grep -q 'are serialized' $$@.log || test -z "$$(WERROR)" || { rm -f $$@; false; }
 endef
-$(foreach pass,$(CUDA_PASSES),$(eval $(call CUDA_PASS,$(pass),$(CUDA_KINDS),$(CUDA_ARCHS))))
+$(foreach pass,$(CUDA_PASSES),$(eval $(call CUDA_PASS,$(pass),$(KINDS_$(pass)),$(CUDA_ARCHS))))
 $(foreach pass,$(HOPPER_PASSES),$(eval $(call CUDA_PASS,hopper_$(pass),$(HOPPER_KINDS_$(pass)),$(HOPPER_ARCH))))
 
 $(LIBRARY): $(OBJECTS)

@@ -59,7 +59,7 @@ static bool can_cluster(int32_t index) {
 
 /* Kernels for few rows; those for one architecture, which read by tensor maps, with further ones for wide
  * heads; and those for all. */
-enum { HOPPER_DECODE, DECODE, HOPPER, HOPPER_WIDE, PORTABLE, NUM_FAMILIES };
+enum { HOPPER_FEW_ROWS, FEW_ROWS, HOPPER, HOPPER_WIDE, PORTABLE, NUM_FAMILIES };
 
 static const struct {
   const fa_cuda_kernel *forward[NUM_FAMILIES], *backward[NUM_FAMILIES]; /* NULL: no table */
@@ -68,13 +68,14 @@ static const struct {
 } kinds[FA_CUDA_NUM_KINDS] = {
     [FA_CUDA_BF16] = {{fa_hopper_decode_bf16, fa_cuda_decode_bf16, fa_hopper_forward_bf16, NULL,
                        fa_cuda_forward_bf16},
-                      {NULL, NULL, fa_hopper_backward_bf16, fa_hopper_backward_wide_bf16,
+                      {NULL, fa_cuda_backward_few_bf16, fa_hopper_backward_bf16, fa_hopper_backward_wide_bf16,
                        fa_cuda_backward_bf16},
                       1,
                       false},
     [FA_CUDA_F16] = {{fa_hopper_decode_f16, fa_cuda_decode_f16, fa_hopper_forward_f16, NULL,
                       fa_cuda_forward_f16},
-                     {NULL, NULL, fa_hopper_backward_f16, fa_hopper_backward_wide_f16, fa_cuda_backward_f16},
+                     {NULL, fa_cuda_backward_few_f16, fa_hopper_backward_f16, fa_hopper_backward_wide_f16,
+                      fa_cuda_backward_f16},
                      1,
                      false},
     [FA_CUDA_F32] = {{NULL, fa_cuda_decode_f32, fa_hopper_forward_f32, NULL, fa_cuda_forward_f32},
@@ -290,9 +291,8 @@ static fa_status no_kernel_takes(uint32_t needs, const fa_plan *plan, fa_error *
 /* Whether a family has kernels for the problem on a device of that compute capability. */
 static bool family_serves(int family, const fa_plan *plan, int capability) {
   const fa_problem *p = &plan->problem;
-  const bool decodes = family == HOPPER_DECODE || family == DECODE;
-  if (decodes && plan->pass != FA_PASS_FORWARD) return false;
-  return family == PORTABLE || family == DECODE || (capability == 90 && !fa_is_disabled("sm90") && can_map(p));
+  return family == PORTABLE || family == FEW_ROWS ||
+         (capability == 90 && !fa_is_disabled("sm90") && can_map(p));
 }
 
 /* Whether the kernel goes through bands by plans, and takes programs, if any: one that plain problems run only
@@ -413,6 +413,7 @@ static int32_t box_rows(const fa_problem *p, const fa_cuda_kernel *kernel) {
 static bool row_fits(const fa_problem *p, const fa_cuda_kernel *row) {
   if (row->most_key_bytes && fa_cuda_key_bytes(p) > (double)row->most_key_bytes) return false;
   if (row->merge && row->mapped && box_rows(p, row) < LEAST_BOX_ROWS) return false;
+  if (row->few_rows) return fa_cuda_packed_rows(p) <= row->block_q;
   const bool larger_follow = row[1].bucket == row->bucket && row[1].block_q > row->block_q;
   return !row->merge || fa_cuda_packed_rows(p) <= row->block_q || !larger_follow;
 }
@@ -434,6 +435,7 @@ static bool is_large_enough(const fa_problem *p, const fa_cuda_kernel *row) {
 /* Whether a kernel that fits is worth its family. */
 static bool pays(const fa_plan *plan, const fa_cuda_kernel *row) {
   const int32_t index = plan->device.index;
+  if (row->few_rows) return fa_cuda_pays_for_few_rows(&plan->problem, row);
   return !row->merge ||
          fa_cuda_pays_in_parts(&plan->problem, row, num_multiprocessors(index), can_cluster(index));
 }
@@ -453,7 +455,7 @@ static fa_status choose_kernel(const fa_plan *plan, int family, const fa_cuda_ke
   const int capability = device.major * 10 + device.minor;
   const bool in_parts = is_for_key_parts(whole, capability);
   for (; family < NUM_FAMILIES; family++) {
-    if (!family_serves(family, whole, capability) || (family <= DECODE && in_parts)) continue;
+    if (!family_serves(family, whole, capability) || (family <= FEW_ROWS && in_parts)) continue;
     const fa_cuda_kind kind = fa_cuda_kind_of(problem);
     const fa_cuda_kernel *row =
         plan->pass == FA_PASS_FORWARD ? kinds[kind].forward[family] : kinds[kind].backward[family];
@@ -951,6 +953,24 @@ static void lay_out_key_parts(const fa_plan *plan, const fa_cuda_kernel *kernel,
   a->lse = fa_take(workspace, num_rows * p->num_heads, sizeof *a->lse);
 }
 
+/* Parts of the columns leave dq of a backward of few rows as f32, and sinks read delta. All rows are one block,
+ * of none, too, so that dk and dv are written. */
+static void lay_out_dq_parts(const fa_plan *plan, const fa_cuda_kernel *kernel, const fa_tensors *t,
+                             fa_arena *workspace, cuda_job *job) {
+  const fa_problem *p = &plan->problem;
+  const fa_plan *whole = fa_plan_whole(plan);
+  fa_cuda_arguments *a = &job->arguments;
+  if (!kernel->few_rows) return;
+  job->parts.cache.key_lengths = p->lengths_batch ? t->key_lengths.data : NULL;
+  job->parts.cache.lengths_batch = (int32_t)p->lengths_batch;
+  a->num_q_blocks = 1;
+  a->num_dq_parts = fa_cuda_choose_dq_parts(&whole->problem, kernel, num_multiprocessors(whole->device.index));
+  const int64_t num_rows = (int64_t)a->batch * a->num_kv_heads * a->num_dq_parts * kernel->block_q;
+  a->dq_sum = fa_take(workspace, a->num_dq_parts > 1 ? num_rows * kernel->bucket : 0, sizeof *a->dq_sum);
+  a->delta =
+      fa_take(workspace, p->num_sinks > 0 ? p->batch * p->num_heads * a->padded_rows : 0, sizeof *a->delta);
+}
+
 /* Whether heads that are begun alternately have the same plans, so that blocks that see nothing come last in
  * all of them. Where batches have plans of their own, a forward lets those be of one batch, if they are fewer
  * than it has: with more, long row blocks of several batches had better come first. */
@@ -1052,9 +1072,11 @@ static bool sees_from_first(const fa_problem *p) {
 
 /* Whether a kernel may read what a row does not see: masks hide cells, and so does -inf in a bias. Of a single
  * row no kernel reads what lies behind its last key, and those for few rows read nothing that it does not see,
- * but for those that take bands, which leave gaps, and read what is added in pairs. */
+ * but for those that take bands, which leave gaps, and read what is added in pairs. In their backward all rows
+ * see the same. */
 static bool hides_cells(const fa_problem *p, const fa_cuda_kernel *kernel, bool backward) {
   if (is_there(p, FA_TENSOR_BIAS)) return true;
+  if (kernel->few_rows) return false;
   const bool reads_seen = kernel->merge && !(kernel->takes & FA_CUDA_NEEDS_BANDS);
   return is_uneven(p) && (backward || p->seqlen_q > 1 || !(reads_seen || sees_from_first(p)));
 }
@@ -1169,6 +1191,7 @@ static cuda_job lay_out(const fa_plan *plan, const fa_cuda_kernel *kernel, const
    * its kernel of statistics does not see to that; and the tickets of a forward, unless the plan kernel does.
    */
   lay_out_program(plan, kernel, t, &workspace, &job);
+  lay_out_dq_parts(plan, kernel, t, &workspace, &job);
   const bool runs_beside =
       backward ? has_statistics_beside(p, kernel, a, &job) : has_columns_beside(p, kernel, a, &job);
   if (runs_beside && kinds[fa_cuda_kind_of(p)].scaled)
@@ -1180,7 +1203,7 @@ static cuda_job lay_out(const fa_plan *plan, const fa_cuda_kernel *kernel, const
        rows * a->num_q_blocks > (is_uneven(p) ? 1 : EVEN_BLOCKS_BY_TICKET) * job.num_multiprocessors))
     a->tickets = fa_take(&workspace, FA_CUDA_NUM_TICKETS, sizeof *a->tickets);
   if (backward || !is_general(kernel)) job.zeroed_bytes = workspace.used;
-  if (backward) {
+  if (backward && !kernel->few_rows) {
     a->tickets = fa_take(&workspace, FA_CUDA_NUM_TICKETS, sizeof *a->tickets);
     a->dq_order = fa_take(&workspace, rows * a->num_q_blocks, sizeof *a->dq_order);
     if (is_general(kernel) && !kernel->finish_dq)
@@ -1261,7 +1284,7 @@ static fa_status prepare(fa_plan *plan, const fa_cuda_kernel *kernel, fa_error *
 /* The kernel for tensors that no tensor map can describe, which only the run sees, in place of one that needs
  * maps. */
 static fa_status choose_fallback(const fa_plan *plan, const fa_cuda_kernel **kernel, fa_error *error) {
-  return choose_kernel(plan, (*kernel)->merge ? DECODE : PORTABLE, kernel, error);
+  return choose_kernel(plan, (*kernel)->merge ? FEW_ROWS : PORTABLE, kernel, error);
 }
 
 static fa_status plan_cuda(fa_plan *plan, fa_error *error) {
@@ -1453,9 +1476,35 @@ static fa_status launch_mending(const fa_plan *plan, const fa_cuda_kernel *kerne
   return FA_STATUS_OK;
 }
 
-static fa_status launch_backward(const fa_cuda_kernel *kernel, cuda_job *job, cudaStream_t stream,
-                                 fa_error *error) {
+static fa_status launch_sink_gradient(cuda_job *job, cudaStream_t stream, fa_error *error) {
+  const char *operation = "launch of the gradient of sinks";
+  fa_cuda_arguments *a = &job->arguments;
+  CHECK(fa_cuda_launch(fa_cuda_sink_kernel, blocks((int64_t)a->num_sinks * a->num_heads),
+                       FA_CUDA_SMALL_KERNEL_THREADS, 0, (void *[]){a, &job->dlse}, stream));
+  return FA_STATUS_OK;
+}
+
+/* One block of threads a part of all columns of a key/value head; the kernel that adds up dq may begin before.
+ */
+static fa_status launch_few_rows(const fa_plan *plan, const fa_cuda_kernel *kernel, cuda_job *job,
+                                 cudaStream_t stream, fa_error *error) {
+  const char *operation = "launch of the backward of few rows";
+  fa_cuda_arguments *a = &job->arguments;
+  const int64_t num_units = (int64_t)a->batch * a->num_kv_heads;
+  CHECK(fa_cuda_launch(kernel->main, blocks(num_units * a->num_dq_parts), kernel->num_threads,
+                       kernel->shared_bytes, (void *[]){a, &job->dlse, &job->parts.cache}, stream));
+  operation = "launch of the sum of dq";
+  if (a->num_dq_parts > 1)
+    CHECK((job->launches_early ? fa_cuda_launch_early : fa_cuda_launch)(
+        kernel->finish_dq, blocks(num_units * fa_cuda_packed_rows(&plan->problem)), kernel->finish_threads, 0,
+        (void *[]){a}, stream));
+  return launch_sink_gradient(job, stream, error);
+}
+
+static fa_status launch_backward(const fa_plan *plan, const fa_cuda_kernel *kernel, cuda_job *job,
+                                 cudaStream_t stream, fa_error *error) {
   const char *operation = "launch of the backward";
+  if (kernel->few_rows) return launch_few_rows(plan, kernel, job, stream, error);
   fa_cuda_arguments *a = &job->arguments;
   const int32_t small = FA_CUDA_SMALL_KERNEL_THREADS;
   const int64_t heads = (int64_t)a->batch * a->num_heads;
@@ -1470,9 +1519,8 @@ static fa_status launch_backward(const fa_cuda_kernel *kernel, cuda_job *job, cu
   if (kernel->finish_dq)
     CHECK(fa_cuda_launch(kernel->finish_dq, blocks(heads * a->num_q_blocks), kernel->finish_threads, 0,
                          (void *[]){a}, stream));
-  CHECK(fa_cuda_launch(fa_cuda_sink_kernel, blocks((int64_t)a->num_sinks * a->num_heads), small, 0,
-                       (void *[]){a, &job->dlse}, stream));
-  return launch_reductions(job, stream, error);
+  fa_status status = launch_sink_gradient(job, stream, error);
+  return status ? status : launch_reductions(job, stream, error);
 }
 
 static fa_status enqueue(const fa_plan *plan, const fa_cuda_kernel *kernel, void *workspace, cuda_job *job,
@@ -1489,7 +1537,7 @@ static fa_status enqueue(const fa_plan *plan, const fa_cuda_kernel *kernel, void
   if (!status) status = launch_look(plan, job, stream, error);
   if (status) return status;
   status = plan->pass == FA_PASS_FORWARD ? launch_forward(kernel, job, stream, error)
-                                         : launch_backward(kernel, job, stream, error);
+                                         : launch_backward(plan, kernel, job, stream, error);
   return status ? status : launch_mending(plan, kernel, job, stream, error);
 }
 

@@ -167,6 +167,31 @@ fa_cuda_parts fa_cuda_choose_parts(const fa_problem *p, const fa_cuda_kernel *ke
   return parts;
 }
 
+/* Where one column block of the ordinary kernels has all keys, and heads share none, those are as fast unless
+ * there is little to multiply (measured: cuda_log.md, "A backward of few rows"). */
+enum { ONE_COLUMN_BLOCK = 128, MOST_ALONE = 1 << 24 };
+bool fa_cuda_pays_for_few_rows(const fa_problem *p, const fa_cuda_kernel *kernel) {
+  if (p->seqlen_k > ONE_COLUMN_BLOCK || p->num_heads > p->num_kv_heads) return true;
+  return kernel->block_q * kernel->bucket * kernel->bucket * p->seqlen_k <= MOST_ALONE;
+}
+
+/* What takes the least time, in columns: of the blocks that a multiprocessor takes one after the other each as
+ * long as its share and some more; and where there are several parts what adding their dq takes. */
+enum { COLUMNS_TO_BEGIN = 256, COLUMNS_TO_ADD = 160, LEAST_COLUMNS_A_PART = 64 };
+int32_t fa_cuda_choose_dq_parts(const fa_problem *p, const fa_cuda_kernel *kernel,
+                                int64_t num_multiprocessors) {
+  const int64_t units = fa_max(p->batch * p->num_kv_heads, 1),
+                slots = num_multiprocessors * kernel->blocks_per_sm;
+  const int64_t most = fa_min(fa_divide_up(p->seqlen_k, LEAST_COLUMNS_A_PART), fa_divide_up(slots, units));
+  int64_t best = 1, least = INT64_MAX;
+  for (int64_t parts = 1; parts <= most; parts++) {
+    const int64_t each = fa_divide_up(p->seqlen_k, parts) + COLUMNS_TO_BEGIN,
+                  time = fa_divide_up(units * parts, slots) * each + (parts > 1 ? COLUMNS_TO_ADD : 0);
+    if (time < least) least = time, best = parts;
+  }
+  return (int32_t)best;
+}
+
 /* Whether the ordinary kernels' tiles leave two multiprocessors of three idle. */
 static bool leaves_most_idle(const fa_problem *p, int64_t num_multiprocessors) {
   return num_tiles_of(p) * 3 <= num_multiprocessors;

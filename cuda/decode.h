@@ -23,6 +23,13 @@ int64_t fa_cuda_packed_rows(const fa_problem *problem);
 /* What its keys and values have; where they end at lengths, at most. */
 double fa_cuda_key_bytes(const fa_problem *problem);
 
+/* Whether a backward of few rows is worth it. */
+bool fa_cuda_pays_for_few_rows(const fa_problem *problem, const fa_cuda_kernel *kernel);
+
+/* Into how many parts it splits the columns. */
+int32_t fa_cuda_choose_dq_parts(const fa_problem *problem, const fa_cuda_kernel *kernel,
+                                int64_t num_multiprocessors);
+
 /* The parts of a canonical problem's keys. can_cluster: whether blocks of threads merge in clusters there. */
 fa_cuda_parts fa_cuda_choose_parts(const fa_problem *problem, const fa_cuda_kernel *kernel,
                                    int64_t num_multiprocessors, bool can_cluster);

@@ -240,6 +240,9 @@ typedef struct fa_cuda_arguments {
    * how many times FA_CUDA_SCALE_ROWS columns, among each FA_CUDA_DONE_ROWS of a head, and of all, have been; a
    * backward's q and dout are with its statistics. NULL: copies are there before main begins. */
   int32_t *columns_done;
+  /* Of a backward of few rows: into so many parts the columns are split that all rows of a key/value head see.
+   * dq_sum is [batch, num_kv_heads, num_dq_parts, block_q, bucket], or not used where there is one. */
+  int32_t num_dq_parts;
 } fa_cuda_arguments;
 
 /* The gradient by lse, as lse, for the kernel of a backward that makes delta; NULL: none. Batches are
@@ -446,6 +449,9 @@ typedef struct fa_cuda_kernel {
   bool skips_hidden_keys; /* main leaves out what keys hide block by block: fa_cuda_keys.shown */
   bool in_parts;          /* forward: keys are split into parts, whose o and lse a merge follows */
   bool asks; /* main takes masks that hide nothing, or are causal, as a plain kernel does: fa_cuda_answer */
+  /* backward: only for problems whose rows, of all query heads of a key/value head, are at most block_q; main
+   * makes statistics itself, and has a block a part of all columns: num_dq_parts */
+  bool few_rows;
   const void *main; /* one block a q block (forward) or k block (backward) of a head */
   const void
       *main_that_mends;   /* forward: main of problems that hide cells. NULL: a kernel behind main mends o */
@@ -457,7 +463,7 @@ typedef struct fa_cuda_kernel {
   const void *finish_dq; /* backward: dq_sum to dq; one block of finish_threads a q block. NULL: main does it */
   int32_t finish_threads;
   const void *merge;      /* of a kernel for few rows: FA_CUDA_PARTS_THREADS a block */
-  int32_t blocks_per_sm;  /* of that kernel: blocks that share a multiprocessor */
+  int32_t blocks_per_sm;  /* of a kernel for few rows: blocks that share a multiprocessor */
   int64_t most_key_bytes; /* not for problems whose keys have more, unless this is 0 */
 } fa_cuda_kernel;
 
@@ -473,6 +479,9 @@ extern const fa_cuda_kernel fa_hopper_forward_f16[], fa_hopper_backward_f16[];
 extern const fa_cuda_kernel fa_hopper_backward_wide_bf16[], fa_hopper_backward_wide_f16[];
 extern const fa_cuda_kernel fa_hopper_forward_f32[], fa_hopper_backward_f32[];
 extern const fa_cuda_kernel fa_hopper_forward_f32_as_f16[], fa_hopper_backward_f32_as_f16[];
+
+/* The backward of few rows, which is Hopper's, too. */
+extern const fa_cuda_kernel fa_cuda_backward_few_bf16[], fa_cuda_backward_few_f16[];
 
 /* The forward of few rows, of every kind. Rows of a bucket are in the order of their block_q. */
 extern const fa_cuda_kernel fa_cuda_decode_bf16[], fa_cuda_decode_f16[], fa_cuda_decode_f32[],

@@ -257,6 +257,23 @@ static const fa_case cases[] = {
     STRIDED("few rows: strided", CASE_QUICK, LENGTHS(1, 1201), .batch = 2, HEADS(4, 2), .head_dim = 56),
     REVERSED("few rows: reversed", CASE_QUICK, LENGTHS(1, 1201), .batch = 2, HEADS(4, 2), .head_dim = 56),
 
+    /* The same in a backward, where all rows of a group see the same: 16, 32 and 64 of them at most. */
+    TAGGED("few rows, all see all: 15, sinks", CASE_QUICK, LENGTHS(5, 333), .batch = 2, HEADS(6, 2),
+           .head_dim = 96, .num_sinks = 2, DLSE(2)),
+    TAGGED("few rows, all see all: 27", CASE_QUICK, LENGTHS(9, 277), .batch = 3, HEADS(6, 2), .head_dim = 52),
+    TAGGED("few rows, all see all: 61, lengths", CASE_QUICK, LENGTHS(61, 201), .batch = 5, .head_dim = 64,
+           KEY_LENGTHS(5), .num_sinks = 1),
+    TAGGED("few rows, all see all: 30, lengths", CASE_QUICK, LENGTHS(10, 190), .batch = 4, HEADS(3, 1),
+           .head_dim = 128, KEY_LENGTHS(4), .softcap = 3),
+    ROW("few rows, all see all: 29, d128", LENGTHS(29, 419), HEADS(3, 3), .head_dim = 120, .scale = -0.1),
+    ROW("few rows, all see all: few keys", LENGTHS(16, 13), .batch = 5, HEADS(4, 4), .head_dim = 128),
+    ROW("few rows, all see all: one of very many batches", LENGTHS(1, 40), .batch = 330, HEADS(4, 1),
+        .head_dim = 24),
+    STRIDED("few rows, all see all: strided", CASE_QUICK, LENGTHS(14, 301), .batch = 2, HEADS(4, 2),
+            .head_dim = 64),
+    REVERSED("few rows, all see all: reversed", CASE_QUICK, LENGTHS(7, 301), .batch = 2, HEADS(8, 4),
+             .head_dim = 128, KEY_LENGTHS(2)),
+
     /* More rows than those, against more keys than their tiles keep a GPU busy with. */
     TAGGED("key parts, sinks", CASE_QUICK, LENGTHS(70, 2101), HEADS(2, 1), .head_dim = 64, CAUSAL,
            .num_sinks = 2),

@@ -429,6 +429,40 @@ static void test_kernels(fa_device device) {
   }
 }
 
+/* A backward of few rows has kernels by how many rows the heads of a key head have, if all of these see the
+ * same keys, and more than a column block of the ordinary kernels holds where there is much to multiply. */
+static void test_backward_kernels(fa_device device) {
+  static const struct {
+    int64_t seqlen_q, seqlen_k, num_heads, head_dim, window_left;
+    const char *kernel; /* NULL: not one of these */
+  } cases[] = {{16, 8192, 8, 128, FA_UNBOUNDED, "cuda/few/bf16/d128/r16"},
+               {8, 8192, 32, 128, FA_UNBOUNDED, "cuda/few/bf16/d128/r32"},
+               {9, 8192, 32, 128, FA_UNBOUNDED, NULL},
+               {4, 500, 32, 40, FA_UNBOUNDED, "cuda/few/bf16/d64/r16"},
+               {16, 500, 32, 64, FA_UNBOUNDED, "cuda/few/bf16/d64/r64"},
+               {17, 500, 32, 64, FA_UNBOUNDED, NULL},
+               {64, 128, 8, 64, FA_UNBOUNDED, NULL},
+               {64, 129, 8, 64, FA_UNBOUNDED, "cuda/few/bf16/d64/r64"},
+               {32, 64, 32, 32, FA_UNBOUNDED, NULL},
+               {16, 8192, 8, 160, FA_UNBOUNDED, NULL},
+               {16, 8192, 8, 128, 100, NULL}};
+  for (int i = 0; i < (int)(sizeof cases / sizeof *cases); i++) {
+    fa_problem p = problem_of(2, cases[i].seqlen_q, cases[i].seqlen_k, cases[i].head_dim);
+    p.dtype = FA_DTYPE_BF16, p.num_heads = cases[i].num_heads, p.num_kv_heads = 8;
+    p.window_left = cases[i].window_left, p.window_right = FA_UNBOUNDED;
+    for (p.lengths_batch = 0; p.lengths_batch <= 2; p.lengths_batch += 2) {
+      fa_plan plan;
+      fa_error error;
+      CHECK(!fa_plan_init(&plan, &p, FA_PASS_BACKWARD, device, &error), "%s", error.message);
+      if (cases[i].kernel) /* or a smaller one of that kind */
+        CHECK(strncmp(plan.kernel, cases[i].kernel, strlen(cases[i].kernel)) == 0, "case %d: %s", i,
+              plan.kernel);
+      else
+        CHECK(!strstr(plan.kernel, "few"), "case %d: %s", i, plan.kernel);
+    }
+  }
+}
+
 static void test_device(fa_device device) {
   const fa_setup setup = {.device = device, .num_threads = 3};
   for (fa_dtype dtype = 0; dtype < FA_NUM_FLOATS; dtype++) {
@@ -472,6 +506,7 @@ int main(void) {
   test_page_sizes(&reference, FA_DTYPE_BF16);
   test_device((fa_device){FA_DEVICE_CPU, 0});
   const fa_device cuda = {FA_DEVICE_CUDA, 0};
-  if (fa_num_devices(FA_DEVICE_CUDA, NULL) > 0) test_device(cuda), test_aligned(cuda), test_kernels(cuda);
+  if (fa_num_devices(FA_DEVICE_CUDA, NULL) > 0)
+    test_device(cuda), test_aligned(cuda), test_kernels(cuda), test_backward_kernels(cuda);
   return report();
 }
