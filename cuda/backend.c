@@ -428,7 +428,7 @@ static int64_t columns_seen(const fa_problem *p) {
 /* Whether a problem is as large as a row wants it. */
 static bool is_large_enough(const fa_problem *p, const fa_cuda_kernel *row) {
   const int64_t columns = columns_seen(p);
-  return columns >= row->least_columns &&
+  return columns >= row->least_columns && p->seqlen_q >= row->least_rows &&
          (double)p->batch * p->num_heads * p->seqlen_q * columns >= (double)row->least_scores;
 }
 

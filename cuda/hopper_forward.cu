@@ -345,7 +345,7 @@ struct Consumer {
     const Range seen = visible_columns(sequence_of<Shape>(a, tile.batch), {first_row, first_row + 16});
     make_exponentials(column, behind, of_scores, seen.end - column);
     convert<Kind>(p, scores, 1 << P_EXPONENT);
-    for (visited++; __any_sync(~0u, visited < end); visited++) {
+    for (visited++; !Shape::one_block && __any_sync(~0u, visited < end); visited++) {
       Ring<Buffers::STAGES> next = ring;
       next.advance();
       const Stage k = buffers.k(next.stage), v = buffers.v(ring.stage);
@@ -929,11 +929,13 @@ constexpr fa_cuda_kernel row(const char *name, int least_columns = 0, int64_t le
       .num_threads = Shape::num_threads,
       .shared_bytes = ForwardBuffers<Kind, Shape, GENERAL>::BYTES,
       .least_columns = least_columns,
+      .least_rows = Shape::one_block ? 2048 : 0,
       .least_scores = least_scores,
       .takes = takes_of_forms(GENERAL, Shape::forms) | takes_of_program(Shape::whole_program, true, GENERAL),
       .mapped = true,
       .persistent = true,
       .begins_early = begins_early<Kind, Shape, GENERAL>,
+      .single_column = Shape::one_block,
       .leaves_notes = MENDING == AT_END,
       .folds = Shape::folds,
       .skips_hidden_keys = !GENERAL && Shape::trims_keys,
@@ -977,7 +979,9 @@ constexpr fa_cuda_kernel row(const char *name, int least_columns = 0, int64_t le
 // Registers a consumer's thread needs for its arrays: (block_k * 1.5 + head_dim) / 2, and block_k + head_dim of
 // f32 in two parts (at 256 3/4 of head_dim). Three consumers at 64, which use each column block for 192 rows;
 // from 192 on, and of f32, column blocks are what fits beside q. At 128 there is room for q too, head_dim / 4:
-// of what the products read from shared memory, a fifth.
+// of what the products read from shared memory, a fifth; or, where one column block is all, for a third
+// consumer, as o comes when scores have gone. That is faster where rows are many (cuda_log.md, "One column
+// block").
 using namespace fa::hopper;
 const fa_cuda_kernel FA_JOIN(fa_hopper_forward_, FA_KIND)[] = {
 // bucket, block_k, consumers, stages of q, their registers, the producer's, traits, program
@@ -1022,6 +1026,7 @@ const fa_cuda_kernel FA_JOIN(fa_hopper_forward_, FA_KIND)[] = {
     ROW("/d64/cells", true, 64, 128, 2, 2, 216, 72, FORMS | HOLDS_Q, CELLS),
     ROW("/d64/dropout", true, 64, 128, 2, 2, 232, 40, FORMS | HOLDS_Q | WAITS_LATE, KEYS | DROPOUT),
     ROW("/d64/program", true, 64, 128, 2, 2, 216, 72, FORMS | MENDS_AT_END, WHOLE_PROGRAM),
+    ROW("/d128/single", false, 128, 128, 3, 2, 160, 32, ONE_BLOCK | MENDS_BEHIND),
     ROW_FROM("/d128/long", 1024, 0, false, 128, 128, 2, 2, 240, 24, LONG_128),
     ROW("/d128", false, 128, 128, 2, 2, 232, 40, SHORT_128),
     ROW("/d128/forms", false, 128, 128, 2, 2, 240, 24, FORMS | FOLLOWS | MENDS_AT_END),

@@ -21,7 +21,7 @@ namespace hopper {
 // see whole are a loop of their own, which asks nothing about them: 2 to 5 % at 128, where exponentials follow.
 // MENDS_AT_END, MENDS_BEHIND: who makes again what is NaN beside hidden cells, see Mending. CAUSAL: for masks
 // that turn out to be causal. BESIDE: of f32, k and v may be copied beside the kernel: then consumers are told
-// exponents, which is up to 5 % slower in some kernels.
+// exponents, which is up to 5 % slower in some kernels. ONE_BLOCK: for problems with one column block.
 enum ForwardTraits {
   FORMS = 1,
   HOLDS_Q = 2,
@@ -32,7 +32,8 @@ enum ForwardTraits {
   MENDS_AT_END = 64,
   MENDS_BEHIND = 128,
   CAUSAL = 256,
-  BESIDE = 512
+  BESIDE = 512,
+  ONE_BLOCK = 1024
 };
 
 // Who makes again what is NaN beside hidden cells, see isolation.cuh: a kernel behind this one, which takes
@@ -48,7 +49,7 @@ struct ForwardShape {
                                 PRODUCER_REGISTERS, TRAITS | CAUSAL, PROGRAM>;
   static constexpr bool holds_q = TRAITS & HOLDS_Q, waits_late = TRAITS & WAITS_LATE,
                         in_parts = TRAITS & IN_PARTS, finds_runs = TRAITS & FINDS_RUNS,
-                        is_causal = TRAITS & CAUSAL, beside = TRAITS & BESIDE;
+                        is_causal = TRAITS & CAUSAL, beside = TRAITS & BESIDE, one_block = TRAITS & ONE_BLOCK;
   static constexpr Mending mending = FA_KIND_SCALED || TRAITS & MENDS_BEHIND ? BEHIND
                                      : TRAITS & MENDS_AT_END                 ? AT_END
                                                                              : IN_PLACE;

@@ -435,13 +435,14 @@ typedef struct fa_cuda_kernel {
   int32_t block_q, block_k, num_threads;
   int32_t shared_bytes;
   int32_t least_columns;  /* not for problems whose rows see fewer, on average, */
+  int32_t least_rows;     /* or that have fewer rows a head, */
   int64_t least_scores;   /* or that have fewer scores */
   uint32_t takes;         /* which needs of a problem it serves */
   int32_t row_warps;      /* backward, of one that takes a bias: so many warps share a column of a step */
   bool mapped;            /* main reads by fa_cuda_maps */
   bool persistent;        /* main has at most one block a multiprocessor, which takes one after the other */
   bool begins_early;      /* main waits by itself for the small kernel in front of it */
-  bool single_column;     /* backward: only for problems with one column block, which every row sees */
+  bool single_column;     /* only for problems with one column block, which every row sees */
   bool splits_heads;      /* backward: a column block's query heads may be shared out, not only its steps */
   bool leaves_notes;      /* forward: main mends when it has taken all tiles, see fa_cuda_arguments.notes */
   bool folds;             /* main makes numbers a key, or slopes, parts of q·k: fa_cuda_keys.terms */

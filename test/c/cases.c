@@ -274,6 +274,11 @@ static const fa_case cases[] = {
     REVERSED("few rows, all see all: reversed", CASE_QUICK, LENGTHS(7, 301), .batch = 2, HEADS(8, 4),
              .head_dim = 128, KEY_LENGTHS(2)),
 
+    /* Many rows beside few keys. */
+    TAGGED("one column block", CASE_QUICK, LENGTHS(2113, 77), HEADS(2, 1), .head_dim = 128, .num_sinks = 1),
+    ROW("one column block, window", LENGTHS(2060, 100), .batch = 2, .head_dim = 96, WINDOW(60, 2055)),
+    STRIDED("one column block, strided", 0, LENGTHS(2050, 128), HEADS(2, 2), .head_dim = 112),
+
     /* More rows than those, against more keys than their tiles keep a GPU busy with. */
     TAGGED("key parts, sinks", CASE_QUICK, LENGTHS(70, 2101), HEADS(2, 1), .head_dim = 64, CAUSAL,
            .num_sinks = 2),

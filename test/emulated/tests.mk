@@ -22,7 +22,7 @@ else
 # The longest first.
 EMULATED_RUNS := $(foreach test,isolation slices,test-emulated-$(test)-80 test-emulated-$(test)-90) \
                  test-emulated-parts test-emulated-boxes test-emulated-masks test-emulated-decode-86 test-emulated-decode-90 \
-                 $(foreach test,cache attention extremes calls,test-emulated-$(test)-80 test-emulated-$(test)-90)
+                 test-emulated-few-80 test-emulated-few-90 $(foreach test,cache attention extremes calls,test-emulated-$(test)-80 test-emulated-$(test)-90)
 
 .PHONY: test-emulated-hopper test-emulated-itself emulated-programs $(EMULATED_RUNS)
 test-emulated: test-emulated-hopper test-emulated-itself $(EMULATED_RUNS)
@@ -47,6 +47,13 @@ test-emulated-attention-80 test-emulated-attention-90: test-emulated-attention-%
 test-emulated-boxes: emulated-programs
 	@echo "test_attention --device cuda --quick --sweep 0 --name boxes --dtype bf16, emulated sm_90"
 	@EMULATED_SM=90 $(EMULATED_BUILD)/test/test_attention --device cuda --quick --sweep 0 --name boxes --dtype bf16
+
+# A backward of few rows; and many rows beside few keys.
+test-emulated-few-80 test-emulated-few-90: test-emulated-few-%: emulated-programs
+	@for name in "all see all" "one column block"; do \
+	  echo "test_attention --device cuda --quick --sweep 0 --name \"$$name\" --dtype bf16, emulated sm_$*"; \
+	  EMULATED_SM=$* $(EMULATED_BUILD)/test/test_attention --device cuda --quick --sweep 0 --name "$$name" --dtype bf16 || exit 1; \
+	done
 
 # Lengths and pages, which the kernels for few rows take; on a GPU with the least shared memory, too.
 test-emulated-decode-86: export EMULATED_SHARED_KIB := 99
