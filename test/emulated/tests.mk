@@ -51,8 +51,8 @@ test-emulated-boxes: emulated-programs
 # A backward of few rows; and many rows beside few keys.
 test-emulated-few-80 test-emulated-few-90: test-emulated-few-%: emulated-programs
 	@for name in "all see all" "one column block"; do \
-	  echo "test_attention --device cuda --quick --sweep 0 --name \"$$name\" --dtype bf16, emulated sm_$*"; \
-	  EMULATED_SM=$* $(EMULATED_BUILD)/test/test_attention --device cuda --quick --sweep 0 --name "$$name" --dtype bf16 || exit 1; \
+	  echo "test_attention --device cuda --sweep 0 --name \"$$name\" --dtype bf16, emulated sm_$*"; \
+	  EMULATED_SM=$* $(EMULATED_BUILD)/test/test_attention --device cuda --sweep 0 --name "$$name" --dtype bf16 || exit 1; \
 	done
 
 # Lengths and pages, which the kernels for few rows take; on a GPU with the least shared memory, too.
