@@ -269,8 +269,7 @@ static const fa_case cases[] = {
     ROW("few rows, all see all: few keys", LENGTHS(16, 13), .batch = 5, HEADS(4, 4), .head_dim = 128),
     ROW("few rows, all see all: one of very many batches", LENGTHS(1, 40), .batch = 330, HEADS(4, 1),
         .head_dim = 24),
-    /* Some rows see scores far below 0 alone, beside which the 0 of a key that is not there would be infinite.
-     */
+    /* Some rows see scores far below 0 alone, beside which a key that is not there would weigh infinitely. */
     FILLED("few rows, all see all: large, three keys", FILL_LARGE, LENGTHS(14, 3), .batch = 3, HEADS(4, 2),
            .head_dim = 64),
     STRIDED("few rows, all see all: strided", CASE_QUICK, LENGTHS(14, 301), .batch = 2, HEADS(4, 2),
