@@ -960,7 +960,6 @@ static void lay_out_dq_parts(const fa_plan *plan, const fa_cuda_kernel *kernel, 
   const fa_problem *p = &plan->problem;
   const fa_plan *whole = fa_plan_whole(plan);
   fa_cuda_arguments *a = &job->arguments;
-  if (!kernel->few_rows) return;
   job->parts.cache.key_lengths = p->lengths_batch ? t->key_lengths.data : NULL;
   job->parts.cache.lengths_batch = (int32_t)p->lengths_batch;
   a->num_q_blocks = 1;
@@ -1191,7 +1190,6 @@ static cuda_job lay_out(const fa_plan *plan, const fa_cuda_kernel *kernel, const
    * its kernel of statistics does not see to that; and the tickets of a forward, unless the plan kernel does.
    */
   lay_out_program(plan, kernel, t, &workspace, &job);
-  lay_out_dq_parts(plan, kernel, t, &workspace, &job);
   const bool runs_beside =
       backward ? has_statistics_beside(p, kernel, a, &job) : has_columns_beside(p, kernel, a, &job);
   if (runs_beside && kinds[fa_cuda_kind_of(p)].scaled)
@@ -1203,7 +1201,9 @@ static cuda_job lay_out(const fa_plan *plan, const fa_cuda_kernel *kernel, const
        rows * a->num_q_blocks > (is_uneven(p) ? 1 : EVEN_BLOCKS_BY_TICKET) * job.num_multiprocessors))
     a->tickets = fa_take(&workspace, FA_CUDA_NUM_TICKETS, sizeof *a->tickets);
   if (backward || !is_general(kernel)) job.zeroed_bytes = workspace.used;
-  if (backward && !kernel->few_rows) {
+  if (kernel->few_rows) {
+    lay_out_dq_parts(plan, kernel, t, &workspace, &job);
+  } else if (backward) {
     a->tickets = fa_take(&workspace, FA_CUDA_NUM_TICKETS, sizeof *a->tickets);
     a->dq_order = fa_take(&workspace, rows * a->num_q_blocks, sizeof *a->dq_order);
     if (is_general(kernel) && !kernel->finish_dq)
@@ -1315,6 +1315,13 @@ static cudaError_t launch_main(const fa_cuda_kernel *kernel, int64_t number, cud
       (void *[]){&job->arguments, &job->maps}, stream);
 }
 
+/* One that waits for the kernel in front of it by itself, and may begin before that is done. */
+static cudaError_t launch_behind(const void *kernel, int64_t num_blocks, int32_t num_threads, void **arguments,
+                                 const cuda_job *job, cudaStream_t stream) {
+  return (job->launches_early ? fa_cuda_launch_early : fa_cuda_launch)(kernel, blocks(num_blocks), num_threads,
+                                                                       0, arguments, stream);
+}
+
 /* What runs beside main has one of so many multiprocessors at first. It begins when all in front of it is done.
  */
 static cudaError_t launch_beside(const fa_cuda_kernel *kernel, void **arguments, const cuda_job *job,
@@ -1412,9 +1419,8 @@ static fa_status launch_parts(const fa_cuda_kernel *kernel, cuda_job *job, cudaS
   if (!merges_behind(kernel, parts)) return FA_STATUS_OK;
   const int64_t rows_a_block = merging_groups(kernel) / parts->groups_a_row;
   operation = "launch of the merge";
-  CHECK((job->launches_early ? fa_cuda_launch_early : fa_cuda_launch)(
-      kernel->merge, blocks(fa_divide_up(num_units * parts->rows_a_unit, rows_a_block)), FA_CUDA_PARTS_THREADS,
-      0, arguments, stream));
+  CHECK(launch_behind(kernel->merge, fa_divide_up(num_units * parts->rows_a_unit, rows_a_block),
+                      FA_CUDA_PARTS_THREADS, arguments, job, stream));
   return FA_STATUS_OK;
 }
 
@@ -1470,9 +1476,8 @@ static fa_status launch_mending(const fa_plan *plan, const fa_cuda_kernel *kerne
                                      : fa_cuda_mend_forward_kernels[kind];
   void *beside = backward ? (void *)&job->gradients : (void *)&job->parts.cache;
   if (!job->arguments.suspect || main_mends(kernel, job)) return FA_STATUS_OK;
-  CHECK((job->launches_early ? fa_cuda_launch_early : fa_cuda_launch)(
-      mend, blocks(job->num_multiprocessors), FA_CUDA_SMALL_KERNEL_THREADS, 0,
-      (void *[]){&job->arguments, beside}, stream));
+  CHECK(launch_behind(mend, job->num_multiprocessors, FA_CUDA_SMALL_KERNEL_THREADS,
+                      (void *[]){&job->arguments, beside}, job, stream));
   return FA_STATUS_OK;
 }
 
@@ -1495,9 +1500,8 @@ static fa_status launch_few_rows(const fa_plan *plan, const fa_cuda_kernel *kern
                        kernel->shared_bytes, (void *[]){a, &job->dlse, &job->parts.cache}, stream));
   operation = "launch of the sum of dq";
   if (a->num_dq_parts > 1)
-    CHECK((job->launches_early ? fa_cuda_launch_early : fa_cuda_launch)(
-        kernel->finish_dq, blocks(num_units * fa_cuda_packed_rows(&plan->problem)), kernel->finish_threads, 0,
-        (void *[]){a}, stream));
+    CHECK(launch_behind(kernel->finish_dq, num_units * fa_cuda_packed_rows(&plan->problem),
+                        kernel->finish_threads, (void *[]){a}, job, stream));
   return launch_sink_gradient(job, stream, error);
 }
 

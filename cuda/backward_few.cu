@@ -170,18 +170,15 @@ struct ColumnStream {
         });
     };
     hide(scores, -INFINITY);
-    uint32_t operand[1][1][4];
-    make_transposed_p<Kind>(scores, operand, a.score, RowNumbers<>(layout.shift() + t * 64));
-#pragma unroll
-    for (int i = 0; i < 4; i++) p.fragments[0][0][t][i] = operand[0][0][i];
+    using Fragment = uint32_t[1][1][4];
+    make_transposed_p<Kind>(scores, reinterpret_cast<Fragment &>(p.fragments[0][0][t]), a.score,
+                            RowNumbers<>(layout.shift() + t * 64));
     make_transposed_ds<Kind>(
         ds,
         [&](int n) { return make_float4(scores[0][n][0], scores[0][n][1], scores[0][n][2], scores[0][n][3]); },
         RowNumbers<>(layout.delta() + t * 64));
     hide(ds, 0);  // where delta is not finite it is not 0
-    convert<Kind>(operand, ds);
-#pragma unroll
-    for (int i = 0; i < 4; i++) of_scores.fragments[0][0][t][i] = operand[0][0][i];
+    convert<Kind>(reinterpret_cast<Fragment &>(of_scores.fragments[0][0][t]), ds);
   }
 
   // Puts ds^T where it can be read with rows and columns the other way round, as an operand of dq.
